@@ -1,0 +1,59 @@
+# Everything runs inside .venv, which each target creates when it is missing or when the dependencies changed.
+# Nothing is assumed beyond make and Python 3.11 to 3.13.
+
+PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.13,$(shell python$(v) -c 'print("python$(v)")' 2>/dev/null)) python3)
+EXTRAS ?= cpu,dev
+VENV := .venv
+BIN := $(VENV)/bin
+PROTOS := $(wildcard proto/pdserve/v1/*.proto)
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo '  make up ARGS="--prefill 2 --port 9000"   passes flags to pdserve up'
+
+$(VENV)/.installed: pyproject.toml constraints.txt Makefile
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else f"pdserve needs Python 3.11 to 3.13; $(PYTHON) is {v[0]}.{v[1]}. Set PYTHON=/path/to/python3.11.")'
+	@echo "Creating $(VENV) with $(PYTHON) and installing pdserve[$(EXTRAS)]; the first time takes a few minutes."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+.PHONY: install
+install: $(VENV)/.installed ## Create .venv and install everything
+
+.PHONY: up
+up: install ## Start a cluster on this machine; ARGS="..." are flags of pdserve up
+	@exec $(BIN)/pdserve up $(ARGS)
+
+.PHONY: proto
+proto: install ## Generate pdserve/v1 from proto/
+	@$(BIN)/python -m tests.arch.generate_proto
+
+.PHONY: lint
+lint: install ## ruff, mypy, import-linter, generated code up to date
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m tests.arch.generate_proto --check
+
+.PHONY: format
+format: install ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: test
+test: lint ## Everything that CI checks: lint and all tests
+	$(BIN)/pytest $(ARGS)
+
+.PHONY: bench-handover
+bench-handover: install ## The handover's waterfall against --prefill 0; results under benchmarks/results
+	$(BIN)/python -m benchmarks.handover $(ARGS)
+
+.PHONY: clean
+clean: ## Remove .venv and caches of the tools
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -1,0 +1,1 @@
+"""What every process shares: errors, ids, config, tasks, logs, metrics, rpc helpers. No torch."""

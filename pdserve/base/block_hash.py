@@ -1,0 +1,35 @@
+"""Chained hashes of full blocks: equal hash means equal tokens from the start, on every worker and after every restart."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+from pdserve.base.ids import BlockHash
+
+HASH_BYTES = 16
+_SCHEMA = b"pdserve.block.v1"
+
+
+def hash_key(*, model: str, dtype: str, block_size: int, salt: bytes = b"") -> bytes:
+    """The key of all hashes of one model, layout and tenant (32 bytes): without the salt they cannot be guessed."""
+    digest = hashlib.blake2b(_SCHEMA, digest_size=32)
+    for part in (model.encode(), dtype.encode(), block_size.to_bytes(4, "little"), salt):
+        digest.update(len(part).to_bytes(4, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def hash_blocks(key: bytes, tokens: Sequence[int], block_size: int, known: Sequence[BlockHash] = ()) -> list[BlockHash]:
+    """Hashes of all full blocks of `tokens`; `known` are those of the first blocks, computed before.
+
+    A block's hash is blake2b(parent hash || tokens as little-endian u32, key), 16 bytes; the first parent is zero.
+    """
+    hashes = list(known)
+    parent: bytes = hashes[-1] if hashes else bytes(HASH_BYTES)
+    for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
+        body = array("I", tokens[start : start + block_size]).tobytes()
+        parent = hashlib.blake2b(parent + body, key=key, digest_size=HASH_BYTES).digest()
+        hashes.append(BlockHash(parent))
+    return hashes

@@ -1,0 +1,34 @@
+"""The ids that cross module borders, each a type of its own."""
+
+from __future__ import annotations
+
+import secrets
+from typing import NewType
+
+RequestId = NewType("RequestId", str)
+WorkerId = NewType("WorkerId", str)
+#: A worker's incarnation: random, new at each start.
+Epoch = NewType("Epoch", int)
+#: 16 random bytes naming one transfer.
+TransferId = NewType("TransferId", bytes)
+#: Index of a block in one worker's pool.
+BlockId = NewType("BlockId", int)
+#: 16 bytes; names a block's tokens and everything before them.
+BlockHash = NewType("BlockHash", bytes)
+#: Names a sequence within one worker: request id, "/", choice index.
+SequenceId = NewType("SequenceId", str)
+
+
+def new_epoch() -> Epoch:
+    """A random positive 63-bit number."""
+    return Epoch(secrets.randbits(62) + 1)
+
+
+def new_transfer_id() -> TransferId:
+    """16 random bytes."""
+    return TransferId(secrets.token_bytes(16))
+
+
+def sequence_id(request_id: RequestId, choice_index: int) -> SequenceId:
+    """The id of one choice's token stream."""
+    return SequenceId(f"{request_id}/{choice_index}")

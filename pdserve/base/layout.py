@@ -1,0 +1,42 @@
+"""How a worker stores KV blocks: what two workers must agree on before bytes may travel between them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from pdserve.base.errors import LayoutMismatch
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvLayout:
+    """Shape and meaning of one block: `[num_layers, 2, num_kv_heads, block_size, head_dim]` of `dtype`.
+
+    `model` is a fingerprint of config and weights, not a name a user chose.
+    """
+
+    model: str
+    dtype: str
+    block_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    tp_size: int = 1
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
+        return elements * _DTYPE_BYTES[self.dtype]
+
+    def require_equal(self, other: KvLayout) -> None:
+        """Raises `LayoutMismatch` naming every field that differs."""
+        mine, theirs = asdict(self), asdict(other)
+        different = [
+            f"{name} is {mine[name]!r} here and {theirs[name]!r} there" for name in mine if mine[name] != theirs[name]
+        ]
+        if different:
+            raise LayoutMismatch(
+                f"KV layouts differ: {'; '.join(different)}. Start both tiers with the same model and flags."
+            )
