@@ -1,4 +1,4 @@
-"""Chained hashes of full blocks: equal hash means equal tokens from the start, on every worker and after every restart."""
+"""Chained hashes of full blocks: equal hash means equal tokens from the start, on every worker, after every restart."""
 
 from __future__ import annotations
 

@@ -1,0 +1,22 @@
+"""Settings of a decode worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.base.config import option
+from pdserve.base.worker_config import WorkerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig(WorkerConfig):
+    """What a decode worker needs to know at start."""
+
+    max_num_seqs: int = option(64, help="sequences decoded in one step", minimum=1)
+    max_num_batched_tokens: int = option(
+        512, help="prompt tokens computed here in one step while none decode", minimum=1
+    )
+    local_prefill_tokens: int = option(
+        64, help="prompt tokens computed here in one step beside running sequences; bounds their token gap", minimum=1
+    )
+    max_reserved_share: float = option(0.5, help="share of the blocks that waiting transfers may hold", minimum=0.01)

@@ -1,0 +1,109 @@
+"""The small HTTP server beside each worker's gRPC port: /livez, /readyz, /health and /metrics."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from pdserve.base.errors import SetupError
+
+
+@dataclass(slots=True)
+class Health:
+    """What the probes answer. Alive from the start; ready between loading and draining."""
+
+    #: None while ready, else why not ("loading", "draining", ...).
+    not_ready: str | None = "loading"
+    #: None while alive, else what died.
+    dead: str | None = None
+    #: What works less well than it should ("redis unreachable since ..."); by subject.
+    degraded: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new work is welcome."""
+        return self.not_ready is None and self.dead is None
+
+    def describe(self) -> dict[str, object]:
+        """The body of /health."""
+        state = "dead" if self.dead else "ready" if self.is_ready else "not_ready"
+        return {"status": state, "reason": self.dead or self.not_ready, "degraded": self.degraded}
+
+
+def health_routes(health: Health, registry: CollectorRegistry) -> list[web.RouteDef]:
+    """The four routes every pdserve process has."""
+
+    async def livez(_: web.Request) -> web.Response:
+        return web.json_response(health.describe(), status=503 if health.dead else 200)
+
+    async def readyz(_: web.Request) -> web.Response:
+        return web.json_response(health.describe(), status=200 if health.is_ready else 503)
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    return [
+        web.get("/livez", livez),
+        web.get("/readyz", readyz),
+        web.get("/health", readyz),
+        web.get("/metrics", metrics),
+    ]
+
+
+def bound_socket(host: str, port: int, *, flag: str) -> socket.socket:
+    """A listening TCP socket; port 0 takes any free one. Raises `SetupError` naming the flag to change."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(1024)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise SetupError(f"Cannot listen on {host}:{port}: {reason}. Choose another address with {flag}.") from error
+    listener.setblocking(False)
+    return listener
+
+
+@asynccontextmanager
+async def serve_http(app: web.Application, listener: socket.socket, *, grace_s: float = 5.0) -> AsyncIterator[str]:
+    """Serves `app` on `listener` until the block ends; yields `host:port`."""
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=grace_s)
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listener).start()
+        host, port = listener.getsockname()[:2]
+        yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def serve_admin(
+    health: Health,
+    registry: CollectorRegistry,
+    listener: socket.socket,
+    *,
+    before_scrape: Callable[[], None] = lambda: None,
+) -> AsyncIterator[str]:
+    """The worker's own HTTP server; `before_scrape` brings gauges up to date."""
+
+    @web.middleware
+    async def refresh(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if request.path == "/metrics":
+            before_scrape()
+        return await handler(request)
+
+    app = web.Application(middlewares=[refresh])
+    app.add_routes(health_routes(health, registry))
+    async with serve_http(app, listener) as address:
+        yield address

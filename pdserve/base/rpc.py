@@ -1,0 +1,190 @@
+"""gRPC between our own processes: how errors travel, how channels and servers are made."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
+
+import grpc
+from grpc_health.v1 import health as grpc_health
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pdserve.base.errors import (
+    CapacityError,
+    PdserveError,
+    PeerLost,
+    RequestError,
+    SetupError,
+    TransferTimeout,
+    codes_of,
+    error_classes,
+)
+from pdserve.base.logs import get_logger
+
+log = get_logger(__name__)
+
+_ERROR_KEY = "pdserve-error"
+_PARAM_KEY = "pdserve-param"
+
+#: Bounds a request by what a prompt of a million tokens needs, not by gRPC's default of 4 MiB.
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A dead host is noticed by pings even while a stream is silent; servers allow as many.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # A restarted worker is found again quickly.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.so_reuseport", 0),
+    # Channels to the same address must not share a connection with a dead incarnation of the peer.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to one of our processes."""
+    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+
+
+def _code_name(code: str) -> grpc.StatusCode:
+    return grpc.StatusCode[code]
+
+
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> None:
+    """Ends a call with `error` in a form that `error_from_rpc` restores on the other side."""
+    metadata = [(_ERROR_KEY, type(error).__name__)]
+    if isinstance(error, RequestError) and error.param is not None:
+        metadata.append((_PARAM_KEY, error.param))
+    await context.abort(_code_name(codes_of(error).grpc), str(error), trailing_metadata=tuple(metadata))
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError, *, peer: str) -> PdserveError:
+    """The error the peer raised, or what its silence means."""
+    metadata = dict(error.trailing_metadata() or ())
+    cls = error_classes().get(str(metadata.get(_ERROR_KEY, "")))
+    details = error.details() or ""
+    if cls is not None:
+        restored = cls.__new__(cls)
+        Exception.__init__(restored, details)
+        if isinstance(restored, RequestError):
+            restored.param = str(metadata[_PARAM_KEY]) if _PARAM_KEY in metadata else None
+        return restored
+    code = error.code()
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return TransferTimeout(f"{peer} did not answer in time.")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return CapacityError(f"{peer} refused the call: {details}")
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return PeerLost(f"Lost {peer}: {details or code.name}.")
+    return PdserveError(f"{peer} failed with {code.name}: {details}")
+
+
+@contextmanager
+def mapped_rpc_errors(peer: str) -> Iterator[None]:
+    """Turns gRPC's errors inside the block into ours."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error, peer=peer) from error
+    except grpc.aio.UsageError as error:
+        raise PeerLost(f"Lost {peer}: {error}.") from error
+
+
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+
+
+def unary(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Wraps a unary method of a servicer: our errors become statuses, anything else is logged and becomes INTERNAL."""
+
+    @functools.wraps(handler)
+    async def wrapper(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await handler(self, request, context)
+        except PdserveError as error:
+            await abort_with(context, error)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:  # noqa: BLE001 - the border of the process: logged, and told to the caller
+            await _abort_unexpected(handler.__name__, context, error)
+
+    return wrapper
+
+
+def streaming(handler: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+    """As `unary`, for methods that answer with a stream."""
+
+    @functools.wraps(handler)
+    async def wrapper(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            async for message in handler(self, request, context):
+                yield message
+        except PdserveError as error:
+            await abort_with(context, error)
+        except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            await _abort_unexpected(handler.__name__, context, error)
+
+    return wrapper
+
+
+async def _abort_unexpected(method: str, context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
+    log.error("rpc_failed", exc=error, method=method)
+    await abort_with(context, PdserveError(f"{method} failed unexpectedly; the worker's log has the traceback."))
+
+
+class GrpcHealth:
+    """grpc.health.v1 for a server: NOT_SERVING until told otherwise, and again before it stops."""
+
+    def __init__(self, services: list[str]) -> None:
+        self._names = ["", *services]
+        self.servicer = grpc_health.aio.HealthServicer()
+
+    async def set_serving(self, serving: bool) -> None:
+        """Tells every watcher."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in self._names:
+            await self.servicer.set(name, status)
+
+
+@asynccontextmanager
+async def serve_grpc(
+    register: Callable[[grpc.aio.Server], None],
+    services: list[str],
+    *,
+    host: str,
+    port: int,
+    flag: str,
+    grace_s: float = 5.0,
+) -> AsyncIterator[tuple[str, GrpcHealth]]:
+    """A gRPC server with health and reflection until the block ends; yields `host:port` and the health switch."""
+    server = grpc.aio.server(options=_OPTIONS)
+    register(server)
+    health = GrpcHealth(services)
+    await health.set_serving(False)
+    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
+    reflection.enable_server_reflection([*services, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
+    shown = f"[{host}]" if ":" in host else host
+    try:
+        bound = server.add_insecure_port(f"{shown}:{port}")
+    except RuntimeError as error:
+        raise SetupError(f"Cannot listen on {host}:{port} for gRPC. Choose another address with {flag}.") from error
+    await server.start()
+    try:
+        yield f"{shown}:{bound}", health
+    finally:
+        await health.set_serving(False)
+        await server.stop(grace_s)

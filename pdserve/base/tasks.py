@@ -1,0 +1,66 @@
+"""Structured concurrency: one task group per service and per request, and a clean way to end it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+
+
+class _Stop(Exception):
+    """Raised inside a group to end it; not an error."""
+
+
+class ServiceGroup:
+    """A `TaskGroup` that can be told to stop: its tasks are cancelled, awaited, and nothing is raised."""
+
+    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+        self._tasks = tasks
+        self._stopping = False
+
+    def start(self, work: Awaitable[object], *, name: str) -> asyncio.Task[None]:
+        """Runs `work` until it ends or the group does. Its failure ends the whole group with that error."""
+        return self._tasks.create_task(_run(work), name=name)
+
+    def stop(self) -> None:
+        """Cancels every task of the group; the `async with` then ends. Idempotent."""
+        if not self._stopping:
+            self._stopping = True
+            self._tasks.create_task(_raise_stop(), name="stop")
+
+
+async def _run(work: Awaitable[object]) -> None:
+    await work
+
+
+async def _raise_stop() -> None:
+    raise _Stop
+
+
+@asynccontextmanager
+async def service_group() -> AsyncIterator[ServiceGroup]:
+    """The task group of one service: leaving the block stops and awaits all of its tasks.
+
+    A single failing task surfaces as its own exception instead of a group of one.
+    """
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            group = ServiceGroup(tasks)
+            yield group
+            group.stop()
+    except* _Stop:
+        pass
+    except* Exception as errors:
+        if len(errors.exceptions) == 1:
+            raise errors.exceptions[0] from None
+        raise
+
+
+def stop_event_on_signals() -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set, for a service's main task to wait on."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop

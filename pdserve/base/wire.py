@@ -1,0 +1,99 @@
+"""Sampling parameters and tokens between their wire form and their values."""
+
+from __future__ import annotations
+
+from pdserve.base.sampling import ChoiceTokens, FinishReason, SamplingParams, TokenLogprobs
+from pdserve.v1 import common_pb2 as pb
+
+_FINISH_TO_WIRE = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+_FINISH_FROM_WIRE = {wire: value for value, wire in _FINISH_TO_WIRE.items()}
+
+
+def sampling_to_wire(params: SamplingParams) -> pb.SamplingParams:
+    """The message for `params`."""
+    message = pb.SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        min_tokens=params.min_tokens,
+        max_tokens=params.max_tokens,
+        seed=params.seed,
+        n=params.n,
+    )
+    if params.logprobs is not None:
+        message.logprobs = params.logprobs
+    return message
+
+
+def sampling_from_wire(message: pb.SamplingParams) -> SamplingParams:
+    """The value of a message that the router made."""
+    return SamplingParams(
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=dict(message.logit_bias),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        min_tokens=message.min_tokens,
+        max_tokens=message.max_tokens,
+        seed=message.seed,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        n=message.n,
+    )
+
+
+def tokens_to_wire(tokens: ChoiceTokens) -> pb.ChoiceTokens:
+    """The message for some tokens of one choice."""
+    message = pb.ChoiceTokens(
+        choice_index=tokens.choice_index,
+        first_index=tokens.first_index,
+        token_ids=tokens.token_ids,
+        logprobs=[logprobs_to_wire(entry) for entry in tokens.logprobs],
+        finish_reason=_FINISH_TO_WIRE[tokens.finish_reason],
+    )
+    if tokens.stop_token_id is not None:
+        message.stop_token_id = tokens.stop_token_id
+    return message
+
+
+def tokens_from_wire(message: pb.ChoiceTokens) -> ChoiceTokens:
+    """The value of a worker's message."""
+    return ChoiceTokens(
+        choice_index=message.choice_index,
+        first_index=message.first_index,
+        token_ids=tuple(message.token_ids),
+        logprobs=tuple(_logprobs_from_wire(entry) for entry in message.logprobs),
+        finish_reason=_FINISH_FROM_WIRE[message.finish_reason],
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+    )
+
+
+def logprobs_to_wire(value: TokenLogprobs) -> pb.TokenLogprobs:
+    """The message for one token's log-probabilities."""
+    return pb.TokenLogprobs(
+        logprob=value.logprob, rank=value.rank, top_ids=value.top_ids, top_logprobs=value.top_logprobs
+    )
+
+
+def _logprobs_from_wire(message: pb.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        logprob=message.logprob,
+        rank=message.rank,
+        top_ids=tuple(message.top_ids),
+        top_logprobs=tuple(message.top_logprobs),
+    )

@@ -1,0 +1,44 @@
+"""The settings that prefill and decode workers share; names and meanings follow `vllm serve` where they are the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.base.config import option, parse_bytes, parse_ints
+from pdserve.base.logs import LEVELS
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+TRANSPORTS = ("ucx", "nccl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """What a worker needs to know at start, whatever its tier."""
+
+    model: str = option(help="directory of the model, as `pdserve up` prepared it", metavar="DIR")
+    redis_url: str = option(help="Redis with the worker registry and the prefix index", metavar="URL")
+    served_model_name: str | None = option(None, help="name clients use; the directory's name when absent")
+    worker_id: str | None = option(None, help="name of this worker, stable over restarts; made up when absent")
+    host: str = option("127.0.0.1", help="internal address to listen on and to be reached at", metavar="ADDRESS")
+    grpc_port: int = option(0, help="port of the internal gRPC service; 0 takes a free one", minimum=0)
+    http_port: int = option(0, help="port of /livez, /readyz, /health and /metrics; 0 takes a free one", minimum=0)
+    dtype: str = option("auto", help="type of weights, activations and KV", choices=DTYPES)
+    block_size: int = option(16, help="tokens of a KV block", minimum=1)
+    kv_cache_memory: int | None = option(
+        None, help="size of the KV cache, such as 2GiB; sized from the machine's memory when absent", parse=parse_bytes
+    )
+    max_model_len: int | None = option(
+        None, help="longest prompt plus completion in tokens; the model's own limit when absent", minimum=1
+    )
+    threads: int | None = option(None, help="compute threads; as many as --cpus, else all cores", minimum=1)
+    cpus: tuple[int, ...] = option((), help="cores the compute threads are pinned to, such as 0,2-3", parse=parse_ints)
+    transport: str = option("ucx", help="how KV blocks travel", choices=TRANSPORTS)
+    lease_s: float = option(20.0, help="seconds without progress after which a transfer is given up", minimum=0.1)
+    drain_timeout_s: float = option(45.0, help="seconds that running requests get to finish on SIGTERM", minimum=0)
+    log_level: str = option("info", help="what is logged", choices=LEVELS)
+
+    @property
+    def model_dir(self) -> Path:
+        """The model's directory."""
+        return Path(self.model)
