@@ -1,4 +1,4 @@
-"""The settings that prefill and decode workers share; names and meanings follow `vllm serve` where they are the same."""
+"""Settings that prefill and decode workers share; names and meanings follow `vllm serve` where they are the same."""
 
 from __future__ import annotations
 

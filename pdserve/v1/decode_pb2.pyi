@@ -72,10 +72,12 @@ class DecodeStart(_message.Message):
     REF_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
-    PREFILL_LOCALLY_FIELD_NUMBER: _builtins.int
+    LOCAL_PREFILL_THRESHOLD_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
-    prefill_locally: _builtins.bool
-    """True: compute the prompt here, no ticket."""
+    local_prefill_threshold: _builtins.int
+    """Compute the prompt here, without a ticket, when at most this many of its
+    tokens are not cached here. 0: never; 2^32 - 1: always.
+    """
     cache_salt: _builtins.bytes
     @_builtins.property
     def ref(self) -> _common_pb2.RequestRef: ...
@@ -89,12 +91,12 @@ class DecodeStart(_message.Message):
         ref: _common_pb2.RequestRef | None = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
-        prefill_locally: _builtins.bool = ...,
+        local_prefill_threshold: _builtins.int = ...,
         cache_salt: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "prefill_locally", b"prefill_locally", "prompt_token_ids", b"prompt_token_ids", "ref", b"ref", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "local_prefill_threshold", b"local_prefill_threshold", "prompt_token_ids", b"prompt_token_ids", "ref", b"ref", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
