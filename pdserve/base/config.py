@@ -189,7 +189,7 @@ def _parse(parse: Callable[[str], Any] | None, base: Any, value: Any) -> Any:
         if parse is not None:
             return parse(value)
         if base is bool:
-            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[value.lower()]
+            return _parse_bool(value)
         if base in (int, float, Path):
             return base(value)
         return value
@@ -201,6 +201,13 @@ def _parse(parse: Callable[[str], Any] | None, base: Any, value: Any) -> Any:
     if not isinstance(value, origin) or (isinstance(value, bool) and origin is not bool):
         raise ValueError(f"{value!r} is not of type {origin.__name__}")
     return value
+
+
+def _parse_bool(text: str) -> bool:
+    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if text.lower() not in words:
+        raise ValueError(f"{text!r} is not one of {', '.join(words)}")
+    return words[text.lower()]
 
 
 def variable(name: str) -> str | None:

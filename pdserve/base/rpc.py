@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health as grpc_health
@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from pdserve.base.errors import (
     CapacityError,
+    Overloaded,
     PdserveError,
     PeerLost,
     RequestError,
@@ -29,6 +30,7 @@ log = get_logger(__name__)
 
 _ERROR_KEY = "pdserve-error"
 _PARAM_KEY = "pdserve-param"
+_RETRY_AFTER_KEY = "pdserve-retry-after"
 
 #: Bounds a request by what a prompt of a million tokens needs, not by gRPC's default of 4 MiB.
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -68,20 +70,18 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: Pdserve
     metadata = [(_ERROR_KEY, type(error).__name__)]
     if isinstance(error, RequestError) and error.param is not None:
         metadata.append((_PARAM_KEY, error.param))
+    if isinstance(error, Overloaded):
+        metadata.append((_RETRY_AFTER_KEY, str(error.retry_after_s)))
     await context.abort(_code_name(codes_of(error).grpc), str(error), trailing_metadata=tuple(metadata))
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError, *, peer: str) -> PdserveError:
     """The error the peer raised, or what its silence means."""
-    metadata = dict(error.trailing_metadata() or ())
-    cls = error_classes().get(str(metadata.get(_ERROR_KEY, "")))
+    metadata = {key: str(value) for key, value in error.trailing_metadata() or ()}
+    cls = error_classes().get(metadata.get(_ERROR_KEY, ""))
     details = error.details() or ""
     if cls is not None:
-        restored = cls.__new__(cls)
-        Exception.__init__(restored, details)
-        if isinstance(restored, RequestError):
-            restored.param = str(metadata[_PARAM_KEY]) if _PARAM_KEY in metadata else None
-        return restored
+        return _restore(cls, details, metadata)
     code = error.code()
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return TransferTimeout(f"{peer} did not answer in time.")
@@ -90,6 +90,14 @@ def error_from_rpc(error: grpc.aio.AioRpcError, *, peer: str) -> PdserveError:
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return PeerLost(f"Lost {peer}: {details or code.name}.")
     return PdserveError(f"{peer} failed with {code.name}: {details}")
+
+
+def _restore(cls: type[PdserveError], details: str, metadata: Mapping[str, str]) -> PdserveError:
+    if issubclass(cls, Overloaded):
+        return cls(details, retry_after_s=float(metadata[_RETRY_AFTER_KEY]))
+    if issubclass(cls, RequestError):
+        return cls(details, param=metadata.get(_PARAM_KEY))
+    return cls(details)
 
 
 @contextmanager
@@ -101,9 +109,6 @@ def mapped_rpc_errors(peer: str) -> Iterator[None]:
         raise error_from_rpc(error, peer=peer) from error
     except grpc.aio.UsageError as error:
         raise PeerLost(f"Lost {peer}: {error}.") from error
-
-
-Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 
 def unary(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:

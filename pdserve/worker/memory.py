@@ -1,0 +1,72 @@
+"""How many KV blocks a worker gets, and how long a sequence may become in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+
+from pdserve.base.errors import SetupError
+from pdserve.base.layout import KvLayout
+from pdserve.base.logs import get_logger
+
+log = get_logger(__name__)
+
+_GIB = 1024**3
+
+#: Taken when nothing is said: a fifth of what the machine has free, 2 GiB at most.
+DEFAULT_SHARE = 0.2
+DEFAULT_CEILING_BYTES = 2 * _GIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvBudget:
+    """The KV cache's size and the longest sequence a worker takes."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+def default_kv_bytes() -> int:
+    """The KV cache's size when the user gave none."""
+    return min(DEFAULT_CEILING_BYTES, int(psutil.virtual_memory().available * DEFAULT_SHARE))
+
+
+def plan_kv(
+    layout: KvLayout, *, kv_cache_memory: int | None, wanted_model_len: int | None, model_limit: int
+) -> KvBudget:
+    """Sizes the KV cache.
+
+    `wanted_model_len` is the user's limit, `model_limit` the model's own; both in tokens. When the user asked for none
+    and the cache is too small for the model's limit, the cache decides. Raises `SetupError` with the numbers.
+    """
+    budget = default_kv_bytes() if kv_cache_memory is None else kv_cache_memory
+    num_blocks = budget // layout.block_bytes
+    if num_blocks < 1:
+        raise SetupError(
+            f"The KV cache of {_show(budget)} cannot hold one block of {layout.block_size} tokens "
+            f"({_show(layout.block_bytes)}). Raise --kv-cache-memory or lower --block-size."
+        )
+    available = psutil.virtual_memory().available
+    if budget > available:
+        raise SetupError(
+            f"The KV cache of {_show(budget)} does not fit into the {_show(available)} of free memory. "
+            "Lower --kv-cache-memory."
+        )
+    if wanted_model_len is not None and wanted_model_len > model_limit:
+        raise SetupError(f"--max-model-len {wanted_model_len} exceeds the model's own limit of {model_limit} tokens.")
+    capacity = num_blocks * layout.block_size
+    if wanted_model_len is not None and wanted_model_len > capacity:
+        needed = -(-wanted_model_len // layout.block_size) * layout.block_bytes
+        raise SetupError(
+            f"--max-model-len {wanted_model_len} needs a KV cache of {_show(needed)}, but it has {_show(budget)}, "
+            f"which is {capacity} tokens. Raise --kv-cache-memory or lower --max-model-len."
+        )
+    limit = wanted_model_len or model_limit
+    if capacity < limit:
+        log.warning("max_model_len_lowered", wanted=limit, capacity=capacity, kv_cache_bytes=budget)
+    return KvBudget(num_blocks=num_blocks, max_model_len=min(limit, capacity))
+
+
+def _show(size: int) -> str:
+    return f"{size / _GIB:.2f} GiB" if size >= _GIB else f"{size / 1024**2:.2f} MiB"

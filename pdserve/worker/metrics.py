@@ -1,0 +1,90 @@
+"""A worker's Prometheus metrics. Names follow vLLM's where the meaning is the same, with our prefix and a tier."""
+
+from __future__ import annotations
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+)
+
+LABELS = ("model_name", "tier")
+
+_STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_TRANSFER_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+class WorkerMetrics:
+    """All metrics of one worker process; the services set them, nobody reads them but Prometheus."""
+
+    def __init__(self, *, model_name: str, tier: str) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
+        self._labels = {"model_name": model_name, "tier": tier}
+        # Requests and blocks
+        self.num_requests_running = self._gauge("num_requests_running", "Requests that take part in steps")
+        self.num_requests_waiting = self._gauge("num_requests_waiting", "Requests that wait for blocks or for a step")
+        self.queued_prompt_tokens = self._gauge("queued_prompt_tokens", "Prompt tokens accepted but not yet computed")
+        self.kv_cache_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1")
+        self.kv_blocks_total = self._gauge("kv_blocks_total", "KV blocks of this worker")
+        self.kv_blocks_free = self._gauge(
+            "kv_blocks_free", "KV blocks no request holds (cached prefixes count as free)"
+        )
+        self.num_preemptions = self._counter("num_preemptions", "Sequences put back to recompute for lack of blocks")
+        self.prefix_cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+        self.prefix_cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        # Work
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens sampled")
+        self.step_seconds = Histogram(
+            "pdserve_engine_step_seconds",
+            "Duration of a step's phase",
+            [*LABELS, "phase"],
+            buckets=_STEP_BUCKETS,
+            registry=self.registry,
+        )
+        self.iteration_tokens = Histogram(
+            "pdserve_iteration_tokens", "Tokens of a step", LABELS, buckets=_TOKEN_BUCKETS, registry=self.registry
+        ).labels(**self._labels)
+        # Handover
+        self.kv_transfer_bytes = self._counter(
+            "kv_transfer_bytes", "KV bytes sent or received", "direction", "transport"
+        )
+        self.kv_transfer_blocks = self._counter("kv_transfer_blocks", "KV blocks sent or received", "direction")
+        self.kv_transfers = self._counter("kv_transfers", "Transfers by how they ended", "outcome")
+        self.kv_transfers_active = self._gauge("kv_transfers_active", "Transfers that hold blocks or a lease")
+        self.kv_transfer_seconds = Histogram(
+            "pdserve_kv_transfer_seconds",
+            "Time in which a transfer had at least one block on the wire",
+            LABELS,
+            buckets=_TRANSFER_BUCKETS,
+            registry=self.registry,
+        ).labels(**self._labels)
+        self.worker_info = Gauge(
+            "pdserve_worker_info",
+            "Constant 1; what this worker is",
+            [*LABELS, "worker_id", "epoch", "transport", "dtype", "block_size", "version"],
+            registry=self.registry,
+        )
+
+    def labels(self, **more: str) -> dict[str, str]:
+        """The labels every metric has, and `more`."""
+        return {**self._labels, **more}
+
+    def observe_phase(self, phase: str, seconds: float) -> None:
+        """One phase of one step."""
+        self.step_seconds.labels(**self._labels, phase=phase).observe(seconds)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"pdserve_{name}", text, LABELS, registry=self.registry).labels(**self._labels)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        counter = Counter(f"pdserve_{name}", text, [*LABELS, *labels], registry=self.registry)
+        return counter if labels else counter.labels(**self._labels)

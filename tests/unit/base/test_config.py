@@ -1,0 +1,72 @@
+"""Settings come from flags, environment and file in that order, and mistakes are named."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pdserve.base.config import add_options, from_arguments, option, parse_bytes, parse_ints
+from pdserve.base.errors import SetupError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Config:
+    model: str = option(help="a model")
+    port: int = option(8000, help="a port", minimum=0)
+    memory: int | None = option(None, help="a size", parse=parse_bytes)
+    cpus: tuple[int, ...] = option((), help="cores", parse=parse_ints)
+    level: str = option("info", help="a level", choices=("info", "debug"))
+    fast: bool = option(False, help="a switch")
+    lease_s: float = option(1.0, help="a time")
+
+
+def _load(*argv: str, **environment: str) -> _Config:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_options(parser, _Config)
+    return from_arguments(_Config, "router_svc", parser.parse_args(argv), environment)
+
+
+def test_flags_win_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('model = "file"\nport = 1\nlease-s = 2\nmemory = "2GiB"\n')
+    config = _load("--config", str(file), "--model", "flag", PDSERVE_ROUTER__PORT="7", PDSERVE_ROUTER__MODEL="env")
+    assert config == _Config(model="flag", port=7, lease_s=2.0, memory=2 * 1024**3)
+
+
+def test_values_are_parsed_by_type() -> None:
+    config = _load("--model", "m", "--cpus", "0,2-3", "--fast", "--memory", "512MiB")
+    assert (config.cpus, config.fast, config.memory) == ((0, 2, 3), True, 512 * 1024**2)
+    assert _load(PDSERVE_ROUTER__MODEL="m", PDSERVE_ROUTER__FAST="true").fast
+
+
+@pytest.mark.parametrize(
+    ("argv", "environment", "needle"),
+    [
+        ((), {}, "--model is required"),
+        (("--model", "m", "--port", "x"), {}, "--port"),
+        (("--model", "m", "--port", "-1"), {}, "less than 0"),
+        (("--model", "m", "--level", "loud"), {}, "not one of info, debug"),
+        (("--model", "m", "--memory", "2 bananas"), {}, "write for example 2GiB"),
+        (("--model", "m"), {"PDSERVE_ROUTER__PROT": "1"}, "Did you mean 'port'"),
+        (("--model", "m", "--config", "/nowhere.toml"), {}, "No such file"),
+        (("--model", "m"), {"PDSERVE_ROUTER__FAST": "perhaps"}, "PDSERVE_ROUTER__FAST"),
+    ],
+)
+def test_a_mistake_is_named_with_its_place(argv: tuple[str, ...], environment: dict[str, str], needle: str) -> None:
+    with pytest.raises(SetupError, match=needle):
+        _load(*argv, **environment)
+
+
+@pytest.mark.parametrize("content", ["prot = 1", "port = 'x'", "port = true", "port = [", "cpus = 3"])
+def test_a_wrong_file_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(f'model = "m"\n{content}\n')
+    with pytest.raises(SetupError):
+        _load("--config", str(file))
+
+
+def test_names_that_kubernetes_makes_for_services_are_not_settings() -> None:
+    assert _load("--model", "m", PDSERVE_ROUTER_PORT="tcp://10.0.0.1:80").port == 8000

@@ -1,0 +1,89 @@
+"""The error table is total, and errors survive the trip through gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from pdserve.base import errors, rpc
+from pdserve.v1 import decode_pb2 as pb
+from pdserve.v1 import decode_pb2_grpc as pb_grpc
+
+
+def _all_subclasses(cls: type[errors.PdserveError]) -> set[type[errors.PdserveError]]:
+    return {cls}.union(*(_all_subclasses(child) for child in cls.__subclasses__()))
+
+
+def test_every_error_class_has_codes() -> None:
+    assert _all_subclasses(errors.PdserveError) == set(errors.error_classes().values())
+
+
+def test_grpc_codes_are_names_that_grpc_knows() -> None:
+    for cls in errors.error_classes().values():
+        assert grpc.StatusCode[errors._TABLE[cls].grpc] is not None
+
+
+def _example(cls: type[errors.PdserveError]) -> errors.PdserveError:
+    if cls is errors.Overloaded:
+        return errors.Overloaded("full", retry_after_s=3)
+    if issubclass(cls, errors.RequestError):
+        return cls("wrong", param="max_tokens")
+    return cls("it broke")
+
+
+class _Raising(pb_grpc.DecodeServiceServicer):
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    @rpc.unary
+    async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:  # noqa: N802
+        raise self.error
+
+    @rpc.streaming
+    async def Decode(self, request: Any, context: Any) -> AsyncIterator[pb.DecodeResponse]:  # noqa: N802
+        yield pb.DecodeResponse()
+        raise self.error
+
+
+async def _call(error: Exception) -> tuple[errors.PdserveError, errors.PdserveError]:
+    servicer = _Raising(error)
+    register = lambda server: pb_grpc.add_DecodeServiceServicer_to_server(servicer, server)  # noqa: E731
+    async with (
+        rpc.serve_grpc(register, ["pdserve.v1.DecodeService"], host="127.0.0.1", port=0, flag="--grpc-port") as (
+            address,
+            _,
+        ),
+        rpc.open_channel(address) as channel,
+    ):
+        stub = pb_grpc.DecodeServiceStub(channel)
+        with pytest.raises(errors.PdserveError) as unary, rpc.mapped_rpc_errors("the decode worker"):
+            await stub.Commit(pb.CommitRequest())
+        with pytest.raises(errors.PdserveError) as stream, rpc.mapped_rpc_errors("the decode worker"):
+            async for _ in stub.Decode(iter([pb.DecodeRequest()])):
+                pass
+    return unary.value, stream.value
+
+
+@pytest.mark.parametrize("cls", errors.error_classes().values(), ids=lambda cls: cls.__name__)
+async def test_an_error_raised_in_a_worker_arrives_as_the_same_error(cls: type[errors.PdserveError]) -> None:
+    sent = _example(cls)
+    for received in await _call(sent):
+        assert type(received) is cls
+        assert str(received) == str(sent)
+        assert getattr(received, "param", None) == getattr(sent, "param", None)
+        assert getattr(received, "retry_after_s", None) == getattr(sent, "retry_after_s", None)
+
+
+async def test_an_unexpected_exception_says_nothing_about_its_inside() -> None:
+    for received in await _call(ValueError("secret address 0x7f")):
+        assert type(received) is errors.PdserveError
+        assert "secret" not in str(received)
+
+
+async def test_a_call_to_nobody_is_a_lost_peer() -> None:
+    async with rpc.open_channel("127.0.0.1:9") as channel:
+        with pytest.raises(errors.PeerLost), rpc.mapped_rpc_errors("prefill worker p0"):
+            await pb_grpc.DecodeServiceStub(channel).Commit(pb.CommitRequest())
