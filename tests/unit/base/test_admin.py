@@ -1,0 +1,43 @@
+"""The probes say what an orchestrator must know: alive, ready, and why not."""
+
+from __future__ import annotations
+
+import aiohttp
+import pytest
+from prometheus_client import CollectorRegistry, Gauge
+
+from pdserve.base.admin import Health, bound_socket, serve_admin
+from pdserve.base.errors import SetupError
+
+
+async def _get(address: str, path: str) -> tuple[int, str]:
+    async with aiohttp.ClientSession() as session, session.get(f"http://{address}{path}") as response:
+        return response.status, await response.text()
+
+
+async def test_a_worker_is_alive_while_loading_and_ready_after() -> None:
+    health, registry = Health(), CollectorRegistry()
+    async with serve_admin(health, registry, bound_socket("127.0.0.1", 0, flag="--http-port")) as address:
+        assert (await _get(address, "/livez"))[0] == 200
+        status, body = await _get(address, "/readyz")
+        assert status == 503
+        assert "loading" in body
+        health.not_ready = None
+        assert (await _get(address, "/readyz"))[0] == 200
+        health.dead = "the step loop failed"
+        assert (await _get(address, "/livez"))[0] == 503
+        assert "the step loop failed" in (await _get(address, "/health"))[1]
+
+
+async def test_gauges_are_brought_up_to_date_before_a_scrape() -> None:
+    registry = CollectorRegistry()
+    gauge = Gauge("pdserve_test", "test", registry=registry)
+    socket = bound_socket("127.0.0.1", 0, flag="--http-port")
+    async with serve_admin(Health(), registry, socket, before_scrape=lambda: gauge.set(7)) as address:
+        assert "pdserve_test 7.0" in (await _get(address, "/metrics"))[1]
+
+
+def test_a_taken_port_is_named_with_the_flag_to_change() -> None:
+    first = bound_socket("127.0.0.1", 0, flag="--port")
+    with first, pytest.raises(SetupError, match=r"Address already in use.*--port"):
+        bound_socket("127.0.0.1", first.getsockname()[1], flag="--port")

@@ -1,0 +1,68 @@
+"""A service's task group ends all or nothing, and says plainly why."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pdserve.base.tasks import ServiceGroup, service_group
+
+
+async def _forever(cancelled: list[str], name: str) -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        cancelled.append(name)
+
+
+async def test_leaving_the_block_cancels_and_awaits_every_task() -> None:
+    cancelled: list[str] = []
+    async with asyncio.timeout(5), service_group() as group:
+        for name in ("a", "b"):
+            group.start(_forever(cancelled, name), name=name)
+        await asyncio.sleep(0)
+    assert sorted(cancelled) == ["a", "b"]
+
+
+async def test_a_failing_task_ends_the_group_with_its_own_error() -> None:
+    async def fail() -> None:
+        raise ValueError("broken")
+
+    cancelled: list[str] = []
+    with pytest.raises(ValueError, match="broken"):
+        async with asyncio.timeout(5), service_group() as group:
+            group.start(_forever(cancelled, "a"), name="a")
+            await asyncio.sleep(0)
+            group.start(fail(), name="fail")
+            await asyncio.Event().wait()
+    assert cancelled == ["a"]
+
+
+async def test_cancelling_the_owner_cancels_the_tasks_and_stays_a_cancellation() -> None:
+    cancelled: list[str] = []
+    started = asyncio.Event()
+
+    async def owner() -> None:
+        async with service_group() as group:
+            group.start(_forever(cancelled, "a"), name="a")
+            await asyncio.sleep(0)
+            started.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(owner())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert cancelled == ["a"]
+
+
+async def test_stop_ends_a_group_whose_owner_waits_for_something_else() -> None:
+    async def stop_soon(group: ServiceGroup) -> None:
+        group.stop()
+        group.stop()
+
+    async with asyncio.timeout(5), service_group() as group:
+        group.start(stop_soon(group), name="stopper")
+        await asyncio.Event().wait()

@@ -1,0 +1,66 @@
+"""Whatever is put on the wire comes back as it was."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.base.sampling import ChoiceTokens, FinishReason, SamplingParams, TokenLogprobs
+from pdserve.base.wire import sampling_from_wire, sampling_to_wire, tokens_from_wire, tokens_to_wire
+from pdserve.v1 import common_pb2 as pb
+
+ids = st.integers(0, 2**32 - 1)
+reals = st.floats(allow_nan=False, allow_infinity=False, width=32)
+
+sampling = st.builds(
+    SamplingParams,
+    temperature=reals,
+    top_p=reals,
+    top_k=ids,
+    min_p=reals,
+    repetition_penalty=reals,
+    presence_penalty=reals,
+    frequency_penalty=reals,
+    logit_bias=st.dictionaries(ids, reals, max_size=3),
+    stop_token_ids=st.lists(ids, max_size=3).map(tuple),
+    ignore_eos=st.booleans(),
+    min_tokens=ids,
+    max_tokens=ids,
+    seed=st.integers(-(2**63), 2**63 - 1),
+    logprobs=st.none() | st.integers(0, 20),
+    n=st.integers(1, 128),
+)
+
+
+@given(sampling)
+def test_sampling_parameters_survive(params: SamplingParams) -> None:
+    assert sampling_from_wire(pb.SamplingParams.FromString(sampling_to_wire(params).SerializeToString())) == params
+
+
+@given(
+    st.lists(ids, max_size=4).map(tuple),
+    st.lists(
+        st.builds(
+            TokenLogprobs, logprob=reals, rank=ids, top_ids=st.just((1, 2)), top_logprobs=st.just((0.0, -math.inf))
+        )
+    ).map(tuple),
+    st.sampled_from([None, *FinishReason]),
+    st.none() | ids,
+)
+def test_tokens_survive(
+    token_ids: tuple[int, ...],
+    logprobs: tuple[TokenLogprobs, ...],
+    finish_reason: FinishReason | None,
+    stop_token_id: int | None,
+) -> None:
+    tokens = ChoiceTokens(
+        choice_index=3,
+        first_index=9,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=finish_reason,
+        stop_token_id=stop_token_id,
+    )
+    assert tokens_from_wire(pb.ChoiceTokens.FromString(tokens_to_wire(tokens).SerializeToString())) == tokens
