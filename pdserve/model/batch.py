@@ -1,0 +1,45 @@
+"""What one forward pass is asked to compute: rows of several sequences, where their KV goes, which logits are wanted.
+
+token_ids      a0 a1 a2 | b7 | c4 c5      three sequences: a prefill from 0, a decode row, a chunk in the middle
+positions       0  1  2 |  7 |  4  5
+query_starts    0         3    4      6
+context_lens    3         8    6          what each row may see ends at its own position
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kernels.ops import KvRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Input of `Decoder.forward`; int64 tensors. The blocks named must be the sequences' own."""
+
+    #: [num_tokens]
+    token_ids: Tensor
+    #: [num_tokens] absolute position of each row, consecutive within a sequence.
+    positions: Tensor
+    #: [num_tokens] slot = block_id * block_size + offset where the row's K and V go.
+    slot_mapping: Tensor
+    #: [num_sequences + 1]; rows [query_starts[i], query_starts[i + 1]) belong to sequence i.
+    query_starts: Tensor
+    #: [num_sequences] tokens in the context including this step's rows.
+    context_lens: Tensor
+    #: [num_sequences, max_blocks], padded with 0.
+    block_tables: Tensor
+    #: [num_logits] rows whose logits are wanted; may be empty.
+    logits_rows: Tensor
+
+    def kv_rows(self) -> KvRows:
+        """The part that the kernels see."""
+        return KvRows(
+            positions=self.positions,
+            slot_mapping=self.slot_mapping,
+            query_starts=self.query_starts,
+            context_lens=self.context_lens,
+            block_tables=self.block_tables,
+        )

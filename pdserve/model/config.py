@@ -1,0 +1,211 @@
+"""What a model is, read from its Hugging Face `config.json`: the one place that says which models can be run. No torch.
+
+transformers ignores config fields that its class for a `model_type` does not know, so ignoring them too gives the same
+model. What those classes do read is either used here or refused with its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.base.errors import SetupError
+from pdserve.base.layout import KvLayout
+from pdserve.model.fields import Fields
+from pdserve.model.rope_config import RopeConfig, rope_from_hf
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+DTYPES = ("float32", "bfloat16", "float16")
+#: Fields that change what a model computes in ways this decoder has no code for.
+_REFUSED = (
+    "quantization_config",
+    "compression_config",
+    "auto_map",
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "attention_multiplier",
+    "residual_multiplier",
+    "embedding_multiplier",
+    "logits_scaling",
+    "clip_qkv",
+    "no_rope_layers",
+    "attention_chunk_size",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """One decoder of the llama family."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    #: Per layer: position p sees (p - window, p]; None: all of the context.
+    layer_windows: tuple[int | None, ...]
+    #: Any of them ends a completion; the generation config's are included.
+    eos_token_ids: tuple[int, ...]
+    #: What the weights are stored in, and what "auto" runs in.
+    dtype: str
+
+    @classmethod
+    def from_dir(cls, model_dir: Path) -> ModelConfig:
+        """Reads `config.json` and, when there is one, `generation_config.json`. Raises `SetupError`."""
+        return _from_fields(
+            Fields.read(model_dir / "config.json"), Fields.read_optional(model_dir / "generation_config.json")
+        )
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, object], generation: Mapping[str, object] | None = None) -> ModelConfig:
+        """Raises `SetupError` naming an architecture or field that is not supported, and what is."""
+        return _from_fields(Fields(config, "config.json"), Fields(generation or {}, "generation_config.json"))
+
+    def kv_layout(self, *, fingerprint: str, dtype: str, block_size: int, max_model_len: int | None = None) -> KvLayout:
+        """The layout of KV blocks; `dtype` "auto" is the model's own.
+
+        With dynamic or longrope scaling the rotation of every position depends on the length served, so that length
+        becomes part of the model's name: such blocks must not be mixed.
+        """
+        if self.rope.rope_type in ("dynamic", "longrope"):
+            fingerprint = f"{fingerprint}/{max_model_len or self.max_position_embeddings}"
+        return KvLayout(
+            model=fingerprint,
+            dtype=self.dtype if dtype == "auto" else dtype,
+            block_size=block_size,
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+        )
+
+
+def _from_fields(config: Fields, generation: Fields) -> ModelConfig:
+    model_type = _model_type(config)
+    _refuse_unsupported(config)
+    hidden_size = config.integer("hidden_size")
+    num_layers = config.integer("num_hidden_layers")
+    num_heads = config.integer("num_attention_heads")
+    # Absent means multi-head attention everywhere but in mistral, whose class has its own default.
+    num_kv_heads = config.integer("num_key_value_heads", 8 if model_type == "mistral" else num_heads)
+    if num_heads % num_kv_heads:
+        raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
+    head_dim = config.integer("head_dim", 128 if model_type == "qwen3" else hidden_size // num_heads or None)
+    if head_dim % 2:
+        raise config.wrong("head_dim", "even, because positions are encoded by rotating pairs")
+    max_positions = config.integer("max_position_embeddings")
+    attention_bias = config.flag("attention_bias", False)
+    return ModelConfig(
+        model_type=model_type,
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rope=rope_from_hf(config, head_dim=head_dim, max_position_embeddings=max_positions),
+        tie_word_embeddings=config.flag("tie_word_embeddings", False),
+        # mistral has no such flag, and qwen2 always has biases on q, k and v and never on the output.
+        qkv_bias=model_type == "qwen2" or (attention_bias and model_type != "mistral"),
+        output_bias=attention_bias and model_type in ("llama", "qwen3"),
+        mlp_bias=config.flag("mlp_bias", False) and model_type == "llama",
+        qk_norm=model_type == "qwen3",
+        layer_windows=_layer_windows(config, model_type, num_layers),
+        eos_token_ids=_eos_token_ids(config, generation),
+        dtype=_dtype(config),
+    )
+
+
+def _model_type(config: Fields) -> str:
+    supported = f"supported: {', '.join(f'{kind} ({name})' for kind, name in ARCHITECTURES.items())}"
+    model_type = config.text("model_type", "")
+    architectures = config.texts("architectures")
+    if model_type not in ARCHITECTURES:
+        name = model_type or "/".join(architectures) or "missing"
+        raise SetupError(f"{config.where}: model_type {name} is not supported; {supported}.")
+    # A checkpoint saved from a bare config names no architecture; then the model_type decides.
+    if architectures and ARCHITECTURES[model_type] not in architectures:
+        raise SetupError(f"{config.where}: architecture {'/'.join(architectures)} is not supported; {supported}.")
+    return model_type
+
+
+def _refuse_unsupported(config: Fields) -> None:
+    for name in _REFUSED:
+        if config.has(name):
+            raise SetupError(f"{config.where}: {name} is not supported; use a checkpoint without it.")
+    activation = config.text("hidden_act", "silu")
+    if activation != "silu":
+        raise SetupError(f"{config.where}: hidden_act {activation!r} is not supported; supported: silu.")
+    if config.flag("is_encoder_decoder", False):
+        raise SetupError(f"{config.where}: is_encoder_decoder is not supported; supported: decoders.")
+
+
+def _layer_windows(config: Fields, model_type: str, num_layers: int) -> tuple[int | None, ...]:
+    layer_types = config.texts("layer_types")
+    if layer_types and len(layer_types) != num_layers:
+        raise config.wrong("layer_types", f"a list of {num_layers} names, one a layer")
+    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        supported = "supported: full_attention, sliding_attention"
+        raise SetupError(f"{config.where}: layer_types {', '.join(unknown)} is not supported; {supported}.")
+    if model_type == "llama":
+        return _uniform(config, layer_types, None, num_layers)
+    if model_type == "mistral":
+        # An explicit null means no window; only an absent field takes the default of transformers' class.
+        absent = "sliding_window" not in config.names()
+        window = 4096 if absent else config.integer("sliding_window") if config.has("sliding_window") else None
+        return _uniform(config, layer_types, window, num_layers)
+    on = config.flag("use_sliding_window", False) and (
+        config.has("sliding_window") or "sliding_window" not in config.names()
+    )
+    window = config.integer("sliding_window", 4096) if on else None
+    first = config.integer("max_window_layers", 28) if config.raw("max_window_layers") != 0 else 0
+    if not layer_types:
+        return tuple(window if index >= first else None for index in range(num_layers))
+    if window is None and "sliding_attention" in layer_types:
+        raise SetupError(f"{config.where}: layer_types has sliding_attention, but use_sliding_window is off.")
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def _uniform(
+    config: Fields, layer_types: tuple[str, ...], window: int | None, num_layers: int
+) -> tuple[int | None, ...]:
+    """One window for all layers, as these model types have; layer_types may only say the same."""
+    expected = "full_attention" if window is None else "sliding_attention"
+    if set(layer_types) - {expected}:
+        raise SetupError(f"{config.where}: layer_types other than {expected} is not supported for this model_type.")
+    return (window,) * num_layers
+
+
+def _eos_token_ids(config: Fields, generation: Fields) -> tuple[int, ...]:
+    ids = [*generation.token_ids("eos_token_id"), *config.token_ids("eos_token_id")]
+    return tuple(dict.fromkeys(ids))
+
+
+def _dtype(config: Fields) -> str:
+    name = config.text("dtype", config.text("torch_dtype", "float32")).removeprefix("torch.")
+    if name not in DTYPES:
+        raise SetupError(f"{config.where}: dtype {name} is not supported; supported: {', '.join(DTYPES)}.")
+    return name

@@ -1,0 +1,132 @@
+"""Typed reads of a JSON object that came with a model; a wrong value raises a `SetupError` that names the field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from pdserve.base.errors import SetupError
+
+#: No dimension of a model that can be run comes near it; products of two stay exact everywhere.
+_MAX_INTEGER = 2**31 - 1
+
+
+class Fields:
+    """One JSON object with its name for errors. A field that is null counts as absent."""
+
+    def __init__(self, values: Mapping[str, object], where: str) -> None:
+        self._values = values
+        self.where = where
+
+    @classmethod
+    def read(cls, path: Path) -> Fields:
+        """Raises `SetupError` when the file cannot be read or is not a JSON object."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise SetupError(f"Cannot read {path}: {error.strerror}.") from error
+        except (ValueError, RecursionError) as error:
+            raise SetupError(f"{path} is not valid JSON: {error}.") from error
+        if not isinstance(values, dict):
+            raise SetupError(f"{path} must hold a JSON object, not a {type(values).__name__}.")
+        return cls(values, str(path))
+
+    @classmethod
+    def read_optional(cls, path: Path) -> Fields:
+        """Like `read`, but a file that does not exist is an empty object."""
+        return cls.read(path) if path.exists() else cls({}, str(path))
+
+    def has(self, name: str) -> bool:
+        """Whether the field is there and not null."""
+        return self._values.get(name) is not None
+
+    def raw(self, name: str) -> object:
+        """The value as it is; None when absent."""
+        return self._values.get(name)
+
+    def wrong(self, name: str, expected: str) -> SetupError:
+        """The error for a field that is not as it should be."""
+        if not self.has(name):
+            return SetupError(f"{self.where}: {name} is missing; it must be {expected}.")
+        return SetupError(f"{self.where}: {name} is {_shortened(self._values[name])}, but must be {expected}.")
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self._values.get(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_INTEGER:
+            raise self.wrong(name, "a positive integer below 2**31")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number above zero."""
+        value = self._values.get(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
+            raise self.wrong(name, "a number above 0")
+        return float(value)
+
+    def numbers(self, name: str, length: int) -> tuple[float, ...]:
+        """A list of exactly `length` finite numbers above zero."""
+        value = self._values.get(name)
+        if not isinstance(value, list) or len(value) != length:
+            raise self.wrong(name, f"a list of {length} numbers")
+        return tuple(Fields({name: item}, self.where).number(name) for item in value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """A boolean."""
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A string."""
+        value = self._values.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str):
+            raise self.wrong(name, "a string")
+        return value
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A list of strings; empty when absent."""
+        value = self._values.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.wrong(name, "a list of strings")
+        return tuple(value)
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """One token id or a list of them; empty when absent."""
+        value = self._values.get(name)
+        if value is None:
+            return ()
+        items = value if isinstance(value, list) else [value]
+        if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in items):
+            raise self.wrong(name, "a token id or a list of token ids")
+        return tuple(items)
+
+    def object(self, name: str) -> Fields:
+        """A nested object; empty when absent."""
+        value = self._values.get(name)
+        if value is None:
+            return Fields({}, f"{self.where}: {name}")
+        if not isinstance(value, dict):
+            raise self.wrong(name, "an object")
+        return Fields(value, f"{self.where}: {name}")
+
+    def names(self) -> tuple[str, ...]:
+        """The names of all fields, null or not."""
+        return tuple(self._values)
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,112 @@
+"""Which rotary position embedding a model uses, from the old (`rope_scaling`) or new (`rope_parameters`) form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.base.errors import SetupError
+from pdserve.model.fields import Fields
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+_DEFAULT_THETA = 10_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Parameters of the rotation; those that the type does not use keep their defaults.
+
+    Source: linear and dynamic NTK scaling (kaiokendev, bloc97, emozilla), YaRN (arXiv:2309.00071), LongRoPE
+    (arXiv:2402.13753), llama3: the scaling published with Llama 3.1.
+    """
+
+    rope_type: str = "default"
+    theta: float = _DEFAULT_THETA
+    factor: float = 1.0
+    #: Positions the model was trained on before its context was extended.
+    original_max_position_embeddings: int = 0
+    #: Multiplies cos and sin; None: computed from the factor as the paper says (yarn, longrope).
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    #: One divisor per frequency (head_dim / 2), for contexts up to and beyond the original length.
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+def rope_from_hf(config: Fields, *, head_dim: int, max_position_embeddings: int) -> RopeConfig:
+    """Raises `SetupError` naming a type or parameter that is not supported."""
+    rope = config.object("rope_scaling" if config.raw("rope_scaling") else "rope_parameters")
+    if any(isinstance(rope.raw(name), dict) for name in rope.names()):
+        raise SetupError(f"{rope.where}: parameters per layer type are not supported; one set for all layers is.")
+    rope_type = rope.text("rope_type", rope.text("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        raise SetupError(f"{rope.where}: rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}.")
+    for fields in (rope, config):
+        if fields.number("partial_rotary_factor", 1.0) != 1.0:
+            raise SetupError(f"{fields.where}: partial_rotary_factor other than 1 is not supported.")
+    theta = rope.number("rope_theta", config.number("rope_theta", _DEFAULT_THETA))
+    # Some checkpoints keep the original length beside the rope parameters; that one wins, as in transformers.
+    original = config.integer(
+        "original_max_position_embeddings", rope.integer("original_max_position_embeddings", max_position_embeddings)
+    )
+    if rope_type == "default":
+        return RopeConfig(theta=theta)
+    if rope_type in ("linear", "dynamic"):
+        return RopeConfig(rope_type=rope_type, theta=theta, factor=rope.number("factor"))
+    if rope_type == "llama3":
+        return _llama3(rope, theta, original)
+    if rope_type == "yarn":
+        return _yarn(rope, theta, original, max_position_embeddings)
+    return _longrope(rope, theta, original, max_position_embeddings, head_dim)
+
+
+def _llama3(rope: Fields, theta: float, original: int) -> RopeConfig:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if high <= low:
+        raise rope.wrong("high_freq_factor", "greater than low_freq_factor")
+    return RopeConfig(
+        rope_type="llama3",
+        theta=theta,
+        factor=rope.number("factor"),
+        original_max_position_embeddings=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _yarn(rope: Fields, theta: float, original: int, max_position_embeddings: int) -> RopeConfig:
+    return RopeConfig(
+        rope_type="yarn",
+        theta=theta,
+        factor=rope.number("factor", max_position_embeddings / original),
+        original_max_position_embeddings=original,
+        attention_factor=_optional(rope, "attention_factor"),
+        # Absent and 0 both mean the paper's value.
+        beta_fast=rope.number("beta_fast", 32.0) if rope.raw("beta_fast") else 32.0,
+        beta_slow=rope.number("beta_slow", 1.0) if rope.raw("beta_slow") else 1.0,
+        truncate=rope.flag("truncate", True),
+        mscale=_optional(rope, "mscale"),
+        mscale_all_dim=_optional(rope, "mscale_all_dim"),
+    )
+
+
+def _longrope(rope: Fields, theta: float, original: int, max_position_embeddings: int, head_dim: int) -> RopeConfig:
+    return RopeConfig(
+        rope_type="longrope",
+        theta=theta,
+        factor=rope.number("factor", max_position_embeddings / original),
+        original_max_position_embeddings=original,
+        attention_factor=_optional(rope, "attention_factor"),
+        short_factor=rope.numbers("short_factor", head_dim // 2),
+        long_factor=rope.numbers("long_factor", head_dim // 2),
+    )
+
+
+def _optional(rope: Fields, name: str) -> float | None:
+    # 0 means absent in checkpoints derived from DeepSeek (mscale).
+    return rope.number(name) if rope.raw(name) else None
