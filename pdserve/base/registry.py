@@ -1,0 +1,264 @@
+"""The registry of workers in Redis: a worker's heartbeat on one side, the router's directory on the other.
+
+`pd:worker:{id}` is a hash that expires when heartbeats end; `pd:workers` is the set of ids to look up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from pdserve.base.changes import Changes
+from pdserve.base.errors import StoreError
+from pdserve.base.ids import Epoch, WorkerId
+from pdserve.base.logs import get_logger
+from pdserve.base.store import Store, as_bytes, as_fields, as_list
+from pdserve.base.workers import (
+    Sighting,
+    Tier,
+    WorkerLoad,
+    WorkerRecord,
+    WorkerView,
+    record_from_fields,
+    record_to_fields,
+)
+
+__all__ = ["Registrar", "Tier", "WorkerDirectory", "WorkerLoad", "WorkerRecord", "read_workers"]
+
+log = get_logger(__name__)
+
+WORKER_KEY = "pd:worker:"
+WORKERS_KEY = "pd:workers"
+RECORD_TTL_S = 5.0
+
+# KEYS: record, ids. ARGV: TTL in ms, id, field, value, ... Answers the epoch that was there before.
+_REGISTER = """
+local before = redis.call('HGET', KEYS[1], 'epoch')
+redis.call('DEL', KEYS[1])
+redis.call('HSET', KEYS[1], unpack(ARGV, 3))
+redis.call('PEXPIRE', KEYS[1], ARGV[1])
+redis.call('SADD', KEYS[2], ARGV[2])
+return before or ''
+"""
+
+# KEYS: record, ids. ARGV: epoch, id. A successor's record stays.
+_REMOVE = """
+if redis.call('HGET', KEYS[1], 'epoch') == ARGV[1] then
+  redis.call('DEL', KEYS[1])
+  redis.call('SREM', KEYS[2], ARGV[2])
+end
+return ''
+"""
+
+# KEYS: ids. ARGV: prefix of the records' keys. Answers {id, {field, value, ...}} of each, and sweeps expired ids.
+_LIST = """
+local workers = {}
+for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
+  local fields = redis.call('HGETALL', ARGV[1] .. id)
+  if #fields > 0 then
+    workers[#workers + 1] = {id, fields}
+  else
+    redis.call('SREM', KEYS[1], id)
+  end
+end
+return workers
+"""
+
+
+class Registrar:
+    """Keeps a worker's record in the registry for as long as `run` runs."""
+
+    def __init__(
+        self,
+        store: Store,
+        current: Callable[[], WorkerRecord],
+        *,
+        heartbeat_s: float = 1.0,
+        retry_s: float = 0.25,
+        on_degraded: Callable[[bool], None] = lambda degraded: None,
+    ) -> None:
+        """`current` is asked for the record at each heartbeat; `on_degraded` hears of every change."""
+        self._store = store
+        self._current = current
+        self._heartbeat_s = heartbeat_s
+        self._retry_s = retry_s
+        self._on_degraded = on_degraded
+        self._degraded = False
+        self._due = asyncio.Event()
+        self._beats = 0
+        #: Heartbeats that did not reach Redis.
+        self.failures = 0
+
+    @property
+    def degraded(self) -> bool:
+        """Whether the last heartbeat failed: routers may not know of this worker."""
+        return self._degraded
+
+    def announce(self) -> None:
+        """Writes the record now instead of at the next heartbeat: readiness changed."""
+        self._due.set()
+
+    async def run(self) -> None:
+        """Heartbeats until cancelled, then takes the record back."""
+        try:
+            while True:
+                self._due.clear()
+                await self._beat()
+                await _wait(self._due, self._retry_s if self._degraded else self._heartbeat_s)
+        finally:
+            await self._remove()
+
+    async def _beat(self) -> None:
+        record = self._current()
+        self._beats += 1
+        fields = {**record_to_fields(record), "beat": str(self._beats)}
+        try:
+            before = await self._store.script(
+                _REGISTER,
+                keys=[WORKER_KEY + record.worker_id, WORKERS_KEY],
+                arguments=[
+                    int(RECORD_TTL_S * 1000),
+                    record.worker_id,
+                    *(text for field in fields.items() for text in field),
+                ],
+            )
+        except StoreError as error:
+            self.failures += 1
+            self._set_degraded(True, reason=str(error))
+            return
+        self._set_degraded(False)
+        if self._beats > 1 and before not in (b"", str(record.epoch).encode()):
+            log.warning("worker_id_taken", worker=record.worker_id, other_epoch=as_bytes(before).decode())
+
+    def _set_degraded(self, degraded: bool, *, reason: str = "") -> None:
+        if degraded != self._degraded:
+            self._degraded = degraded
+            if degraded:
+                log.warning("registration_failing", reason=reason)
+            else:
+                log.info("registered_again")
+            self._on_degraded(degraded)
+
+    async def _remove(self) -> None:
+        record = self._current()
+        try:
+            await self._store.script(
+                _REMOVE,
+                keys=[WORKER_KEY + record.worker_id, WORKERS_KEY],
+                arguments=[record.epoch, record.worker_id],
+            )
+        except StoreError as error:
+            # The record expires by itself; routers meanwhile find the worker draining or gone.
+            log.warning("record_left_behind", worker=record.worker_id, reason=error)
+
+
+class WorkerDirectory:
+    """The router's view of all workers, kept current while `run` runs. All questions are answered at once."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        refresh_s: float = 0.5,
+        grace_s: float = RECORD_TTL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._refresh_s = refresh_s
+        self._clock = clock
+        self._view = WorkerView(grace_s=grace_s)
+        self._changes = Changes()
+        self._outages = store.outages
+        #: Readings of the registry that failed.
+        self.failures = 0
+
+    @property
+    def degraded(self) -> bool:
+        """Whether the registry cannot be read, so that these are the workers last known."""
+        return self._view.degraded
+
+    @property
+    def version(self) -> int:
+        """Grows with every visible change; what `wait_for_change` compares with."""
+        return self._changes.version
+
+    def workers_of(self, tier: Tier) -> list[WorkerRecord]:
+        """All workers of a tier that are not known to be lost, by id. Look at `ready` before choosing one."""
+        return self._view.workers_of(tier)
+
+    def get(self, worker_id: WorkerId) -> WorkerRecord | None:
+        """The worker, unless it is unknown or lost."""
+        return self._view.get(worker_id)
+
+    def mark_lost(self, worker_id: WorkerId, epoch: Epoch) -> None:
+        """Excludes a worker that was seen to die, until it comes back with a new epoch or a newer heartbeat."""
+        if self._view.mark_lost(worker_id, epoch, now=self._clock()):
+            log.warning("worker_lost", worker=worker_id, epoch=epoch)
+            self._changes.bump()
+
+    def mark_alive(self, worker_id: WorkerId, epoch: Epoch) -> None:
+        """Takes back `mark_lost`: the worker answered a call."""
+        if self._view.mark_alive(worker_id, epoch):
+            log.info("worker_alive", worker=worker_id, epoch=epoch)
+            self._changes.bump()
+
+    async def wait_for_change(self, since: int | None = None) -> int:
+        """Returns the version once it is another than `since` (by default: than now)."""
+        return await self._changes.wait(self.version if since is None else since)
+
+    async def run(self) -> None:
+        """Refreshes until cancelled."""
+        while True:
+            if await self._refresh():
+                self._changes.bump()
+            await asyncio.sleep(self._refresh_s)
+
+    async def _refresh(self) -> bool:
+        read_at = self._clock()
+        try:
+            sightings = await _read_sightings(self._store)
+        except StoreError:
+            self.failures += 1
+            return self._view.registry_lost()
+        changed = False
+        if self._store.outages != self._outages:
+            # Another user of the store met an outage between two of our readings.
+            self._outages = self._store.outages
+            changed = self._view.registry_lost()
+        return self._view.apply(sightings, read_at=read_at) or changed
+
+
+async def read_workers(store: Store) -> list[WorkerRecord]:
+    """All workers registered at this moment, by tier and id. Raises `StoreError`."""
+    records = [sighting.record for sighting in await _read_sightings(store)]
+    return sorted(records, key=lambda record: (record.tier, record.worker_id))
+
+
+async def _read_sightings(store: Store) -> list[Sighting]:
+    reply = await store.script(_LIST, keys=[WORKERS_KEY], arguments=[WORKER_KEY])
+    sightings = []
+    for entry in as_list(reply):
+        worker_id, fields = as_list(entry)
+        try:
+            sightings.append(_sighting(WorkerId(as_bytes(worker_id).decode()), as_fields(fields)))
+        except StoreError as error:
+            # One unreadable record (of another version, say) must not hide the other workers.
+            log.warning("record_unreadable", reason=error)
+    return sightings
+
+
+def _sighting(worker_id: WorkerId, fields: dict[str, bytes]) -> Sighting:
+    beat = fields.get("beat", b"")
+    if not beat.isdigit():
+        raise StoreError(f"The record of worker {worker_id} in Redis has no heartbeat count.")
+    return Sighting(record=record_from_fields(worker_id, fields), beat=int(beat))
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    """Returns when the event is set or the time is over."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        pass

@@ -1,0 +1,206 @@
+"""Which workers there are: the record each writes about itself, and a router's view of all of them. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal, cast, get_args
+
+from pdserve.base.errors import StoreError
+from pdserve.base.ids import Epoch, WorkerId
+from pdserve.base.layout import KvLayout
+
+Tier = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """How busy a worker was at its last heartbeat."""
+
+    #: Sequences in the running batch (decode), prompts being computed (prefill).
+    running: int = 0
+    #: Requests accepted and not begun.
+    waiting: int = 0
+    #: Prompt tokens accepted and not computed yet.
+    queued_tokens: int = 0
+    free_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRecord:
+    """What a worker tells about itself."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    tier: Tier
+    grpc_address: str
+    http_address: str
+    #: The name clients use.
+    model: str
+    layout: KvLayout
+    max_num_seqs: int
+    max_model_len: int
+    total_blocks: int
+    pid: int
+    #: False while loading and while draining.
+    ready: bool
+    load: WorkerLoad = WorkerLoad()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sighting:
+    """A record as found in the registry; `beat` counts the heartbeats of that incarnation."""
+
+    record: WorkerRecord
+    beat: int
+
+
+def record_to_fields(record: WorkerRecord) -> dict[str, str]:
+    """The record as fields of a Redis hash; the worker's id is in the key."""
+    return {
+        "epoch": str(record.epoch),
+        "tier": record.tier,
+        "grpc_address": record.grpc_address,
+        "http_address": record.http_address,
+        "model": record.model,
+        "layout": json.dumps(asdict(record.layout)),
+        "max_num_seqs": str(record.max_num_seqs),
+        "max_model_len": str(record.max_model_len),
+        "total_blocks": str(record.total_blocks),
+        "pid": str(record.pid),
+        "ready": str(int(record.ready)),
+        "load": json.dumps(asdict(record.load)),
+    }
+
+
+def record_from_fields(worker_id: WorkerId, fields: Mapping[str, bytes]) -> WorkerRecord:
+    """The record back from its fields. Raises `StoreError` when it was written by something else."""
+    try:
+        tier = fields["tier"].decode()
+        if tier not in get_args(Tier):
+            raise ValueError(f"{tier!r} is no tier")
+        return WorkerRecord(
+            worker_id=worker_id,
+            epoch=Epoch(int(fields["epoch"])),
+            tier=cast(Tier, tier),
+            grpc_address=fields["grpc_address"].decode(),
+            http_address=fields["http_address"].decode(),
+            model=fields["model"].decode(),
+            layout=KvLayout(**json.loads(fields["layout"])),
+            max_num_seqs=int(fields["max_num_seqs"]),
+            max_model_len=int(fields["max_model_len"]),
+            total_blocks=int(fields["total_blocks"]),
+            pid=int(fields["pid"]),
+            ready=fields["ready"] == b"1",
+            load=WorkerLoad(**json.loads(fields["load"])),
+        )
+    except (KeyError, ValueError, TypeError) as error:
+        raise StoreError(f"The record of worker {worker_id} in Redis cannot be read: {error!r}.") from error
+
+
+@dataclass(slots=True)
+class _Suspicion:
+    """Someone saw this incarnation die at `since`; `beat` is the first heartbeat count read after that."""
+
+    epoch: Epoch
+    since: float
+    beat: int | None = None
+
+
+class WorkerView:
+    """The workers a router may use. Registry readings come in with their time; answers are immediate.
+
+    While the registry cannot be read, and for `grace_s` after it can be again, known workers stay: they may just not
+    have registered again yet.
+    """
+
+    def __init__(self, *, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._known: dict[WorkerId, WorkerRecord] = {}
+        self._suspicions: dict[WorkerId, _Suspicion] = {}
+        self._degraded = False
+        self._keep_until = float("-inf")
+
+    @property
+    def degraded(self) -> bool:
+        """Whether this is only what was last known."""
+        return self._degraded
+
+    def workers_of(self, tier: Tier) -> list[WorkerRecord]:
+        """All workers of a tier that are not known to be lost, ready or not, by id."""
+        return sorted(
+            (record for record in self._known.values() if record.tier == tier and not self._is_lost(record)),
+            key=lambda record: record.worker_id,
+        )
+
+    def get(self, worker_id: WorkerId) -> WorkerRecord | None:
+        """The worker, unless it is unknown or lost."""
+        record = self._known.get(worker_id)
+        return None if record is None or self._is_lost(record) else record
+
+    def registry_lost(self) -> bool:
+        """The registry cannot be read, or may have forgotten everything. True when that is news."""
+        news = not self._degraded
+        self._degraded = True
+        return news
+
+    def apply(self, sightings: Iterable[Sighting], *, read_at: float) -> bool:
+        """Takes one whole reading of the registry, begun at `read_at`. True when anything visible changed."""
+        changed = self._degraded
+        if self._degraded:
+            self._degraded = False
+            self._keep_until = read_at + self._grace_s
+        seen = {sighting.record.worker_id: sighting for sighting in sightings}
+        known = {worker_id: sighting.record for worker_id, sighting in seen.items()}
+        if read_at < self._keep_until:
+            known = self._known | known
+        changed |= known != self._known
+        self._known = known
+        return self._clear_suspicions(seen, read_at) or changed
+
+    def mark_lost(self, worker_id: WorkerId, epoch: Epoch, *, now: float) -> bool:
+        """Excludes this incarnation until it proves to be alive. False when another one, or none, is known.
+
+        The record alone proves nothing, it outlives its worker by its TTL: a heartbeat written after `now` does.
+        """
+        record = self._known.get(worker_id)
+        if record is None or record.epoch != epoch or self._is_lost(record):
+            return False
+        self._suspicions[worker_id] = _Suspicion(epoch, now)
+        return True
+
+    def mark_alive(self, worker_id: WorkerId, epoch: Epoch) -> bool:
+        """Takes back `mark_lost`: the worker answered. False when it was not marked."""
+        suspicion = self._suspicions.get(worker_id)
+        if suspicion is None or suspicion.epoch != epoch:
+            return False
+        del self._suspicions[worker_id]
+        return True
+
+    def _is_lost(self, record: WorkerRecord) -> bool:
+        suspicion = self._suspicions.get(record.worker_id)
+        return suspicion is not None and suspicion.epoch == record.epoch
+
+    def _clear_suspicions(self, seen: Mapping[WorkerId, Sighting], read_at: float) -> bool:
+        cleared = [
+            worker_id
+            for worker_id, suspicion in self._suspicions.items()
+            if worker_id not in self._known or _is_refuted(suspicion, seen.get(worker_id), read_at)
+        ]
+        for worker_id in cleared:
+            del self._suspicions[worker_id]
+        return bool(cleared)
+
+
+def _is_refuted(suspicion: _Suspicion, sighting: Sighting | None, read_at: float) -> bool:
+    """Whether the worker lives. Remembers the first beat read after the suspicion, for the next reading."""
+    if sighting is None:
+        return False
+    if sighting.record.epoch != suspicion.epoch:
+        return True
+    if read_at < suspicion.since:
+        return False
+    if suspicion.beat is None:
+        suspicion.beat = sighting.beat
+    return sighting.beat != suspicion.beat
