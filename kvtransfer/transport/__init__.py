@@ -1,0 +1,37 @@
+"""Ways to move KV bytes between processes: siblings behind one small protocol. KV bytes never travel in protobuf."""
+
+from __future__ import annotations
+
+from kvtransfer.transport.base import Buffer, Operation, Peer, Transport
+from pdserve.base.errors import SetupError
+
+__all__ = ["TRANSPORTS", "Buffer", "Operation", "Peer", "Transport", "open_transport"]
+
+TRANSPORTS = ("ucx", "nccl", "inproc")
+
+
+def open_transport(name: str, *, host: str = "127.0.0.1") -> Transport:
+    """The transport of that name; `host` is where peers reach this process, for those that open a port.
+
+    Raises: SetupError when it is unknown or its library is not installed.
+    """
+    # Imported on use: the router imports kvtransfer without having ucxx or torch.
+    try:
+        if name == "ucx":
+            from kvtransfer.transport.ucx import UcxTransport
+
+            return UcxTransport()
+        if name == "nccl":
+            from kvtransfer.transport.nccl import NcclTransport
+
+            return NcclTransport(host=host)
+    except ImportError as error:
+        raise SetupError(
+            f"transport {name!r} needs a library that is not installed ({error}). Install pdserve with an extra: "
+            "cpu, cuda12 or cuda13."
+        ) from error
+    if name == "inproc":
+        from kvtransfer.transport.inproc import InprocTransport
+
+        return InprocTransport()
+    raise SetupError(f"there is no transport {name!r}; there are {', '.join(TRANSPORTS)}")

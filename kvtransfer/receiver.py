@@ -1,0 +1,325 @@
+"""The decode worker's end of the handover: posts receives, hands out tickets, verifies what arrived, lets go safely."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvtransfer.digest import BlockDigest
+from kvtransfer.handover import (
+    Aborted,
+    AnswerCommit,
+    BlockLost,
+    BlockReceived,
+    CancelReceives,
+    CommitArrived,
+    Effect,
+    Event,
+    LeaseKept,
+    Quiet,
+    Released,
+    TimePassed,
+    Verified,
+)
+from kvtransfer.memory import BlockMemory
+from kvtransfer.receive_machine import ReceiveMachine, ReceiveState
+from kvtransfer.ticket import MAX_BLOCKS, Commit, Ticket, new_key, new_tag_base
+from kvtransfer.transport import Operation, Transport
+from pdserve.base.errors import (
+    PdserveError,
+    PeerLost,
+    StaleAttempt,
+    StaleEpoch,
+    StaleError,
+    TransferError,
+)
+from pdserve.base.ids import BlockId, Epoch, RequestId, TransferId, WorkerId, new_transfer_id
+from pdserve.base.layout import KvLayout
+from pdserve.base.tasks import ServiceGroup
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverIdentity:
+    """What this worker's tickets say about it."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    grpc_address: str
+    layout: KvLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """A verified transfer: the blocks hold what the prefill worker computed."""
+
+    request_id: RequestId
+    transfer_id: TransferId
+    first_tokens: tuple[int, ...]
+    received_bytes: int
+    #: From the first to the last received block.
+    receive_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """Blocks that wait to be filled for one request.
+
+    `on_received` or `on_expired` is called exactly once, on the event loop, unless `Receiver.abort` comes first.
+    After `on_expired` nothing writes to the blocks any more and they may be freed. Neither may raise.
+    """
+
+    request_id: RequestId
+    block_ids: Sequence[BlockId]
+    #: Position of the first of them among the prompt's blocks.
+    first_block: int
+    lease_s: float
+    on_received: Callable[[Received], None]
+    on_expired: Callable[[PdserveError], None]
+
+
+@dataclass(eq=False, slots=True)
+class _Incoming:
+    """One ticket's state."""
+
+    reservation: Reservation
+    ticket: Ticket
+    machine: ReceiveMachine
+    digest: BlockDigest
+    receives: list[Operation] = field(default_factory=list)
+    timer: asyncio.TimerHandle | None = None
+    commit: Commit | None = None
+    answers: list[asyncio.Future[Received]] = field(default_factory=list)
+    result: Received | None = None
+    started_at: float | None = None
+    ended_at: float = 0.0
+    #: The reservation lives on under another ticket, or its owner let go of it: nobody to tell.
+    disowned: bool = False
+
+
+class Receiver:
+    """Every transfer into this worker. Use it from the event loop that opened the transport."""
+
+    def __init__(
+        self, *, transport: Transport, memory: BlockMemory, identity: ReceiverIdentity, tasks: ServiceGroup
+    ) -> None:
+        self._transport = transport
+        self._memory = memory
+        self._identity = identity
+        self._tasks = tasks
+        self._incoming: dict[TransferId, _Incoming] = {}
+
+    @property
+    def num_transfers(self) -> int:
+        """Tickets whose blocks can still be written."""
+        open_states = (ReceiveState.COMMITTED, ReceiveState.RELEASED)
+        return sum(incoming.machine.state not in open_states for incoming in self._incoming.values())
+
+    async def grant(self, reservation: Reservation, *, attempt: int) -> Ticket:
+        """Posts a receive for every block, then returns the ticket for them.
+
+        Raises: SetupError when the transport does not come up.
+        """
+        if len(reservation.block_ids) > MAX_BLOCKS:
+            raise ValueError(f"a ticket is for at most {MAX_BLOCKS} blocks, not {len(reservation.block_ids)}")
+        address = await self._transport.listen()
+        ticket = Ticket(
+            transfer_id=new_transfer_id(),
+            attempt=attempt,
+            worker_id=self._identity.worker_id,
+            epoch=self._identity.epoch,
+            grpc_address=self._identity.grpc_address,
+            transport=self._transport.name,
+            data_address=address,
+            first_block=reservation.first_block,
+            num_blocks=len(reservation.block_ids),
+            layout=self._identity.layout,
+            lease_s=reservation.lease_s,
+            key=new_key(),
+            tag_base=new_tag_base(),
+        )
+        machine = ReceiveMachine(
+            num_blocks=ticket.num_blocks, attempt=attempt, lease_s=ticket.lease_s, now=_loop().time()
+        )
+        incoming = _Incoming(reservation, ticket, machine, BlockDigest(ticket.key))
+        self._incoming[ticket.transfer_id] = incoming
+        for index, block_id in enumerate(reservation.block_ids):
+            receive = self._transport.post_receive(ticket.tag(index), self._memory.block_bytes_view(block_id))
+            incoming.receives.append(receive)
+            receive.add_done_callback(partial(self._on_receive_done, incoming, index))
+        self._watch_lease(incoming)
+        return ticket
+
+    def keep_lease(self, transfer_id: TransferId) -> None:
+        """The prefill worker computes: its silence on the wire is progress. Unknown transfers are ignored."""
+        incoming = self._incoming.get(transfer_id)
+        if incoming is not None:
+            self._handle(incoming, LeaseKept())
+
+    async def commit(self, commit: Commit) -> Received:
+        """Waits, at most for the lease, for blocks that the commit has overtaken, and verifies all of them.
+
+        `Reservation.on_received` has been called when it returns. A repeated commit gets the same answer.
+        Raises: StaleEpoch, StaleAttempt, StaleError for a transfer that is over; DigestMismatch for a wrong MAC (the
+            transfer goes on) or wrong bytes (no commit of it will succeed); PeerLost; TransferTimeout.
+        """
+        if commit.epoch != self._identity.epoch:
+            raise StaleEpoch(f"worker {self._identity.worker_id} has been restarted since it granted the ticket")
+        incoming = self._incoming.get(commit.transfer_id)
+        if incoming is None:
+            raise StaleError(f"no such transfer for request {commit.request_id}: it was given up or never granted")
+        commit.require_authentic(incoming.ticket.key)
+        if commit.request_id != incoming.reservation.request_id:
+            raise StaleError(f"the ticket was granted to request {incoming.reservation.request_id}")
+        if commit.attempt != incoming.ticket.attempt:
+            raise StaleAttempt(f"the commit is of attempt {commit.attempt}, the ticket of {incoming.ticket.attempt}")
+        if incoming.commit is not None and incoming.commit != commit:
+            raise StaleAttempt("another commit of this transfer came first")
+        incoming.commit = commit
+        answer: asyncio.Future[Received] = _loop().create_future()
+        incoming.answers.append(answer)
+        try:
+            self._handle(incoming, CommitArrived(attempt=commit.attempt, digests=commit.digests))
+            return await answer
+        finally:
+            if answer in incoming.answers:
+                incoming.answers.remove(answer)
+
+    async def abort(self, transfer_id: TransferId) -> None:
+        """Withdraws a transfer. When it returns or raises, nothing writes to its blocks any more.
+
+        A transfer that is over already is left alone. A cancelled caller still waits for the blocks to be quiet.
+        """
+        incoming = self._incoming.get(transfer_id)
+        if incoming is None or incoming.machine.state is ReceiveState.COMMITTED:
+            return
+        incoming.disowned = True
+        self._handle(incoming, Aborted())
+        await self._cancel(incoming)
+
+    async def renew(self, transfer_id: TransferId, *, attempt: int) -> Ticket:
+        """A fresh ticket for the same blocks, after the prefill worker was lost. The old one is dead before it returns.
+
+        When it raises anything but StaleError, the reservation is over and its blocks are quiet.
+        Raises: StaleError when the reservation is over already (expired, aborted or committed).
+        """
+        incoming = self._incoming.get(transfer_id)
+        ended = (ReceiveState.COMMITTED, ReceiveState.RELEASED, ReceiveState.CANCELLING)
+        if incoming is None or incoming.machine.state in ended:
+            raise StaleError("the reservation is over")
+        if attempt <= incoming.ticket.attempt:
+            raise StaleAttempt(f"attempt {attempt} is not newer than the ticket's, {incoming.ticket.attempt}")
+        await self.abort(transfer_id)
+        return await self.grant(incoming.reservation, attempt=attempt)
+
+    async def close(self) -> None:
+        """Aborts every transfer; the blocks are quiet when it returns."""
+        for transfer_id in list(self._incoming):
+            await self.abort(transfer_id)
+        for incoming in self._incoming.values():
+            if incoming.timer is not None:
+                incoming.timer.cancel()
+        self._incoming.clear()
+
+    # Events in.
+    def _on_receive_done(self, incoming: _Incoming, index: int, receive: Operation) -> None:
+        state = incoming.machine.state
+        if receive.cancelled or state is ReceiveState.RELEASED:
+            return
+        if receive.error is not None:
+            error = receive.error if isinstance(receive.error, TransferError) else PeerLost(str(receive.error))
+            self._handle(incoming, BlockLost(index=index, error=error))
+            return
+        now = _loop().time()
+        incoming.started_at = now if incoming.started_at is None else incoming.started_at
+        incoming.ended_at = now
+        # Inline: a block is digested in 13 us from a warm cache, a hop to a thread and back takes five times that.
+        digest = incoming.digest(receive.buffer)
+        self._handle(incoming, BlockReceived(index=index, digest=digest))
+
+    def _watch_lease(self, incoming: _Incoming) -> None:
+        incoming.timer = _loop().call_at(incoming.machine.deadline, self._on_timer, incoming)
+
+    def _on_timer(self, incoming: _Incoming) -> None:
+        incoming.timer = None
+        self._handle(incoming, TimePassed())
+        if incoming.machine.state in (ReceiveState.RECEIVING, ReceiveState.COMMITTING, ReceiveState.BROKEN):
+            self._watch_lease(incoming)
+
+    def _handle(self, incoming: _Incoming, event: Event) -> None:
+        for effect in incoming.machine.handle(event, _loop().time()):
+            self._do(incoming, effect)
+
+    # Effects out.
+    def _do(self, incoming: _Incoming, effect: Effect) -> None:
+        match effect:
+            case CancelReceives() if not incoming.disowned:  # Else `abort` is doing it.
+                self._tasks.start(self._cancel(incoming), name=f"cancel {incoming.reservation.request_id}")
+            case Verified():
+                self._verified(incoming)
+            case AnswerCommit(error=error):
+                self._answer(incoming, error)
+            case Released(error=error):
+                self._released(incoming, error)
+
+    async def _cancel(self, incoming: _Incoming) -> None:
+        """Not to be interrupted: it takes a bounded time, and half of it would leave blocks that nobody may free."""
+        cancelled: asyncio.CancelledError | None = None
+        while incoming.machine.state is ReceiveState.CANCELLING:
+            try:
+                await self._transport.cancel(incoming.receives)
+            except asyncio.CancelledError as error:
+                cancelled = error
+            else:
+                # Whoever else is cancelling the same transfer may have been faster.
+                if incoming.machine.state is ReceiveState.CANCELLING:
+                    self._handle(incoming, Quiet())
+        if cancelled is not None:
+            raise cancelled
+
+    def _verified(self, incoming: _Incoming) -> None:
+        assert incoming.commit is not None
+        began = incoming.started_at if incoming.started_at is not None else incoming.ended_at
+        incoming.result = Received(
+            request_id=incoming.reservation.request_id,
+            transfer_id=incoming.ticket.transfer_id,
+            first_tokens=incoming.commit.first_tokens,
+            received_bytes=sum(receive.buffer.nbytes for receive in incoming.receives),
+            receive_s=incoming.ended_at - began,
+        )
+        incoming.receives.clear()
+        if incoming.timer is not None:
+            incoming.timer.cancel()
+        # Remembered for another lease, for the sake of repeated commits.
+        incoming.timer = _loop().call_later(incoming.ticket.lease_s, self._forget, incoming)
+        incoming.reservation.on_received(incoming.result)
+
+    def _answer(self, incoming: _Incoming, error: PdserveError | None) -> None:
+        answers = [answer for answer in incoming.answers if not answer.done()]
+        for answer in answers:
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                assert incoming.result is not None
+                answer.set_result(incoming.result)
+
+    def _released(self, incoming: _Incoming, error: PdserveError | None) -> None:
+        self._forget(incoming)
+        if not incoming.disowned:
+            assert error is not None, "only an abort ends a transfer without an error"
+            log.info("transfer_expired request_id=%s error=%s", incoming.reservation.request_id, error)
+            incoming.reservation.on_expired(error)
+
+    def _forget(self, incoming: _Incoming) -> None:
+        if incoming.timer is not None:
+            incoming.timer.cancel()
+            incoming.timer = None
+        self._incoming.pop(incoming.ticket.transfer_id, None)
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    return asyncio.get_running_loop()

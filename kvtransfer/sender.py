@@ -1,0 +1,285 @@
+"""The prefill worker's end of the handover: pushes blocks while later ones are computed, and commits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from kvtransfer.digest import BlockDigest
+from kvtransfer.handover import (
+    Aborted,
+    AllSent,
+    CommitAnswered,
+    Disconnect,
+    Event,
+    LeaseKept,
+    SendDone,
+    SendStarted,
+    TimePassed,
+)
+from kvtransfer.memory import BlockMemory
+from kvtransfer.peers import PeerTable
+from kvtransfer.send_machine import SendMachine, SendState
+from kvtransfer.ticket import Commit, Ticket, signed_commit
+from kvtransfer.transport import Operation, Peer, Transport
+from pdserve.base.errors import PdserveError, PeerLost, TransferError, TransferTimeout
+from pdserve.base.ids import BlockId, RequestId
+from pdserve.base.layout import KvLayout
+
+T = TypeVar("T")
+
+#: Enough to keep a fast wire busy, little enough that another transfer gets its turn soon.
+MAX_OUTSTANDING_BYTES = 32 << 20
+#: The event loop, and with it the wire, gets a turn after this many bytes were digested.
+_TURN_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendStats:
+    """What one transfer put on the wire. Times are the event loop's, in seconds; None before the first block."""
+
+    sent_blocks: int
+    sent_bytes: int
+    #: Time in which at least one block was on its way.
+    busy_s: float
+    first_started_at: float | None
+    last_done_at: float | None
+
+
+class Sender:
+    """Every transfer out of this worker. Use it from the event loop that opened the transport."""
+
+    def __init__(
+        self,
+        *,
+        transport: Transport,
+        memory: BlockMemory,
+        layout: KvLayout,
+        max_outstanding_bytes: int = MAX_OUTSTANDING_BYTES,
+    ) -> None:
+        self._transport = transport
+        self._memory = memory
+        self._layout = layout
+        self._max_outstanding = max(1, max_outstanding_bytes // layout.block_bytes)
+        self._peers = PeerTable(transport)
+
+    @asynccontextmanager
+    async def open(self, ticket: Ticket, *, request_id: RequestId) -> AsyncIterator[OutgoingTransfer]:
+        """One transfer. When the block is left, however, nothing reads the pushed blocks any more: they may be freed.
+
+        Leaving it without `finish` aborts the transfer; that waits for what is on the wire, at most for the lease.
+        Raises: LayoutMismatch, TransferError when the ticket is for another transport, PeerLost, TransferTimeout.
+        """
+        self._layout.require_equal(ticket.layout)
+        if ticket.transport != self._transport.name:
+            raise TransferError(
+                f"the ticket is for transport {ticket.transport!r} and this worker uses {self._transport.name!r}. "
+                "Start both tiers with the same --transport."
+            )
+        machine = SendMachine(num_blocks=ticket.num_blocks, lease_s=ticket.lease_s, now=_now())
+        async with self._peers.use(ticket.data_address, deadline=machine.deadline) as peer:
+            transfer = OutgoingTransfer(
+                transport=self._transport,
+                memory=self._memory,
+                peer=peer,
+                ticket=ticket,
+                request_id=request_id,
+                machine=machine,
+                max_outstanding=self._max_outstanding,
+            )
+            try:
+                yield transfer
+            finally:
+                await transfer._close()
+
+
+class OutgoingTransfer:
+    """One ticket being served. Used by one task at a time."""
+
+    def __init__(
+        self,
+        *,
+        transport: Transport,
+        memory: BlockMemory,
+        peer: Peer,
+        ticket: Ticket,
+        request_id: RequestId,
+        machine: SendMachine,
+        max_outstanding: int,
+    ) -> None:
+        self._transport = transport
+        self._memory = memory
+        self._peer = peer
+        self._ticket = ticket
+        self._request_id = request_id
+        self._machine = machine
+        self._max_outstanding = max_outstanding
+        self._digest = BlockDigest(ticket.key)
+        self._digests: list[bytes] = []
+        self._changed = asyncio.Event()
+        self._wire = _WireClock()
+        self._commit_timeout: asyncio.Timeout | None = None
+        self._timer = asyncio.get_running_loop().call_at(machine.deadline, self._on_timer)
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing of this transfer is on the wire at the moment."""
+        return self._machine.num_outstanding == 0
+
+    @property
+    def num_unsent(self) -> int:
+        """Blocks of the ticket that were not pushed yet."""
+        return self._machine.num_unsent
+
+    @property
+    def stats(self) -> SendStats:
+        """So far."""
+        return SendStats(
+            sent_blocks=self._machine.num_sent,
+            sent_bytes=self._machine.num_sent * self._ticket.layout.block_bytes,
+            busy_s=self._wire.busy_s(_now()),
+            first_started_at=self._wire.first_started_at,
+            last_done_at=self._wire.last_done_at,
+        )
+
+    def keep_lease(self) -> None:
+        """The prompt is being computed, and the decode worker is told so by another way."""
+        self._handle(LeaseKept())
+
+    async def push(self, block_ids: Sequence[BlockId]) -> None:
+        """Sends the next blocks of the ticket, in its order; returns when the last of them is on the wire.
+
+        Raises: TransferTimeout when the lease ended, PeerLost; nothing more can be sent then.
+        """
+        since_turn = 0
+        for block_id in block_ids:
+            while self._machine.num_outstanding >= self._max_outstanding and self._machine.state is SendState.SENDING:
+                await self._change()
+            self._require_alive()
+            since_turn += self._push_one(block_id)
+            if since_turn >= _TURN_BYTES:
+                since_turn = 0
+                await asyncio.sleep(0)
+
+    async def finish(self, first_tokens: Sequence[int], commit: Callable[[Commit], Awaitable[T]]) -> T:
+        """Commits, and waits for the answer and for every block to have left; gives what `commit` gave.
+
+        The commit goes out at once: the decode worker waits for the blocks it overtakes.
+        Raises: what `commit` raises; TransferTimeout when the lease ended, PeerLost.
+        """
+        self._require_alive()
+        self._handle(AllSent())
+        message = signed_commit(
+            self._ticket,
+            request_id=self._request_id,
+            digests=tuple(self._digests),
+            first_tokens=tuple(first_tokens),
+        )
+        try:
+            async with asyncio.timeout_at(self._machine.deadline) as self._commit_timeout:
+                answer = await commit(message)
+        except TimeoutError as error:
+            lost = self._machine.error
+            raise lost or TransferTimeout("the decode worker did not answer the commit within the lease") from error
+        except PdserveError as error:
+            self._handle(CommitAnswered(error=error))
+            raise
+        finally:
+            self._commit_timeout = None
+        self._handle(CommitAnswered())
+        while self._machine.state is not SendState.CLOSED:
+            await self._change()
+        # What the decode worker has verified counts, even when the wire reported a fault afterwards.
+        return answer
+
+    # Inside.
+    def _push_one(self, block_id: BlockId) -> int:
+        block = self._memory.block_bytes_view(block_id)
+        index = len(self._digests)
+        self._handle(SendStarted(index=index))
+        self._digests.append(self._digest(block))
+        self._wire.started(_now())
+        send = self._transport.post_send(self._peer, self._ticket.tag(index), block)
+        send.add_done_callback(partial(self._on_sent, index))
+        return block.nbytes
+
+    def _on_sent(self, index: int, send: Operation) -> None:
+        self._wire.done(_now())
+        error = send.error
+        if error is not None and not isinstance(error, TransferError):
+            error = PeerLost(str(error))
+        self._handle(SendDone(index=index, error=error))
+
+    def _on_timer(self) -> None:
+        self._handle(TimePassed())
+        if self._machine.state is not SendState.CLOSED:
+            # A lease that is over and still not quiet has been disconnected: its sends are about to fail.
+            at = max(self._machine.deadline, _now() + 0.01)
+            self._timer = asyncio.get_running_loop().call_at(at, self._on_timer)
+
+    def _handle(self, event: Event) -> None:
+        for effect in self._machine.handle(event, _now()):
+            if isinstance(effect, Disconnect):
+                self._transport.disconnect(self._peer)
+        if self._commit_timeout is not None and not self._commit_timeout.expired():
+            waits = self._machine.state is SendState.COMMITTING
+            self._commit_timeout.reschedule(self._machine.deadline if waits else _now())
+        self._changed.set()
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _require_alive(self) -> None:
+        if self._machine.state is SendState.SENDING and _now() >= self._machine.deadline:
+            self._handle(TimePassed())
+        if self._machine.state is not SendState.SENDING:
+            raise self._machine.error or TransferError("the transfer is over")
+
+    async def _close(self) -> None:
+        """Not to be interrupted: leaving early would free blocks that the wire still reads."""
+        self._handle(Aborted())
+        cancelled: asyncio.CancelledError | None = None
+        while self._machine.state is not SendState.CLOSED:
+            try:
+                await self._change()
+            except asyncio.CancelledError as error:
+                cancelled = error
+        self._timer.cancel()
+        if cancelled is not None:
+            raise cancelled
+
+
+class _WireClock:
+    """The union of the intervals in which at least one block was on its way."""
+
+    def __init__(self) -> None:
+        self.first_started_at: float | None = None
+        self.last_done_at: float | None = None
+        self._outstanding = 0
+        self._since = 0.0
+        self._busy_s = 0.0
+
+    def started(self, now: float) -> None:
+        if self.first_started_at is None:
+            self.first_started_at = now
+        if self._outstanding == 0:
+            self._since = now
+        self._outstanding += 1
+
+    def done(self, now: float) -> None:
+        self.last_done_at = now
+        self._outstanding -= 1
+        if self._outstanding == 0:
+            self._busy_s += now - self._since
+
+    def busy_s(self, now: float) -> float:
+        return self._busy_s + (now - self._since if self._outstanding else 0.0)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,68 @@
+"""Matches arriving messages to posted receives by tag; what every transport does alike, free of I/O."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from kvtransfer.transport.base import Operation
+
+M = TypeVar("M")
+
+#: Messages that may wait for their receive; beyond, the oldest is dropped. Handovers post first: these are strays.
+MAX_EARLY = 4096
+#: Withdrawn tags that are remembered, so that their late messages are dropped at once.
+MAX_WITHDRAWN = 1 << 16
+
+
+class Mailbox(Generic[M]):
+    """Posted receives, early messages and withdrawn tags. `drop` gets each message that nobody will receive."""
+
+    def __init__(self, drop: Callable[[M], None], *, max_early: int = MAX_EARLY) -> None:
+        self._drop = drop
+        self._max_early = max_early
+        self._posted: dict[int, Operation] = {}
+        self._early: OrderedDict[int, M] = OrderedDict()
+        self._withdrawn: OrderedDict[int, None] = OrderedDict()
+
+    def post(self, receive: Operation) -> M | None:
+        """Offers a receive. A message that came early is handed back, to be received into it now."""
+        if receive.tag in self._posted:
+            raise ValueError(f"a receive of tag {receive.tag:#x} is outstanding")
+        self._withdrawn.pop(receive.tag, None)
+        if receive.tag in self._early:
+            return self._early.pop(receive.tag)
+        self._posted[receive.tag] = receive
+        return None
+
+    def arrive(self, tag: int, message: M) -> Operation | None:
+        """The receive the message belongs to; None when it was dropped or waits for its receive."""
+        receive = self._posted.pop(tag, None)
+        if receive is not None:
+            return receive
+        if tag in self._withdrawn or tag in self._early:
+            self._drop(message)
+            return None
+        self._early[tag] = message
+        if len(self._early) > self._max_early:
+            self._drop(self._early.popitem(last=False)[1])
+        return None
+
+    def withdraw(self, receive: Operation) -> bool:
+        """Takes a receive back. False when it is not waiting (any more): matched, done or never posted."""
+        if self._posted.get(receive.tag) is not receive:
+            return False
+        del self._posted[receive.tag]
+        self._withdrawn[receive.tag] = None
+        if len(self._withdrawn) > MAX_WITHDRAWN:
+            self._withdrawn.popitem(last=False)
+        return True
+
+    def clear(self) -> tuple[list[Operation], list[M]]:
+        """Empties it: the receives that were waiting, and the messages that were."""
+        receives, messages = list(self._posted.values()), list(self._early.values())
+        self._posted.clear()
+        self._early.clear()
+        self._withdrawn.clear()
+        return receives, messages
