@@ -1,0 +1,87 @@
+"""Opens a Hugging Face model directory: safetensors mapped into memory, checked against the config, made a decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kernels.ops import Ops
+from kernels.reference import ReferenceOps
+from pdserve.base.errors import SetupError
+from pdserve.model.checkpoint import weight_files
+from pdserve.model.config import DTYPES, ModelConfig
+from pdserve.model.decoder import Decoder
+from pdserve.model.tensors import Shape, check_names
+from pdserve.model.weights import assemble
+
+_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: As safetensors names them. Anything else (int8, fp8) means a quantized checkpoint.
+_FLOATS = ("F64", "F32", "BF16", "F16")
+
+
+class _Slice(Protocol):
+    def get_dtype(self) -> str: ...
+    def get_shape(self) -> list[int]: ...
+
+
+class _File(Protocol):
+    """What is used of `safetensors.safe_open`, which has no type hints."""
+
+    def keys(self) -> list[str]: ...
+    def get_slice(self, name: str) -> _Slice: ...
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+def load_decoder(
+    model_dir: Path,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    max_model_len: int | None = None,
+    ops: Ops | None = None,
+) -> Decoder:
+    """The decoder of a model directory; "auto" is the dtype of its config.
+
+    On the CPU, tensors stored in that dtype stay in the page cache, where all processes share them; others are copies.
+    Raises `SetupError` for a model or dtype that is not supported and for weights that do not fit the config.
+    """
+    config = ModelConfig.from_dir(model_dir)
+    name = config.dtype if dtype == "auto" else dtype
+    if name not in DTYPES:
+        raise SetupError(f"dtype {name!r} is not supported; supported: auto, {', '.join(DTYPES)}.")
+    with ExitStack() as stack:
+        files = _open_files(model_dir, stack)
+        check_names(config, dict(_shapes(files)), str(model_dir))
+        where = {tensor: file for file in files for tensor in list(file.keys())}
+
+        def get(tensor: str) -> Tensor:
+            return where[tensor].get_tensor(tensor).to(device=device, dtype=_TORCH_DTYPES[name])
+
+        weights = assemble(config, get)
+    return Decoder(config, weights, ops or ReferenceOps(), max_model_len=max_model_len)
+
+
+def _open_files(model_dir: Path, stack: ExitStack) -> list[_File]:
+    files = []
+    for path in weight_files(model_dir):
+        try:
+            files.append(cast(_File, stack.enter_context(safe_open(path, framework="pt"))))
+        except (SafetensorError, OSError) as error:
+            raise SetupError(f"{path} is not a readable safetensors file: {error}.") from error
+    return files
+
+
+def _shapes(files: list[_File]) -> Iterator[tuple[str, Shape]]:
+    for file in files:
+        for name in list(file.keys()):
+            view = file.get_slice(name)
+            if view.get_dtype() not in _FLOATS:
+                supported = ", ".join(_FLOATS)
+                raise SetupError(f"{name} has type {view.get_dtype()}, which is not supported; supported: {supported}.")
+            yield name, tuple(view.get_shape())

@@ -1,0 +1,81 @@
+"""The tensors of a decoder in the shape it uses them, built from a checkpoint's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pdserve.model.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One decoder layer; matrices are [out_features, in_features]."""
+
+    input_norm: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_bias: Tensor | None
+    k_bias: Tensor | None
+    v_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    post_attention_norm: Tensor
+    gate: Tensor
+    gate_bias: Tensor | None
+    up: Tensor
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """A whole decoder; `lm_head` is `embedding` when they are tied."""
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    lm_head: Tensor
+
+
+def assemble(config: ModelConfig, get: Callable[[str], Tensor]) -> Weights:
+    """Builds the weights from checked tensors; `get` is called once per tensor."""
+    embedding = get("model.embed_tokens.weight")
+    return Weights(
+        embedding=embedding,
+        layers=tuple(_assemble_layer(config, f"model.layers.{index}.", get) for index in range(config.num_layers)),
+        norm=get("model.norm.weight"),
+        lm_head=embedding if config.tie_word_embeddings else get("lm_head.weight"),
+    )
+
+
+def _assemble_layer(config: ModelConfig, prefix: str, get: Callable[[str], Tensor]) -> LayerWeights:
+    def when(present: bool, name: str) -> Tensor | None:
+        return get(prefix + name) if present else None
+
+    return LayerWeights(
+        input_norm=get(prefix + "input_layernorm.weight"),
+        q=get(prefix + "self_attn.q_proj.weight"),
+        k=get(prefix + "self_attn.k_proj.weight"),
+        v=get(prefix + "self_attn.v_proj.weight"),
+        q_bias=when(config.qkv_bias, "self_attn.q_proj.bias"),
+        k_bias=when(config.qkv_bias, "self_attn.k_proj.bias"),
+        v_bias=when(config.qkv_bias, "self_attn.v_proj.bias"),
+        q_norm=when(config.qk_norm, "self_attn.q_norm.weight"),
+        k_norm=when(config.qk_norm, "self_attn.k_norm.weight"),
+        output=get(prefix + "self_attn.o_proj.weight"),
+        output_bias=when(config.output_bias, "self_attn.o_proj.bias"),
+        post_attention_norm=get(prefix + "post_attention_layernorm.weight"),
+        gate=get(prefix + "mlp.gate_proj.weight"),
+        gate_bias=when(config.mlp_bias, "mlp.gate_proj.bias"),
+        up=get(prefix + "mlp.up_proj.weight"),
+        up_bias=when(config.mlp_bias, "mlp.up_proj.bias"),
+        down=get(prefix + "mlp.down_proj.weight"),
+        down_bias=when(config.mlp_bias, "mlp.down_proj.bias"),
+    )
