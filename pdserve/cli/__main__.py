@@ -1,0 +1,67 @@
+"""The `pdserve` command: finds the subcommand and imports only that one."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+from pdserve import __version__
+from pdserve.base.errors import PdserveError
+
+#: What each command does; it lives in the module of its name.
+COMMANDS = {
+    "up": "start a cluster on this machine: router, prefill and decode workers, Redis",
+    "chat": "talk to a running cluster in the terminal",
+    "status": "show the tiers of a running cluster, their load and their health",
+    "trace": "show where a request's time went, and what was decided for it",
+}
+
+
+class _Command(Protocol):
+    def main(self, argv: Sequence[str]) -> int:
+        """Runs the command; returns the exit code. Raises `PdserveError`, shown as one line."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `pdserve ARGUMENTS`; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    name, *rest = arguments
+    if name in ("-V", "--version", "version"):
+        print(f"pdserve {__version__}")
+        return 0
+    if name not in COMMANDS:
+        print(f"error: {name!r} is not a command of pdserve; it has {', '.join(COMMANDS)}.", file=sys.stderr)
+        return 2
+    try:
+        return cast(_Command, importlib.import_module(f"pdserve.cli.{name}")).main(rest)
+    except PdserveError as error:
+        print(f"error: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output (`| head`) has seen enough; the interpreter must not try to flush again.
+        sys.stdout = None
+        return 141
+    return 1
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    return (
+        "usage: pdserve COMMAND [ARGUMENTS]\n\n"
+        "Serves large language models with separate prefill and decode workers.\n\n"
+        f"{commands}\n\n"
+        "`pdserve COMMAND --help` explains a command's arguments; `pdserve --version` prints the version.\n"
+        "Start with:  pdserve up"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Divides a machine's cores and memory among the workers that `pdserve up` starts: pure, the machine is an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_MIB = 1024**2
+_MAX_KV_BYTES = 2 * 1024**3
+_KV_SHARE = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cores:
+    """What this process may use: core numbers, and how many of them at a time (fewer under a CPU quota)."""
+
+    ids: tuple[int, ...]
+    usable: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreShare:
+    """One worker's part: number of compute threads, and the cores they are pinned to (none: the system decides)."""
+
+    threads: int
+    cpus: tuple[int, ...] = ()
+
+
+def share_cores(cores: Cores, *, num_prefill: int, num_decode: int, threads_per_worker: int | None) -> list[CoreShare]:
+    """Shares for the prefill workers, then the decode workers.
+
+    As long as every compute thread can have a core of its own, workers are pinned to disjoint cores, so that the tiers
+    do not fight; cores left over by an even division go to prefill, whose speed grows with them. When there are more
+    threads than cores nobody is pinned: two workers tied to one core would wait for each other beside an idle one. Nor
+    under a CPU quota, where core numbers are not ours: every container of the machine would pick the same first ones.
+    """
+    num_workers = num_prefill + num_decode
+    if threads_per_worker is not None:
+        threads = [threads_per_worker] * num_workers
+    else:
+        each, left_over = divmod(cores.usable, num_workers)
+        threads = [max(1, each + (index < left_over)) for index in range(num_workers)]
+    if sum(threads) > cores.usable or cores.usable < len(cores.ids):
+        return [CoreShare(threads=count) for count in threads]
+    return _pin(cores.ids, threads)
+
+
+def kv_bytes_per_worker(available_bytes: int, num_workers: int) -> int:
+    """A fifth of the free memory over all workers, at most 2 GiB each, in whole MiB; weights come on top.
+
+    A machine with little memory gets little, down to 1 MiB; the worker refuses a cache without room for one block.
+    """
+    share = min(_MAX_KV_BYTES, int(available_bytes * _KV_SHARE / num_workers))
+    return max(_MIB, share // _MIB * _MIB)
+
+
+def _pin(ids: Sequence[int], threads: Sequence[int]) -> list[CoreShare]:
+    shares = []
+    first = 0
+    for count in threads:
+        shares.append(CoreShare(threads=count, cpus=tuple(ids[first : first + count])))
+        first += count
+    return shares

@@ -1,0 +1,119 @@
+"""The processes of a cluster on one machine, as values for the supervisor: pure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.cli.placement import CoreShare
+from pdserve.cli.supervisor.spec import ProcessSpec
+from pdserve.cli.up_config import UpConfig
+
+ROUTER_STAGE, WORKER_STAGE, REDIS_STAGE = 0, 1, 2
+
+#: A service leaves its drain after `drain_timeout_s`; what it needs beyond that to close its sockets.
+_CLOSE_GRACE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan:
+    """Everything that was decided before the first process starts."""
+
+    config: UpConfig
+    model_path: Path
+    served_name: str
+    redis_url: str
+    log_dir: Path
+    #: One per worker: prefill first, then decode.
+    shares: Sequence[CoreShare]
+    kv_cache_bytes: int
+    #: Comes before `prefill-0` in worker ids: tells this cluster from others in a shared Redis.
+    id_prefix: str
+    environment: Mapping[str, str]
+    #: Interpreter options, such as `-P`, that our own process was started with.
+    python_flags: tuple[str, ...] = ()
+
+
+def router_spec(plan: ClusterPlan) -> ProcessSpec:
+    """The router."""
+    config = plan.config
+    flags = {
+        **_common_flags(plan),
+        "host": config.host,
+        "port": config.port,
+        "grpc-port": config.grpc_port,
+        "prefill-expected": config.prefill,
+        "local-prefill-threshold": config.local_prefill_threshold,
+    }
+    return _service(plan, "router", "router_svc", flags, threads=1, stage=ROUTER_STAGE)
+
+
+def worker_specs(plan: ClusterPlan) -> list[ProcessSpec]:
+    """The workers of both tiers, in the order of `plan.shares`."""
+    config = plan.config
+    names = [("prefill", index) for index in range(config.prefill)]
+    names += [("decode", index) for index in range(config.decode)]
+    return [_worker_spec(plan, tier, index, share) for (tier, index), share in zip(names, plan.shares, strict=True)]
+
+
+def _worker_spec(plan: ClusterPlan, tier: str, index: int, share: CoreShare) -> ProcessSpec:
+    config = plan.config
+    name = f"{tier}-{index}"
+    flags = {
+        **_common_flags(plan),
+        "worker-id": plan.id_prefix + name,
+        "dtype": config.dtype,
+        "block-size": config.block_size,
+        "kv-cache-memory": plan.kv_cache_bytes,
+        "max-model-len": config.max_model_len,
+        "max-num-seqs": config.max_num_seqs,
+        "max-num-batched-tokens": config.max_num_batched_tokens,
+        "threads": share.threads,
+        "cpus": ",".join(map(str, share.cpus)) or None,
+        "transport": config.transport,
+    }
+    return _service(plan, name, f"{tier}_svc", flags, threads=share.threads, stage=WORKER_STAGE)
+
+
+def _common_flags(plan: ClusterPlan) -> dict[str, object]:
+    return {
+        "model": plan.model_path,
+        "served-model-name": plan.served_name,
+        "drain-timeout-s": plan.config.drain_timeout_s,
+        "log-level": plan.config.log_level,
+    }
+
+
+def _service(
+    plan: ClusterPlan, name: str, module: str, flags: Mapping[str, object], *, threads: int, stage: int
+) -> ProcessSpec:
+    given = [f"--{flag}={value}" for flag, value in flags.items() if value is not None]
+    return ProcessSpec(
+        name=name,
+        argv=(sys.executable, *plan.python_flags, "-m", module, *given),
+        # Not a flag: the URL may carry a password, and every user of the machine sees the flags.
+        environment={
+            **plan.environment,
+            **_thread_environment(threads),
+            f"PDSERVE_{module.removesuffix('_svc').upper()}__REDIS_URL": plan.redis_url,
+        },
+        log_path=plan.log_dir / f"{name}.log",
+        ready_timeout_s=plan.config.ready_timeout_s,
+        stop_grace_s=plan.config.drain_timeout_s + _CLOSE_GRACE_S,
+        stop_stage=stage,
+    )
+
+
+def _thread_environment(threads: int) -> dict[str, str]:
+    """Bounds the thread pools that libraries size by the machine, before they are imported."""
+    count = str(threads)
+    return {
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "OPENBLAS_NUM_THREADS": count,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }

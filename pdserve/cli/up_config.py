@@ -1,0 +1,71 @@
+"""Settings of `pdserve up`. Names and meanings follow `vllm serve` where they are the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.base.config import option, parse_bytes
+from pdserve.base.logs import LEVELS
+from pdserve.base.worker_config import DTYPES, TRANSPORTS
+
+#: Small, free, and had without a model hub.
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpConfig:
+    """What `pdserve up` needs to know."""
+
+    model: str = option(
+        DEFAULT_MODEL, help="name, directory, .gguf file or hub id of the model", metavar="MODEL", positional=True
+    )
+    host: str = option("127.0.0.1", help="address the router listens on; 0.0.0.0 for all", metavar="ADDRESS")
+    port: int = option(8000, help="port of the OpenAI-compatible HTTP API", minimum=1)
+    grpc_port: int | None = option(None, help="port of the gRPC API; --port + 1 when absent", minimum=1)
+    prefill: int = option(
+        1, help="number of prefill workers; 0 lets the decode workers do everything", metavar="N", minimum=0
+    )
+    decode: int = option(1, help="number of decode workers", metavar="N", minimum=1)
+    served_model_name: str | None = option(None, help="name clients use; the model's own when absent")
+    dtype: str = option("auto", help="type of weights, activations and KV", choices=DTYPES)
+    max_model_len: int | None = option(
+        None, help="longest prompt plus completion in tokens; the model's own limit when absent", minimum=1
+    )
+    max_num_seqs: int | None = option(None, help="sequences a worker runs at the same time", minimum=1)
+    max_num_batched_tokens: int | None = option(
+        None, help="prompt tokens a worker computes in one step: the chunk size of prefill", minimum=1
+    )
+    block_size: int | None = option(None, help="tokens of a KV block", minimum=1)
+    kv_cache_memory: int | None = option(
+        None,
+        help="size of each worker's KV cache, such as 2GiB; when absent, a fifth of the free memory divided by the "
+        "number of workers, 2GiB at most",
+        parse=parse_bytes,
+    )
+    threads_per_worker: int | None = option(
+        None, help="compute threads of each worker; the cores divided among the workers when absent", minimum=1
+    )
+    local_prefill_threshold: int | None = option(
+        None, help="prompts with at most this many uncached tokens are prefilled by the decode worker", minimum=0
+    )
+    transport: str | None = option(None, help="how KV blocks travel between workers", choices=TRANSPORTS)
+    redis_url: str | None = option(None, help="Redis to use; a private one is started when absent", metavar="URL")
+    cache_dir: str | None = option(
+        None, help="where downloaded and converted models are kept; the user's cache directory when absent"
+    )
+    log_dir: str | None = option(
+        None, help="one log file per process goes here; a new directory of the user's state directory when absent"
+    )
+    ready_timeout_s: float = option(600.0, help="seconds each process gets to become ready", minimum=1)
+    drain_timeout_s: float = option(45.0, help="seconds running requests get to finish on Ctrl-C", minimum=0)
+    log_level: str = option("info", help="what is logged", choices=LEVELS)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of both tiers."""
+        return self.prefill + self.decode
+
+    @property
+    def effective_grpc_port(self) -> int:
+        """The port of the gRPC API."""
+        return self.port + 1 if self.grpc_port is None else self.grpc_port

@@ -1,0 +1,144 @@
+"""What `pdserve up` shows: one line per thing that happened, and while starting, what each process is doing."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from pdserve.cli.placement import CoreShare
+from pdserve.cli.supervisor.spec import BecameReady, Died, Event, Started, StatusChanged, Stopped, Stopping
+
+_MIB = 1024**2
+_GIB = 1024**3
+
+
+class UpConsole:
+    """Prints to a terminal, or plain lines to a file or pipe. A terminal that went away is no error."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._doing: dict[str, str] = {}
+        self._live: Live | None = None
+
+    def say(self, text: str, style: str = "") -> None:
+        """One line."""
+        with suppress(OSError):
+            self._console.print(Text(text, style=style), soft_wrap=True)
+
+    @contextmanager
+    def progress(self) -> Iterator[None]:
+        """While the block runs, `doing` and the status of processes are shown; as they change on a terminal."""
+        if not self._console.is_terminal:
+            yield
+            return
+        with Live(self._table(), console=self._console, auto_refresh=False, transient=True) as live:
+            self._live = live
+            try:
+                yield
+            finally:
+                self._live = None
+
+    def doing(self, name: str, text: str | None) -> None:
+        """`name` now does `text`; None: it is done."""
+        if self._doing.get(name) == text:
+            return
+        if text is None:
+            self._doing.pop(name, None)
+        else:
+            self._doing[name] = text
+        if self._live is not None:
+            with suppress(OSError):
+                self._live.update(self._table(), refresh=True)
+        elif text is not None and not self._console.is_terminal:
+            self.say(f"  {name}: {text}")
+
+    def on_event(self, event: Event) -> None:
+        """Shows what the supervisor reports."""
+        name = event.spec.name
+        match event:
+            case Started():
+                self.doing(name, "starting")
+            case StatusChanged(text=text):
+                # Errors are told with the exit that follows; `ready` and `draining` have events of their own.
+                if name in self._doing and not text.startswith("error:") and text != "ready":
+                    self.doing(name, text)
+            case BecameReady(took_s=took_s, is_restart=is_restart):
+                self.doing(name, None)
+                again = " again" if is_restart else ""
+                self.say(f"  {name} is ready{again} after {took_s:.1f} s", "green" if is_restart else "")
+            case Died():
+                self.doing(name, None)
+                self.say(died_line(event), "red")
+            case Stopping():
+                self.say(f"  {name} is draining")
+            case Stopped(exit=end, forced=forced):
+                self.doing(name, None)
+                how = "was killed" if forced else "stopped" if end.code == 0 else end.describe()
+                self.say(f"  {name} {how}", "" if end.code == 0 or forced else "yellow")
+
+    def _table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for name, text in self._doing.items():
+            table.add_row(Text(f"  {name}", style="cyan"), Text(text, style="dim"))
+        return table
+
+
+def died_line(event: Died) -> str:
+    """One line: how, why if it said, when it is back, where to read more."""
+    end = event.exit
+    why = f" ({end.reason.removeprefix('error:').strip()})" if end.reason.startswith("error:") else ""
+    return (
+        f"{event.spec.name} {end.describe()} after {end.ran_s:.1f} s{why}; "
+        f"starting it again in {event.restart_in_s:g} s. Log: {event.spec.log_path}"
+    )
+
+
+def describe_share(share: CoreShare) -> str:
+    """`1 thread on core 0`, `2 threads on cores 0,1`, `1 thread on any core`."""
+    threads = f"{share.threads} thread{'s' if share.threads != 1 else ''}"
+    if not share.cpus:
+        return f"{threads} on any core"
+    return f"{threads} on core{'s' if len(share.cpus) != 1 else ''} {','.join(map(str, share.cpus))}"
+
+
+def describe_bytes(size: int) -> str:
+    """`2.0 GiB` or `512 MiB`."""
+    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / _MIB:.0f} MiB"
+
+
+def describe_plan(names: Sequence[str], shares: Sequence[CoreShare], kv_cache_bytes: int) -> list[str]:
+    """One line per worker about what it gets."""
+    return [
+        f"  {name}: {describe_share(share)}, {describe_bytes(kv_cache_bytes)} of KV cache"
+        for name, share in zip(names, shares, strict=True)
+    ]
+
+
+def ready_text(*, base_url: str, grpc_address: str, served_name: str, log_dir: Path, took_s: float) -> str:
+    """What the user needs now: the address, something to paste, where to look."""
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = json.dumps({"model": served_name, "messages": [question]})
+    chat = "pdserve chat" if base_url == "http://127.0.0.1:8000" else f"pdserve chat --base-url {base_url}"
+    return (
+        f"\nReady after {took_s:.1f} s. OpenAI-compatible API: {base_url}/v1   gRPC: {grpc_address}\n\n"
+        f"  curl {base_url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"
+        f"  {chat}\n\n"
+        f"Logs: {log_dir}\nCtrl-C drains and stops; a second Ctrl-C stops at once."
+    )
+
+
+def reachable_host(host: str) -> str:
+    """An address a client on this machine can use for a listening address."""
+    if host in ("0.0.0.0", ""):
+        return "127.0.0.1"
+    if host == "::":
+        return "[::1]"
+    return f"[{host}]" if ":" in host else host
