@@ -13,4 +13,3 @@ class PrefillConfig(WorkerConfig):
     """What a prefill worker needs to know at start."""
 
     max_num_batched_tokens: int = option(512, help="prompt tokens computed in one step: the chunk size", minimum=1)
-    max_num_seqs: int = option(64, help="prompts computed or sent at the same time", minimum=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -29,6 +29,17 @@ class Health:
     def is_ready(self) -> bool:
         """Whether new work is welcome."""
         return self.not_ready is None and self.dead is None
+
+    def watch(self, subject: str) -> Callable[[str | None], None]:
+        """A callback that notes why `subject` works badly, or with None that it is well again."""
+
+        def on_change(reason: str | None) -> None:
+            if reason is None:
+                self.degraded.pop(subject, None)
+            else:
+                self.degraded[subject] = reason
+
+        return on_change
 
     def describe(self) -> dict[str, object]:
         """The body of /health."""
@@ -86,24 +97,9 @@ async def serve_http(app: web.Application, listener: socket.socket, *, grace_s: 
 
 
 @asynccontextmanager
-async def serve_admin(
-    health: Health,
-    registry: CollectorRegistry,
-    listener: socket.socket,
-    *,
-    before_scrape: Callable[[], None] = lambda: None,
-) -> AsyncIterator[str]:
-    """The worker's own HTTP server; `before_scrape` brings gauges up to date."""
-
-    @web.middleware
-    async def refresh(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        if request.path == "/metrics":
-            before_scrape()
-        return await handler(request)
-
-    app = web.Application(middlewares=[refresh])
+async def serve_admin(health: Health, registry: CollectorRegistry, listener: socket.socket) -> AsyncIterator[str]:
+    """The worker's own HTTP server until the block ends; yields `host:port`."""
+    app = web.Application()
     app.add_routes(health_routes(health, registry))
     async with serve_http(app, listener) as address:
         yield address

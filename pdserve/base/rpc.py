@@ -111,8 +111,12 @@ def mapped_rpc_errors(peer: str) -> Iterator[None]:
         raise PeerLost(f"Lost {peer}: {error}.") from error
 
 
-def unary(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Wraps a unary method of a servicer: our errors become statuses, anything else is logged and becomes INTERNAL."""
+def method(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Wraps a method of a servicer: our errors become statuses, anything else is logged and becomes INTERNAL.
+
+    A method that answers with a stream calls `context.write`: unlike an async generator it lives in one task, so that
+    its cleanup runs at once when the caller goes away.
+    """
 
     @functools.wraps(handler)
     async def wrapper(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
@@ -123,24 +127,6 @@ def unary(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:  # noqa: BLE001 - the border of the process: logged, and told to the caller
-            await _abort_unexpected(handler.__name__, context, error)
-
-    return wrapper
-
-
-def streaming(handler: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
-    """As `unary`, for methods that answer with a stream."""
-
-    @functools.wraps(handler)
-    async def wrapper(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        try:
-            async for message in handler(self, request, context):
-                yield message
-        except PdserveError as error:
-            await abort_with(context, error)
-        except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
-            raise
-        except Exception as error:  # noqa: BLE001 - as above
             await _abort_unexpected(handler.__name__, context, error)
 
     return wrapper

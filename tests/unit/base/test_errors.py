@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -38,13 +37,13 @@ class _Raising(pb_grpc.DecodeServiceServicer):
     def __init__(self, error: Exception) -> None:
         self.error = error
 
-    @rpc.unary
+    @rpc.method
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:  # noqa: N802
         raise self.error
 
-    @rpc.streaming
-    async def Decode(self, request: Any, context: Any) -> AsyncIterator[pb.DecodeResponse]:  # noqa: N802
-        yield pb.DecodeResponse()
+    @rpc.method
+    async def Decode(self, request: Any, context: Any) -> None:  # noqa: N802
+        await context.write(pb.DecodeResponse())
         raise self.error
 
 

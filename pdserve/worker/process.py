@@ -1,0 +1,176 @@
+"""A worker's life from start to exit, whatever its tier: load, serve, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from kvtransfer.kv_events import KvEventPublisher
+from kvtransfer.transport import Transport, open_transport
+from pdserve import __version__
+from pdserve.base import notify
+from pdserve.base.admin import Health, bound_socket, serve_admin
+from pdserve.base.ids import WorkerId, new_epoch
+from pdserve.base.logs import get_logger
+from pdserve.base.registry import Registrar, Tier, WorkerLoad, WorkerRecord
+from pdserve.base.rpc import GrpcHealth, serve_grpc
+from pdserve.base.store import Store
+from pdserve.base.tasks import service_group, stop_event_on_signals
+from pdserve.base.worker_config import WorkerConfig
+from pdserve.worker.loading import load_model
+from pdserve.worker.metrics import WorkerMetrics
+from pdserve.worker.worker import TierService, Worker
+
+log = get_logger(__name__)
+
+
+async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker], TierService]) -> None:
+    """Serves until SIGTERM or SIGINT, then drains. Raises what killed the step loop: the process must not live on."""
+    stop = stop_event_on_signals()
+    health = Health()
+    metrics = WorkerMetrics(model_name=_model_name(config), tier=tier)
+    admin = bound_socket(config.host, config.http_port, flag="--http-port")
+    async with serve_admin(health, metrics.registry, admin) as http_address:
+        notify.status("loading the model")
+        loaded = await asyncio.to_thread(load_model, config)
+        async with (
+            _opened_transport(config) as transport,
+            Store(config.redis_url, on_change=health.watch("redis")) as store,
+            service_group() as tasks,
+        ):
+            worker = Worker(
+                config=config,
+                tier=tier,
+                worker_id=WorkerId(config.worker_id or f"{tier}-{secrets.token_hex(4)}"),
+                epoch=new_epoch(),
+                model=loaded,
+                transport=transport,
+                metrics=metrics,
+                tasks=tasks,
+            )
+            service = build(worker)
+            notify.status("warming up")
+            async with worker.computing(service) as fatal, _served(service, config) as (grpc_address, grpc_health):
+                registrar = _registered(
+                    worker,
+                    health,
+                    store,
+                    max_num_seqs=service.max_num_seqs,
+                    grpc_address=grpc_address,
+                    http_address=http_address,
+                )
+                health.not_ready = None
+                worker.calls.accept()
+                await grpc_health.set_serving(True)
+                registrar.announce()
+                notify.ready()
+                await _wait_for_end(stop, fatal)
+                if fatal.done():
+                    health.dead = f"the step loop failed: {fatal.result()!r}"
+                    raise fatal.result()
+                health.not_ready = "draining"
+                worker.calls.drain()
+                await grpc_health.set_serving(False)
+                registrar.announce()
+                notify.stopping()
+                await _drain(worker)
+
+
+def _model_name(config: WorkerConfig) -> str:
+    return config.served_model_name or config.model_dir.name
+
+
+@asynccontextmanager
+async def _opened_transport(config: WorkerConfig) -> AsyncIterator[Transport]:
+    transport = open_transport(config.transport, host=config.host)
+    try:
+        # Brought up now: a machine on which it cannot be is told at start, not at the first request.
+        await transport.listen()
+        yield transport
+    finally:
+        await transport.close()
+
+
+@asynccontextmanager
+async def _served(service: TierService, config: WorkerConfig) -> AsyncIterator[tuple[str, GrpcHealth]]:
+    try:
+        async with serve_grpc(
+            service.register, [service.name], host=config.host, port=config.grpc_port, flag="--grpc-port"
+        ) as (address, grpc_health):
+            service.start(address)
+            yield address, grpc_health
+    finally:
+        await service.close()
+
+
+def _registered(
+    worker: Worker, health: Health, store: Store, *, max_num_seqs: int, grpc_address: str, http_address: str
+) -> Registrar:
+    """Starts telling the cluster about this worker and its blocks; logs what it is."""
+    loaded, config = worker.model, worker.config
+
+    def record() -> WorkerRecord:
+        load = worker.load
+        return WorkerRecord(
+            worker_id=worker.worker_id,
+            epoch=worker.epoch,
+            tier=worker.tier,
+            grpc_address=grpc_address,
+            http_address=http_address,
+            model=_model_name(config),
+            layout=loaded.layout,
+            max_num_seqs=max_num_seqs,
+            max_model_len=loaded.limits.max_model_len,
+            total_blocks=loaded.pool.num_blocks,
+            pid=os.getpid(),
+            ready=health.is_ready,
+            load=WorkerLoad(
+                running=load.num_running,
+                waiting=load.num_waiting,
+                queued_tokens=load.queued_prompt_tokens,
+                free_blocks=load.free_blocks,
+            ),
+        )
+
+    registrar = Registrar(store, record)
+    publisher = KvEventPublisher(store, worker.worker_id, worker.epoch)
+    worker.steps.on_cache_events = publisher.publish
+    worker.tasks.start(registrar.run(), name="registrar")
+    worker.tasks.start(publisher.run(), name="kv-events")
+    labels = {
+        "worker_id": worker.worker_id,
+        "epoch": str(worker.epoch),
+        "transport": config.transport,
+        "dtype": loaded.layout.dtype,
+        "block_size": str(loaded.layout.block_size),
+        "version": __version__,
+    }
+    worker.metrics.worker_info.labels(**worker.metrics.labels(**labels)).set(1)
+    log.info(
+        "worker_ready",
+        grpc=grpc_address,
+        http=http_address,
+        blocks=loaded.pool.num_blocks,
+        max_model_len=loaded.limits.max_model_len,
+        **labels,
+    )
+    return registrar
+
+
+async def _wait_for_end(stop: asyncio.Event, fatal: asyncio.Future[BaseException]) -> None:
+    async with asyncio.TaskGroup() as group:
+        stopped = group.create_task(stop.wait())
+        await asyncio.wait((stopped, fatal), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+
+
+async def _drain(worker: Worker) -> None:
+    log.info("draining", active=worker.calls.count, timeout_s=worker.config.drain_timeout_s)
+    try:
+        async with asyncio.timeout(worker.config.drain_timeout_s):
+            await worker.calls.wait_idle()
+    except TimeoutError:
+        log.warning("drain_timeout", cancelled=worker.calls.count)

@@ -1,0 +1,134 @@
+"""What a tier's service works with, and what it must offer in return."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import grpc
+
+from kvtransfer.transport import Transport
+from pdserve.base.ids import Epoch, WorkerId
+from pdserve.base.registry import Tier
+from pdserve.base.tasks import ServiceGroup
+from pdserve.base.worker_config import WorkerConfig
+from pdserve.engine.loop import LoopConfig, StepLoop
+from pdserve.engine.step import Load, Scheduler, StepOutput
+from pdserve.worker.drain import ActiveCalls
+from pdserve.worker.loading import LoadedModel, warm_up
+from pdserve.worker.metrics import WorkerMetrics
+from pdserve.worker.step_metrics import StepMetrics
+
+T = TypeVar("T")
+
+
+class TierService(Protocol):
+    """What a tier adds: its policy and its gRPC methods."""
+
+    @property
+    def name(self) -> str:
+        """Full name of the gRPC service."""
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The tier's policy, driven by the step thread."""
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that one step computes at most."""
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds the gRPC methods."""
+
+    def start(self, grpc_address: str) -> None:
+        """The server listens; requests come from now on."""
+
+    def on_step(self, output: StepOutput) -> None:
+        """What a step has to tell, on the event loop, in order."""
+
+    async def close(self) -> None:
+        """No call is left."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Worker:
+    """One worker process. Everything belongs to the event loop; `run` is the way to the step thread."""
+
+    config: WorkerConfig
+    tier: Tier
+    worker_id: WorkerId
+    epoch: Epoch
+    model: LoadedModel
+    transport: Transport
+    metrics: WorkerMetrics
+    tasks: ServiceGroup
+    calls: ActiveCalls = field(default_factory=ActiveCalls)
+    steps: StepMetrics = field(init=False)
+    _scheduler: Scheduler | None = None
+    _loop: StepLoop | None = None
+
+    def __post_init__(self) -> None:
+        self.steps = StepMetrics(self.metrics)
+
+    async def run(self, fn: Callable[[], T]) -> T:
+        """Runs `fn` on the step thread between two steps. A cancelled caller does not undo it."""
+        return await asyncio.wrap_future(self.post(fn))
+
+    def post(self, fn: Callable[[], T]) -> Future[T]:
+        """As `run`, without waiting; the future belongs to the step thread."""
+        assert self._loop is not None, "the step loop runs before requests are served"
+        scheduler, events = self._scheduler, asyncio.get_running_loop()
+        assert scheduler is not None
+
+        def call() -> T:
+            try:
+                return fn()
+            finally:
+                # Blocks may have been taken or freed without a step: what is reported stays true.
+                events.call_soon_threadsafe(self.steps.set_load, scheduler.load())
+
+        return self._loop.call(call)
+
+    @asynccontextmanager
+    async def computing(self, service: TierService) -> AsyncIterator[asyncio.Future[BaseException]]:
+        """The step thread, started and warm. Yields a future that is set when it dies."""
+        events = asyncio.get_running_loop()
+        fatal: asyncio.Future[BaseException] = events.create_future()
+
+        def on_step(output: StepOutput) -> None:
+            self.steps.observe(output)
+            service.on_step(output)
+
+        def publish(output: StepOutput) -> None:
+            events.call_soon_threadsafe(on_step, output)
+
+        def on_fatal(error: BaseException) -> None:
+            events.call_soon_threadsafe(fatal.set_result, error)
+
+        self._scheduler = service.scheduler
+        self._loop = StepLoop(
+            service.scheduler,
+            self.model.runner,
+            publish=publish,
+            on_fatal=on_fatal,
+            config=LoopConfig(
+                compute_cpus=self.config.cpus or None,
+                num_threads=self.config.threads or len(self.config.cpus) or None,
+                name=f"{self.tier}-step",
+            ),
+        )
+        self._loop.start()
+        try:
+            await self.run(lambda: warm_up(self.model))
+            yield fatal
+        finally:
+            await asyncio.to_thread(self._loop.stop)
+
+    @property
+    def load(self) -> Load:
+        """The load as last told by the step thread."""
+        return self.steps.load
