@@ -17,7 +17,7 @@ from pdserve.base.errors import SetupError
 from pdserve.model.checkpoint import weight_files
 from pdserve.model.config import DTYPES, ModelConfig
 from pdserve.model.decoder import Decoder
-from pdserve.model.tensors import Shape, check_names
+from pdserve.model.tensors import Shape, check_tensors
 from pdserve.model.weights import assemble
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -57,7 +57,7 @@ def load_decoder(
         raise SetupError(f"dtype {name!r} is not supported; supported: auto, {', '.join(DTYPES)}.")
     with ExitStack() as stack:
         files = _open_files(model_dir, stack)
-        check_names(config, dict(_shapes(files)), str(model_dir))
+        check_tensors(config, dict(_shapes(files)), str(model_dir))
         where = {tensor: file for file in files for tensor in list(file.keys())}
 
         def get(tensor: str) -> Tensor:

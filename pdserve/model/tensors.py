@@ -48,7 +48,7 @@ def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
             yield f"{name}.bias", (rows,)
 
 
-def check_names(config: ModelConfig, found: Mapping[str, Shape], where: str) -> None:
+def check_tensors(config: ModelConfig, found: Mapping[str, Shape], where: str) -> None:
     """Raises `SetupError` naming what is missing, what is not known, and shapes that the config does not give."""
     expected = tensor_shapes(config)
     missing = sorted(expected.keys() - found.keys())

@@ -1,0 +1,82 @@
+"""Directories made once: an entry is whole or not there, whatever crashes, and two starts at once make it once."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pdserve.base.config import variable
+from pdserve.base.errors import SetupError
+from pdserve.model.progress import Progress
+
+
+def default_cache_dir() -> Path:
+    """`$XDG_CACHE_HOME/pdserve`, or `~/.cache/pdserve`."""
+    base = variable("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "pdserve"
+
+
+def cached_directory(models_dir: Path, key: str, fill: Callable[[Path], None], progress: Progress) -> Path:
+    """`models_dir / key`, filled on first use by `fill(directory)`; other processes wait for the one that fills it.
+
+    Whatever `fill` raises passes through and leaves nothing behind; an `OSError` becomes a `SetupError`.
+    """
+    entry = models_dir / key
+    if entry.is_dir():
+        return entry
+    try:
+        models_dir.mkdir(parents=True, exist_ok=True)
+        with _locked(
+            models_dir / f".{key}.lock", lambda: progress(f"Waiting for another start to make {key}", 0, None)
+        ):
+            if not entry.is_dir():
+                _make(entry, fill)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise SetupError(
+            f"Cannot write the model cache {models_dir}: {reason}. Make room, or choose another cache directory."
+        ) from error
+    return entry
+
+
+def _make(entry: Path, fill: Callable[[Path], None]) -> None:
+    prefix = f".{entry.name}.partial-"
+    # Only the holder of the lock makes such directories: any that exist were left by a process that was killed.
+    for stale in entry.parent.glob(f"{prefix}*"):
+        shutil.rmtree(stale)
+    partial = Path(tempfile.mkdtemp(prefix=prefix, dir=entry.parent))
+    try:
+        fill(partial)
+        for path in (*partial.iterdir(), partial):
+            _sync(path)
+        partial.chmod(0o755)
+        partial.rename(entry)
+        _sync(entry.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Makes sure that what a rename will publish survives a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Holds an exclusive lock on the file; the kernel releases it when the process ends, however it does."""
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

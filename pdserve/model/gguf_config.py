@@ -1,0 +1,146 @@
+"""What a GGUF file says about its model, in the words of a Hugging Face directory: config and names. No torch."""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+
+from pdserve.base.errors import SetupError
+from pdserve.model.fields import Fields
+from pdserve.model.gguf_file import GgufFile
+
+#: GGUF architecture -> model_type. mistral models are stored as llama.
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_HF_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_NAME = re.compile(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)")
+#: Divisors of the rotary frequencies (llama 3.1 and later), not a weight.
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceTensor:
+    """One Hugging Face tensor: where it comes from, and the heads whose rows must be put back in order (0: none)."""
+
+    gguf_name: str
+    permuted_heads: int = 0
+
+
+def source_tensors(gguf: GgufFile) -> dict[str, SourceTensor]:
+    """Hugging Face name -> source. Raises `SetupError` for a tensor that none of the architectures has."""
+    scope = _scope(gguf)
+    heads = {"attn_q": scope.integer("attention.head_count"), "attn_k": scope.integer("attention.head_count_kv")}
+    sources = {}
+    for name in gguf.tensors:
+        stem, _, kind = name.rpartition(".")
+        layer = _LAYER_NAME.fullmatch(name)
+        if name == ROPE_FACTORS:
+            continue
+        if stem in _TOP and kind == "weight":
+            sources[f"{_TOP[stem]}.weight"] = SourceTensor(gguf_name=name)
+        elif layer and layer[2] in _LAYER:
+            # Converters interleave the halves that are rotated together, in llama only.
+            permuted = heads.get(layer[2], 0) if scope.where == "llama" else 0
+            hf_name = f"model.layers.{int(layer[1])}.{_LAYER[layer[2]]}.{layer[3]}"
+            sources[hf_name] = SourceTensor(gguf_name=name, permuted_heads=permuted)
+        else:
+            raise SetupError(f"{gguf.path}: tensor {name} is not known in architecture {scope.where}.")
+    return sources
+
+
+def hf_config(gguf: GgufFile) -> dict[str, object]:
+    """The content of config.json; weights are stored in bfloat16. Raises `SetupError` naming what is not supported."""
+    scope, metadata = _scope(gguf), gguf.metadata
+    if metadata.has("split.count") and metadata.raw("split.count") not in (0, 1):
+        raise SetupError(f"{gguf.path} is one of several parts; merge them first with llama-gguf-split --merge.")
+    embedding = gguf.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise SetupError(f"{gguf.path} lacks token_embd.weight; it holds no language model.")
+    model_type = ARCHITECTURES[scope.where]
+    heads = scope.integer("attention.head_count")
+    hidden = scope.integer("embedding_length")
+    head_dim = scope.integer("attention.key_length", scope.integer("rope.dimension_count", hidden // heads or None))
+    if scope.integer("rope.dimension_count", head_dim) != head_dim:
+        raise SetupError(f"{gguf.path}: rotating a part of head_dim is not supported.")
+    config: dict[str, object] = {
+        "architectures": [_HF_CLASSES[model_type]],
+        "model_type": model_type,
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": scope.integer("feed_forward_length"),
+        "num_hidden_layers": scope.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": scope.integer("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": scope.integer("context_length"),
+        "rms_norm_eps": _shortest(scope.number("attention.layer_norm_rms_epsilon")),
+        "hidden_act": "silu",
+        "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
+        "tie_word_embeddings": "output.weight" not in gguf.tensors,
+        "rope_parameters": _rope(gguf, scope),
+        "dtype": "bfloat16",
+    }
+    for key in ("bos_token_id", "eos_token_id"):
+        ids = metadata.token_ids(f"tokenizer.ggml.{key}")
+        config[key] = ids[0] if ids else None
+    return config
+
+
+def _rope(gguf: GgufFile, scope: Fields) -> dict[str, object]:
+    theta = _shortest(scope.number("rope.freq_base", 10_000.0))
+    rope: dict[str, object] = {"rope_type": "default", "rope_theta": theta}
+    original = scope.integer("rope.scaling.original_context_length", scope.integer("context_length"))
+    if ROPE_FACTORS in gguf.tensors:
+        # Divisors that hold for every length: longrope without a difference between short and long.
+        factors = [float(value) for value in gguf.array(ROPE_FACTORS).flat]
+        return rope | {
+            "rope_type": "longrope",
+            "short_factor": factors,
+            "long_factor": factors,
+            "attention_factor": 1.0,
+            "factor": 1.0,
+            "original_max_position_embeddings": original,
+        }
+    kind = scope.text("rope.scaling.type", "none")
+    if kind == "none":
+        return rope
+    if kind not in ("linear", "yarn"):
+        raise SetupError(f"{gguf.path}: rope scaling {kind!r} is not supported in GGUF; supported: none, linear, yarn.")
+    rope |= {"rope_type": kind, "factor": _shortest(scope.number("rope.scaling.factor"))}
+    return rope | ({"original_max_position_embeddings": original} if kind == "yarn" else {})
+
+
+def _scope(gguf: GgufFile) -> Fields:
+    """The metadata of the architecture, without its prefix; `where` is its name."""
+    architecture = gguf.metadata.text("general.architecture", "")
+    if architecture not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
+        raise SetupError(f"{gguf.path}: architecture {architecture!r} is not supported; supported: {supported}.")
+    prefix = f"{architecture}."
+    names = [name for name in gguf.metadata.names() if name.startswith(prefix)]
+    if any("expert_count" in name for name in names):
+        raise SetupError(f"{gguf.path}: a mixture of experts is not supported.")
+    return Fields({name.removeprefix(prefix): gguf.metadata.raw(name) for name in names}, architecture)
+
+
+def _shortest(value: float) -> float:
+    """The decimal that was meant by a float32: 1e-05, not 9.999999747378752e-06."""
+    for digits in range(1, 10):
+        short = float(f"{value:.{digits}g}")
+        if struct.pack("<f", short) == struct.pack("<f", value):
+            return short
+    return value

