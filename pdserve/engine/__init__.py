@@ -1,0 +1,1 @@
+"""What both tiers compute with: block pool, sequences, batch building, runner, sampler, step loop."""

@@ -1,0 +1,421 @@
+"""Policy of the decode tier: reservations, continuous batching, local prefill in chunks, preemption by recompute. Pure.
+
+    reserve -> WAITING --granted--> RESERVED --activate--> RUNNING -> over
+                  |                    | prefill_locally      ^
+                  '--few uncached------'--> COMPUTING --------'  (forks into n sequences)
+
+Each step computes the pending tokens of the sequences in the `RunningSet`: one for a decoding sequence, a chunk within
+the budget for one whose KV is (again) to be computed. When a block is needed and none is free, the youngest gives way;
+while one waits for its blocks nothing new is granted, so the oldest always gets on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from pdserve.base.errors import InvalidTransition, NoFreeBlocks, PdserveError
+from pdserve.base.ids import BlockHash, BlockId, RequestId
+from pdserve.base.sampling import SamplingParams
+from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.running import RunningLimits, RunningSet
+from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, Sequence, SequenceLimits
+from pdserve.engine.step import Chunk, EventLog, Failure, Grant, Load, PrefillProgress, Started, StepEvents, StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig:
+    """Bounds of a step, of a sequence, and of what transfers may hold."""
+
+    limits: SequenceLimits
+    #: Sequences that one step computes at most.
+    max_num_seqs: int = 256
+    #: Prompt tokens computed here per step while sequences are decoding (each delays their next token) ...
+    max_local_prefill_tokens: int = 256
+    #: ... and while none is.
+    max_idle_prefill_tokens: int = 2048
+    #: Share of all blocks that may wait for a transfer; one request may exceed it when nothing else is here.
+    max_reserved_share: float = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeJob:
+    """One request to decode."""
+
+    request_id: RequestId
+    prompt_token_ids: Items[int]
+    params: SamplingParams
+    #: Key of the block hashes; carries the tenant's salt.
+    hash_key: bytes
+    #: Hashes of the first full blocks, if already computed; spares the step thread the work.
+    hashes: Items[BlockHash] = ()
+    #: Compute the prompt here, without a grant, when at most this many of its tokens are not cached here; 0: never.
+    local_prefill_threshold: int = 0
+
+
+class _Phase(Enum):
+    WAITING = "waiting for blocks"
+    RESERVED = "waiting for its KV"
+    COMPUTING = "computing its prompt"
+    RUNNING = "running"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Request:
+    job: DecodeJob
+    #: The bare prompt; becomes the first of the choices.
+    stem: Sequence
+    phase: _Phase = _Phase.WAITING
+    locally: bool = False
+    forced_first_tokens: tuple[int, ...] = ()
+    num_cached: int = 0
+    #: Blocks that wait for a transfer.
+    num_receiving: int = 0
+    started: bool = False
+    #: Choices that were stopped, whether they run already or not.
+    stopped: set[int] = field(default_factory=set)
+    #: Sequences that are active or preempted, by choice; the stem alone while the prompt is computed.
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+
+    def open_choices(self) -> tuple[int, ...]:
+        """Choices whose first token is to be sampled here."""
+        if self.forced_first_tokens:
+            return ()
+        return tuple(choice for choice in range(self.job.params.n) if choice not in self.stopped)
+
+
+class DecodeScheduler:
+    """Implements `pdserve.engine.step.Scheduler`; every method is called on the step thread."""
+
+    def __init__(self, pool: BlockPool, config: DecodeConfig) -> None:
+        self._pool = pool
+        self._blocks = BlockManager(pool)
+        self._running = RunningSet(
+            self._blocks,
+            RunningLimits(
+                max_num_seqs=config.max_num_seqs,
+                max_prefill_tokens=config.max_local_prefill_tokens,
+                max_idle_prefill_tokens=config.max_idle_prefill_tokens,
+            ),
+        )
+        # A sequence that fills the whole pool ends with one token more, whose KV nobody needs (LENGTH): alone, it could
+        # neither grow nor gain by preemption.
+        capacity = pool.num_blocks * pool.block_size
+        self._limits = replace(config.limits, max_model_len=min(config.limits.max_model_len, capacity + 1))
+        self._model_limits = config.limits
+        self._max_receiving = int(config.max_reserved_share * pool.num_blocks)
+        self._requests: dict[RequestId, _Request] = {}
+        self._waiting: deque[_Request] = deque()
+        self._num_receiving = 0
+        self._log = EventLog()
+        #: Something changed since those who wait were last looked at.
+        self._stirred = False
+
+    # Commands, between steps.
+    def reserve(self, job: DecodeJob) -> None:
+        """Queue a request for the blocks of its prompt and one more token; a `Grant` or a `Started` event follows.
+
+        Raises `RequestError` for a prompt the model cannot take, `NoFreeBlocks` for one that this worker could never
+        hold, `InvalidTransition` for a request id that is still here.
+        """
+        if job.request_id in self._requests:
+            raise InvalidTransition(f"Request {job.request_id} is already on this worker.")
+        self._model_limits.check(job.prompt_token_ids, job.params)
+        num_tokens = len(job.prompt_token_ids)
+        needed = self._pool.blocks_for(num_tokens + 1)
+        if needed > self._pool.num_blocks:
+            raise NoFreeBlocks(
+                f"Request {job.request_id} needs {needed} KV blocks for {num_tokens} prompt tokens and one of output, "
+                f"but this decode worker has {self._pool.num_blocks} in all. Give it a larger KV cache."
+            )
+        stem = Sequence.from_prompt(
+            job.request_id, job.prompt_token_ids, job.params, hash_key=job.hash_key, hashes=job.hashes
+        )
+        request = _Request(job=job, stem=stem)
+        self._requests[job.request_id] = request
+        self._waiting.append(request)
+        self._stirred = True
+
+    def activate(self, request_id: RequestId, first_tokens: Items[int]) -> None:
+        """The KV of the whole prompt is in the granted blocks, verified: run the choices from their first tokens on.
+
+        The prefill worker told the first tokens to the client; they are not told again. Raises `InvalidTransition`
+        unless the request is granted and not yet active, `RequestError` for tokens that cannot be.
+        """
+        request = self._expect(request_id, _Phase.RESERVED)
+        self._limits.check_first_tokens(first_tokens, request.job.params)
+        self._end_reservation(request)
+        self._blocks.advance(request.stem, request.stem.num_prompt)
+        self._fork(request, dict(enumerate(first_tokens)))
+
+    def prefill_locally(self, request_id: RequestId, forced_first_tokens: Items[int] = ()) -> None:
+        """Compute the missing part of the prompt here; then sample the first tokens, or take those a client has seen.
+
+        For a granted request no transfer may be under way any more. Raises `InvalidTransition` once the KV is here or
+        being computed, `RequestError` for tokens that cannot be.
+        """
+        request = self._expect(request_id, _Phase.WAITING, _Phase.RESERVED)
+        if forced_first_tokens:
+            self._limits.check_first_tokens(forced_first_tokens, request.job.params)
+        request.forced_first_tokens = tuple(forced_first_tokens)
+        request.locally = True
+        self._stirred = True
+        if request.phase is _Phase.RESERVED:
+            self._end_reservation(request)
+            if not request.stem.num_pending:
+                self._blocks.recompute_last_token(request.stem)
+            self._compute_prompt(request)
+
+    def abort(self, request_id: RequestId) -> bool:
+        """Forget a request wherever it is and free its blocks. False when it is not here (any more).
+
+        For a granted request no transfer may be under way any more.
+        """
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._drop(request)
+        return request is not None
+
+    def stop_choice(self, request_id: RequestId, choice_index: int) -> None:
+        """End one choice without telling more of its tokens; the last one ends the request.
+
+        An unknown request or choice is over already. A granted request stays, whatever is
+        stopped, until its transfer is settled by `activate` or `abort`.
+        """
+        request = self._requests.get(request_id)
+        if request is None or not 0 <= choice_index < request.job.params.n:
+            return
+        request.stopped.add(choice_index)
+        if request.phase is _Phase.RUNNING:
+            if choice_index in request.sequences:
+                self._end(request, request.sequences[choice_index])
+        elif request.phase is not _Phase.RESERVED and len(request.stopped) == request.job.params.n:
+            self._drop(request)
+            self._log.finished.append(request_id)
+
+    # The step.
+    def has_work(self) -> bool:
+        """Whether a step would do or tell anything."""
+        is_somebody_waiting = bool(self._waiting) or self._running.num_preempted > 0
+        return self._running.num_active > 0 or bool(self._log) or (self._stirred and is_somebody_waiting)
+
+    def schedule(self) -> StepPlan:
+        """Resume what was preempted, grant what waits, then compute the pending tokens of the active sequences."""
+        self._stirred = False
+        self._running.resume()
+        while self._waiting and not self._running.num_preempted and self._grant(self._waiting[0]):
+            self._waiting.popleft()
+        planned, preempted = self._running.plan()
+        self._log.preempted.extend(sequence.request_id for sequence in preempted)
+        self._stirred |= bool(preempted)
+        chunks = tuple(self._chunk(sequence, stop) for sequence, stop in planned)
+        return StepPlan(chunks=chunks, copies=self._pool.drain_copies())
+
+    def update(self, plan: StepPlan, sampled: Items[SampleResult]) -> StepEvents:
+        """Note what was computed, tell new tokens, end what is complete."""
+        results = iter(sampled)
+        for chunk in plan.chunks:
+            drawn = [next(results) for _ in chunk.samples]
+            request = self._requests.get(chunk.sequence.request_id)
+            if request is None:  # another choice of it failed, earlier in this loop
+                continue
+            self._blocks.advance(chunk.sequence, chunk.stop)
+            tokens = [result for result in drawn if isinstance(result, Sampled)]
+            if len(tokens) < len(drawn):
+                self._fail(request, drawn)
+            elif request.phase is _Phase.COMPUTING:
+                self._take_prompt_chunk(request, tokens)
+            elif tokens:
+                self._take_token(request, chunk.sequence, tokens[0])
+        return self._log.drain(self._pool.drain_events())
+
+    def load(self) -> Load:
+        """The present load; `num_running` are sequences, `num_held` requests that wait for their KV."""
+        running = self._running
+        return Load(
+            num_running=running.num_running,
+            num_waiting=len(self._waiting) + running.num_preempted + running.num_active - running.num_running,
+            num_held=sum(request.phase is _Phase.RESERVED for request in self._requests.values()),
+            queued_prompt_tokens=running.num_pending_tokens + sum(r.stem.num_prompt for r in self._waiting),
+            free_blocks=self._pool.num_free,
+            total_blocks=self._pool.num_blocks,
+            num_preemptions=running.num_preemptions,
+            prefix_query_tokens=self._blocks.num_query_tokens,
+            prefix_hit_tokens=self._blocks.num_hit_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that pool, queues and counters are sound, and references exactly those of the requests here."""
+        requests = self._requests.values()
+        reserved = [request for request in requests if request.phase is _Phase.RESERVED]
+        assert self._num_receiving == sum(request.num_receiving for request in reserved), "receiving blocks miscounted"
+        assert list(self._waiting) == [r for r in requests if r.phase is _Phase.WAITING], "the queue is out of order"
+        running = [sequence for request in requests for sequence in request.sequences.values()]
+        assert set(map(id, running)) == set(map(id, self._running)), "a running sequence belongs to no request"
+        self._running.check_integrity()
+        holders = [*running, *(request.stem for request in reserved)]
+        self._pool.check_integrity([BlockId(block) for block in holder.block_table] for holder in holders)
+
+    def _expect(self, request_id: RequestId, *phases: _Phase) -> _Request:
+        request = self._requests.get(request_id)
+        if request is None or request.phase not in phases:
+            where = "not on this worker" if request is None else request.phase.value
+            wanted = " or ".join(phase.value for phase in phases)
+            raise InvalidTransition(f"Request {request_id} is {where}; this needs one that is {wanted}.")
+        return request
+
+    def _grant(self, request: _Request) -> bool:
+        """Give the request the blocks of its prompt and one more token, if they can be had now.
+
+        A block stays free for each active sequence, so that a newcomer does not cost a preemption at once.
+        """
+        stem, job = request.stem, request.job
+        num_known = self._pool.count_prefix(stem.hash_full_blocks(self._pool.block_size))
+        num_missing = self._pool.blocks_for(stem.num_prompt) - num_known
+        num_uncached = stem.num_prompt - num_known * self._pool.block_size
+        is_small = job.local_prefill_threshold > 0 and num_uncached <= job.local_prefill_threshold
+        locally = request.locally or is_small
+        if not locally and not self._may_receive(num_missing):
+            return False
+        if not self._blocks.admit(stem, stem.num_prompt + 1, headroom=self._running.num_active, recompute_last=locally):
+            return False
+        if locally:
+            self._compute_prompt(request)
+            return True
+        request.phase = _Phase.RESERVED
+        request.num_cached = stem.num_computed
+        request.num_receiving = num_missing
+        self._num_receiving += num_missing
+        self._log.grants.append(
+            Grant(request_id=job.request_id, block_table=self._prompt_blocks(stem), num_cached_blocks=num_known)
+        )
+        return True
+
+    def _may_receive(self, num_blocks: int) -> bool:
+        is_idle = self._pool.num_free == self._pool.num_blocks
+        return is_idle or self._num_receiving + num_blocks <= self._max_receiving
+
+    def _end_reservation(self, request: _Request) -> None:
+        self._num_receiving -= request.num_receiving
+        request.num_receiving = 0
+        self._stirred = True
+
+    def _compute_prompt(self, request: _Request) -> None:
+        request.phase = _Phase.COMPUTING
+        request.locally = True
+        request.num_cached = request.stem.num_computed
+        request.stem.age = self._running.next_age()
+        request.sequences = {0: request.stem}
+        self._running.add(request.stem)
+
+    def _fork(self, request: _Request, first_tokens: Mapping[int, int]) -> None:
+        """Run every choice from its first token on; those that end with it, or were stopped, are over already."""
+        request.phase = _Phase.RUNNING
+        request.sequences = {}
+        stem = request.stem
+        stem.age = stem.age or self._running.next_age()
+        going_on = [
+            choice
+            for choice, token in first_tokens.items()
+            if choice not in request.stopped
+            and self._limits.tell(stem, choice, Sampled(token_id=token)).finish_reason is None
+        ]
+        # All forks are taken off the bare prompt before the stem grows into the first of the choices.
+        forks = [self._blocks.fork(stem, choice) for choice in going_on[1:]]
+        if not going_on:
+            self._blocks.free(stem)
+            self._forget(request)
+            return
+        stem.choice_index = going_on[0]
+        for sequence in (stem, *forks):
+            sequence.tokens.append(first_tokens[sequence.choice_index])
+            request.sequences[sequence.choice_index] = sequence
+            self._running.add(sequence)
+
+    def _chunk(self, sequence: Sequence, stop: int) -> Chunk:
+        request = self._requests[sequence.request_id]
+        if not request.started:
+            request.started = True
+            self._log.started.append(
+                Started(
+                    request_id=sequence.request_id,
+                    prefilled_locally=request.locally,
+                    num_cached=request.num_cached,
+                    block_table=self._prompt_blocks(sequence),
+                )
+            )
+        choices: Items[int] = ()
+        if stop == sequence.num_tokens:
+            choices = request.open_choices() if request.phase is _Phase.COMPUTING else (sequence.choice_index,)
+        rows = tuple(self._limits.sample_row(sequence, choice) for choice in choices)
+        return Chunk(sequence=sequence, start=sequence.num_computed, stop=stop, samples=rows)
+
+    def _take_prompt_chunk(self, request: _Request, tokens: list[Sampled]) -> None:
+        stem, request_id = request.stem, request.job.request_id
+        self._log.progress.append(
+            PrefillProgress(
+                request_id=request_id,
+                num_computed=stem.num_computed,
+                num_prompt=stem.num_prompt,
+                num_cached=request.num_cached,
+            )
+        )
+        if stem.num_pending:
+            return
+        first_tokens = dict(enumerate(request.forced_first_tokens))
+        if not first_tokens:
+            sampled = dict(zip(request.open_choices(), tokens, strict=True))
+            self._log.tokens[request_id] = [self._limits.tell(stem, choice, token) for choice, token in sampled.items()]
+            first_tokens = {choice: token.token_id for choice, token in sampled.items()}
+        self._running.detach(stem)
+        self._fork(request, first_tokens)
+
+    def _take_token(self, request: _Request, sequence: Sequence, sampled: Sampled) -> None:
+        told = self._limits.tell(sequence, sequence.choice_index, sampled)
+        self._log.tokens.setdefault(sequence.request_id, []).append(told)
+        sequence.tokens.append(sampled.token_id)
+        if told.finish_reason is not None:
+            self._end(request, sequence)
+
+    def _fail(self, request: _Request, drawn: list[SampleResult]) -> None:
+        reason = next(result.reason for result in drawn if isinstance(result, SampleFailure))
+        error = PdserveError(f"Request {request.job.request_id} cannot go on: {reason}.")
+        self._log.failures.append(Failure(request_id=request.job.request_id, error=error))
+        self._drop(request)
+
+    def _end(self, request: _Request, sequence: Sequence) -> None:
+        """One choice is over; with the last one, the request."""
+        self._stop_running(sequence)
+        del request.sequences[sequence.choice_index]
+        self._stirred = True
+        if not request.sequences:
+            self._forget(request)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        self._running.detach(sequence)
+        self._blocks.free(sequence)
+
+    def _forget(self, request: _Request) -> None:
+        del self._requests[request.job.request_id]
+        self._log.finished.append(request.job.request_id)
+        self._stirred = True
+
+    def _drop(self, request: _Request) -> None:
+        """Free all that the request holds, in whatever phase."""
+        if request.phase is _Phase.WAITING:
+            self._waiting.remove(request)
+        if request.phase is _Phase.RESERVED:
+            self._end_reservation(request)
+            self._blocks.free(request.stem)
+        for sequence in request.sequences.values():
+            self._stop_running(sequence)
+        del self._requests[request.job.request_id]
+        self._stirred = True
+
+    def _prompt_blocks(self, sequence: Sequence) -> tuple[BlockId, ...]:
+        num_blocks = self._pool.blocks_for(sequence.num_prompt)
+        return tuple(BlockId(block) for block in sequence.block_table[:num_blocks])

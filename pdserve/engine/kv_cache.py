@@ -1,0 +1,49 @@
+"""The bytes of all KV blocks of a worker: one tensor, block-major, so that a block is one range of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pdserve.base.errors import SetupError
+from pdserve.base.ids import BlockId
+from pdserve.base.layout import KvLayout
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class KvCache:
+    """`tensor`: [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim] of the layout's dtype."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+        """Raises `SetupError` when the memory cannot be had."""
+        self.layout = layout
+        self.num_blocks = num_blocks
+        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        try:
+            # Zeros: rows that attention masks out are still multiplied, and rubbish could be NaN.
+            self.tensor = torch.zeros(shape, dtype=_DTYPES[layout.dtype], device=device)
+        except (RuntimeError, MemoryError) as error:
+            needed_mib = num_blocks * layout.block_bytes / 2**20
+            raise SetupError(
+                f"{num_blocks} KV blocks need {needed_mib:.0f} MiB on {device}, which cannot be allocated: {error}. "
+                "Lower the size of the KV cache."
+            ) from error
+        self._bytes: npt.NDArray[np.uint8] | None = None
+        if device.type == "cpu":
+            self._bytes = self.tensor.view(num_blocks, -1).view(torch.uint8).numpy()
+
+    def block_bytes_view(self, block_id: BlockId) -> npt.NDArray[np.uint8]:
+        """The block's memory itself, writable: uint8 [layout.block_bytes]. Raises `SetupError` off the CPU."""
+        if self._bytes is None:
+            raise SetupError(f"KV blocks on {self.tensor.device} have no view in host memory; use a device transport.")
+        view: npt.NDArray[np.uint8] = self._bytes[block_id]
+        return view
+
+    def copy_blocks(self, pairs: Iterable[tuple[BlockId, BlockId]]) -> None:
+        """Copy each source block onto its destination, one after the other: a later pair may depend on an earlier."""
+        for source, destination in pairs:
+            self.tensor[destination].copy_(self.tensor[source])

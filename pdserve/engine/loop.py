@@ -1,0 +1,174 @@
+"""The step thread: schedule -> build batch -> forward -> sample -> publish, and calls from outside in between."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from time import perf_counter
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from pdserve.base.errors import Draining, SetupError
+from pdserve.engine.runner import Runner
+from pdserve.engine.step import Scheduler, StepDurations, StepOutput
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopConfig:
+    """Where the step thread runs."""
+
+    #: CPUs the thread, and the compute threads it starts, are bound to; None: not bound. Linux only.
+    compute_cpus: tuple[int, ...] | None = None
+    #: Compute threads of one operation; None: torch decides.
+    num_threads: int | None = None
+    name: str = "step"
+
+
+class _Call(Generic[T]):
+    """A function on its way to the step thread."""
+
+    def __init__(self, fn: Callable[[], T]) -> None:
+        self.future: Future[T] = Future()
+        self._fn = fn
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self._fn())
+        except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the caller who waits
+            self.future.set_exception(error)
+
+    def refuse(self) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(Draining("The step loop has ended; this worker computes nothing any more."))
+
+
+class StepLoop:
+    """Runs steps while the scheduler has work and sleeps otherwise. All engine state is touched on its thread only."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        publish: Callable[[StepOutput], None],
+        on_fatal: Callable[[BaseException], None],
+        config: LoopConfig | None = None,
+    ) -> None:
+        """`publish` and `on_fatal` are called on the step thread; after `on_fatal` the thread is gone."""
+        self._scheduler = scheduler
+        self._runner = runner
+        self._publish = publish
+        self._on_fatal = on_fatal
+        self._config = config or LoopConfig()
+        self._calls: SimpleQueue[_Call[Any]] = SimpleQueue()
+        self._gate = threading.Lock()
+        self._closed = False
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=self._config.name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. Raises `SetupError` when `compute_cpus` cannot be had."""
+        cpus = self._config.compute_cpus
+        if cpus is not None:
+            if not hasattr(os, "sched_setaffinity"):
+                raise SetupError("compute_cpus needs Linux; leave it unset on this system.")
+            if not cpus or not set(cpus) <= os.sched_getaffinity(0):
+                raise SetupError(
+                    f"compute_cpus {sorted(cpus)} must be some of the CPUs this process may use, "
+                    f"{sorted(os.sched_getaffinity(0))}."
+                )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the present step and wait for it. Calls not yet run fail with `Draining`."""
+        if self._thread.is_alive():
+            self.call(self._request_stop)
+            self._thread.join()
+        self._close()
+
+    def call(self, fn: Callable[[], T]) -> Future[T]:
+        """Run `fn` on the step thread between steps, waking it if asleep; its result or exception is the future's."""
+        call = _Call(fn)
+        with self._gate:
+            if self._closed:
+                call.refuse()
+            else:
+                self._calls.put(call)
+        return call.future
+
+    def _run(self) -> None:
+        try:
+            self._settle()
+            with torch.inference_mode():
+                while not self._stopping:
+                    self._run_calls()
+                    if self._scheduler.has_work() and not self._stopping:
+                        self._publish(self._step())
+        except BaseException as error:  # noqa: BLE001 - nothing can be attributed any more: the worker ends, loudly
+            self._on_fatal(error)
+        finally:
+            self._close()
+
+    def _step(self) -> StepOutput:
+        started = perf_counter()
+        plan = self._scheduler.schedule()
+        scheduled = perf_counter()
+        batch = self._runner.build(plan)
+        built = perf_counter()
+        logits = self._runner.forward(plan, batch)
+        computed = perf_counter()
+        sampled = self._runner.sample(plan, logits)
+        done = perf_counter()
+        events = self._scheduler.update(plan, sampled)
+        sizes = [chunk.stop - chunk.start for chunk in plan.chunks]
+        return StepOutput(
+            events=events,
+            load=self._scheduler.load(),
+            durations=StepDurations(
+                schedule_s=scheduled - started,
+                build_s=built - scheduled,
+                forward_s=computed - built,
+                sample_s=done - computed,
+            ),
+            num_sequences=len(sizes),
+            num_tokens=sum(sizes),
+            num_prefill_tokens=sum(size for size in sizes if size > 1),
+        )
+
+    def _run_calls(self) -> None:
+        """Run what was asked for; sleep until something is when there is nothing else to do."""
+        if not self._scheduler.has_work():
+            self._calls.get().run()
+        try:
+            while not self._stopping:
+                self._calls.get_nowait().run()
+        except Empty:
+            return
+
+    def _settle(self) -> None:
+        """Bind this thread first: the compute threads that torch starts from it inherit the binding."""
+        if self._config.compute_cpus is not None:
+            os.sched_setaffinity(0, self._config.compute_cpus)
+        if self._config.num_threads is not None:
+            torch.set_num_threads(self._config.num_threads)
+
+    def _request_stop(self) -> None:
+        self._stopping = True
+
+    def _close(self) -> None:
+        with self._gate:
+            self._closed = True
+        try:
+            while True:
+                self._calls.get_nowait().refuse()
+        except Empty:
+            return

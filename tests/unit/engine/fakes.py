@@ -1,0 +1,140 @@
+"""A tiny deterministic model, and what the engine's tests are driven with."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.base.ids import BlockId, RequestId
+from pdserve.base.layout import KvLayout
+from pdserve.base.sampling import ChoiceTokens, SamplingParams
+from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.runner import Runner
+from pdserve.engine.sampler import Sampler
+from pdserve.engine.sequence import Sampled, SampleRow, Sequence, SequenceLimits
+from pdserve.engine.step import Scheduler, StepEvents, StepPlan
+from pdserve.model.batch import Batch
+
+VOCAB = 31
+EOS = 7
+BLOCK_SIZE = 4
+KEY = bytes(32)
+CPU = torch.device("cpu")
+
+
+def fake_logits(context: Items[int]) -> Tensor:
+    """Logits that depend on every token of the context and its place: float32 [VOCAB]."""
+    state = 0x9E3779B9
+    for token in context:
+        state = ((state ^ token) * 0x01000193 + 0x7F4A7C15) & 0xFFFFFFFF
+    ids = np.arange(1, VOCAB + 1, dtype=np.uint64)
+    mixed = (ids * np.uint64(2654435761) + np.uint64(state)) * np.uint64(40503) % np.uint64(65521)
+    return torch.from_numpy((mixed % np.uint64(4096)).astype(np.float32) / 512)
+
+
+class FakeDecoder:
+    """Stores token ids as K and positions as V, and reads its context back through the block tables.
+
+    So a wrong slot, a lost copy, a stale or foreign block changes the logits, or trips an assertion.
+    """
+
+    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+        keys = kv_cache[:, 0, 0, 0, :, 0]
+        values = kv_cache[:, 0, 1, 0, :, 0]
+        blocks, offsets = batch.slot_mapping // BLOCK_SIZE, batch.slot_mapping % BLOCK_SIZE
+        assert len(batch.slot_mapping.unique()) == len(batch.slot_mapping), "two rows write one slot"
+        keys[blocks, offsets] = batch.token_ids.to(torch.float32)
+        values[blocks, offsets] = batch.positions.to(torch.float32)
+        contexts: dict[int, list[int]] = {}
+        for index, length in enumerate(batch.context_lens.tolist()):
+            table = batch.block_tables[index]
+            tokens = keys[table].flatten()[:length].to(torch.int64).tolist()
+            positions = values[table].flatten()[:length].to(torch.int64).tolist()
+            assert positions == list(range(length)), f"context of sequence {index} is {positions}"
+            first, stop = batch.query_starts[index : index + 2].tolist()
+            for row in range(first, stop):
+                contexts[row] = tokens[: length - (stop - 1 - row)]
+        rows = batch.logits_rows.tolist()
+        return torch.stack([fake_logits(contexts[row]) for row in rows]) if rows else torch.empty(0, VOCAB)
+
+
+def layout(model: str = "fake") -> KvLayout:
+    return KvLayout(
+        model=model, dtype="float32", block_size=BLOCK_SIZE, num_layers=1, num_kv_heads=1, head_dim=1
+    )
+
+
+def limits(max_model_len: int = 64) -> SequenceLimits:
+    return SequenceLimits(max_model_len=max_model_len, vocab_size=VOCAB, eos_token_ids=frozenset({EOS}))
+
+
+def expected(prompt: Items[int], params: SamplingParams, choice: int, bounds: SequenceLimits) -> list[int]:
+    """The completion of one choice, computed alone, token by token, without any cache."""
+    sequence = Sequence.from_prompt(RequestId("oracle"), prompt, params, hash_key=KEY)
+    while True:
+        row = bounds.sample_row(sequence, choice)
+        (result,) = Sampler().sample(fake_logits(sequence.tokens).unsqueeze(0), [row], [0])
+        assert isinstance(result, Sampled)
+        reason = bounds.tell(sequence, choice, result).finish_reason
+        sequence.tokens.append(result.token_id)
+        if reason is not None:
+            return list(sequence.tokens[len(prompt) :])
+
+
+def row(params: SamplingParams, *, position: int = 0, choice: int = 0, output: Items[int] = ()) -> SampleRow:
+    """A row to sample after the prompt [1, 2, 3] and `output`."""
+    tokens = array("q", [1, 2, 3, *output])
+    return SampleRow(params=params, choice_index=choice, position=position, tokens=tokens, num_prompt=3)
+
+
+@dataclass
+class Worker:
+    """A pool, a cache and a scheduler, stepped by hand; remembers all that was told."""
+
+    pool: BlockPool
+    scheduler: Scheduler
+    decoder: FakeDecoder = field(default_factory=FakeDecoder)
+    plans: list[StepPlan] = field(default_factory=list)
+    told: dict[RequestId, dict[int, list[ChoiceTokens]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.cache = KvCache(layout(), self.pool.num_blocks, CPU)
+        self.runner = Runner(self.decoder, self.cache, Sampler())
+
+    def step(self) -> StepEvents:
+        plan = self.scheduler.schedule()
+        self.plans.append(plan)
+        logits = self.runner.forward(plan, self.runner.build(plan))
+        events = self.scheduler.update(plan, self.runner.sample(plan, logits))
+        for tokens in events.tokens:
+            for choice in tokens.choices:
+                self.told.setdefault(tokens.request_id, {}).setdefault(choice.choice_index, []).append(choice)
+        return events
+
+    def run(self, max_steps: int = 500) -> list[StepEvents]:
+        """Step until nothing is left to do."""
+        seen = []
+        while self.scheduler.has_work():
+            seen.append(self.step())
+            assert len(seen) < max_steps, "the scheduler does not come to rest"
+        return seen
+
+    def tokens(self, request_id: RequestId, choice: int = 0) -> list[int]:
+        """All tokens told of one choice, checked to be numbered without a gap from where they start."""
+        told = self.told.get(request_id, {}).get(choice, [])
+        flat: list[int] = []
+        for piece in told:
+            assert piece.first_index == told[0].first_index + len(flat)
+            flat.extend(piece.token_ids)
+        return flat
+
+
+def copy_block(source: KvCache, source_block: BlockId, target: KvCache, target_block: BlockId) -> None:
+    """What a transfer does."""
+    target.block_bytes_view(target_block)[:] = source.block_bytes_view(source_block)
