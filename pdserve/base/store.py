@@ -143,6 +143,19 @@ class Store:
             await connection.disconnect()
 
 
+async def is_reachable(url: str, *, timeout_s: float = 0.5) -> bool:
+    """Whether a Redis answers at `url` now. Raises `SetupError` on a malformed `url`."""
+    new_connection, _ = _parse(url)
+    connection = new_connection()
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _exchange(connection, [["PING"]]) == [b"PONG"]
+    except (RedisError, OSError):
+        return False
+    finally:
+        await connection.disconnect()
+
+
 async def _exchange(
     connection: AbstractConnection, commands: Sequence[Sequence[Argument]]
 ) -> list[Reply | ResponseError]:
