@@ -27,6 +27,8 @@ class UpConsole:
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._doing: dict[str, str] = {}
         self._live: Live | None = None
+        #: Ignores events from now on.
+        self.quiet = False
 
     def say(self, text: str, style: str = "") -> None:
         """One line."""
@@ -62,6 +64,8 @@ class UpConsole:
 
     def on_event(self, event: Event) -> None:
         """Shows what the supervisor reports."""
+        if self.quiet:
+            return
         name = event.spec.name
         match event:
             case Started():

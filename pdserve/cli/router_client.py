@@ -1,0 +1,81 @@
+"""Asks a running router over HTTP: small and quick to import, for commands that ask once."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ValidationError
+
+from pdserve.base.errors import NotFound, PdserveError, PeerLost, SetupError
+
+DEFAULT_BASE_URL = "http://127.0.0.1:8000"
+_TIMEOUT_S = 10.0
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def normal_base_url(text: str) -> str:
+    """`http://host:port` from what users write: without scheme, with a slash or `/v1` at the end."""
+    url = text if "://" in text else f"http://{text}"
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise SetupError(f"{text!r} is not an address such as {DEFAULT_BASE_URL}.")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def get(base_url: str, path: str) -> bytes:
+    """The body of `GET path`. Raises `PeerLost` when nobody answers, `NotFound`, or `PdserveError` for other refusals.
+
+    Proxies are not used: the router is a neighbour, and a proxy that cannot see it would hide that.
+    """
+    parts = urlsplit(base_url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    try:
+        connection = kind(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
+        try:
+            connection.request("GET", parts.path + path, headers={"Accept": "application/json"})
+            response = connection.getresponse()
+            status, body = response.status, response.read()
+        finally:
+            connection.close()
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise unreachable(base_url, error) from error
+    if status == http.client.NOT_FOUND:
+        raise NotFound(error_message(body) or f"{base_url} has no {path}.")
+    if status >= http.client.BAD_REQUEST:
+        raise PdserveError(f"{base_url}{path} answered {status}: {error_message(body) or 'no explanation'}")
+    return body
+
+
+def get_model(base_url: str, path: str, model: type[Model]) -> Model:
+    """The answer of `GET path`, parsed. Raises what `get` does, and `PdserveError` when it is something else."""
+    try:
+        return model.model_validate_json(get(base_url, path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "body"
+        raise PdserveError(
+            f"{base_url}{path} does not answer like a pdserve router: {where}: {first['msg']}."
+        ) from error
+
+
+def unreachable(base_url: str, error: Exception) -> PeerLost:
+    """The error for a router that does not answer."""
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return PeerLost(
+        f"Cannot reach {base_url}: {reason}. Is `pdserve up` running? Another address goes into --base-url."
+    )
+
+
+def error_message(body: bytes) -> str:
+    """The message in an OpenAI-style error body; empty when there is none."""
+    try:
+        content = json.loads(body)
+    except ValueError:
+        return ""
+    error = content.get("error") if isinstance(content, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return message if isinstance(message, str) else ""

@@ -1,0 +1,142 @@
+"""`pdserve status`: the tiers of a running cluster, their load and their health."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pdserve.base.config import load, option
+from pdserve.cli.router_client import DEFAULT_BASE_URL, get, get_model, normal_base_url
+
+_PATH = "/v1/cluster"
+_BAR_CELLS = 10
+_TIERS = ("prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusConfig:
+    """What `pdserve status` needs to know."""
+
+    base_url: str = option(DEFAULT_BASE_URL, help="address of the router", metavar="URL")
+    json: bool = option(False, help="print what the router answers instead of a table")
+
+
+class RouterView(BaseModel):
+    """The router about itself."""
+
+    status: str
+    reason: str | None = None
+    degraded: dict[str, str] = {}
+    version: str = ""
+    model: str = ""
+    running: int = 0
+    queued: int = 0
+
+
+class RedisView(BaseModel):
+    """The router about its Redis."""
+
+    available: bool
+
+
+class WorkerView(BaseModel):
+    """The router about one worker."""
+
+    worker_id: str
+    tier: str
+    ready: bool
+    epoch: int
+    grpc_address: str
+    http_address: str
+    max_num_seqs: int
+    total_blocks: int
+    free_blocks: int
+    running: int
+    waiting: int
+    queued_tokens: int
+
+    @property
+    def kv_use(self) -> float:
+        """Share of the blocks in use, 0 to 1."""
+        return 1 - self.free_blocks / self.total_blocks if self.total_blocks else 0.0
+
+
+class ClusterView(BaseModel):
+    """The answer of `GET /v1/cluster`."""
+
+    router: RouterView
+    redis: RedisView
+    workers: list[WorkerView]
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether requests are served; degraded service counts."""
+        return self.router.status == "ready" and any(
+            worker.ready and worker.tier == "decode" for worker in self.workers
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the cluster's state. Exit code 1 when it does not serve."""
+    config = load(StatusConfig, "status", argv, description=__doc__)
+    base_url = normal_base_url(config.base_url)
+    if config.json:
+        body = get(base_url, _PATH)
+        print(body.decode())
+        return 0 if ClusterView.model_validate_json(body).is_healthy else 1
+    cluster = get_model(base_url, _PATH, ClusterView)
+    Console(highlight=False).print(render(cluster, base_url))
+    return 0 if cluster.is_healthy else 1
+
+
+def render(cluster: ClusterView, base_url: str) -> RenderableType:
+    """The router's line, what is degraded, and one row per worker."""
+    return Group(*_headline(cluster, base_url), _worker_table(cluster.workers))
+
+
+def _headline(cluster: ClusterView, base_url: str) -> list[Text]:
+    router = cluster.router
+    first = Text(f"{base_url}  ")
+    if cluster.is_healthy:
+        first.append("degraded" if router.degraded else "healthy", style="yellow" if router.degraded else "green")
+    else:
+        first.append(f"not serving ({router.reason or 'no decode worker is ready'})", style="red")
+    first.append(f"  {router.model}  pdserve {router.version}")
+    second = Text(f"requests: {router.running} running, {router.queued} queued   redis: ")
+    second.append("available" if cluster.redis.available else "unreachable", "" if cluster.redis.available else "red")
+    return [first, second, *(Text(f"{what}: {why}", style="yellow") for what, why in router.degraded.items())]
+
+
+def _worker_table(workers: Sequence[WorkerView]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("worker", "tier", "state"):
+        table.add_column(name)
+    for name in ("running", "waiting", "queued tokens", "KV in use"):
+        table.add_column(name, justify="right")
+    table.add_column("metrics", overflow="fold")
+    order = {tier: index for index, tier in enumerate(_TIERS)}
+    for worker in sorted(workers, key=lambda worker: (order.get(worker.tier, len(order)), worker.worker_id)):
+        table.add_row(
+            worker.worker_id,
+            worker.tier,
+            Text("ready", style="green") if worker.ready else Text("not ready", style="yellow"),
+            f"{worker.running}/{worker.max_num_seqs}",
+            str(worker.waiting),
+            str(worker.queued_tokens),
+            f"{_bar(worker.kv_use)} {worker.kv_use:4.0%}",
+            f"http://{worker.http_address}/metrics",
+        )
+    for tier in _TIERS:
+        if not any(worker.tier == tier for worker in workers):
+            table.add_row("-", tier, Text("no worker", style="yellow" if tier == "prefill" else "red"))
+    return table
+
+
+def _bar(share: float) -> str:
+    filled = round(share * _BAR_CELLS)
+    return "█" * filled + "░" * (_BAR_CELLS - filled)

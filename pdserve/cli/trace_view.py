@@ -1,0 +1,211 @@
+"""Draws a request's decision record: the waterfall of its phases, and what was decided, retried and fallen back to.
+
+The record's fields are described in `router_svc.record`; times are seconds since the router accepted the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+_NAME_CELLS, _TIME_CELLS = 13, 11
+_MIN_BAR_CELLS = 10
+
+
+class Outcome(BaseModel):
+    """How the request ended, as far as it has."""
+
+    finish_reasons: list[str] = []
+    error: str | None = None
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Chunk(BaseModel):
+    """A prefill worker's progress."""
+
+    at: float
+    computed_tokens: int
+
+
+class Decision(BaseModel):
+    """A worker was chosen."""
+
+    at: float
+    attempt: int
+    tier: str
+    worker: str
+    epoch: int
+    why: str
+
+
+class Incident(BaseModel):
+    """Something was retried, or fell back."""
+
+    at: float
+    attempt: int
+    reason: str
+    worker: str | None = None
+    error: str | None = None
+
+
+class RequestTrace(BaseModel):
+    """The answer of `GET /v1/requests/{id}/trace`."""
+
+    request_id: str
+    endpoint: str = ""
+    prompt_tokens: int = 0
+    n: int = 1
+    state: str
+    attempt: int = 1
+    outcome: Outcome = Outcome()
+    phases: dict[str, float] = {}
+    chunks: list[Chunk] = []
+    decisions: list[Decision] = []
+    retries: list[Incident] = []
+    fallbacks: list[Incident] = []
+    prefilled_by: str | None = None
+    reported: dict[str, float] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One bar of the waterfall, in seconds since the request was accepted."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        """The bar's length."""
+        return self.end_s - self.start_s
+
+
+#: A bar ends with its phase and begins with the latest of the named ones that happened; "" is the request's beginning.
+_SPANS = (
+    ("queue", ("",), "admitted"),
+    ("reserve", ("admitted",), "reserved"),
+    ("dispatch", ("reserved",), "prefill_start"),
+    ("prefill", ("prefill_start", "reserved", "admitted"), "first_token"),
+    ("first write", ("first_token",), "first_write"),
+    ("commit", ("first_token",), "commit"),
+    ("first decode", ("commit", "first_token"), "first_decode"),
+    ("decode", ("first_decode", "first_token"), "finish"),
+)
+
+
+def spans_of(phases: Mapping[str, float]) -> list[Span]:
+    """The bars for the phases that have happened, in the order of an undisturbed request."""
+    known = {"": 0.0, **phases}
+    spans = []
+    for name, begins, ends in _SPANS:
+        begin = next((known[phase] for phase in begins if phase in known), None)
+        if begin is not None and ends in known:
+            # After a retry a phase may keep its first time, which can be before what it usually follows.
+            spans.append(Span(name=name, start_s=min(begin, known[ends]), end_s=known[ends]))
+    if "finish" in known and not any(span.name == "decode" for span in spans):  # it ended before a token came
+        last = max(at for phase, at in known.items() if phase != "finish")
+        spans.append(Span(name="until the end", start_s=min(last, known["finish"]), end_s=known["finish"]))
+    return spans
+
+
+def bar(span: Span, total_s: float, cells: int) -> str:
+    """The bar in a row of `cells`: at least one cell, never beyond the row."""
+    scale = cells / total_s if total_s > 0 else 0.0
+    start = min(int(span.start_s * scale), cells - 1)
+    length = max(1, min(round(span.duration_s * scale), cells - start))
+    return " " * start + "█" * length
+
+
+def render(trace: RequestTrace, *, width: int) -> RenderableType:
+    """The whole page, for a terminal of `width` cells."""
+    parts: list[RenderableType] = [*_headline(trace), Text(), *_waterfall(trace, width)]
+    if trace.chunks:
+        steps = ", ".join(f"{chunk.computed_tokens} at {_milliseconds(chunk.at)}" for chunk in trace.chunks[-8:])
+        parts.append(Text(f"prompt tokens computed: {steps}", style="dim"))
+    if trace.reported:
+        parts += [Text(), Text("measured by the workers", style="bold"), _reported(trace.reported)]
+    if trace.decisions or trace.retries or trace.fallbacks:
+        parts += [Text(), Text("decisions", style="bold"), _decisions(trace)]
+    return Group(*parts)
+
+
+def _headline(trace: RequestTrace) -> list[Text]:
+    outcome = trace.outcome
+    style = {"finished": "green", "failed": "red", "cancelled": "yellow"}.get(trace.state, "cyan")
+    first = Text.assemble((trace.request_id, "bold"), f"  {trace.endpoint}  ", (trace.state, style))
+    if outcome.finish_reasons:
+        first.append(f" ({', '.join(outcome.finish_reasons)})")
+    first.append(f"  attempt {trace.attempt}" if trace.attempt > 1 else "")
+    second = f"{trace.prompt_tokens} prompt tokens ({outcome.cached_tokens} cached)"
+    second += f" -> {outcome.completion_tokens} tokens" + (f" in {trace.n} choices" if trace.n > 1 else "")
+    lines = [first, Text(second + "".join(f"   {name} {value}" for name, value in _figures(trace)))]
+    if outcome.error:
+        lines.append(Text(outcome.error, style="red"))
+    return lines
+
+
+def _figures(trace: RequestTrace) -> list[tuple[str, str]]:
+    """TTFT, handover gap, TPOT and the whole time: those that can be told."""
+    phases = trace.phases
+    figures = []
+    first_write = phases.get("first_write", phases.get("first_token"))
+    if first_write is not None:
+        figures.append(("TTFT", _milliseconds(first_write)))
+    if trace.prefilled_by == "prefill" and {"first_token", "first_decode"} <= phases.keys():
+        figures.append(("handover gap", _milliseconds(max(phases["first_decode"] - phases["first_token"], 0.0))))
+    each = trace.outcome.completion_tokens / max(trace.n, 1)
+    if first_write is not None and "finish" in phases and each > 1:
+        figures.append(("TPOT", _milliseconds((phases["finish"] - first_write) / (each - 1))))
+    if "finish" in phases:
+        figures.append(("total", _milliseconds(phases["finish"])))
+    return figures
+
+
+def _waterfall(trace: RequestTrace, width: int) -> list[Text]:
+    spans = spans_of(trace.phases)
+    total_s = max((span.end_s for span in spans), default=0.0)
+    cells = max(_MIN_BAR_CELLS, width - _NAME_CELLS - _TIME_CELLS - 2)
+    lines = []
+    for span in spans:
+        line = Text(f"{span.name:<{_NAME_CELLS}}{_milliseconds(span.duration_s):>{_TIME_CELLS}}  ", no_wrap=True)
+        line.append(bar(span, total_s, cells), style=_style(span.name))
+        lines.append(line)
+    return lines
+
+
+def _style(name: str) -> str:
+    return {"prefill": "blue", "decode": "green", "first decode": "magenta", "commit": "magenta"}.get(name, "yellow")
+
+
+def _reported(reported: Mapping[str, float]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, value in reported.items():
+        in_seconds = name.endswith("_s")
+        table.add_row(f"  {name.removesuffix('_s')}", _milliseconds(value) if in_seconds else f"{value:,.0f}")
+    return table
+
+
+def _decisions(trace: RequestTrace) -> Table:
+    """Decisions, retries and fallbacks in one list, by time."""
+    rows = [(each.at, each.attempt, f"{each.tier} on {each.worker}", each.why, "") for each in trace.decisions] + [
+        (each.at, each.attempt, f"{kind}: {each.reason}", " ".join(filter(None, (each.worker, each.error))), "yellow")
+        for kind, incidents in (("retry", trace.retries), ("fallback", trace.fallbacks))
+        for each in incidents
+    ]
+    table = Table.grid(padding=(0, 2))
+    for at, attempt, what, why, style in sorted(rows, key=lambda row: row[0]):
+        table.add_row(f"  {_milliseconds(at)}", f"attempt {attempt}", Text(what, style=style), Text(why, style=style))
+    return table
+
+
+def _milliseconds(seconds: float) -> str:
+    """`0.42 ms`, `12.3 ms`, `1,234 ms`."""
+    value = seconds * 1000
+    return f"{value:.2f} ms" if value < 10 else f"{value:.1f} ms" if value < 1000 else f"{value:,.0f} ms"
