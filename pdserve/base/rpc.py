@@ -111,7 +111,7 @@ def mapped_rpc_errors(peer: str) -> Iterator[None]:
         raise PeerLost(f"Lost {peer}: {error}.") from error
 
 
-def method(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+def method(handler: Callable[..., Awaitable[Any]]) -> Any:
     """Wraps a method of a servicer: our errors become statuses, anything else is logged and becomes INTERNAL.
 
     A method that answers with a stream calls `context.write`: unlike an async generator it lives in one task, so that

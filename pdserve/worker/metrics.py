@@ -74,6 +74,15 @@ class WorkerMetrics:
             registry=self.registry,
         )
 
+    def sent(self, num_bytes: int, num_blocks: int, busy_s: float, transport: str) -> None:
+        """A transfer out of this worker ended."""
+        self._moved("sent", num_bytes, num_blocks, busy_s, transport)
+
+    def received(self, num_bytes: int, num_blocks: int, busy_s: float, transport: str) -> None:
+        """A transfer into this worker was verified."""
+        self._moved("received", num_bytes, num_blocks, busy_s, transport)
+        self.kv_transfers.labels(**self._labels, outcome="committed").inc()
+
     def labels(self, **more: str) -> dict[str, str]:
         """The labels every metric has, and `more`."""
         return {**self._labels, **more}
@@ -81,6 +90,12 @@ class WorkerMetrics:
     def observe_phase(self, phase: str, seconds: float) -> None:
         """One phase of one step."""
         self.step_seconds.labels(**self._labels, phase=phase).observe(seconds)
+
+    def _moved(self, direction: str, num_bytes: int, num_blocks: int, busy_s: float, transport: str) -> None:
+        self.kv_transfer_bytes.labels(**self._labels, direction=direction, transport=transport).inc(num_bytes)
+        self.kv_transfer_blocks.labels(**self._labels, direction=direction).inc(num_blocks)
+        if num_blocks:
+            self.kv_transfer_seconds.observe(busy_s)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(f"pdserve_{name}", text, LABELS, registry=self.registry).labels(**self._labels)

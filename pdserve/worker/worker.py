@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 import grpc
 
 from kvtransfer.transport import Transport
+from pdserve.base.block_hash import hash_key
 from pdserve.base.ids import Epoch, WorkerId
 from pdserve.base.registry import Tier
 from pdserve.base.tasks import ServiceGroup
@@ -73,6 +74,11 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.steps = StepMetrics(self.metrics)
+
+    def hash_key(self, salt: bytes) -> bytes:
+        """The key of block hashes for prompts of one tenant."""
+        layout = self.model.layout
+        return hash_key(model=layout.model, dtype=layout.dtype, block_size=layout.block_size, salt=salt)
 
     async def run(self, fn: Callable[[], T]) -> T:
         """Runs `fn` on the step thread between two steps. A cancelled caller does not undo it."""

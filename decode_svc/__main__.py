@@ -1,0 +1,29 @@
+"""`python -m decode_svc`: one decode worker."""
+
+from __future__ import annotations
+
+from decode_svc.config import DecodeConfig
+from pdserve.base.service import run_service
+
+
+async def _serve(config: DecodeConfig) -> None:
+    # Imported here, so that --help and a wrong flag answer at once.
+    from decode_svc.service import DecodeService
+    from pdserve.worker.process import serve_worker
+
+    await serve_worker(config, "decode", lambda worker: DecodeService(worker, config))
+
+
+def main() -> None:
+    """Command line entry."""
+    run_service(
+        DecodeConfig,
+        "decode_svc",
+        _serve,
+        log_level=lambda config: config.log_level,
+        description="A decode worker: receives KV blocks and generates tokens with continuous batching.",
+    )
+
+
+if __name__ == "__main__":
+    main()

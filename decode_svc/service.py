@@ -1,0 +1,142 @@
+"""The decode tier's gRPC methods, and what each step's output means for the requests here."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from decode_svc.config import DecodeConfig
+from decode_svc.scheduler import DecodeConfig as SchedulerConfig
+from decode_svc.scheduler import DecodeJob, DecodeScheduler
+from decode_svc.session import DecodeSession, Event, Finished
+from kvtransfer.receiver import Receiver, ReceiverIdentity
+from kvtransfer.ticket import commit_from_proto
+from pdserve.base import rpc
+from pdserve.base.block_hash import hash_blocks
+from pdserve.base.errors import PdserveError, RequestError, StaleError
+from pdserve.base.ids import RequestId
+from pdserve.base.logs import get_logger, request_id_var
+from pdserve.base.wire import sampling_from_wire
+from pdserve.engine.step import Grant, RequestTokens, Started, StepOutput
+from pdserve.v1 import decode_pb2 as pb
+from pdserve.v1 import decode_pb2_grpc as pb_grpc
+from pdserve.worker.sessions import Failed, Sessions
+from pdserve.worker.worker import Worker
+
+log = get_logger(__name__)
+
+
+class DecodeService(pb_grpc.DecodeServiceServicer):
+    """Implements `pdserve.worker.worker.TierService`."""
+
+    name = "pdserve.v1.DecodeService"
+
+    def __init__(self, worker: Worker, config: DecodeConfig) -> None:
+        self.max_num_seqs = config.max_num_seqs
+        self.scheduler = DecodeScheduler(
+            worker.model.pool,
+            SchedulerConfig(
+                limits=worker.model.limits,
+                max_num_seqs=config.max_num_seqs,
+                max_local_prefill_tokens=config.local_prefill_tokens,
+                max_idle_prefill_tokens=config.max_num_batched_tokens,
+                max_reserved_share=config.max_reserved_share,
+            ),
+        )
+        self._worker = worker
+        self._sessions: Sessions[Event] = Sessions()
+        self._running: dict[RequestId, DecodeSession] = {}
+        self._receiver: Receiver | None = None
+
+    # TierService
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds the gRPC methods."""
+        pb_grpc.add_DecodeServiceServicer_to_server(self, server)
+
+    def start(self, grpc_address: str) -> None:
+        """Tickets can be handed out once it is known where commits are called."""
+        worker = self._worker
+        identity = ReceiverIdentity(
+            worker_id=worker.worker_id, epoch=worker.epoch, grpc_address=grpc_address, layout=worker.model.layout
+        )
+        self._receiver = Receiver(
+            transport=worker.transport, memory=worker.model.kv_cache, identity=identity, tasks=worker.tasks
+        )
+
+    def on_step(self, output: StepOutput) -> None:
+        """Hands a step's events to their requests, in order."""
+        events = output.events
+        in_order: tuple[Grant | Started | RequestTokens, ...] = (*events.grants, *events.started, *events.tokens)
+        for event in in_order:
+            self._sessions.put(event.request_id, event)
+        for failure in events.failures:
+            self._sessions.put(failure.request_id, Failed(error=failure.error))
+        for request_id in events.finished:
+            self._sessions.put(request_id, Finished())
+
+    async def close(self) -> None:
+        """No call is left."""
+        if self._receiver is not None:
+            await self._receiver.close()
+
+    # DecodeService
+    @rpc.method
+    async def Decode(  # noqa: N802 - the name is the wire's
+        self,
+        request_iterator: AsyncIterator[pb.DecodeRequest],
+        context: grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeResponse],
+    ) -> None:
+        """One request's life on this worker."""
+        with self._worker.calls.serving():
+            first = await anext(aiter(request_iterator), None)
+            if first is None or first.WhichOneof("command") != "start":
+                raise RequestError("The first message of a Decode stream is start.")
+            start = first.start
+            request_id = RequestId(start.ref.request_id)
+            request_id_var.set(request_id)
+            async with self._sessions.open(request_id, start.ref.attempt) as inbox:
+                session = DecodeSession(self._worker, self.scheduler, self.receiver, inbox, context.write)
+                self._running[request_id] = session
+                try:
+                    await session.run(self._job(start), aiter(request_iterator))
+                finally:
+                    del self._running[request_id]
+
+    @rpc.method
+    async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:  # noqa: N802
+        """A transfer is complete: verify it and let its sequences run."""
+        metrics = self._worker.metrics
+        try:
+            commit = commit_from_proto(request)
+            session = self._running.get(commit.request_id)
+            if session is None:
+                raise StaleError(f"Request {commit.request_id} is not on this worker (any more).")
+            received = await self.receiver.commit(commit)
+            await session.activated
+        except PdserveError as error:
+            metrics.kv_transfers.labels(**metrics.labels(outcome=type(error).__name__)).inc()
+            log.warning("commit_refused", reason=error)
+            raise
+        metrics.received(received.received_bytes, len(commit.digests), received.receive_s, self._worker.transport.name)
+        return pb.CommitResponse(receive_s=received.receive_s)
+
+    @property
+    def receiver(self) -> Receiver:
+        """Where transfers into this worker are kept."""
+        assert self._receiver is not None, "requests come after start"
+        return self._receiver
+
+    def _job(self, start: pb.DecodeStart) -> DecodeJob:
+        prompt = tuple(start.prompt_token_ids)
+        layout = self._worker.model.layout
+        key = self._worker.hash_key(start.cache_salt)
+        return DecodeJob(
+            request_id=RequestId(start.ref.request_id),
+            prompt_token_ids=prompt,
+            params=sampling_from_wire(start.sampling),
+            hash_key=key,
+            hashes=hash_blocks(key, prompt, layout.block_size),
+            local_prefill_threshold=start.local_prefill_threshold,
+        )

@@ -1,0 +1,181 @@
+"""One request's life on a decode worker: commands of the router and events of the engine in, tickets and tokens out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+from decode_svc.scheduler import DecodeJob, DecodeScheduler
+from kvtransfer.receiver import Received, Receiver, Reservation
+from kvtransfer.ticket import Ticket, ticket_to_proto
+from pdserve.base.errors import InvalidTransition, PdserveError, RequestError, StaleError
+from pdserve.base.logs import get_logger
+from pdserve.base.tasks import service_group
+from pdserve.base.wire import tokens_to_wire
+from pdserve.engine.step import Grant, RequestTokens, Started
+from pdserve.v1 import decode_pb2 as pb
+from pdserve.worker.sessions import Failed, Session
+from pdserve.worker.worker import Worker
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The engine has ended every choice."""
+
+
+Event = Grant | Started | RequestTokens | Finished | pb.DecodeRequest
+
+
+class DecodeSession:
+    """Reads its inbox until the request is over. Leaving `run`, however, frees everything the request holds here."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        scheduler: DecodeScheduler,
+        receiver: Receiver,
+        inbox: Session[Event],
+        write: Callable[[pb.DecodeResponse], Awaitable[None]],
+    ) -> None:
+        self._worker = worker
+        self._scheduler = scheduler
+        self._receiver = receiver
+        self._inbox = inbox
+        self._write = write
+        self._request_id = inbox.request_id
+        self._attempt = inbox.attempt
+        self._ticket: Ticket | None = None
+        self._opened_at = _now()
+        #: Set when the transfer is verified; done when the sequences are queued to run.
+        self.activated: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._received = False
+
+    async def run(self, job: DecodeJob, commands: AsyncIterator[pb.DecodeRequest]) -> None:
+        """Raises what ended the request, if not its last token."""
+        try:
+            async with service_group() as tasks:
+                tasks.start(self._read(commands), name=f"commands {self._request_id}")
+                await self._worker.run(lambda: self._scheduler.reserve(job))
+                while not await self._handle_next():
+                    pass
+        finally:
+            await self._release()
+
+    async def _read(self, commands: AsyncIterator[pb.DecodeRequest]) -> None:
+        async for command in commands:
+            self._inbox.put(command)
+
+    async def _handle_next(self) -> bool:
+        """Handles one event; True after the last."""
+        match await self._inbox.next():
+            case Grant() as grant:
+                await self._granted(grant)
+            case Started() as started:
+                await self._started(started)
+            case RequestTokens() as new:
+                tokens = pb.DecodeTokens(choices=[tokens_to_wire(choice) for choice in new.choices])
+                await self._write(pb.DecodeResponse(tokens=tokens))
+            case pb.DecodeRequest() as command:
+                await self._obey(command)
+            case Finished() | None:
+                return True
+        return False
+
+    async def _granted(self, grant: Grant) -> None:
+        reservation = Reservation(
+            request_id=self._request_id,
+            block_ids=grant.block_table[grant.num_cached_blocks :],
+            first_block=grant.num_cached_blocks,
+            lease_s=self._worker.config.lease_s,
+            on_received=self._on_received,
+            on_expired=lambda error: self._inbox.put(Failed(error=error)),
+        )
+        self._ticket = await self._receiver.grant(reservation, attempt=self._attempt)
+        await self._hand_out(self._ticket)
+
+    async def _hand_out(self, ticket: Ticket) -> None:
+        granted = pb.TicketGranted(
+            ticket=ticket_to_proto(ticket),
+            cached_tokens=ticket.first_block * ticket.layout.block_size,
+            reserve_s=_now() - self._opened_at,
+        )
+        await self._write(pb.DecodeResponse(ticket=granted))
+
+    async def _started(self, started: Started) -> None:
+        message = pb.DecodeStarted(
+            prefilled_locally=started.prefilled_locally,
+            cached_tokens=started.num_cached,
+            queue_s=_now() - self._opened_at,
+        )
+        await self._write(pb.DecodeResponse(started=message))
+
+    async def _obey(self, command: pb.DecodeRequest) -> None:
+        kind = command.WhichOneof("command")
+        if kind == "keep_lease":
+            if self._ticket is not None:
+                self._receiver.keep_lease(self._ticket.transfer_id)
+        elif kind == "stop_choice":
+            choice = command.stop_choice.choice_index
+            await self._worker.run(lambda: self._scheduler.stop_choice(self._request_id, choice))
+        elif kind == "renew_ticket":
+            await self._renew(command.renew_ticket.attempt)
+        elif kind == "prefill_locally":
+            await self._prefill_locally(command.prefill_locally)
+        else:
+            raise RequestError(f"The stream's first message is start; {kind or 'an empty message'} came later.")
+
+    async def _renew(self, attempt: int) -> None:
+        if self._ticket is None:
+            raise InvalidTransition(f"Request {self._request_id} has no ticket to renew.")
+        try:
+            self._ticket = await self._receiver.renew(self._ticket.transfer_id, attempt=attempt)
+        except StaleError:
+            if self._received:  # The commit won the race: the router is about to hear that decoding started.
+                return
+            raise
+        self._attempt = attempt
+        await self._hand_out(self._ticket)
+
+    async def _prefill_locally(self, command: pb.PrefillLocally) -> None:
+        if self._ticket is not None:
+            await self._receiver.abort(self._ticket.transfer_id)
+        if self._received:
+            return
+        self._ticket = None
+        self._attempt = command.attempt
+        forced = tuple(command.forced_first_tokens)
+        await self._worker.run(lambda: self._scheduler.prefill_locally(self._request_id, forced))
+
+    def _on_received(self, received: Received) -> None:
+        """The blocks are verified: decoding starts with the next step, whether the prefill worker lives on or not."""
+        self._received = True
+        posted = self._worker.post(lambda: self._scheduler.activate(self._request_id, received.first_tokens))
+        activation = asyncio.wrap_future(posted)
+        activation.add_done_callback(self._on_activated)
+
+    def _on_activated(self, activation: asyncio.Future[None]) -> None:
+        if activation.cancelled():
+            return
+        error = activation.exception()
+        if isinstance(error, PdserveError):
+            self._inbox.put(Failed(error=error))
+        if self.activated.done():
+            return
+        if error is None:
+            self.activated.set_result(None)
+        else:
+            self.activated.set_exception(error)
+
+    async def _release(self) -> None:
+        if self._ticket is not None:
+            # Before the blocks are freed: until it is quiet, the transfer may still write to them.
+            await self._receiver.abort(self._ticket.transfer_id)
+        self.activated.cancel()
+        await self._worker.run(lambda: self._scheduler.abort(self._request_id))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,29 @@
+"""`python -m prefill_svc`: one prefill worker."""
+
+from __future__ import annotations
+
+from pdserve.base.service import run_service
+from prefill_svc.config import PrefillConfig
+
+
+async def _serve(config: PrefillConfig) -> None:
+    # Imported here, so that --help and a wrong flag answer at once.
+    from pdserve.worker.process import serve_worker
+    from prefill_svc.service import PrefillService
+
+    await serve_worker(config, "prefill", lambda worker: PrefillService(worker, config))
+
+
+def main() -> None:
+    """Command line entry."""
+    run_service(
+        PrefillConfig,
+        "prefill_svc",
+        _serve,
+        log_level=lambda config: config.log_level,
+        description="A prefill worker: computes prompts and streams their KV blocks to decode workers.",
+    )
+
+
+if __name__ == "__main__":
+    main()

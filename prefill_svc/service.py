@@ -1,0 +1,103 @@
+"""The prefill tier's gRPC method, and what each step's output means for the prompts here."""
+
+from __future__ import annotations
+
+import grpc
+
+from kvtransfer.sender import Sender
+from kvtransfer.ticket import ticket_from_proto
+from pdserve.base import rpc
+from pdserve.base.block_hash import hash_blocks
+from pdserve.base.errors import PdserveError
+from pdserve.base.ids import RequestId
+from pdserve.base.logs import get_logger, request_id_var
+from pdserve.base.wire import sampling_from_wire
+from pdserve.engine.step import StepOutput
+from pdserve.v1 import prefill_pb2 as pb
+from pdserve.v1 import prefill_pb2_grpc as pb_grpc
+from pdserve.worker.sessions import Failed, Sessions
+from pdserve.worker.worker import Worker
+from prefill_svc.config import PrefillConfig
+from prefill_svc.decode_channels import DecodeChannels
+from prefill_svc.scheduler import PrefillConfig as SchedulerConfig
+from prefill_svc.scheduler import PrefillJob, PrefillScheduler
+from prefill_svc.session import Event, PrefillSession
+
+log = get_logger(__name__)
+
+
+class PrefillService(pb_grpc.PrefillServiceServicer):
+    """Implements `pdserve.worker.worker.TierService`."""
+
+    name = "pdserve.v1.PrefillService"
+
+    def __init__(self, worker: Worker, config: PrefillConfig) -> None:
+        # A step computes at least one token of each of its prompts.
+        self.max_num_seqs = config.max_num_batched_tokens
+        self.scheduler = PrefillScheduler(
+            worker.model.pool,
+            SchedulerConfig(limits=worker.model.limits, max_num_batched_tokens=config.max_num_batched_tokens),
+        )
+        self._worker = worker
+        self._sessions: Sessions[Event] = Sessions()
+        self._sender = Sender(transport=worker.transport, memory=worker.model.kv_cache, layout=worker.model.layout)
+        self._channels = DecodeChannels()
+
+    # TierService
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds the gRPC method."""
+        pb_grpc.add_PrefillServiceServicer_to_server(self, server)
+
+    def start(self, grpc_address: str) -> None:
+        """Nothing to do: nobody calls a prefill worker back."""
+
+    def on_step(self, output: StepOutput) -> None:
+        """Hands a step's events to their prompts; tokens before progress, since a client waits for them."""
+        events = output.events
+        in_order: tuple[Event, ...] = (*events.started, *events.tokens, *events.progress)
+        for event in in_order:
+            self._sessions.put(event.request_id, event)
+        for failure in events.failures:
+            self._sessions.put(failure.request_id, Failed(error=failure.error))
+
+    async def close(self) -> None:
+        """No call is left."""
+        await self._channels.close()
+
+    # PrefillService
+    @rpc.method
+    async def Prefill(  # noqa: N802 - the name is the wire's
+        self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[pb.PrefillRequest, pb.PrefillResponse]
+    ) -> None:
+        """Computes a prompt and hands it over."""
+        with self._worker.calls.serving():
+            request_id = RequestId(request.ref.request_id)
+            request_id_var.set(request_id)
+            ticket = ticket_from_proto(request.ticket) if request.HasField("ticket") else None
+            async with self._sessions.open(request_id, request.ref.attempt) as inbox:
+                session = PrefillSession(
+                    self._worker, self.scheduler, self._sender, self._channels, inbox, context.write
+                )
+                outcome = "aborted"
+                try:
+                    await session.run(self._job(request), ticket)
+                    outcome = "committed" if ticket is not None else "not_needed"
+                except PdserveError as error:
+                    outcome = type(error).__name__
+                    log.warning("prefill_failed", reason=error)
+                    raise
+                finally:
+                    metrics = self._worker.metrics
+                    metrics.kv_transfers.labels(**metrics.labels(outcome=outcome)).inc()
+
+    def _job(self, request: pb.PrefillRequest) -> PrefillJob:
+        prompt = tuple(request.prompt_token_ids)
+        key = self._worker.hash_key(request.cache_salt)
+        return PrefillJob(
+            request_id=RequestId(request.ref.request_id),
+            prompt_token_ids=prompt,
+            params=sampling_from_wire(request.sampling),
+            hash_key=key,
+            hashes=hash_blocks(key, prompt, self._worker.model.layout.block_size),
+            forced_first_tokens=tuple(request.forced_first_tokens),
+        )

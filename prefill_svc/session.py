@@ -1,0 +1,181 @@
+"""One prompt on a prefill worker: computed in chunks, sent while it is computed, committed at the decode worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from kvtransfer.sender import OutgoingTransfer, Sender
+from kvtransfer.ticket import Commit, Ticket, commit_to_proto
+from pdserve.base.ids import BlockId
+from pdserve.base.rpc import mapped_rpc_errors
+from pdserve.base.sampling import ChoiceTokens
+from pdserve.base.wire import tokens_to_wire
+from pdserve.engine.step import PrefillProgress, RequestTokens, Started
+from pdserve.v1 import decode_pb2, decode_pb2_grpc
+from pdserve.v1 import prefill_pb2 as pb
+from pdserve.worker.sessions import Session
+from pdserve.worker.worker import Worker
+from prefill_svc.decode_channels import DecodeChannels
+from prefill_svc.scheduler import PrefillJob, PrefillScheduler
+
+#: How often a waiting prompt says that it is still alive; well below any lease.
+KEEP_ALIVE_S = 1.0
+
+Event = Started | PrefillProgress | RequestTokens
+
+
+@dataclass(slots=True)
+class _Times:
+    """When what happened, on the event loop's clock, in seconds."""
+
+    accepted: float
+    started: float = 0.0
+    computed: float = 0.0
+    committed: float = 0.0
+
+
+@dataclass(slots=True)
+class _State:
+    block_table: tuple[BlockId, ...] = ()
+    num_cached: int = 0
+    num_computed: int = 0
+    num_chunks: int = 0
+    first_tokens: tuple[ChoiceTokens, ...] = ()
+    #: Blocks of the prompt that were pushed or were there already.
+    next_block: int = 0
+    times: _Times = field(default_factory=lambda: _Times(accepted=_now()))
+
+
+class PrefillSession:
+    """Reads its inbox until the prompt is handed over. Leaving `run`, however, frees the prompt's blocks."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        scheduler: PrefillScheduler,
+        sender: Sender,
+        channels: DecodeChannels,
+        inbox: Session[Event],
+        write: Callable[[pb.PrefillResponse], Awaitable[None]],
+    ) -> None:
+        self._worker = worker
+        self._scheduler = scheduler
+        self._sender = sender
+        self._channels = channels
+        self._inbox = inbox
+        self._write = write
+        self._request_id = inbox.request_id
+        self._state = _State()
+
+    async def run(self, job: PrefillJob, ticket: Ticket | None) -> None:
+        """Raises what ended the prompt before it was handed over."""
+        try:
+            async with self._transfer(ticket) as transfer:
+                await self._worker.run(lambda: self._scheduler.add(job))
+                await self._compute(job, ticket, transfer)
+                # Nothing is left to decode when every choice ended with its first token: the ticket stays unused.
+                if transfer is not None and not all(choice.finish_reason for choice in self._state.first_tokens):
+                    assert ticket is not None
+                    await self._push_computed(ticket, transfer, final=True)
+                    await transfer.finish(
+                        [choice.token_ids[0] for choice in self._state.first_tokens],
+                        lambda commit: self._commit(ticket, commit),
+                    )
+                    self._state.times.committed = _now()
+            await self._write(pb.PrefillResponse(done=self._summary(transfer)))
+        finally:
+            await self._worker.run(lambda: self._scheduler.abort(self._request_id))
+
+    @asynccontextmanager
+    async def _transfer(self, ticket: Ticket | None) -> AsyncIterator[OutgoingTransfer | None]:
+        if ticket is None:
+            yield None
+            return
+        self._state.next_block = ticket.first_block
+        async with self._sender.open(ticket, request_id=self._request_id) as transfer:
+            yield transfer
+
+    async def _compute(self, job: PrefillJob, ticket: Ticket | None, transfer: OutgoingTransfer | None) -> None:
+        """Until the first tokens are told; blocks go out meanwhile."""
+        state = self._state
+        while not (state.first_tokens and state.num_computed == len(job.prompt_token_ids)):
+            event = await self._inbox.next(timeout_s=KEEP_ALIVE_S)
+            match event:
+                case Started():
+                    state.times.started = _now()
+                    state.block_table = event.block_table
+                    state.num_cached = state.num_computed = event.num_cached
+                case PrefillProgress():
+                    state.num_computed = event.num_computed
+                    state.num_chunks += 1
+                case RequestTokens():
+                    state.times.computed = _now()
+                    state.first_tokens = event.choices
+                    await self._tell_first_tokens()
+                    continue
+                case None:
+                    pass
+            if transfer is not None:
+                assert ticket is not None
+                transfer.keep_lease()
+                await self._push_computed(ticket, transfer)
+            await self._tell_progress()
+
+    async def _push_computed(self, ticket: Ticket, transfer: OutgoingTransfer, *, final: bool = False) -> None:
+        """Sends the blocks that became full; with `final` also the last, partial one."""
+        state = self._state
+        end = ticket.first_block + ticket.num_blocks
+        num_full = state.num_computed // self._worker.model.layout.block_size
+        stop = end if final else min(num_full, end)
+        if stop > state.next_block:
+            blocks = state.block_table[state.next_block : stop]
+            state.next_block = stop
+            await transfer.push(blocks)
+
+    async def _commit(self, ticket: Ticket, commit: Commit) -> decode_pb2.CommitResponse:
+        peer = f"decode worker {ticket.worker_id}"
+        async with self._channels.use(ticket) as channel:
+            with mapped_rpc_errors(peer):
+                answer: decode_pb2.CommitResponse = await decode_pb2_grpc.DecodeServiceStub(channel).Commit(
+                    commit_to_proto(commit)
+                )
+        return answer
+
+    async def _tell_first_tokens(self) -> None:
+        state = self._state
+        message = pb.PrefillFirstToken(
+            choices=[tokens_to_wire(choice) for choice in state.first_tokens], cached_tokens=state.num_cached
+        )
+        await self._write(pb.PrefillResponse(first_token=message))
+
+    async def _tell_progress(self) -> None:
+        state = self._state
+        message = pb.PrefillProgress(
+            queued=not state.block_table, computed_tokens=state.num_computed, cached_tokens=state.num_cached
+        )
+        await self._write(pb.PrefillResponse(progress=message))
+
+    def _summary(self, transfer: OutgoingTransfer | None) -> pb.PrefillDone:
+        state, times = self._state, self._state.times
+        done = pb.PrefillDone(
+            queue_s=times.started - times.accepted,
+            compute_s=times.computed - times.started,
+            chunks=state.num_chunks,
+            cached_tokens=state.num_cached,
+        )
+        if transfer is not None:
+            stats = transfer.stats
+            done.transfer_s = stats.busy_s
+            done.sent_bytes = stats.sent_bytes
+            done.sent_blocks = stats.sent_blocks
+            if times.committed:
+                done.commit_s = times.committed - times.computed
+            self._worker.metrics.sent(stats.sent_bytes, stats.sent_blocks, stats.busy_s, self._worker.transport.name)
+        return done
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
