@@ -1,0 +1,110 @@
+"""Text to token ids and back, with `tokenizers`. No torch, no transformers.
+
+Decoding is defined on bytes: a text is the UTF-8 of its tokens' bytes, with U+FFFD for what is not valid. So decoding
+in pieces and decoding at once cannot differ, and a piece costs what its own tokens cost.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import tokenizers
+
+from pdserve.base.errors import SetupError
+from pdserve.model.fields import Fields
+from pdserve.model.token_bytes import token_decoder
+
+
+class Tokenizer:
+    """The tokenizer of one model; immutable, safe to use from several threads."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, eos_token_ids: tuple[int, ...] = (), where: str = "") -> None:
+        """Raises `SetupError` when the way the tokenizer decodes is not supported."""
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        #: Any of them ends a completion.
+        self.eos_token_ids = eos_token_ids
+        self._bytes_of, self._strips_first_space = token_decoder(Fields(json.loads(tokenizer.to_str()), where))
+        self._special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+
+    @classmethod
+    def from_dir(cls, model_dir: Path) -> Tokenizer:
+        """Reads `tokenizer.json`, and the ends of text from the config files. Raises `SetupError`."""
+        path = model_dir / "tokenizer.json"
+        try:
+            tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise SetupError(f"Cannot read {path}: {error.strerror}.") from error
+        except Exception as error:
+            raise SetupError(f"{path} is not a tokenizer: {error}.") from error
+        ids = (
+            *Fields.read_optional(model_dir / "generation_config.json").token_ids("eos_token_id"),
+            *Fields.read_optional(model_dir / "config.json").token_ids("eos_token_id"),
+        )
+        return cls(tokenizer, tuple(dict.fromkeys(ids)), str(path))
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it; a model's own vocabulary may be padded beyond."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """`add_special_tokens`: what the model puts around every text (often a first token); no chat template does."""
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of the tokens; ids that the vocabulary does not have are empty."""
+        stream = StreamDetokenizer(self, skip_special_tokens=skip_special_tokens)
+        return stream.push(token_ids) + stream.finish()
+
+    def token_str(self, token_id: int) -> str:
+        """The token as text, alone; U+FFFD for parts of characters."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds to the text; empty for an id that the vocabulary does not have."""
+        token = self._tokenizer.id_to_token(token_id)
+        return b"" if token is None else self._bytes_of(token)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token stands for something other than text (ends, roles)."""
+        return token_id in self._special
+
+    @property
+    def strips_first_space(self) -> bool:
+        """Whether the space that SentencePiece puts in front of every text is taken off again."""
+        return self._strips_first_space
+
+
+class StreamDetokenizer:
+    """Text of a growing sequence, in pieces that never end within a character.
+
+    The pieces and `finish()` together are `Tokenizer.decode` of all tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._at_start = tokenizer.strips_first_space
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that these tokens complete; bytes of an unfinished character are kept for the next call."""
+        tokenizer = self._tokenizer
+        data = b"".join(
+            tokenizer.token_bytes(token_id)
+            for token_id in token_ids
+            if not (self._skip_special_tokens and tokenizer.is_special(token_id))
+        )
+        if self._at_start and data:
+            data = data.removeprefix(b" ")
+            self._at_start = False
+        return self._utf8.decode(data)
+
+    def finish(self) -> str:
+        """What is left: U+FFFD when the sequence ends within a character, else nothing."""
+        return self._utf8.decode(b"", final=True)
