@@ -1,0 +1,85 @@
+"""Transports under test, and a second real process to talk to."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from kvtransfer.transport import Transport, open_transport
+
+OpenTransport = Callable[[], Transport]
+StartPeer = Callable[[], Awaitable["RemotePeer"]]
+_ROOT = Path(__file__).parents[3]
+
+
+class RemotePeer:
+    """The process of `peer.py`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.address = b""
+
+    async def tell(self, command: str) -> str:
+        """Sends a command and gives its answer."""
+        self.say(command)
+        return await self.answer()
+
+    def say(self, command: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command.encode() + b"\n")
+
+    async def answer(self) -> str:
+        assert self.process.stdout is not None
+        while line := await self.process.stdout.readline():
+            if line.startswith(b"answer "):
+                return line.decode().split(maxsplit=1)[1].strip()
+        raise EOFError("the peer process ended")
+
+    async def kill(self) -> None:
+        """SIGKILL: no goodbye of any kind."""
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.process.wait()
+
+
+@pytest.fixture
+async def start_transport(transport_name: str) -> AsyncIterator[OpenTransport]:
+    """Opens transports of the parametrised kind, and closes them in the end."""
+    opened: list[Transport] = []
+
+    def start() -> Transport:
+        opened.append(open_transport(transport_name))
+        return opened[-1]
+
+    yield start
+    for transport in opened:
+        await transport.close()
+
+
+@pytest.fixture
+async def start_peer(transport_name: str) -> AsyncIterator[StartPeer]:
+    """Starts other processes with a transport of the parametrised kind, and kills them in the end."""
+    started: list[RemotePeer] = []
+
+    async def start() -> RemotePeer:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "tests.integration.transport.peer",
+            transport_name,
+            cwd=_ROOT,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        peer = RemotePeer(process)
+        started.append(peer)
+        peer.address = bytes.fromhex(await peer.answer())
+        return peer
+
+    yield start
+    for peer in started:
+        await peer.kill()

@@ -1,0 +1,60 @@
+"""A second process with a transport of its own, told what to do line by line; run by `conftest.remote_peer`.
+
+Every command is answered by one line. Payloads are made from their tag, so that both sides know them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import sys
+
+import numpy as np
+
+from kvtransfer.transport import Buffer, Operation, open_transport
+
+
+def payload_of(tag: int, size: int) -> Buffer:
+    """The bytes a message of that tag has."""
+    seed = int.from_bytes(hashlib.blake2b(str(tag).encode(), digest_size=8).digest(), "little")
+    return np.random.Generator(np.random.PCG64(seed)).integers(0, 256, size, dtype=np.uint8)
+
+
+async def serve(transport_name: str) -> None:
+    transport = open_transport(transport_name)
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    receives: dict[int, Operation] = {}
+    sends: list[Operation] = []
+    peers = {}
+    _answer((await transport.listen()).hex())
+    while line := (await reader.readline()).decode().split():
+        match line:
+            case ["receive", tag, size]:
+                receives[int(tag)] = transport.post_receive(int(tag), np.zeros(int(size), np.uint8))
+                _answer("posted")
+            case ["await", tag]:
+                receive = receives.pop(int(tag))
+                await receive
+                right = np.array_equal(receive.buffer, payload_of(int(tag), receive.buffer.nbytes))
+                _answer("right" if right else "wrong")
+            case ["send", address, first, count, size]:
+                if address not in peers:
+                    peers[address] = await transport.connect(bytes.fromhex(address))
+                for tag in range(int(first), int(first) + int(count)):
+                    sends.append(transport.post_send(peers[address], tag, payload_of(tag, int(size))))
+                _answer("sending")
+            case ["flush"]:
+                for send in sends:
+                    await send
+                sends.clear()
+                _answer("flushed")
+    await transport.close()
+
+
+def _answer(text: str) -> None:
+    print("answer", text, flush=True)  # Libraries print to stdout, too; the word tells us apart.
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(sys.argv[1]))
