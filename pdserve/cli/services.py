@@ -68,7 +68,7 @@ def _worker_spec(plan: ClusterPlan, tier: str, index: int, share: CoreShare) -> 
         "block-size": config.block_size,
         "kv-cache-memory": plan.kv_cache_bytes,
         "max-model-len": config.max_model_len,
-        "max-num-seqs": config.max_num_seqs,
+        "max-num-seqs": config.max_num_seqs if tier == "decode" else None,
         "max-num-batched-tokens": config.max_num_batched_tokens,
         "threads": share.threads,
         "cpus": ",".join(map(str, share.cpus)) or None,

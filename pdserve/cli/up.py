@@ -18,6 +18,7 @@ from pathlib import Path
 from pdserve import __version__
 from pdserve.base.config import child_environment, load, variable
 from pdserve.base.errors import SetupError
+from pdserve.cli.log_watch import watched_logs
 from pdserve.cli.machine import available_cores, available_memory_bytes
 from pdserve.cli.placement import kv_bytes_per_worker, share_cores
 from pdserve.cli.services import ClusterPlan, router_spec, worker_specs
@@ -51,7 +52,12 @@ class _Up:
         require_free_ports(self.config)
         log_dir = make_log_dir(self.config.log_dir)
         self.console.say(f"pdserve {__version__}   logs: {log_dir}")
-        with planned_redis(self.config.redis_url, log_dir) as redis:
+        with (
+            planned_redis(self.config.redis_url, log_dir) as redis,
+            watched_logs(log_dir, self.console.on_log) as watching,
+        ):
+            if not watching:
+                self.console.say("Too many inotify watches on this machine: warnings are only in the logs.", "yellow")
             await self._supervise(redis, log_dir, started_at)
         self.console.say("Stopped.")
         return 0
@@ -68,8 +74,11 @@ class _Up:
                 self.console.quiet = True  # the error says it; how the others end does not matter
                 await supervisor.stop(at_most_s=_FAILED_START_GRACE_S)
                 raise
-            if finished:
-                await signals.requested.wait()
+            if not finished:
+                self.console.say("\nStopping before the cluster was ready.")
+                await supervisor.stop(at_most_s=_FAILED_START_GRACE_S)
+                return
+            await signals.requested.wait()
             self.console.say("\nStopping: the router finishes what runs, then the workers and Redis end.")
             await supervisor.stop()
 

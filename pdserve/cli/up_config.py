@@ -31,7 +31,7 @@ class UpConfig:
     max_model_len: int | None = option(
         None, help="longest prompt plus completion in tokens; the model's own limit when absent", minimum=1
     )
-    max_num_seqs: int | None = option(None, help="sequences a worker runs at the same time", minimum=1)
+    max_num_seqs: int | None = option(None, help="sequences a decode worker runs at the same time", minimum=1)
     max_num_batched_tokens: int | None = option(
         None, help="prompt tokens a worker computes in one step: the chunk size of prefill", minimum=1
     )

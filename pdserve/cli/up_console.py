@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from pdserve.cli.log_watch import LineBudget
 from pdserve.cli.placement import CoreShare
 from pdserve.cli.supervisor.spec import BecameReady, Died, Event, Started, StatusChanged, Stopped, Stopping
 
@@ -27,6 +29,7 @@ class UpConsole:
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._doing: dict[str, str] = {}
         self._live: Live | None = None
+        self._budget = LineBudget()
         #: Ignores events from now on.
         self.quiet = False
 
@@ -87,6 +90,13 @@ class UpConsole:
                 self.doing(name, None)
                 how = "was killed" if forced else "stopped" if end.code == 0 else end.describe()
                 self.say(f"  {name} {how}", "" if end.code == 0 or forced else "yellow")
+
+    def on_log(self, name: str, text: str) -> None:
+        """Shows a warning or an error that a process logged, unless it logs too many."""
+        left = self._budget.left(name, time.monotonic())
+        if left:
+            more = "  (more in its log)" if left == 1 else ""
+            self.say(f"{name} {text}{more}", "yellow" if text.startswith("warning") else "red")
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))

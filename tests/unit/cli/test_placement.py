@@ -1,0 +1,103 @@
+"""Who gets which cores and how much memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pdserve.cli.machine import available_cores, available_memory_bytes, quota_cores
+from pdserve.cli.placement import Cores, CoreShare, kv_bytes_per_worker, share_cores
+
+GIB = 1024**3
+
+
+def share(ids: tuple[int, ...], prefill: int, decode: int, threads: int | None = None) -> list[CoreShare]:
+    cores = Cores(ids=ids, usable=len(ids))
+    return share_cores(cores, num_prefill=prefill, num_decode=decode, threads_per_worker=threads)
+
+
+def pinned(*cpus: int) -> CoreShare:
+    return CoreShare(threads=len(cpus), cpus=cpus)
+
+
+def test_two_cores_are_one_for_each_tier() -> None:
+    assert share((0, 1), 1, 1) == [pinned(0), pinned(1)]
+
+
+def test_a_single_worker_gets_all_cores() -> None:
+    assert share((0, 1), 0, 1) == [pinned(0, 1)]
+
+
+def test_cores_left_over_go_to_prefill() -> None:
+    assert share((0, 1, 2), 1, 1) == [pinned(0, 1), pinned(2)]
+
+
+def test_only_the_cores_we_may_use_are_given_out() -> None:
+    assert share((4, 9), 1, 1) == [pinned(4), pinned(9)]
+
+
+def test_more_workers_than_cores_share_them_unpinned() -> None:
+    assert share((0, 1), 2, 1) == [CoreShare(threads=1)] * 3
+
+
+def test_a_thread_count_is_kept_and_pinned_while_cores_last() -> None:
+    assert share((0, 1, 2, 3, 4), 1, 1, threads=2) == [pinned(0, 1), pinned(2, 3)]
+
+
+def test_more_threads_than_cores_are_not_pinned() -> None:
+    assert share((0, 1), 1, 1, threads=2) == [CoreShare(threads=2)] * 2
+
+
+def test_a_cpu_quota_bounds_the_threads_and_forbids_pinning() -> None:
+    cores = Cores(ids=tuple(range(64)), usable=4)
+    assert share_cores(cores, num_prefill=1, num_decode=1, threads_per_worker=None) == [CoreShare(threads=2)] * 2
+
+
+@pytest.mark.parametrize("num_cores", range(1, 20))
+@pytest.mark.parametrize("num_prefill", range(4))
+@pytest.mark.parametrize("num_decode", range(1, 4))
+def test_pinned_workers_never_overlap_and_use_every_core(num_cores: int, num_prefill: int, num_decode: int) -> None:
+    shares = share(tuple(range(num_cores)), num_prefill, num_decode)
+    given = [cpu for each in shares for cpu in each.cpus]
+    assert all(each.threads >= 1 for each in shares)
+    assert given in ([], list(range(num_cores)))
+    assert bool(given) == (num_prefill + num_decode <= num_cores)
+
+
+def test_the_kv_cache_is_a_fifth_of_the_memory_over_all_workers() -> None:
+    assert kv_bytes_per_worker(10 * GIB, 2) == GIB
+    assert kv_bytes_per_worker(10 * GIB, 4) == GIB // 2
+
+
+def test_the_kv_cache_has_a_ceiling_and_a_floor() -> None:
+    assert kv_bytes_per_worker(1000 * GIB, 2) == 2 * GIB
+    assert kv_bytes_per_worker(1, 2) == 1024**2
+
+
+def test_the_quota_of_control_groups_version_2_is_read(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("250000 100000\n")
+    assert quota_cores(tmp_path) == 2
+    assert available_cores(tmp_path).usable <= 2
+
+
+def test_the_quota_of_control_groups_version_1_is_read(tmp_path: Path) -> None:
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("50000\n")
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert quota_cores(tmp_path) == 1
+
+
+@pytest.mark.parametrize("text", ["max 100000\n", "", "nonsense"])
+def test_no_quota_is_no_limit(tmp_path: Path, text: str) -> None:
+    (tmp_path / "cpu.max").write_text(text)
+    assert quota_cores(tmp_path) is None
+    assert available_cores(tmp_path).usable == len(available_cores(tmp_path).ids)
+
+
+def test_a_containers_memory_limit_counts(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+    assert available_memory_bytes(tmp_path) == 600_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory_bytes(tmp_path) > 1_000_000

@@ -1,0 +1,116 @@
+"""The command lines of a cluster's processes, checked against what the services themselves accept."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode_svc.config import DecodeConfig
+from pdserve.base.config import add_options, from_arguments
+from pdserve.cli.placement import CoreShare
+from pdserve.cli.services import ClusterPlan, router_spec, worker_specs
+from pdserve.cli.supervisor.spec import ProcessSpec
+from pdserve.cli.up_config import DEFAULT_MODEL, UpConfig
+from pdserve.model import resolve
+from prefill_svc.config import PrefillConfig
+from router_svc.config import RouterConfig
+
+
+def plan(**changes: object) -> ClusterPlan:
+    settings: dict[str, object] = {
+        "config": UpConfig(prefill=1, decode=2),
+        "model_path": Path("/models/one"),
+        "served_name": "one",
+        "redis_url": "redis://:secret@127.0.0.1:1",
+        "log_dir": Path("/logs"),
+        "shares": [CoreShare(threads=2, cpus=(0, 1)), CoreShare(threads=1, cpus=(2,)), CoreShare(threads=1)],
+        "kv_cache_bytes": 1 << 30,
+        "id_prefix": "",
+        "environment": {"PATH": "/bin"},
+        **changes,
+    }
+    return ClusterPlan(**settings)  # type: ignore[arg-type]
+
+
+def parsed(spec: ProcessSpec, cls: type[Any], service: str) -> Any:
+    """What the service makes of its flags and environment."""
+    parser = argparse.ArgumentParser()
+    add_options(parser, cls)
+    flags = spec.argv[spec.argv.index("-m") + 2 :]
+    return from_arguments(cls, service, parser.parse_args(flags), spec.environment)
+
+
+def test_a_prefill_worker_understands_its_flags() -> None:
+    spec = worker_specs(plan(id_prefix="host-"))[0]
+    config = parsed(spec, PrefillConfig, "prefill_svc")
+    assert spec.name == "prefill-0"
+    assert config.worker_id == "host-prefill-0"
+    assert config.model_dir == Path("/models/one")
+    assert config.served_model_name == "one"
+    assert (config.threads, config.cpus) == (2, (0, 1))
+    assert config.kv_cache_memory == 1 << 30
+
+
+def test_a_decode_worker_without_cores_of_its_own_is_not_pinned() -> None:
+    spec = worker_specs(plan())[2]
+    config = parsed(spec, DecodeConfig, "decode_svc")
+    assert spec.name == config.worker_id == "decode-1"
+    assert (config.threads, config.cpus) == (1, ())
+
+
+def test_the_router_understands_its_flags() -> None:
+    config = UpConfig(host="0.0.0.0", port=9000, prefill=0, local_prefill_threshold=7, drain_timeout_s=3.0)
+    router = parsed(router_spec(plan(config=config)), RouterConfig, "router_svc")
+    assert (router.host, router.port, router.effective_grpc_port) == ("0.0.0.0", 9000, 9001)
+    assert (router.prefill_expected, router.local_prefill_threshold) == (0, 7)
+    assert router.drain_timeout_s == 3.0
+
+
+def test_limits_given_to_up_reach_both_tiers() -> None:
+    config = UpConfig(block_size=8, max_model_len=100, max_num_seqs=3, max_num_batched_tokens=64, transport="nccl")
+    specs = worker_specs(plan(config=config, shares=[CoreShare(threads=1)] * 2))
+    for spec, cls, service in zip(specs, (PrefillConfig, DecodeConfig), ("prefill_svc", "decode_svc"), strict=True):
+        worker = parsed(spec, cls, service)
+        assert (worker.block_size, worker.max_model_len) == (8, 100)
+        assert (worker.max_num_batched_tokens, worker.transport) == (64, "nccl")
+    assert worker.max_num_seqs == 3
+
+
+def test_what_up_was_not_told_stays_the_services_own_default() -> None:
+    worker = parsed(worker_specs(plan())[0], PrefillConfig, "prefill_svc")
+    default = PrefillConfig(model="", redis_url="")
+    assert worker.max_num_batched_tokens == default.max_num_batched_tokens
+    assert worker.block_size == default.block_size
+
+
+def test_the_redis_password_is_not_on_the_command_line() -> None:
+    cluster = plan()
+    for spec in (router_spec(cluster), *worker_specs(cluster)):
+        assert not any("secret" in argument for argument in spec.argv)
+    assert parsed(router_spec(cluster), RouterConfig, "router_svc").redis_url == cluster.redis_url
+
+
+def test_thread_pools_of_libraries_are_bounded_by_the_share() -> None:
+    specs = worker_specs(plan())
+    assert [spec.environment["OMP_NUM_THREADS"] for spec in specs] == ["2", "1", "1"]
+    assert all(spec.environment["PATH"] == "/bin" for spec in specs)
+
+
+def test_the_router_stops_before_the_workers_and_has_time_to_drain() -> None:
+    cluster = plan(config=UpConfig(prefill=1, decode=2, drain_timeout_s=100.0))
+    router, worker = router_spec(cluster), worker_specs(cluster)[0]
+    assert router.stop_stage < worker.stop_stage
+    assert router.stop_grace_s > 100.0
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0", "decode-1"])
+def test_each_process_has_a_log_of_its_own(name: str) -> None:
+    assert {spec.name: spec.log_path for spec in worker_specs(plan())}[name] == Path(f"/logs/{name}.log")
+
+
+def test_the_default_model_is_the_one_that_needs_no_hub() -> None:
+    assert DEFAULT_MODEL == resolve.DEFAULT_MODEL
+    assert DEFAULT_MODEL in resolve.ALIASES
