@@ -1,0 +1,92 @@
+"""Drives a decoder as an engine does: several sequences, prompts in chunks, then a row a step, in a paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pdserve.model.batch import Batch
+from pdserve.model.decoder import Decoder
+
+
+class PagedRunner:
+    """Sequences with block tables in a random order, in a cache that starts full of NaN."""
+
+    def __init__(self, decoder: Decoder, *, num_blocks: int, block_size: int = 16, seed: int = 0) -> None:
+        config = decoder.config
+        shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+        self.kv_cache = torch.full(shape, torch.nan, dtype=decoder.dtype)
+        self._decoder = decoder
+        self._block_size = block_size
+        self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
+        self._tables: list[list[int]] = []
+        self._lengths: list[int] = []
+
+    def add_sequence(self) -> int:
+        """The index of a new, empty sequence."""
+        self._tables.append([])
+        self._lengths.append(0)
+        return len(self._tables) - 1
+
+    def step(self, rows: Sequence[tuple[int, Sequence[int]]], *, last_only: bool = True) -> Tensor:
+        """Appends tokens to sequences in one batch; logits of each one's last row, or of all rows."""
+        batch = self.make_batch(rows, last_only=last_only)
+        return self._decoder.forward(batch, self.kv_cache)
+
+    def make_batch(self, rows: Sequence[tuple[int, Sequence[int]]], *, last_only: bool = True) -> Batch:
+        """The batch of such a step; the sequences grow."""
+        size = self._block_size
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
+        for sequence, new in rows:
+            table = self._tables[sequence]
+            for token in new:
+                position = self._lengths[sequence]
+                if position == len(table) * size:
+                    table.append(self._free.pop())
+                tokens.append(token)
+                positions.append(position)
+                slots.append(table[position // size] * size + position % size)
+                self._lengths[sequence] += 1
+            starts.append(len(tokens))
+        tables = [self._tables[sequence] for sequence, _ in rows]
+        width = max(map(len, tables))
+        wanted = [start - 1 for start in starts[1:]] if last_only else list(range(len(tokens)))
+        return Batch(
+            token_ids=torch.tensor(tokens),
+            positions=torch.tensor(positions),
+            slot_mapping=torch.tensor(slots),
+            query_starts=torch.tensor(starts),
+            context_lens=torch.tensor([self._lengths[sequence] for sequence, _ in rows]),
+            block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables]),
+            logits_rows=torch.tensor(wanted, dtype=torch.int64),
+        )
+
+
+def generate_greedily(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], num_tokens: int, *, chunk: int = 100, block_size: int = 16
+) -> tuple[list[list[int]], list[Tensor]]:
+    """For each prompt, `num_tokens` tokens and the logits [num_tokens, vocab] they were chosen from.
+
+    Prompts are computed in chunks one after the other, then all sequences decode together.
+    """
+    longest = max(map(len, prompts)) + num_tokens
+    runner = PagedRunner(decoder, num_blocks=len(prompts) * (longest // block_size + 1), block_size=block_size)
+    last: list[Tensor] = []
+    for prompt in prompts:
+        sequence = runner.add_sequence()
+        pieces = [prompt[start : start + chunk] for start in range(0, len(prompt), chunk)]
+        last.append([runner.step([(sequence, piece)])[0] for piece in pieces][-1])
+    outputs: list[list[int]] = [[] for _ in prompts]
+    chosen: list[list[Tensor]] = [[] for _ in prompts]
+    for step in range(num_tokens):
+        for sequence, logits in enumerate(last):
+            chosen[sequence].append(logits)
+            outputs[sequence].append(int(logits.argmax()))
+        if step + 1 < num_tokens:
+            last = list(runner.step([(sequence, output[-1:]) for sequence, output in enumerate(outputs)]))
+    return outputs, [torch.stack(rows) for rows in chosen]
