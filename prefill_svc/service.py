@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 
 from kvtransfer.sender import Sender
@@ -21,7 +23,7 @@ from prefill_svc.config import PrefillConfig
 from prefill_svc.decode_channels import DecodeChannels
 from prefill_svc.scheduler import PrefillConfig as SchedulerConfig
 from prefill_svc.scheduler import PrefillJob, PrefillScheduler
-from prefill_svc.session import Event, PrefillSession
+from prefill_svc.session import Begun, Event, PrefillSession
 
 log = get_logger(__name__)
 
@@ -54,7 +56,10 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
     def on_step(self, output: StepOutput) -> None:
         """Hands a step's events to their prompts; tokens before progress, since a client waits for them."""
         events = output.events
-        in_order: tuple[Event, ...] = (*events.started, *events.tokens, *events.progress)
+        durations = output.durations
+        step_s = durations.schedule_s + durations.build_s + durations.forward_s + durations.sample_s
+        begun = (Begun(started=started, at=_now() - step_s) for started in events.started)
+        in_order: tuple[Event, ...] = (*begun, *events.tokens, *events.progress)
         for event in in_order:
             self._sessions.put(event.request_id, event)
         for failure in events.failures:
@@ -101,3 +106,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
             hashes=hash_blocks(key, prompt, self._worker.model.layout.block_size),
             forced_first_tokens=tuple(request.forced_first_tokens),
         )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

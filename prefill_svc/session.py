@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kvtransfer.sender import OutgoingTransfer, Sender
 from kvtransfer.ticket import Commit, Ticket, commit_to_proto
-from pdserve.base.ids import BlockId
+from pdserve.base.ids import BlockId, RequestId
 from pdserve.base.rpc import mapped_rpc_errors
 from pdserve.base.sampling import ChoiceTokens
 from pdserve.base.wire import tokens_to_wire
@@ -24,7 +24,21 @@ from prefill_svc.scheduler import PrefillJob, PrefillScheduler
 #: How often a waiting prompt says that it is still alive; well below any lease.
 KEEP_ALIVE_S = 1.0
 
-Event = Started | PrefillProgress | RequestTokens
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """The prompt's first step began at `at` (event loop time, seconds); it is told when that step is over."""
+
+    started: Started
+    at: float
+
+    @property
+    def request_id(self) -> RequestId:
+        """Whose prompt it is."""
+        return self.started.request_id
+
+
+Event = Begun | PrefillProgress | RequestTokens
 
 
 @dataclass(slots=True)
@@ -104,10 +118,10 @@ class PrefillSession:
         while not (state.first_tokens and state.num_computed == len(job.prompt_token_ids)):
             event = await self._inbox.next(timeout_s=KEEP_ALIVE_S)
             match event:
-                case Started():
-                    state.times.started = _now()
-                    state.block_table = event.block_table
-                    state.num_cached = state.num_computed = event.num_cached
+                case Begun(started=started, at=at):
+                    state.times.started = at
+                    state.block_table = started.block_table
+                    state.num_cached = state.num_computed = started.num_cached
                 case PrefillProgress():
                     state.num_computed = event.num_computed
                     state.num_chunks += 1
