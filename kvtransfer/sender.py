@@ -180,16 +180,10 @@ class OutgoingTransfer:
             first_tokens=tuple(first_tokens),
         )
         try:
-            async with asyncio.timeout_at(self._machine.deadline) as self._commit_timeout:
-                answer = await commit(message)
-        except TimeoutError as error:
-            lost = self._machine.error
-            raise lost or TransferTimeout("the decode worker did not answer the commit within the lease") from error
+            answer = await self._within_lease(commit(message))
         except PdserveError as error:
             self._handle(CommitAnswered(error=error))
             raise
-        finally:
-            self._commit_timeout = None
         self._handle(CommitAnswered())
         while self._machine.state is not SendState.CLOSED:
             await self._change()
@@ -197,6 +191,19 @@ class OutgoingTransfer:
         return answer
 
     # Inside.
+    async def _within_lease(self, commit: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout_at(self._machine.deadline) as timeout:
+                # Progress on the wire moves the deadline, see `_handle`.
+                self._commit_timeout = timeout
+                try:
+                    return await commit
+                finally:
+                    self._commit_timeout = None
+        except TimeoutError as error:
+            lost = self._machine.error
+            raise lost or TransferTimeout("the decode worker did not answer the commit within the lease") from error
+
     def _push_one(self, block_id: BlockId) -> int:
         block = self._memory.block_bytes_view(block_id)
         index = len(self._digests)
