@@ -20,7 +20,11 @@ Model = TypeVar("Model", bound=BaseModel)
 def normal_base_url(text: str) -> str:
     """`http://host:port` from what users write: without scheme, with a slash or `/v1` at the end."""
     url = text if "://" in text else f"http://{text}"
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018  reading it checks it
+    except ValueError as error:
+        raise SetupError(f"{text!r} is not an address such as {DEFAULT_BASE_URL}: {error}.") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise SetupError(f"{text!r} is not an address such as {DEFAULT_BASE_URL}.")
     return url.rstrip("/").removesuffix("/v1")
@@ -52,14 +56,17 @@ def get(base_url: str, path: str) -> bytes:
 
 def get_model(base_url: str, path: str, model: type[Model]) -> Model:
     """The answer of `GET path`, parsed. Raises what `get` does, and `PdserveError` when it is something else."""
+    return parse(get(base_url, path), model, base_url + path)
+
+
+def parse(body: bytes, model: type[Model], url: str) -> Model:
+    """The body of an answer of `url`. Raises `PdserveError` when it is something else."""
     try:
-        return model.model_validate_json(get(base_url, path))
+        return model.model_validate_json(body)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "body"
-        raise PdserveError(
-            f"{base_url}{path} does not answer like a pdserve router: {where}: {first['msg']}."
-        ) from error
+        raise PdserveError(f"{url} does not answer like a pdserve router: {where}: {first['msg']}.") from error
 
 
 def unreachable(base_url: str, error: Exception) -> PeerLost:

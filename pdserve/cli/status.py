@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdserve.base.config import load, option
-from pdserve.cli.router_client import DEFAULT_BASE_URL, get, get_model, normal_base_url
+from pdserve.cli.router_client import DEFAULT_BASE_URL, get, normal_base_url, parse
 
 _PATH = "/v1/cluster"
 _BAR_CELLS = 10
@@ -85,12 +85,12 @@ def main(argv: Sequence[str]) -> int:
     """Prints the cluster's state. Exit code 1 when it does not serve."""
     config = load(StatusConfig, "status", argv, description=__doc__)
     base_url = normal_base_url(config.base_url)
+    body = get(base_url, _PATH)
+    cluster = parse(body, ClusterView, base_url + _PATH)
     if config.json:
-        body = get(base_url, _PATH)
         print(body.decode())
-        return 0 if ClusterView.model_validate_json(body).is_healthy else 1
-    cluster = get_model(base_url, _PATH, ClusterView)
-    Console(highlight=False).print(render(cluster, base_url))
+    else:
+        Console(highlight=False).print(render(cluster, base_url))
     return 0 if cluster.is_healthy else 1
 
 

@@ -145,7 +145,7 @@ def _headline(trace: RequestTrace) -> list[Text]:
     first.append(f"  attempt {trace.attempt}" if trace.attempt > 1 else "")
     second = f"{trace.prompt_tokens} prompt tokens ({outcome.cached_tokens} cached)"
     second += f" -> {outcome.completion_tokens} tokens" + (f" in {trace.n} choices" if trace.n > 1 else "")
-    lines = [first, Text(second + "".join(f"   {name} {value}" for name, value in _figures(trace)))]
+    lines = [first, Text(second), Text("   ".join(f"{name} {value}" for name, value in _figures(trace)))]
     if outcome.error:
         lines.append(Text(outcome.error, style="red"))
     return lines
@@ -208,4 +208,6 @@ def _decisions(trace: RequestTrace) -> Table:
 def _milliseconds(seconds: float) -> str:
     """`0.42 ms`, `12.3 ms`, `1,234 ms`."""
     value = seconds * 1000
-    return f"{value:.2f} ms" if value < 10 else f"{value:.1f} ms" if value < 1000 else f"{value:,.0f} ms"
+    if round(value, 2) < 10:
+        return f"{value:.2f} ms"
+    return f"{value:.1f} ms" if round(value, 1) < 1000 else f"{value:,.0f} ms"

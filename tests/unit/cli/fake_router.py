@@ -1,0 +1,78 @@
+"""A router's HTTP answers without a router, in a thread."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+@dataclass
+class FakeRouter:
+    """What it answers, and what it was asked."""
+
+    pages: Mapping[str, tuple[int, object]] = field(default_factory=dict)
+    #: Texts streamed as an answer; after "STALL" nothing comes until the client has gone.
+    pieces: list[str] = field(default_factory=lambda: ["Hel", "lo"])
+    refusal: tuple[int, object] | None = None
+    bodies: list[dict[str, object]] = field(default_factory=list)
+    disconnected: threading.Event = field(default_factory=threading.Event)
+    base_url: str = ""
+
+
+@contextmanager
+def running(router: FakeRouter) -> Iterator[FakeRouter]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(*router.pages.get(self.path, (404, {"error": {"message": f"There is no {self.path}."}})))
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            router.bodies.append(body)
+            if router.refusal is not None:
+                self._answer(*router.refusal)
+                return
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.end_headers()
+            self._event({"id": "chatcmpl-1", "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+            for piece in router.pieces:
+                if piece == "STALL":
+                    self.rfile.read(1)  # returns when the client closes
+                    router.disconnected.set()
+                    return
+                if piece.startswith("ERROR "):
+                    self._event({"error": {"message": piece.removeprefix("ERROR ")}})
+                else:
+                    self._event({"id": "chatcmpl-1", "choices": [{"index": 0, "delta": {"content": piece}}]})
+            self._event({"id": "chatcmpl-1", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+            self._event({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": len(router.pieces)}})
+            self.wfile.write(b"data: [DONE]\n\n")
+
+        def _event(self, value: object) -> None:
+            self.wfile.write(f"data: {json.dumps(value)}\n\n".encode())
+            self.wfile.flush()
+
+        def _answer(self, status: int, value: object) -> None:
+            body = value if isinstance(value, bytes) else json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        router.base_url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            yield router
+        finally:
+            server.shutdown()
+            thread.join()

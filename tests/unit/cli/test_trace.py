@@ -1,0 +1,136 @@
+"""The waterfall of a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pdserve.cli.__main__ import main
+from pdserve.cli.trace_view import RequestTrace, Span, bar, render, spans_of
+from router_svc.record import Phase
+from tests.unit.cli.fake_router import FakeRouter, running
+
+TRACE: dict[str, Any] = {
+    "request_id": "cmpl-1",
+    "endpoint": "/v1/completions",
+    "prompt_tokens": 300,
+    "n": 1,
+    "state": "finished",
+    "attempt": 2,
+    "outcome": {"finish_reasons": ["stop"], "error": None, "completion_tokens": 11, "cached_tokens": 288},
+    "phases": {
+        "admitted": 0.001,
+        "reserved": 0.004,
+        "prefill_start": 0.006,
+        "first_token": 0.080,
+        "first_write": 0.081,
+        "commit": 0.085,
+        "first_decode": 0.090,
+        "finish": 0.181,
+    },
+    "chunks": [{"at": 0.03, "computed_tokens": 256}],
+    "decisions": [{"at": 0.002, "attempt": 1, "tier": "decode", "worker": "decode-0", "epoch": 7, "why": "overlap"}],
+    "retries": [{"at": 0.05, "attempt": 1, "reason": "peer_lost", "worker": "prefill-0", "error": "Lost it"}],
+    "fallbacks": [{"at": 0.06, "attempt": 2, "reason": "prefill_lost", "worker": "decode-0", "error": None}],
+    "prefilled_by": "prefill",
+    "reported": {"transfer_s": 0.003, "sent_bytes": 1234567},
+}
+
+
+def text_of(trace: dict[str, Any], width: int = 100) -> str:
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(render(RequestTrace.model_validate(trace), width=width))
+    return capture.get()
+
+
+def test_the_bars_of_an_undisturbed_request_follow_each_other() -> None:
+    spans = {span.name: (span.start_s, span.end_s) for span in spans_of(TRACE["phases"])}
+    assert spans == {
+        "queue": (0.0, 0.001),
+        "reserve": (0.001, 0.004),
+        "dispatch": (0.004, 0.006),
+        "prefill": (0.006, 0.080),
+        "first write": (0.080, 0.081),
+        "commit": (0.080, 0.085),
+        "first decode": (0.085, 0.090),
+        "decode": (0.090, 0.181),
+    }
+
+
+def test_every_phase_of_the_router_ends_a_bar() -> None:
+    phases = {phase.value: 1.0 + index for index, phase in enumerate(Phase)}
+    assert sorted(span.end_s for span in spans_of(phases)) == sorted(phases.values())
+
+
+def test_a_prompt_prefilled_by_decode_begins_its_bar_at_the_reservation() -> None:
+    phases = {"admitted": 0.1, "reserved": 0.2, "first_token": 0.5, "finish": 0.9}
+    names = {span.name: (span.start_s, span.end_s) for span in spans_of(phases)}
+    assert names["prefill"] == (0.2, 0.5)
+    assert names["decode"] == (0.5, 0.9)
+
+
+def test_a_request_that_failed_early_shows_the_time_until_its_end() -> None:
+    assert spans_of({"admitted": 0.1, "finish": 0.5})[-1] == Span(name="until the end", start_s=0.1, end_s=0.5)
+    assert spans_of({"finish": 0.5}) == [Span(name="until the end", start_s=0.0, end_s=0.5)]
+
+
+def test_a_request_that_just_began_has_no_bars() -> None:
+    assert spans_of({}) == []
+    assert "queued" in text_of({"request_id": "a", "state": "queued"})
+
+
+def test_a_phase_that_came_before_what_it_follows_has_no_negative_length() -> None:
+    spans = spans_of({"prefill_start": 0.9, "first_token": 0.5})
+    assert all(span.duration_s >= 0 for span in spans)
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 0), (0, 1), (1, 1), (0.5, 0.5001), (0.999, 1)])
+def test_a_bar_is_visible_and_stays_within_its_row(start: float, end: float) -> None:
+    drawn = bar(Span(name="a", start_s=start, end_s=end), 1.0, 20)
+    assert "█" in drawn
+    assert len(drawn) <= 20
+
+
+def test_bars_are_in_proportion() -> None:
+    assert bar(Span(name="a", start_s=0.5, end_s=0.75), 1.0, 20) == " " * 10 + "█" * 5
+
+
+def test_the_page_tells_figures_decisions_retries_and_fallbacks_in_order() -> None:
+    text = text_of(TRACE)
+    assert "cmpl-1  /v1/completions  finished (stop)  attempt 2" in text
+    assert "300 prompt tokens (288 cached) -> 11 tokens" in text
+    for figure in ("TTFT 81.0 ms", "handover gap 10.0 ms", "TPOT 10.0 ms", "total 181.0 ms"):
+        assert figure in text
+    words = ["decode on decode-0", "retry: peer_lost", "fallback: prefill_lost"]
+    assert sorted(words, key=text.index) == words
+    assert "1,234,567" in text
+    assert "256 at 30.0 ms" in text
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_line_of_the_waterfall_is_wider_than_the_terminal(width: int) -> None:
+    rows = [line for line in text_of(TRACE, width).splitlines() if "█" in line]
+    assert len(rows) == 8
+    assert all(len(row) <= width for row in rows)
+
+
+def test_the_command_draws_what_the_router_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeRouter({"/v1/requests/cmpl-1/trace": (200, TRACE)})) as router:
+        assert main(["trace", "cmpl-1", "--base-url", router.base_url]) == 0
+        assert "cmpl-1" in capsys.readouterr().out
+        assert main(["trace", "--json", "cmpl-1", "--base-url", router.base_url]) == 0
+        assert '"handover' not in capsys.readouterr().out
+
+
+def test_an_unknown_request_is_one_line_in_the_routers_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeRouter()) as router:
+        assert main(["trace", "a/b", "--base-url", router.base_url]) == 1
+    assert capsys.readouterr().err == "error: There is no /v1/requests/a%2Fb/trace.\n"
+
+
+def test_a_missing_request_id_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace"]) == 1
+    assert "Which request?" in capsys.readouterr().err
