@@ -152,7 +152,9 @@ def require_free_ports(config: UpConfig) -> None:
     for flag, port in (("--port", config.port), ("--grpc-port", config.effective_grpc_port)):
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         try:
-            socket.create_server((config.host, port), family=family).close()
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((config.host, port))
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise SetupError(

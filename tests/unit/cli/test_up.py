@@ -1,0 +1,277 @@
+"""`pdserve up` in a process of its own, with a real private Redis and services that only say they are ready."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pdserve.base.private_redis import free_port
+
+DEADLINE_S = 30.0
+FAKE_SERVICE = Path(__file__).with_name("fake_service.py")
+
+
+class Up:
+    """A running `pdserve up` and what it printed so far."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self.output = ""
+
+    def read_until(self, pattern: str) -> re.Match[str]:
+        """Waits until what it printed after the last match holds `pattern`."""
+        seen = ""
+        deadline = time.monotonic() + DEADLINE_S
+        assert self.process.stdout is not None
+        while (match := re.search(pattern, seen)) is None:
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"no {pattern!r} in {self.output}"
+            data = os.read(self.process.stdout.fileno(), 1)
+            assert data, f"it ended without {pattern!r}: {self.output}"
+            seen += data.decode(errors="replace")
+            self.output += data.decode(errors="replace")
+        return match
+
+    def finish(self) -> int:
+        """Waits for its end."""
+        rest, _ = self.process.communicate(timeout=DEADLINE_S)
+        self.output += rest.decode()
+        return self.process.returncode
+
+    def children(self) -> list[int]:
+        """The processes it started."""
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(pid) for pid in path.read_text().split()]
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Path:
+    """A working directory whose services are fakes: `python -m` finds them before ours. And a model to resolve."""
+    for service in ("router_svc", "prefill_svc", "decode_svc"):
+        (tmp_path / service).mkdir()
+        set_steps(tmp_path, service, "notify=STATUS=loading the model", "until-sigterm")
+    model = tmp_path / "tiny"
+    model.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 32,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "eos_token_id": 1,
+        "torch_dtype": "float32",
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "tokenizer.json").write_text("{}")
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    return tmp_path
+
+
+def set_steps(house: Path, service: str, *steps: str) -> None:
+    """What a fake service does when it is started; see fake_service.py."""
+    code = (
+        f"import runpy, sys\nsys.argv[1:] = {list(steps)!r}\nrunpy.run_path({str(FAKE_SERVICE)!r}, run_name='__main__')"
+    )
+    path = house / service / "__main__.py"
+    path.with_suffix(".new").write_text(code)
+    path.with_suffix(".new").replace(path)
+
+
+@pytest.fixture
+def up(house: Path) -> Iterator[Callable[..., Up]]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*flags: str) -> Up:
+        command = [sys.executable, "-m", "pdserve.cli", "up", str(house / "tiny"), "--log-dir", str(house / "logs")]
+        process = subprocess.Popen(
+            [*command, "--port", str(free_port()), "--grpc-port", str(free_port()), *flags],
+            cwd=house,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "XDG_RUNTIME_DIR": str(house)},
+        )
+        started.append(process)
+        return Up(process)
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether all these processes end in time."""
+    deadline = time.monotonic() + DEADLINE_S
+    for pid in pids:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        ended, _, _ = select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))
+        os.close(pidfd)
+        if not ended:
+            return False
+    return True
+
+
+def test_it_says_what_to_do_when_ready_and_drains_in_order_on_ctrl_c(up: Callable[..., Up], house: Path) -> None:
+    cluster = up("--prefill", "1", "--decode", "2")
+    cluster.read_until(r"prefill-0: loading the model")
+    url = cluster.read_until(r"API: (http://127\.0\.0\.1:\d+)/v1")[1]
+    cluster.read_until(rf"curl {url}/v1/chat/completions")
+    cluster.read_until(rf"pdserve chat --base-url {url}")
+    cluster.read_until(re.escape(f"Logs: {house / 'logs'}"))
+    children = cluster.children()
+    assert len(children) == 5
+    cluster.process.send_signal(signal.SIGINT)
+    assert cluster.finish() == 0
+    stopped = [re.sub(r"-\d", "", name) for name in re.findall(r"  (\S+) stopped", cluster.output)]
+    assert stopped == ["router", *stopped[1:4], "redis"]
+    assert sorted(stopped[1:4]) == ["decode", "decode", "prefill"]
+    assert gone(children)
+    assert {path.name for path in (house / "logs").iterdir()} >= {
+        "router.log",
+        "prefill-0.log",
+        "decode-0.log",
+        "decode-1.log",
+        "redis.log",
+    }
+    assert not list(house.glob("pdserve-*")), "the private Redis's directory is left behind"
+
+
+def test_sigterm_drains_too(up: Callable[..., Up]) -> None:
+    cluster = up()
+    cluster.read_until("Ctrl-C drains")
+    cluster.process.terminate()
+    assert cluster.finish() == 0
+    assert "router stopped" in cluster.output
+
+
+def test_a_second_ctrl_c_does_not_wait(up: Callable[..., Up], house: Path) -> None:
+    set_steps(house, "router_svc", "ignore-sigterm", "notify=READY=1", "forever")
+    cluster = up("--drain-timeout-s", "3600")
+    cluster.read_until("Ctrl-C drains")
+    children = cluster.children()
+    cluster.process.send_signal(signal.SIGINT)
+    cluster.read_until("router is draining")
+    cluster.process.send_signal(signal.SIGINT)
+    assert cluster.finish() == 0
+    assert "Stopping at once" in cluster.output
+    assert gone(children)
+
+
+def test_ctrl_c_while_starting_ends_everything(up: Callable[..., Up], house: Path) -> None:
+    set_steps(house, "decode_svc", "notify=STATUS=loading for long", "forever")
+    cluster = up()
+    cluster.read_until("decode-0: loading for long")
+    children = cluster.children()
+    cluster.process.send_signal(signal.SIGINT)
+    assert cluster.finish() == 0
+    assert "before the cluster was ready" in cluster.output
+    assert gone(children)
+
+
+def test_kill_9_leaves_no_process_behind(up: Callable[..., Up]) -> None:
+    cluster = up()
+    cluster.read_until("Ctrl-C drains")
+    children = cluster.children()
+    assert len(children) == 4
+    cluster.process.kill()
+    assert gone(children)
+
+
+@pytest.mark.parametrize("name", ["redis", "decode-0", "prefill-0", "router"])
+def test_what_dies_is_started_again_and_told_in_one_line(up: Callable[..., Up], house: Path, name: str) -> None:
+    cluster = up()
+    cluster.read_until("Ctrl-C drains")
+    word = "redis-server" if name == "redis" else f"--worker-id={name}" if "-" in name else "router_svc"
+    [victim] = [pid for pid in cluster.children() if word in Path(f"/proc/{pid}/cmdline").read_text()]
+    os.kill(victim, signal.SIGKILL)
+    log = re.escape(str(house / "logs" / f"{name}.log"))
+    cluster.read_until(rf"{name} was killed by SIGKILL after [\d.]+ s; starting it again in 0\.5 s\. Log: {log}\n")
+    cluster.read_until(rf"{name} is ready again")
+    cluster.process.send_signal(signal.SIGINT)
+    assert cluster.finish() == 0
+
+
+def test_a_setup_error_of_a_worker_is_the_only_error_shown(up: Callable[..., Up], house: Path) -> None:
+    set_steps(house, "decode_svc", "notify=STATUS=error: No room for one block.", "print=error: No room.", "exit=1")
+    cluster = up()
+    assert cluster.finish() == 1
+    assert cluster.output.splitlines()[-1] == "error: No room for one block."
+    assert cluster.output.count("error:") == 1
+    assert "draining" not in cluster.output
+
+
+def test_a_taken_port_is_told_before_anything_starts(up: Callable[..., Up]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        cluster = up("--port", str(port))
+        assert cluster.finish() == 1
+    assert cluster.output == (
+        f"error: Cannot listen on 127.0.0.1:{port}: Address already in use. Choose another port with --port.\n"
+    )
+
+
+def test_a_wrong_model_path_is_one_line(up: Callable[..., Up], house: Path) -> None:
+    (house / "tiny" / "config.json").unlink()
+    cluster = up()
+    assert cluster.finish() == 1
+    assert "error: " in cluster.output.splitlines()[-1]
+    assert "is not a model directory: it has no config.json" in cluster.output.splitlines()[-1]
+
+
+def test_a_log_directory_that_cannot_be_is_one_line(up: Callable[..., Up], house: Path) -> None:
+    (house / "logs").write_text("a file")
+    cluster = up()
+    assert cluster.finish() == 1
+    assert "Choose one with --log-dir" in cluster.output
+
+
+def test_a_redis_that_does_not_answer_is_one_line_without_its_password(up: Callable[..., Up]) -> None:
+    cluster = up("--redis-url", f"redis://:hush@127.0.0.1:{free_port()}")
+    assert cluster.finish() == 1
+    assert "does not answer. Start it, correct --redis-url" in cluster.output
+    assert "hush" not in cluster.output
+
+
+def test_warnings_of_a_process_reach_the_console_and_its_chatter_does_not(up: Callable[..., Up], house: Path) -> None:
+    time_of = "2026-01-02T03:04:05.678Z"
+    set_steps(
+        house,
+        "decode_svc",
+        f"print={time_of} INFO    decode_svc a all_is_well",
+        f"print={time_of} WARNING decode_svc a redis_lost since=3",
+        "until-sigterm",
+    )
+    cluster = up()
+    cluster.read_until("decode-0 warning: decode_svc a redis_lost since=3")
+    cluster.read_until("Ctrl-C drains")
+    assert "all_is_well" not in cluster.output
+    assert "all_is_well" in (house / "logs" / "decode-0.log").read_text()
+
+
+def test_without_prefill_the_decode_worker_gets_all_cores(up: Callable[..., Up]) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    cluster = up("--prefill", "0")
+    cluster.read_until("Ctrl-C drains")
+    assert "prefill-0" not in cluster.output
+    plural = "s" if len(cores) != 1 else ""
+    assert f"decode-0: {len(cores)} thread{plural} on core{plural} {','.join(map(str, cores))}," in cluster.output
