@@ -129,7 +129,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Position:
-    """A place in the stream; (0, 0) is before its first entry. The generation is new when Redis started from nothing."""
+    """A place in the stream; (0, 0) is before its first entry. Redis starting from nothing begins a new generation."""
 
     generation: int = 0
     sequence: int = 0
@@ -181,11 +181,14 @@ class KvLog:
     async def members(self) -> Members:
         """Whose blocks there are now."""
         reply = await self._store.script(_LIST, keys=[WORKERS_KEY, HEAD_KEY], arguments=[BLOCKS_KEY])
-        generation, sequence, *pairs = [as_bytes(part).decode() for part in as_list(reply)]
-        return Members(
-            position=Position(generation=int(generation), sequence=int(sequence)),
-            epochs={WorkerId(worker): Epoch(int(epoch)) for worker, epoch in zip(pairs[::2], pairs[1::2], strict=True)},
-        )
+        generation, sequence, *pairs = [as_bytes(part).decode(errors="replace") for part in as_list(reply)]
+        try:
+            return Members(
+                position=Position(generation=int(generation), sequence=int(sequence)),
+                epochs={WorkerId(name): Epoch(int(epoch)) for name, epoch in zip(pairs[::2], pairs[1::2], strict=True)},
+            )
+        except ValueError as error:
+            raise StoreError(f"The keys {WORKERS_KEY} and {HEAD_KEY} cannot be read: {error}.") from error
 
     async def hashes(self, worker_id: WorkerId, epoch: Epoch) -> AsyncIterator[tuple[BlockHash, ...]]:
         """All blocks of an incarnation, in pages.
@@ -201,8 +204,11 @@ class KvLog:
             if cursor == b"0":
                 return
 
-    async def read(self, after: Position, *, block_s: float, count: int = 64) -> list[tuple[Position, KvEvent]]:
-        """The entries after a position, waiting up to `block_s` for the first; empty when none came."""
+    async def read(self, after: Position, *, block_s: float, count: int = 16) -> list[tuple[Position, KvEvent]]:
+        """The entries after a position, waiting up to `block_s` for the first; empty when none came.
+
+        `count` bounds how many come at once, and so how long a router is busy with them: at most 8192 hashes, 4 ms.
+        """
         reply = await self._store.call(
             *("XREAD", "COUNT", count, "BLOCK", int(block_s * 1000)),
             *("STREAMS", STREAM_KEY, f"{after.generation}-{after.sequence}"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import secrets
 import shutil
 import socket
 import tempfile
@@ -92,7 +93,8 @@ class PrivateRedis:
         self._binary = find_redis_server()
         self._port = port
         self._memory_bytes = memory_bytes
-        self._directory = Path(tempfile.mkdtemp(prefix="pdserve-redis-"))
+        # Made at the first start, so that an instance that is never started leaves nothing.
+        self._directory = Path(tempfile.gettempdir()) / f"pdserve-redis-{secrets.token_hex(8)}"
         self._process: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> PrivateRedis:
@@ -125,6 +127,7 @@ class PrivateRedis:
         """Starts the server, empty, and returns when it answers. Raises `SetupError` when it does not come up."""
         if self._process is not None:
             return
+        self._directory.mkdir(mode=0o700, exist_ok=True)
         log_file = self._directory / "redis.log"
         with log_file.open("ab") as output:
             process = await asyncio.create_subprocess_exec(

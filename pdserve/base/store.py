@@ -109,7 +109,7 @@ class Store:
                 replies = await _exchange(connection, commands)
         except (RedisError, OSError) as error:
             await self._lost(connection, error)
-            reason = "no answer in time" if isinstance(error, TimeoutError) else str(error)
+            reason = "no answer in time" if isinstance(error, TimeoutError) else str(error).rstrip(".")
             raise StoreError(f"Redis at {self.address} cannot be used: {reason}.") from error
         except BaseException:
             await connection.disconnect(nowait=True)
@@ -118,7 +118,7 @@ class Store:
         self._found()
         refused = next((reply for reply in replies if isinstance(reply, ResponseError)), None)
         if refused is not None:
-            raise StoreError(f"Redis at {self.address} refused a command: {refused}.") from refused
+            raise StoreError(f"Redis at {self.address} refused a command: {str(refused).rstrip('.')}.") from refused
         return [reply for reply in replies if not isinstance(reply, ResponseError)]
 
     async def _lost(self, connection: AbstractConnection, error: Exception) -> None:

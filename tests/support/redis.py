@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Protocol
 
 import pytest
 
 from pdserve.base.private_redis import PrivateRedis
+from pdserve.base.tasks import service_group
+
+#: What no test should need; a test that waits this long hangs.
+DEADLINE_S = 20.0
 
 
 @pytest.fixture
@@ -14,3 +21,38 @@ async def redis_server() -> AsyncIterator[PrivateRedis]:
     """A private Redis on a Unix socket; `stop`, `start` and `restart` lose its data and keep its URL."""
     async with PrivateRedis() as server:
         yield server
+
+
+@asynccontextmanager
+async def running(*services: Awaitable[object]) -> AsyncIterator[None]:
+    """Runs the `run()` of some components until the block ends, as a service does."""
+    async with service_group() as group:
+        for number, service in enumerate(services):
+            group.start(service, name=f"service-{number}")
+        yield
+
+
+class Watched(Protocol):
+    """A component that tells of its changes."""
+
+    @property
+    def version(self) -> int:
+        """Grows with every change."""
+
+    async def wait_for_change(self, since: int | None = None) -> int:
+        """Returns once the version is another than `since`."""
+
+
+async def until(watched: Watched, condition: Callable[[], bool]) -> None:
+    """Returns once the condition holds, looking again at each change of `watched`; fails after the deadline."""
+    async with asyncio.timeout(DEADLINE_S):
+        version = watched.version
+        while not condition():
+            version = await watched.wait_for_change(version)
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Returns once the condition holds, for state that nobody announces; fails after the deadline."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not await condition():  # noqa: ASYNC110 (there is no event to wait for)
+            await asyncio.sleep(0.01)
