@@ -95,12 +95,12 @@ class ReceiveMachine:
     def _on_commit(self, event: Event, now: float) -> list[Effect]:
         assert isinstance(event, CommitArrived)
         self._require_attempt(event)
+        self._renew(now)
         if len(event.digests) != len(self._received):
             return self._break(
                 DigestMismatch(f"the commit has {len(event.digests)} digests for {len(self._received)} blocks")
             )
         self._commit = event
-        self._renew(now)
         self.state = ReceiveState.COMMITTING
         return self._try_commit()
 
