@@ -64,6 +64,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         self._receiver = Receiver(
             transport=worker.transport, memory=worker.model.kv_cache, identity=identity, tasks=worker.tasks
         )
+        worker.metrics.kv_transfers_active.set_function(lambda: self.receiver.num_transfers)
 
     def on_step(self, output: StepOutput) -> None:
         """Hands a step's events to their requests, in order."""

@@ -109,8 +109,9 @@ class PrefillSession:
             yield None
             return
         self._state.next_block = ticket.first_block
-        async with self._sender.open(ticket, request_id=self._request_id) as transfer:
-            yield transfer
+        with self._worker.metrics.kv_transfers_active.track_inprogress():
+            async with self._sender.open(ticket, request_id=self._request_id) as transfer:
+                yield transfer
 
     async def _compute(self, job: PrefillJob, ticket: Ticket | None, transfer: OutgoingTransfer | None) -> None:
         """Until the first tokens are told; blocks go out meanwhile."""

@@ -1,0 +1,67 @@
+"""Promise 1 as far as library kernels allow: in float32 the tokens do not depend on the crowd or on disaggregation."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+
+from tests.support.cluster import MODEL, Cluster
+
+TOPICS = ("the sea", "a small dog", "prime numbers", "Seoul", "winter", "bread", "a lost key", "trains")
+NUM_STREAMS = 32
+pytestmark = pytest.mark.timeout(400)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    prompt: str
+    temperature: float
+    seed: int
+
+
+CASES = [
+    _Case(
+        prompt=f"Tell me about {TOPICS[number % len(TOPICS)]}. " * (1 + 3 * (number % 7)),
+        temperature=0.0 if number % 2 else 0.8,
+        seed=number,
+    )
+    for number in range(NUM_STREAMS)
+]
+
+
+async def _generate(cluster: Cluster, *, together: bool) -> list[tuple[str, ...]]:
+    """The tokens of every case, one stream at a time or all at once."""
+    gate = asyncio.Semaphore(NUM_STREAMS if together else 1)
+    async with cluster.async_client() as client:
+
+        async def one(case: _Case) -> tuple[str, ...]:
+            async with gate:
+                stream = await client.completions.create(
+                    model=MODEL,
+                    prompt=case.prompt,
+                    temperature=case.temperature,
+                    seed=case.seed,
+                    max_tokens=24,
+                    stream=True,
+                    logprobs=0,
+                )
+                return tuple([token async for c in stream for token in (c.choices[0].logprobs or _NONE).tokens or ()])
+
+        return await asyncio.gather(*(one(case) for case in CASES))
+
+
+class _NONE:
+    tokens: tuple[str, ...] = ()
+
+
+async def test_32_streams_at_once_give_what_each_gives_alone_and_without_prefill_workers(
+    cluster: Cluster, monolith: Cluster
+) -> None:
+    together = await _generate(cluster, together=True)
+    alone = await _generate(cluster, together=False)
+    monolithic = await _generate(monolith, together=True)
+    assert all(len(tokens) > 1 for tokens in together)
+    assert together == alone
+    assert together == monolithic

@@ -1,0 +1,238 @@
+"""Starts the real cluster, `pdserve up` and its processes, and looks at it from outside as an operator would."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import openai
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from pdserve.cli.router_client import get_model
+from pdserve.cli.status import ClusterView, WorkerView
+
+MODEL = "smollm2-135m-instruct"
+READY_S = 180.0
+SETTLE_S = 20.0
+#: Between two looks at something that only polling can see from outside.
+_LOOK_EVERY_S = 0.05
+
+T = TypeVar("T")
+
+
+def free_port() -> int:
+    """A port nobody listens on at this moment, and neither on the next one."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a process holds of the system."""
+
+    fds: int
+    threads: int
+    children: int
+
+
+class Cluster:
+    """A running `pdserve up`."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int, log_dir: Path) -> None:
+        self.process = process
+        self.port = port
+        self.log_dir = log_dir
+        self.base_url = f"http://127.0.0.1:{port}"
+        self.grpc_address = f"127.0.0.1:{port + 1}"
+        #: What `pdserve up` printed.
+        self.lines: list[str] = []
+        self.ready: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    # Clients
+    def client(self, **options: object) -> openai.OpenAI:
+        """The real client, without its own retries."""
+        return openai.OpenAI(base_url=f"{self.base_url}/v1", api_key="none", max_retries=0, timeout=100, **options)  # type: ignore[arg-type]
+
+    def async_client(self) -> openai.AsyncOpenAI:
+        """As `client`, for many requests at the same time."""
+        return openai.AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key="none", max_retries=0, timeout=100)
+
+    # What an operator sees
+    def view(self) -> ClusterView:
+        """`pdserve status`, as values."""
+        return get_model(self.base_url, "/v1/cluster", ClusterView)
+
+    def workers(self, tier: str) -> list[WorkerView]:
+        """The ready workers of a tier."""
+        return [worker for worker in self.view().workers if worker.tier == tier and worker.ready]
+
+    def metric(self, address: str, name: str, **labels: str) -> float:
+        """The sum of a metric's samples with these labels, from one process; 0 when there are none yet."""
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
+            text = response.read().decode()
+        families = list(text_string_to_metric_families(text))
+        assert name.removesuffix("_total") in {family.name for family in families}, f"{address} has no metric {name}"
+        samples = [sample for family in families for sample in family.samples]
+        return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
+
+    def worker_metric(self, tier: str, name: str, **labels: str) -> float:
+        """The sum over all workers of a tier."""
+        return sum(self.metric(worker.http_address, name, **labels) for worker in self.workers(tier))
+
+    # Processes
+    def processes(self) -> dict[str, psutil.Process]:
+        """The service processes by name: router, prefill-0, decode-0, ..."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                command = child.cmdline()
+            except psutil.Error:
+                continue
+            for module in ("router_svc", "prefill_svc", "decode_svc"):
+                if module in command:
+                    ids = [part.removeprefix("--worker-id=") for part in command if part.startswith("--worker-id=")]
+                    found[ids[0] if ids else "router"] = child
+            if any("redis-server" in part for part in command[:1]):
+                found["redis"] = child
+        return found
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> psutil.Process:
+        """Sends a signal to one service's process."""
+        process = self.processes()[name]
+        process.send_signal(number)
+        return process
+
+    def footprint(self) -> dict[str, Footprint]:
+        """What each process holds."""
+        return {
+            name: Footprint(process.num_fds(), process.num_threads(), len(process.children(recursive=True)))
+            for name, process in self.processes().items()
+        }
+
+    # Waiting
+    def until(self, condition: Callable[[], T], what: str, *, timeout_s: float = SETTLE_S) -> T:
+        """The first true value of `condition`; fails after `timeout_s` saying what did not come."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            value = condition()
+            if value:
+                return value
+            assert self.process.poll() is None, f"pdserve up ended: {self.lines[-5:]}"
+            assert time.monotonic() < deadline, f"waited {timeout_s:g} s in vain: {what}; {self.describe()}"
+            time.sleep(_LOOK_EVERY_S)
+
+    async def until_async(self, condition: Callable[[], T], what: str, *, timeout_s: float = SETTLE_S) -> T:
+        """As `until`, while the event loop goes on."""
+        return await asyncio.to_thread(self.until, condition, what, timeout_s=timeout_s)
+
+    def is_idle(self) -> bool:
+        """Nothing runs, waits or holds a block, on any tier."""
+        view = self.view()
+        return (
+            view.router.running == view.router.queued == 0
+            and all(self._is_idle(worker) for worker in view.workers if worker.ready)
+            and any(worker.ready for worker in view.workers)
+        )
+
+    def _is_idle(self, worker: WorkerView) -> bool:
+        def value(name: str) -> float:
+            return self.metric(worker.http_address, name)
+
+        return (
+            value("pdserve_kv_blocks_free") == value("pdserve_kv_blocks_total")
+            and value("pdserve_kv_transfers_active") == 0
+            and value("pdserve_num_requests_running") == value("pdserve_num_requests_waiting") == 0
+        )
+
+    def wait_idle(self, *, timeout_s: float = SETTLE_S) -> None:
+        """Fails unless everything is given back soon."""
+        self.until(self.is_idle, "all blocks, leases and requests given back", timeout_s=timeout_s)
+
+    def wait_tiers(self, *, prefill: int, decode: int, timeout_s: float = 60.0) -> None:
+        """Until that many workers are ready."""
+        self.until(
+            lambda: (len(self.workers("prefill")), len(self.workers("decode"))) == (prefill, decode),
+            f"{prefill} prefill and {decode} decode workers ready",
+            timeout_s=timeout_s,
+        )
+
+    def describe(self) -> str:
+        """For a failing test's message."""
+        try:
+            return str(self.view())
+        except Exception as error:  # noqa: BLE001 - it only adds to another failure's message
+            return f"the router does not tell: {error}"
+
+    def logs(self) -> str:
+        """The end of every log file, for a failing test's message."""
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}"
+            for path in sorted(self.log_dir.glob("*.log"))
+        )
+
+
+@contextmanager
+def running_cluster(tmp_path: Path, *flags: str, model: str = MODEL) -> Iterator[Cluster]:
+    """`pdserve up` with these flags, ready; stopped by Ctrl-C at the end, and nothing may be left of it."""
+    port = free_port()
+    log_dir = tmp_path / "logs"
+    command = [sys.executable, "-m", "pdserve.cli", "up", model, "--port", str(port), "--log-dir", str(log_dir), *flags]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    cluster = Cluster(process, port, log_dir)
+    reader = threading.Thread(target=_read_lines, args=(cluster,), name="pdserve-up-output")
+    reader.start()
+    try:
+        try:
+            is_ready = cluster.ready.get(timeout=READY_S)
+        except queue.Empty:
+            is_ready = False
+        assert is_ready, f"pdserve up is not ready: {cluster.lines}\n{cluster.logs()}"
+        yield cluster
+        everyone = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0, cluster.lines
+        left = [child for child in everyone if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+        assert not left, f"processes outlived pdserve up: {left}"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        reader.join()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+_READY = re.compile(r"^Ready after ")
+
+
+def _read_lines(cluster: Cluster) -> None:
+    assert cluster.process.stdout is not None
+    for line in cluster.process.stdout:
+        cluster.lines.append(line.rstrip())
+        if _READY.match(line):
+            cluster.ready.put(True)
+    cluster.ready.put(False)
