@@ -1,0 +1,22 @@
+"""`python -m router_svc`: one router."""
+
+from __future__ import annotations
+
+from pdserve.base.service import run_service
+from router_svc.config import RouterConfig
+from router_svc.service import serve
+
+
+def main() -> None:
+    """Runs the router until it is told to stop."""
+    run_service(
+        RouterConfig,
+        "router_svc",
+        serve,
+        log_level=lambda config: config.log_level,
+        description="Answers the OpenAI-compatible API and takes each request through the cluster.",
+    )
+
+
+if __name__ == "__main__":
+    main()

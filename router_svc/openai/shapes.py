@@ -1,0 +1,190 @@
+"""How a response looks, streamed and whole; completions and chat differ only in what a choice holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import pdserve
+from pdserve.base.sampling import FinishReason, TokenLogprobs
+from pdserve.model.tokenizer import Tokenizer
+from router_svc.openai.jobs import Job
+from router_svc.openai.logprobs import chat_logprobs, completion_logprobs
+from router_svc.output import ChoiceDelta
+from router_svc.record import Json
+from router_svc.stream import Usage
+
+_FINGERPRINT = f"pdserve-{pdserve.__version__}"
+
+Fields = dict[str, Json]
+
+
+@dataclass(slots=True)
+class Collected:
+    """Everything one choice has gained."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, delta: ChoiceDelta) -> None:
+        """Adds what the choice gained last."""
+        self.text.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+class ChoiceFormat(Protocol):
+    """What an endpoint's choices hold."""
+
+    chunk_object: str
+    whole_object: str
+
+    def opening(self, index: int) -> Fields | None:
+        """What a choice says before its first token, if anything."""
+
+    def part(self, delta: ChoiceDelta) -> Fields:
+        """What a chunk says. Called in order: formats may count."""
+
+    def whole(self, index: int, collected: Collected) -> Fields:
+        """The complete choice."""
+
+
+class CompletionFormat:
+    """Choices with `text`."""
+
+    chunk_object = "text_completion"
+    whole_object = "text_completion"
+
+    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        choices_per_prompt = job.generations[0].sampling.n
+        self._echoes = [echo for echo in job.echoes for _ in range(choices_per_prompt)]
+        #: Characters of the tokens each choice has had so far.
+        self._offsets: dict[int, int] = {}
+
+    def opening(self, index: int) -> Fields | None:
+        """The prompt, when it is to be repeated."""
+        if not self._echoes:
+            return None
+        return {"index": index, "text": self._echoes[index], "logprobs": None, "finish_reason": None}
+
+    def part(self, delta: ChoiceDelta) -> Fields:
+        """New text."""
+        index = delta.choice_index
+        logprobs = self._logprobs(index, delta.token_ids, delta.logprobs)
+        return {"index": index, "text": delta.text, "logprobs": logprobs, **_ending(delta)}
+
+    def whole(self, index: int, collected: Collected) -> Fields:
+        """All text, after the prompt when that is to be repeated."""
+        text = "".join([*self._echoes[index : index + 1], *collected.text])
+        logprobs = self._logprobs(index, collected.token_ids, collected.logprobs)
+        return {"index": index, "text": text, "logprobs": logprobs, **_ending(collected)}
+
+    def _logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Json:
+        if not entries:
+            return None
+        offset = self._offsets.get(index, 0)
+        shaped, self._offsets[index] = completion_logprobs(token_ids, entries, self._tokenizer, offset=offset)
+        return shaped
+
+
+class ChatFormat:
+    """Choices with a `message`, or a `delta` of one."""
+
+    chunk_object = "chat.completion.chunk"
+    whole_object = "chat.completion"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def opening(self, index: int) -> Fields | None:
+        """Whose message it is."""
+        delta: Fields = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def part(self, delta: ChoiceDelta) -> Fields:
+        """New text of the message."""
+        content: Fields = {"content": delta.text} if delta.text else {}
+        logprobs = self._logprobs(delta.token_ids, delta.logprobs)
+        return {"index": delta.choice_index, "delta": content, "logprobs": logprobs, **_ending(delta)}
+
+    def whole(self, index: int, collected: Collected) -> Fields:
+        """The message."""
+        message: Fields = {"role": "assistant", "content": "".join(collected.text), "refusal": None}
+        logprobs = self._logprobs(collected.token_ids, collected.logprobs)
+        return {"index": index, "message": message, "logprobs": logprobs, **_ending(collected)}
+
+    def _logprobs(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Json:
+        return chat_logprobs(token_ids, entries, self._tokenizer) if entries else None
+
+
+def _ending(choice: ChoiceDelta | Collected) -> Fields:
+    return {
+        "finish_reason": choice.finish_reason.value if choice.finish_reason else None,
+        "stop_reason": choice.stop_reason,
+    }
+
+
+class Response:
+    """One response being written, in chunks or whole."""
+
+    def __init__(self, job: Job, choices: ChoiceFormat) -> None:
+        self._job = job
+        self._format = choices
+        self._num_choices = sum(generation.sampling.n for generation in job.generations)
+
+    def opening(self) -> list[Fields]:
+        """The chunks before any token."""
+        openings = map(self._format.opening, range(self._num_choices))
+        return [self._chunk([opening], None) for opening in openings if opening is not None]
+
+    def chunks(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> list[Fields]:
+        """A chunk for each choice that gained something to show; text that is held back shows nothing."""
+        return [
+            self._chunk([self._format.part(delta)], usage if self._job.continuous_usage else None)
+            for delta in deltas
+            if delta.text or delta.logprobs or delta.finish_reason
+        ]
+
+    def closing(self, usage: Usage) -> list[Fields]:
+        """The chunk after all tokens, when usage was asked for."""
+        return [self._chunk([], usage)] if self._job.include_usage else []
+
+    def whole(self, collected: Sequence[Collected], usage: Usage) -> Fields:
+        """The response that is not streamed."""
+        choices: list[Json] = [self._format.whole(index, choice) for index, choice in enumerate(collected)]
+        return {**self._envelope(self._format.whole_object), "choices": choices, "usage": _usage(usage)}
+
+    def new_collection(self) -> list[Collected]:
+        """An empty choice for each one asked for."""
+        return [Collected() for _ in range(self._num_choices)]
+
+    def _chunk(self, choices: list[Json], usage: Usage | None) -> Fields:
+        chunk = {**self._envelope(self._format.chunk_object), "choices": choices}
+        if self._job.include_usage:
+            # OpenAI has the field in every chunk once it was asked for, and a value in the last.
+            chunk["usage"] = None if usage is None else _usage(usage)
+        return chunk
+
+    def _envelope(self, object_name: str) -> Fields:
+        return {
+            "id": self._job.response_id,
+            "object": object_name,
+            "created": self._job.created,
+            "model": self._job.model,
+            "system_fingerprint": _FINGERPRINT,
+        }
+
+
+def _usage(usage: Usage) -> Fields:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }

@@ -1,0 +1,147 @@
+"""Which worker gets a request: the least work in its way, counting what it has cached. Pure policy.
+
+Costs are in prompt tokens, so that what a worker need not compute (or receive) weighs against what it has to do first.
+Workers report their load once a second; what this router has placed since then is counted by itself, and the larger of
+the two numbers is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from pdserve.base.ids import Epoch, WorkerId
+from pdserve.base.workers import WorkerRecord
+
+#: What one running sequence weighs against prompt tokens: a decode worker with this many uncached tokens less may be
+#: one sequence fuller and still be the better choice.
+SEQUENCE_TOKENS = 64
+
+
+#: A restarted worker is another one.
+Incarnation = tuple[WorkerId, Epoch]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What has to be placed. `excluded` are workers that already failed this request."""
+
+    prompt_tokens: int
+    sequences: int
+    #: Leading blocks each worker has cached.
+    overlap: Mapping[WorkerId, int]
+    excluded: Collection[Incarnation] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The chosen worker and why."""
+
+    worker: WorkerRecord
+    #: Prompt tokens the index says this worker has.
+    expected_cached_tokens: int
+    cost_tokens: int
+    why: str
+
+
+class InFlight:
+    """What this router has placed on workers and not yet seen done."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[WorkerId, int] = {}
+        self._prompt_tokens: dict[WorkerId, int] = {}
+
+    def sequences(self, worker: WorkerId) -> int:
+        """Sequences placed on a decode worker."""
+        return self._sequences.get(worker, 0)
+
+    def prompt_tokens(self, worker: WorkerId) -> int:
+        """Uncached prompt tokens placed on a prefill worker."""
+        return self._prompt_tokens.get(worker, 0)
+
+    @contextmanager
+    def decoding(self, worker: WorkerId, sequences: int) -> Iterator[None]:
+        """Counts sequences on a decode worker during the block."""
+        with _counted(self._sequences, worker, sequences):
+            yield
+
+    @contextmanager
+    def prefilling(self, worker: WorkerId, prompt_tokens: int) -> Iterator[None]:
+        """Counts prompt tokens on a prefill worker during the block."""
+        with _counted(self._prompt_tokens, worker, prompt_tokens):
+            yield
+
+
+@contextmanager
+def _counted(counts: dict[WorkerId, int], worker: WorkerId, amount: int) -> Iterator[None]:
+    counts[worker] = counts.get(worker, 0) + amount
+    try:
+        yield
+    finally:
+        counts[worker] -= amount
+        if not counts[worker]:
+            del counts[worker]
+
+
+def choose_decode(workers: Sequence[WorkerRecord], need: Need, in_flight: InFlight) -> Placement | None:
+    """The decode worker that can start soonest; one without room only when none has any. None: no candidate."""
+    return _cheapest(workers, need, lambda worker: _decode_cost(worker, need, in_flight))
+
+
+def choose_prefill(workers: Sequence[WorkerRecord], need: Need, in_flight: InFlight) -> Placement | None:
+    """The prefill worker with the fewest tokens to compute before this prompt is done. None: no candidate."""
+    return _cheapest(workers, need, lambda worker: _prefill_cost(worker, need, in_flight))
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Cost:
+    """Compared field by field; the id makes the choice repeatable."""
+
+    is_full: bool
+    tokens: int
+    worker_id: WorkerId
+
+
+def _decode_cost(worker: WorkerRecord, need: Need, in_flight: InFlight) -> _Cost:
+    sequences = max(worker.load.running + worker.load.waiting, in_flight.sequences(worker.worker_id))
+    blocks = need.prompt_tokens // worker.layout.block_size + 1 - need.overlap.get(worker.worker_id, 0)
+    is_full = sequences + need.sequences > worker.max_num_seqs or blocks > worker.load.free_blocks
+    return _Cost(is_full, _uncached(worker, need) + SEQUENCE_TOKENS * sequences, worker.worker_id)
+
+
+def _prefill_cost(worker: WorkerRecord, need: Need, in_flight: InFlight) -> _Cost:
+    queued = max(worker.load.queued_tokens, in_flight.prompt_tokens(worker.worker_id))
+    return _Cost(False, _uncached(worker, need) + queued, worker.worker_id)
+
+
+def _cached(worker: WorkerRecord, need: Need) -> int:
+    # The last token is always computed, whatever is cached.
+    return min(need.overlap.get(worker.worker_id, 0) * worker.layout.block_size, need.prompt_tokens - 1)
+
+
+def _uncached(worker: WorkerRecord, need: Need) -> int:
+    return need.prompt_tokens - _cached(worker, need)
+
+
+def _cheapest(
+    workers: Sequence[WorkerRecord], need: Need, cost_of: Callable[[WorkerRecord], _Cost]
+) -> Placement | None:
+    candidates = [
+        worker for worker in workers if worker.ready and (worker.worker_id, worker.epoch) not in need.excluded
+    ]
+    ranked = sorted(((cost_of(worker), worker) for worker in candidates), key=lambda pair: pair[0])
+    if not ranked:
+        return None
+    cost, worker = ranked[0]
+    cached = _cached(worker, need)
+    why = f"{cached} of {need.prompt_tokens} tokens cached, cost {_shown(cost)}"
+    if len(ranked) > 1:
+        why += f"; next best {ranked[1][1].worker_id} costs {_shown(ranked[1][0])}"
+    else:
+        why += "; the only candidate"
+    return Placement(worker=worker, expected_cached_tokens=cached, cost_tokens=cost.tokens, why=why)
+
+
+def _shown(cost: _Cost) -> str:
+    return f"{cost.tokens} (full)" if cost.is_full else str(cost.tokens)

@@ -1,0 +1,111 @@
+"""The model as the router knows it: names, texts and limits, no weights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from annotated_types import Ge, Gt, Le
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pdserve.base.errors import SetupError
+from pdserve.model.chat_template import ChatTemplate
+from pdserve.model.config import ModelConfig
+from pdserve.model.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
+
+#: Texts up to this size are tokenized on the event loop, which takes less than going to a thread: well below 1 ms.
+INLINE_CHARACTERS = 2048
+#: Texts that are long to tokenize use these threads; more would only take cores from the workers of a small machine.
+_TEXT_THREADS = 2
+
+
+class SamplingDefaults(BaseModel):
+    """The part of generation_config.json that vLLM applies to requests which leave these fields out."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    temperature: Annotated[float, Ge(0)] | None = None
+    top_p: Annotated[float, Gt(0), Le(1)] | None = None
+    top_k: Annotated[int, Ge(0)] | None = None
+    min_p: Annotated[float, Ge(0), Le(1)] | None = None
+    repetition_penalty: Annotated[float, Gt(0)] | None = None
+    #: Also the most a request may get, as in vLLM.
+    max_new_tokens: Annotated[int, Ge(1)] | None = None
+
+    @classmethod
+    def from_dir(cls, model_dir: Path) -> SamplingDefaults:
+        """All None when the model has no generation_config.json. Raises `SetupError`."""
+        path = model_dir / "generation_config.json"
+        if not path.exists():
+            return cls()
+        try:
+            return cls.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, ValidationError) as error:
+            raise SetupError(f"{path} cannot be used: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """Everything the API layers ask about the model."""
+
+    name: str
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    defaults: SamplingDefaults
+    vocab_size: int
+    max_position_embeddings: int
+    threads: ThreadPoolExecutor
+
+    @classmethod
+    def load(cls, model_dir: Path, name: str) -> ServedModel:
+        """Reads tokenizer, chat template and configs. Raises `SetupError`."""
+        config = ModelConfig.from_dir(model_dir)
+        return cls(
+            name=name,
+            tokenizer=Tokenizer.from_dir(model_dir),
+            template=ChatTemplate.from_dir(model_dir),
+            defaults=SamplingDefaults.from_dir(model_dir),
+            vocab_size=config.vocab_size,
+            max_position_embeddings=config.max_position_embeddings,
+            threads=ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="text"),
+        )
+
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of texts; long ones, or many, do not hold up the event loop."""
+        return await self._off_loop(
+            sum(map(len, texts)), lambda: [self.tokenizer.encode(text, add_special_tokens) for text in texts]
+        )
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool,
+        add_special_tokens: bool,
+        template_kwargs: Mapping[str, bool | int | float | str],
+    ) -> list[int]:
+        """Token ids of a conversation. Raises `RequestError` when the template refuses it, or there is none."""
+
+        def render_and_encode() -> list[int]:
+            text = self.template.render(messages, add_generation_prompt=add_generation_prompt, **template_kwargs)
+            return self.tokenizer.encode(text, add_special_tokens)
+
+        return await self._off_loop(sum(len(str(message["content"])) for message in messages), render_and_encode)
+
+    async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
+        """The texts of token ids, special tokens included."""
+        return await self._off_loop(
+            sum(map(len, prompts)), lambda: [self.tokenizer.decode(token_ids, False) for token_ids in prompts]
+        )
+
+    async def _off_loop(self, size: int, work: Callable[[], Result]) -> Result:
+        if size <= INLINE_CHARACTERS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work)

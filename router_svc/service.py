@@ -1,0 +1,172 @@
+"""The router process: what it is made of, when it is ready, how it drains."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from kvtransfer.prefix_mirror import PrefixMirror
+from pdserve.base import notify
+from pdserve.base.admin import Health, bound_socket, health_routes, serve_http
+from pdserve.base.logs import get_logger
+from pdserve.base.registry import WorkerDirectory
+from pdserve.base.rpc import GrpcHealth, serve_grpc
+from pdserve.base.store import Store
+from pdserve.base.tasks import service_group, stop_event_on_signals
+from router_svc.cluster import TIERS, Cluster, Policy
+from router_svc.config import RouterConfig
+from router_svc.gate import Gate
+from router_svc.grpc_api import SERVICE, InferenceServicer
+from router_svc.http_app import make_app
+from router_svc.metrics import RouterMetrics
+from router_svc.openai.api import GenerationApi
+from router_svc.openai.info import ModelApi, OperatorApi
+from router_svc.record import Ring
+from router_svc.request_store import RequestStore
+from router_svc.requests import Requests
+from router_svc.served_model import ServedModel
+
+log = get_logger(__name__)
+
+NO_DECODE_WORKER = "no decode worker is ready"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addresses:
+    """Where the router answers, as host:port."""
+
+    http: str
+    grpc: str
+
+
+class Router:
+    """The parts of one router, put together."""
+
+    def __init__(self, config: RouterConfig, model: ServedModel, store: Store, health: Health) -> None:
+        self.config = config
+        self.health = health
+        self.metrics = RouterMetrics(model_name=config.model_name)
+        self._store = store
+        self._directory = WorkerDirectory(store)
+        self._mirror = PrefixMirror(store)
+        self._request_store = RequestStore(store)
+        self._cluster = Cluster(
+            policy=Policy(
+                model_name=config.model_name,
+                local_prefill_threshold=config.local_prefill_threshold,
+                expects_prefill=config.prefill_expected > 0,
+                reserve_timeout_s=config.reserve_timeout_s,
+                token_timeout_s=config.token_timeout_s,
+            ),
+            directory=self._directory,
+            index=self._mirror.overlap,
+            metrics=self.metrics,
+        )
+        self._gate = Gate(max_waiting=config.max_num_queued_reqs, max_wait_s=config.queue_timeout_s)
+        self.metrics.num_requests_running.set_function(lambda: self._gate.num_running)
+        self.metrics.num_requests_waiting.set_function(lambda: self._gate.num_waiting)
+        self._requests = Requests(
+            self._cluster, self._gate, Ring(config.trace_capacity), self._request_store, model.tokenizer
+        )
+        self._model = model
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[Addresses]:
+        """Answers until the block ends; ready as soon as a decode worker is."""
+        config = self.config
+        listener = bound_socket(config.host, config.port, flag="--port")
+        inference = InferenceServicer(self._model, self._requests, self._max_model_len)
+        try:
+            async with (
+                service_group() as group,
+                serve_http(self._app(), listener) as http_address,
+                serve_grpc(
+                    inference.register,
+                    [SERVICE],
+                    host=config.host,
+                    port=config.effective_grpc_port,
+                    flag="--grpc-port",
+                ) as (grpc_address, grpc_health),
+            ):
+                group.start(self._directory.run(), name="directory")
+                group.start(self._mirror.run(), name="prefix-mirror")
+                group.start(self._request_store.run(), name="request-store")
+                group.start(self._follow_cluster(grpc_health), name="cluster")
+                yield Addresses(http=http_address, grpc=grpc_address)
+        finally:
+            listener.close()
+            await self._cluster.channels.close()
+            self._model.threads.shutdown(wait=False)
+
+    async def drain(self) -> None:
+        """Refuses new requests and waits for the running ones, as long as they may take."""
+        self.health.not_ready = "draining"
+        self._requests.drain()
+        try:
+            async with asyncio.timeout(self.config.drain_timeout_s):
+                await self._requests.wait_idle()
+        except TimeoutError:
+            log.warning("drain_incomplete", requests=self._requests.num_open, waited_s=self.config.drain_timeout_s)
+
+    def _app(self) -> web.Application:
+        model = ModelApi(self._model, self._max_model_len)
+        operator = OperatorApi(self._cluster, self._requests, self._gate, self.health, self._store)
+        generation = GenerationApi(self._model, self._requests, self._max_model_len)
+        return make_app(
+            [generation.routes(), model.routes(), operator.routes(), health_routes(self.health, self.metrics.registry)],
+            max_body_bytes=self.config.max_body,
+        )
+
+    def _max_model_len(self) -> int:
+        return self._cluster.max_model_len(default=self._model.max_position_embeddings)
+
+    async def _follow_cluster(self, grpc_health: GrpcHealth) -> None:
+        """Readiness, capacity and gauges follow the workers there are."""
+        while True:
+            version = self._directory.version
+            ready = {tier: len(self._cluster.ready(tier)) for tier in TIERS}
+            self._gate.set_capacity(self._cluster.decode_capacity)
+            self._tell_readiness(is_ready=ready["decode"] > 0)
+            await grpc_health.set_serving(self.health.is_ready)
+            missing_prefill = self.config.prefill_expected > 0 and not ready["prefill"]
+            self._degrade("prefill", "no prefill worker is ready; decode workers prefill" if missing_prefill else None)
+            for tier, count in ready.items():
+                self.metrics.set_workers(tier, count)
+            known = {(worker.worker_id, worker.epoch) for tier in ready for worker in self._directory.workers_of(tier)}
+            await self._cluster.channels.sweep(known)
+            await self._directory.wait_for_change(version)
+
+    def _tell_readiness(self, *, is_ready: bool) -> None:
+        if self._requests.is_draining or is_ready == self.health.is_ready:
+            return
+        self.health.not_ready = None if is_ready else NO_DECODE_WORKER
+        if is_ready:
+            log.info("router_ready")
+            notify.ready()
+        else:
+            log.warning("router_not_ready", reason=NO_DECODE_WORKER)
+            notify.status(NO_DECODE_WORKER)
+
+    def _degrade(self, subject: str, reason: str | None) -> None:
+        self.health.watch(subject)(reason)
+        self.metrics.set_degraded(subject, reason is not None)
+
+
+async def serve(config: RouterConfig) -> None:
+    """Runs the router until SIGTERM or SIGINT. Raises `SetupError`."""
+    stop = stop_event_on_signals()
+    health = Health(not_ready=NO_DECODE_WORKER)
+    model = ServedModel.load(config.model_dir, config.model_name)
+    async with Store(config.redis_url, on_change=health.watch("redis")) as store:
+        router = Router(config, model, store, health)
+        async with router.serving() as addresses:
+            log.info("router_listening", http=addresses.http, grpc=addresses.grpc, model=config.model_name)
+            notify.status(NO_DECODE_WORKER)
+            await stop.wait()
+            log.info("router_draining")
+            notify.stopping()
+            await router.drain()

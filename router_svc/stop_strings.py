@@ -1,0 +1,83 @@
+"""Finds stop strings in streamed text and holds back what may still become one. Pure.
+
+Each stop string runs as a Knuth-Morris-Pratt automaton over the characters, so that the work per character is constant
+and the outcome does not depend on how the text is cut into pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scanned:
+    """What a piece of text led to: `text` may be shown; `matched` is the stop string that ended it."""
+
+    text: str
+    matched: str | None = None
+
+
+class _Automaton:
+    """How much of one stop string the text read so far ends with."""
+
+    __slots__ = ("_failure", "length", "stop")
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.length = 0
+        self._failure = _failure_table(stop)
+
+    def step(self, character: str) -> bool:
+        """Reads one character; True when the stop string is complete."""
+        while self.length and self.stop[self.length] != character:
+            self.length = self._failure[self.length - 1]
+        if self.stop[self.length] == character:
+            self.length += 1
+        return self.length == len(self.stop)
+
+
+def _failure_table(stop: str) -> list[int]:
+    table = [0] * len(stop)
+    length = 0
+    for index in range(1, len(stop)):
+        while length and stop[index] != stop[length]:
+            length = table[length - 1]
+        if stop[index] == stop[length]:
+            length += 1
+        table[index] = length
+    return table
+
+
+class StopScanner:
+    """Passes text on, except what could be the beginning of a stop string.
+
+    The stop string that is complete first wins; of several that end at the same character, the longest. With
+    `include`, the text up to and with the stop string is shown, without it the text before.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._automata = [_Automaton(stop) for stop in sorted(stops, key=len, reverse=True)]
+        self._include = include
+        self._held = ""
+
+    def push(self, text: str) -> Scanned:
+        """Reads more text. After a match the scanner must not be used again."""
+        if not self._automata:
+            return Scanned(text=text)
+        for position, character in enumerate(text):
+            # Every automaton must read the character, also after one has matched on it: no short circuit.
+            complete = [automaton for automaton in self._automata if automaton.step(character)]
+            if complete:
+                stop = complete[0].stop
+                shown = self._held + text[: position + 1]
+                return Scanned(text=shown if self._include else shown[: len(shown) - len(stop)], matched=stop)
+        shown = self._held + text
+        keep = len(shown) - max(automaton.length for automaton in self._automata)
+        self._held = shown[keep:]
+        return Scanned(text=shown[:keep])
+
+    def flush(self) -> str:
+        """The held text, once it is known that nothing follows."""
+        held, self._held = self._held, ""
+        return held
