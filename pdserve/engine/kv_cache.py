@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -25,7 +26,7 @@ class KvCache:
         shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         try:
             # Zeros: rows that attention masks out are still multiplied, and rubbish could be NaN.
-            self.tensor = torch.zeros(shape, dtype=_DTYPES[layout.dtype], device=device)
+            self.tensor = _zeros(shape, _DTYPES[layout.dtype], device)
         except (RuntimeError, MemoryError) as error:
             needed_mib = num_blocks * layout.block_bytes / 2**20
             raise SetupError(
@@ -47,3 +48,14 @@ class KvCache:
         """Copy each source block onto its destination, one after the other: a later pair may depend on an earlier."""
         for source, destination in pairs:
             self.tensor[destination].copy_(self.tensor[source])
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Like `torch.zeros`, but on the CPU the system hands out zeroed pages when they are first written.
+
+    `torch.zeros` writes them all at once, which for 2 GiB took up to 10 s of a worker's start on a virtual machine.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    flat = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(flat).view(dtype).view(shape)

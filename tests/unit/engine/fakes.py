@@ -65,9 +65,7 @@ class FakeDecoder:
 
 
 def layout(model: str = "fake") -> KvLayout:
-    return KvLayout(
-        model=model, dtype="float32", block_size=BLOCK_SIZE, num_layers=1, num_kv_heads=1, head_dim=1
-    )
+    return KvLayout(model=model, dtype="float32", block_size=BLOCK_SIZE, num_layers=1, num_kv_heads=1, head_dim=1)
 
 
 def limits(max_model_len: int = 64) -> SequenceLimits:
@@ -101,6 +99,7 @@ class Worker:
     scheduler: Scheduler
     decoder: FakeDecoder = field(default_factory=FakeDecoder)
     plans: list[StepPlan] = field(default_factory=list)
+    seen: list[StepEvents] = field(default_factory=list)
     told: dict[RequestId, dict[int, list[ChoiceTokens]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -112,6 +111,7 @@ class Worker:
         self.plans.append(plan)
         logits = self.runner.forward(plan, self.runner.build(plan))
         events = self.scheduler.update(plan, self.runner.sample(plan, logits))
+        self.seen.append(events)
         for tokens in events.tokens:
             for choice in tokens.choices:
                 self.told.setdefault(tokens.request_id, {}).setdefault(choice.choice_index, []).append(choice)
@@ -119,11 +119,11 @@ class Worker:
 
     def run(self, max_steps: int = 500) -> list[StepEvents]:
         """Step until nothing is left to do."""
-        seen = []
+        events = []
         while self.scheduler.has_work():
-            seen.append(self.step())
-            assert len(seen) < max_steps, "the scheduler does not come to rest"
-        return seen
+            assert len(events) < max_steps, "the scheduler does not come to rest"
+            events.append(self.step())
+        return events
 
     def tokens(self, request_id: RequestId, choice: int = 0) -> list[int]:
         """All tokens told of one choice, checked to be numbered without a gap from where they start."""
@@ -135,6 +135,17 @@ class Worker:
         return flat
 
 
-def copy_block(source: KvCache, source_block: BlockId, target: KvCache, target_block: BlockId) -> None:
-    """What a transfer does."""
-    target.block_bytes_view(target_block)[:] = source.block_bytes_view(source_block)
+def write_prompt(cache: KvCache, table: Items[BlockId], first_block: int, prompt: Items[int]) -> None:
+    """What a transfer does: the KV of the prompt's blocks from `first_block` on arrives in its place."""
+    for position in range(first_block * BLOCK_SIZE, len(prompt)):
+        block, offset = table[position // BLOCK_SIZE], position % BLOCK_SIZE
+        cache.tensor[block, 0, 0, 0, offset, 0] = prompt[position]
+        cache.tensor[block, 0, 1, 0, offset, 0] = position
+
+
+def read_prompt(cache: KvCache, table: Items[BlockId], num_tokens: int) -> list[int]:
+    """The tokens whose KV is stored, their positions checked."""
+    stored = cache.tensor[list(table), 0, :, 0, :, 0].to(torch.int64)
+    assert stored[:, 1].flatten()[:num_tokens].tolist() == list(range(num_tokens))
+    tokens: list[int] = stored[:, 0].flatten()[:num_tokens].tolist()
+    return tokens

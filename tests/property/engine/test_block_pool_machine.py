@@ -1,0 +1,121 @@
+"""Random use of a small pool, against a model that only counts: nothing leaks, nothing is handed out twice."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pdserve.base.block_hash import hash_blocks
+from pdserve.base.ids import BlockHash, BlockId
+from pdserve.engine.block_pool import BlockPool
+
+NUM_BLOCKS = 7
+BLOCK_SIZE = 2
+KEY = bytes(32)
+#: Few different tokens, so that prefixes meet.
+contents = st.lists(st.integers(0, 1), min_size=0, max_size=NUM_BLOCKS * BLOCK_SIZE)
+
+
+class Holder:
+    """A block table with the hashes its full blocks should carry."""
+
+    def __init__(self, blocks: list[BlockId], hashes: list[BlockHash], num_registered: int) -> None:
+        self.blocks = blocks
+        self.hashes = hashes
+        self.num_registered = num_registered
+
+
+class PoolMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+        self.holders: list[Holder] = []
+        #: What a listener to the pool's events believes to be matchable.
+        self.mirror: set[BlockHash] = set()
+
+    @rule(tokens=contents, spare=st.integers(0, 2))
+    def hold(self, tokens: list[int], spare: int) -> None:
+        hashes = hash_blocks(KEY, tokens, BLOCK_SIZE)
+        free_before = self.pool.num_free
+        known = self.pool.count_prefix(hashes)
+        matched = self.pool.match_prefix(hashes)
+        assert len(matched) == known
+        fresh = self.pool.allocate(self.pool.blocks_for(len(tokens)) - len(matched) + spare)
+        if fresh is None:
+            self.pool.release(reversed(matched))
+            assert self.pool.num_free == free_before
+            return
+        assert not {*matched} & {*fresh}
+        assert all(self.pool.ref_count(block) == 1 for block in fresh)
+        self.holders.append(Holder([*matched, *fresh], hashes, len(matched)))
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def register_next(self, data: st.DataObject) -> None:
+        holder = data.draw(st.sampled_from(self.holders))
+        if holder.num_registered < len(holder.hashes):
+            index = holder.num_registered
+            is_canonical = self.pool.register(holder.blocks[index], holder.hashes[index])
+            assert self.pool.count_prefix([holder.hashes[index]]) == 1
+            if is_canonical:
+                (found,) = self.pool.match_prefix([holder.hashes[index]])
+                assert found == holder.blocks[index]
+                self.pool.release([found])
+            holder.num_registered += 1
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        holder = data.draw(st.sampled_from(self.holders))
+        self.pool.share(holder.blocks)
+        self.holders.append(Holder(list(holder.blocks), holder.hashes, len(holder.hashes)))
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def write_last(self, data: st.DataObject) -> None:
+        """A holder diverges in its last block, when that one is partial."""
+        holder = data.draw(st.sampled_from(self.holders))
+        if len(holder.blocks) <= len(holder.hashes):
+            return
+        shared = self.pool.ref_count(holder.blocks[-1]) > 1
+        free_before = self.pool.num_free
+        own = self.pool.copy_on_write(holder.blocks[-1])
+        if not shared:
+            assert own == holder.blocks[-1]
+        elif own is None:
+            assert free_before == 0
+        else:
+            assert self.pool.drain_copies() == ((holder.blocks[-1], own),)
+            holder.blocks[-1] = own
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        holder = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
+        self.pool.release(reversed(holder.blocks))
+
+    @rule()
+    def listen(self) -> None:
+        events = self.pool.drain_events()
+        assert not self.mirror & {*events.added}
+        assert {*events.removed} <= self.mirror
+        self.mirror = (self.mirror | {*events.added}) - {*events.removed}
+        for block_hash in self.mirror:
+            assert self.pool.count_prefix([block_hash]) == 1
+
+    @invariant()
+    def references_are_those_of_the_holders(self) -> None:
+        self.pool.check_integrity(holder.blocks for holder in self.holders)
+        used = {block for holder in self.holders for block in holder.blocks}
+        assert self.pool.num_free == NUM_BLOCKS - len(used)
+
+    def teardown(self) -> None:
+        for holder in self.holders:
+            self.pool.release(reversed(holder.blocks))
+        assert self.pool.num_free == NUM_BLOCKS
+        self.pool.check_integrity([])
+
+
+TestBlockPool = PoolMachine.TestCase
+TestBlockPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,189 @@
+"""Any order of commands and steps on a tiny pool: references add up, everybody gets on, tokens are those of a lone run."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from decode_svc.scheduler import DecodeConfig, DecodeJob, DecodeScheduler
+from pdserve.base.errors import InvalidTransition
+from pdserve.base.ids import RequestId
+from pdserve.base.sampling import SamplingParams
+from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.sequence import SequenceLimits
+from pdserve.engine.step import Grant
+from tests.unit.engine.fakes import BLOCK_SIZE, EOS, KEY, VOCAB, Worker, expected, limits, write_prompt
+
+NUM_BLOCKS = 7
+CAPACITY = NUM_BLOCKS * BLOCK_SIZE
+#: What the oracle may emit: a sequence that fills the pool ends with one token more.
+BOUNDS: SequenceLimits = limits(CAPACITY + 1)
+
+params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 3),
+    n=st.sampled_from([1, 1, 2, 3]),
+    max_tokens=st.integers(1, 20),
+    min_tokens=st.sampled_from([0, 3]),
+    ignore_eos=st.booleans(),
+    repetition_penalty=st.sampled_from([1.0, 1.2]),
+)
+#: Few different prompts of many lengths, so that prefixes meet.
+prompts = st.builds(
+    lambda start, length: [(start + index) % VOCAB for index in range(length)],
+    st.integers(8, 9),
+    st.integers(1, CAPACITY - 1),
+)
+
+
+class DecodeMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+        config = DecodeConfig(limits=limits(), max_num_seqs=3, max_local_prefill_tokens=2, max_idle_prefill_tokens=5)
+        self.scheduler = DecodeScheduler(pool, config)
+        self.worker = Worker(pool=pool, scheduler=self.scheduler)
+        self.jobs: dict[RequestId, DecodeJob] = {}
+        self.granted: dict[RequestId, Grant] = {}
+        #: Where the telling of each choice starts: 1 when the client has the first tokens already.
+        self.starts_at: dict[RequestId, int] = {}
+        self.stopped: set[tuple[RequestId, int]] = set()
+        self.over: set[RequestId] = set()
+
+    def open(self) -> list[RequestId]:
+        return [request_id for request_id in self.jobs if request_id not in self.over]
+
+    def first_tokens(self, job: DecodeJob) -> list[int]:
+        return [expected(job.prompt_token_ids, job.params, choice, BOUNDS)[0] for choice in range(job.params.n)]
+
+    @rule(prompt=prompts, sampling=params, threshold=st.sampled_from([0, 0, 6, 99]))
+    def reserve(self, prompt: list[int], sampling: SamplingParams, threshold: int) -> None:
+        request_id = RequestId(f"r{len(self.jobs):02}")
+        job = DecodeJob(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            params=sampling,
+            hash_key=KEY,
+            local_prefill_threshold=threshold,
+        )
+        self.scheduler.reserve(job)
+        self.jobs[request_id] = job
+        self.starts_at[request_id] = 0
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data())
+    def transfer_arrives(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.granted)))
+        grant, job = self.granted.pop(request_id), self.jobs[request_id]
+        write_prompt(self.worker.cache, grant.block_table, grant.num_cached_blocks, job.prompt_token_ids)
+        self.scheduler.activate(request_id, self.first_tokens(job))
+        self.starts_at[request_id] = 1
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data(), forced=st.booleans())
+    def transfer_fails(self, data: st.DataObject, forced: bool) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.granted)))
+        self.prefill_locally(request_id, forced)
+
+    @precondition(lambda self: self.open())
+    @rule(data=st.data(), forced=st.booleans())
+    def prefill_anything_locally(self, data: st.DataObject, forced: bool) -> None:
+        """Also where it is not allowed: then nothing may change."""
+        request_id = data.draw(st.sampled_from(self.open()))
+        try:
+            self.prefill_locally(request_id, forced)
+        except InvalidTransition:
+            return
+
+    def prefill_locally(self, request_id: RequestId, forced: bool) -> None:
+        self.scheduler.prefill_locally(request_id, self.first_tokens(self.jobs[request_id]) if forced else ())
+        self.granted.pop(request_id, None)
+        self.starts_at[request_id] = int(forced)
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.jobs)))
+        if self.scheduler.abort(request_id):
+            assert request_id not in self.over
+            self.over.add(request_id)
+        else:  # it is over; perhaps the next step has yet to tell so
+            assert request_id in self.over or self.scheduler.has_work()
+        assert not self.scheduler.abort(request_id)
+        self.granted.pop(request_id, None)
+
+    @precondition(lambda self: self.open())
+    @rule(data=st.data())
+    def stop_choice(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(self.open()))
+        choice = data.draw(st.integers(0, self.jobs[request_id].params.n - 1))
+        self.scheduler.stop_choice(request_id, choice)
+        self.stopped.add((request_id, choice))
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            if self.scheduler.has_work():
+                self.take_step()
+
+    def take_step(self) -> None:
+        events = self.worker.step()
+        self.scheduler.check_integrity()
+        for grant in events.grants:
+            assert grant.request_id not in self.over
+            self.granted[grant.request_id] = grant
+        for request_id in events.finished:
+            assert request_id not in self.over, "finished twice"
+            self.over.add(request_id)
+            self.check_complete(request_id)
+        assert not events.failures
+
+    def check_complete(self, request_id: RequestId) -> None:
+        job = self.jobs[request_id]
+        for choice in range(job.params.n):
+            if (request_id, choice) not in self.stopped:
+                whole = expected(job.prompt_token_ids, job.params, choice, BOUNDS)
+                assert self.worker.tokens(request_id, choice) == whole[self.starts_at[request_id] :]
+                told = self.worker.told.get(request_id, {}).get(choice, [])
+                assert all(piece.finish_reason is None for piece in told[:-1])
+                assert not told or told[-1].finish_reason is not None
+
+    @invariant()
+    def references_are_those_of_the_requests(self) -> None:
+        self.scheduler.check_integrity()
+
+    @invariant()
+    def what_was_told_is_the_head_of_a_lone_run(self) -> None:
+        for request_id, choices in self.worker.told.items():
+            job = self.jobs[request_id]
+            for choice, told in choices.items():
+                whole = expected(job.prompt_token_ids, job.params, choice, BOUNDS)
+                start = told[0].first_index
+                assert start == self.starts_at[request_id]
+                tokens = self.worker.tokens(request_id, choice)
+                assert tokens == whole[start : start + len(tokens)]
+                assert EOS not in tokens[:-1] or job.params.ignore_eos
+
+    def teardown(self) -> None:
+        """Nobody starves: with transfers that arrive, every request comes to its end."""
+        for _ in range(2000):
+            if not self.scheduler.has_work() and not self.granted:
+                break
+            if self.scheduler.has_work():
+                self.take_step()
+            for request_id in sorted(self.granted):
+                grant, job = self.granted.pop(request_id), self.jobs[request_id]
+                write_prompt(self.worker.cache, grant.block_table, grant.num_cached_blocks, job.prompt_token_ids)
+                self.scheduler.activate(request_id, self.first_tokens(job))
+                self.starts_at[request_id] = 1
+        assert self.open() == []
+        assert self.worker.pool.num_free == NUM_BLOCKS
+        load = self.scheduler.load()
+        assert (load.num_running, load.num_waiting, load.num_held, load.queued_prompt_tokens) == (0, 0, 0, 0)
+
+
+TestDecodeScheduler = pytest.mark.timeout(300)(DecodeMachine.TestCase)
+TestDecodeScheduler.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)

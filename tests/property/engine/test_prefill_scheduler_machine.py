@@ -1,0 +1,120 @@
+"""Any order of adding, aborting, releasing and stepping on a tiny pool: nothing leaks, nobody starves, KV is right."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pdserve.base.ids import RequestId
+from pdserve.base.sampling import SamplingParams
+from pdserve.engine.block_pool import BlockPool
+from prefill_svc.scheduler import PrefillConfig, PrefillJob, PrefillScheduler
+from tests.unit.engine.fakes import BLOCK_SIZE, KEY, VOCAB, Worker, expected, limits, read_prompt
+
+NUM_BLOCKS = 6
+
+prompts = st.builds(
+    lambda start, length: [(start + index) % VOCAB for index in range(length)],
+    st.integers(8, 9),
+    st.integers(1, NUM_BLOCKS * BLOCK_SIZE),
+)
+
+
+class PrefillMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+        self.scheduler = PrefillScheduler(pool, PrefillConfig(limits=limits(), max_num_batched_tokens=5))
+        self.worker = Worker(pool=pool, scheduler=self.scheduler)
+        self.jobs: dict[RequestId, PrefillJob] = {}
+        self.computed: set[RequestId] = set()
+        self.num_computed: dict[RequestId, int] = {}
+
+    def open(self) -> list[RequestId]:
+        return [request_id for request_id in self.num_computed if request_id not in self.computed]
+
+    @rule(prompt=prompts, n=st.integers(1, 3), temperature=st.sampled_from([0.0, 1.0]), forced=st.booleans())
+    def add(self, prompt: list[int], n: int, temperature: float, forced: bool) -> None:
+        request_id = RequestId(f"r{len(self.jobs):02}")
+        self.jobs[request_id] = PrefillJob(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            params=SamplingParams(temperature=temperature, n=n, seed=5),
+            hash_key=KEY,
+            forced_first_tokens=tuple(range(n)) if forced else (),
+        )
+        self.scheduler.add(self.jobs[request_id])
+        self.num_computed[request_id] = 0
+
+    @precondition(lambda self: self.num_computed)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.num_computed)))
+        assert self.scheduler.abort(request_id)
+        assert not self.scheduler.abort(request_id)
+        self.computed.discard(request_id)
+        del self.num_computed[request_id]
+
+    @precondition(lambda self: self.computed)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.computed)))
+        self.scheduler.release(request_id)
+        self.computed.discard(request_id)
+        del self.num_computed[request_id]
+
+    @rule(count=st.integers(1, 4))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            if self.scheduler.has_work():
+                self.take_step()
+
+    def take_step(self) -> None:
+        events = self.worker.step()
+        assert sum(chunk.stop - chunk.start for chunk in self.worker.plans[-1].chunks) <= 5
+        for started in events.started:
+            assert self.num_computed[started.request_id] == 0
+            assert started.num_cached < len(self.jobs[started.request_id].prompt_token_ids)
+        for progress in events.progress:
+            assert progress.num_computed > self.num_computed[progress.request_id]
+            self.num_computed[progress.request_id] = progress.num_computed
+        for tokens in events.tokens:
+            job = self.jobs[tokens.request_id]
+            told = [choice.token_ids[0] for choice in tokens.choices]
+            lone = [expected(job.prompt_token_ids, job.params, c, limits())[0] for c in range(job.params.n)]
+            assert told == (list(job.forced_first_tokens) or lone)
+            assert tokens.request_id not in self.computed
+            self.computed.add(tokens.request_id)
+
+    @invariant()
+    def references_are_those_of_the_jobs(self) -> None:
+        self.scheduler.check_integrity()
+
+    @invariant()
+    def what_is_computed_can_be_sent(self) -> None:
+        for request_id, count in self.num_computed.items():
+            table = self.scheduler.block_table(request_id)
+            if count:
+                assert self.scheduler.num_computed(request_id) == count
+                assert read_prompt(self.worker.cache, table, count) == self.jobs[request_id].prompt_token_ids[:count]
+
+    def teardown(self) -> None:
+        """Nobody starves: when what is computed is released, every prompt is computed."""
+        for _ in range(1000):
+            if not self.open() and not self.computed:
+                break
+            if self.scheduler.has_work():
+                self.take_step()
+            for request_id in sorted(self.computed):
+                self.scheduler.release(request_id)
+                self.computed.discard(request_id)
+                del self.num_computed[request_id]
+        assert self.open() == []
+        assert self.worker.pool.num_free == NUM_BLOCKS
+        self.scheduler.check_integrity()
+
+
+TestPrefillScheduler = pytest.mark.timeout(300)(PrefillMachine.TestCase)
+TestPrefillScheduler.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
