@@ -1,0 +1,114 @@
+"""The decoder gives a sequence the same logits however its rows are batched, chunked and stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.model.decoder import Decoder
+from pdserve.model.loader import load_decoder
+from tests.golden.paged import PagedRunner
+from tests.unit.model.tiny import save_model
+
+TOKENS = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(3)).tolist()
+WINDOW = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 11}
+
+
+@pytest.fixture(scope="module", params=[{}, WINDOW], ids=["full", "window"])
+def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load_decoder(save_model(tmp_path_factory.mktemp("model"), request.param))
+
+
+def logits_in_chunks(decoder: Decoder, chunks: Sequence[int], *, block_size: int = 16, seed: int = 0) -> Tensor:
+    runner = PagedRunner(decoder, num_blocks=80, block_size=block_size, seed=seed)
+    sequence, start, rows = runner.add_sequence(), 0, []
+    for chunk in chunks:
+        rows.append(runner.step([(sequence, TOKENS[start : start + chunk])], last_only=False))
+        start += chunk
+    assert start == len(TOKENS)
+    return torch.cat(rows)
+
+
+def assert_close(ours: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunks", [[1] * 60, [16, 16, 16, 12], [7, 1, 30, 22], [59, 1]])
+def test_chunking_does_not_change_the_logits(decoder: Decoder, chunks: list[int]) -> None:
+    assert_close(logits_in_chunks(decoder, chunks), logits_in_chunks(decoder, [60]))
+
+
+@pytest.mark.parametrize(("block_size", "seed"), [(1, 0), (4, 1), (16, 2), (64, 3)])
+def test_where_blocks_lie_and_how_large_they_are_does_not_change_the_logits(
+    decoder: Decoder, block_size: int, seed: int
+) -> None:
+    assert_close(logits_in_chunks(decoder, [23, 37], block_size=block_size, seed=seed), logits_in_chunks(decoder, [60]))
+
+
+def test_a_crowd_does_not_change_the_logits(decoder: Decoder) -> None:
+    alone = logits_in_chunks(decoder, [60])
+    runner = PagedRunner(decoder, num_blocks=60)
+    watched, long, chunked = (runner.add_sequence() for _ in range(3))
+    runner.step([(long, TOKENS[::-1] * 3)])
+    first = runner.step([(long, [5]), (watched, TOKENS[:40]), (chunked, TOKENS[10:30])])
+    steps = [first[1]]
+    for position in range(40, 60):
+        rows = runner.step([(chunked, [1, 2, 3]), (watched, [TOKENS[position]]), (long, [position])])
+        steps.append(rows[1])
+    assert_close(torch.stack(steps), alone[39:])
+
+
+def test_only_the_wanted_rows_are_returned_in_the_wanted_order(decoder: Decoder) -> None:
+    runner = PagedRunner(decoder, num_blocks=8)
+    everything = runner.step([(runner.add_sequence(), TOKENS[:20])], last_only=False)
+    other = PagedRunner(decoder, num_blocks=8)
+    batch = other.make_batch([(other.add_sequence(), TOKENS[:20])])
+    for rows in ([], [19], [4, 0, 4]):
+        wanted = type(batch)(
+            token_ids=batch.token_ids,
+            positions=batch.positions,
+            slot_mapping=batch.slot_mapping,
+            query_starts=batch.query_starts,
+            context_lens=batch.context_lens,
+            block_tables=batch.block_tables,
+            logits_rows=torch.tensor(rows, dtype=torch.int64),
+        )
+        logits = decoder.forward(wanted, other.kv_cache)
+        assert logits.dtype == torch.float32
+        assert logits.shape == (len(rows), 97)
+        assert_close(logits, everything[rows])
+
+
+def test_a_token_does_not_see_what_comes_after_it(decoder: Decoder) -> None:
+    runner = PagedRunner(decoder, num_blocks=16)
+    changed = [*TOKENS[:30], *reversed(TOKENS[30:])]
+    rows = runner.step([(runner.add_sequence(), changed)], last_only=False)
+    whole = logits_in_chunks(decoder, [60])
+    assert_close(rows[:30], whole[:30])
+    assert not torch.allclose(rows[31:], whole[31:])
+
+
+def test_a_window_hides_what_lies_before_it(tmp_path: Path) -> None:
+    decoder = load_decoder(save_model(tmp_path, WINDOW | {"num_hidden_layers": 1}))
+    changed = [(token + 1) % 97 for token in TOKENS[:20]] + TOKENS[20:]
+    runner = PagedRunner(decoder, num_blocks=16)
+    rows = runner.step([(runner.add_sequence(), changed)], last_only=False)
+    whole = logits_in_chunks(decoder, [60])
+    # One layer sees 11 positions back, itself included.
+    assert_close(rows[30:], whole[30:])
+    assert not torch.allclose(rows[29], whole[29])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.3), ("float16", 0.04)])
+def test_half_precision_runs_and_stays_close(tmp_path: Path, dtype: str, tolerance: float) -> None:
+    path = save_model(tmp_path)
+    exact = logits_in_chunks(load_decoder(path), [33, 27]).log_softmax(-1)
+    decoder = load_decoder(path, dtype=dtype)
+    assert str(decoder.dtype) == f"torch.{dtype}"
+    rounded = logits_in_chunks(decoder, [33, 27])
+    assert rounded.dtype == torch.float32
+    assert float((rounded.log_softmax(-1) - exact).abs().max()) < tolerance

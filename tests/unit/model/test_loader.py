@@ -1,0 +1,118 @@
+"""Opening a model directory: mapped weights, and a readable refusal of what does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pdserve.base.errors import SetupError
+from pdserve.model.loader import load_decoder
+from tests.unit.model.tiny import save_model
+
+
+def rewrite(path: Path, **changes: torch.Tensor | None) -> None:
+    """Replaces, adds or (None) removes tensors; a name's dots are written as two underscores."""
+    tensors = load_file(path / "model.safetensors")
+    for key, tensor in changes.items():
+        name = key.replace("__", ".")
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    save_file(tensors, path / "model.safetensors")
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    rewrite(save_model(tmp_path), model__layers__1__mlp__up_proj__weight=None)
+    with pytest.raises(SetupError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_decoder(tmp_path)
+
+
+def test_a_tensor_the_model_does_not_have_is_named(tmp_path: Path) -> None:
+    rewrite(save_model(tmp_path), model__layers__0__self_attn__q_norm__weight=torch.ones(8))
+    with pytest.raises(SetupError, match=r"has tensors that llama does not: model\.layers\.0\.self_attn\.q_norm"):
+        load_decoder(tmp_path)
+
+
+def test_many_missing_tensors_stay_one_line(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 50}))
+    with pytest.raises(SetupError, match="and 429 more") as refused:
+        load_decoder(tmp_path)
+    assert len(str(refused.value)) < 400
+
+
+def test_a_shape_that_the_config_does_not_give_is_named(tmp_path: Path) -> None:
+    rewrite(save_model(tmp_path), model__layers__0__self_attn__k_proj__weight=torch.ones(32, 32))
+    with pytest.raises(SetupError, match=r"k_proj\.weight is \[32, 32\], but config\.json says \[16, 32\]"):
+        load_decoder(tmp_path)
+
+
+def test_a_quantized_tensor_is_refused(tmp_path: Path) -> None:
+    rewrite(save_model(tmp_path), model__norm__weight=torch.ones(32, dtype=torch.int8))
+    with pytest.raises(SetupError, match="type I8"):
+        load_decoder(tmp_path)
+
+
+def test_leftovers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
+    save_model(tmp_path, {"tie_word_embeddings": True})
+    rewrite(
+        tmp_path,
+        model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4),
+        lm_head__weight=torch.zeros(97, 32),
+    )
+    decoder = load_decoder(tmp_path)
+    assert decoder._weights.lm_head is decoder._weights.embedding
+
+
+def test_a_file_that_is_not_safetensors_is_refused(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(SetupError, match="not a readable safetensors file"):
+        load_decoder(tmp_path)
+
+
+def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="dtype 'int4' is not supported; supported: auto, float32"):
+        load_decoder(save_model(tmp_path), dtype="int4")
+
+
+def test_shards_make_one_model(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    whole = load_decoder(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for shard, members in shards.items():
+        save_file({name: tensors[name] for name in members}, tmp_path / shard)
+    weight_map = {name: shard for shard, members in shards.items() for name in members}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    sharded = load_decoder(tmp_path)
+    assert torch.equal(sharded._weights.layers[1].up, whole._weights.layers[1].up)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(SetupError, match=r"lacks model-00002-of-00002\.safetensors"):
+        load_decoder(tmp_path)
+
+
+def test_an_index_cannot_point_outside_of_the_directory(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(SetupError, match="outside"):
+        load_decoder(tmp_path)
+
+
+def test_weights_in_the_files_own_dtype_stay_mapped(tmp_path: Path) -> None:
+    path = save_model(tmp_path, {"torch_dtype": "bfloat16"}, torch.bfloat16) / "model.safetensors"
+    decoder = load_decoder(tmp_path)
+    mapped = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
+    ranges = [tuple(int(end, 16) for end in entry.split("-")) for entry in mapped]
+    for layer in decoder._weights.layers:
+        for tensor in (layer.q, layer.down, layer.input_norm):
+            assert any(start <= tensor.data_ptr() < end for start, end in ranges), "the tensor is a copy"

@@ -1,0 +1,159 @@
+"""Encoding, decoding by bytes, and streams that never show half a character."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models
+
+from pdserve.base.errors import SetupError
+from pdserve.model.tokenizer import StreamDetokenizer, Tokenizer
+from tests.unit.model.vocabularies import byte_level, sentencepiece
+
+RAW = {"byte_level": byte_level(), "sentencepiece": sentencepiece()}
+KINDS = {name: Tokenizer(raw) for name, raw in RAW.items()}
+TEXTS = st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from("한국어🙂👩‍👧🇰🇷é▁ ")), max_size=40)
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def pieces_of(tokenizer: Tokenizer, ids: list[int], skip: bool, size: int = 1) -> list[str]:
+    stream = StreamDetokenizer(tokenizer, skip_special_tokens=skip)
+    return [*(stream.push(ids[start : start + size]) for start in range(0, len(ids), size)), stream.finish()]
+
+
+@kinds
+@given(text=TEXTS)
+@settings(deadline=None)
+@example(text="안녕하세요 🙂👩‍👩‍👧‍👦 hello world")
+def test_a_stream_of_text_gives_the_text_and_never_half_a_character(kind: str, text: str) -> None:
+    tokenizer = KINDS[kind]
+    ids = tokenizer.encode(text.replace("▁", ""), add_special_tokens=False)
+    pieces = pieces_of(tokenizer, ids, skip=False)
+    assert "".join(pieces) == text.replace("▁", "")
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@kinds
+@given(ids=st.lists(st.integers(0, 280), max_size=60), skip=st.booleans(), size=st.integers(1, 5))
+@settings(deadline=None)
+def test_any_tokens_streamed_are_the_tokens_decoded(kind: str, ids: list[int], skip: bool, size: int) -> None:
+    tokenizer = KINDS[kind]
+    pieces = pieces_of(tokenizer, ids, skip, size)
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@given(ids=st.lists(st.integers(0, 265), max_size=60), skip=st.booleans())
+@settings(deadline=None)
+def test_byte_level_decoding_is_that_of_the_library_even_for_invalid_bytes(ids: list[int], skip: bool) -> None:
+    expected = RAW["byte_level"].decode(ids, skip_special_tokens=skip)
+    assert KINDS["byte_level"].decode(ids, skip_special_tokens=skip) == expected
+
+
+@given(text=TEXTS, skip=st.booleans())
+@settings(deadline=None)
+def test_sentencepiece_decoding_is_that_of_the_library_for_text(text: str, skip: bool) -> None:
+    ids = [1, *RAW["sentencepiece"].encode(text, add_special_tokens=False).ids, 2]
+    expected = RAW["sentencepiece"].decode(ids, skip_special_tokens=skip)
+    assert KINDS["sentencepiece"].decode(ids, skip_special_tokens=skip) == expected
+
+
+def test_an_unfinished_character_is_held_back_and_then_replaced() -> None:
+    tokenizer = KINDS["byte_level"]
+    first_bytes = tokenizer.encode("🙂")[:2]
+    stream = StreamDetokenizer(tokenizer)
+    assert [stream.push([token]) for token in first_bytes] == ["", ""]
+    assert stream.finish() == "\ufffd"
+
+
+def test_an_invalid_byte_does_not_hold_back_what_follows() -> None:
+    tokenizer = KINDS["sentencepiece"]
+    stream = StreamDetokenizer(tokenizer)
+    byte = RAW["sentencepiece"].token_to_id("<0xFF>")
+    letter = RAW["sentencepiece"].token_to_id("a")
+    assert [stream.push([byte]), stream.push([letter])] == ["\ufffd", "a"]
+
+
+def test_a_long_run_of_invalid_bytes_costs_the_same_per_token() -> None:
+    tokenizer = KINDS["byte_level"]
+    continuation = RAW["byte_level"].token_to_id("Ģ")
+    stream = StreamDetokenizer(tokenizer)
+
+    def seconds(count: int) -> float:
+        start = time.process_time()
+        for _ in range(count):
+            stream.push([continuation])
+        return time.process_time() - start
+
+    seconds(1000)
+    early = seconds(5000)
+    seconds(60_000)
+    assert seconds(5000) < 10 * early + 0.05
+
+
+def test_special_tokens_are_skipped_only_on_request() -> None:
+    tokenizer = KINDS["byte_level"]
+    ids = tokenizer.encode("he<|end|>ll")
+    assert tokenizer.decode(ids) == "hell"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "he<|end|>ll"
+
+
+def test_added_tokens_with_spaces_and_letters_beyond_latin_decode_to_themselves() -> None:
+    tokenizer = KINDS["byte_level"]
+    assert tokenizer.decode(tokenizer.encode("two words <tag>한국어!")) == "two words <tag>한국어!"
+
+
+def test_token_bytes_and_str_name_parts_of_characters() -> None:
+    tokenizer = KINDS["byte_level"]
+    part = tokenizer.encode("é")[0]
+    assert tokenizer.token_bytes(part) == b"\xc3"
+    assert tokenizer.token_str(part) == "\ufffd"
+    assert tokenizer.token_bytes(10**6) == b""
+    assert tokenizer.decode([10**6]) == ""
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_metaspace_decoding_is_that_of_the_library(scheme: str) -> None:
+    raw = sentencepiece(decoders.Metaspace(prepend_scheme=scheme))
+    ids = [raw.token_to_id(token) for token in ("▁a", "b", "▁ab")]
+    assert Tokenizer(raw).decode(ids) == raw.decode(ids)
+
+
+@pytest.mark.parametrize("decoder", [None, decoders.WordPiece(), decoders.CTC(), decoders.BPEDecoder()])
+def test_an_unknown_decoder_is_refused(decoder: decoders.Decoder | None) -> None:
+    raw = RawTokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    if decoder is not None:
+        raw.decoder = decoder
+    with pytest.raises(SetupError, match="is not supported; supported: ByteLevel"):
+        Tokenizer(raw)
+
+
+def test_from_dir_reads_the_ends_of_text_and_forgets_truncation(tmp_path: Path) -> None:
+    raw = byte_level()
+    raw.enable_truncation(3)
+    raw.enable_padding(length=10)
+    raw.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"eos_token_id": 3}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [262, 3]}')
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    assert tokenizer.eos_token_ids == (262, 3)
+    assert len(tokenizer.encode("abcdefgh")) == 8
+    assert tokenizer.vocab_size == 266
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"model": 3}'])
+def test_a_broken_tokenizer_file_is_one_readable_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(SetupError, match=r"tokenizer\.json is not a tokenizer"):
+        Tokenizer.from_dir(tmp_path)
+
+
+def test_a_missing_tokenizer_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"Cannot read .*tokenizer\.json"):
+        Tokenizer.from_dir(tmp_path)
