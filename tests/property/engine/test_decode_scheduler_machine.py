@@ -1,4 +1,4 @@
-"""Any order of commands and steps on a tiny pool: references add up, everybody gets on, tokens are those of a lone run."""
+"""Any order of commands and steps on a tiny pool: references add up, all get on, tokens are those of a lone run."""
 
 from __future__ import annotations
 

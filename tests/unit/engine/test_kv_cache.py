@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from pdserve.base.errors import SetupError
+from pdserve.base.ids import BlockId
+from pdserve.base.layout import KvLayout
+from pdserve.engine.kv_cache import KvCache
+from tests.unit.engine.fakes import CPU
+
+LAYOUT = KvLayout(model="m", dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_block_is_one_range_of_memory_of_the_layouts_size(dtype: str) -> None:
+    layout = replace(LAYOUT, dtype=dtype)
+    cache = KvCache(layout, 5, CPU)
+    assert cache.tensor.shape == (5, 3, 2, 2, 4, 8)
+    view = cache.block_bytes_view(BlockId(2))
+    assert (view.dtype, view.shape) == (np.uint8, (layout.block_bytes,))
+    assert view.ctypes.data == cache.tensor[2].data_ptr()
+
+
+def test_writing_the_view_writes_the_block_and_no_other() -> None:
+    cache = KvCache(LAYOUT, 3, CPU)
+    source = torch.randn(3, 2, 2, 4, 8).to(torch.bfloat16)
+    cache.block_bytes_view(BlockId(1))[:] = source.flatten().view(torch.uint8).numpy()
+    assert torch.equal(cache.tensor[1], source)
+    assert not cache.tensor[0].any()
+    assert not cache.tensor[2].any()
+
+
+def test_the_view_shows_what_the_model_writes_in_inference_mode() -> None:
+    cache = KvCache(LAYOUT, 2, CPU)
+    with torch.inference_mode():
+        cache.tensor[1, 0, 0, 0, 0, 0] = 1.0
+    assert cache.block_bytes_view(BlockId(1))[:2].tolist() == [0x80, 0x3F]
+
+
+def test_copies_are_made_in_order() -> None:
+    cache = KvCache(LAYOUT, 3, CPU)
+    for block in range(3):
+        cache.tensor[block] = block + 1
+    cache.copy_blocks([(BlockId(0), BlockId(1)), (BlockId(1), BlockId(2)), (BlockId(2), BlockId(2))])
+    assert [cache.tensor[block].unique().tolist() for block in range(3)] == [[1.0]] * 3
+
+
+def test_memory_that_cannot_be_had_is_a_setup_error_with_the_size() -> None:
+    with pytest.raises(SetupError, match=r"KV blocks need \d+ MiB on cpu"):
+        KvCache(LAYOUT, 2**52, CPU)
+
+
+def test_a_cache_off_the_cpu_has_no_view_in_host_memory() -> None:
+    cache = KvCache(LAYOUT, 2, torch.device("meta"))
+    with pytest.raises(SetupError, match="no view in host memory"):
+        cache.block_bytes_view(BlockId(0))

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode_svc.scheduler import DecodeConfig, DecodeJob, DecodeScheduler
+from pdserve.base.errors import Draining, SetupError
+from pdserve.base.ids import RequestId
+from pdserve.base.sampling import SamplingParams
+from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.loop import LoopConfig, StepLoop
+from pdserve.engine.runner import Decoder, Runner
+from pdserve.engine.sampler import Sampler
+from pdserve.engine.step import StepOutput
+from pdserve.model.batch import Batch
+from tests.unit.engine.fakes import BLOCK_SIZE, CPU, KEY, FakeDecoder, expected, layout, limits
+
+WAIT_S = 20
+PARAMS = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+
+
+@dataclass
+class Rig:
+    loop: StepLoop
+    scheduler: DecodeScheduler
+    outputs: SimpleQueue[StepOutput] = field(default_factory=SimpleQueue)
+    fatal: SimpleQueue[BaseException] = field(default_factory=SimpleQueue)
+
+    def submit(self, prompt: list[int]) -> None:
+        job = DecodeJob(
+            request_id=RequestId("r"), prompt_token_ids=prompt, params=PARAMS, hash_key=KEY, local_prefill_threshold=99
+        )
+        self.loop.call(lambda: self.scheduler.reserve(job)).result(WAIT_S)
+
+    def tokens(self) -> list[int]:
+        """Tokens told until the request is finished."""
+        told: list[int] = []
+        while True:
+            events = self.outputs.get(timeout=WAIT_S).events
+            for tokens in events.tokens:
+                told += [token for choice in tokens.choices for token in choice.token_ids]
+            if events.finished:
+                return told
+
+
+@contextmanager
+def rig(decoder: Decoder | None = None, config: LoopConfig | None = None) -> Iterator[Rig]:
+    pool = BlockPool(16, BLOCK_SIZE)
+    scheduler = DecodeScheduler(pool, DecodeConfig(limits=limits()))
+    runner = Runner(decoder or FakeDecoder(), KvCache(layout(), 16, CPU), Sampler())
+    outputs: SimpleQueue[StepOutput] = SimpleQueue()
+    fatal: SimpleQueue[BaseException] = SimpleQueue()
+    loop = StepLoop(scheduler, runner, publish=outputs.put, on_fatal=fatal.put, config=config)
+    loop.start()
+    try:
+        yield Rig(loop, scheduler, outputs, fatal)
+    finally:
+        loop.stop()
+
+
+def test_requests_are_computed_and_each_step_is_published_once() -> None:
+    with rig() as it:
+        it.submit([1, 2, 3])
+        assert it.tokens() == expected([1, 2, 3], PARAMS, 0, limits())
+        assert it.outputs.empty()
+
+
+def test_an_output_tells_sizes_load_and_how_long_each_phase_took() -> None:
+    with rig() as it:
+        it.submit([1, 2, 3])
+        first, second = it.outputs.get(timeout=WAIT_S), it.outputs.get(timeout=WAIT_S)
+    assert (first.num_sequences, first.num_tokens, first.num_prefill_tokens) == (1, 3, 3)
+    assert (second.num_sequences, second.num_tokens, second.num_prefill_tokens) == (1, 1, 0)
+    assert first.load.num_running == 1
+    phases = first.durations
+    assert min(phases.schedule_s, phases.build_s, phases.forward_s, phases.sample_s) > 0
+
+
+def test_calls_run_on_the_step_thread_in_order_and_wake_it() -> None:
+    with rig() as it:
+        for _ in range(3):  # the loop is asleep each time
+            numbers: SimpleQueue[int] = SimpleQueue()
+            futures = [it.loop.call(partial(numbers.put, index)) for index in range(5)]
+            assert it.loop.call(threading.get_ident).result(WAIT_S) != threading.get_ident()
+            assert all(future.done() for future in futures)
+            assert [numbers.get_nowait() for _ in range(5)] == [0, 1, 2, 3, 4]
+
+
+def test_what_a_call_raises_is_its_callers_and_the_loop_goes_on() -> None:
+    with rig() as it:
+        with pytest.raises(ZeroDivisionError):
+            it.loop.call(lambda: 1 // 0).result(WAIT_S)
+        assert it.loop.call(lambda: 7).result(WAIT_S) == 7
+
+
+def test_a_cancelled_call_is_not_run() -> None:
+    with rig() as it:
+        gate, entered, ran = threading.Event(), threading.Event(), []
+
+        def hold() -> bool:
+            entered.set()
+            return gate.wait(WAIT_S)
+
+        holding = it.loop.call(hold)
+        assert entered.wait(WAIT_S)
+        later = it.loop.call(lambda: ran.append(1))
+        assert later.cancel()
+        gate.set()
+        assert holding.result(WAIT_S)
+        it.loop.call(lambda: None).result(WAIT_S)
+        assert ran == []
+
+
+def test_a_call_gets_in_between_the_steps_of_a_running_request() -> None:
+    with rig() as it:
+        it.submit([1, 2, 3])
+        it.outputs.get(timeout=WAIT_S)
+        assert it.loop.call(lambda: it.scheduler.abort(RequestId("r"))).result(WAIT_S) in (True, False)
+        it.loop.call(it.scheduler.check_integrity).result(WAIT_S)
+
+
+def test_calls_after_stop_fail_instead_of_hanging() -> None:
+    with rig() as it:
+        it.loop.stop()
+        with pytest.raises(Draining):
+            it.loop.call(lambda: 1).result(WAIT_S)
+        it.loop.stop()
+
+
+def test_calls_queued_when_the_loop_stops_fail_instead_of_hanging() -> None:
+    with rig() as it:
+        gate, entered = threading.Event(), threading.Event()
+
+        def hold() -> bool:
+            entered.set()
+            return gate.wait(WAIT_S)
+
+        it.loop.call(hold)
+        assert entered.wait(WAIT_S)
+        stopper = threading.Thread(target=it.loop.stop)
+        stopper.start()
+        late = [it.loop.call(lambda: 1) for _ in range(3)]
+        gate.set()
+        stopper.join(WAIT_S)
+        # Whether they came in before or after the request to stop, they are answered.
+        for future in late:
+            error = future.exception(WAIT_S)
+            assert error is None or isinstance(error, Draining)
+
+
+class Broken(FakeDecoder):
+    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+        raise RuntimeError("the accelerator fell off the bus")
+
+
+def test_an_error_nobody_can_be_blamed_for_ends_the_loop_loudly() -> None:
+    with rig(Broken()) as it:
+        it.submit([1, 2, 3])
+        assert "fell off the bus" in str(it.fatal.get(timeout=WAIT_S))
+        it.loop.stop()
+        with pytest.raises(Draining):
+            it.loop.call(lambda: 1).result(WAIT_S)
+
+
+class Witness(FakeDecoder):
+    """Remembers under which circumstances it was called."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[bool, int, set[int]]] = []
+
+    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+        affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+        self.seen.append((torch.is_inference_mode_enabled(), torch.get_num_threads(), affinity))
+        return super().forward(batch, kv_cache)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux only")
+def test_the_step_thread_alone_is_bound_and_computes_in_inference_mode() -> None:
+    before, usual = os.sched_getaffinity(0), torch.get_num_threads()
+    witness = Witness()
+    try:
+        with rig(witness, LoopConfig(compute_cpus=(min(before),), num_threads=1)) as it:
+            it.submit([1, 2, 3])
+            it.tokens()
+    finally:
+        torch.set_num_threads(usual)
+    assert witness.seen[0] == (True, 1, {min(before)})
+    assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux only")
+@pytest.mark.parametrize("cpus", [(), (100_000,)])
+def test_cpus_that_cannot_be_had_are_a_setup_error(cpus: tuple[int, ...]) -> None:
+    scheduler = DecodeScheduler(BlockPool(1, 1), DecodeConfig(limits=limits()))
+    runner = Runner(FakeDecoder(), KvCache(layout(), 1, CPU), Sampler())
+    loop = StepLoop(
+        scheduler, runner, publish=lambda _: None, on_fatal=lambda _: None, config=LoopConfig(compute_cpus=cpus)
+    )
+    with pytest.raises(SetupError, match="compute_cpus"):
+        loop.start()
