@@ -14,7 +14,9 @@ from pdserve.base.config import load, option
 from pdserve.cli.router_client import DEFAULT_BASE_URL, get, normal_base_url, parse
 
 _PATH = "/v1/cluster"
-_BAR_CELLS = 10
+_BAR_CELLS = 5
+#: Narrower terminals do without the workers' addresses.
+_WIDE_CELLS = 90
 _TIERS = ("prefill", "decode")
 
 
@@ -90,13 +92,14 @@ def main(argv: Sequence[str]) -> int:
     if config.json:
         print(body.decode())
     else:
-        Console(highlight=False).print(render(cluster, base_url))
+        console = Console(highlight=False)
+        console.print(render(cluster, base_url, width=console.width))
     return 0 if cluster.is_healthy else 1
 
 
-def render(cluster: ClusterView, base_url: str) -> RenderableType:
-    """The router's line, what is degraded, and one row per worker."""
-    return Group(*_headline(cluster, base_url), _worker_table(cluster.workers))
+def render(cluster: ClusterView, base_url: str, *, width: int) -> RenderableType:
+    """The router's line, what is degraded, and one row per worker, for a terminal of `width` cells."""
+    return Group(*_headline(cluster, base_url), Text(), _worker_table(cluster.workers, wide=width >= _WIDE_CELLS))
 
 
 def _headline(cluster: ClusterView, base_url: str) -> list[Text]:
@@ -112,13 +115,14 @@ def _headline(cluster: ClusterView, base_url: str) -> list[Text]:
     return [first, second, *(Text(f"{what}: {why}", style="yellow") for what, why in router.degraded.items())]
 
 
-def _worker_table(workers: Sequence[WorkerView]) -> Table:
+def _worker_table(workers: Sequence[WorkerView], *, wide: bool) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("worker", "tier", "state"):
         table.add_column(name)
-    for name in ("running", "waiting", "queued tokens", "KV in use"):
-        table.add_column(name, justify="right")
-    table.add_column("metrics", overflow="fold")
+    for name in ("running", "waiting", "tokens", "KV in use"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if wide:
+        table.add_column("metrics at", no_wrap=True)
     order = {tier: index for index, tier in enumerate(_TIERS)}
     for worker in sorted(workers, key=lambda worker: (order.get(worker.tier, len(order)), worker.worker_id)):
         table.add_row(
@@ -129,7 +133,7 @@ def _worker_table(workers: Sequence[WorkerView]) -> Table:
             str(worker.waiting),
             str(worker.queued_tokens),
             f"{_bar(worker.kv_use)} {worker.kv_use:4.0%}",
-            f"http://{worker.http_address}/metrics",
+            *([worker.http_address] if wide else []),
         )
     for tier in _TIERS:
         if not any(worker.tier == tier for worker in workers):

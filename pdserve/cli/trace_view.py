@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-_NAME_CELLS, _TIME_CELLS = 13, 11
+_NAME_CELLS, _TIME_CELLS = 14, 11
 _MIN_BAR_CELLS = 10
 
 
@@ -100,11 +100,20 @@ _SPANS = (
 )
 
 
-def spans_of(phases: Mapping[str, float]) -> list[Span]:
+#: The same where the decode worker did everything: it answers the reservation with the first token.
+_LOCAL_SPANS = (
+    ("queue", ("",), "admitted"),
+    ("local prefill", ("admitted",), "first_token"),
+    ("first write", ("first_token",), "first_write"),
+    ("decode", ("first_token",), "finish"),
+)
+
+
+def spans_of(phases: Mapping[str, float], *, prefilled_by: str | None = None) -> list[Span]:
     """The bars for the phases that have happened, in the order of an undisturbed request."""
     known = {"": 0.0, **phases}
     spans = []
-    for name, begins, ends in _SPANS:
+    for name, begins, ends in _LOCAL_SPANS if prefilled_by == "decode" and "prefill_start" not in phases else _SPANS:
         begin = next((known[phase] for phase in begins if phase in known), None)
         if begin is not None and ends in known:
             # After a retry a phase may keep its first time, which can be before what it usually follows.
@@ -169,7 +178,7 @@ def _figures(trace: RequestTrace) -> list[tuple[str, str]]:
 
 
 def _waterfall(trace: RequestTrace, width: int) -> list[Text]:
-    spans = spans_of(trace.phases)
+    spans = spans_of(trace.phases, prefilled_by=trace.prefilled_by)
     total_s = max((span.end_s for span in spans), default=0.0)
     cells = max(_MIN_BAR_CELLS, width - _NAME_CELLS - _TIME_CELLS - 2)
     lines = []
@@ -181,7 +190,13 @@ def _waterfall(trace: RequestTrace, width: int) -> list[Text]:
 
 
 def _style(name: str) -> str:
-    return {"prefill": "blue", "decode": "green", "first decode": "magenta", "commit": "magenta"}.get(name, "yellow")
+    return {
+        "prefill": "blue",
+        "local prefill": "blue",
+        "decode": "green",
+        "first decode": "magenta",
+        "commit": "magenta",
+    }.get(name, "yellow")
 
 
 def _reported(reported: Mapping[str, float]) -> Table:

@@ -25,7 +25,7 @@ from pdserve.cli.services import ClusterPlan, router_spec, worker_specs
 from pdserve.cli.stop_signals import StopSignals, finished_before
 from pdserve.cli.supervisor.supervisor import Supervisor, supervising
 from pdserve.cli.up_config import UpConfig
-from pdserve.cli.up_console import UpConsole, describe_plan, reachable_host, ready_text
+from pdserve.cli.up_console import UpConsole, describe_plan, describe_ready, reachable_host
 from pdserve.cli.up_model import PreparedModel, prepare_command, prepare_model
 from pdserve.cli.up_redis import RedisPlan, planned_redis, require_reachable
 
@@ -45,6 +45,8 @@ class _Up:
 
     config: UpConfig
     console: UpConsole
+    #: What to show once everything is ready.
+    ready_text: str = ""
 
     async def run(self) -> int:
         """From the first check to the last process's end."""
@@ -78,12 +80,13 @@ class _Up:
                 self.console.say("\nStopping before the cluster was ready.")
                 await supervisor.stop(at_most_s=_FAILED_START_GRACE_S)
                 return
+            self.console.say(self.ready_text)
             await signals.requested.wait()
             self.console.say("\nStopping: the router finishes what runs, then the workers and Redis end.")
             await supervisor.stop()
 
     async def _start(self, supervisor: Supervisor, redis: RedisPlan, log_dir: Path, started_at: float) -> None:
-        """Until everything is ready. Raises `SetupError`."""
+        """Until everything is ready, and `ready_text` says so. Raises `SetupError`."""
         config = self.config
         if redis.spec is None:
             await require_reachable(redis.url)
@@ -97,14 +100,12 @@ class _Up:
             self.console.say(line)
         await supervisor.start(*workers, router_spec(plan))
         host = reachable_host(config.host)
-        self.console.say(
-            ready_text(
-                base_url=f"http://{host}:{config.port}",
-                grpc_address=f"{host}:{config.effective_grpc_port}",
-                served_name=plan.served_name,
-                log_dir=log_dir,
-                took_s=time.monotonic() - started_at,
-            )
+        self.ready_text = describe_ready(
+            base_url=f"http://{host}:{config.port}",
+            grpc_address=f"{host}:{config.effective_grpc_port}",
+            served_name=plan.served_name,
+            log_dir=log_dir,
+            took_s=time.monotonic() - started_at,
         )
 
     async def _prepare_model(self, log_dir: Path) -> PreparedModel:

@@ -29,6 +29,7 @@ class UpConsole:
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._doing: dict[str, str] = {}
         self._live: Live | None = None
+        self._starting = False
         self._budget = LineBudget()
         #: Ignores events from now on.
         self.quiet = False
@@ -41,15 +42,16 @@ class UpConsole:
     @contextmanager
     def progress(self) -> Iterator[None]:
         """While the block runs, `doing` and the status of processes are shown; as they change on a terminal."""
-        if not self._console.is_terminal:
-            yield
-            return
-        with Live(self._table(), console=self._console, auto_refresh=False, transient=True) as live:
-            self._live = live
-            try:
+        self._starting = True
+        try:
+            if not self._console.is_terminal:
                 yield
-            finally:
-                self._live = None
+                return
+            with Live(self._table(), console=self._console, auto_refresh=False, transient=True) as self._live:
+                yield
+        finally:
+            self._live = None
+            self._starting = False
 
     def doing(self, name: str, text: str | None) -> None:
         """`name` now does `text`; None: it is done."""
@@ -62,7 +64,7 @@ class UpConsole:
         if self._live is not None:
             with suppress(OSError):
                 self._live.update(self._table(), refresh=True)
-        elif text is not None and not self._console.is_terminal:
+        elif text is not None and self._starting:
             self.say(f"  {name}: {text}")
 
     def on_event(self, event: Event) -> None:
@@ -136,7 +138,7 @@ def describe_plan(names: Sequence[str], shares: Sequence[CoreShare], kv_cache_by
     ]
 
 
-def ready_text(*, base_url: str, grpc_address: str, served_name: str, log_dir: Path, took_s: float) -> str:
+def describe_ready(*, base_url: str, grpc_address: str, served_name: str, log_dir: Path, took_s: float) -> str:
     """What the user needs now: the address, something to paste, where to look."""
     question = {"role": "user", "content": "What is the capital of France?"}
     body = json.dumps({"model": served_name, "messages": [question]})

@@ -51,19 +51,24 @@ def changed(**changes: Any) -> dict[str, Any]:
     return cluster
 
 
-def text_of(cluster: dict[str, Any]) -> str:
-    console = Console(width=140, color_system=None)
+def text_of(cluster: dict[str, Any], width: int = 140) -> str:
+    console = Console(width=width, color_system=None)
     with console.capture() as capture:
-        console.print(render(ClusterView.model_validate(cluster), "http://r"))
+        console.print(render(ClusterView.model_validate(cluster), "http://r", width=width))
     return capture.get()
 
 
 def test_each_worker_is_a_row_prefill_first() -> None:
     rows = [line.split() for line in text_of(CLUSTER).splitlines() if line.startswith(("prefill-", "decode-"))]
     assert rows == [
-        ["prefill-0", "prefill", "ready", "2/64", "4", "999", "██░░░░░░░░", "25%", "http://127.0.0.1:5002/metrics"],
-        ["decode-0", "decode", "ready", "2/64", "4", "999", "██░░░░░░░░", "25%", "http://127.0.0.1:5001/metrics"],
+        ["prefill-0", "prefill", "ready", "2/64", "4", "999", "█░░░░", "25%", "127.0.0.1:5002"],
+        ["decode-0", "decode", "ready", "2/64", "4", "999", "█░░░░", "25%", "127.0.0.1:5001"],
     ]
+
+
+def test_a_terminal_of_80_cells_has_one_line_per_worker() -> None:
+    cluster = changed(workers=[{**each, "ready": False, "queued_tokens": 99999} for each in CLUSTER["workers"]])
+    assert len(text_of(cluster, 80).splitlines()) == len(text_of(cluster).splitlines()) == 6
 
 
 def test_the_headline_says_healthy_and_the_load() -> None:

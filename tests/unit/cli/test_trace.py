@@ -65,11 +65,27 @@ def test_every_phase_of_the_router_ends_a_bar() -> None:
     assert sorted(span.end_s for span in spans_of(phases)) == sorted(phases.values())
 
 
-def test_a_prompt_prefilled_by_decode_begins_its_bar_at_the_reservation() -> None:
+def test_a_bar_whose_beginning_is_not_known_begins_with_the_phase_before() -> None:
     phases = {"admitted": 0.1, "reserved": 0.2, "first_token": 0.5, "finish": 0.9}
     names = {span.name: (span.start_s, span.end_s) for span in spans_of(phases)}
     assert names["prefill"] == (0.2, 0.5)
     assert names["decode"] == (0.5, 0.9)
+
+
+def test_a_request_served_by_decode_alone_has_no_reservation_of_its_own() -> None:
+    phases = {"admitted": 0.1, "reserved": 0.4, "first_token": 0.5, "first_write": 0.5, "finish": 0.9}
+    names = {span.name: (span.start_s, span.end_s) for span in spans_of(phases, prefilled_by="decode")}
+    assert names == {
+        "queue": (0, 0.1),
+        "local prefill": (0.1, 0.5),
+        "first write": (0.5, 0.5),
+        "decode": (0.5, 0.9),
+    }
+
+
+def test_a_request_that_fell_back_to_decode_keeps_the_bars_of_the_handover() -> None:
+    phases = {"admitted": 0.1, "reserved": 0.2, "prefill_start": 0.3, "first_token": 0.8, "finish": 0.9}
+    assert {"reserve", "dispatch"} <= {span.name for span in spans_of(phases, prefilled_by="decode")}
 
 
 def test_a_request_that_failed_early_shows_the_time_until_its_end() -> None:
