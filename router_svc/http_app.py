@@ -8,7 +8,7 @@ from aiohttp import web
 
 from pdserve.base.errors import PdserveError
 from pdserve.base.logs import get_logger
-from router_svc.openai.api import REQUEST_ID_HEADER
+from router_svc.openai.api import IDS, REQUEST_ID_HEADER
 from router_svc.openai.errors import error_response, from_http_exception
 
 log = get_logger(__name__)
@@ -39,7 +39,7 @@ async def _errors(
     except Exception as error:  # noqa: BLE001 - the border of the process: logged, and told to the caller
         log.error("handler_broke", exc=error, path=request.path)
         response = error_response(PdserveError("The router failed unexpectedly; its log has the traceback."))
-    ids = request.get("ids")
+    ids = request.get(IDS)
     if ids is not None and not response.prepared:
         response.headers[REQUEST_ID_HEADER] = ids.header
     return response

@@ -54,7 +54,7 @@ class Router:
         self._directory = WorkerDirectory(store)
         self._mirror = PrefixMirror(store)
         self._request_store = RequestStore(store)
-        self._cluster = Cluster(
+        self.cluster = Cluster(
             policy=Policy(
                 model_name=config.model_name,
                 local_prefill_threshold=config.local_prefill_threshold,
@@ -70,7 +70,7 @@ class Router:
         self.metrics.num_requests_running.set_function(lambda: self._gate.num_running)
         self.metrics.num_requests_waiting.set_function(lambda: self._gate.num_waiting)
         self._requests = Requests(
-            self._cluster, self._gate, Ring(config.trace_capacity), self._request_store, model.tokenizer
+            self.cluster, self._gate, Ring(config.trace_capacity), self._request_store, model.tokenizer
         )
         self._model = model
 
@@ -99,7 +99,7 @@ class Router:
                 yield Addresses(http=http_address, grpc=grpc_address)
         finally:
             listener.close()
-            await self._cluster.channels.close()
+            await self.cluster.channels.close()
             self._model.threads.shutdown(wait=False)
 
     async def drain(self) -> None:
@@ -114,7 +114,7 @@ class Router:
 
     def _app(self) -> web.Application:
         model = ModelApi(self._model, self._max_model_len)
-        operator = OperatorApi(self._cluster, self._requests, self._gate, self.health, self._store)
+        operator = OperatorApi(self.cluster, self._requests, self._gate, self.health, self._store)
         generation = GenerationApi(self._model, self._requests, self._max_model_len)
         return make_app(
             [generation.routes(), model.routes(), operator.routes(), health_routes(self.health, self.metrics.registry)],
@@ -122,14 +122,14 @@ class Router:
         )
 
     def _max_model_len(self) -> int:
-        return self._cluster.max_model_len(default=self._model.max_position_embeddings)
+        return self.cluster.max_model_len(default=self._model.max_position_embeddings)
 
     async def _follow_cluster(self, grpc_health: GrpcHealth) -> None:
         """Readiness, capacity and gauges follow the workers there are."""
         while True:
             version = self._directory.version
-            ready = {tier: len(self._cluster.ready(tier)) for tier in TIERS}
-            self._gate.set_capacity(self._cluster.decode_capacity)
+            ready = {tier: len(self.cluster.ready(tier)) for tier in TIERS}
+            self._gate.set_capacity(self.cluster.decode_capacity)
             self._tell_readiness(is_ready=ready["decode"] > 0)
             await grpc_health.set_serving(self.health.is_ready)
             missing_prefill = self.config.prefill_expected > 0 and not ready["prefill"]
@@ -137,7 +137,7 @@ class Router:
             for tier, count in ready.items():
                 self.metrics.set_workers(tier, count)
             known = {(worker.worker_id, worker.epoch) for tier in ready for worker in self._directory.workers_of(tier)}
-            await self._cluster.channels.sweep(known)
+            await self.cluster.channels.sweep(known)
             await self._directory.wait_for_change(version)
 
     def _tell_readiness(self, *, is_ready: bool) -> None:

@@ -24,6 +24,8 @@ from router_svc.stream import Stream
 log = get_logger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
+#: The ids of the request that is being answered, once it has some.
+IDS = web.RequestKey("ids", Ids)
 _DONE = b"data: [DONE]\n\n"
 #: A client that sends its body slower than this is not waited for.
 _BODY_TIMEOUT_S = 60.0
@@ -63,7 +65,7 @@ class GenerationApi:
     async def _answer(
         self, request: web.Request, job: Job, ids: Ids, choice_format: ChoiceFormat
     ) -> web.StreamResponse:
-        request["ids"] = ids
+        request[IDS] = ids
         response = Response(job, choice_format)
         async with self._requests.run(job.generations) as stream:
             if job.stream:

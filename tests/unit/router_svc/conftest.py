@@ -1,0 +1,166 @@
+"""A router with fake workers: real HTTP, real gRPC, real Redis, no model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import grpc
+import openai
+import pytest
+
+from pdserve.base.admin import Health
+from pdserve.base.private_redis import PrivateRedis
+from pdserve.base.rpc import open_channel
+from pdserve.base.store import Store
+from pdserve.base.workers import Tier
+from router_svc.cluster import TIERS
+from router_svc.config import RouterConfig
+from router_svc.served_model import ServedModel
+from router_svc.service import Router
+from tests.support.redis import eventually, redis_server, until
+from tests.unit.router_svc.fakes import FakeWorker, Script, World, fake_worker
+from tests.unit.router_svc.tiny_model import NAME, write_model
+
+__all__ = ["redis_server"]
+
+
+@dataclass
+class House:
+    """A router, its workers and its clients."""
+
+    base_url: str
+    grpc_address: str
+    world: World
+    router: Router
+    http: aiohttp.ClientSession
+    workers: dict[str, FakeWorker]
+
+    @property
+    def script(self) -> Script:
+        """What the workers say and how they fail."""
+        return self.world.script
+
+    def client(self) -> openai.AsyncOpenAI:
+        """The real client, without its own retries. To be closed."""
+        return openai.AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key="none", max_retries=0, timeout=20)
+
+    async def post(self, path: str, body: object = None, **options: object) -> tuple[int, dict[str, object]]:
+        """Status and JSON of a POST."""
+        if body is not None:
+            options["json"] = body
+        async with self.http.post(self.base_url + path, **options) as response:  # type: ignore[arg-type]
+            return response.status, await response.json()
+
+    async def get(self, path: str) -> tuple[int, dict[str, object]]:
+        """Status and JSON of a GET."""
+        async with self.http.get(self.base_url + path) as response:
+            return response.status, await response.json()
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples with these labels."""
+        families = self.router.metrics.registry.collect()
+        samples = [sample for family in families for sample in family.samples if sample.name == f"pdserve_{name}"]
+        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+    async def trace(self, request_id: str) -> dict[str, object]:
+        """A request's decision record."""
+        status, record = await self.get(f"/v1/requests/{request_id}/trace")
+        assert status == 200, record
+        return record
+
+    async def knows(self, count: int) -> None:
+        """Returns once the router sees this many ready workers."""
+        cluster = self.router.cluster
+        await until(cluster.directory, lambda: sum(len(cluster.ready(tier)) for tier in TIERS) == count)
+
+    async def is_ready_if_it_can_be(self) -> bool:
+        """Whether readiness has caught up with the workers."""
+        return self.router.health.is_ready == bool(self.router.cluster.ready("decode"))
+
+    def channel(self) -> grpc.aio.Channel:
+        """A channel to the gRPC API. To be closed."""
+        return open_channel(self.grpc_address)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without weights."""
+    return write_model(tmp_path_factory.mktemp("model") / NAME)
+
+
+@asynccontextmanager
+async def open_house(
+    redis: PrivateRedis, model_dir: Path, tiers: dict[str, Tier], **settings: object
+) -> AsyncIterator[House]:
+    """A router and its workers, once the router knows them all."""
+    defaults: dict[str, object] = {
+        "model": str(model_dir),
+        "redis_url": redis.url,
+        "port": 0,
+        "local_prefill_threshold": 0,
+        "prefill_expected": 1 if "prefill" in tiers.values() else 0,
+        "reserve_timeout_s": 5.0,
+        "token_timeout_s": 5.0,
+    }
+    config = RouterConfig(**(defaults | settings))
+    world = World(Script())
+    async with AsyncExitStack() as stack:
+        store = await stack.enter_async_context(Store(redis.url))
+        router = Router(config, ServedModel.load(config.model_dir, config.model_name), store, Health())
+        addresses = await stack.enter_async_context(router.serving())
+        workers = {
+            worker_id: await stack.enter_async_context(fake_worker(world, tier, worker_id, redis.url))
+            for worker_id, tier in tiers.items()
+        }
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        house = House(f"http://{addresses.http}", addresses.grpc, world, router, http, workers)
+        await house.knows(len(tiers))
+        await eventually(house.is_ready_if_it_can_be)
+        yield house
+        # No call of any request may outlive it.
+        await world.until(lambda: world.open_calls == 0)
+
+
+@asynccontextmanager
+async def in_own_task(manager: AbstractAsyncContextManager[House]) -> AsyncIterator[House]:
+    """`manager` entered and left by one task, which task groups need and pytest's fixtures do not have."""
+    opened: asyncio.Future[House] = asyncio.get_running_loop().create_future()
+    close = asyncio.Event()
+
+    async def hold() -> None:
+        try:
+            async with manager as house:
+                opened.set_result(house)
+                await close.wait()
+        except BaseException as error:
+            if opened.done():
+                raise
+            opened.set_exception(error)
+
+    task = asyncio.create_task(hold())
+    try:
+        yield await opened
+    finally:
+        close.set()
+        await task
+
+
+@pytest.fixture
+async def house(redis_server: PrivateRedis, model_dir: Path) -> AsyncIterator[House]:
+    """Two prefill workers, two decode workers."""
+    tiers: dict[str, Tier] = {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode", "decode-1": "decode"}
+    async with in_own_task(open_house(redis_server, model_dir, tiers)) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def small_house(redis_server: PrivateRedis, model_dir: Path) -> AsyncIterator[House]:
+    """One worker of each tier."""
+    tiers: dict[str, Tier] = {"prefill-0": "prefill", "decode-0": "decode"}
+    async with in_own_task(open_house(redis_server, model_dir, tiers)) as opened:
+        yield opened
