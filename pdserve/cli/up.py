@@ -159,7 +159,7 @@ def require_free_ports(config: UpConfig) -> None:
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise SetupError(
-                f"Cannot listen on {config.host}:{port}: {reason}. Choose another port with {flag}."
+                f"Cannot listen on {config.host}:{port}: {reason}. Choose another with {flag} or --host."
             ) from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -181,7 +182,8 @@ def _start_failure(spec: ProcessSpec, end: Exit) -> str:
     if end.reason.startswith("error:"):
         return end.reason.removeprefix("error:").strip()
     said = f": {end.reason}" if end.reason else ""
-    return f"{spec.name} {end.describe()} before it was ready{said} (log: {spec.log_path})"
+    guess = "; did the machine run out of memory?" if end.code == -signal.SIGKILL else ""
+    return f"{spec.name} {end.describe()} before it was ready{said}{guess} (log: {spec.log_path})"
 
 
 @asynccontextmanager

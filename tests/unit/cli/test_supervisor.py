@@ -170,6 +170,24 @@ async def test_an_exit_without_words_names_the_code_and_the_log(
             await supervisor.start(bad)
 
 
+async def test_a_kill_from_outside_while_starting_hints_at_memory(
+    events: Recorder, make: Callable[..., ProcessSpec]
+) -> None:
+    with pytest.raises(StartFailed, match=r"was killed by SIGKILL before it was ready.*out of memory\?"):
+        async with supervising(events) as supervisor, asyncio.TaskGroup() as group:
+            group.create_task(kill_when_started(events, "big"))
+            try:
+                await supervisor.start(make("big", "forever"))
+            except StartFailed as error:
+                failure = error
+        raise failure
+
+
+async def kill_when_started(events: Recorder, name: str) -> None:
+    await events.until(lambda: bool(events.of(Started, name)))
+    os.kill(events.pid(name), signal.SIGKILL)
+
+
 async def test_a_program_that_does_not_exist_fails_the_start(
     events: Recorder, make: Callable[..., ProcessSpec]
 ) -> None:
@@ -187,8 +205,8 @@ async def test_a_log_that_cannot_be_written_fails_the_start(events: Recorder, ma
 async def test_not_ready_in_time_fails_the_start_and_says_what_it_was_doing(
     events: Recorder, make: Callable[..., ProcessSpec]
 ) -> None:
-    status_seen = make("slow", "notify=STATUS=loading weights", "forever", ready_timeout_s=1.5)
-    with pytest.raises(StartFailed, match=r"slow was not ready within 1\.5 s; it was last loading weights"):
+    status_seen = make("slow", "notify=STATUS=loading weights", "forever", ready_timeout_s=3.0)
+    with pytest.raises(StartFailed, match=r"slow was not ready within 3 s; it was last loading weights"):
         async with supervising(events) as supervisor:
             await supervisor.start(status_seen)
     assert is_gone(events.pid("slow"))

@@ -226,7 +226,7 @@ def test_a_taken_port_is_told_before_anything_starts(up: Callable[..., Up]) -> N
         cluster = up("--port", str(port))
         assert cluster.finish() == 1
     assert cluster.output == (
-        f"error: Cannot listen on 127.0.0.1:{port}: Address already in use. Choose another port with --port.\n"
+        f"error: Cannot listen on 127.0.0.1:{port}: Address already in use. Choose another with --port or --host.\n"
     )
 
 
