@@ -83,17 +83,16 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
                 session = PrefillSession(
                     self._worker, self.scheduler, self._sender, self._channels, inbox, context.write
                 )
-                outcome = "aborted"
                 try:
                     await session.run(self._job(request), ticket)
-                    outcome = "committed" if ticket is not None else "not_needed"
                 except PdserveError as error:
-                    outcome = type(error).__name__
+                    session.outcome = type(error).__name__
                     log.warning("prefill_failed", reason=error)
                     raise
                 finally:
-                    metrics = self._worker.metrics
-                    metrics.kv_transfers.labels(**metrics.labels(outcome=outcome)).inc()
+                    if ticket is not None:
+                        metrics = self._worker.metrics
+                        metrics.kv_transfers.labels(**metrics.labels(outcome=session.outcome)).inc()
 
     def _job(self, request: pb.PrefillRequest) -> PrefillJob:
         prompt = tuple(request.prompt_token_ids)

@@ -83,6 +83,8 @@ class PrefillSession:
         self._write = write
         self._request_id = inbox.request_id
         self._state = _State()
+        #: How the transfer ended.
+        self.outcome = "aborted"
 
     async def run(self, job: PrefillJob, ticket: Ticket | None) -> None:
         """Raises what ended the prompt before it was handed over."""
@@ -91,7 +93,9 @@ class PrefillSession:
                 await self._worker.run(lambda: self._scheduler.add(job))
                 await self._compute(job, ticket, transfer)
                 # Nothing is left to decode when every choice ended with its first token: the ticket stays unused.
-                if transfer is not None and not all(choice.finish_reason for choice in self._state.first_tokens):
+                if all(choice.finish_reason for choice in self._state.first_tokens):
+                    self.outcome = "not_needed"
+                elif transfer is not None:
                     assert ticket is not None
                     await self._push_computed(ticket, transfer, final=True)
                     await transfer.finish(
@@ -99,6 +103,7 @@ class PrefillSession:
                         lambda commit: self._commit(ticket, commit),
                     )
                     self._state.times.committed = _now()
+                    self.outcome = "committed"
             await self._write(pb.PrefillResponse(done=self._summary(transfer)))
         finally:
             await self._worker.run(lambda: self._scheduler.abort(self._request_id))

@@ -33,7 +33,7 @@ class WorkerMetrics:
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Requests that wait for blocks or for a step")
         self.queued_prompt_tokens = self._gauge("queued_prompt_tokens", "Prompt tokens accepted but not yet computed")
         self.kv_cache_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1")
-        self.kv_blocks_total = self._gauge("kv_blocks_total", "KV blocks of this worker")
+        self.kv_blocks = self._gauge("kv_blocks", "KV blocks of this worker")
         self.kv_blocks_free = self._gauge(
             "kv_blocks_free", "KV blocks no request holds (cached prefixes count as free)"
         )

@@ -42,7 +42,7 @@ class StepMetrics:
         metrics.num_requests_running.set(load.num_running)
         metrics.num_requests_waiting.set(load.num_waiting)
         metrics.queued_prompt_tokens.set(load.queued_prompt_tokens)
-        metrics.kv_blocks_total.set(load.total_blocks)
+        metrics.kv_blocks.set(load.total_blocks)
         metrics.kv_blocks_free.set(load.free_blocks)
         metrics.kv_cache_usage.set(1 - load.free_blocks / load.total_blocks)
         metrics.num_preemptions.inc(load.num_preemptions - before.num_preemptions)

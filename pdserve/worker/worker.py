@@ -82,7 +82,8 @@ class Worker:
 
     async def run(self, fn: Callable[[], T]) -> T:
         """Runs `fn` on the step thread between two steps. A cancelled caller does not undo it."""
-        return await asyncio.wrap_future(self.post(fn))
+        # Shielded: cancelling the wrapped future would take back a call that has not run yet.
+        return await asyncio.shield(asyncio.wrap_future(self.post(fn)))
 
     def post(self, fn: Callable[[], T]) -> Future[T]:
         """As `run`, without waiting; the future belongs to the step thread."""

@@ -161,7 +161,7 @@ class Cluster:
             return self.metric(worker.http_address, name)
 
         return (
-            value("pdserve_kv_blocks_free") == value("pdserve_kv_blocks_total")
+            value("pdserve_kv_blocks_free") == value("pdserve_kv_blocks")
             and value("pdserve_kv_transfers_active") == 0
             and value("pdserve_num_requests_running") == value("pdserve_num_requests_waiting") == 0
         )
