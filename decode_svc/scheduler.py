@@ -171,13 +171,15 @@ class DecodeScheduler:
             self._compute_prompt(request)
 
     def abort(self, request_id: RequestId) -> bool:
-        """Forget a request wherever it is and free its blocks. False when it is not here (any more).
+        """Forget a request wherever it is and free its blocks; nothing more is told of it. False when it is not here.
 
         For a granted request no transfer may be under way any more.
         """
         request = self._requests.get(request_id)
         if request is not None:
             self._drop(request)
+        elif request_id in self._log.finished:  # ended by a command, and not told yet
+            self._log.finished.remove(request_id)
         return request is not None
 
     def stop_choice(self, request_id: RequestId, choice_index: int) -> None:

@@ -107,13 +107,10 @@ class DecodeMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.jobs)))
-        if self.scheduler.abort(request_id):
-            assert request_id not in self.over
-            self.over.add(request_id)
-        else:  # it is over; perhaps the next step has yet to tell so
-            assert request_id in self.over or self.scheduler.has_work()
+        assert not (self.scheduler.abort(request_id) and request_id in self.over)
         assert not self.scheduler.abort(request_id)
         self.granted.pop(request_id, None)
+        self.over.add(request_id)
 
     @precondition(lambda self: self.open())
     @rule(data=st.data())

@@ -552,6 +552,18 @@ def test_abort_frees_everything_in_every_phase(phase: str) -> None:
     assert not worker.scheduler.has_work()
 
 
+def test_nothing_is_told_of_an_aborted_request_so_its_id_can_be_used_again() -> None:
+    worker = decode()
+    worker.deliver(job(A, PROMPT))
+    worker.step()
+    worker.scheduler.stop_choice(A, 0)
+    assert not worker.scheduler.abort(A)
+    worker.deliver(job(A, PROMPT[:5]))
+    worker.run()
+    assert [request_id for events in worker.seen for request_id in events.finished] == [A]
+    assert worker.all_free
+
+
 def test_a_stopped_choice_frees_its_blocks_and_the_others_go_on() -> None:
     worker = decode()
     params = SamplingParams(n=2, seed=11, max_tokens=9, ignore_eos=True)

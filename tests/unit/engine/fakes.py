@@ -15,7 +15,7 @@ from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import ChoiceTokens, SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.runner import Runner
+from pdserve.engine.runner import Decoder, Runner
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import Sampled, SampleRow, Sequence, SequenceLimits
 from pdserve.engine.step import Scheduler, StepEvents, StepPlan
@@ -97,13 +97,14 @@ class Worker:
 
     pool: BlockPool
     scheduler: Scheduler
-    decoder: FakeDecoder = field(default_factory=FakeDecoder)
+    decoder: Decoder = field(default_factory=FakeDecoder)
+    kv_layout: KvLayout = field(default_factory=lambda: layout())
     plans: list[StepPlan] = field(default_factory=list)
     seen: list[StepEvents] = field(default_factory=list)
     told: dict[RequestId, dict[int, list[ChoiceTokens]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.cache = KvCache(layout(), self.pool.num_blocks, CPU)
+        self.cache = KvCache(self.kv_layout, self.pool.num_blocks, CPU)
         self.runner = Runner(self.decoder, self.cache, Sampler())
 
     def step(self) -> StepEvents:
