@@ -7,9 +7,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import pytest
+
 from kvtransfer.kv_events import KvEventPublisher
 from kvtransfer.kv_log import BLOCKS_KEY, HEAD_KEY, MAX_BATCH, STREAM_KEY, Batch, KvLog, Position
 from kvtransfer.prefix_mirror import PrefixMirror
+from pdserve.base.errors import StoreError
 from pdserve.base.ids import BlockHash, Epoch, WorkerId
 from pdserve.base.private_redis import PrivateRedis
 from pdserve.base.store import Store, as_list
@@ -28,11 +31,18 @@ class Worker:
     worker_id: WorkerId
     epoch: Epoch = FIRST
     ttl_s: float = 30.0
+    keep_s: float = 0.05
     truth: set[BlockHash] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.publisher = KvEventPublisher(
-            self.store, self.worker_id, self.epoch, batch_s=0.005, retry_s=0.02, keep_s=0.05, ttl_s=self.ttl_s
+            self.store,
+            self.worker_id,
+            self.epoch,
+            batch_s=0.005,
+            retry_s=0.02,
+            keep_s=self.keep_s,
+            ttl_s=self.ttl_s,
         )
 
     def change(self, added: Sequence[BlockHash] = (), removed: Sequence[BlockHash] = ()) -> None:
@@ -143,6 +153,40 @@ async def test_emptying_redis_by_hand_is_survived(worker_store: Store, router_st
         await eventually(lambda: _published(router_store, a))
 
 
+async def test_a_redis_that_comes_back_with_older_data_is_corrected(
+    redis_server: PrivateRedis, worker_store: Store, router_store: Store
+) -> None:
+    """One that saves itself now and then: all keys are there after its restart, but not the last changes."""
+    a, mirror = Worker(worker_store, A), new_mirror(router_store)
+    async with running(mirror.run(), a.publisher.run()):
+        a.change(block_hashes(10))
+        await until(mirror, lambda: equals_truth(mirror, a))
+        await router_store.call("SAVE", block_s=5)
+        a.change(added=block_hashes(5, start=20), removed=block_hashes(5))
+        await until(mirror, lambda: equals_truth(mirror, a))
+        await redis_server.restart()
+        await eventually(lambda: _published(router_store, a))
+        await until(mirror, lambda: equals_truth(mirror, a) and not mirror.degraded)
+
+
+async def test_an_outage_that_another_user_of_the_store_met_counts_too(
+    redis_server: PrivateRedis, worker_store: Store, router_store: Store
+) -> None:
+    """The publisher's own next call succeeds, on a new connection to a Redis with older data."""
+    a = Worker(worker_store, A, keep_s=3600)
+    async with running(a.publisher.run()):
+        a.change(block_hashes(10))
+        await eventually(lambda: _published(router_store, a))
+        await router_store.call("SAVE", block_s=5)
+        a.change(removed=block_hashes(5))
+        await eventually(lambda: _published(router_store, a))
+        await redis_server.restart()
+        with pytest.raises(StoreError):
+            await worker_store.call("PING")
+        a.change(added=block_hashes(1, start=20))
+        await eventually(lambda: _published(router_store, a))
+
+
 async def test_a_gap_in_the_stream_leads_to_a_new_snapshot(worker_store: Store, router_store: Store) -> None:
     """The mirror sleeps through more entries than the stream keeps."""
     log, mirror = KvLog(worker_store, max_entries=1), new_mirror(router_store)
@@ -227,6 +271,15 @@ async def test_blocks_that_expired_while_their_worker_lives_come_back(worker_sto
         assert a.publisher.resyncs == 2
 
 
+async def test_a_change_of_a_set_that_expired_is_refused(worker_store: Store) -> None:
+    """Half a set must not pass for the whole."""
+    log = KvLog(worker_store)
+    await log.write(A, Epoch(1), 1, [Batch(reset=True, added=tuple(block_hashes(3)))])
+    await worker_store.call("DEL", f"{BLOCKS_KEY}a:1")
+    assert not await log.write(A, Epoch(1), 1, [Batch(added=tuple(block_hashes(1, start=7)))])
+    assert await worker_store.call("EXISTS", f"{BLOCKS_KEY}a:1") == 0
+
+
 async def test_a_reset_that_comes_late_does_not_undo_a_newer_one(worker_store: Store) -> None:
     log = KvLog(worker_store)
     newer, older = block_hashes(3), block_hashes(3, start=10)
@@ -286,14 +339,17 @@ async def _publish_and_die(worker: Worker, observer: Store) -> None:
 async def _published(store: Store, *workers: Worker) -> bool:
     """Whether the sets in Redis equal the truth."""
     log = KvLog(store)
-    members = await log.members()
-    for worker in workers:
-        if members.epochs.get(worker.worker_id) != worker.epoch:
-            return False
-        held = [block_hash async for page in log.hashes(worker.worker_id, worker.epoch) for block_hash in page]
-        if set(held) != worker.truth:
-            return False
-    return True
+    try:
+        epochs = (await log.members()).epochs
+        held = [
+            {block_hash async for page in log.hashes(worker.worker_id, worker.epoch) for block_hash in page}
+            for worker in workers
+        ]
+    except StoreError:
+        return False
+    return all(epochs.get(worker.worker_id) == worker.epoch for worker in workers) and held == [
+        worker.truth for worker in workers
+    ]
 
 
 async def _is_true(value: bool) -> bool:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+
 import pytest
 
 from pdserve.base.errors import StaleAttempt, StoreError
@@ -126,6 +130,20 @@ async def test_without_redis_puts_never_wait_are_bounded_and_the_rest_is_written
         onward = walk(begin("request-9"), "reserved")
         requests.put(onward)
         await eventually(lambda: _is_kept(requests, onward))
+
+
+async def test_a_state_put_while_an_older_one_is_being_written_is_not_lost(redis_server: PrivateRedis) -> None:
+    assert redis_server.pid is not None
+    async with Store(redis_server.url, timeout_s=10) as store:
+        requests = RequestStore(store)
+        async with running(requests.run()):
+            os.kill(redis_server.pid, signal.SIGSTOP)
+            requests.put(begin())
+            await asyncio.sleep(0.05)  # the write is now on its way to a Redis that does not answer
+            later = walk(begin(), "reserved")
+            requests.put(later)
+            os.kill(redis_server.pid, signal.SIGCONT)
+            await eventually(lambda: _is_kept(requests, later))
 
 
 async def test_what_waits_at_the_end_is_still_written(router_store: Store) -> None:
