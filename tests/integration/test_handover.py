@@ -1,4 +1,4 @@
-"""What travels between the tiers: the blocks that are missing, once, and nothing for what is cheaper computed in place."""
+"""What travels between the tiers: blocks that are missing, once, and nothing for what is cheaper computed in place."""
 
 from __future__ import annotations
 

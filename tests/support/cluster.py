@@ -194,13 +194,18 @@ class Cluster:
 
 
 @contextmanager
-def running_cluster(tmp_path: Path, *flags: str, model: str = MODEL) -> Iterator[Cluster]:
+def running_cluster(tmp_path: Path, *flags: str, model: str = MODEL, **environment: str) -> Iterator[Cluster]:
     """`pdserve up` with these flags, ready; stopped by Ctrl-C at the end, and nothing may be left of it."""
     port = free_port()
     log_dir = tmp_path / "logs"
     command = [sys.executable, "-m", "pdserve.cli", "up", model, "--port", str(port), "--log-dir", str(log_dir), *flags]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, **environment},
     )
     cluster = Cluster(process, port, log_dir)
     reader = threading.Thread(target=_read_lines, args=(cluster,), name="pdserve-up-output")

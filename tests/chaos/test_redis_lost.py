@@ -1,0 +1,62 @@
+"""Redis is an aid, not a need: it can go and come back while requests are served."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from pdserve.base.private_redis import PrivateRedis
+from pdserve.base.registry import RECORD_TTL_S
+from tests.support.cluster import MODEL, Cluster, running_cluster
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def _answer(cluster: Cluster, number: int) -> int:
+    """The number of tokens of a short answer."""
+    client = cluster.client()
+    with client:
+        response = client.completions.create(
+            model=MODEL, prompt=f"Number {number}. " * 60, max_tokens=4, temperature=0, extra_body={"ignore_eos": True}
+        )
+    return response.usage.completion_tokens if response.usage else 0
+
+
+async def test_serving_goes_on_while_redis_is_away_and_the_registry_comes_back(tmp_path: Path) -> None:
+    async with PrivateRedis() as redis:
+        with running_cluster(tmp_path, "--redis-url", redis.url) as cluster:
+
+            async def answers(number: int) -> int:
+                return await asyncio.to_thread(_answer, cluster, number)
+
+            assert await answers(1) == 4
+            await redis.stop()
+            await cluster.until_async(lambda: not cluster.view().redis.available, "the router notices")
+            lost_at = asyncio.get_running_loop().time()
+            assert "redis" in cluster.view().router.degraded
+            # Longer than a record lives: what Redis forgets must not be forgotten here.
+            number = 2
+            while asyncio.get_running_loop().time() < lost_at + RECORD_TTL_S + 1:
+                assert await answers(number) == 4
+                number += 1
+            await redis.start()
+            await cluster.until_async(lambda: cluster.view().redis.available, "the router is back at Redis")
+            await cluster.until_async(lambda: not cluster.view().router.degraded, "no longer degraded")
+            assert len(cluster.workers("prefill")) == len(cluster.workers("decode")) == 1
+            assert await answers(0) == 4
+            await asyncio.to_thread(cluster.wait_idle)
+
+
+def test_a_private_redis_that_is_killed_is_restarted_and_no_request_notices(tmp_path: Path) -> None:
+    with running_cluster(tmp_path) as cluster:
+        assert _answer(cluster, 1) == 4
+        before = cluster.processes()["redis"].pid
+        cluster.kill("redis")
+        assert _answer(cluster, 2) == 4
+        cluster.until(lambda: "redis" in cluster.processes(), "Redis restarted")
+        assert cluster.processes()["redis"].pid != before
+        cluster.until(lambda: cluster.view().redis.available and len(cluster.workers("prefill")) == 1, "registered")
+        assert _answer(cluster, 3) == 4
+        cluster.wait_idle()

@@ -1,0 +1,69 @@
+"""The gRPC API for clients, with health and reflection, against the real cluster."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from pdserve.v1 import inference_pb2 as pb
+from pdserve.v1 import inference_pb2_grpc as pb_grpc
+from tests.support.cluster import MODEL, Cluster
+
+
+def _request(**fields: object) -> pb.GenerateRequest:
+    sampling = pb.ClientSampling(temperature=0, max_tokens=12, ignore_eos=True)
+    return pb.GenerateRequest(**({"model": MODEL, "text": "Once upon a time", "sampling": sampling} | fields))  # type: ignore[arg-type]
+
+
+def test_tokens_are_streamed_and_the_last_message_has_the_usage(cluster: Cluster) -> None:
+    with grpc.insecure_channel(cluster.grpc_address) as channel:
+        messages = list(pb_grpc.InferenceServiceStub(channel).Generate(_request(), timeout=60))
+    assert len(messages) > 3
+    ids = [token for message in messages for choice in message.choices for token in choice.token_ids]
+    assert len(ids) == 12
+    assert messages[-1].usage.completion_tokens == 12
+    with cluster.client() as client:
+        same = client.completions.create(
+            model=MODEL, prompt="Once upon a time", max_tokens=12, temperature=0, extra_body={"ignore_eos": True}
+        )
+    assert "".join(choice.text for message in messages for choice in message.choices) == same.choices[0].text
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "needle"),
+    [
+        ({"model": "gpt-17"}, grpc.StatusCode.NOT_FOUND, "gpt-17"),
+        ({"text": ""}, grpc.StatusCode.INVALID_ARGUMENT, "prompt"),
+        ({"sampling": pb.ClientSampling(n=1000)}, grpc.StatusCode.INVALID_ARGUMENT, "128"),
+        ({"sampling": pb.ClientSampling(temperature=float("nan"))}, grpc.StatusCode.INVALID_ARGUMENT, "temperature"),
+    ],
+)
+def test_bad_input_is_refused_with_its_reason(
+    cluster: Cluster, fields: dict[str, object], code: grpc.StatusCode, needle: str
+) -> None:
+    with grpc.insecure_channel(cluster.grpc_address) as channel, pytest.raises(grpc.RpcError) as caught:
+        list(pb_grpc.InferenceServiceStub(channel).Generate(_request(**fields), timeout=60))
+    assert caught.value.code() is code  # type: ignore[attr-defined]
+    assert needle in caught.value.details()  # type: ignore[attr-defined]
+
+
+def test_health_and_reflection_answer(cluster: Cluster) -> None:
+    with grpc.insecure_channel(cluster.grpc_address) as channel:
+        health = health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(service="pdserve.v1.InferenceService"), timeout=10
+        )
+        services = set(ProtoReflectionDescriptorDatabase(channel).get_services())
+    assert health.status == health_pb2.HealthCheckResponse.SERVING
+    assert {"pdserve.v1.InferenceService", "grpc.health.v1.Health"} <= services
+
+
+def test_a_client_that_cancels_frees_everything(cluster: Cluster) -> None:
+    sampling = pb.ClientSampling(temperature=0, max_tokens=4000, ignore_eos=True)
+    with grpc.insecure_channel(cluster.grpc_address) as channel:
+        call = pb_grpc.InferenceServiceStub(channel).Generate(_request(sampling=sampling), timeout=60)
+        for _ in range(5):
+            next(call)
+        call.cancel()
+        cluster.wait_idle(timeout_s=5)
