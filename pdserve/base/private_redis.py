@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from pdserve.base.errors import SetupError
-from pdserve.base.store import is_reachable
+from pdserve.base.store import Store, is_reachable
 
 DEFAULT_MEMORY_BYTES = 256 * 1024 * 1024
 START_TIMEOUT_S = 10.0
@@ -70,15 +70,16 @@ async def wait_until_ready(
     url: str, *, has_ended: Callable[[], bool] = lambda: False, timeout_s: float = START_TIMEOUT_S
 ) -> None:
     """Returns once the Redis at `url` answers. Raises `SetupError` when it `has_ended`, or does not in time."""
+    address = Store(url).address
     try:
         async with asyncio.timeout(timeout_s):
             # Nothing announces a listening socket: trying is the only way to know.
             while not await is_reachable(url):
                 if has_ended():
-                    raise SetupError(f"The redis-server for {url} ended before it answered.")
+                    raise SetupError(f"The redis-server at {address} ended before it answered.")
                 await asyncio.sleep(0.01)
     except TimeoutError as error:
-        raise SetupError(f"Redis at {url} did not answer within {timeout_s:g} s.") from error
+        raise SetupError(f"Redis at {address} did not answer within {timeout_s:g} s.") from error
 
 
 class PrivateRedis:
