@@ -44,6 +44,11 @@ class Placement:
     cost_tokens: int
     why: str
 
+    @property
+    def incarnation(self) -> Incarnation:
+        """The worker as something to exclude."""
+        return (self.worker.worker_id, self.worker.epoch)
+
 
 class InFlight:
     """What this router has placed on workers and not yet seen done."""

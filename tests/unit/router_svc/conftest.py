@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import grpc
@@ -29,6 +31,14 @@ from tests.unit.router_svc.tiny_model import NAME, write_model
 __all__ = ["redis_server"]
 
 
+TWO_OF_EACH: dict[str, Tier] = {
+    "prefill-0": "prefill",
+    "prefill-1": "prefill",
+    "decode-0": "decode",
+    "decode-1": "decode",
+}
+
+
 @dataclass
 class House:
     """A router, its workers and its clients."""
@@ -49,14 +59,29 @@ class House:
         """The real client, without its own retries. To be closed."""
         return openai.AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key="none", max_retries=0, timeout=20)
 
-    async def post(self, path: str, body: object = None, **options: object) -> tuple[int, dict[str, object]]:
+    async def complete(self, **fields: object) -> tuple[int, dict[str, Any]]:
+        """Status and JSON of a completion that is not streamed."""
+        return await self.post("/v1/completions", {"model": NAME, "prompt": "Say hello", "max_tokens": 50} | fields)
+
+    async def stream(self, **fields: object) -> tuple[str, list[dict[str, Any]]]:
+        """The text of a streamed completion's first choice, and all its events; the last must be [DONE]."""
+        body = {"model": NAME, "prompt": "Say hello", "max_tokens": 50, "stream": True} | fields
+        async with self.http.post(f"{self.base_url}/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+            lines = [line.decode() async for line in response.content if line.strip()]
+        assert lines[-1].strip() == "data: [DONE]"
+        events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        choices = [choice for event in events for choice in event.get("choices", [])]
+        return "".join(choice["text"] for choice in choices if choice["index"] == 0), events
+
+    async def post(self, path: str, body: object = None, **options: object) -> tuple[int, dict[str, Any]]:
         """Status and JSON of a POST."""
         if body is not None:
             options["json"] = body
         async with self.http.post(self.base_url + path, **options) as response:  # type: ignore[arg-type]
             return response.status, await response.json()
 
-    async def get(self, path: str) -> tuple[int, dict[str, object]]:
+    async def get(self, path: str) -> tuple[int, dict[str, Any]]:
         """Status and JSON of a GET."""
         async with self.http.get(self.base_url + path) as response:
             return response.status, await response.json()
@@ -67,7 +92,14 @@ class House:
         samples = [sample for family in families for sample in family.samples if sample.name == f"pdserve_{name}"]
         return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
-    async def trace(self, request_id: str) -> dict[str, object]:
+    async def only_trace(self) -> dict[str, Any]:
+        """The decision record of the only request so far."""
+        [request_id] = {start.ref.request_id for start in self.world.decode_starts} | {
+            prefill.ref.request_id for prefill in self.world.prefills
+        }
+        return await self.trace(request_id)
+
+    async def trace(self, request_id: str) -> dict[str, Any]:
         """A request's decision record."""
         status, record = await self.get(f"/v1/requests/{request_id}/trace")
         assert status == 200, record
@@ -153,7 +185,12 @@ async def in_own_task(manager: AbstractAsyncContextManager[House]) -> AsyncItera
 @pytest.fixture
 async def house(redis_server: PrivateRedis, model_dir: Path) -> AsyncIterator[House]:
     """Two prefill workers, two decode workers."""
-    tiers: dict[str, Tier] = {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode", "decode-1": "decode"}
+    tiers: dict[str, Tier] = {
+        "prefill-0": "prefill",
+        "prefill-1": "prefill",
+        "decode-0": "decode",
+        "decode-1": "decode",
+    }
     async with in_own_task(open_house(redis_server, model_dir, tiers)) as opened:
         yield opened
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,9 +29,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Fault = Callable[[Context], Awaitable[None]]
 
 
-async def vanish(context: Context) -> None:
+class _Vanished(Exception):
+    """Ends a call as a broken connection does."""
+
+
+async def vanish(_: Context) -> None:
     """The worker dies: what its peer sees is a broken connection."""
-    await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+    raise _Vanished
 
 
 async def hang(_: Context) -> None:
@@ -140,12 +144,16 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.cached = 0
 
     @method
-    async def Decode(self, requests: AsyncIterator[decode_pb2.DecodeRequest], context: Context) -> None:
+    async def Decode(  # noqa: N802 - the name is the protocol's
+        self, requests: AsyncIterator[decode_pb2.DecodeRequest], context: Context
+    ) -> None:
         self._world.note_open(1)
         try:
             start = (await anext(aiter(requests))).start
             self._world.decode_starts.append(start)
             await _DecodeSession(self, self._world, start, context).run(requests)
+        except _Vanished:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
         finally:
             self._world.note_open(-1)
 
@@ -227,11 +235,15 @@ class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):
         self._world = world
 
     @method
-    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> None:
+    async def Prefill(  # noqa: N802 - the name is the protocol's
+        self, request: prefill_pb2.PrefillRequest, context: Context
+    ) -> None:
         self._world.prefills.append(request)
         self._world.note_open(1)
         try:
             await self._run(request, context)
+        except _Vanished:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
         finally:
             self._world.note_open(-1)
 
@@ -323,8 +335,3 @@ async def fake_worker(world: World, tier: Tier, worker_id: str, redis_url: str) 
         worker.registrar = Registrar(store, lambda: worker.record, heartbeat_s=0.1)
         group.start(worker.registrar.run(), name="registrar")
         yield worker
-
-
-def choices_of(world: World) -> Sequence[int]:
-    """Attempts of the decode starts so far."""
-    return [start.ref.attempt for start in world.decode_starts]

@@ -1,4 +1,4 @@
-"""A model directory without weights: what a router reads of a model. Token id b is byte b, then come the special tokens."""
+"""A model directory without weights, all that a router reads. Token id b is byte b; special tokens come after."""
 
 from __future__ import annotations
 

@@ -1,0 +1,115 @@
+"""What a saga writes down as it goes: into the request's record, into the metrics, and about lost workers."""
+
+from __future__ import annotations
+
+import re
+
+from pdserve.base.errors import PdserveError
+from pdserve.base.workers import WorkerRecord
+from pdserve.v1 import decode_pb2, prefill_pb2
+from router_svc.calls import is_gone
+from router_svc.cluster import Cluster
+from router_svc.placement import Placement
+from router_svc.record import Phase, Record
+from router_svc.request_state import RequestState
+
+_S = RequestState
+
+
+class Journal:
+    """The books of one request. Owned by its saga."""
+
+    def __init__(self, record: Record, cluster: Cluster) -> None:
+        self.record = record
+        self._metrics = cluster.metrics
+        self._directory = cluster.directory
+        self._last_tokens_s: float | None = None
+
+    def chose(self, placement: Placement) -> None:
+        """A worker was chosen."""
+        self.record.decide(placement.worker, placement.why)
+
+    def granted(self, granted: decode_pb2.TicketGranted, worker: WorkerRecord) -> None:
+        """A decode worker holds blocks for the request."""
+        self._reserved(worker)
+        self.record.reported["reserve_s"] = granted.reserve_s
+
+    def started(self, started: decode_pb2.DecodeStarted, worker: WorkerRecord) -> None:
+        """The sequences run on a decode worker."""
+        self._reserved(worker)
+        self.record.move(_S.DECODING)
+        self.record.reported["decode_queue_s"] = started.queue_s
+        if started.prefilled_locally:
+            self.record.prefilled_by = "decode"
+            self.record.cached_tokens = started.cached_tokens
+        else:
+            self.record.mark(Phase.COMMIT)
+
+    def progressed(self, progress: prefill_pb2.PrefillProgress) -> None:
+        """A prefill worker told how far it is."""
+        if progress.queued:
+            return
+        self.record.mark(Phase.PREFILL_START)
+        if progress.computed_tokens:
+            self.record.computed(progress.computed_tokens)
+
+    def prefilled(self, first: prefill_pb2.PrefillFirstToken) -> None:
+        """A prefill worker has sampled the first tokens."""
+        self.record.prefilled_by = "prefill"
+        self.record.cached_tokens = first.cached_tokens
+
+    def committed(self, done: prefill_pb2.PrefillDone) -> None:
+        """A prefill worker is done, and tells how long it took."""
+        self.record.mark(Phase.COMMIT)
+        self.record.reported.update(
+            prefill_queue_s=done.queue_s,
+            prefill_compute_s=done.compute_s,
+            transfer_s=done.transfer_s,
+            commit_s=done.commit_s,
+            sent_bytes=done.sent_bytes,
+            sent_blocks=done.sent_blocks,
+            chunks=done.chunks,
+        )
+
+    def decoded(self) -> None:
+        """A decode worker has sent tokens."""
+        self.record.mark(Phase.FIRST_DECODE)
+
+    def produced(self, completion_tokens: int) -> None:
+        """The client gets tokens; now there are this many."""
+        self.record.mark(Phase.FIRST_TOKEN)
+        self.record.completion_tokens = completion_tokens
+        now = self.record.elapsed_s()
+        if self._last_tokens_s is not None:
+            self._metrics.inter_token_latency.observe(now - self._last_tokens_s)
+        self._last_tokens_s = now
+
+    def failed_on(self, worker: WorkerRecord, error: PdserveError) -> None:
+        """A worker failed the request; one that is gone is told to the directory, so that others avoid it."""
+        if is_gone(error):
+            self._directory.mark_lost(worker.worker_id, worker.epoch)
+
+    def retry(self, error: PdserveError, worker: WorkerRecord) -> None:
+        """The next attempt begins because of `error`."""
+        reason = reason_of(error)
+        self.record.retries.append(self.record.incident(reason, worker.worker_id, error))
+        self._metrics.retried(reason)
+        if self.record.state is _S.RETRYING:
+            # The last attempt came no further than to be refused.
+            self.record.move(_S.QUEUED)
+        self.record.move(_S.RETRYING)
+
+    def fall_back(self, reason: str, worker: WorkerRecord) -> None:
+        """A decode worker prefills although a prefill worker should have."""
+        self.record.fallbacks.append(self.record.incident(reason, worker.worker_id, None))
+        self._metrics.fell_back(reason)
+
+    def _reserved(self, worker: WorkerRecord) -> None:
+        if self.record.state in (_S.QUEUED, _S.RETRYING):
+            self.record.move(_S.RESERVED, worker=worker)
+        self.record.mark(Phase.RESERVED)
+
+
+def reason_of(error: PdserveError) -> str:
+    """`PeerLost` as `peer_lost`: what metrics and records call it."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(error).__name__).lower()

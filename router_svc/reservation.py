@@ -1,0 +1,60 @@
+"""A request's place on a decode worker, as its saga holds it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pdserve.base.errors import PdserveError, PeerLost
+from pdserve.base.workers import WorkerRecord
+from pdserve.v1 import decode_pb2
+from router_svc.calls import DecodeCall
+
+
+class DecodeFailed(Exception):
+    """What went wrong has to do with the decode worker, whoever met it. Never leaves the saga."""
+
+    def __init__(self, error: PdserveError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Reservation:
+    """The call, its milestones, and whether decoding has begun. Every failure of the call is a `DecodeFailed`."""
+
+    def __init__(self, call: DecodeCall, worker: WorkerRecord) -> None:
+        self._call = call
+        self.worker = worker
+        # Unbounded, but a worker sends no more of them than there are attempts.
+        self._milestones: asyncio.Queue[decode_pb2.DecodeResponse] = asyncio.Queue()
+        #: The sequences run: whatever happens to prefill workers no longer matters.
+        self.has_started = False
+
+    async def send(self, request: decode_pb2.DecodeRequest) -> None:
+        """Tells the worker something."""
+        try:
+            await self._call.send(request)
+        except PdserveError as error:
+            raise DecodeFailed(error) from error
+
+    async def next_event(self, silence_s: float) -> decode_pb2.DecodeResponse:
+        """What the worker says next. Before decoding has begun its silence is not limited here: others wait for it."""
+        try:
+            event = await self._call.next_event(silence_s if self.has_started else None)
+            if event is None:
+                raise PeerLost(f"Decode worker {self.worker.worker_id} ended the stream before the request was done.")
+        except PdserveError as error:
+            raise DecodeFailed(error) from error
+        return event
+
+    def reach(self, milestone: decode_pb2.DecodeResponse) -> None:
+        """A ticket or the start has come."""
+        self.has_started |= milestone.HasField("started")
+        self._milestones.put_nowait(milestone)
+
+    async def milestone(self, timeout_s: float, error: PdserveError) -> decode_pb2.DecodeResponse:
+        """The next ticket or start. Fails with `error` when that takes too long."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._milestones.get()
+        except TimeoutError:
+            raise DecodeFailed(error) from error

@@ -1,0 +1,326 @@
+"""What a request survives, and what it does not: scripted faults of workers, seen by a client over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pdserve.base.errors import Draining, NoFreeBlocks, RequestError, StaleEpoch
+from pdserve.base.private_redis import PrivateRedis
+from router_svc.saga import ALWAYS_LOCAL
+from tests.unit.router_svc.conftest import TWO_OF_EACH, House, open_house
+from tests.unit.router_svc.fakes import failing, hang, vanish
+from tests.unit.router_svc.tiny_model import END, tokens_of
+
+TEXT = "Hello world."
+TOKENS = [*tokens_of(TEXT), END]
+
+
+def states(record: dict[str, object]) -> list[object]:
+    """Tier and attempt of each decision."""
+    decisions = record["decisions"]
+    assert isinstance(decisions, list)
+    return [(decision["tier"], decision["attempt"]) for decision in decisions]
+
+
+async def test_an_undisturbed_request_has_every_phase_in_order(house: House) -> None:
+    await house.complete()
+    record = await house.only_trace()
+    phases = record["phases"]
+    on_prefill = ["admitted", "reserved", "prefill_start", "first_token", "first_write", "finish"]
+    on_decode = ["admitted", "reserved", "commit", "first_decode", "finish"]
+    assert set(phases) == {*on_prefill, *on_decode}
+    for order in (on_prefill, on_decode):
+        times = [phases[name] for name in order]
+        assert times == sorted(times)
+    assert record["state"] == "finished"
+    assert record["attempt"] == 1
+    assert record["prefilled_by"] == "prefill"
+    assert record["outcome"] == {
+        "finish_reasons": ["stop"],
+        "error": None,
+        "completion_tokens": len(TOKENS),
+        "cached_tokens": 0,
+    }
+    assert states(record) == [("decode", 1), ("prefill", 1)]
+    assert record["retries"] == record["fallbacks"] == []
+    assert record["reported"]["reserve_s"] == 0.125
+    assert record["reported"]["prefill_compute_s"] == 1.5
+    assert record["reported"]["sent_bytes"] == 4096
+    assert record["chunks"][0]["computed_tokens"] == 9
+
+
+@pytest.mark.parametrize("point", ["prefill", "prefill_token"])
+async def test_a_prefill_worker_lost_before_its_first_token_is_replaced(house: House, point: str) -> None:
+    house.script.fail(point, vanish)
+    text, _ = await house.stream()
+    assert text == TEXT
+    first, second = house.world.prefills
+    assert (first.ref.attempt, second.ref.attempt) == (1, 2)
+    assert list(second.forced_first_tokens) == []
+    record = await house.only_trace()
+    assert states(record) == [("decode", 1), ("prefill", 1), ("prefill", 2)]
+    assert record["decisions"][1]["worker"] != record["decisions"][2]["worker"]
+    assert [retry["reason"] for retry in record["retries"]] == ["peer_lost"]
+    assert await house.metric("request_retries_total", reason="peer_lost") == 1
+
+
+async def test_a_prefill_worker_lost_after_its_first_token_is_replaced_without_a_token_twice(house: House) -> None:
+    house.script.fail("prefill_commit", vanish)
+    text, _ = await house.stream()
+    assert text == TEXT
+    assert list(house.world.prefills[1].forced_first_tokens) == TOKENS[:1]
+
+
+async def test_without_another_prefill_worker_the_decode_worker_prefills(small_house: House) -> None:
+    small_house.script.fail("prefill_commit", vanish)
+    text, _ = await small_house.stream()
+    assert text == TEXT
+    assert small_house.world.commands[-1] == "prefill_locally"
+    record = await small_house.only_trace()
+    assert [fallback["reason"] for fallback in record["fallbacks"]] == ["peer_lost"]
+    assert record["prefilled_by"] == "decode"
+    assert await small_house.metric("prefill_fallbacks_total", reason="peer_lost") == 1
+
+
+async def test_two_prefill_workers_that_fail_end_in_one_fallback(house: House) -> None:
+    house.script.fail("prefill_token", vanish, vanish)
+    text, _ = await house.stream()
+    assert text == TEXT
+    record = await house.only_trace()
+    assert [retry["reason"] for retry in record["retries"]] == ["peer_lost", "peer_lost"]
+    assert [fallback["reason"] for fallback in record["fallbacks"]] == ["peer_lost"]
+
+
+async def test_a_prefill_worker_silent_for_a_lease_is_given_up(house: House) -> None:
+    house.script.fail("prefill_token", hang)
+    text, _ = await house.stream()
+    assert text == TEXT
+    record = await house.only_trace()
+    assert [retry["reason"] for retry in record["retries"]] == ["transfer_timeout"]
+    # It keeps its heartbeats: only this request avoids it.
+    assert len(house.router.cluster.ready("prefill")) == 2
+
+
+async def test_a_lost_prefill_worker_is_excluded_for_other_requests_too(house: House) -> None:
+    house.workers["prefill-0"].registrar._heartbeat_s = 1e9
+    house.script.fail("prefill", vanish)
+    await house.complete()
+    lost = house.world.prefills[0]
+    assert lost.ref.attempt == 1
+    assert len(house.router.cluster.ready("prefill")) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (Draining("shutting down"), "draining"),
+        (NoFreeBlocks("full"), "no_free_blocks"),
+        (StaleEpoch("the decode worker restarted"), "stale_epoch"),
+    ],
+)
+async def test_a_prefill_worker_that_refuses_is_replaced(house: House, error: Exception, reason: str) -> None:
+    house.script.fail("prefill", failing(error))  # type: ignore[arg-type]
+    text, _ = await house.stream()
+    assert text == TEXT
+    record = await house.only_trace()
+    assert [retry["reason"] for retry in record["retries"]] == [reason]
+
+
+async def test_a_request_that_a_worker_calls_wrong_is_not_tried_again(house: House) -> None:
+    house.script.fail("prefill", failing(RequestError("the prompt is odd", param="prompt")))
+    status, body = await house.complete()
+    assert status == 400
+    assert body["error"]["param"] == "prompt"
+    assert len(house.world.prefills) == 1
+
+
+async def test_a_prefill_worker_lost_after_its_commit_is_not_missed(house: House) -> None:
+    async def vanish_once_decoding(context: object) -> None:
+        await house.world.until(lambda: bool(house.world.commands))
+        await vanish(context)  # type: ignore[arg-type]
+
+    house.script.fail("prefill_committed", vanish_once_decoding)
+    text, _ = await house.stream()
+    assert text == TEXT
+    assert len(house.world.decode_starts) == 1
+
+
+@pytest.mark.parametrize("point", ["decode", "decode_ticket"])
+async def test_a_decode_worker_lost_before_anything_was_streamed_is_replaced(house: House, point: str) -> None:
+    house.script.fail(point, vanish)
+    text, _ = await house.stream()
+    assert text == TEXT
+    assert [start.ref.attempt for start in house.world.decode_starts] == [1, 2]
+    record = await house.only_trace()
+    assert record["decisions"][0]["worker"] != record["decisions"][1]["worker"]
+
+
+async def test_a_decode_worker_lost_after_prefills_first_token_is_replaced_by_one_that_goes_on(house: House) -> None:
+    house.script.fail("decode_started", vanish)
+    text, _ = await house.stream()
+    assert text == TEXT
+    assert list(house.world.prefills[1].forced_first_tokens) == TOKENS[:1]
+
+
+async def test_a_decode_worker_lost_in_mid_stream_is_told_in_the_stream(house: House) -> None:
+    house.script.fail("decode_token", None, None, vanish)
+    text, events = await house.stream()
+    assert text == TEXT[:3]
+    assert events[-1]["error"]["type"] == "worker_lost_error"
+    record = await house.only_trace()
+    assert record["state"] == "failed"
+    assert "Lost decode worker" in record["outcome"]["error"]
+
+
+async def test_a_decode_worker_lost_in_mid_response_is_an_error_status(house: House) -> None:
+    house.script.fail("decode_token", None, vanish)
+    status, body = await house.complete()
+    assert status == 502
+    assert body["error"]["type"] == "worker_lost_error"
+
+
+async def test_a_request_does_not_go_through_all_decode_workers(house: House) -> None:
+    house.script.fail("decode", vanish, vanish)
+    status, _ = await house.complete()
+    assert status == 502
+    assert len(house.world.decode_starts) == 2
+
+
+async def test_without_another_decode_worker_a_loss_is_an_error_at_once(small_house: House) -> None:
+    small_house.script.fail("decode_ticket", vanish)
+    status, body = await small_house.complete()
+    assert status == 502
+    assert "decode-0" in body["error"]["message"]
+
+
+async def test_a_decode_worker_that_refuses_is_replaced(house: House) -> None:
+    house.script.fail("decode", failing(NoFreeBlocks("full")))
+    text, _ = await house.stream()
+    assert text == TEXT
+    record = await house.only_trace()
+    assert [retry["reason"] for retry in record["retries"]] == ["no_free_blocks"]
+
+
+async def test_when_all_decode_workers_are_full_the_request_waits_for_room(house: House) -> None:
+    house.script.fail("decode", *[failing(NoFreeBlocks("full"))] * 4)
+    text, _ = await house.stream()
+    assert text == TEXT
+    assert len(house.world.decode_starts) == 5
+
+
+async def test_room_that_never_comes_is_said_in_the_end(redis_server: PrivateRedis, model_dir: object) -> None:
+    async with open_house(redis_server, model_dir, {"decode-0": "decode"}, reserve_timeout_s=0.5) as house:  # type: ignore[arg-type]
+        house.script.fail("decode", *[failing(NoFreeBlocks("full"))] * 1000)
+        async with house.http.post(
+            f"{house.base_url}/v1/completions", json={"model": "tiny", "prompt": "x"}
+        ) as response:
+            assert response.status == 503
+            assert response.headers["Retry-After"] == "1"
+
+
+async def test_a_decode_worker_that_never_grants_is_given_up(redis_server: PrivateRedis, model_dir: object) -> None:
+    async with open_house(redis_server, model_dir, TWO_OF_EACH, reserve_timeout_s=0.3) as house:  # type: ignore[arg-type]
+        house.script.fail("decode_ticket", hang)
+        text, _ = await house.stream()
+        assert text == TEXT
+        assert len(house.world.decode_starts) == 2
+
+
+async def test_a_decode_worker_that_falls_silent_is_given_up(redis_server: PrivateRedis, model_dir: object) -> None:
+    async with open_house(redis_server, model_dir, TWO_OF_EACH, token_timeout_s=0.3) as house:  # type: ignore[arg-type]
+        house.script.fail("decode_token", None, hang)
+        _, events = await house.stream()
+        assert "silent" in events[-1]["error"]["message"]
+
+
+async def test_one_token_needs_no_decode_worker(house: House) -> None:
+    status, body = await house.complete(max_tokens=1, n=2)
+    assert status == 200
+    assert [choice["text"] for choice in body["choices"]] == ["H", "H"]
+    assert [choice["finish_reason"] for choice in body["choices"]] == ["length", "length"]
+    assert house.world.decode_starts == []
+    assert not house.world.prefills[0].HasField("ticket")
+
+
+async def test_one_token_is_given_by_a_decode_worker_when_no_prefill_worker_can(house: House) -> None:
+    house.script.fail("prefill", *[vanish] * 4)
+    status, body = await house.complete(max_tokens=1)
+    assert status == 200
+    assert body["choices"][0]["text"] == "H"
+
+
+async def test_a_request_that_ends_with_its_first_token_returns_the_ticket_unsent(house: House) -> None:
+    house.script.replies = [[END]]
+    house.script.fail("prefill_commit", hang)
+    status, body = await house.complete()
+    assert (status, body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == (200, "", "stop")
+    await house.world.until(lambda: house.world.open_calls == 0)
+    assert not any(committed.is_set() for committed in house.world.commits.values())
+
+
+async def test_a_short_prompt_is_prefilled_by_the_decode_worker(redis_server: PrivateRedis, model_dir: object) -> None:
+    async with open_house(redis_server, model_dir, TWO_OF_EACH, local_prefill_threshold=64) as house:  # type: ignore[arg-type]
+        text, _ = await house.stream()
+        assert text == TEXT
+        assert house.world.prefills == []
+        record = await house.only_trace()
+        assert record["prefilled_by"] == "decode"
+        assert record["fallbacks"] == []
+        assert await house.metric("prefills_total", tier="decode") == 1
+
+
+@pytest.mark.parametrize(("expected", "fallbacks"), [(1, ["no_prefill_worker"]), (0, [])])
+async def test_prefilling_on_decode_is_a_fallback_only_where_prefill_workers_were_meant(
+    redis_server: PrivateRedis, model_dir: object, expected: int, fallbacks: list[str]
+) -> None:
+    async with open_house(redis_server, model_dir, {"decode-0": "decode"}, prefill_expected=expected) as house:  # type: ignore[arg-type]
+        text, _ = await house.stream()
+        assert text == TEXT
+        assert house.world.decode_starts[0].local_prefill_threshold == ALWAYS_LOCAL
+        record = await house.only_trace()
+        assert [fallback["reason"] for fallback in record["fallbacks"]] == fallbacks
+        assert bool(house.router.health.degraded) == bool(fallbacks)
+
+
+async def test_a_stop_string_ends_one_choice_while_another_goes_on(house: House) -> None:
+    house.script.replies = [tokens_of("one STOP two"), tokens_of("a longer text without it")]
+    _, body = await house.complete(n=2, stop=["STOP"])
+    first, second = body["choices"]
+    assert (first["text"], first["finish_reason"], first["stop_reason"]) == ("one ", "stop", "STOP")
+    assert (second["text"], second["finish_reason"]) == ("a longer text without it", "length")
+    assert "stop_choice" in house.world.commands
+
+
+async def test_progress_keeps_the_decode_workers_lease(house: House) -> None:
+    await house.complete()
+    assert house.world.commands.count("keep_lease") == 3
+
+
+@pytest.mark.parametrize("point", ["decode", "decode_ticket", "prefill", "prefill_token", "decode_started"])
+async def test_a_client_that_goes_away_ends_the_work_in_every_phase(small_house: House, point: str) -> None:
+    reached = asyncio.Event()
+
+    async def reach_and_hang(context: object) -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    small_house.script.fail(point, reach_and_hang)
+    request = asyncio.create_task(small_house.complete())
+    await reached.wait()
+    request.cancel()
+    await small_house.world.until(lambda: small_house.world.open_calls == 0)
+    record = await small_house.only_trace()
+    assert record["state"] == "cancelled"
+    assert await small_house.metric("num_requests_running") == 0
+
+
+async def test_a_client_that_goes_away_in_mid_stream_ends_the_work(small_house: House) -> None:
+    small_house.script.pace = asyncio.Semaphore(2)
+    url = f"{small_house.base_url}/v1/completions"
+    async with small_house.http.post(url, json={"model": "tiny", "prompt": "x", "stream": True}) as response:
+        await response.content.readline()
+    await small_house.world.until(lambda: small_house.world.open_calls == 0)
+    record = await small_house.only_trace()
+    assert record["state"] == "cancelled"
