@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from decode_svc.scheduler import DecodeJob, DecodeScheduler
 from kvtransfer.receiver import Received, Receiver, Reservation
 from kvtransfer.ticket import Ticket, ticket_to_proto
-from pdserve.base.errors import InvalidTransition, PdserveError, RequestError, StaleError
+from pdserve.base.errors import InvalidTransition, PdserveError, RequestError, StaleAttempt, StaleError
 from pdserve.base.logs import get_logger
 from pdserve.base.tasks import service_group
 from pdserve.base.wire import tokens_to_wire
@@ -132,10 +132,11 @@ class DecodeSession:
             raise InvalidTransition(f"Request {self._request_id} has no ticket to renew.")
         try:
             self._ticket = await self._receiver.renew(self._ticket.transfer_id, attempt=attempt)
-        except StaleError:
-            if self._received:  # The commit won the race: the router is about to hear that decoding started.
-                return
+        except StaleAttempt:
             raise
+        except StaleError:
+            # The commit or the end of the lease won the race, and the event that says so is on its way.
+            return
         self._attempt = attempt
         await self._hand_out(self._ticket)
 
