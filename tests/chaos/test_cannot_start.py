@@ -1,0 +1,92 @@
+"""What keeps a cluster from starting is told in one readable line, with a non-zero exit and nothing left running."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pdserve.model.resolve import resolve_model
+from tests.support.cluster import MODEL, free_port
+
+
+def _up(tmp_path: Path, model: str, *flags: str, port: int | None = None) -> tuple[int, str]:
+    """The exit code and the last line of `pdserve up`."""
+    command = [sys.executable, "-m", "pdserve.cli", "up", model, "--log-dir", str(tmp_path / "logs")]
+    command += ["--port", str(port or free_port()), *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    output, _ = process.communicate(timeout=100)
+    return process.returncode, output.strip().splitlines()[-1]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> object:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    yield
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+def test_a_taken_port_is_named_with_its_flag(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, line = _up(tmp_path, MODEL, port=port)
+    assert code == 1
+    assert str(port) in line
+    assert "--port" in line
+
+
+def test_a_model_that_is_not_there_is_named_with_what_there_is(tmp_path: Path) -> None:
+    code, line = _up(tmp_path, "/nowhere/model")
+    assert code == 1
+    assert "/nowhere/model" in line
+    assert MODEL in line
+
+
+def test_an_architecture_that_is_not_supported_is_named_with_the_supported_ones(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for file in resolve_model(MODEL).path.iterdir():
+        (directory / file.name).symlink_to(file)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").unlink()
+    (directory / "config.json").write_text(
+        json.dumps(config | {"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2"})
+    )
+    code, line = _up(tmp_path, str(directory))
+    assert code == 1
+    assert "amba2" in line
+    assert "llama" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "needles"),
+    [
+        (("--kv-cache-memory", "1000"), ("cannot hold one block", "--kv-cache-memory")),
+        (("--kv-cache-memory", "100000GiB"), ("free memory", "--kv-cache-memory")),
+        (("--max-model-len", "9000"), ("8192", "--max-model-len")),
+        (("--kv-cache-memory", "10MiB", "--max-model-len", "8000"), ("--kv-cache-memory",)),
+        (("--threads-per-worker", "0"), ("--threads-per-worker",)),
+    ],
+)
+def test_a_setting_that_cannot_be_is_named_with_the_numbers(
+    tmp_path: Path, flags: tuple[str, ...], needles: tuple[str, ...]
+) -> None:
+    code, line = _up(tmp_path, MODEL, *flags)
+    assert code != 0
+    for needle in needles:
+        assert needle in line
+
+
+def test_a_redis_that_is_not_there_is_named(tmp_path: Path) -> None:
+    port = free_port()
+    code, line = _up(tmp_path, MODEL, "--redis-url", f"redis://127.0.0.1:{port}")
+    assert code == 1
+    assert str(port) in line
+    assert "--redis-url" in line
