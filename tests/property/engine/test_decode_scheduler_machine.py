@@ -52,12 +52,19 @@ class DecodeMachine(RuleBasedStateMachine):
         self.starts_at: dict[RequestId, int] = {}
         self.stopped: set[tuple[RequestId, int]] = set()
         self.over: set[RequestId] = set()
+        self.lone_runs: dict[tuple[RequestId, int], list[int]] = {}
 
     def open(self) -> list[RequestId]:
         return [request_id for request_id in self.jobs if request_id not in self.over]
 
-    def first_tokens(self, job: DecodeJob) -> list[int]:
-        return [expected(job.prompt_token_ids, job.params, choice, BOUNDS)[0] for choice in range(job.params.n)]
+    def lone_run(self, request_id: RequestId, choice: int) -> list[int]:
+        if (request_id, choice) not in self.lone_runs:
+            job = self.jobs[request_id]
+            self.lone_runs[request_id, choice] = expected(job.prompt_token_ids, job.params, choice, BOUNDS)
+        return self.lone_runs[request_id, choice]
+
+    def first_tokens(self, request_id: RequestId) -> list[int]:
+        return [self.lone_run(request_id, choice)[0] for choice in range(self.jobs[request_id].params.n)]
 
     @rule(prompt=prompts, sampling=params, threshold=st.sampled_from([0, 0, 6, 99]))
     def reserve(self, prompt: list[int], sampling: SamplingParams, threshold: int) -> None:
@@ -79,7 +86,7 @@ class DecodeMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(sorted(self.granted)))
         grant, job = self.granted.pop(request_id), self.jobs[request_id]
         write_prompt(self.worker.cache, grant.block_table, grant.num_cached_blocks, job.prompt_token_ids)
-        self.scheduler.activate(request_id, self.first_tokens(job))
+        self.scheduler.activate(request_id, self.first_tokens(request_id))
         self.starts_at[request_id] = 1
 
     @precondition(lambda self: self.granted)
@@ -99,7 +106,7 @@ class DecodeMachine(RuleBasedStateMachine):
             return
 
     def prefill_locally(self, request_id: RequestId, forced: bool) -> None:
-        self.scheduler.prefill_locally(request_id, self.first_tokens(self.jobs[request_id]) if forced else ())
+        self.scheduler.prefill_locally(request_id, self.first_tokens(request_id) if forced else ())
         self.granted.pop(request_id, None)
         self.starts_at[request_id] = int(forced)
 
@@ -142,7 +149,7 @@ class DecodeMachine(RuleBasedStateMachine):
         job = self.jobs[request_id]
         for choice in range(job.params.n):
             if (request_id, choice) not in self.stopped:
-                whole = expected(job.prompt_token_ids, job.params, choice, BOUNDS)
+                whole = self.lone_run(request_id, choice)
                 assert self.worker.tokens(request_id, choice) == whole[self.starts_at[request_id] :]
                 told = self.worker.told.get(request_id, {}).get(choice, [])
                 assert all(piece.finish_reason is None for piece in told[:-1])
@@ -157,7 +164,7 @@ class DecodeMachine(RuleBasedStateMachine):
         for request_id, choices in self.worker.told.items():
             job = self.jobs[request_id]
             for choice, told in choices.items():
-                whole = expected(job.prompt_token_ids, job.params, choice, BOUNDS)
+                whole = self.lone_run(request_id, choice)
                 start = told[0].first_index
                 assert start == self.starts_at[request_id]
                 tokens = self.worker.tokens(request_id, choice)
@@ -174,7 +181,7 @@ class DecodeMachine(RuleBasedStateMachine):
             for request_id in sorted(self.granted):
                 grant, job = self.granted.pop(request_id), self.jobs[request_id]
                 write_prompt(self.worker.cache, grant.block_table, grant.num_cached_blocks, job.prompt_token_ids)
-                self.scheduler.activate(request_id, self.first_tokens(job))
+                self.scheduler.activate(request_id, self.first_tokens(request_id))
                 self.starts_at[request_id] = 1
         assert self.open() == []
         assert self.worker.pool.num_free == NUM_BLOCKS

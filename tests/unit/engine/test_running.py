@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import pytest
+
+from pdserve.base.ids import RequestId
+from pdserve.base.sampling import SamplingParams
+from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.running import RunningLimits, RunningSet
+from pdserve.engine.sequence import Sequence
+from tests.unit.engine.fakes import BLOCK_SIZE, KEY
+
+LIMITS = RunningLimits(max_num_seqs=3, max_prefill_tokens=2, max_idle_prefill_tokens=5)
+
+
+class Rig:
+    def __init__(self, num_blocks: int, limits: RunningLimits = LIMITS) -> None:
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        self.blocks = BlockManager(self.pool)
+        self.running = RunningSet(self.blocks, limits)
+
+    def add(self, name: str, num_tokens: int, *, num_computed: int = 0) -> Sequence:
+        """A sequence with room for its tokens, of which `num_computed` are computed."""
+        prompt = [ord(name)] * num_tokens
+        sequence = Sequence.from_prompt(RequestId(name), prompt, SamplingParams(), hash_key=KEY)
+        assert self.blocks.admit(sequence, num_tokens)
+        sequence.age = self.running.next_age()
+        self.running.add(sequence)
+        if num_computed:
+            self.blocks.advance(sequence, num_computed)
+        return sequence
+
+    def grow(self, sequence: Sequence) -> None:
+        """All pending tokens are computed, and one more is sampled."""
+        self.blocks.advance(sequence, sequence.num_tokens)
+        sequence.tokens.append(1)
+
+    def plan(self) -> tuple[list[tuple[str, int]], list[str]]:
+        planned, preempted = self.running.plan()
+        self.running.check_integrity()
+        return [(s.request_id, stop) for s, stop in planned], [s.request_id for s in preempted]
+
+
+def test_the_budget_goes_to_the_oldest_and_is_small_while_somebody_decodes() -> None:
+    rig = Rig(20)
+    rig.add("a", 4)
+    rig.add("b", 7)
+    assert rig.plan() == ([("a", 4), ("b", 1)], [])
+    rig.add("c", 3, num_computed=2)
+    assert rig.plan() == ([("a", 2), ("c", 3)], [])
+
+
+def test_sequences_beyond_the_limit_keep_their_blocks_and_wait() -> None:
+    rig = Rig(20)
+    for name in "abcd":
+        rig.add(name, 2, num_computed=1)
+    assert [name for name, _ in rig.plan()[0]] == ["a", "b", "c"]
+    assert (rig.running.num_active, rig.running.num_running) == (4, 3)
+
+
+def test_the_youngest_gives_way_first_and_comes_back_last() -> None:
+    rig = Rig(4)
+    a, *_ = [rig.add(name, 4, num_computed=3) for name in "abcd"]
+    rig.grow(a)
+    assert rig.plan() == ([("a", 5), ("b", 4), ("c", 4)], ["d"])
+    b = next(sequence for sequence in rig.running if sequence.request_id == "b")
+    rig.grow(b)
+    assert rig.plan() == ([("a", 5), ("b", 5)], ["c"])
+    assert [sequence.request_id for sequence in rig.running] == ["a", "b", "c", "d"]
+    rig.running.detach(a)
+    rig.blocks.free(a)
+    rig.running.resume()
+    assert [sequence.request_id for sequence in rig.running] == ["b", "c", "d"]
+    assert rig.running.num_active == 2
+
+
+def test_choices_of_an_older_request_give_way_after_a_younger_request() -> None:
+    rig = Rig(5)
+    stem = rig.add("a", 6)
+    rig.blocks.advance(stem, 6)
+    rig.running.add(rig.blocks.fork(stem, 1))
+    rig.add("b", 6, num_computed=5)
+    for sequence in list(rig.running):
+        if sequence.request_id == "a":
+            sequence.tokens.append(1)
+    # One free block: the first choice copies its partial block, so the other one has its own.
+    assert rig.plan() == ([("a", 7), ("a", 7), ("b", 6)], [])
+    for sequence in list(rig.running):
+        if sequence.request_id == "a":
+            rig.blocks.advance(sequence, 7)
+            sequence.tokens.extend([1, 1])
+            sequence.num_computed = 8
+    assert rig.plan() == ([("a", 9), ("a", 9)], ["b"])
+
+
+def test_whoever_comes_back_leaves_a_block_for_each_active_sequence() -> None:
+    rig = Rig(4)
+    a = rig.add("a", 8, num_computed=7)
+    b = rig.add("b", 8, num_computed=7)
+    rig.grow(a)
+    assert rig.plan()[1] == ["b"]
+    rig.running.resume()
+    assert rig.running.num_preempted == 1
+    # b would fit beside a, but then a could not grow.
+    assert rig.pool.num_free == 1
+    rig.running.detach(a)
+    rig.blocks.free(a)
+    rig.running.resume()
+    assert list(rig.running) == [b]
+
+
+def test_exactly_enough_free_blocks_are_not_enough_beside_an_active_sequence() -> None:
+    rig = Rig(3)
+    a = rig.add("a", 4, num_computed=3)
+    b = rig.add("b", 8, num_computed=7)
+    rig.grow(a)
+    assert rig.plan()[1] == ["b"]
+    rig.blocks.free(a)
+    a.tokens = a.tokens[:4]
+    assert rig.blocks.admit(a, 4)
+    assert rig.pool.num_free == 2
+    rig.running.resume()
+    assert not b.block_table
+    rig.running.detach(a)
+    rig.blocks.free(a)
+    rig.running.resume()
+    assert len(b.block_table) == 2
+
+
+def test_a_sequence_gives_way_itself_when_others_outside_hold_the_blocks() -> None:
+    rig = Rig(3)
+    a = rig.add("a", 4, num_computed=3)
+    outside = rig.pool.allocate(2)
+    assert outside is not None
+    rig.grow(a)
+    assert rig.plan() == ([], ["a"])
+    rig.running.resume()
+    assert rig.running.num_active == 0
+    rig.pool.release(outside)
+    rig.running.resume()
+    assert rig.plan()[0] == [("a", 5)]
+
+
+@pytest.mark.parametrize("broken", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_limits_under_which_nothing_could_run_are_refused(broken: tuple[int, int, int]) -> None:
+    seqs, beside, idle = broken
+    with pytest.raises(AssertionError):
+        RunningLimits(max_num_seqs=seqs, max_prefill_tokens=beside, max_idle_prefill_tokens=idle)
