@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    GCCollector,
-    Histogram,
-    PlatformCollector,
-    ProcessCollector,
-)
+from prometheus_client import Counter, Gauge, Histogram
+
+from pdserve.base.metrics import CounterReader, CounterSource, process_registry
 
 LABELS = ("model_name", "tier")
 
@@ -23,10 +17,7 @@ class WorkerMetrics:
     """All metrics of one worker process; the services set them, nobody reads them but Prometheus."""
 
     def __init__(self, *, model_name: str, tier: str) -> None:
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
-        PlatformCollector(registry=self.registry)
-        GCCollector(registry=self.registry)
+        self.registry = process_registry()
         self._labels = {"model_name": model_name, "tier": tier}
         # Requests and blocks
         self.num_requests_running = self._gauge("num_requests_running", "Requests that take part in steps")
@@ -73,6 +64,10 @@ class WorkerMetrics:
             [*LABELS, "worker_id", "epoch", "transport", "dtype", "block_size", "version"],
             registry=self.registry,
         )
+
+    def read(self, *sources: CounterSource) -> None:
+        """Adds counters that are kept elsewhere."""
+        CounterReader(self.registry, self._labels, *sources)
 
     def sent(self, num_bytes: int, num_blocks: int, busy_s: float, transport: str) -> None:
         """A transfer out of this worker ended."""

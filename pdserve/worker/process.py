@@ -15,6 +15,7 @@ from pdserve.base import notify
 from pdserve.base.admin import Health, bound_socket, serve_admin
 from pdserve.base.ids import WorkerId, new_epoch
 from pdserve.base.logs import get_logger
+from pdserve.base.metrics import CounterSource
 from pdserve.base.registry import Registrar, Tier, WorkerLoad, WorkerRecord
 from pdserve.base.rpc import GrpcHealth, serve_grpc
 from pdserve.base.store import Store
@@ -138,6 +139,18 @@ def _registered(
     registrar = Registrar(store, record)
     publisher = KvEventPublisher(store, worker.worker_id, worker.epoch)
     worker.steps.on_cache_events = publisher.publish
+    worker.metrics.read(
+        CounterSource(name="registry_failures", text="Heartbeats lost", value=lambda: registrar.failures),
+        CounterSource(
+            name="kv_event_failures",
+            text="Batches of KV events that Redis did not take",
+            value=lambda: publisher.failures,
+        ),
+        CounterSource(
+            name="kv_event_resyncs", text="Times the prefix index was written anew", value=lambda: publisher.resyncs
+        ),
+        CounterSource(name="redis_outages", text="Connections to Redis that failed", value=lambda: store.outages),
+    )
     worker.tasks.start(registrar.run(), name="registrar")
     worker.tasks.start(publisher.run(), name="kv-events")
     labels = {
