@@ -14,84 +14,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 
+from decode_svc.request import DecodeJob, Phase, Request, SchedulerConfig
 from pdserve.base.errors import InvalidTransition, NoFreeBlocks, PdserveError
-from pdserve.base.ids import BlockHash, BlockId, RequestId
-from pdserve.base.sampling import SamplingParams
+from pdserve.base.ids import BlockId, RequestId
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.running import RunningLimits, RunningSet
-from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, Sequence, SequenceLimits
+from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, Sequence
 from pdserve.engine.step import Chunk, EventLog, Failure, Grant, Load, PrefillProgress, Started, StepEvents, StepPlan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeConfig:
-    """Bounds of a step, of a sequence, and of what transfers may hold."""
-
-    limits: SequenceLimits
-    #: Sequences that one step computes at most.
-    max_num_seqs: int = 256
-    #: Prompt tokens computed here per step while sequences are decoding (each delays their next token) ...
-    max_local_prefill_tokens: int = 256
-    #: ... and while none is.
-    max_idle_prefill_tokens: int = 2048
-    #: Share of all blocks that may wait for a transfer; one request may exceed it when nothing else is here.
-    max_reserved_share: float = 0.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeJob:
-    """One request to decode."""
-
-    request_id: RequestId
-    prompt_token_ids: Items[int]
-    params: SamplingParams
-    #: Key of the block hashes; carries the tenant's salt.
-    hash_key: bytes
-    #: Hashes of the first full blocks, if already computed; spares the step thread the work.
-    hashes: Items[BlockHash] = ()
-    #: Compute the prompt here, without a grant, when at most this many of its tokens are not cached here; 0: never.
-    local_prefill_threshold: int = 0
-
-
-class _Phase(Enum):
-    WAITING = "waiting for blocks"
-    RESERVED = "waiting for its KV"
-    COMPUTING = "computing its prompt"
-    RUNNING = "running"
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Request:
-    job: DecodeJob
-    #: The bare prompt; becomes the first of the choices.
-    stem: Sequence
-    phase: _Phase = _Phase.WAITING
-    locally: bool = False
-    forced_first_tokens: tuple[int, ...] = ()
-    num_cached: int = 0
-    #: Blocks that wait for a transfer.
-    num_receiving: int = 0
-    started: bool = False
-    #: Choices that were stopped, whether they run already or not.
-    stopped: set[int] = field(default_factory=set)
-    #: Sequences that are active or preempted, by choice; the stem alone while the prompt is computed.
-    sequences: dict[int, Sequence] = field(default_factory=dict)
-
-    def open_choices(self) -> tuple[int, ...]:
-        """Choices whose first token is to be sampled here."""
-        if self.forced_first_tokens:
-            return ()
-        return tuple(choice for choice in range(self.job.params.n) if choice not in self.stopped)
 
 
 class DecodeScheduler:
     """Implements `pdserve.engine.step.Scheduler`; every method is called on the step thread."""
 
-    def __init__(self, pool: BlockPool, config: DecodeConfig) -> None:
+    def __init__(self, pool: BlockPool, config: SchedulerConfig) -> None:
         self._pool = pool
         self._blocks = BlockManager(pool)
         self._running = RunningSet(
@@ -108,8 +46,8 @@ class DecodeScheduler:
         self._limits = replace(config.limits, max_model_len=min(config.limits.max_model_len, capacity + 1))
         self._model_limits = config.limits
         self._max_receiving = int(config.max_reserved_share * pool.num_blocks)
-        self._requests: dict[RequestId, _Request] = {}
-        self._waiting: deque[_Request] = deque()
+        self._requests: dict[RequestId, Request] = {}
+        self._waiting: deque[Request] = deque()
         self._num_receiving = 0
         self._log = EventLog()
         #: Something changed since those who wait were last looked at.
@@ -135,7 +73,7 @@ class DecodeScheduler:
         stem = Sequence.from_prompt(
             job.request_id, job.prompt_token_ids, job.params, hash_key=job.hash_key, hashes=job.hashes
         )
-        request = _Request(job=job, stem=stem)
+        request = Request(job=job, stem=stem)
         self._requests[job.request_id] = request
         self._waiting.append(request)
         self._stirred = True
@@ -146,7 +84,7 @@ class DecodeScheduler:
         The prefill worker told the first tokens to the client; they are not told again. Raises `InvalidTransition`
         unless the request is granted and not yet active, `RequestError` for tokens that cannot be.
         """
-        request = self._expect(request_id, _Phase.RESERVED)
+        request = self._expect(request_id, Phase.RESERVED)
         self._limits.check_first_tokens(first_tokens, request.job.params)
         self._end_reservation(request)
         self._blocks.advance(request.stem, request.stem.num_prompt)
@@ -158,13 +96,13 @@ class DecodeScheduler:
         For a granted request no transfer may be under way any more. Raises `InvalidTransition` once the KV is here or
         being computed, `RequestError` for tokens that cannot be.
         """
-        request = self._expect(request_id, _Phase.WAITING, _Phase.RESERVED)
+        request = self._expect(request_id, Phase.WAITING, Phase.RESERVED)
         if forced_first_tokens:
             self._limits.check_first_tokens(forced_first_tokens, request.job.params)
         request.forced_first_tokens = tuple(forced_first_tokens)
         request.locally = True
         self._stirred = True
-        if request.phase is _Phase.RESERVED:
+        if request.phase is Phase.RESERVED:
             self._end_reservation(request)
             if not request.stem.num_pending:
                 self._blocks.recompute_last_token(request.stem)
@@ -192,10 +130,10 @@ class DecodeScheduler:
         if request is None or not 0 <= choice_index < request.job.params.n:
             return
         request.stopped.add(choice_index)
-        if request.phase is _Phase.RUNNING:
+        if request.phase is Phase.RUNNING:
             if choice_index in request.sequences:
                 self._end(request, request.sequences[choice_index])
-        elif request.phase is not _Phase.RESERVED and len(request.stopped) == request.job.params.n:
+        elif request.phase is not Phase.RESERVED and len(request.stopped) == request.job.params.n:
             self._drop(request)
             self._log.finished.append(request_id)
 
@@ -229,7 +167,7 @@ class DecodeScheduler:
             tokens = [result for result in drawn if isinstance(result, Sampled)]
             if len(tokens) < len(drawn):
                 self._fail(request, drawn)
-            elif request.phase is _Phase.COMPUTING:
+            elif request.phase is Phase.COMPUTING:
                 self._take_prompt_chunk(request, tokens)
             elif tokens:
                 self._take_token(request, chunk.sequence, tokens[0])
@@ -241,7 +179,7 @@ class DecodeScheduler:
         return Load(
             num_running=running.num_running,
             num_waiting=len(self._waiting) + running.num_preempted + running.num_active - running.num_running,
-            num_held=sum(request.phase is _Phase.RESERVED for request in self._requests.values()),
+            num_held=sum(request.phase is Phase.RESERVED for request in self._requests.values()),
             queued_prompt_tokens=running.num_pending_tokens + sum(r.stem.num_prompt for r in self._waiting),
             free_blocks=self._pool.num_free,
             total_blocks=self._pool.num_blocks,
@@ -253,16 +191,16 @@ class DecodeScheduler:
     def check_integrity(self) -> None:
         """Assert that pool, queues and counters are sound, and references exactly those of the requests here."""
         requests = self._requests.values()
-        reserved = [request for request in requests if request.phase is _Phase.RESERVED]
+        reserved = [request for request in requests if request.phase is Phase.RESERVED]
         assert self._num_receiving == sum(request.num_receiving for request in reserved), "receiving blocks miscounted"
-        assert list(self._waiting) == [r for r in requests if r.phase is _Phase.WAITING], "the queue is out of order"
+        assert list(self._waiting) == [r for r in requests if r.phase is Phase.WAITING], "the queue is out of order"
         running = [sequence for request in requests for sequence in request.sequences.values()]
         assert set(map(id, running)) == set(map(id, self._running)), "a running sequence belongs to no request"
         self._running.check_integrity()
         holders = [*running, *(request.stem for request in reserved)]
         self._pool.check_integrity([BlockId(block) for block in holder.block_table] for holder in holders)
 
-    def _expect(self, request_id: RequestId, *phases: _Phase) -> _Request:
+    def _expect(self, request_id: RequestId, *phases: Phase) -> Request:
         request = self._requests.get(request_id)
         if request is None or request.phase not in phases:
             where = "not on this worker" if request is None else request.phase.value
@@ -270,7 +208,7 @@ class DecodeScheduler:
             raise InvalidTransition(f"Request {request_id} is {where}; this needs one that is {wanted}.")
         return request
 
-    def _grant(self, request: _Request) -> bool:
+    def _grant(self, request: Request) -> bool:
         """Give the request the blocks of its prompt and one more token, if they can be had now.
 
         A block stays free for each active sequence, so that a newcomer does not cost a preemption at once.
@@ -288,7 +226,7 @@ class DecodeScheduler:
         if locally:
             self._compute_prompt(request)
             return True
-        request.phase = _Phase.RESERVED
+        request.phase = Phase.RESERVED
         request.num_cached = stem.num_computed
         request.num_receiving = num_missing
         self._num_receiving += num_missing
@@ -301,22 +239,22 @@ class DecodeScheduler:
         is_idle = self._pool.num_free == self._pool.num_blocks
         return is_idle or self._num_receiving + num_blocks <= self._max_receiving
 
-    def _end_reservation(self, request: _Request) -> None:
+    def _end_reservation(self, request: Request) -> None:
         self._num_receiving -= request.num_receiving
         request.num_receiving = 0
         self._stirred = True
 
-    def _compute_prompt(self, request: _Request) -> None:
-        request.phase = _Phase.COMPUTING
+    def _compute_prompt(self, request: Request) -> None:
+        request.phase = Phase.COMPUTING
         request.locally = True
         request.num_cached = request.stem.num_computed
         request.stem.age = self._running.next_age()
         request.sequences = {0: request.stem}
         self._running.add(request.stem)
 
-    def _fork(self, request: _Request, first_tokens: Mapping[int, int]) -> None:
+    def _fork(self, request: Request, first_tokens: Mapping[int, int]) -> None:
         """Run every choice from its first token on; those that end with it, or were stopped, are over already."""
-        request.phase = _Phase.RUNNING
+        request.phase = Phase.RUNNING
         request.sequences = {}
         stem = request.stem
         stem.age = stem.age or self._running.next_age()
@@ -352,11 +290,11 @@ class DecodeScheduler:
             )
         choices: Items[int] = ()
         if stop == sequence.num_tokens:
-            choices = request.open_choices() if request.phase is _Phase.COMPUTING else (sequence.choice_index,)
+            choices = request.open_choices() if request.phase is Phase.COMPUTING else (sequence.choice_index,)
         rows = tuple(self._limits.sample_row(sequence, choice) for choice in choices)
         return Chunk(sequence=sequence, start=sequence.num_computed, stop=stop, samples=rows)
 
-    def _take_prompt_chunk(self, request: _Request, tokens: list[Sampled]) -> None:
+    def _take_prompt_chunk(self, request: Request, tokens: list[Sampled]) -> None:
         stem, request_id = request.stem, request.job.request_id
         self._log.progress.append(
             PrefillProgress(
@@ -376,20 +314,20 @@ class DecodeScheduler:
         self._running.detach(stem)
         self._fork(request, first_tokens)
 
-    def _take_token(self, request: _Request, sequence: Sequence, sampled: Sampled) -> None:
+    def _take_token(self, request: Request, sequence: Sequence, sampled: Sampled) -> None:
         told = self._limits.tell(sequence, sequence.choice_index, sampled)
         self._log.tokens.setdefault(sequence.request_id, []).append(told)
         sequence.tokens.append(sampled.token_id)
         if told.finish_reason is not None:
             self._end(request, sequence)
 
-    def _fail(self, request: _Request, drawn: list[SampleResult]) -> None:
+    def _fail(self, request: Request, drawn: list[SampleResult]) -> None:
         reason = next(result.reason for result in drawn if isinstance(result, SampleFailure))
         error = PdserveError(f"Request {request.job.request_id} cannot go on: {reason}.")
         self._log.failures.append(Failure(request_id=request.job.request_id, error=error))
         self._drop(request)
 
-    def _end(self, request: _Request, sequence: Sequence) -> None:
+    def _end(self, request: Request, sequence: Sequence) -> None:
         """One choice is over; with the last one, the request."""
         self._stop_running(sequence)
         del request.sequences[sequence.choice_index]
@@ -401,16 +339,16 @@ class DecodeScheduler:
         self._running.detach(sequence)
         self._blocks.free(sequence)
 
-    def _forget(self, request: _Request) -> None:
+    def _forget(self, request: Request) -> None:
         del self._requests[request.job.request_id]
         self._log.finished.append(request.job.request_id)
         self._stirred = True
 
-    def _drop(self, request: _Request) -> None:
+    def _drop(self, request: Request) -> None:
         """Free all that the request holds, in whatever phase."""
-        if request.phase is _Phase.WAITING:
+        if request.phase is Phase.WAITING:
             self._waiting.remove(request)
-        if request.phase is _Phase.RESERVED:
+        if request.phase is Phase.RESERVED:
             self._end_reservation(request)
             self._blocks.free(request.stem)
         for sequence in request.sequences.values():

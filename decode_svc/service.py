@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 
 from decode_svc.config import DecodeConfig
-from decode_svc.scheduler import DecodeConfig as SchedulerConfig
-from decode_svc.scheduler import DecodeJob, DecodeScheduler
+from decode_svc.request import DecodeJob, SchedulerConfig
+from decode_svc.scheduler import DecodeScheduler
 from decode_svc.session import DecodeSession, Event, Finished
 from kvtransfer.receiver import Receiver, ReceiverIdentity
 from kvtransfer.ticket import commit_from_proto

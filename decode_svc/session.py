@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
-from decode_svc.scheduler import DecodeJob, DecodeScheduler
+from decode_svc.request import DecodeJob
+from decode_svc.scheduler import DecodeScheduler
 from kvtransfer.receiver import Received, Receiver, Reservation
 from kvtransfer.ticket import Ticket, ticket_to_proto
 from pdserve.base.errors import InvalidTransition, PdserveError, RequestError, StaleAttempt, StaleError

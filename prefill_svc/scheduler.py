@@ -28,7 +28,7 @@ from pdserve.engine.step import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillConfig:
+class SchedulerConfig:
     """Bounds of a step and of a sequence."""
 
     limits: SequenceLimits
@@ -74,7 +74,7 @@ class _Queues:
 class PrefillScheduler:
     """Implements `pdserve.engine.step.Scheduler`; every method is called on the step thread."""
 
-    def __init__(self, pool: BlockPool, config: PrefillConfig) -> None:
+    def __init__(self, pool: BlockPool, config: SchedulerConfig) -> None:
         assert config.max_num_batched_tokens > 0, "a step must be allowed at least one token"
         self._pool = pool
         self._blocks = BlockManager(pool)

@@ -21,8 +21,7 @@ from pdserve.worker.sessions import Failed, Sessions
 from pdserve.worker.worker import Worker
 from prefill_svc.config import PrefillConfig
 from prefill_svc.decode_channels import DecodeChannels
-from prefill_svc.scheduler import PrefillConfig as SchedulerConfig
-from prefill_svc.scheduler import PrefillJob, PrefillScheduler
+from prefill_svc.scheduler import PrefillJob, PrefillScheduler, SchedulerConfig
 from prefill_svc.session import Begun, Event, PrefillSession
 
 log = get_logger(__name__)

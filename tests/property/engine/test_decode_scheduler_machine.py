@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from decode_svc.scheduler import DecodeConfig, DecodeJob, DecodeScheduler
+from decode_svc.request import DecodeJob, SchedulerConfig
+from decode_svc.scheduler import DecodeScheduler
 from pdserve.base.errors import InvalidTransition
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
@@ -43,7 +44,7 @@ class DecodeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
-        config = DecodeConfig(limits=limits(), max_num_seqs=3, max_local_prefill_tokens=2, max_idle_prefill_tokens=5)
+        config = SchedulerConfig(limits=limits(), max_num_seqs=3, max_local_prefill_tokens=2, max_idle_prefill_tokens=5)
         self.scheduler = DecodeScheduler(pool, config)
         self.worker = Worker(pool=pool, scheduler=self.scheduler)
         self.jobs: dict[RequestId, DecodeJob] = {}

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode_svc.scheduler import DecodeConfig, DecodeJob, DecodeScheduler
+from decode_svc.request import DecodeJob, SchedulerConfig
+from decode_svc.scheduler import DecodeScheduler
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import InvalidTransition, NoFreeBlocks, RequestError
 from pdserve.base.ids import RequestId
@@ -68,7 +69,7 @@ class DecodeWorker(Worker):
 
 def decode(num_blocks: int = 32, *, decoder: FakeDecoder | None = None, **config: float) -> DecodeWorker:
     pool = BlockPool(num_blocks, BLOCK_SIZE)
-    scheduler = DecodeScheduler(pool, replace(DecodeConfig(limits=limits()), **config))
+    scheduler = DecodeScheduler(pool, replace(SchedulerConfig(limits=limits()), **config))
     return DecodeWorker(pool=pool, scheduler=scheduler, decoder=decoder or FakeDecoder())
 
 

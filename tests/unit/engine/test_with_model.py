@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from decode_svc.scheduler import DecodeConfig, DecodeJob, DecodeScheduler
+from decode_svc.request import DecodeJob, SchedulerConfig
+from decode_svc.scheduler import DecodeScheduler
 from pdserve.base.ids import RequestId
 from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import SamplingParams
@@ -14,7 +15,8 @@ from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.sequence import SequenceLimits
 from pdserve.model.decoder import Decoder
 from pdserve.model.loader import load_decoder
-from prefill_svc.scheduler import PrefillConfig, PrefillJob, PrefillScheduler
+from prefill_svc.scheduler import PrefillJob, PrefillScheduler
+from prefill_svc.scheduler import SchedulerConfig as PrefillSchedulerConfig
 from tests.unit.engine.fakes import KEY, Worker
 from tests.unit.model.tiny import save_model
 
@@ -46,7 +48,7 @@ def worker(decoder: Decoder, scheduler: DecodeScheduler | PrefillScheduler, pool
 
 def decode(decoder: Decoder, num_blocks: int, chunk: int) -> tuple[Worker, DecodeScheduler]:
     pool = BlockPool(num_blocks, BLOCK_SIZE)
-    config = DecodeConfig(limits=BOUNDS, max_local_prefill_tokens=chunk, max_idle_prefill_tokens=chunk)
+    config = SchedulerConfig(limits=BOUNDS, max_local_prefill_tokens=chunk, max_idle_prefill_tokens=chunk)
     scheduler = DecodeScheduler(pool, config)
     return worker(decoder, scheduler, pool), scheduler
 
@@ -89,7 +91,7 @@ def test_a_crowd_in_chunks_and_under_preemption_is_told_what_each_is_told_alone(
 
 def test_disaggregated_is_monolithic(decoder: Decoder, alone: dict[RequestId, list[list[int]]]) -> None:
     pool = BlockPool(64, BLOCK_SIZE)
-    prefills = PrefillScheduler(pool, PrefillConfig(limits=BOUNDS, max_num_batched_tokens=6))
+    prefills = PrefillScheduler(pool, PrefillSchedulerConfig(limits=BOUNDS, max_num_batched_tokens=6))
     source = worker(decoder, prefills, pool)
     target, decodes = decode(decoder, 64, chunk=6)
     for request_id, prompt in PROMPTS.items():

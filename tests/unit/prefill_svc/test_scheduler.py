@@ -13,7 +13,7 @@ from pdserve.base.sampling import FinishReason, SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.step import StepEvents
 from pdserve.model.batch import Batch
-from prefill_svc.scheduler import PrefillConfig, PrefillJob, PrefillScheduler
+from prefill_svc.scheduler import PrefillJob, PrefillScheduler, SchedulerConfig
 from tests.unit.engine.fakes import BLOCK_SIZE, EOS, KEY, VOCAB, FakeDecoder, Worker, expected, limits, read_prompt
 
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
@@ -39,7 +39,7 @@ class PrefillWorker(Worker):
 
 def prefill(num_blocks: int = 32, *, budget: int = 100, decoder: FakeDecoder | None = None) -> PrefillWorker:
     pool = BlockPool(num_blocks, BLOCK_SIZE)
-    scheduler = PrefillScheduler(pool, PrefillConfig(limits=limits(), max_num_batched_tokens=budget))
+    scheduler = PrefillScheduler(pool, SchedulerConfig(limits=limits(), max_num_batched_tokens=budget))
     return PrefillWorker(pool=pool, scheduler=scheduler, decoder=decoder or FakeDecoder())
 
 

@@ -1,0 +1,76 @@
+"""A request as the decode tier's policy sees it: what was asked, and how far it has come. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pdserve.base.ids import BlockHash, RequestId
+from pdserve.base.sampling import SamplingParams
+from pdserve.engine.sequence import Sequence, SequenceLimits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Bounds of a step, of a sequence, and of what transfers may hold."""
+
+    limits: SequenceLimits
+    #: Sequences that one step computes at most.
+    max_num_seqs: int = 256
+    #: Prompt tokens computed here per step while sequences are decoding (each delays their next token) ...
+    max_local_prefill_tokens: int = 256
+    #: ... and while none is.
+    max_idle_prefill_tokens: int = 2048
+    #: Share of all blocks that may wait for a transfer; one request may exceed it when nothing else is here.
+    max_reserved_share: float = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeJob:
+    """One request to decode."""
+
+    request_id: RequestId
+    prompt_token_ids: Items[int]
+    params: SamplingParams
+    #: Key of the block hashes; carries the tenant's salt.
+    hash_key: bytes
+    #: Hashes of the first full blocks, if already computed; spares the step thread the work.
+    hashes: Items[BlockHash] = ()
+    #: Compute the prompt here, without a grant, when at most this many of its tokens are not cached here; 0: never.
+    local_prefill_threshold: int = 0
+
+
+class Phase(Enum):
+    """Where a request is on this worker."""
+
+    WAITING = "waiting for blocks"
+    RESERVED = "waiting for its KV"
+    COMPUTING = "computing its prompt"
+    RUNNING = "running"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """Mutable, owned by the scheduler."""
+
+    job: DecodeJob
+    #: The bare prompt; becomes the first of the choices.
+    stem: Sequence
+    phase: Phase = Phase.WAITING
+    locally: bool = False
+    forced_first_tokens: tuple[int, ...] = ()
+    num_cached: int = 0
+    #: Blocks that wait for a transfer.
+    num_receiving: int = 0
+    started: bool = False
+    #: Choices that were stopped, whether they run already or not.
+    stopped: set[int] = field(default_factory=set)
+    #: Sequences that are active or preempted, by choice; the stem alone while the prompt is computed.
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+
+    def open_choices(self) -> tuple[int, ...]:
+        """Choices whose first token is to be sampled here."""
+        if self.forced_first_tokens:
+            return ()
+        return tuple(choice for choice in range(self.job.params.n) if choice not in self.stopped)
