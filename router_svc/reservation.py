@@ -36,15 +36,24 @@ class Reservation:
         except PdserveError as error:
             raise DecodeFailed(error) from error
 
-    async def next_event(self, silence_s: float) -> decode_pb2.DecodeResponse:
-        """What the worker says next. Before decoding has begun its silence is not limited here: others wait for it."""
+    async def next_event(self, silence_s: float) -> decode_pb2.DecodeResponse | None:
+        """What the worker says next, None when it has said everything.
+
+        Before decoding has begun its silence is not limited here: others wait for it.
+        """
         try:
             event = await self._call.next_event(silence_s if self.has_started else None)
-            if event is None:
-                raise PeerLost(f"Decode worker {self.worker.worker_id} ended the stream before the request was done.")
         except PdserveError as error:
             raise DecodeFailed(error) from error
+        if event is None and not self.has_started:
+            raise self.ended_early()
         return event
+
+    def ended_early(self) -> DecodeFailed:
+        """The worker closed the stream although tokens are missing."""
+        return DecodeFailed(
+            PeerLost(f"Decode worker {self.worker.worker_id} ended the stream before the request was done.")
+        )
 
     def reach(self, milestone: decode_pb2.DecodeResponse) -> None:
         """A ticket or the start has come."""

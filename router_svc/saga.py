@@ -156,12 +156,15 @@ class Saga:
                     async with asyncio.TaskGroup() as tasks:
                         handover = tasks.create_task(self._hand_over(reservation))
                         await self._relay(reservation)
-                        handover.cancel()
+                        if self._output.is_finished:
+                            handover.cancel()
                 except* _AllDone:
                     pass
                 except* (DecodeFailed, PdserveError) as errors:
                     # Both sides may have met the same failure; the first one explains it.
                     raise errors.exceptions[0] from None
+                if not self._output.is_finished:
+                    raise reservation.ended_early()
 
     def _local_prefill_threshold(self, placement: Placement) -> int:
         if self._output.has_started:
@@ -173,9 +176,14 @@ class Saga:
         return ALWAYS_LOCAL
 
     async def _relay(self, reservation: Reservation) -> None:
-        """Reads the decode worker's events until every choice is complete."""
+        """Reads the decode worker's events until every choice is complete.
+
+        Or to their end, when they were faster than the prefill worker's first tokens: the handover brings those.
+        """
         while not self._output.is_finished:
             event = await reservation.next_event(self._policy.token_timeout_s)
+            if event is None:
+                return
             match event.WhichOneof("event"):
                 case "ticket":
                     self._journal.granted(event.ticket, reservation.worker)

@@ -38,6 +38,15 @@ async def vanish(_: Context) -> None:
     raise _Vanished
 
 
+class _Left(Exception):
+    """Ends a call as if all had been said."""
+
+
+async def leave(_: Context) -> None:
+    """The worker closes the stream without an error."""
+    raise _Left
+
+
 async def hang(_: Context) -> None:
     """The worker is there and says nothing."""
     await asyncio.Event().wait()
@@ -152,6 +161,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer):
             start = (await anext(aiter(requests))).start
             self._world.decode_starts.append(start)
             await _DecodeSession(self, self._world, start, context).run(requests)
+        except _Left:
+            pass
         except _Vanished:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
         finally:

@@ -9,8 +9,9 @@ import pytest
 from pdserve.base.errors import Draining, NoFreeBlocks, RequestError, StaleEpoch
 from pdserve.base.private_redis import PrivateRedis
 from router_svc.saga import ALWAYS_LOCAL
+from tests.support.redis import eventually
 from tests.unit.router_svc.conftest import TWO_OF_EACH, House, open_house
-from tests.unit.router_svc.fakes import failing, hang, vanish
+from tests.unit.router_svc.fakes import Context, Fault, failing, hang, leave, vanish
 from tests.unit.router_svc.tiny_model import END, tokens_of
 
 TEXT = "Hello world."
@@ -22,6 +23,19 @@ def states(record: dict[str, object]) -> list[object]:
     decisions = record["decisions"]
     assert isinstance(decisions, list)
     return [(decision["tier"], decision["attempt"]) for decision in decisions]
+
+
+def after_first_token(house: House, fault: Fault) -> Fault:
+    """`fault`, once the router has prefill's first token: streams of different workers have no order."""
+
+    async def is_known() -> bool:
+        return "first_token" in (await house.only_trace())["phases"]
+
+    async def wait(context: Context) -> None:
+        await eventually(is_known)
+        await fault(context)
+
+    return wait
 
 
 async def test_an_undisturbed_request_has_every_phase_in_order(house: House) -> None:
@@ -147,6 +161,25 @@ async def test_a_prefill_worker_lost_after_its_commit_is_not_missed(house: House
     assert len(house.world.decode_starts) == 1
 
 
+async def test_a_decode_worker_may_be_done_before_prefills_first_token_arrives(house: House) -> None:
+    async def commit_first(_: object) -> None:
+        [committed] = house.world.commits.values()
+        committed.set()
+        await house.world.until(lambda: house.world.open_calls == 1)
+
+    house.script.fail("prefill_token", commit_first)
+    text, _ = await house.stream()
+    assert text == TEXT
+    assert (await house.only_trace())["retries"] == []
+
+
+async def test_a_decode_worker_that_leaves_tokens_out_is_an_error(house: House) -> None:
+    house.script.fail("decode_token", None, after_first_token(house, leave))
+    status, body = await house.complete()
+    assert status == 502
+    assert "ended the stream before" in body["error"]["message"]
+
+
 @pytest.mark.parametrize("point", ["decode", "decode_ticket"])
 async def test_a_decode_worker_lost_before_anything_was_streamed_is_replaced(house: House, point: str) -> None:
     house.script.fail(point, vanish)
@@ -158,14 +191,14 @@ async def test_a_decode_worker_lost_before_anything_was_streamed_is_replaced(hou
 
 
 async def test_a_decode_worker_lost_after_prefills_first_token_is_replaced_by_one_that_goes_on(house: House) -> None:
-    house.script.fail("decode_started", vanish)
+    house.script.fail("decode_started", after_first_token(house, vanish))
     text, _ = await house.stream()
     assert text == TEXT
     assert list(house.world.prefills[1].forced_first_tokens) == TOKENS[:1]
 
 
 async def test_a_decode_worker_lost_in_mid_stream_is_told_in_the_stream(house: House) -> None:
-    house.script.fail("decode_token", None, None, vanish)
+    house.script.fail("decode_token", None, None, after_first_token(house, vanish))
     text, events = await house.stream()
     assert text == TEXT[:3]
     assert events[-1]["error"]["type"] == "worker_lost_error"
@@ -175,7 +208,7 @@ async def test_a_decode_worker_lost_in_mid_stream_is_told_in_the_stream(house: H
 
 
 async def test_a_decode_worker_lost_in_mid_response_is_an_error_status(house: House) -> None:
-    house.script.fail("decode_token", None, vanish)
+    house.script.fail("decode_token", None, after_first_token(house, vanish))
     status, body = await house.complete()
     assert status == 502
     assert body["error"]["type"] == "worker_lost_error"
@@ -230,7 +263,7 @@ async def test_a_decode_worker_that_never_grants_is_given_up(redis_server: Priva
 
 async def test_a_decode_worker_that_falls_silent_is_given_up(redis_server: PrivateRedis, model_dir: object) -> None:
     async with open_house(redis_server, model_dir, TWO_OF_EACH, token_timeout_s=0.3) as house:  # type: ignore[arg-type]
-        house.script.fail("decode_token", None, hang)
+        house.script.fail("decode_token", None, after_first_token(house, hang))
         _, events = await house.stream()
         assert "silent" in events[-1]["error"]["message"]
 
