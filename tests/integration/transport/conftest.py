@@ -13,6 +13,7 @@ from kvtransfer.transport import Transport, open_transport
 
 OpenTransport = Callable[[], Transport]
 StartPeer = Callable[[], Awaitable["RemotePeer"]]
+StartWorker = Callable[[str], Awaitable["RemotePeer"]]
 _ROOT = Path(__file__).parents[3]
 
 
@@ -61,25 +62,48 @@ async def start_transport(transport_name: str) -> AsyncIterator[OpenTransport]:
 
 
 @pytest.fixture
-async def start_peer(transport_name: str) -> AsyncIterator[StartPeer]:
-    """Starts other processes with a transport of the parametrised kind, and kills them in the end."""
+async def start_process(transport_name: str) -> AsyncIterator[Callable[..., Awaitable[RemotePeer]]]:
+    """Starts modules of this package in processes of their own, and kills those in the end."""
     started: list[RemotePeer] = []
 
-    async def start() -> RemotePeer:
+    async def start(module: str, *arguments: str) -> RemotePeer:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "tests.integration.transport.peer",
+            f"tests.integration.transport.{module}",
             transport_name,
+            *arguments,
             cwd=_ROOT,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
-        peer = RemotePeer(process)
-        started.append(peer)
-        peer.address = bytes.fromhex(await peer.answer())
-        return peer
+        started.append(RemotePeer(process))
+        return started[-1]
 
     yield start
     for peer in started:
         await peer.kill()
+
+
+@pytest.fixture
+def start_peer(start_process: Callable[..., Awaitable[RemotePeer]]) -> StartPeer:
+    """Other processes with a bare transport of the parametrised kind."""
+
+    async def start() -> RemotePeer:
+        peer = await start_process("peer")
+        peer.address = bytes.fromhex(await peer.answer())
+        return peer
+
+    return start
+
+
+@pytest.fixture
+def start_worker(start_process: Callable[..., Awaitable[RemotePeer]]) -> StartWorker:
+    """Other processes with one end of the handover: "prefill" or "decode"."""
+
+    async def start(role: str) -> RemotePeer:
+        worker = await start_process("worker", role)
+        assert await worker.answer() == "ready"
+        return worker
+
+    return start

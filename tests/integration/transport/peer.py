@@ -41,8 +41,8 @@ async def serve(transport_name: str) -> None:
             case ["send", address, first, count, size]:
                 if address not in peers:
                     peers[address] = await transport.connect(bytes.fromhex(address))
-                for tag in range(int(first), int(first) + int(count)):
-                    sends.append(transport.post_send(peers[address], tag, payload_of(tag, int(size))))
+                tags = range(int(first), int(first) + int(count))
+                sends.extend(transport.post_send(peers[address], tag, payload_of(tag, int(size))) for tag in tags)
                 _answer("sending")
             case ["flush"]:
                 for send in sends:

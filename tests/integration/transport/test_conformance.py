@@ -22,6 +22,10 @@ def empty(size: int) -> Buffer:
     return np.zeros(size, np.uint8)
 
 
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 async def cross(receiver: Transport, sender: Transport) -> None:
     """A message all the way, so that everything sent before it has arrived."""
     peer = await sender.connect(await receiver.listen())
@@ -228,8 +232,8 @@ async def test_close_leaves_no_thread_and_no_descriptor(transport_name: str) -> 
         await receiver.close()
 
     await use()  # What a library keeps for the process, it opens the first time.
-    threads, descriptors = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+    threads, descriptors = threading.active_count(), num_descriptors()
     for _ in range(3):
         await use()
     assert threading.active_count() == threads
-    assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors
+    assert num_descriptors() <= descriptors
