@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Collection
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -13,6 +16,9 @@ from prometheus_client import (
 )
 
 from router_svc.record import Phase, Record
+
+#: What can work less well than it should.
+DEGRADABLE = ("redis", "prefill")
 
 # fmt: off
 _TTFT_BUCKETS = (
@@ -100,9 +106,11 @@ class RouterMetrics:
         """How many workers of a tier take work."""
         self.workers_ready.labels(self._model_name, tier).set(ready)
 
-    def set_degraded(self, subject: str, degraded: bool) -> None:
-        """Whether a subject is degraded."""
-        self.degraded.labels(self._model_name, subject).set(degraded)
+    def watch_degraded(self, degraded: Collection[str]) -> None:
+        """Shows which subjects are in `degraded`, now and whenever it changes."""
+        for subject in DEGRADABLE:
+            gauge = self.degraded.labels(self._model_name, subject)
+            gauge.set_function(functools.partial(degraded.__contains__, subject))
 
     def ended(self, record: Record) -> None:
         """Everything that is known once a request has ended."""

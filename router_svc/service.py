@@ -33,6 +33,7 @@ from router_svc.served_model import ServedModel
 log = get_logger(__name__)
 
 NO_DECODE_WORKER = "no decode worker is ready"
+NO_PREFILL_WORKER = "no prefill worker is ready; decode workers prefill"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,7 @@ class Router:
             metrics=self.metrics,
         )
         self._gate = Gate(max_waiting=config.max_num_queued_reqs, max_wait_s=config.queue_timeout_s)
+        self.metrics.watch_degraded(health.degraded)
         self.metrics.num_requests_running.set_function(lambda: self._gate.num_running)
         self.metrics.num_requests_waiting.set_function(lambda: self._gate.num_waiting)
         self._requests = Requests(
@@ -133,7 +135,7 @@ class Router:
             self._tell_readiness(is_ready=ready["decode"] > 0)
             await grpc_health.set_serving(self.health.is_ready)
             missing_prefill = self.config.prefill_expected > 0 and not ready["prefill"]
-            self._degrade("prefill", "no prefill worker is ready; decode workers prefill" if missing_prefill else None)
+            self.health.watch("prefill")(NO_PREFILL_WORKER if missing_prefill else None)
             for tier, count in ready.items():
                 self.metrics.set_workers(tier, count)
             known = {(worker.worker_id, worker.epoch) for tier in ready for worker in self._directory.workers_of(tier)}
@@ -150,10 +152,6 @@ class Router:
         else:
             log.warning("router_not_ready", reason=NO_DECODE_WORKER)
             notify.status(NO_DECODE_WORKER)
-
-    def _degrade(self, subject: str, reason: str | None) -> None:
-        self.health.watch(subject)(reason)
-        self.metrics.set_degraded(subject, reason is not None)
 
 
 async def serve(config: RouterConfig) -> None:

@@ -142,8 +142,9 @@ async def open_house(
     config = RouterConfig(**(defaults | settings))
     world = World(Script())
     async with AsyncExitStack() as stack:
-        store = await stack.enter_async_context(Store(redis.url))
-        router = Router(config, ServedModel.load(config.model_dir, config.model_name), store, Health())
+        health = Health()
+        store = await stack.enter_async_context(Store(redis.url, on_change=health.watch("redis")))
+        router = Router(config, ServedModel.load(config.model_dir, config.model_name), store, health)
         addresses = await stack.enter_async_context(router.serving())
         workers = {
             worker_id: await stack.enter_async_context(fake_worker(world, tier, worker_id, redis.url))

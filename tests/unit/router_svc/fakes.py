@@ -49,7 +49,8 @@ async def leave(_: Context) -> None:
 
 async def hang(_: Context) -> None:
     """The worker is there and says nothing."""
-    await asyncio.Event().wait()
+    # Not an event: nobody would hold it, and what waits for garbage is garbage too.
+    await asyncio.sleep(3600)
 
 
 def failing(error: PdserveError) -> Fault:
@@ -129,6 +130,16 @@ class World:
         self.open_calls += change
         self._note()
 
+    def note_start(self, start: decode_pb2.DecodeStart) -> None:
+        """A decode worker was given a request."""
+        self.decode_starts.append(start)
+        self._note()
+
+    def note_prefill(self, request: prefill_pb2.PrefillRequest) -> None:
+        """A prefill worker was given a request."""
+        self.prefills.append(request)
+        self._note()
+
     def note_command(self, kind: str) -> None:
         """A decode worker was told something."""
         self.commands.append(kind)
@@ -159,7 +170,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer):
         self._world.note_open(1)
         try:
             start = (await anext(aiter(requests))).start
-            self._world.decode_starts.append(start)
+            self._world.note_start(start)
             await _DecodeSession(self, self._world, start, context).run(requests)
         except _Left:
             pass
@@ -249,7 +260,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):
     async def Prefill(  # noqa: N802 - the name is the protocol's
         self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> None:
-        self._world.prefills.append(request)
+        self._world.note_prefill(request)
         self._world.note_open(1)
         try:
             await self._run(request, context)

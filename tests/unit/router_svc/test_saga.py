@@ -335,9 +335,9 @@ async def test_progress_keeps_the_decode_workers_lease(house: House) -> None:
 async def test_a_client_that_goes_away_ends_the_work_in_every_phase(small_house: House, point: str) -> None:
     reached = asyncio.Event()
 
-    async def reach_and_hang(context: object) -> None:
+    async def reach_and_hang(context: Context) -> None:
         reached.set()
-        await asyncio.Event().wait()
+        await hang(context)
 
     small_house.script.fail(point, reach_and_hang)
     request = asyncio.create_task(small_house.complete())
