@@ -5,16 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    GCCollector,
-    Histogram,
-    PlatformCollector,
-    ProcessCollector,
-)
+from prometheus_client import Counter, Gauge, Histogram
 
+from pdserve.base.metrics import CounterReader, CounterSource, process_registry
 from router_svc.record import Phase, Record
 
 #: What can work less well than it should.
@@ -41,10 +34,7 @@ class RouterMetrics:
     """All metrics of the router; nobody reads them but Prometheus."""
 
     def __init__(self, *, model_name: str) -> None:
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
-        PlatformCollector(registry=self.registry)
-        GCCollector(registry=self.registry)
+        self.registry = process_registry()
         self._model_name = model_name
         # Load
         self.num_requests_running = self._gauge("num_requests_running", "Requests admitted and not ended")
@@ -89,6 +79,10 @@ class RouterMetrics:
         self._request_generation_tokens = self._histogram(
             "request_generation_tokens", "Completion length, all choices", _LENGTH_BUCKETS
         )
+
+    def read(self, *sources: CounterSource) -> None:
+        """Adds counters that are kept elsewhere."""
+        CounterReader(self.registry, {"model_name": self._model_name}, *sources)
 
     def rejected(self, reason: str) -> None:
         """A request was refused before it was admitted."""

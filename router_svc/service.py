@@ -13,6 +13,7 @@ from kvtransfer.prefix_mirror import PrefixMirror
 from pdserve.base import notify
 from pdserve.base.admin import Health, bound_socket, health_routes, serve_http
 from pdserve.base.logs import get_logger
+from pdserve.base.metrics import CounterSource
 from pdserve.base.registry import WorkerDirectory
 from pdserve.base.rpc import GrpcHealth, serve_grpc
 from pdserve.base.store import Store
@@ -69,6 +70,12 @@ class Router:
         )
         self._gate = Gate(max_waiting=config.max_num_queued_reqs, max_wait_s=config.queue_timeout_s)
         self.metrics.watch_degraded(health.degraded)
+        self.metrics.read(
+            CounterSource(name="registry_failures", text="Readings lost", value=lambda: self._directory.failures),
+            CounterSource(name="prefix_index_gaps", text="Gaps in the stream", value=lambda: self._mirror.gaps),
+            CounterSource(name="prefix_index_failures", text="Readings lost", value=lambda: self._mirror.failures),
+            CounterSource(name="request_records_dropped", text="Not kept", value=lambda: self._request_store.dropped),
+        )
         self.metrics.num_requests_running.set_function(lambda: self._gate.num_running)
         self.metrics.num_requests_waiting.set_function(lambda: self._gate.num_waiting)
         self._requests = Requests(
