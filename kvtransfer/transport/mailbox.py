@@ -26,6 +26,11 @@ class Mailbox(Generic[M]):
         self._early: OrderedDict[int, M] = OrderedDict()
         self._withdrawn: OrderedDict[int, None] = OrderedDict()
 
+    @property
+    def num_posted(self) -> int:
+        """Receives that wait for their message."""
+        return len(self._posted)
+
     def post(self, receive: Operation) -> M | None:
         """Offers a receive. A message that came early is handed back, to be received into it now."""
         if receive.tag in self._posted:

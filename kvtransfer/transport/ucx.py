@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -26,14 +27,17 @@ from ucxx.exceptions import UCXError
 from kvtransfer.transport.base import Buffer, Operation, Peer
 from kvtransfer.transport.mailbox import Mailbox
 from kvtransfer.transport.ucx_address import pack_address, unpack_address
+from kvtransfer.transport.ucx_canary import PING_BYTES, Canary
 from pdserve.base.errors import PdserveError, PeerLost, SetupError, TransferError
 
 log = logging.getLogger(__name__)
 
 #: Other work of the event loop gets a turn after this long.
 _SLICE_S = 0.001
-#: UCX does not always wake its descriptor; this bounds what a missed wake-up costs.
+#: How often the watchdog looks: it bounds what a missed wake-up of UCX's descriptor costs, and finds a jammed queue.
 _WATCHDOG_S = 0.5
+#: Looks that a ping may stay unanswered.
+_MAX_SILENT_LOOKS = 2
 #: UCX closes at once what has error handling; this bounds it if ever it does not.
 _CLOSE_PERIOD_NS = 100_000_000
 _ANY_TAG = (ucx.UCXXTag(0), ucx.UCXXTagMask(0))
@@ -51,13 +55,13 @@ _DEFAULTS = {
 class UcxPeer:
     """An endpoint to one UCX worker."""
 
-    endpoint: ucx.UCXEndpoint
+    endpoint: ucx.UCXEndpoint | None
     lost: bool = False
 
     @property
     def closed(self) -> bool:
         """Disconnected, failed, or found dead by UCX's keep-alive."""
-        return self.lost or not self.endpoint.alive
+        return self.lost or self.endpoint is None or not self.endpoint.alive
 
 
 @dataclass(eq=False, slots=True)
@@ -78,6 +82,12 @@ class _Incarnation:
     worker: ucx.UCXWorker
     address: bytes
     inflight: list[_InFlight] = field(default_factory=list)
+    peers: list[UcxPeer] = field(default_factory=list)
+    #: Something came in or went out since the watchdog looked last.
+    moved: bool = False
+    canary: Canary | None = None
+    ping: Operation | None = None
+    silent_looks: int = 0
     #: Reported as failed already, while UCX may still hold on to the buffer.
     abandoned: list[_InFlight] = field(default_factory=list)
 
@@ -113,7 +123,9 @@ class UcxTransport:
         except UCXError as error:
             raise PeerLost(f"UCX cannot reach the peer: {error}") from error
         self._kick()
-        return UcxPeer(endpoint)
+        peer = UcxPeer(endpoint)
+        live.peers.append(peer)
+        return peer
 
     def disconnect(self, peer: Peer) -> None:
         """Closes the endpoint without waiting for the other side."""
@@ -121,7 +133,10 @@ class UcxTransport:
         if own.lost:
             return
         self._lose(own, PeerLost("the peer was disconnected"))
-        own.endpoint.close_blocking(_CLOSE_PERIOD_NS, 1)
+        if own.endpoint is not None and self._live is not None:
+            own.endpoint.close_blocking(_CLOSE_PERIOD_NS, 1)
+            self._live.peers.remove(own)
+        own.endpoint = None
         self._kick()
 
     def post_receive(self, tag: int, buffer: Buffer) -> Operation:
@@ -138,7 +153,7 @@ class UcxTransport:
         """Hands the buffer to UCX."""
         send = Operation(tag, buffer)
         own = _own(peer)
-        if own.closed or self._live is None:
+        if own.closed or own.endpoint is None or self._live is None:
             send.fail(PeerLost("the peer was disconnected"))
             return send
         array = Array(buffer)
@@ -201,9 +216,8 @@ class UcxTransport:
         self._turn = self._watchdog = None
         receives, _ = self._mailbox.clear()
         flights = list(live.inflight)
-        for flight in flights:
-            if flight.peer is not None:
-                flight.peer.lost = True
+        for peer in live.peers:
+            peer.lost, peer.endpoint = True, None
         # UCX writes only while its worker makes progress or exists: first it goes, then the buffers are free.
         live.inflight.clear()
         live.abandoned.clear()
@@ -218,8 +232,34 @@ class UcxTransport:
             self._turn = asyncio.get_running_loop().call_soon(self._progress)
 
     def _watch(self) -> None:
+        live = self._live
+        assert live is not None, "the watchdog lives as long as the UCX worker"
         self._watchdog = asyncio.get_running_loop().call_later(_WATCHDOG_S, self._watch)
+        self._progress()
+        waiting = live.inflight or self._mailbox.num_posted > (live.ping is not None)
+        if live.moved or not waiting or (live.ping is not None and live.ping.done):
+            live.moved = False
+            self._forget_ping(live)
+        elif live.ping is None:
+            self._send_ping(live)
+        else:
+            live.silent_looks += 1
+            if live.silent_looks >= _MAX_SILENT_LOOKS:
+                log.warning("ucx_worker_restarted reason=its shared-memory queue is jammed, a peer died writing to it")
+                self._down(PeerLost("a process that died has jammed the shared-memory queue"))
+
+    def _send_ping(self, live: _Incarnation) -> None:
+        if live.canary is None:
+            live.canary = Canary(self._options, unpack_address(live.address))
+        live.ping = Operation(secrets.randbits(64), np.zeros(PING_BYTES, np.uint8))
+        self._mailbox.post(live.ping)
+        live.canary.ping(live.ping.tag)
         self._kick()
+
+    def _forget_ping(self, live: _Incarnation) -> None:
+        if live.ping is not None:
+            self._mailbox.withdraw(live.ping)
+            live.ping, live.silent_looks = None, 0
 
     def _progress(self) -> None:
         if self._turn is not None:
@@ -233,6 +273,8 @@ class UcxTransport:
             moved = live.worker.progress_once()
             moved = self._take_arrivals(live.worker) or moved
             moved = self._reap(live) or moved
+            if live.ping is not None and live.canary is not None:
+                moved = live.canary.progress() or moved
             # Armed: the descriptor wakes us. Refused: something came in between.
             if not moved and live.worker.arm():
                 return
@@ -253,6 +295,7 @@ class UcxTransport:
             return False
         live.inflight = [flight for flight in live.inflight if not flight.request.completed]
         live.abandoned = [flight for flight in live.abandoned if not flight.request.completed]
+        live.moved = True
         for flight in finished:
             try:
                 flight.request.check_error()

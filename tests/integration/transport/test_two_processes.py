@@ -8,9 +8,9 @@ import signal
 import numpy as np
 import pytest
 
-from kvtransfer.transport import Operation
+from kvtransfer.transport import Operation, Transport
 from pdserve.base.errors import PeerLost
-from tests.integration.transport.conftest import OpenTransport, StartPeer
+from tests.integration.transport.conftest import OpenTransport, RemotePeer, StartPeer
 from tests.integration.transport.peer import payload_of
 
 pytestmark = pytest.mark.parametrize("transport_name", ["ucx", "nccl"])
@@ -28,6 +28,21 @@ async def within(seconds: float, operation: Operation) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+async def assert_can_receive(transport: Transport, other: RemotePeer, tags: int) -> None:
+    """Messages arrive whole: at once, or at a new address after the dead peer was found to have jammed the old one."""
+    for first_tag in (tags, tags + 100):
+        here = (await transport.listen()).hex()
+        receives = [transport.post_receive(first_tag + i, np.zeros(MIB, np.uint8)) for i in range(16)]
+        await other.tell(f"send {here} {first_tag} 16 {MIB}")
+        for receive in receives:
+            assert await within(10, receive)
+        if all(receive.error is None for receive in receives):
+            assert all(np.array_equal(receive.buffer, payload_of(receive.tag, MIB)) for receive in receives)
+            return
+        assert (await transport.listen()).hex() != here
+    pytest.fail("nothing arrived at the new address either")
 
 
 @pytest.mark.parametrize("size", [1, 368_640, 8 * MIB])
@@ -96,13 +111,7 @@ async def test_a_sender_killed_in_the_middle_leaves_quiet_buffers_after_cancel(
     assert all(receive.done for receive in receives)
     for receive in receives:
         receive.buffer[:] = 9
-    # Blocks given to the next transfer, from another process, arrive whole.
-    here = (await transport.listen()).hex()
-    again = [transport.post_receive(tag, np.zeros(MIB, np.uint8)) for tag in range(1000, 1016)]
-    await survivor.tell(f"send {here} 1000 16 {MIB}")
-    for receive in again:
-        await receive
-        assert np.array_equal(receive.buffer, payload_of(receive.tag, MIB))
+    await assert_can_receive(transport, survivor, 1000)
     assert all((receive.buffer == 9).all() for receive in receives)
 
 
@@ -124,3 +133,20 @@ async def test_a_stopped_receiver_is_given_up_without_blocking_anybody(
     await survivor.tell(f"receive 1 {MIB}")
     await transport.post_send(to_survivor, 1, payload_of(1, MIB))
     assert await survivor.tell("await 1") == "right"
+
+
+@pytest.mark.slow
+async def test_one_sender_after_another_can_be_killed(start_transport: OpenTransport, start_peer: StartPeer) -> None:
+    """Where in a message it is hit is chance; whatever that breaks, the survivor goes on receiving."""
+    transport, survivor = start_transport(), await start_peer()
+    for round_number in range(5):
+        victim = await start_peer()
+        here = (await transport.listen()).hex()
+        first_tag = 10_000 * (round_number + 1)
+        receives = [transport.post_receive(first_tag + i, np.zeros(MIB, np.uint8)) for i in range(200)]
+        victim.say(f"send {here} {first_tag} 200 {MIB}")
+        assert await within(20, receives[round_number])
+        await victim.kill()
+        async with asyncio.timeout(20):
+            await transport.cancel(receives)
+        await assert_can_receive(transport, survivor, first_tag + 1000)
