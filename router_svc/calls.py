@@ -19,12 +19,17 @@ from router_svc.placement import Incarnation
 Event = TypeVar("Event")
 
 
-def is_gone(error: BaseException) -> bool:
-    """Whether the worker itself could not be reached; an error it answered with may be about somebody else."""
+def is_reported(error: BaseException) -> bool:
+    """Whether the worker itself answered with this error, so that it is alive."""
     cause = error.__cause__
-    if not isinstance(error, PeerLost) or not isinstance(cause, grpc.aio.AioRpcError):
+    if not isinstance(cause, grpc.aio.AioRpcError):
         return False
-    return not any(str(key).startswith("pdserve-") for key, _ in cause.trailing_metadata() or ())
+    return any(str(key).startswith("pdserve-") for key, _ in cause.trailing_metadata() or ())
+
+
+def is_gone(error: BaseException) -> bool:
+    """Whether the worker itself could not be reached; a loss that it reports is somebody else's."""
+    return isinstance(error, PeerLost) and isinstance(error.__cause__, grpc.aio.AioRpcError) and not is_reported(error)
 
 
 @dataclass(slots=True)

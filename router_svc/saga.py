@@ -28,13 +28,14 @@ from pdserve.base.errors import (
     PdserveError,
     PeerLost,
     RequestError,
+    TransferError,
     TransferTimeout,
 )
 from pdserve.base.ids import WorkerId
 from pdserve.base.wire import sampling_to_wire, tokens_from_wire
 from pdserve.base.workers import Tier
 from pdserve.v1 import common_pb2, decode_pb2, prefill_pb2
-from router_svc.calls import decode_call, prefill_call
+from router_svc.calls import decode_call, is_reported, prefill_call
 from router_svc.cluster import Cluster
 from router_svc.generation import Generation
 from router_svc.journal import Journal, reason_of
@@ -49,6 +50,8 @@ ALWAYS_LOCAL = 2**32 - 1
 _MAX_DECODE_LOSSES = 1
 #: As much for prefill workers; after that the decode worker prefills.
 _MAX_PREFILL_FAILURES = 2
+#: Of a ticket's lease, how long a prefill worker may be silent: what follows must reach the decode worker in the rest.
+_SILENCE_SHARE = 0.75
 #: How often workers that were all full are asked again: about once a heartbeat.
 _ROOM_RETRY_S = 0.5
 
@@ -79,6 +82,7 @@ class Saga:
         self._emitting = asyncio.Lock()
         self._sampling = sampling_to_wire(generation.sampling)
         self._overlap: dict[WorkerId, int] = {}
+        self._failed_prefill: set[Incarnation] = set()
 
     async def run(self) -> None:
         """Returns when every choice is complete. Raises the error that the client has to hear."""
@@ -108,7 +112,9 @@ class Saga:
                 return
             except DecodeFailed as failure:
                 error = failure.error
-            excluded.add(placement.incarnation)
+            if not (isinstance(error, TransferError) and is_reported(error)):
+                # A worker that tells of a failed transfer (its lease ran out) is well and may have the request again.
+                excluded.add(placement.incarnation)
             self._journal.failed_on(placement.worker, error)
             if isinstance(error, CapacityError) and not self._output.has_started:
                 refusal = error
@@ -203,10 +209,9 @@ class Saga:
             self._policy.reserve_timeout_s,
             NoFreeBlocks(f"Decode worker {reservation.worker.worker_id} had no room for the request in time."),
         )
-        excluded: set[Incarnation] = set()
         reason = "no_prefill_worker"
         while opened.HasField("ticket"):
-            placement = self._place("prefill", excluded)
+            placement = self._place("prefill", self._failed_prefill)
             if placement is None:
                 await self._prefill_on_decode(reservation, reason)
                 return
@@ -225,9 +230,7 @@ class Saga:
                         # It was lost after its work was done.
                         return
                     raise DecodeFailed(error) from error
-                excluded.add(placement.incarnation)
-                self._journal.failed_on(placement.worker, error)
-                self._journal.retry(error, placement.worker)
+                self._prefill_failed(placement, error)
                 reason = reason_of(error)
 
     async def _begin(self, reservation: Reservation) -> None:
@@ -261,18 +264,20 @@ class Saga:
 
     async def _prefill_is_enough(self) -> bool:
         """Runs a request for a single token without a decode worker; False when no prefill worker could."""
-        excluded: set[Incarnation] = set()
-        while (placement := self._place("prefill", excluded)) is not None:
+        while (placement := self._place("prefill", self._failed_prefill)) is not None:
             try:
                 await self._prefill(placement, None, None)
                 return True
             except RequestError:
                 raise
             except PdserveError as error:
-                excluded.add(placement.incarnation)
-                self._journal.failed_on(placement.worker, error)
-                self._journal.retry(error, placement.worker)
+                self._prefill_failed(placement, error)
         return False
+
+    def _prefill_failed(self, placement: Placement, error: PdserveError) -> None:
+        self._failed_prefill.add(placement.incarnation)
+        self._journal.failed_on(placement.worker, error)
+        self._journal.retry(error, placement.worker)
 
     async def _prefill(
         self, placement: Placement, ticket: decode_pb2.Ticket | None, reservation: Reservation | None
@@ -289,7 +294,7 @@ class Saga:
             forced_first_tokens=self._output.first_tokens,
             cache_salt=self._generation.cache_salt,
         )
-        silence_s = ticket.lease_s if ticket is not None else self._policy.token_timeout_s
+        silence_s = ticket.lease_s * _SILENCE_SHARE if ticket is not None else self._policy.token_timeout_s
         uncached = len(self._generation.prompt) - placement.expected_cached_tokens
         with ExitStack() as queued:
             queued.enter_context(self._cluster.in_flight.prefilling(worker.worker_id, uncached))

@@ -77,7 +77,9 @@ class Script:
     pace: asyncio.Semaphore | None = None
 
     def fail(self, point: str, *faults: Fault | None) -> None:
-        """Points: prefill, prefill_token, prefill_committed, decode, decode_ticket, decode_started, decode_token."""
+        """Points: prefill, prefill_token, prefill_commit, prefill_committed; decode, decode_ticket, decode_local,
+        decode_started, decode_token.
+        """
         self.faults[point].extend(faults)
 
     async def reach(self, point: str, context: Context) -> None:
@@ -239,6 +241,7 @@ class _DecodeSession:
                 self._attempt = request.renew_ticket.attempt
                 tasks.start(self._grant(), name="grant")
             elif kind == "prefill_locally":
+                await self._world.script.reach("decode_local", self._context)
                 self._local = request.prefill_locally
                 self._ready.set()
             elif kind == "stop_choice":

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from pdserve.base.errors import Draining, NoFreeBlocks, RequestError, StaleEpoch
+from pdserve.base.errors import Draining, NoFreeBlocks, RequestError, StaleEpoch, TransferTimeout
 from pdserve.base.private_redis import PrivateRedis
 from router_svc.saga import ALWAYS_LOCAL
 from tests.support.redis import eventually
@@ -214,6 +214,23 @@ async def test_a_decode_worker_lost_in_mid_response_is_an_error_status(house: Ho
     assert body["error"]["type"] == "worker_lost_error"
 
 
+async def test_a_reservation_that_expires_is_made_again_and_not_with_what_failed_before(small_house: House) -> None:
+    """Prefill and the lease of the decode worker, which is well, fail at the same time."""
+
+    async def expire(context: Context) -> None:
+        await small_house.world.until(lambda: bool(small_house.world.prefills))
+        await failing(TransferTimeout("no progress for 5 s"))(context)
+
+    small_house.script.fail("prefill", failing(TransferTimeout("nothing got through")))
+    small_house.script.fail("decode_local", expire)
+    text, _ = await small_house.stream()
+    assert text == TEXT
+    assert len(small_house.world.prefills) == 1
+    record = await small_house.only_trace()
+    assert [decision["worker"] for decision in record["decisions"]] == ["decode-0", "prefill-0", "decode-0"]
+    assert record["prefilled_by"] == "decode"
+
+
 async def test_a_request_does_not_go_through_all_decode_workers(house: House) -> None:
     house.script.fail("decode", vanish, vanish)
     status, _ = await house.complete()
@@ -327,8 +344,13 @@ async def test_a_stop_string_ends_one_choice_while_another_goes_on(house: House)
 
 
 async def test_progress_keeps_the_decode_workers_lease(house: House) -> None:
-    await house.complete()
-    assert house.world.commands.count("keep_lease") == 3
+    async def kept_three_times(_: Context) -> None:
+        await house.world.until(lambda: house.world.commands.count("keep_lease") == 3)
+
+    house.script.fail("prefill_token", kept_three_times)
+    text, _ = await house.stream()
+    assert text == TEXT
+    assert (await house.only_trace())["retries"] == []
 
 
 @pytest.mark.parametrize("point", ["decode", "decode_ticket", "prefill", "prefill_token", "decode_started"])
