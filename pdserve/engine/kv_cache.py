@@ -37,17 +37,25 @@ class KvCache:
         if device.type == "cpu":
             self._bytes = self.tensor.view(num_blocks, -1).view(torch.uint8).numpy()
 
+    @property
+    def memory(self) -> npt.NDArray[np.uint8]:
+        """All of it: uint8 [num_blocks * layout.block_bytes]. Raises `SetupError` off the CPU."""
+        return self._host_bytes().reshape(-1)
+
     def block_bytes_view(self, block_id: BlockId) -> npt.NDArray[np.uint8]:
         """The block's memory itself, writable: uint8 [layout.block_bytes]. Raises `SetupError` off the CPU."""
-        if self._bytes is None:
-            raise SetupError(f"KV blocks on {self.tensor.device} have no view in host memory; use a device transport.")
-        view: npt.NDArray[np.uint8] = self._bytes[block_id]
+        view: npt.NDArray[np.uint8] = self._host_bytes()[block_id]
         return view
 
     def copy_blocks(self, pairs: Iterable[tuple[BlockId, BlockId]]) -> None:
         """Copy each source block onto its destination, one after the other: a later pair may depend on an earlier."""
         for source, destination in pairs:
             self.tensor[destination].copy_(self.tensor[source])
+
+    def _host_bytes(self) -> npt.NDArray[np.uint8]:
+        if self._bytes is None:
+            raise SetupError(f"KV blocks on {self.tensor.device} have no view in host memory; use a device transport.")
+        return self._bytes
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -23,6 +23,7 @@ from pdserve.base.tasks import service_group, stop_event_on_signals
 from pdserve.base.worker_config import WorkerConfig
 from pdserve.worker.loading import load_model
 from pdserve.worker.metrics import WorkerMetrics
+from pdserve.worker.populate import populating
 from pdserve.worker.worker import TierService, Worker
 
 log = get_logger(__name__)
@@ -68,7 +69,8 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
                 await grpc_health.set_serving(True)
                 registrar.announce()
                 notify.ready()
-                await _wait_for_end(stop, fatal)
+                with populating(loaded.kv_cache.memory):
+                    await _wait_for_end(stop, fatal)
                 if fatal.done():
                     health.dead = f"the step loop failed: {fatal.result()!r}"
                     raise fatal.result()

@@ -12,7 +12,7 @@ from tests.support.cluster import Cluster, running_cluster
 @pytest.fixture(scope="session")
 def shared_fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Small chunks, so that a long prompt is in many pieces when something breaks; a short lease, so that tests end."""
-    flags = ("--dtype", "float32", "--prefill", "2", "--max-num-batched-tokens", "64")
+    flags = ("--dtype", "float32", "--kv-cache-memory", "512MiB", "--prefill", "2", "--max-num-batched-tokens", "64")
     with running_cluster(tmp_path_factory.mktemp("fragile"), *flags, PDSERVE_DECODE__LEASE_S="5") as cluster:
         yield cluster
 

@@ -26,7 +26,7 @@ def _answer(cluster: Cluster, number: int) -> int:
 
 async def test_serving_goes_on_while_redis_is_away_and_the_registry_comes_back(tmp_path: Path) -> None:
     async with PrivateRedis() as redis:
-        with running_cluster(tmp_path, "--redis-url", redis.url) as cluster:
+        with running_cluster(tmp_path, "--kv-cache-memory", "512MiB", "--redis-url", redis.url) as cluster:
 
             async def answers(number: int) -> int:
                 return await asyncio.to_thread(_answer, cluster, number)
@@ -50,7 +50,7 @@ async def test_serving_goes_on_while_redis_is_away_and_the_registry_comes_back(t
 
 
 def test_a_private_redis_that_is_killed_is_restarted_and_no_request_notices(tmp_path: Path) -> None:
-    with running_cluster(tmp_path) as cluster:
+    with running_cluster(tmp_path, "--kv-cache-memory", "512MiB") as cluster:
         assert _answer(cluster, 1) == 4
         before = cluster.processes()["redis"].pid
         cluster.kill("redis")

@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.cluster import Cluster, Footprint, running_cluster
 
+#: Exact where library kernels can be, and small enough for several clusters on one machine.
+FLAGS = ("--dtype", "float32", "--kv-cache-memory", "512MiB")
 #: Connections that a process may keep open for the next request: to clients, to other processes, to Redis.
 _FD_SLACK = 16
 #: Pools (gRPC, the event loop's executor) that grow to a fixed size with first use.
@@ -17,14 +19,18 @@ _THREAD_SLACK = 24
 @pytest.fixture(scope="session")
 def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One prefill and one decode worker, float32."""
-    with running_cluster(tmp_path_factory.mktemp("cluster"), "--dtype", "float32") as cluster:
+    with running_cluster(
+        tmp_path_factory.mktemp("cluster"), "--dtype", "float32", "--kv-cache-memory", "512MiB"
+    ) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
 def shared_monolith(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The decode tier alone, float32: what disaggregated output is compared with."""
-    with running_cluster(tmp_path_factory.mktemp("monolith"), "--dtype", "float32", "--prefill", "0") as cluster:
+    with running_cluster(
+        tmp_path_factory.mktemp("monolith"), "--dtype", "float32", "--kv-cache-memory", "512MiB", "--prefill", "0"
+    ) as cluster:
         yield cluster
 
 
