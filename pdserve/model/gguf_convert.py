@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 #: Raised when converted directories change, so that older ones in caches are not used.
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 
 
 def convert_gguf(path: Path, out_dir: Path, progress: Progress) -> None:

