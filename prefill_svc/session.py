@@ -174,7 +174,10 @@ class PrefillSession:
     async def _tell_progress(self) -> None:
         state = self._state
         message = pb.PrefillProgress(
-            queued=not state.block_table, computed_tokens=state.num_computed, cached_tokens=state.num_cached
+            queued=not state.block_table,
+            computed_tokens=state.num_computed,
+            cached_tokens=state.num_cached,
+            computing_s=_now() - state.times.started if state.times.started else 0.0,
         )
         await self._write(pb.PrefillResponse(progress=message))
 

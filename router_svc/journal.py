@@ -49,7 +49,7 @@ class Journal:
         """A prefill worker told how far it is."""
         if progress.queued:
             return
-        self.record.mark(Phase.PREFILL_START)
+        self.record.mark(Phase.PREFILL_START, ago_s=progress.computing_s)
         if progress.computed_tokens:
             self.record.computed(progress.computed_tokens)
 

@@ -164,11 +164,11 @@ class Record:
         """Seconds since the request was accepted."""
         return self.clock() - self.accepted_clock
 
-    def mark(self, phase: Phase) -> bool:
-        """The phase happens now; True when it did for the first time, which is the one that counts."""
+    def mark(self, phase: Phase, *, ago_s: float = 0.0) -> bool:
+        """The phase happened `ago_s` seconds ago; True when it did for the first time, which is the one that counts."""
         if phase in self.phases:
             return False
-        self.phases[phase] = self.elapsed_s()
+        self.phases[phase] = max(0.0, self.elapsed_s() - ago_s)
         return True
 
     def decide(self, worker: WorkerRecord, why: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from pdserve.base.registry import WorkerDirectory
 from pdserve.base.rpc import GrpcHealth, serve_grpc
 from pdserve.base.store import Store
 from pdserve.base.tasks import service_group, stop_event_on_signals
+from pdserve.base.workers import Tier
 from router_svc.cluster import TIERS, Cluster, Policy
 from router_svc.config import RouterConfig
 from router_svc.gate import Gate
@@ -140,6 +141,7 @@ class Router:
             ready = {tier: len(self.cluster.ready(tier)) for tier in TIERS}
             self._gate.set_capacity(self.cluster.decode_capacity)
             self._tell_readiness(is_ready=ready["decode"] > 0)
+            self._tell_supervisor(ready)
             await grpc_health.set_serving(self.health.is_ready)
             missing_prefill = self.config.prefill_expected > 0 and not ready["prefill"]
             self.health.watch("prefill")(NO_PREFILL_WORKER if missing_prefill else None)
@@ -155,10 +157,20 @@ class Router:
         self.health.not_ready = None if is_ready else NO_DECODE_WORKER
         if is_ready:
             log.info("router_ready")
-            notify.ready()
         else:
             log.warning("router_not_ready", reason=NO_DECODE_WORKER)
-            notify.status(NO_DECODE_WORKER)
+
+    def _tell_supervisor(self, ready: Mapping[Tier, int]) -> None:
+        """Who starts a whole cluster waits for both tiers; probes are content with what serves."""
+        if self._requests.is_draining:
+            return
+        missing = NO_DECODE_WORKER if not ready["decode"] else None
+        if self.config.prefill_expected > 0 and not ready["prefill"]:
+            missing = missing or "no prefill worker is ready"
+        if missing is None:
+            notify.ready()
+        else:
+            notify.status(missing)
 
 
 async def serve(config: RouterConfig) -> None:

@@ -56,6 +56,15 @@ _OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
+#: What gRPC itself says of a connection that broke; our own servers' errors carry our key and never get here.
+_BROKEN = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+)
+
+
 def open_channel(address: str) -> grpc.aio.Channel:
     """A channel to one of our processes."""
     return grpc.aio.insecure_channel(address, options=_OPTIONS)
@@ -87,7 +96,7 @@ def error_from_rpc(error: grpc.aio.AioRpcError, *, peer: str) -> PdserveError:
         return TransferTimeout(f"{peer} did not answer in time.")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return CapacityError(f"{peer} refused the call: {details}")
-    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+    if code in _BROKEN:
         return PeerLost(f"Lost {peer}: {details or code.name}.")
     return PdserveError(f"{peer} failed with {code.name}: {details}")
 

@@ -107,19 +107,23 @@ class PrefillProgress(_message.Message):
     QUEUED_FIELD_NUMBER: _builtins.int
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPUTING_S_FIELD_NUMBER: _builtins.int
     queued: _builtins.bool
     computed_tokens: _builtins.int
     cached_tokens: _builtins.int
+    computing_s: _builtins.float
+    """Time since the prompt's first step began; 0 while it waits."""
     def __init__(
         self,
         *,
         queued: _builtins.bool = ...,
         computed_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        computing_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "queued", b"queued"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "computing_s", b"computing_s", "queued", b"queued"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
