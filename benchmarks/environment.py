@@ -1,0 +1,44 @@
+"""What a result depends on besides the code: written into every result file."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+
+PACKAGES = ("torch", "transformers", "ucxx-cu12", "libucx-cu12", "grpcio", "aiohttp", "redis", "xxhash")
+
+
+def describe() -> dict[str, object]:
+    """Hardware, versions and the commit; nothing that names the machine."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1024**3),
+        "kernel": platform.release().split("-")[0],
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "commit": _commit(),
+    }
+
+
+def _cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    fields = dict(line.split("\t: ", 1) for line in lines if "\t: " in line)
+    return f"{fields.get('model name', 'unknown')} (family {fields.get('cpu family')}, model {fields.get('model')})"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    out = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return out.stdout.strip() or "unknown"

@@ -1,0 +1,201 @@
+"""The handover's waterfall at idle, against a cluster without prefill workers in the same run.
+
+    python -m benchmarks.handover [--prompts 128,1024,4000] [--repeats 5] [--out benchmarks/results]
+
+One request at a time, each with a prompt of its own (random token ids, seeded), greedy, 16 tokens, through the OpenAI
+API. Phases come from the request's trace (router's clock), gaps from the client. Medians over the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import describe
+from pdserve.cli.router_client import get
+from tests.support.cluster import MODEL, Cluster, running_cluster
+
+NUM_TOKENS = 16
+VOCABULARY = 40_000
+
+Row = dict[str, float | int | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One request. Times in seconds; phases since the router accepted it, None where there is no such phase."""
+
+    prompt_tokens: int
+    ttft_s: float
+    #: Between the first and the second token, at the client.
+    second_token_gap_s: float
+    #: Median gap between later tokens, at the client.
+    tpot_s: float
+    phases: dict[str, float]
+    reported: dict[str, float]
+
+    def phase(self, start: str, end: str) -> float | None:
+        """From one phase to another."""
+        if start not in self.phases or end not in self.phases:
+            return None
+        return self.phases[end] - self.phases[start]
+
+
+async def measure(cluster: Cluster, prompt: list[int]) -> Sample:
+    """One streamed request and its trace."""
+    async with cluster.async_client() as client:
+        began = time.perf_counter()
+        at: list[float] = []
+        request_id = ""
+        stream = await client.completions.create(
+            model=MODEL,
+            prompt=prompt,
+            max_tokens=NUM_TOKENS,
+            temperature=0,
+            stream=True,
+            logprobs=0,
+            extra_body={"ignore_eos": True},
+        )
+        async for chunk in stream:
+            request_id = chunk.id
+            # Characters that are not complete yet show as tokens without text: count tokens, not text.
+            tokens = chunk.choices[0].logprobs.tokens if chunk.choices and chunk.choices[0].logprobs else None
+            at += [time.perf_counter()] * len(tokens or [])
+    trace: dict[str, Any] = json.loads(get(cluster.base_url, f"/v1/requests/{request_id}/trace"))
+    gaps = [later - earlier for earlier, later in itertools.pairwise(at)]
+    return Sample(
+        prompt_tokens=len(prompt),
+        ttft_s=at[0] - began,
+        second_token_gap_s=gaps[0],
+        tpot_s=statistics.median(gaps[1:]),
+        phases=trace["phases"],
+        reported=trace["reported"],
+    )
+
+
+def run(name: str, flags: list[str], lengths: list[int], repeats: int, seed: int) -> list[Sample]:
+    """All samples of one cluster."""
+    print(f"{name}: starting")
+    with tempfile.TemporaryDirectory() as directory, running_cluster(Path(directory), *flags) as cluster:
+        cluster.until(lambda: _is_populated(cluster), "the KV memory is populated", timeout_s=120)
+        draw = random.Random(seed)
+        samples = []
+        for length in lengths:
+            for number in range(repeats + 1):
+                prompt = [draw.randrange(100, VOCABULARY) for _ in range(length)]
+                sample = asyncio.run(measure(cluster, prompt))
+                cluster.wait_idle()
+                if number:  # The first warms connections and code paths up.
+                    samples.append(sample)
+            print(f"{name}: {length} tokens done")
+    return samples
+
+
+def _is_populated(cluster: Cluster) -> bool:
+    logs = [path for path in cluster.log_dir.glob("*.log") if path.name.startswith(("prefill", "decode"))]
+    return bool(logs) and all("kv_cache_" in path.read_text(encoding="utf-8") for path in logs)
+
+
+def rows(
+    disaggregated: list[Sample], monolithic: list[Sample], lengths: list[int]
+) -> list[dict[str, float | int | None]]:
+    """One row per prompt length; milliseconds, MB and GB/s."""
+    result: list[Row] = []
+    for length in lengths:
+        ours = [sample for sample in disaggregated if sample.prompt_tokens == length]
+        theirs = [sample for sample in monolithic if sample.prompt_tokens == length]
+
+        def ms(values: list[float | None]) -> float | None:
+            known = [value for value in values if value is not None]
+            return round(1000 * statistics.median(known), 2) if known else None
+
+        def phase(start: str, end: str, samples: list[Sample] = ours) -> float | None:
+            return ms([sample.phase(start, end) for sample in samples])
+
+        bytes_sent = statistics.median(sample.reported.get("sent_bytes", 0) for sample in ours)
+        wire_s = statistics.median(sample.reported.get("transfer_s", 0) for sample in ours)
+        gap = ms([sample.second_token_gap_s for sample in ours])
+        tpot = ms([sample.tpot_s for sample in ours])
+        result.append(
+            {
+                "prompt_tokens": length,
+                "admit_ms": ms([sample.phases["admitted"] for sample in ours]),
+                "reserve_ms": phase("admitted", "reserved"),
+                "dispatch_ms": phase("reserved", "prefill_start"),
+                "prefill_ms": phase("prefill_start", "first_token"),
+                "first_write_ms": phase("first_token", "first_write"),
+                "commit_after_first_token_ms": phase("first_token", "commit"),
+                "first_decode_after_commit_ms": phase("commit", "first_decode"),
+                "kv_mb": round(bytes_sent / 1e6, 1),
+                "wire_ms": round(1000 * wire_s, 2),
+                "wire_gb_per_s": round(bytes_sent / wire_s / 1e9, 2) if wire_s else None,
+                "ttft_ms": ms([sample.ttft_s for sample in ours]),
+                "second_token_gap_ms": gap,
+                "tpot_ms": tpot,
+                "gap_in_tpot": round(gap / tpot, 2) if gap and tpot else None,
+                "monolith_ttft_ms": ms([sample.ttft_s for sample in theirs]),
+                "monolith_gap_ms": ms([sample.second_token_gap_s for sample in theirs]),
+                "monolith_tpot_ms": ms([sample.tpot_s for sample in theirs]),
+            }
+        )
+    return result
+
+
+def table(results: list[Row]) -> str:
+    """The rows as Markdown, one column per prompt length."""
+    names = list(results[0])
+    lines = ["| | " + " | ".join(str(row["prompt_tokens"]) + " tokens" for row in results) + " |"]
+    lines.append("| --- |" + " ---: |" * len(results))
+    for name in names[1:]:
+        cells = ["–" if row[name] is None else f"{row[name]:g}" for row in results]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Command line entry."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", default="128,1024,4000", help="prompt lengths in tokens")
+    parser.add_argument("--repeats", type=int, default=5, help="counted requests per length")
+    parser.add_argument("--seed", type=int, default=1, help="of the prompts")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the result files")
+    arguments = parser.parse_args()
+    lengths = [int(length) for length in arguments.prompts.split(",")]
+    shared = (lengths, arguments.repeats, arguments.seed)
+    disaggregated = run("1 prefill + 1 decode", ["--local-prefill-threshold", "0"], *shared)
+    monolithic = run("--prefill 0", ["--prefill", "0"], *shared)
+    results = rows(disaggregated, monolithic, lengths)
+    environment = describe()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    stem = arguments.out / f"handover-{environment['date']}"
+    raw = {
+        "environment": environment,
+        "workload": {"model": MODEL, "dtype": "bfloat16", "max_tokens": NUM_TOKENS, **vars(arguments)} | {"out": None},
+        "rows": results,
+        "samples": {
+            "disaggregated": [asdict(sample) for sample in disaggregated],
+            "monolithic": [asdict(sample) for sample in monolithic],
+        },
+    }
+    stem.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    stem.with_suffix(".md").write_text(
+        f"# Handover at idle, {environment['date']}\n\n{environment['cpu']}, {environment['cores']} cores, "
+        f"torch {environment['packages']['torch']}, commit {environment['commit']}; {MODEL}, bfloat16; "  # type: ignore[index]
+        f"medians of {arguments.repeats}, seed {arguments.seed}.\n\n{table(results)}\n",
+        encoding="utf-8",
+    )
+    print(table(results))
+    print(f"Written: {stem}.json and {stem}.md")
+
+
+if __name__ == "__main__":
+    main()
