@@ -1,0 +1,207 @@
+"""A prefill and a decode worker in this process: real gRPC, real engines on a tiny model, blocks over `inproc`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from decode_svc.config import DecodeConfig
+from decode_svc.service import DecodeService
+from kvtransfer.transport import Transport
+from kvtransfer.transport.inproc import InprocTransport
+from pdserve.base.ids import WorkerId, new_epoch
+from pdserve.base.registry import Tier
+from pdserve.base.rpc import mapped_rpc_errors, open_channel, serve_grpc
+from pdserve.base.sampling import SamplingParams
+from pdserve.base.tasks import service_group
+from pdserve.base.wire import sampling_to_wire
+from pdserve.base.worker_config import WorkerConfig
+from pdserve.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from pdserve.worker.loading import load_model
+from pdserve.worker.metrics import WorkerMetrics
+from pdserve.worker.worker import TierService, Worker
+from prefill_svc.config import PrefillConfig
+from prefill_svc.service import PrefillService
+
+ALWAYS_LOCAL = 2**32 - 1
+DEADLINE_S = 20.0
+
+
+@asynccontextmanager
+async def running_worker(
+    config: WorkerConfig, tier: Tier, transport: Transport, build: Callable[[Worker], TierService]
+) -> AsyncIterator[tuple[Worker, str]]:
+    """A worker as `serve_worker` runs it, without a registry and without signals."""
+    metrics = WorkerMetrics(model_name="tiny", tier=tier)
+    async with service_group() as tasks:
+        worker = Worker(
+            config=config,
+            tier=tier,
+            worker_id=WorkerId(tier),
+            epoch=new_epoch(),
+            model=await asyncio.to_thread(load_model, config),
+            transport=transport,
+            metrics=metrics,
+            tasks=tasks,
+        )
+        service = build(worker)
+        async with worker.computing(service):
+            try:
+                async with serve_grpc(
+                    service.register, [service.name], host="127.0.0.1", port=0, flag="--grpc-port", grace_s=0
+                ) as (address, _):
+                    service.start(address)
+                    worker.calls.accept()
+                    yield worker, address
+            finally:
+                await service.close()
+
+
+class Request:
+    """A request on the decode worker, as a router holds it."""
+
+    def __init__(self, house: House, prompt: list[int], params: SamplingParams, request_id: str) -> None:
+        self._house = house
+        self.prompt = prompt
+        self.params = params
+        self.request_id = request_id
+        self._call = decode_pb2_grpc.DecodeServiceStub(house.decode_channel).Decode()
+        self._events = aiter(self._call)
+        #: Tokens of each choice so far.
+        self.tokens: dict[int, list[int]] = {choice: [] for choice in range(params.n)}
+
+    def ref(self, attempt: int = 1) -> common_pb2.RequestRef:
+        return common_pb2.RequestRef(request_id=self.request_id, attempt=attempt)
+
+    async def start(self, *, local_prefill_threshold: int = 0, attempt: int = 1) -> None:
+        start = decode_pb2.DecodeStart(
+            ref=self.ref(attempt),
+            prompt_token_ids=self.prompt,
+            sampling=sampling_to_wire(self.params),
+            local_prefill_threshold=local_prefill_threshold,
+        )
+        await self.send(start=start)
+
+    async def send(self, **command: Any) -> None:
+        await self._call.write(decode_pb2.DecodeRequest(**command))
+
+    async def event(self) -> decode_pb2.DecodeResponse:
+        """The next event. Raises the worker's error."""
+        async with asyncio.timeout(DEADLINE_S):
+            with mapped_rpc_errors("the decode worker"):
+                return await anext(self._events)
+
+    async def ticket(self) -> decode_pb2.Ticket:
+        event = await self.event()
+        assert event.WhichOneof("event") == "ticket", event
+        return event.ticket.ticket
+
+    async def finish(self) -> dict[int, list[int]]:
+        """All tokens, once the stream has ended."""
+        async with asyncio.timeout(DEADLINE_S):
+            with mapped_rpc_errors("the decode worker"):
+                async for event in self._events:
+                    for choice in event.tokens.choices:
+                        self.take(choice)
+        return self.tokens
+
+    def take(self, choice: common_pb2.ChoiceTokens) -> None:
+        mine = self.tokens[choice.choice_index]
+        assert choice.first_index == len(mine), f"{choice} does not follow {mine}"
+        mine.extend(choice.token_ids)
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    async def prefill(
+        self, ticket: decode_pb2.Ticket | None, *, forced: tuple[int, ...] = (), channel: grpc.aio.Channel | None = None
+    ) -> prefill_pb2.PrefillDone:
+        """Has the prompt computed and handed over; takes the first tokens. Raises the worker's error."""
+        request = prefill_pb2.PrefillRequest(
+            ref=self.ref(ticket.attempt if ticket is not None else 1),
+            prompt_token_ids=self.prompt,
+            sampling=sampling_to_wire(self.params),
+            ticket=ticket,
+            forced_first_tokens=forced,
+        )
+        async with asyncio.timeout(DEADLINE_S):
+            with mapped_rpc_errors("the prefill worker"):
+                stub = prefill_pb2_grpc.PrefillServiceStub(channel or self._house.prefill_channel)
+                async for event in stub.Prefill(request):
+                    for choice in event.first_token.choices:
+                        if not self.tokens[choice.choice_index]:
+                            self.take(choice)
+                    if event.HasField("done"):
+                        return event.done
+        raise AssertionError("the prefill worker ended the stream without being done")
+
+
+@dataclass(slots=True)
+class House:
+    """Both workers and the ways to them."""
+
+    prefill: Worker
+    decode: Worker
+    prefill_channel: grpc.aio.Channel
+    decode_channel: grpc.aio.Channel
+    count: int = 0
+
+    def request(self, prompt: list[int], request_id: str | None = None, **params: Any) -> Request:
+        """A new request, not started."""
+        self.count += 1
+        sampling = SamplingParams(**({"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "seed": 5} | params))
+        return Request(self, prompt, sampling, request_id or f"r{self.count}")
+
+    async def local(self, prompt: list[int], **params: Any) -> dict[int, list[int]]:
+        """What the decode worker gives by itself: what handed-over output is compared with."""
+        request = self.request(prompt, **params)
+        await request.start(local_prefill_threshold=ALWAYS_LOCAL)
+        return await request.finish()
+
+    async def all_free(self) -> None:
+        """Returns once every block of both workers is free and no call is left; fails after the deadline."""
+        async with asyncio.timeout(DEADLINE_S):
+            for worker in (self.prefill, self.decode):
+                await worker.calls.wait_idle()
+                free = await worker.run(lambda worker=worker: worker.model.pool.num_free)
+                assert free == worker.model.pool.num_blocks
+
+
+@asynccontextmanager
+async def running_house(
+    model: Path,
+    *,
+    prefill_transport: Transport | None = None,
+    prefill: dict[str, Any] | None = None,
+    decode: dict[str, Any] | None = None,
+) -> AsyncIterator[House]:
+    """Both workers on a tiny model; the dictionaries change their settings."""
+    common: dict[str, Any] = {
+        "model": str(model),
+        "redis_url": "",
+        "block_size": 4,
+        "kv_cache_memory": 64 * 1024,
+        "threads": 1,
+        "lease_s": 5.0,
+    }
+    ours, theirs = prefill_transport or InprocTransport(), InprocTransport()
+    p_config = PrefillConfig(**(common | {"max_num_batched_tokens": 8} | (prefill or {})))
+    d_config = DecodeConfig(**(common | (decode or {})))
+    async with AsyncExitStack() as stack:
+        for transport in (ours, theirs):
+            stack.push_async_callback(transport.close)
+        d_worker, d_address = await stack.enter_async_context(
+            running_worker(d_config, "decode", theirs, lambda worker: DecodeService(worker, d_config))
+        )
+        p_worker, p_address = await stack.enter_async_context(
+            running_worker(p_config, "prefill", ours, lambda worker: PrefillService(worker, p_config))
+        )
+        p_channel = await stack.enter_async_context(open_channel(p_address))
+        d_channel = await stack.enter_async_context(open_channel(d_address))
+        yield House(p_worker, d_worker, p_channel, d_channel)

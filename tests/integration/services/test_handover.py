@@ -1,0 +1,268 @@
+"""The handover between real services: exact when it goes right; what goes wrong never becomes tokens and leaks nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtransfer.transport import Buffer, Operation, Peer
+from kvtransfer.transport.inproc import InprocTransport
+from pdserve.base.errors import (
+    DigestMismatch,
+    LayoutMismatch,
+    NoFreeBlocks,
+    PeerLost,
+    RequestError,
+    StaleAttempt,
+    StaleError,
+    TransferTimeout,
+)
+from pdserve.v1 import decode_pb2
+from tests.integration.services.house import ALWAYS_LOCAL, Request, running_house
+from tests.unit.model.tiny import save_model
+
+PROMPT = [(7 * place) % 90 + 3 for place in range(45)]
+
+
+class Corrupting(InprocTransport):
+    """Flips one bit of every block it sends while `armed`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.armed = True
+
+    def post_send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
+        if self.armed:
+            buffer = np.array(buffer)
+            buffer[-1] ^= 1
+        return super().post_send(peer, tag, buffer)
+
+
+class Silent(InprocTransport):
+    """Sends nothing, as a worker that hangs; every send stays on its way until it is disconnected."""
+
+    def post_send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
+        return super().post_send(peer, (tag + (1 << 40)) % (1 << 64), buffer)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("tiny"))
+
+
+async def _handed_over(request: Request) -> dict[int, list[int]]:
+    await request.start()
+    await request.prefill(await request.ticket())
+    return await request.finish()
+
+
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 0.9, "n": 3, "top_p": 0.9}, {"temperature": 1.0, "repetition_penalty": 1.3}]
+)
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 45])
+async def test_handed_over_tokens_are_those_of_local_prefill(
+    model: Path, length: int, params: dict[str, float]
+) -> None:
+    async with running_house(model) as house:
+        prompt = PROMPT[:length]
+        assert await _handed_over(house.request(prompt, **params)) == await house.local(prompt, **params)
+        await house.all_free()
+
+
+async def test_only_missing_blocks_are_granted_and_sent(model: Path) -> None:
+    async with running_house(model) as house:
+        await _handed_over(house.request(PROMPT[:20]))
+        request = house.request(PROMPT)
+        await request.start()
+        ticket = await request.ticket()
+        assert (ticket.first_block, ticket.num_blocks) == (5, 12 - 5)
+        done = await request.prefill(ticket)
+        assert done.sent_blocks == 7
+        assert done.cached_tokens == 20
+        assert await request.finish() == await house.local(PROMPT)
+        await house.all_free()
+
+
+async def test_wrong_bytes_are_refused_and_a_renewed_ticket_gives_the_right_tokens(model: Path) -> None:
+    wire = Corrupting()
+    async with running_house(model, prefill_transport=wire) as house:
+        request = house.request(PROMPT)
+        await request.start()
+        ticket = await request.ticket()
+        with pytest.raises(DigestMismatch, match="blocks are not what was sent"):
+            await request.prefill(ticket)
+        first = tuple(tokens[0] for tokens in request.tokens.values())
+        wire.armed = False
+        await request.send(renew_ticket=decode_pb2.RenewTicket(attempt=2))
+        renewed = await request.ticket()
+        assert renewed.attempt == 2
+        assert renewed.transfer_id != ticket.transfer_id
+        await request.prefill(renewed, forced=first)
+        assert await request.finish() == await house.local(PROMPT)
+        await house.all_free()
+
+
+async def test_after_wrong_bytes_the_prompt_can_be_computed_in_place(model: Path) -> None:
+    async with running_house(model, prefill_transport=Corrupting()) as house:
+        request = house.request(PROMPT)
+        await request.start()
+        with pytest.raises(DigestMismatch):
+            await request.prefill(await request.ticket())
+        forced = [tokens[0] for tokens in request.tokens.values()]
+        await request.send(prefill_locally=decode_pb2.PrefillLocally(attempt=2, forced_first_tokens=forced))
+        assert await request.finish() == await house.local(PROMPT)
+        await house.all_free()
+
+
+async def test_a_commit_of_an_older_attempt_is_refused(model: Path) -> None:
+    async with running_house(model) as house:
+        request = house.request(PROMPT)
+        await request.start()
+        old = await request.ticket()
+        await request.send(renew_ticket=decode_pb2.RenewTicket(attempt=2))
+        new = await request.ticket()
+        with pytest.raises(StaleError):
+            await request.prefill(old)
+        await request.prefill(new)
+        assert await request.finish() == await house.local(PROMPT)
+        await house.all_free()
+
+
+async def test_silence_for_a_lease_ends_the_reservation_and_frees_its_blocks(model: Path) -> None:
+    async with running_house(model, decode={"lease_s": 0.2}) as house:
+        request = house.request(PROMPT)
+        await request.start()
+        await request.ticket()
+        with pytest.raises(TransferTimeout, match="0 of 12 blocks had arrived"):
+            await request.event()
+        await house.all_free()
+
+
+async def test_a_kept_lease_does_not_end(model: Path) -> None:
+    async with running_house(model, decode={"lease_s": 0.4}) as house:
+        request = house.request(PROMPT)
+        await request.start()
+        ticket = await request.ticket()
+        for _ in range(8):
+            await request.send(keep_lease=decode_pb2.KeepLease())
+            await asyncio.sleep(0.1)  # Time itself is what is tested: twice the lease passes.
+        await request.prefill(ticket)
+        assert await request.finish() == await house.local(PROMPT)
+
+
+async def test_a_sender_whose_blocks_never_arrive_gives_up_with_the_lease(model: Path) -> None:
+    async with running_house(model, prefill_transport=Silent(), decode={"lease_s": 0.5}) as house:
+        request = house.request(PROMPT)
+        await request.start()
+        with pytest.raises((TransferTimeout, PeerLost, StaleError)):
+            await request.prefill(await request.ticket())
+        with pytest.raises(TransferTimeout):
+            await request.event()
+        await house.all_free()
+
+
+async def test_a_caller_that_leaves_frees_both_sides_at_any_moment(model: Path) -> None:
+    async with running_house(model) as house:
+        for moment in range(4):
+            request = house.request(PROMPT, max_tokens=150)
+            await request.start()
+            if moment > 0:
+                ticket = await request.ticket()
+                prefill = asyncio.create_task(request.prefill(ticket))
+                if moment > 1:
+                    await prefill
+                    for _ in range(2):
+                        await request.event()
+                elif moment == 1:
+                    prefill.cancel()
+            request.cancel()
+            await house.all_free()
+
+
+async def test_workers_with_other_layouts_refuse_each_other_by_field(model: Path) -> None:
+    async with running_house(model, prefill={"block_size": 8}) as house:
+        request = house.request(PROMPT)
+        await request.start()
+        with pytest.raises(LayoutMismatch, match="block_size is 8 here and 4 there"):
+            await request.prefill(await request.ticket())
+        request.cancel()
+        await house.all_free()
+
+
+async def test_a_prompt_that_ends_with_its_first_token_leaves_the_ticket_unused(model: Path) -> None:
+    async with running_house(model) as house:
+        request = house.request(PROMPT, max_tokens=1)
+        await request.start()
+        done = await request.prefill(await request.ticket())
+        assert done.commit_s == 0
+        request.cancel()
+        await house.all_free()
+
+
+async def test_a_choice_that_was_stopped_sends_no_more_and_the_others_go_on(model: Path) -> None:
+    async with running_house(model) as house:
+        whole = await house.local(PROMPT, n=2, temperature=0.9, max_tokens=60)
+        request = house.request(PROMPT, n=2, temperature=0.9, max_tokens=60)
+        await request.start(local_prefill_threshold=ALWAYS_LOCAL)
+        for _ in range(3):
+            for choice in (await request.event()).tokens.choices:
+                request.take(choice)
+        await request.send(stop_choice=decode_pb2.StopChoice(choice_index=0))
+        tokens = await request.finish()
+        assert tokens[1] == whole[1]
+        assert tokens[0] == whole[0][: len(tokens[0])]
+        assert len(tokens[0]) < 60
+        await house.all_free()
+
+
+async def test_a_newer_attempt_of_a_request_takes_over_from_an_older_one(model: Path) -> None:
+    async with running_house(model) as house:
+        older = house.request(PROMPT, "same", max_tokens=150)
+        await older.start(local_prefill_threshold=ALWAYS_LOCAL)
+        await older.event()
+        newer = house.request(PROMPT, "same")
+        await newer.start(local_prefill_threshold=ALWAYS_LOCAL, attempt=2)
+        with pytest.raises(StaleAttempt):
+            await older.finish()
+        assert await newer.finish() == await house.local(PROMPT)
+        stale = house.request(PROMPT, "other")
+        await stale.start(local_prefill_threshold=ALWAYS_LOCAL, attempt=2)
+        same = house.request(PROMPT, "other")
+        await same.start(local_prefill_threshold=ALWAYS_LOCAL, attempt=2)
+        with pytest.raises(StaleAttempt):
+            await same.event()
+        await stale.finish()
+        await house.all_free()
+
+
+async def test_requests_that_no_worker_could_serve_are_refused_with_their_reason(model: Path) -> None:
+    async with running_house(model) as house:
+        too_long = house.request([5] * 600)
+        await too_long.start()
+        with pytest.raises((RequestError, NoFreeBlocks), match="600"):
+            await too_long.event()
+        unknown = house.request([5, 10_000])
+        await unknown.start()
+        with pytest.raises(RequestError, match="token ids"):
+            await unknown.event()
+        late = house.request(PROMPT)
+        await late.send(keep_lease=decode_pb2.KeepLease())
+        with pytest.raises(RequestError, match="first message"):
+            await late.event()
+        await house.all_free()
+
+
+async def test_many_requests_under_preemption_give_what_each_gives_alone(model: Path) -> None:
+    prompts = [[(place * (seed + 2)) % 90 + 3 for place in range(20 + seed)] for seed in range(12)]
+    async with running_house(model) as roomy:
+        alone = [await roomy.local(prompt, temperature=0.8, seed=9, max_tokens=40) for prompt in prompts]
+    # 24 blocks hold about two of the twelve.
+    async with running_house(model, decode={"kv_cache_memory": 24 * 1024}) as tight:
+        requests = [tight.request(prompt, temperature=0.8, seed=9, max_tokens=40) for prompt in prompts]
+        together = await asyncio.gather(*(_handed_over(request) for request in requests))
+        await tight.all_free()
+        assert tight.decode.load.num_preemptions > 0
+    assert together == alone
