@@ -1,4 +1,4 @@
-"""The handover between real services: exact when it goes right; what goes wrong never becomes tokens and leaks nothing."""
+"""The handover between real services: exact when it goes right; what goes wrong never becomes tokens or a leak."""
 
 from __future__ import annotations
 
