@@ -47,6 +47,11 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def default_of(cls: type[Any], name: str) -> Any:
+    """The default of another settings class's field, for a setting that is passed on to it."""
+    return next(field.default for field in dataclasses.fields(cls) if field.name == name)
+
+
 def parse_bytes(text: str) -> int:
     """A size such as `2GiB`, `512MiB`, `1.5G` or `1000000` in bytes."""
     number = text.strip().lower().rstrip("abcdefghijklmnopqrstuvwxyz ")
@@ -213,6 +218,11 @@ def _parse_bool(text: str) -> bool:
 def variable(name: str) -> str | None:
     """One variable of the environment that is not a setting of ours (NOTIFY_SOCKET, XDG_CACHE_HOME, ...)."""
     return os.environ.get(name)
+
+
+def set_default_variable(name: str, value: str) -> None:
+    """Sets a variable that a library reads while it is loaded, unless the user has set it."""
+    os.environ.setdefault(name, value)
 
 
 def child_environment(**changes: str) -> dict[str, str]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.base.config import option, parse_bytes
+from decode_svc.config import DecodeConfig
+from pdserve.base.config import default_of, option, parse_bytes
 from pdserve.base.logs import LEVELS
-from pdserve.base.worker_config import DTYPES, TRANSPORTS
+from pdserve.base.worker_config import DTYPES, TRANSPORTS, WorkerConfig
+from prefill_svc.config import PrefillConfig
+from router_svc.config import RouterConfig
 
 #: Small, free, and had without a model hub.
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -31,11 +34,15 @@ class UpConfig:
     max_model_len: int | None = option(
         None, help="longest prompt plus completion in tokens; the model's own limit when absent", minimum=1
     )
-    max_num_seqs: int | None = option(None, help="sequences a decode worker runs at the same time", minimum=1)
-    max_num_batched_tokens: int | None = option(
-        None, help="prompt tokens a worker computes in one step: the chunk size of prefill", minimum=1
+    max_num_seqs: int = option(
+        default_of(DecodeConfig, "max_num_seqs"), help="sequences a decode worker runs at the same time", minimum=1
     )
-    block_size: int | None = option(None, help="tokens of a KV block", minimum=1)
+    max_num_batched_tokens: int = option(
+        default_of(PrefillConfig, "max_num_batched_tokens"),
+        help="prompt tokens a worker computes in one step: the chunk size of prefill",
+        minimum=1,
+    )
+    block_size: int = option(default_of(WorkerConfig, "block_size"), help="tokens of a KV block", minimum=1)
     kv_cache_memory: int | None = option(
         None,
         help="size of each worker's KV cache, such as 2GiB; when absent, a fifth of the free memory divided by the "
@@ -45,10 +52,14 @@ class UpConfig:
     threads_per_worker: int | None = option(
         None, help="compute threads of each worker; the cores divided among the workers when absent", minimum=1
     )
-    local_prefill_threshold: int | None = option(
-        None, help="prompts with at most this many uncached tokens are prefilled by the decode worker", minimum=0
+    local_prefill_threshold: int = option(
+        default_of(RouterConfig, "local_prefill_threshold"),
+        help="prompts with at most this many uncached tokens are prefilled by the decode worker",
+        minimum=0,
     )
-    transport: str | None = option(None, help="how KV blocks travel between workers", choices=TRANSPORTS)
+    transport: str = option(
+        default_of(WorkerConfig, "transport"), help="how KV blocks travel between workers", choices=TRANSPORTS
+    )
     redis_url: str | None = option(None, help="Redis to use; a private one is started when absent", metavar="URL")
     cache_dir: str | None = option(
         None, help="where downloaded and converted models are kept; the user's cache directory when absent"
