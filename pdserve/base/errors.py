@@ -141,8 +141,8 @@ _TABLE: dict[type[PdserveError], Codes] = {
 
 
 def codes_of(error: PdserveError) -> Codes:
-    """The codes of an error; the table names every class (a test proves it)."""
-    return _TABLE[type(error)]
+    """The codes of an error; the table names every class of this page (a test proves it)."""
+    return next(_TABLE[cls] for cls in type(error).__mro__ if cls in _TABLE)
 
 
 def error_classes() -> dict[str, type[PdserveError]]:

@@ -17,7 +17,15 @@ def _all_subclasses(cls: type[errors.PdserveError]) -> set[type[errors.PdserveEr
 
 
 def test_every_error_class_has_codes() -> None:
-    assert _all_subclasses(errors.PdserveError) == set(errors.error_classes().values())
+    ours = {cls for cls in _all_subclasses(errors.PdserveError) if cls.__module__ == errors.__name__}
+    assert ours == set(errors.error_classes().values())
+
+
+def test_a_class_of_another_module_has_the_codes_of_its_base() -> None:
+    class Local(errors.SetupError):
+        pass
+
+    assert errors.codes_of(Local("x")) == errors.codes_of(errors.SetupError("x"))
 
 
 def test_grpc_codes_are_names_that_grpc_knows() -> None:
