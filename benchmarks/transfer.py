@@ -1,19 +1,28 @@
 """How fast KV blocks get from one process to another: whole handovers, digests and commit included.
 
-    python -m benchmarks.transfer [--transport ucx] [--blocks 250] [--rounds 12] [--block-bytes 368640]
+    python -m benchmarks.transfer [--transport ucx] [--blocks 250] [--rounds 40] [--block-bytes 368640] [--output FILE]
 
 Two asyncio processes on this host. A round is: ticket received, every block pushed and digested, commit verified.
+Before each round one process copies as many bytes within its memory: the ratio of the two is what travels between
+machines, and what a noisy neighbour spoils least.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.metadata
 import json
+import os
+import platform
 import socket
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -27,6 +36,19 @@ from pdserve.base.tasks import service_group
 from pdserve.v1 import decode_pb2
 
 REQUEST = RequestId("bench")
+#: The first rounds connect, and touch what was not touched yet.
+WARM_UP_ROUNDS = 3
+PACKAGES = ("libucx-cu12", "ucxx-cu12", "torch", "numpy", "xxhash")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One handover. Rates are of the blocks' bytes; processor time is of both ends' whole processes."""
+
+    gb_per_s: float
+    memcpy_gb_per_s: float
+    prefill_cpu_ms: float
+    decode_cpu_ms: float
 
 
 class Memory:
@@ -64,7 +86,7 @@ async def decode(link: Link, args: argparse.Namespace) -> None:
     identity = ReceiverIdentity(worker_id=WorkerId("d"), epoch=new_epoch(), grpc_address="-", layout=layout)
     async with service_group() as tasks:
         receiver = Receiver(transport=transport, memory=Memory(args.blocks, layout, 1), identity=identity, tasks=tasks)
-        for attempt in range(args.rounds):
+        for attempt in range(args.rounds + WARM_UP_ROUNDS):
             reservation = Reservation(
                 request_id=REQUEST,
                 block_ids=[BlockId(block) for block in range(args.blocks)],
@@ -76,7 +98,7 @@ async def decode(link: Link, args: argparse.Namespace) -> None:
             ticket = await receiver.grant(reservation, attempt=attempt)
             link.write(ticket_to_proto(ticket).SerializeToString())
             await receiver.commit(commit_from_proto(decode_pb2.CommitRequest.FromString(await link.read())))
-            link.write(b"ok")
+            link.write(str(time.process_time()).encode())
         await link.read()
         await receiver.close()
     await transport.close()
@@ -84,34 +106,77 @@ async def decode(link: Link, args: argparse.Namespace) -> None:
 
 async def prefill(link: Link, args: argparse.Namespace) -> None:
     transport, layout = open_transport(args.transport), layout_of(args.block_bytes)
-    sender = Sender(transport=transport, memory=Memory(args.blocks, layout, 2), layout=layout)
+    memory = Memory(args.blocks, layout, 2)
+    sender = Sender(transport=transport, memory=memory, layout=layout)
+    copy = np.ones_like(memory.blocks)
+    gigabytes = args.blocks * layout.block_bytes / 1e9
     loop = asyncio.get_running_loop()
 
-    async def commit(message: Commit) -> bytes:
+    async def commit(message: Commit) -> float:
         link.write(commit_to_proto(message).SerializeToString())
-        return await link.read()
+        return float(await link.read())
 
-    rates = []
-    for _ in range(args.rounds):
+    rounds, decode_cpu_s = [], 0.0
+    for _ in range(args.rounds + WARM_UP_ROUNDS):
         ticket = ticket_from_proto(decode_pb2.Ticket.FromString(await link.read()))
-        began = loop.time()
+        before_copy = loop.time()
+        for block in range(args.blocks):
+            copy[block] = memory.blocks[block]
+        began, cpu_began = loop.time(), time.process_time()
         async with sender.open(ticket, request_id=REQUEST) as transfer:
             await transfer.push([BlockId(block) for block in range(args.blocks)])
-            await transfer.finish([1], commit)
-        rates.append(args.blocks * layout.block_bytes / (loop.time() - began) / 1e9)
+            decode_cpu_before, decode_cpu_s = decode_cpu_s, await transfer.finish([1], commit)
+        rounds.append(
+            Round(
+                gb_per_s=gigabytes / (loop.time() - began),
+                memcpy_gb_per_s=gigabytes / (began - before_copy),
+                prefill_cpu_ms=1e3 * (time.process_time() - cpu_began),
+                decode_cpu_ms=1e3 * (decode_cpu_s - decode_cpu_before),
+            )
+        )
     link.write(b"bye")
     await transport.close()
-    steady = rates[2:] or rates  # The first touches every page and connects.
-    result = {
+    report(rounds[WARM_UP_ROUNDS:], args)
+
+
+def report(rounds: Sequence[Round], args: argparse.Namespace) -> None:
+    """Prints a summary; `--output` gets every round and what it ran on, appended to the runs that are there."""
+    rates = [each.gb_per_s for each in rounds]
+    summary = {
         "transport": args.transport,
         "blocks": args.blocks,
-        "block_bytes": layout.block_bytes,
-        "gb_per_s_median": round(statistics.median(steady), 2),
-        "gb_per_s_best": round(max(steady), 2),
-        "gb_per_s_worst": round(min(steady), 2),
-        "rounds": len(steady),
+        "block_bytes": args.block_bytes,
+        "rounds": len(rounds),
+        "gb_per_s_median": statistics.median(rates),
+        "gb_per_s_best": max(rates),
+        "gb_per_s_worst": min(rates),
+        "memcpy_gb_per_s_median": statistics.median(each.memcpy_gb_per_s for each in rounds),
+        "ratio_to_memcpy_median": statistics.median(each.gb_per_s / each.memcpy_gb_per_s for each in rounds),
+        "prefill_cpu_ms_median": statistics.median(each.prefill_cpu_ms for each in rounds),
+        "decode_cpu_ms_median": statistics.median(each.decode_cpu_ms for each in rounds),
     }
-    print(json.dumps(result))
+    summary = {name: round(value, 2) if isinstance(value, float) else value for name, value in summary.items()}
+    print(json.dumps(summary))
+    if args.output is not None:
+        runs = json.loads(args.output.read_text())["runs"] if args.output.exists() else []
+        runs.append({"note": args.note, "summary": summary, "rounds": [asdict(each) for each in rounds]})
+        args.output.write_text(json.dumps({"machine": machine(), "runs": runs}, indent=1) + "\n")
+
+
+def machine() -> dict[str, object]:
+    """What the numbers were measured on."""
+    models = {
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    }
+    return {
+        "cpu": ", ".join(sorted(models)),
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+    }
 
 
 async def run(side: socket.socket, args: argparse.Namespace) -> None:
@@ -123,8 +188,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transport", default="ucx")
     parser.add_argument("--blocks", type=int, default=250)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--block-bytes", type=int, default=368_640)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file to which the run is added")
+    parser.add_argument("--note", default="", help="says in the file what this run is")
     parser.add_argument("--decode-fd", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.decode_fd is not None:

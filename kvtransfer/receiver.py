@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,9 +37,10 @@ from pdserve.base.errors import (
 )
 from pdserve.base.ids import BlockId, Epoch, RequestId, TransferId, WorkerId, new_transfer_id
 from pdserve.base.layout import KvLayout
+from pdserve.base.logs import get_logger
 from pdserve.base.tasks import ServiceGroup
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,7 +311,7 @@ class Receiver:
         self._forget(incoming)
         if not incoming.disowned:
             assert error is not None, "only an abort ends a transfer without an error"
-            log.info("transfer_expired request_id=%s error=%s", incoming.reservation.request_id, error)
+            log.info("transfer_expired", request_id=incoming.reservation.request_id, reason=error)
             incoming.reservation.on_expired(error)
 
     def _forget(self, incoming: _Incoming) -> None:

@@ -35,7 +35,7 @@ T = TypeVar("T")
 #: Enough to keep a fast wire busy, little enough that another transfer gets its turn soon.
 MAX_OUTSTANDING_BYTES = 32 << 20
 #: The event loop, and with it the wire, gets a turn after this many bytes were digested.
-_TURN_BYTES = 1 << 20
+_TURN_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

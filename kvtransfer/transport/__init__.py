@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvtransfer.transport.base import Buffer, Operation, Peer, Transport
+from pdserve.base.config import set_default_variable
 from pdserve.base.errors import SetupError
 
 __all__ = ["TRANSPORTS", "Buffer", "Operation", "Peer", "Transport", "open_transport"]
@@ -18,6 +19,8 @@ def open_transport(name: str, *, host: str = "127.0.0.1") -> Transport:
     # Imported on use: the router imports kvtransfer without having ucxx or torch.
     try:
         if name == "ucx":
+            # Importing ucxx sets it, but only after libucx, which it loads before, has read it and then warns.
+            set_default_variable("UCX_MEMTYPE_CACHE", "n")
             from kvtransfer.transport.ucx import UcxTransport
 
             return UcxTransport()

@@ -26,7 +26,7 @@ class Operation:
     Cancelling a task that awaits it does not touch the operation: the buffer stays in use until it is done.
     """
 
-    __slots__ = ("_future", "buffer", "tag")
+    __slots__ = ("_callbacks", "buffer", "cancelled", "done", "error", "tag")
 
     def __init__(self, tag: int, buffer: Buffer) -> None:
         if not 0 <= tag < TAG_LIMIT:
@@ -35,48 +35,57 @@ class Operation:
             raise ValueError(f"a buffer is a contiguous vector of bytes, not {buffer.dtype} {buffer.shape}")
         self.tag = tag
         self.buffer = buffer
-        self._future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    @property
-    def done(self) -> bool:
-        """No longer using the buffer: completed, failed or cancelled."""
-        return self._future.done()
-
-    @property
-    def cancelled(self) -> bool:
-        """Ended by `Transport.cancel` before a message was matched to it; the buffer was not touched."""
-        return self._future.cancelled()
-
-    @property
-    def error(self) -> PdserveError | None:
-        """Why it failed; None while it runs, after success and after a cancel."""
-        if not self._future.done() or self._future.cancelled():
-            return None
-        error = self._future.exception()
-        return error if isinstance(error, PdserveError) else None
+        #: No longer using the buffer: completed, failed or cancelled.
+        self.done = False
+        #: Ended by `Transport.cancel` before a message was matched to it; the buffer was not touched.
+        self.cancelled = False
+        #: Why it failed; None while it runs, after success and after a cancel.
+        self.error: PdserveError | None = None
+        self._callbacks: list[Callable[[Operation], None]] = []
 
     def add_done_callback(self, callback: Callable[[Operation], None]) -> None:
-        """Calls back from the event loop once it is done, at once if it is already."""
-        self._future.add_done_callback(lambda _: callback(self))
+        """Calls back in the moment it is done, while its bytes are in the processor's cache; at once if it is already.
+
+        That is inside the transport: a callback is short and does not raise. It may post and disconnect.
+        """
+        if self.done:
+            callback(self)
+        else:
+            self._callbacks.append(callback)
 
     def __await__(self) -> Generator[object, None, None]:
-        return asyncio.shield(self._future).__await__()
+        if not self.done:
+            ended = asyncio.get_running_loop().create_future()
+            self.add_done_callback(lambda _: None if ended.done() else ended.set_result(None))
+            yield from ended
+        if self.cancelled:
+            raise asyncio.CancelledError
+        if self.error is not None:
+            raise self.error
 
     # For transports only.
     def complete(self) -> None:
         """The bytes are there (receive), or the buffer may be reused (send)."""
-        if not self._future.done():
-            self._future.set_result(None)
+        if not self.done:
+            self._end()
 
     def fail(self, error: PdserveError) -> None:
         """It will not complete, and nothing touches the buffer any more."""
-        if not self._future.done():
-            self._future.set_exception(error)
-            self._future.exception()  # Looked at: an operation that nobody awaits is not worth a log line.
+        if not self.done:
+            self.error = error
+            self._end()
 
     def mark_cancelled(self) -> None:
         """It was withdrawn before it was matched."""
-        self._future.cancel()
+        if not self.done:
+            self.cancelled = True
+            self._end()
+
+    def _end(self) -> None:
+        self.done = True
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
 
 
 class Peer(Protocol):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import struct
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,8 +23,9 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore, 
 from kvtransfer.transport.base import Buffer, Operation, Peer
 from kvtransfer.transport.mailbox import Mailbox
 from pdserve.base.errors import PeerLost, SetupError, TransferError
+from pdserve.base.logs import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _MAGIC = "pdnccl1"
 #: The listener's greeting: number of the pair. The connector's announcements: tag and bytes of the next payload.
@@ -182,7 +182,7 @@ class NcclTransport:
                     await event.wait()
         except TimeoutError:
             for pair in [p for p in self._pairs if any(a.receive in landing for a in p.arrivals)]:
-                log.warning("nccl_pair_broken reason=a message did not finish")
+                log.warning("nccl_pair_broken", reason="a message that was landing did not finish")
                 self._lose(pair)
             for event in settled:
                 await event.wait()
@@ -217,7 +217,7 @@ class NcclTransport:
 
     def _announced(self, pair: _Pair, tag: int, num_bytes: int) -> None:
         if num_bytes > _MAX_MESSAGE_BYTES:
-            log.warning("nccl_pair_broken reason=a message of %d bytes was announced", num_bytes)
+            log.warning("nccl_pair_broken", reason="a message was announced that is too large", size_bytes=num_bytes)
             self._lose(pair)
             return
         arrival = _Arrival(np.empty(0, np.uint8))
