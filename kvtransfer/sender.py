@@ -80,7 +80,9 @@ class Sender:
                 f"the ticket is for transport {ticket.transport!r} and this worker uses {self._transport.name!r}. "
                 "Start both tiers with the same --transport."
             )
-        machine = SendMachine(num_blocks=ticket.num_blocks, lease_s=ticket.lease_s, now=_now())
+        machine = SendMachine(
+            num_blocks=ticket.num_blocks, lease_s=ticket.lease_s, now=asyncio.get_running_loop().time()
+        )
         async with self._peers.use(ticket.data_address, deadline=machine.deadline) as peer:
             transfer = OutgoingTransfer(
                 transport=self._transport,
@@ -123,7 +125,8 @@ class OutgoingTransfer:
         self._changed = asyncio.Event()
         self._wire = _WireClock()
         self._commit_timeout: asyncio.Timeout | None = None
-        self._timer = asyncio.get_running_loop().call_at(machine.deadline, self._on_timer)
+        self._loop = asyncio.get_running_loop()  # Kept: asking is a system call, and it is several times per block.
+        self._timer = self._loop.call_at(machine.deadline, self._on_timer)
 
     @property
     def quiet(self) -> bool:
@@ -141,7 +144,7 @@ class OutgoingTransfer:
         return SendStats(
             sent_blocks=self._machine.num_sent,
             sent_bytes=self._machine.num_sent * self._ticket.layout.block_bytes,
-            busy_s=self._wire.busy_s(_now()),
+            busy_s=self._wire.busy_s(self._loop.time()),
             first_started_at=self._wire.first_started_at,
             last_done_at=self._wire.last_done_at,
         )
@@ -209,13 +212,13 @@ class OutgoingTransfer:
         index = len(self._digests)
         self._handle(SendStarted(index=index))
         self._digests.append(self._digest(block))
-        self._wire.started(_now())
+        self._wire.started(self._loop.time())
         send = self._transport.post_send(self._peer, self._ticket.tag(index), block)
         send.add_done_callback(partial(self._on_sent, index))
         return block.nbytes
 
     def _on_sent(self, index: int, send: Operation) -> None:
-        self._wire.done(_now())
+        self._wire.done(self._loop.time())
         error = send.error
         if error is not None and not isinstance(error, TransferError):
             error = PeerLost(str(error))
@@ -225,16 +228,16 @@ class OutgoingTransfer:
         self._handle(TimePassed())
         if self._machine.state is not SendState.CLOSED:
             # A lease that is over and still not quiet has been disconnected: its sends are about to fail.
-            at = max(self._machine.deadline, _now() + 0.01)
-            self._timer = asyncio.get_running_loop().call_at(at, self._on_timer)
+            at = max(self._machine.deadline, self._loop.time() + 0.01)
+            self._timer = self._loop.call_at(at, self._on_timer)
 
     def _handle(self, event: Event) -> None:
-        for effect in self._machine.handle(event, _now()):
+        for effect in self._machine.handle(event, self._loop.time()):
             if isinstance(effect, Disconnect):
                 self._transport.disconnect(self._peer)
         if self._commit_timeout is not None and not self._commit_timeout.expired():
             waits = self._machine.state is SendState.COMMITTING
-            self._commit_timeout.reschedule(self._machine.deadline if waits else _now())
+            self._commit_timeout.reschedule(self._machine.deadline if waits else self._loop.time())
         self._changed.set()
 
     async def _change(self) -> None:
@@ -242,7 +245,7 @@ class OutgoingTransfer:
         await self._changed.wait()
 
     def _require_alive(self) -> None:
-        if self._machine.state is SendState.SENDING and _now() >= self._machine.deadline:
+        if self._machine.state is SendState.SENDING and self._loop.time() >= self._machine.deadline:
             self._handle(TimePassed())
         if self._machine.state is not SendState.SENDING:
             raise self._machine.error or TransferError("the transfer is over")
@@ -286,7 +289,3 @@ class _WireClock:
 
     def busy_s(self, now: float) -> float:
         return self._busy_s + (now - self._since if self._outstanding else 0.0)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
