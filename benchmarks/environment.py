@@ -9,7 +9,7 @@ import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 
-PACKAGES = ("torch", "transformers", "ucxx-cu12", "libucx-cu12", "grpcio", "aiohttp", "redis", "xxhash")
+PACKAGES = ("torch", "transformers", "ucxx-cu13", "libucx-cu13", "grpcio", "aiohttp", "redis", "xxhash")
 
 
 def describe() -> dict[str, object]:
