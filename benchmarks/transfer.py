@@ -38,7 +38,8 @@ from pdserve.v1 import decode_pb2
 REQUEST = RequestId("bench")
 #: The first rounds connect, and touch what was not touched yet.
 WARM_UP_ROUNDS = 3
-PACKAGES = ("libucx-cu12", "ucxx-cu12", "torch", "numpy", "xxhash")
+#: Beginnings of the names of packages that matter; ucxx has one per CUDA version.
+PACKAGES = ("libucx", "ucxx", "torch", "numpy", "xxhash")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +160,10 @@ def report(rounds: Sequence[Round], args: argparse.Namespace) -> None:
     print(json.dumps(summary))
     if args.output is not None:
         runs = json.loads(args.output.read_text())["runs"] if args.output.exists() else []
-        runs.append({"note": args.note, "summary": summary, "rounds": [asdict(each) for each in rounds]})
-        args.output.write_text(json.dumps({"machine": machine(), "runs": runs}, indent=1) + "\n")
+        runs.append(
+            {"note": args.note, "machine": machine(), "summary": summary, "rounds": [asdict(each) for each in rounds]}
+        )
+        args.output.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
 
 
 def machine() -> dict[str, object]:
@@ -175,7 +178,9 @@ def machine() -> dict[str, object]:
         "cores": os.cpu_count(),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "packages": {
+            each.name: each.version for each in importlib.metadata.distributions() if each.name.startswith(PACKAGES)
+        },
     }
 
 
