@@ -17,7 +17,7 @@ help: ## List the targets
 
 $(VENV)/.installed: pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else f"pdserve needs Python 3.11 to 3.13; $(PYTHON) is {v[0]}.{v[1]}. Set PYTHON=/path/to/python3.11.")'
-	@echo "Creating $(VENV) with $(PYTHON) and installing pdserve[$(EXTRAS)]; the first time takes a few minutes."
+	@echo "Installing pdserve[$(EXTRAS)] into $(VENV) with $(PYTHON); the first time takes a few minutes."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@

@@ -19,4 +19,5 @@ class DecodeConfig(WorkerConfig):
     local_prefill_tokens: int = option(
         64, help="prompt tokens computed here in one step beside running sequences; bounds their token gap", minimum=1
     )
+    lease_s: float = option(20.0, help="seconds without progress after which a transfer is given up", minimum=0.1)
     max_reserved_share: float = option(0.5, help="share of the blocks that waiting transfers may hold", minimum=0.01)

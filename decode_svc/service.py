@@ -15,7 +15,7 @@ from kvtransfer.receiver import Receiver, ReceiverIdentity
 from kvtransfer.ticket import commit_from_proto
 from pdserve.base import rpc
 from pdserve.base.block_hash import hash_blocks
-from pdserve.base.errors import PdserveError, RequestError, StaleError
+from pdserve.base.errors import PdserveError, RequestError, StaleError, reason_of
 from pdserve.base.ids import RequestId
 from pdserve.base.logs import get_logger, request_id_var
 from pdserve.base.wire import sampling_from_wire
@@ -35,6 +35,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
 
     def __init__(self, worker: Worker, config: DecodeConfig) -> None:
         self.max_num_seqs = config.max_num_seqs
+        self._lease_s = config.lease_s
         self.scheduler = DecodeScheduler(
             worker.model.pool,
             SchedulerConfig(
@@ -98,7 +99,9 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             request_id = RequestId(start.ref.request_id)
             request_id_var.set(request_id)
             async with self._sessions.open(request_id, start.ref.attempt) as inbox:
-                session = DecodeSession(self._worker, self.scheduler, self.receiver, inbox, context.write)
+                session = DecodeSession(
+                    self._worker, self.scheduler, self.receiver, inbox, context.write, lease_s=self._lease_s
+                )
                 self._running[request_id] = session
                 try:
                     await session.run(self._job(start), aiter(request_iterator))
@@ -117,7 +120,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             received = await self.receiver.commit(commit)
             await session.activated
         except PdserveError as error:
-            metrics.kv_transfers.labels(**metrics.labels(outcome=type(error).__name__)).inc()
+            metrics.ended(reason_of(error))
             log.warning("commit_refused", reason=error)
             raise
         metrics.received(received.received_bytes, len(commit.digests), received.receive_s, self._worker.transport.name)

@@ -10,7 +10,7 @@ from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
 from kvtransfer.receiver import Received, Receiver, Reservation
 from kvtransfer.ticket import Ticket, ticket_to_proto
-from pdserve.base.errors import InvalidTransition, PdserveError, RequestError, StaleAttempt, StaleError
+from pdserve.base.errors import InvalidTransition, PdserveError, RequestError, StaleAttempt, StaleError, reason_of
 from pdserve.base.logs import get_logger
 from pdserve.base.tasks import service_group
 from pdserve.base.wire import tokens_to_wire
@@ -40,8 +40,11 @@ class DecodeSession:
         receiver: Receiver,
         inbox: Session[Event],
         write: Callable[[pb.DecodeResponse], Awaitable[None]],
+        *,
+        lease_s: float,
     ) -> None:
         self._worker = worker
+        self._lease_s = lease_s
         self._scheduler = scheduler
         self._receiver = receiver
         self._inbox = inbox
@@ -50,6 +53,8 @@ class DecodeSession:
         self._attempt = inbox.attempt
         self._ticket: Ticket | None = None
         self._opened_at = _now()
+        #: When nothing but the batch was left to wait for.
+        self._runnable_at = self._opened_at
         #: Set when the transfer is verified; done when the sequences are queued to run.
         self.activated: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._received = False
@@ -90,9 +95,9 @@ class DecodeSession:
             request_id=self._request_id,
             block_ids=grant.block_table[grant.num_cached_blocks :],
             first_block=grant.num_cached_blocks,
-            lease_s=self._worker.config.lease_s,
+            lease_s=self._lease_s,
             on_received=self._on_received,
-            on_expired=lambda error: self._inbox.put(Failed(error=error)),
+            on_expired=self._on_expired,
         )
         self._ticket = await self._receiver.grant(reservation, attempt=self._attempt)
         await self._hand_out(self._ticket)
@@ -109,7 +114,7 @@ class DecodeSession:
         message = pb.DecodeStarted(
             prefilled_locally=started.prefilled_locally,
             cached_tokens=started.num_cached,
-            queue_s=_now() - self._opened_at,
+            queue_s=_now() - self._runnable_at,
         )
         await self._write(pb.DecodeResponse(started=message))
 
@@ -148,15 +153,21 @@ class DecodeSession:
             return
         self._ticket = None
         self._attempt = command.attempt
+        self._runnable_at = _now()
         forced = tuple(command.forced_first_tokens)
         await self._worker.run(lambda: self._scheduler.prefill_locally(self._request_id, forced))
 
     def _on_received(self, received: Received) -> None:
         """The blocks are verified: decoding starts with the next step, whether the prefill worker lives on or not."""
         self._received = True
+        self._runnable_at = _now()
         posted = self._worker.post(lambda: self._scheduler.activate(self._request_id, received.first_tokens))
         activation = asyncio.wrap_future(posted)
         activation.add_done_callback(self._on_activated)
+
+    def _on_expired(self, error: PdserveError) -> None:
+        self._worker.metrics.ended(reason_of(error))
+        self._inbox.put(Failed(error=error))
 
     def _on_activated(self, activation: asyncio.Future[None]) -> None:
         if activation.cancelled():

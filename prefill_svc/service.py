@@ -10,7 +10,7 @@ from kvtransfer.sender import Sender
 from kvtransfer.ticket import ticket_from_proto
 from pdserve.base import rpc
 from pdserve.base.block_hash import hash_blocks
-from pdserve.base.errors import PdserveError
+from pdserve.base.errors import PdserveError, reason_of
 from pdserve.base.ids import RequestId
 from pdserve.base.logs import get_logger, request_id_var
 from pdserve.base.wire import sampling_from_wire
@@ -85,13 +85,12 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
                 try:
                     await session.run(self._job(request), ticket)
                 except PdserveError as error:
-                    session.outcome = type(error).__name__
+                    session.outcome = reason_of(error)
                     log.warning("prefill_failed", reason=error)
                     raise
                 finally:
                     if ticket is not None:
-                        metrics = self._worker.metrics
-                        metrics.kv_transfers.labels(**metrics.labels(outcome=session.outcome)).inc()
+                        self._worker.metrics.ended(session.outcome)
 
     def _job(self, request: pb.PrefillRequest) -> PrefillJob:
         prompt = tuple(request.prompt_token_ids)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
-from pdserve.base.errors import PdserveError
+from pdserve.base.errors import PdserveError, reason_of
 from pdserve.base.workers import WorkerRecord
 from pdserve.v1 import decode_pb2, prefill_pb2
 from router_svc.calls import is_gone
@@ -108,8 +106,3 @@ class Journal:
         if self.record.state in (_S.QUEUED, _S.RETRYING):
             self.record.move(_S.RESERVED, worker=worker)
         self.record.mark(Phase.RESERVED)
-
-
-def reason_of(error: PdserveError) -> str:
-    """`PeerLost` as `peer_lost`: what metrics and records call it."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(error).__name__).lower()

@@ -30,6 +30,7 @@ from pdserve.base.errors import (
     RequestError,
     TransferError,
     TransferTimeout,
+    reason_of,
 )
 from pdserve.base.ids import WorkerId
 from pdserve.base.wire import sampling_to_wire, tokens_from_wire
@@ -38,7 +39,7 @@ from pdserve.v1 import common_pb2, decode_pb2, prefill_pb2
 from router_svc.calls import decode_call, is_reported, prefill_call
 from router_svc.cluster import Cluster
 from router_svc.generation import Generation
-from router_svc.journal import Journal, reason_of
+from router_svc.journal import Journal
 from router_svc.output import ChoiceDelta, Output, ended_by_stop_string
 from router_svc.placement import Incarnation, Need, Placement, choose_decode, choose_prefill
 from router_svc.record import Record

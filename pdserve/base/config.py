@@ -65,9 +65,12 @@ def parse_bytes(text: str) -> int:
 def parse_ints(text: str) -> tuple[int, ...]:
     """Comma-separated numbers and ranges: `0,2-3` is (0, 2, 3)."""
     values: list[int] = []
-    for part in filter(None, text.split(",")):
-        first, dash, last = part.partition("-")
-        values.extend(range(int(first), int(last) + 1) if dash else [int(first)])
+    try:
+        for part in filter(None, text.split(",")):
+            first, dash, last = part.partition("-")
+            values.extend(range(int(first), int(last) + 1) if dash else [int(first)])
+    except ValueError:
+        raise ValueError(f"{text!r} is not a list of numbers and ranges such as 0,2-3") from None
     return tuple(values)
 
 
@@ -77,6 +80,8 @@ def load(cls: type[T], service: str, argv: Sequence[str] | None = None, *, descr
         prog=f"python -m {service}" if service.endswith("_svc") else f"pdserve {service}",
         description=description,
         formatter_class=_HelpFormatter,
+        # `--prefil 3` is a mistake, not an abbreviation.
+        allow_abbrev=False,
     )
     add_options(parser, cls)
     return from_arguments(cls, service, parser.parse_args(argv))
@@ -195,8 +200,10 @@ def _parse(parse: Callable[[str], Any] | None, base: Any, value: Any) -> Any:
             return parse(value)
         if base is bool:
             return _parse_bool(value)
-        if base in (int, float, Path):
-            return base(value)
+        if base in (int, float):
+            return _parse_number(base, value)
+        if base is Path:
+            return Path(value)
         return value
     origin = typing.get_origin(base) or base
     if origin is tuple:
@@ -206,6 +213,13 @@ def _parse(parse: Callable[[str], Any] | None, base: Any, value: Any) -> Any:
     if not isinstance(value, origin) or (isinstance(value, bool) and origin is not bool):
         raise ValueError(f"{value!r} is not of type {origin.__name__}")
     return value
+
+
+def _parse_number(base: type[int] | type[float], text: str) -> int | float:
+    try:
+        return base(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a {'whole ' if base is int else ''}number") from None
 
 
 def _parse_bool(text: str) -> bool:

@@ -6,6 +6,7 @@ An error's text says what failed, on what, and what to do.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -143,6 +144,11 @@ _TABLE: dict[type[PdserveError], Codes] = {
 def codes_of(error: PdserveError) -> Codes:
     """The codes of an error; the table names every class of this page (a test proves it)."""
     return next(_TABLE[cls] for cls in type(error).__mro__ if cls in _TABLE)
+
+
+def reason_of(error: PdserveError) -> str:
+    """The error's class as a metric's label: `peer_lost`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(error).__name__).lower()
 
 
 def error_classes() -> dict[str, type[PdserveError]]:

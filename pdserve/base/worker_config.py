@@ -34,7 +34,6 @@ class WorkerConfig:
     threads: int | None = option(None, help="compute threads; as many as --cpus, else all cores", minimum=1)
     cpus: tuple[int, ...] = option((), help="cores the compute threads are pinned to, such as 0,2-3", parse=parse_ints)
     transport: str = option("ucx", help="how KV blocks travel", choices=TRANSPORTS)
-    lease_s: float = option(20.0, help="seconds without progress after which a transfer is given up", minimum=0.1)
     drain_timeout_s: float = option(45.0, help="seconds that running requests get to finish on SIGTERM", minimum=0)
     log_level: str = option("info", help="what is logged", choices=LEVELS)
 

@@ -7,14 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from decode_svc.config import DecodeConfig
+from pdserve.base.config import default_of
 from pdserve.cli.placement import CoreShare
 from pdserve.cli.supervisor.spec import ProcessSpec
 from pdserve.cli.up_config import UpConfig
+from prefill_svc.config import PrefillConfig
+from router_svc.config import RouterConfig
+
+_SETTINGS: Mapping[str, type[RouterConfig | PrefillConfig | DecodeConfig]] = {
+    "router_svc": RouterConfig,
+    "prefill_svc": PrefillConfig,
+    "decode_svc": DecodeConfig,
+}
 
 ROUTER_STAGE, WORKER_STAGE, REDIS_STAGE = 0, 1, 2
 
 #: A service leaves its drain after `drain_timeout_s`; what it needs beyond that to close its sockets.
-_CLOSE_GRACE_S = 10.0
+_CLOSE_GRACE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +99,13 @@ def _common_flags(plan: ClusterPlan) -> dict[str, object]:
 def _service(
     plan: ClusterPlan, name: str, module: str, flags: Mapping[str, object], *, threads: int, stage: int
 ) -> ProcessSpec:
-    given = [f"--{flag}={value}" for flag, value in flags.items() if value is not None]
+    settings = _SETTINGS[module]
+    given = [
+        f"--{flag}={value}"
+        for flag, value in flags.items()
+        # What is the service's own default is left to it: its environment may say otherwise.
+        if value is not None and value != default_of(settings, flag.replace("-", "_"))
+    ]
     return ProcessSpec(
         name=name,
         argv=(sys.executable, *plan.python_flags, "-m", module, *given),

@@ -18,8 +18,9 @@ from pathlib import Path
 from pdserve import __version__
 from pdserve.base.config import child_environment, load, variable
 from pdserve.base.errors import SetupError
+from pdserve.base.machine import available_memory_bytes
 from pdserve.cli.log_watch import watched_logs
-from pdserve.cli.machine import available_cores, available_memory_bytes
+from pdserve.cli.machine import available_cores
 from pdserve.cli.placement import kv_bytes_per_worker, share_cores
 from pdserve.cli.services import ClusterPlan, router_spec, worker_specs
 from pdserve.cli.stop_signals import StopSignals, finished_before

@@ -249,6 +249,9 @@ class DecodeStarted(_message.Message):
     prefilled_locally: _builtins.bool
     cached_tokens: _builtins.int
     queue_s: _builtins.float
+    """From when its KV (or the order to prefill) was here to the end of the
+    first step that computed it.
+    """
     def __init__(
         self,
         *,

@@ -39,18 +39,23 @@ class LoadedModel:
 def load_model(config: WorkerConfig) -> LoadedModel:
     """Maps the weights, allocates the KV cache. Blocks for some seconds. Raises `SetupError` with the numbers."""
     model = ModelConfig.from_dir(config.model_dir)
-    layout = model.kv_layout(
-        fingerprint=fingerprint(config.model_dir),
-        dtype=config.dtype,
-        block_size=config.block_size,
-        max_model_len=config.max_model_len,
-    )
+
+    def layout_for(max_model_len: int | None) -> KvLayout:
+        return model.kv_layout(
+            fingerprint=fingerprint(config.model_dir),
+            dtype=config.dtype,
+            block_size=config.block_size,
+            max_model_len=max_model_len,
+        )
+
     budget = plan_kv(
-        layout,
+        layout_for(config.max_model_len),
         kv_cache_memory=config.kv_cache_memory,
         wanted_model_len=config.max_model_len,
         model_limit=model.max_position_embeddings,
     )
+    # Some models rotate by the length that is served: the layout names the one decided above.
+    layout = layout_for(budget.max_model_len)
     decoder = load_decoder(config.model_dir, dtype=config.dtype, max_model_len=budget.max_model_len)
     kv_cache = KvCache(layout, budget.num_blocks, torch.device("cpu"))
     return LoadedModel(

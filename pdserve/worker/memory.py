@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
-
 from pdserve.base.errors import SetupError
 from pdserve.base.layout import KvLayout
 from pdserve.base.logs import get_logger
+from pdserve.base.machine import available_memory_bytes
 
 log = get_logger(__name__)
 
@@ -29,7 +28,7 @@ class KvBudget:
 
 def default_kv_bytes() -> int:
     """The KV cache's size when the user gave none."""
-    return min(DEFAULT_CEILING_BYTES, int(psutil.virtual_memory().available * DEFAULT_SHARE))
+    return min(DEFAULT_CEILING_BYTES, int(available_memory_bytes() * DEFAULT_SHARE))
 
 
 def plan_kv(
@@ -47,7 +46,7 @@ def plan_kv(
             f"The KV cache of {_show(budget)} cannot hold one block of {layout.block_size} tokens "
             f"({_show(layout.block_bytes)}). Raise --kv-cache-memory or lower --block-size."
         )
-    available = psutil.virtual_memory().available
+    available = available_memory_bytes()
     if budget > available:
         raise SetupError(
             f"The KV cache of {_show(budget)} does not fit into the {_show(available)} of free memory. "

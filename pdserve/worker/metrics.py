@@ -53,7 +53,7 @@ class WorkerMetrics:
         self.kv_transfers_active = self._gauge("kv_transfers_active", "Transfers that hold blocks or a lease")
         self.kv_transfer_seconds = Histogram(
             "pdserve_kv_transfer_seconds",
-            "Time in which a transfer had at least one block on the wire",
+            "Prefill: time with a block on the wire. Decode: first to last block, computing in between included",
             LABELS,
             buckets=_TRANSFER_BUCKETS,
             registry=self.registry,
@@ -76,7 +76,11 @@ class WorkerMetrics:
     def received(self, num_bytes: int, num_blocks: int, busy_s: float, transport: str) -> None:
         """A transfer into this worker was verified."""
         self._moved("received", num_bytes, num_blocks, busy_s, transport)
-        self.kv_transfers.labels(**self._labels, outcome="committed").inc()
+        self.ended("committed")
+
+    def ended(self, outcome: str) -> None:
+        """A transfer ended, in this way."""
+        self.kv_transfers.labels(**self._labels, outcome=outcome).inc()
 
     def labels(self, **more: str) -> dict[str, str]:
         """The labels every metric has, and `more`."""

@@ -188,11 +188,10 @@ async def running_house(
         "block_size": 4,
         "kv_cache_memory": 64 * 1024,
         "threads": 1,
-        "lease_s": 5.0,
     }
     ours, theirs = prefill_transport or InprocTransport(), InprocTransport()
     p_config = PrefillConfig(**(common | {"max_num_batched_tokens": 8} | (prefill or {})))
-    d_config = DecodeConfig(**(common | (decode or {})))
+    d_config = DecodeConfig(**(common | {"lease_s": 5.0} | (decode or {})))
     async with AsyncExitStack() as stack:
         for transport in (ours, theirs):
             stack.push_async_callback(transport.close)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cli.machine import available_cores, available_memory_bytes, quota_cores
+from pdserve.base.machine import available_memory_bytes
+from pdserve.cli.machine import available_cores, quota_cores
 from pdserve.cli.placement import Cores, CoreShare, kv_bytes_per_worker, share_cores
 
 GIB = 1024**3
