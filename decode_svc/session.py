@@ -21,6 +21,9 @@ from pdserve.worker.worker import Worker
 
 log = get_logger(__name__)
 
+#: How long a router may leave a stream open that has nothing more to tell.
+_CLOSE_TIMEOUT_S = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class Finished:
@@ -61,14 +64,17 @@ class DecodeSession:
 
     async def run(self, job: DecodeJob, commands: AsyncIterator[pb.DecodeRequest]) -> None:
         """Raises what ended the request, if not its last token."""
-        try:
-            async with service_group() as tasks:
-                tasks.start(self._read(commands), name=f"commands {self._request_id}")
+        async with service_group() as tasks:
+            reading = tasks.start(self._read(commands), name=f"commands {self._request_id}")
+            try:
                 await self._worker.run(lambda: self._scheduler.reserve(job))
                 while not await self._handle_next():
                     pass
-        finally:
-            await self._release()
+            finally:
+                await self._release()
+            # The router ends the stream: a command that crossed our end would replace its good status by an internal
+            # error in the router's gRPC (grpc/grpc#36066).
+            await asyncio.wait((reading,), timeout=_CLOSE_TIMEOUT_S)
 
     async def _read(self, commands: AsyncIterator[pb.DecodeRequest]) -> None:
         async for command in commands:

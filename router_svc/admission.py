@@ -32,7 +32,7 @@ class Place:
 
 
 class DrainRate:
-    """Departures per second over the recent past."""
+    """Departures per second over the recent past, while somebody waited: otherwise they only tell how few came."""
 
     def __init__(self) -> None:
         self._departures: deque[float] = deque(maxlen=_RATE_SAMPLES)
@@ -40,6 +40,10 @@ class DrainRate:
     def note(self, now: float) -> None:
         """A request left the cluster."""
         self._departures.append(now)
+
+    def forget(self) -> None:
+        """Nobody waits any more."""
+        self._departures.clear()
 
     def per_second(self, now: float) -> float | None:
         """None while too little has been seen to tell."""
@@ -93,7 +97,10 @@ class AdmissionQueue:
         if place in self._admitted:
             self._admitted.remove(place)
             self._in_use -= place.sequences
-            self._rate.note(now)
+            if self._waiting:
+                self._rate.note(now)
+            else:
+                self._rate.forget()
         else:
             self._waiting.pop(place, None)
         return self._admit(now)

@@ -32,7 +32,9 @@ class RouterConfig:
     max_num_queued_reqs: int = option(512, help="requests that may wait; more get 429 and a Retry-After", minimum=0)
     max_body: int = option(8 * 1024**2, help="largest request body, such as 8MiB", parse=parse_bytes, minimum=1024)
     queue_timeout_s: float = option(120.0, help="seconds a request may wait in the queue", minimum=0.1)
-    reserve_timeout_s: float = option(60.0, help="seconds to wait for a decode worker to take a request", minimum=0.1)
+    reserve_timeout_s: float = option(
+        600.0, help="seconds a request may wait on a decode worker for blocks, behind others", minimum=0.1
+    )
     token_timeout_s: float = option(300.0, help="seconds without a token after which a worker is given up", minimum=0.1)
     drain_timeout_s: float = option(45.0, help="seconds that running requests get to finish on SIGTERM", minimum=0)
     trace_capacity: int = option(1000, help="finished requests whose records are kept in memory", minimum=1)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 
-from pdserve.base.errors import RequestError
+from pdserve.base.errors import RequestError, TransferTimeout
 from pdserve.base.rpc import method
 from pdserve.base.sampling import MAX_LOGPROBS
 from pdserve.base.wire import logprobs_to_wire
@@ -29,6 +30,7 @@ from router_svc.sampling import (
     text_rules,
 )
 from router_svc.served_model import ServedModel
+from router_svc.stream import WRITE_TIMEOUT_S
 
 SERVICE = "pdserve.v1.InferenceService"
 
@@ -54,7 +56,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         async with self._requests.run([generation]) as stream:
             async for deltas in stream:
                 choices = [_choice(delta) for delta in deltas]
-                await context.write(pb.GenerateResponse(request_id=generation.request_id, choices=choices))
+                try:
+                    async with asyncio.timeout(WRITE_TIMEOUT_S):
+                        await context.write(pb.GenerateResponse(request_id=generation.request_id, choices=choices))
+                except TimeoutError:
+                    raise TransferTimeout(f"The client has read nothing for {WRITE_TIMEOUT_S:g} s.") from None
                 stream.first_write()
             usage = stream.usage
             await context.write(
@@ -96,6 +102,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _prompt(self, request: pb.GenerateRequest) -> list[int]:
         prompt = list(request.token_ids.ids)
         if request.WhichOneof("prompt") == "text":
+            self._model.require_plausible(request.text, param="prompt")
             [prompt] = await self._model.encode([request.text], add_special_tokens=True)
         check_token_ids(prompt, self._model.vocab_size, param="prompt")
         if not prompt:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from aiohttp import web
 
-from pdserve.base.errors import PdserveError
+from pdserve.base.errors import PdserveError, RequestError
 from pdserve.base.logs import get_logger
 from router_svc.openai.api import IDS, REQUEST_ID_HEADER
 from router_svc.openai.errors import error_response, from_http_exception
@@ -32,6 +32,8 @@ async def _errors(
         response = error_response(error)
     except web.HTTPException as error:
         response = error_response(from_http_exception(error, request))
+    except web.RequestPayloadError as error:
+        response = error_response(RequestError(f"The request body cannot be decoded: {str(error)[:100]}."))
     except ConnectionError:
         # The client went away while it was written to; there is nobody left to answer.
         log.debug("client_gone", path=request.path)

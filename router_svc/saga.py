@@ -233,13 +233,21 @@ class Saga:
                     raise DecodeFailed(error) from error
                 self._prefill_failed(placement, error)
                 reason = reason_of(error)
+        self._require_first_tokens(opened, reservation)
 
-    async def _begin(self, reservation: Reservation) -> None:
+    async def _begin(self, reservation: Reservation) -> decode_pb2.DecodeResponse:
         """Returns when the decode worker has begun."""
-        await reservation.milestone(
+        return await reservation.milestone(
             self._policy.token_timeout_s,
             TransferTimeout(f"Decode worker {reservation.worker.worker_id} did not begin to decode in time."),
         )
+
+    def _require_first_tokens(self, begun: decode_pb2.DecodeResponse, reservation: Reservation) -> None:
+        """A prefill worker that died between its commit and its first tokens took them with it: begin again at once."""
+        if not begun.started.prefilled_locally and not self._output.has_first_tokens:
+            raise DecodeFailed(
+                TransferError(f"The first tokens on {reservation.worker.worker_id} were lost with the prefill worker.")
+            )
 
     async def _renew(self, reservation: Reservation) -> decode_pb2.DecodeResponse:
         """A ticket for the new attempt; or the start, when the old attempt had been committed after all."""
@@ -259,7 +267,7 @@ class Saga:
         self._journal.fall_back(reason, reservation.worker)
         command = decode_pb2.PrefillLocally(attempt=self._record.attempt, forced_first_tokens=self._output.first_tokens)
         await reservation.send(decode_pb2.DecodeRequest(prefill_locally=command))
-        await self._begin(reservation)
+        self._require_first_tokens(await self._begin(reservation), reservation)
 
     # -- prefill workers
 

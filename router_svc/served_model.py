@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar
 from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pdserve.base.errors import SetupError
+from pdserve.base.errors import RequestError, SetupError
 from pdserve.model.chat_template import ChatTemplate
 from pdserve.model.config import ModelConfig
 from pdserve.model.tokenizer import Tokenizer
@@ -24,6 +24,10 @@ Result = TypeVar("Result")
 INLINE_CHARACTERS = 2048
 #: Texts that are long to tokenize use these threads; more would only take cores from the workers of a small machine.
 _TEXT_THREADS = 2
+#: Texts up to this are tokenized whatever they hold.
+_SURE_CHARACTERS = 100_000
+#: What a template does for a message, however empty.
+_MESSAGE_COST = 64
 
 
 class SamplingDefaults(BaseModel):
@@ -35,7 +39,7 @@ class SamplingDefaults(BaseModel):
     top_p: Annotated[float, Gt(0), Le(1)] | None = None
     top_k: Annotated[int, Ge(0)] | None = None
     min_p: Annotated[float, Ge(0), Le(1)] | None = None
-    repetition_penalty: Annotated[float, Gt(0)] | None = None
+    repetition_penalty: Annotated[float, Ge(0.01)] | None = None
     #: Also the most a request may get, as in vLLM.
     max_new_tokens: Annotated[int, Ge(1)] | None = None
 
@@ -77,6 +81,18 @@ class ServedModel:
             threads=ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="text"),
         )
 
+    def require_plausible(self, text: str, *, param: str) -> None:
+        """Raises `RequestError` for a text that no tokenization could fit into the context: it is not even tried."""
+        if len(text) <= _SURE_CHARACTERS:
+            return  # Tokenizing it takes no time, and gives the exact number.
+        at_least = len(text.encode(errors="replace")) // self.tokenizer.max_token_bytes
+        if at_least >= self.max_position_embeddings:
+            raise RequestError(
+                f"The prompt has at least {at_least} tokens; this model's context holds "
+                f"{self.max_position_embeddings}, and one of them must be left for the completion.",
+                param=param,
+            )
+
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Token ids of texts; long ones, or many, do not hold up the event loop."""
         return await self._off_loop(
@@ -95,9 +111,11 @@ class ServedModel:
 
         def render_and_encode() -> list[int]:
             text = self.template.render(messages, add_generation_prompt=add_generation_prompt, **template_kwargs)
+            self.require_plausible(text, param="messages")
             return self.tokenizer.encode(text, add_special_tokens)
 
-        return await self._off_loop(sum(len(str(message["content"])) for message in messages), render_and_encode)
+        size = sum(_MESSAGE_COST + len(str(message["content"])) for message in messages)
+        return await self._off_loop(size, render_and_encode)
 
     async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
         """The texts of token ids, special tokens included."""

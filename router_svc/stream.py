@@ -15,6 +15,9 @@ from router_svc.record import Phase, Record
 
 _MAX_QUEUED = 64
 
+#: A client that takes nothing for this long is given up: it would keep its place for ever.
+WRITE_TIMEOUT_S = 60.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:

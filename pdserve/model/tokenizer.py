@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
@@ -54,7 +55,14 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """`add_special_tokens`: what the model puts around every text (often a first token); no chat template does."""
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one: unlike `encode` it lets other threads run, and megabytes of text take seconds.
+        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
+
+    @cached_property
+    def max_token_bytes(self) -> int:
+        """No token stands for more bytes of text."""
+        return max(len(token.encode()) for token in self._tokenizer.get_vocab(with_added_tokens=True))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of the tokens; ids that the vocabulary does not have are empty."""

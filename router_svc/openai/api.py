@@ -19,7 +19,7 @@ from router_svc.openai.schema import Body, ChatBody, CompletionBody
 from router_svc.openai.shapes import ChatFormat, ChoiceFormat, CompletionFormat, Fields, Response
 from router_svc.requests import Requests
 from router_svc.served_model import ServedModel
-from router_svc.stream import Stream
+from router_svc.stream import WRITE_TIMEOUT_S, Stream
 
 log = get_logger(__name__)
 
@@ -114,15 +114,24 @@ async def _send_stream(request: web.Request, response: Response, stream: Stream,
                 await sse.prepare(request)
                 chunks = response.opening() + chunks
             if chunks:
-                await sse.write(_events(chunks))
+                await _write(sse, _events(chunks))
                 stream.first_write()
-        await sse.write(_events(response.closing(stream.usage)) + _DONE)
+        await _write(sse, _events(response.closing(stream.usage)) + _DONE)
     except PdserveError as error:
         if not sse.prepared:
             raise
-        await sse.write(_events([error_body(error)]) + _DONE)
+        await _write(sse, _events([error_body(error)]) + _DONE)
     await sse.write_eof()
     return sse
+
+
+async def _write(sse: web.StreamResponse, data: bytes) -> None:
+    """Raises `ConnectionResetError` for a client that has stopped reading: it would keep its place for ever."""
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await sse.write(data)
+    except TimeoutError:
+        raise ConnectionResetError(f"the client has read nothing for {WRITE_TIMEOUT_S:g} s") from None
 
 
 def _events(chunks: Sequence[Fields]) -> bytes:

@@ -97,6 +97,8 @@ async def _token_ids(body: CompletionBody, model: ServedModel) -> list[list[int]
             check_token_ids(prompt, model.vocab_size, param="prompt")
         return token_ids
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+    for text in texts:
+        model.require_plausible(text, param="prompt")
     encoded = await model.encode(texts, add_special_tokens=body.add_special_tokens is not False)
     if not all(encoded):
         raise RequestError("`prompt` has no tokens.", param="prompt")

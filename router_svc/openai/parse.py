@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from pdserve.base.errors import RequestError
+from pdserve.base.sampling import MAX_LOGIT_BIAS
 from router_svc.openai.fields import MESSAGE_UNSUPPORTED, UNSUPPORTED
 from router_svc.openai.schema import Body
 
@@ -18,6 +19,7 @@ MAX_NESTING = 64
 #: How much of what a client sent is ever sent back.
 MAX_ECHO = 100
 _MAX_ERRORS = 3
+MAX_FIELDS = 256
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 
@@ -31,10 +33,22 @@ def validate(cls: type[AnyBody], fields: object) -> AnyBody:
     """Fields that were parsed already as `cls`. Raises `RequestError`."""
     if not isinstance(fields, dict):
         raise RequestError("The request body must be a JSON object.")
+    _require_countable(fields)
     try:
         return cls.model_validate(fields)
     except ValidationError as error:
         raise _as_request_error(error, cls) from None
+
+
+def _require_countable(fields: dict[object, object]) -> None:
+    """Refuses what would take long to be found wrong entry by entry. Raises `RequestError`."""
+    if len(fields) > MAX_FIELDS:
+        raise RequestError(f"The request body has {len(fields)} fields; there are not {MAX_FIELDS} in all of this API.")
+    bias = fields.get("logit_bias")
+    if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:
+        raise RequestError(
+            f"`logit_bias` has {len(bias)} entries; at most {MAX_LOGIT_BIAS} are taken.", param="logit_bias"
+        )
 
 
 def _parse_json(body: bytes) -> object:

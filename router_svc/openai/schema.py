@@ -127,7 +127,7 @@ class SamplingFields(Body):
     top_p: Annotated[Finite, Gt(0), Le(1)] | None = None
     top_k: Annotated[int, Ge(-1), Le(_UINT32_MAX)] | None = None
     min_p: Annotated[Finite, Ge(0), Le(1)] | None = None
-    repetition_penalty: Annotated[Finite, Gt(0), Le(10)] | None = None
+    repetition_penalty: Annotated[Finite, Ge(0.01), Le(10)] | None = None
     presence_penalty: Annotated[Finite, Ge(-2), Le(2)] | None = None
     frequency_penalty: Annotated[Finite, Ge(-2), Le(2)] | None = None
     logit_bias: Annotated[dict[str, Annotated[Finite, Ge(-100), Le(100)]], MaxLen(MAX_LOGIT_BIAS)] | None = None

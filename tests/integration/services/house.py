@@ -104,6 +104,7 @@ class Request:
 
     async def finish(self) -> dict[int, list[int]]:
         """All tokens, once the stream has ended."""
+        await self._call.done_writing()
         async with asyncio.timeout(DEADLINE_S):
             with mapped_rpc_errors("the decode worker"):
                 async for event in self._events:

@@ -202,7 +202,7 @@ class _DecodeSession:
                 self._local = decode_pb2.PrefillLocally()
             else:
                 tasks.start(self._grant(), name="grant")
-            tasks.start(self._obey(requests, tasks), name="obey")
+            obeying = tasks.start(self._obey(requests, tasks), name="obey")
             if self._local is None:
                 await self._ready.wait()
             await script.reach("decode_started", self._context)
@@ -211,6 +211,8 @@ class _DecodeSession:
             )
             await self._context.write(decode_pb2.DecodeResponse(started=started))
             await self._send_tokens()
+            # As the real one: the router ends the stream.
+            await asyncio.wait((obeying,), timeout=2)
 
     async def _send_tokens(self) -> None:
         script, sampling = self._world.script, self._start.sampling

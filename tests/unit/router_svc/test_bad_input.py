@@ -52,7 +52,7 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"top_p": 0}, 400, "top_p", "greater than 0"),
     ({"top_k": -2}, 400, "top_k", "greater than or equal to -1"),
     ({"min_p": 1.1}, 400, "min_p", "less than or equal to 1"),
-    ({"repetition_penalty": 0}, 400, "repetition_penalty", "greater than 0"),
+    ({"repetition_penalty": 0}, 400, "repetition_penalty", "greater than or equal to 0.01"),
     ({"presence_penalty": 3}, 400, "presence_penalty", "less than or equal to 2"),
     ({"frequency_penalty": -3}, 400, "frequency_penalty", "greater than or equal to -2"),
     ({"n": 129}, 400, "n", "less than or equal to 128"),
