@@ -125,11 +125,18 @@ class World:
         self.prefills: list[prefill_pb2.PrefillRequest] = []
         #: Calls that are being served: must be none after every test.
         self.open_calls = 0
+        #: Requests of which a decode worker has told every token.
+        self.decodes_done = 0
         self._changed = asyncio.Event()
 
     def note_open(self, change: int) -> None:
         """A call begins or ends."""
         self.open_calls += change
+        self._note()
+
+    def note_done(self) -> None:
+        """A decode worker has told every token."""
+        self.decodes_done += 1
         self._note()
 
     def note_start(self, start: decode_pb2.DecodeStart) -> None:
@@ -211,6 +218,7 @@ class _DecodeSession:
             )
             await self._context.write(decode_pb2.DecodeResponse(started=started))
             await self._send_tokens()
+            self._world.note_done()
             # As the real one: the router ends the stream.
             await asyncio.wait((obeying,), timeout=2)
 

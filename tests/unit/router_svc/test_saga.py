@@ -165,7 +165,7 @@ async def test_a_decode_worker_may_be_done_before_prefills_first_token_arrives(h
     async def commit_first(_: object) -> None:
         [committed] = house.world.commits.values()
         committed.set()
-        await house.world.until(lambda: house.world.open_calls == 1)
+        await house.world.until(lambda: house.world.decodes_done == 1)
 
     house.script.fail("prefill_token", commit_first)
     text, _ = await house.stream()
