@@ -28,7 +28,8 @@ def describe() -> dict[str, object]:
 
 def _cpu_model() -> str:
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    fields = dict(line.split("\t: ", 1) for line in lines if "\t: " in line)
+    pairs = (line.partition(":") for line in lines)
+    fields = {name.strip(): value.strip() for name, _, value in pairs}
     return f"{fields.get('model name', 'unknown')} (family {fields.get('cpu family')}, model {fields.get('model')})"
 
 
