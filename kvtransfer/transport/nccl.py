@@ -32,11 +32,13 @@ _MAGIC = "pdnccl1"
 _GREETING = struct.Struct("<Q")
 _ANNOUNCEMENT = struct.Struct("<QQ")
 _MAX_MESSAGE_BYTES = 1 << 30
-_RENDEZVOUS_TIMEOUT = timedelta(seconds=5)
-#: Waits are ended by breaking the pair (see `_Pair.break_off`), never by a timeout of their own.
-_FOREVER = timedelta(days=365)
+#: The store looks up the name of whoever connects, which takes 5 s or 10 s where name service loses questions.
+_RENDEZVOUS_TIMEOUT = timedelta(seconds=20)
+#: For one message. Running into it closes the connection; `_Pair.break_off` is the quicker way.
+_TRANSFER_TIMEOUT = timedelta(seconds=5)
 _AT_ONCE = timedelta(milliseconds=1)
 _LISTENER_RANK, _CONNECTOR_RANK = 0, 1
+_PAYLOAD_TAG, _FUSE_TAG = 0, 1
 
 
 @dataclass(eq=False, slots=True)
@@ -56,7 +58,8 @@ class _Pair:
     control: asyncio.Transport
     thread: ThreadPoolExecutor
     group: ProcessGroupGloo | None = None
-    work: Work | None = None
+    #: A receive that nobody answers, there to be timed out.
+    fuse: Work | None = None
     lost: bool = False
     formed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     arrivals: set[_Arrival] = field(default_factory=set)
@@ -77,18 +80,20 @@ class _Pair:
         """On the pair's thread: one transfer, from start to end."""
         if self.lost or self.group is None:
             raise RuntimeError("the pair was broken off")
-        self.work = start(self.group)
-        # `break_off` reads `work` after it has set `lost`: one of the two sees the other.
-        self.work.wait(_AT_ONCE if self.lost else _FOREVER)
+        start(self.group).wait(_TRANSFER_TIMEOUT)
 
     def break_off(self) -> None:
-        """Ends what the thread waits for. A wait that times out makes gloo close the connection under all others."""
+        """Ends what the thread waits for, and lets it start nothing more.
+
+        A wait that times out makes gloo close the connection and wake who waits for a transfer. It is the wait for a
+        transfer of its own: one that joined the thread's could take the completion the thread waits for. Whom gloo
+        forgets to wake (the sender of a message half-way through the socket) its own timeout ends.
+        """
         self.lost = True
         self.control.abort()
-        work = self.work
-        if work is not None:
+        if self.fuse is not None:
             with contextlib.suppress(RuntimeError):
-                work.wait(_AT_ONCE)
+                self.fuse.wait(_AT_ONCE)
         self.thread.shutdown(wait=False)
 
 
@@ -194,7 +199,7 @@ class NcclTransport:
             self._lose(pair)
         for pair in pairs:
             pair.thread.shutdown(wait=True)
-            pair.group = pair.work = None
+            pair.group = pair.fuse = None
         receives, _ = self._mailbox.clear()
         for receive in receives:
             receive.fail(PeerLost("the transport was closed"))
@@ -309,15 +314,18 @@ def _form_group(pair: _Pair, own_host: str, store_address: tuple[str, int], numb
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname=own_host)]
     options._timeout = _RENDEZVOUS_TIMEOUT
-    pair.group = ProcessGroupGloo(PrefixStore(f"pair/{number}", store), rank, 2, options)
+    group = ProcessGroupGloo(PrefixStore(f"pair/{number}", store), rank, 2, options)
+    other = _CONNECTOR_RANK if rank == _LISTENER_RANK else _LISTENER_RANK
+    pair.fuse = group.recv([torch.empty(1)], other, _FUSE_TAG)  # type: ignore[attr-defined]
+    pair.group = group
 
 
 def _send(pair: _Pair, payload: torch.Tensor) -> None:
-    pair.wait_for(lambda group: group.send([payload], _LISTENER_RANK, 0))  # type: ignore[attr-defined]
+    pair.wait_for(lambda group: group.send([payload], _LISTENER_RANK, _PAYLOAD_TAG))  # type: ignore[attr-defined]
 
 
 def _receive(pair: _Pair, payload: torch.Tensor) -> None:
-    pair.wait_for(lambda group: group.recv([payload], _CONNECTOR_RANK, 0))  # type: ignore[attr-defined]
+    pair.wait_for(lambda group: group.recv([payload], _CONNECTOR_RANK, _PAYLOAD_TAG))  # type: ignore[attr-defined]
 
 
 def _finish(operation: Operation, error: PeerLost | None) -> None:

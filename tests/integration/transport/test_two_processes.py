@@ -80,7 +80,7 @@ async def test_a_receiver_killed_in_the_middle_costs_only_what_was_sent_to_it(
     # Whether the transport noticed by itself or not: after the disconnect the buffers are free.
     transport.disconnect(to_victim)
     for send in sends:
-        assert await within(5, send)
+        assert await within(10, send)
     assert isinstance(sends[-1].error, PeerLost)
 
     for tag in range(1, 4):
@@ -124,7 +124,7 @@ async def test_a_stopped_receiver_is_given_up_without_blocking_anybody(
     assert not await within(0.2, sends[-1])
     transport.disconnect(to_stopped)
     for send in sends:
-        assert await within(5, send)
+        assert await within(10, send)
         assert isinstance(send.error, PeerLost)
     to_survivor = await transport.connect(survivor.address)
     await survivor.tell(f"receive 1 {MIB}")

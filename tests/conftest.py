@@ -1,0 +1,12 @@
+"""A run of the tests ends: whatever still runs when all is reported is shown and ended."""
+
+from __future__ import annotations
+
+import faulthandler
+
+_TIME_TO_EXIT_S = 60
+
+
+def pytest_unconfigure() -> None:
+    """A thread that never ends would keep the interpreter from exiting."""
+    faulthandler.dump_traceback_later(_TIME_TO_EXIT_S, exit=True)
