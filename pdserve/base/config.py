@@ -34,8 +34,12 @@ def option(
     parse: Callable[[str], Any] | None = None,
     positional: bool = False,
     minimum: float | None = None,
+    several: bool = False,
 ) -> Any:
-    """A field of a settings dataclass; `parse` turns a string into the value when the type alone does not say how."""
+    """A field of a settings dataclass; `parse` turns a string into the value when the type alone does not say how.
+
+    The flag of one with `several` takes one or more words; `parse` gets them with spaces between.
+    """
     metadata = {
         "help": help,
         "metavar": metavar,
@@ -43,6 +47,7 @@ def option(
         "parse": parse,
         "positional": positional,
         "minimum": minimum,
+        "several": several,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -99,6 +104,8 @@ def add_options(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
             settings["metavar"] = field.metadata["metavar"] or field.name.rsplit("_", 1)[-1].upper()
         if field.metadata["positional"]:
             settings["nargs"] = "?"
+        if field.metadata["several"]:
+            settings.update(nargs="+", action=_Joined)
         parser.add_argument(*flags, **settings)
     parser.add_argument(
         "--config", metavar="FILE", help="TOML file with any of these settings; flags and environment win"
@@ -112,7 +119,7 @@ def from_arguments(
     environment = os.environ if environment is None else environment
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    prefix = f"PDSERVE_{service.removesuffix('_svc').upper()}__"
+    prefix = f"PDSERVE_{service.removesuffix('_svc').replace(' ', '_').upper()}__"
     from_file = _read_file(getattr(arguments, "config", None) or environment.get(f"{prefix}CONFIG"), fields)
     from_environment = {
         name.removeprefix(prefix).lower(): value for name, value in environment.items() if name.startswith(prefix)
@@ -131,6 +138,19 @@ def from_arguments(
         elif field.default is dataclasses.MISSING:
             raise SetupError(f"--{name.replace('_', '-')} is required: {field.metadata['help']}.")
     return cls(**values)
+
+
+class _Joined(argparse.Action):
+    """Keeps the words of a flag as one text."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, " ".join(values or ()))
 
 
 class _HelpFormatter(argparse.HelpFormatter):

@@ -15,6 +15,7 @@ COMMANDS = {
     "up": "start a cluster on this machine: router, prefill and decode workers, Redis",
     "chat": "talk to a running cluster in the terminal",
     "status": "show the tiers of a running cluster, their load and their health",
+    "bench": "measure how fast a server answers",
     "trace": "show where a request's time went, and what was decided for it",
 }
 

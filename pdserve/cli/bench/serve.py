@@ -1,0 +1,173 @@
+"""`pdserve bench serve`: drives any OpenAI-compatible server and reports its latencies and throughput."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from pdserve.base.config import load
+from pdserve.base.errors import PdserveError, SetupError
+from pdserve.cli.bench.config import ServeConfig
+from pdserve.cli.bench.datasets import Pool, TokenPool, WordPool
+from pdserve.cli.bench.environment import describe_client
+from pdserve.cli.bench.metrics import Metrics, summarize
+from pdserve.cli.bench.plan import Workload, plan
+from pdserve.cli.bench.report import details, figures, table
+from pdserve.cli.bench.run import run_workload
+from pdserve.cli.bench.server import Server
+from pdserve.cli.bench.words import WORDS
+from pdserve.cli.bench.workload import BenchResult, RequestRecord, Target
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the workload at each rate. Exit code 1 when all requests failed."""
+    config = load(ServeConfig, "bench serve", argv, description=__doc__)
+    server = Server(config.server_url, config.header or {})
+    model = server.model(config.model)
+    target = Target(
+        base_url=config.server_url,
+        model=model,
+        endpoint=config.endpoint,
+        fields=config.request_fields,
+        headers=config.header or {},
+    )
+    pool = _pool(config, server, target)
+    version = server.version()
+    runs = []
+    completed = 0
+    for run, rate in enumerate(config.request_rate):
+        result = measure(target, plan(config, pool, rate=rate, run=run), config.max_concurrency)
+        metrics = summarize(result, percentiles=config.metric_percentiles, goodput_ms=config.goodput)
+        completed += metrics.completed
+        _show(config, metrics, result, rate)
+        runs.append(_document(config, target, rate, metrics, result) | {"server_version": version})
+    if config.save_result:
+        print(f"Result written to {_save(config, target, runs)}")
+    return 0 if completed else 1
+
+
+def measure(target: Target, workload: Workload, max_concurrency: int | None) -> BenchResult:
+    """Warm-ups, then the workload with a progress bar. Raises `PdserveError` when a warm-up fails."""
+    with _progress("warm-up", len(workload.warmups)) as count:
+        at_once = [0.0] * len(workload.warmups)
+        warm = asyncio.run(run_workload(target, workload.warmups, at_once, max_concurrency=1, on_done=count))
+    for failure in warm.failures:
+        raise PdserveError(f"A warm-up request failed: {failure.reason}: {failure.message}")
+    with _progress("requests", len(workload.requests)) as count:
+        return asyncio.run(
+            run_workload(target, workload.requests, workload.arrivals_s, max_concurrency=max_concurrency, on_done=count)
+        )
+
+
+def _pool(config: ServeConfig, server: Server, target: Target) -> Pool:
+    """Token ids, if this server takes them and anybody can tell them; else words."""
+    if target.is_chat:
+        print("Chat takes text: prompt lengths are those of words, about one token each.", file=sys.stderr)
+        return WordPool(WORDS)
+    text = " ".join(WORDS)
+    try:
+        token_ids = _local_tokenize(config.tokenizer, text) if config.tokenizer else server.tokenize(text, target.model)
+    except SetupError:
+        raise
+    except PdserveError as error:
+        print(f"{error} Prompts are words, about one token each; exact with --tokenizer DIR.", file=sys.stderr)
+        return WordPool(WORDS)
+    return TokenPool(tuple(dict.fromkeys(token_ids)))
+
+
+def _local_tokenize(directory: str, text: str) -> list[int]:
+    from pdserve.model.tokenizer import Tokenizer
+
+    return Tokenizer.from_dir(Path(directory)).encode(text, add_special_tokens=False)
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[RequestRecord], None]]:
+    """A bar on the terminal, and the function that moves it."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[failed]}"),
+    )
+    with Progress(*columns, console=console, disable=not (total and console.is_terminal)) as progress:
+        task = progress.add_task(what, total=total, failed="")
+        failed = 0
+
+        def count(record: RequestRecord) -> None:
+            nonlocal failed
+            failed += record.failure is not None
+            progress.update(task, advance=1, failed=f"{failed} failed" if failed else "")
+
+        yield count
+
+
+def _show(config: ServeConfig, metrics: Metrics, result: BenchResult, rate: float) -> None:
+    shown_rate = None if math.isinf(rate) else rate
+    print(
+        table(
+            metrics,
+            latencies=config.percentile_metrics,
+            request_rate=shown_rate,
+            max_concurrency=config.max_concurrency,
+        )
+    )
+    for failure in {failure.reason: failure for failure in result.failures}.values():
+        print(f"{failure.reason}: for example {failure.message}", file=sys.stderr)
+    if not all(record.is_counted_by_server for record in result.completed):
+        print("The server tells no usage: output tokens are counted as one a chunk.", file=sys.stderr)
+
+
+def _document(
+    config: ServeConfig, target: Target, rate: float, metrics: Metrics, result: BenchResult
+) -> dict[str, Any]:
+    """A run as JSON: what was asked, what came out, what it depends on. Headers may hold keys and are left out."""
+    flags = dataclasses.asdict(config)
+    del flags["header"]
+    flags["request_rate"] = [_json_rate(each) for each in config.request_rate]
+    return {
+        "endpoint_type": "openai-chat" if target.is_chat else "openai",
+        "model_id": target.model,
+        "dataset_name": config.dataset_name,
+        "num_prompts": len(result.records),
+        "request_rate": _json_rate(rate),
+        "burstiness": config.burstiness,
+        "max_concurrency": config.max_concurrency,
+        "seed": config.seed,
+        **figures(metrics),
+        **(details(result) if config.save_detailed else {}),
+        "flags": flags,
+        "client": describe_client(datetime.now(UTC)),
+    }
+
+
+def _json_rate(rate: float) -> float | str:
+    return "inf" if math.isinf(rate) else rate
+
+
+def _save(config: ServeConfig, target: Target, runs: Sequence[dict[str, Any]]) -> Path:
+    """Writes one run as it is, several as `runs`. Raises `SetupError` when the file cannot be written."""
+    rate = "sweep" if len(runs) > 1 else f"{config.request_rate[0]:g}qps"
+    model = target.model.rsplit("/", 1)[-1]
+    name = config.result_filename or f"openai-{rate}-{model}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+    path = Path(config.result_dir) / name
+    content = runs[0] if len(runs) == 1 else {"runs": list(runs)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise SetupError(f"Cannot write {path}: {error.strerror}.") from error
+    return path
