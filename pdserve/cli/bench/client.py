@@ -86,7 +86,9 @@ async def _read_stream(response: aiohttp.ClientResponse, seen: _Seen, started_at
     async for data in response.content.iter_any():
         at_s = time.perf_counter() - started_at
         for payload in events.feed(data):
-            if payload != DONE:
+            if payload == DONE:
+                seen.is_complete = True
+            else:
                 seen.take(read_chunk(payload), at_s)
 
 

@@ -18,25 +18,14 @@ RANDOM, SHARED_PREFIX, SHAREGPT, TRACE = DATASETS = ("random", "shared-prefix", 
 ALL_AT_ONCE = (math.inf,)
 
 
-def parse_rates(text: str) -> tuple[float, ...]:
-    """Requests a second: `inf`, `2.5`, or several such as `1,2,4`."""
-    rates = _numbers(text)
-    if not rates or min(rates) <= 0:
-        raise ValueError(f"{text!r} is not a rate above 0, `inf`, or several such as 1,2,4")
-    return rates
-
-
-def parse_percentiles(text: str) -> tuple[float, ...]:
-    """Percentiles such as `50,90,99.9`, ascending."""
-    percentiles = _numbers(text)
-    if not percentiles or not all(0 <= percent <= 100 for percent in percentiles):
-        raise ValueError(f"{text!r} is not a list of percentiles such as 50,90,99")
-    return tuple(sorted(set(percentiles)))
+def parse_numbers(text: str) -> tuple[float, ...]:
+    """Numbers such as `1,2,4` or `1 2 4`; `inf` is one."""
+    return tuple(_number(part) for part in _words(text))
 
 
 def parse_metrics(text: str) -> tuple[str, ...]:
     """Names of latencies such as `ttft,tpot`, in the order they are reported."""
-    names = {name.strip() for name in text.split(",")}
+    names = set(_words(text))
     if unknown := names - set(METRICS):
         raise ValueError(f"{', '.join(sorted(unknown))} is none of {', '.join(METRICS)}")
     return tuple(metric for metric in METRICS if metric in names)
@@ -44,13 +33,7 @@ def parse_metrics(text: str) -> tuple[str, ...]:
 
 def parse_goodput(text: str) -> dict[str, float]:
     """Promises such as `ttft:500 tpot:50`, in milliseconds by metric."""
-    promises = {}
-    for part in text.replace(",", " ").split():
-        metric, _, bound = part.partition(":")
-        if metric not in GOODPUT_METRICS:
-            raise ValueError(f"{part!r} does not begin with one of {', '.join(GOODPUT_METRICS)}")
-        promises[metric] = _number(bound)
-    return promises
+    return {metric: _number(bound) for metric, _, bound in (word.partition(":") for word in _words(text))}
 
 
 def parse_object(text: str) -> dict[str, object]:
@@ -64,18 +47,15 @@ def parse_object(text: str) -> dict[str, object]:
     return value
 
 
-def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(_number(part) for part in text.replace(",", " ").split())
+def _words(text: str) -> list[str]:
+    return text.replace(",", " ").split()
 
 
 def _number(text: str) -> float:
     try:
-        number = float(text)
+        return float(text)
     except ValueError:
         raise ValueError(f"{text!r} is not a number") from None
-    if math.isnan(number):
-        raise ValueError(f"{text!r} is not a number")
-    return number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +78,10 @@ class ServeConfig:
     )
 
     dataset_name: str = option(RANDOM, help="where requests come from", choices=DATASETS)
-    num_prompts: int = option(1000, help="requests to send; of a trace, the first so many", metavar="N", minimum=1)
+    dataset_path: str | None = option(None, help="sharegpt, trace: the file", metavar="FILE")
+    num_prompts: int = option(
+        1000, help="requests to send; of a file, at most as many as it has", metavar="N", minimum=1
+    )
     random_input_len: int = option(1024, help="random: prompt tokens after the prefix", minimum=1)
     random_output_len: int = option(128, help="random: tokens to generate", minimum=1)
     random_range_ratio: float = option(
@@ -109,11 +92,19 @@ class ServeConfig:
     prefix_repetition_prefix_len: int = option(256, help="shared-prefix: tokens of a prefix", minimum=1)
     prefix_repetition_suffix_len: int = option(256, help="shared-prefix: prompt tokens after it", minimum=1)
     prefix_repetition_output_len: int = option(128, help="shared-prefix: tokens to generate", minimum=1)
+    sharegpt_output_len: int | None = option(
+        None, help="sharegpt: tokens to generate; as many as the answer in the file has when absent", minimum=1
+    )
+    timed_trace_chunk_hash_size: int = option(16, help="trace: prompt tokens that a hash id stands for", minimum=1)
+    timed_trace_sec_multiplier: float = option(
+        0.001, help="trace: seconds of a unit of its timestamps; more is slower", minimum=0
+    )
 
     request_rate: tuple[float, ...] = option(
         ALL_AT_ONCE,
-        help="requests a second on average; inf sends all at once; several, such as 1,2,4, are run one after another",
-        parse=parse_rates,
+        help="requests a second on average; inf sends all at once, a trace as its timestamps say; several, such as "
+        "1 2 4, are run one after another",
+        parse=parse_numbers,
         several=True,
     )
     burstiness: float = option(
@@ -140,7 +131,7 @@ class ServeConfig:
     )
     percentile_metrics: tuple[str, ...] = option(METRICS, help="latencies to report", parse=parse_metrics)
     metric_percentiles: tuple[float, ...] = option(
-        DEFAULT_PERCENTILES, help="percentiles to report", parse=parse_percentiles
+        DEFAULT_PERCENTILES, help="percentiles to report", parse=parse_numbers
     )
     save_result: bool = option(False, help="write the result as JSON")
     save_detailed: bool = option(False, help="with every request's times, text and error in it")
@@ -148,12 +139,23 @@ class ServeConfig:
     result_filename: str | None = option(
         None, help="name of the result's file; made of rate, model and time when absent", metavar="FILE"
     )
+    plot: str | None = option(None, help="picture of latency against several rates", metavar="FILE.png")
 
     def __post_init__(self) -> None:
         if self.burstiness <= 0:
             raise SetupError(f"--burstiness: {self.burstiness:g} is not above 0.")
         if self.random_range_ratio > 1:
             raise SetupError(f"--random-range-ratio: {self.random_range_ratio:g} is more than 1.")
+        if not self.request_rate or not all(rate > 0 for rate in self.request_rate):
+            raise SetupError("--request-rate: rates are above 0.")
+        if not all(0 <= percent <= 100 for percent in self.metric_percentiles):
+            raise SetupError("--metric-percentiles: percentiles are from 0 to 100.")
+        if unknown := set(self.goodput or ()) - set(GOODPUT_METRICS):
+            raise SetupError(f"--goodput: {', '.join(sorted(unknown))} is none of {', '.join(GOODPUT_METRICS)}.")
+        if (self.dataset_name in (SHAREGPT, TRACE)) != (self.dataset_path is not None):
+            raise SetupError("--dataset-path names the file of the datasets sharegpt and trace, and only of these.")
+        if self.plot is not None and (len(self.request_rate) < 2 or math.inf in self.request_rate):
+            raise SetupError("--plot needs several rates: --request-rate 1 2 4.")
         self._check_ramp()
 
     def _check_ramp(self) -> None:

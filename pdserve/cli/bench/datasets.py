@@ -75,10 +75,10 @@ def random_requests(
     `length * (1 + range_ratio)`.
     """
     draws = random.Random(f"random:{seed}")
-    prefix = _units(draws, pool, prefix_len)
+    prefix = draw_units(draws, pool, prefix_len)
     requests = []
     for _ in range(count):
-        units = _units(draws, pool, _length(draws, input_len, range_ratio))
+        units = draw_units(draws, pool, _length(draws, input_len, range_ratio))
         max_tokens = _length(draws, output_len, range_ratio)
         requests.append(BenchRequest(prompt=pool.prompt(prefix + units), max_tokens=max_tokens))
     return requests
@@ -96,16 +96,17 @@ def shared_prefix_requests(
 ) -> list[BenchRequest]:
     """Prompts of one of `num_prefixes` prefixes, used equally often in random order, and a suffix of their own."""
     draws = random.Random(f"shared-prefix:{seed}")
-    prefixes = [_units(draws, pool, prefix_len) for _ in range(num_prefixes)]
+    prefixes = [draw_units(draws, pool, prefix_len) for _ in range(num_prefixes)]
     order = [index % num_prefixes for index in range(count)]
     draws.shuffle(order)
     return [
-        BenchRequest(prompt=pool.prompt(prefixes[index] + _units(draws, pool, suffix_len)), max_tokens=output_len)
+        BenchRequest(prompt=pool.prompt(prefixes[index] + draw_units(draws, pool, suffix_len)), max_tokens=output_len)
         for index in order
     ]
 
 
-def _units(draws: random.Random, pool: Pool, count: int) -> list[int]:
+def draw_units(draws: random.Random, pool: Pool, count: int) -> list[int]:
+    """Numbers of `count` units of the pool; none when `count` is not above 0."""
     return draws.choices(range(pool.size), k=count)
 
 

@@ -1,12 +1,23 @@
-"""From settings to a workload: which requests are sent, and when."""
+"""From settings to a workload: which requests are sent, and when. Pure but for the files that datasets are in."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from pathlib import Path
 
+from pdserve.base.errors import SetupError
 from pdserve.cli.bench.arrivals import ramp, steady
-from pdserve.cli.bench.config import SHARED_PREFIX, ServeConfig
-from pdserve.cli.bench.datasets import Pool, Seed, random_requests, shared_prefix_requests
+from pdserve.cli.bench.config import SHARED_PREFIX, SHAREGPT, TRACE, ServeConfig
+from pdserve.cli.bench.dataset_files import (
+    read_sharegpt,
+    read_trace,
+    sharegpt_requests,
+    trace_arrivals_s,
+    trace_requests,
+)
+from pdserve.cli.bench.datasets import Seed, random_requests, shared_prefix_requests
+from pdserve.cli.bench.vocabulary import Vocabulary
 from pdserve.cli.bench.workload import BenchRequest
 
 
@@ -19,21 +30,41 @@ class Workload:
     warmups: list[BenchRequest]
 
 
-def plan(config: ServeConfig, pool: Pool, *, rate: float, run: int = 0) -> Workload:
-    """The workload of run number `run` of a sweep.
+def plan(config: ServeConfig, vocabulary: Vocabulary, *, rate: float, run: int = 0) -> Workload:
+    """The workload of run number `run` of a sweep. Raises `SetupError` when a file does not give it.
 
-    Runs and warm-ups have prompts of their own, so that none finds the prefixes of another in a cache.
+    Runs and warm-ups have seeds of their own, so that none finds the made-up prefixes of another in a cache.
     """
-    requests = build_requests(config, pool, config.num_prompts, _seed(config, run))
-    warmups = build_requests(config, pool, config.num_warmups, f"{_seed(config, run)}:warm-up")
+    seed = f"{config.seed}:{run}" if run else config.seed
+    requests = build_requests(config, vocabulary, config.num_prompts, seed)
+    if not requests:
+        raise SetupError(f"{config.dataset_path} has no conversation of a usual length.")
+    warmups = build_requests(config, vocabulary, config.num_warmups, f"{seed}:warm-up")
     return Workload(requests=requests, arrivals_s=_arrivals_s(config, len(requests), rate), warmups=warmups)
 
 
-def build_requests(config: ServeConfig, pool: Pool, count: int, seed: Seed) -> list[BenchRequest]:
-    """Requests of the dataset that the settings name."""
+def build_requests(config: ServeConfig, vocabulary: Vocabulary, count: int, seed: Seed) -> list[BenchRequest]:
+    """Up to `count` requests of the dataset that the settings name."""
+    if count == 0:
+        return []
+    if config.dataset_name == SHAREGPT:
+        return sharegpt_requests(
+            read_sharegpt(_dataset_path(config)),
+            count,
+            count_tokens=vocabulary.count_tokens,
+            output_len=config.sharegpt_output_len,
+            seed=seed,
+        )
+    if config.dataset_name == TRACE:
+        return trace_requests(
+            vocabulary.pool,
+            read_trace(_dataset_path(config), count),
+            tokens_per_hash=config.timed_trace_chunk_hash_size,
+            seed=seed,
+        )
     if config.dataset_name == SHARED_PREFIX:
         return shared_prefix_requests(
-            pool,
+            vocabulary.pool,
             count,
             num_prefixes=config.prefix_repetition_num_prefixes,
             prefix_len=config.prefix_repetition_prefix_len,
@@ -42,7 +73,7 @@ def build_requests(config: ServeConfig, pool: Pool, count: int, seed: Seed) -> l
             seed=seed,
         )
     return random_requests(
-        pool,
+        vocabulary.pool,
         count,
         input_len=config.random_input_len,
         output_len=config.random_output_len,
@@ -52,12 +83,15 @@ def build_requests(config: ServeConfig, pool: Pool, count: int, seed: Seed) -> l
     )
 
 
-def _seed(config: ServeConfig, run: int) -> Seed:
-    return f"{config.seed}:{run}" if run else config.seed
-
-
 def _arrivals_s(config: ServeConfig, count: int, rate: float) -> list[float]:
     start, end = config.ramp_up_start_rps, config.ramp_up_end_rps
     if config.ramp_up_strategy is not None and start is not None and end is not None:
         return ramp(count, start, end, strategy=config.ramp_up_strategy, burstiness=config.burstiness, seed=config.seed)
+    if config.dataset_name == TRACE and math.isinf(rate):
+        return trace_arrivals_s(read_trace(_dataset_path(config), count), config.timed_trace_sec_multiplier)
     return steady(count, rate, burstiness=config.burstiness, seed=config.seed)
+
+
+def _dataset_path(config: ServeConfig) -> Path:
+    assert config.dataset_path is not None, "the settings were checked"
+    return Path(config.dataset_path)

@@ -9,7 +9,7 @@ from pdserve.cli.bench.metrics import E2EL, ITL, TPOT, TTFT, Metrics
 from pdserve.cli.bench.workload import BenchResult
 
 _WIDTH = 50
-_TITLES = {
+TITLES = {
     TTFT: "Time to First Token",
     TPOT: "Time per Output Token (excl. 1st token)",
     ITL: "Inter-token Latency",
@@ -24,7 +24,7 @@ def table(
     lines = [f"{' Serving Benchmark Result ':=^{_WIDTH}}"]
     lines += [f"{name:<40} {value:<10}" for name, value in _totals(metrics, request_rate, max_concurrency)]
     for metric in latencies:
-        lines.append(f"{_TITLES[metric]:-^{_WIDTH}}")
+        lines.append(f"{TITLES[metric]:-^{_WIDTH}}")
         lines += [f"{name:<40} {value:<10}" for name, value in _latency_rows(metric, metrics)]
     lines.append("=" * _WIDTH)
     return "\n".join(lines)
@@ -80,7 +80,7 @@ def figures(metrics: Metrics) -> dict[str, Any]:
         "max_output_tokens_per_s": metrics.max_output_tokens_per_s,
         "max_concurrent_requests": metrics.max_concurrent_requests,
     }
-    for metric in _TITLES:
+    for metric in TITLES:
         latency = metrics.latencies.get(metric)
         values[f"mean_{metric}_ms"] = latency and latency.mean_ms
         values[f"median_{metric}_ms"] = latency and latency.median_ms

@@ -18,43 +18,48 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pdserve.base.config import load
 from pdserve.base.errors import PdserveError, SetupError
-from pdserve.cli.bench.config import ServeConfig
-from pdserve.cli.bench.datasets import Pool, TokenPool, WordPool
+from pdserve.cli.bench.config import SHAREGPT, ServeConfig
 from pdserve.cli.bench.environment import describe_client
 from pdserve.cli.bench.metrics import Metrics, summarize
 from pdserve.cli.bench.plan import Workload, plan
+from pdserve.cli.bench.plot import draw, require_matplotlib
 from pdserve.cli.bench.report import details, figures, table
 from pdserve.cli.bench.run import run_workload
 from pdserve.cli.bench.server import Server
-from pdserve.cli.bench.words import WORDS
+from pdserve.cli.bench.vocabulary import find_vocabulary
 from pdserve.cli.bench.workload import BenchResult, RequestRecord, Target
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the workload at each rate. Exit code 1 when all requests failed."""
     config = load(ServeConfig, "bench serve", argv, description=__doc__)
+    if config.plot is not None:
+        require_matplotlib()
     server = Server(config.server_url, config.header or {})
-    model = server.model(config.model)
     target = Target(
         base_url=config.server_url,
-        model=model,
+        model=server.model(config.model),
         endpoint=config.endpoint,
         fields=config.request_fields,
         headers=config.header or {},
     )
-    pool = _pool(config, server, target)
-    version = server.version()
-    runs = []
-    completed = 0
+    vocabulary = find_vocabulary(server, target.model, tokenizer_dir=config.tokenizer, text_only=target.is_chat)
+    if vocabulary.notice and config.dataset_name != SHAREGPT:
+        _note(vocabulary.notice)
+    environment = {"client": describe_client(datetime.now(UTC)), "server_version": server.version()}
+    runs, documents = [], []
     for run, rate in enumerate(config.request_rate):
-        result = measure(target, plan(config, pool, rate=rate, run=run), config.max_concurrency)
+        result = measure(target, plan(config, vocabulary, rate=rate, run=run), config.max_concurrency)
         metrics = summarize(result, percentiles=config.metric_percentiles, goodput_ms=config.goodput)
-        completed += metrics.completed
         _show(config, metrics, result, rate)
-        runs.append(_document(config, target, rate, metrics, result) | {"server_version": version})
+        runs.append(metrics)
+        documents.append(_document(config, target, rate, metrics, result) | environment)
     if config.save_result:
-        print(f"Result written to {_save(config, target, runs)}")
-    return 0 if completed else 1
+        _note(f"Result written to {_save(config, target, documents)}")
+    if config.plot is not None:
+        draw(Path(config.plot), config.request_rate, runs, latencies=config.percentile_metrics, title=target.model)
+        _note(f"Picture written to {config.plot}")
+    return 0 if any(metrics.completed for metrics in runs) else 1
 
 
 def measure(target: Target, workload: Workload, max_concurrency: int | None) -> BenchResult:
@@ -68,28 +73,6 @@ def measure(target: Target, workload: Workload, max_concurrency: int | None) -> 
         return asyncio.run(
             run_workload(target, workload.requests, workload.arrivals_s, max_concurrency=max_concurrency, on_done=count)
         )
-
-
-def _pool(config: ServeConfig, server: Server, target: Target) -> Pool:
-    """Token ids, if this server takes them and anybody can tell them; else words."""
-    if target.is_chat:
-        print("Chat takes text: prompt lengths are those of words, about one token each.", file=sys.stderr)
-        return WordPool(WORDS)
-    text = " ".join(WORDS)
-    try:
-        token_ids = _local_tokenize(config.tokenizer, text) if config.tokenizer else server.tokenize(text, target.model)
-    except SetupError:
-        raise
-    except PdserveError as error:
-        print(f"{error} Prompts are words, about one token each; exact with --tokenizer DIR.", file=sys.stderr)
-        return WordPool(WORDS)
-    return TokenPool(tuple(dict.fromkeys(token_ids)))
-
-
-def _local_tokenize(directory: str, text: str) -> list[int]:
-    from pdserve.model.tokenizer import Tokenizer
-
-    return Tokenizer.from_dir(Path(directory)).encode(text, add_special_tokens=False)
 
 
 @contextmanager
@@ -126,9 +109,14 @@ def _show(config: ServeConfig, metrics: Metrics, result: BenchResult, rate: floa
         )
     )
     for failure in {failure.reason: failure for failure in result.failures}.values():
-        print(f"{failure.reason}: for example {failure.message}", file=sys.stderr)
+        _note(f"{failure.reason}: for example {failure.message}")
     if not all(record.is_counted_by_server for record in result.completed):
-        print("The server tells no usage: output tokens are counted as one a chunk.", file=sys.stderr)
+        _note("The server tells no usage: output tokens are counted as one a chunk.")
+
+
+def _note(text: str) -> None:
+    """Tells what is no part of the result."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _document(
@@ -150,7 +138,6 @@ def _document(
         **figures(metrics),
         **(details(result) if config.save_detailed else {}),
         "flags": flags,
-        "client": describe_client(datetime.now(UTC)),
     }
 
 

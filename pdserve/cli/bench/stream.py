@@ -55,7 +55,7 @@ def read_chunk(payload: bytes) -> Chunk:
     """Reads the chunk of a completion or a chat completion. Raises `StreamRefused` and `NotACompletion`."""
     try:
         content: Any = json.loads(payload)
-        if "error" in content:
+        if content.get("error"):
             raise StreamRefused(_error_text(content["error"]))
         usage = _usage(content.get("usage"))
         if not content.get("choices"):

@@ -1,0 +1,73 @@
+"""Draws latency against request rate. matplotlib is imported only here, and only when a picture is asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from pdserve.base.errors import SetupError
+from pdserve.cli.bench.metrics import Metrics
+from pdserve.cli.bench.report import TITLES
+
+_PANEL_INCHES = (4.5, 3.2)
+_COLUMNS = 2
+#: From the usual to the worst case: light to dark.
+_SHADES = (0.4, 0.95)
+
+
+def require_matplotlib() -> None:
+    """Raises `SetupError` when it is not installed: before a long run, not after."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise SetupError("--plot needs matplotlib: pip install 'pdserve[bench]'.")
+
+
+def draw(path: Path, rates: Sequence[float], runs: Sequence[Metrics], *, latencies: Sequence[str], title: str) -> None:
+    """Writes a picture with a panel for each latency, a line for each percentile, a point for each rate.
+
+    `rates` and `runs` belong together, in any order. Raises `SetupError` when the file cannot be written.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    ordered = sorted(zip(rates, runs, strict=True), key=lambda pair: pair[0])
+    rows = -(-len(latencies) // _COLUMNS)
+    columns = min(_COLUMNS, len(latencies))
+    figure = Figure(figsize=(_PANEL_INCHES[0] * columns, _PANEL_INCHES[1] * rows), layout="constrained")
+    figure.suptitle(title)
+    shades = mpl.colormaps["Blues"]
+    for index, metric in enumerate(latencies):
+        panel = figure.add_subplot(rows, columns, index + 1)
+        panel.set(title=TITLES[metric], xlabel="requests per second", ylabel="ms")
+        for percent, points in _lines(metric, ordered).items():
+            panel.plot(
+                *zip(*points, strict=True),
+                marker="o",
+                markersize=4,
+                color=shades(_shade(percent)),
+                label=f"P{percent:g}",
+            )
+        panel.set_ylim(bottom=0)
+        panel.set_xlim(left=0)
+        panel.grid(alpha=0.3)
+        panel.legend(frameon=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise SetupError(f"Cannot write the picture {path}: {error}.") from error
+
+
+def _lines(metric: str, ordered: Sequence[tuple[float, Metrics]]) -> dict[float, list[tuple[float, float]]]:
+    """Points (requests a second, milliseconds) by percentile; rates without samples have none."""
+    lines: dict[float, list[tuple[float, float]]] = {}
+    for rate, metrics in ordered:
+        if metric in metrics.latencies:
+            for percent, value_ms in metrics.latencies[metric].percentiles_ms.items():
+                lines.setdefault(percent, []).append((rate, value_ms))
+    return lines
+
+
+def _shade(percent: float) -> float:
+    lightest, darkest = _SHADES
+    return lightest + (darkest - lightest) * max(0.0, percent - 50) / 50
