@@ -1,10 +1,11 @@
 # Everything runs inside .venv, which each target creates when it is missing or when the dependencies changed.
-# Nothing is assumed beyond make and Python 3.11 to 3.13.
+# Nothing is assumed beyond make and Python 3.11 to 3.13; with a C++ compiler there are fast kernels too.
 
 PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.13,$(shell python$(v) -c 'print("python$(v)")' 2>/dev/null)) python3)
 EXTRAS ?= cpu,dev
 VENV := .venv
 BIN := $(VENV)/bin
+KERNELS := setup.py kernels/cpu/CMakeLists.txt $(wildcard kernels/cpu/src/*.* kernels/cpu/src/isa/*.*)
 PROTOS := $(wildcard proto/pdserve/v1/*.proto)
 
 .DEFAULT_GOAL := help
@@ -15,11 +16,13 @@ help: ## List the targets
 	@echo
 	@echo '  make up ARGS="--prefill 2 --port 9000"   passes flags to pdserve up'
 
-$(VENV)/.installed: pyproject.toml constraints.txt Makefile
+$(VENV)/.installed: pyproject.toml constraints.txt Makefile $(KERNELS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else f"pdserve needs Python 3.11 to 3.13; $(PYTHON) is {v[0]}.{v[1]}. Set PYTHON=/path/to/python3.11.")'
-	@echo "Installing pdserve[$(EXTRAS)] into $(VENV) with $(PYTHON); the first time takes a few minutes."
+	@echo "Installing pdserve[$(EXTRAS)] into $(VENV) with $(PYTHON) and building its kernels; the first time takes a few minutes."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[$(EXTRAS)]'
+	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+		$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[$(EXTRAS)]'
+	@$(BIN)/python -c 'from kernels.cpu import native; print("C++ kernels:", native.missing_reason() or "built")'
 	@touch $@
 
 .PHONY: install
@@ -55,5 +58,5 @@ bench-handover: install ## The handover's waterfall against --prefill 0; results
 	$(BIN)/python -m benchmarks.handover $(ARGS)
 
 .PHONY: clean
-clean: ## Remove .venv and caches of the tools
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+clean: ## Remove .venv, what was built, and caches of the tools
+	rm -rf $(VENV) build kernels/cpu/_native*.so kernels/cpu/_native_missing.txt .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -1,0 +1,1 @@
+"""The ops in C++: `src/` holds them, the install builds them, `native.py` loads them."""
