@@ -29,8 +29,10 @@ async def run_workload(
     """Sends request *i* `arrivals_s[i]` seconds after the start, or later when `max_concurrency` are under way.
 
     Arrivals ascend. `on_done` is called with each record when its request has ended. What fails is in the records;
-    nothing is raised for it. Cancelling closes all connections.
+    nothing is raised for it. Cancelling closes all connections. Raises `ValueError` when there are not as many times
+    as requests.
     """
+    schedule = list(zip(requests, arrivals_s, strict=True))
     slots: contextlib.AbstractAsyncContextManager[Any] = (
         contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     )
@@ -45,7 +47,7 @@ async def run_workload(
         began_at = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             tasks = []
-            for request, arrival_s in zip(requests, arrivals_s, strict=True):
+            for request, arrival_s in schedule:
                 if (wait_s := began_at + arrival_s - time.perf_counter()) > 0:
                     await asyncio.sleep(wait_s)
                 tasks.append(group.create_task(run_one(session, request)))

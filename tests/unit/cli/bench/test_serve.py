@@ -1,0 +1,294 @@
+"""`pdserve bench serve` as a user runs it, against a server that answers as told."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.cli.__main__ import main
+from pdserve.cli.bench.words import WORDS
+from tests.unit.cli.bench.fake_server import Body, FakeServer, running
+
+SMALL = ("--num-prompts", "4", "--random-input-len", "6", "--random-output-len", "3")
+
+
+def _tokenize(body: Body) -> tuple[int, object]:
+    """One id a word, as vLLM's and ours answer."""
+    return 200, {"tokens": [1000 + index for index, _ in enumerate(str(body["prompt"]).split())]}
+
+
+def _bench(server: FakeServer, *flags: str) -> int:
+    return main(["bench", "serve", "--base-url", server.base_url, *flags])
+
+
+def _saved(server: FakeServer, path: Path, *flags: str) -> Any:
+    where = ("--save-result", "--result-dir", str(path), "--result-filename", "r.json")
+    assert _bench(server, *SMALL, *where, *flags) == 0
+    return json.loads((path / "r.json").read_text())
+
+
+def test_a_run_prints_the_table_and_sends_token_ids_of_exact_length(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeServer(tokenize=_tokenize)) as server:
+        assert _bench(server, *SMALL, "--ignore-eos", "--goodput", "ttft:60000", "tpot:60000") == 0
+    out = capsys.readouterr().out
+    assert "Successful requests:                     4" in out
+    assert "Total input tokens:                      24" in out
+    assert "Total generated tokens:                  12" in out
+    assert "Request goodput (req/s):" in out
+    assert {body["ignore_eos"] for body in server.bodies} == {True}
+    assert {body["temperature"] for body in server.bodies} == {0.0}
+    assert {len(body["prompt"]) for body in server.bodies} == {6}  # type: ignore[arg-type]
+    assert {body["model"] for body in server.bodies} == {"tiny"}
+
+
+def test_host_and_port_name_the_server_too() -> None:
+    with running(FakeServer()) as server:
+        assert main(["bench", "serve", *SMALL, "--host", "localhost", "--port", str(server.port)]) == 0
+    assert len(server.bodies) == 4
+
+
+def test_a_seed_sends_the_same_prompts_again() -> None:
+    def prompts(seed: str) -> list[str]:
+        with running(FakeServer(tokenize=_tokenize)) as server:
+            _bench(server, *SMALL, "--seed", seed)
+        return sorted(str(body["prompt"]) for body in server.bodies)
+
+    assert prompts("1") == prompts("1") != prompts("2")
+
+
+def test_llama_cpps_tokenize_is_understood() -> None:
+    def tokenize(body: Body) -> tuple[int, object]:
+        return 200, {"tokens": list(range(len(str(body.get("content", "")).split())))}
+
+    with running(FakeServer(tokenize=tokenize)) as server:
+        assert _bench(server, *SMALL) == 0
+    assert {type(body["prompt"]) for body in server.bodies} == {list}
+
+
+def test_without_tokenize_prompts_are_words_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeServer()) as server:
+        assert _bench(server, *SMALL) == 0
+    assert "--tokenizer DIR" in capsys.readouterr().err
+    for body in server.bodies:
+        words = str(body["prompt"]).split()
+        assert len(words) == 6
+        assert set(words) <= set(WORDS)
+
+
+def test_the_result_is_written_with_what_it_depends_on(tmp_path: Path) -> None:
+    with running(FakeServer(tokenize=_tokenize)) as server:
+        result = _saved(server, tmp_path, "--metric-percentiles", "95", "--header", '{"Authorization": "secret"}')
+    assert (result["completed"], result["total_output_tokens"], result["model_id"]) == (4, 12, "tiny")
+    assert result["request_rate"] == "inf"
+    assert "p95_ttft_ms" in result
+    assert "p99_ttft_ms" not in result
+    assert result["server_version"] == "7"
+    assert result["client"]["cores"] >= 1
+    assert result["flags"]["random_input_len"] == 6
+    assert "secret" not in json.dumps(result)
+    assert "generated_texts" not in result
+
+
+def test_details_are_written_when_asked_for(tmp_path: Path) -> None:
+    with running(FakeServer(tokenize=_tokenize)) as server:
+        result = _saved(server, tmp_path, "--save-detailed")
+    assert result["generated_texts"] == ["xxx"] * 4
+    assert result["input_lens"] == [6] * 4
+    assert [len(itls) for itls in result["itls"]] == [2] * 4
+
+
+def test_several_rates_are_several_runs_with_prompts_of_their_own(tmp_path: Path) -> None:
+    picture = tmp_path / "p" / "latency.png"
+    rates = ("--request-rate", "200", "400", "--plot", str(picture))
+    with running(FakeServer(tokenize=_tokenize)) as server:
+        result = _saved(server, tmp_path, *rates)
+    assert [run["request_rate"] for run in result["runs"]] == [200, 400]
+    assert [run["completed"] for run in result["runs"]] == [4, 4]
+    assert len({str(body["prompt"]) for body in server.bodies}) == 8
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with running(FakeServer()) as server:
+        assert _bench(server, *SMALL, "--request-rate", "1,2", "--plot", "x.png") == 1
+    assert "pdserve[bench]" in capsys.readouterr().err
+    assert server.bodies == []
+
+
+def test_warm_ups_are_sent_before_and_not_counted(tmp_path: Path) -> None:
+    with running(FakeServer(tokenize=_tokenize)) as server:
+        result = _saved(server, tmp_path, "--num-warmups", "2")
+    assert (result["num_prompts"], result["completed"]) == (4, 4)
+    prompts = [str(body["prompt"]) for body in server.bodies]
+    assert len(prompts) == len(set(prompts)) == 6
+
+
+def test_a_failing_warm_up_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeServer(reply=lambda _: (400, {"error": {"message": "no such field"}}))) as server:
+        assert _bench(server, *SMALL, "--num-warmups", "1") == 1
+    assert "HTTP 400: no such field" in capsys.readouterr().err
+    assert len(server.bodies) == 1
+
+
+def test_a_run_in_which_all_failed_says_why_and_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeServer(reply=lambda _: (429, {"error": {"message": "queue full"}}))) as server:
+        assert _bench(server, *SMALL) == 1
+    captured = capsys.readouterr()
+    assert "  HTTP 429:                              4" in captured.out
+    assert "queue full" in captured.err
+
+
+def test_some_failures_are_counted_and_the_rest_is_a_result(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = iter([(429, {}), (429, {})])
+    server = FakeServer()
+    usual = server.reply
+    server.reply = lambda body: next(answers, None) or usual(body)
+    with running(server):
+        assert _bench(server, *SMALL, "--max-concurrency", "1") == 0
+    out = capsys.readouterr().out
+    assert "Successful requests:                     2" in out
+    assert "  HTTP 429:                              2" in out
+
+
+def test_a_server_without_usage_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    server = FakeServer()
+    usual = server.reply
+    server.reply = lambda body: [piece for piece in usual(body) if b"usage" not in piece]  # type: ignore[operator]
+    with running(server):
+        assert _bench(server, *SMALL) == 0
+    assert "no usage" in capsys.readouterr().err
+
+
+def test_an_unknown_model_names_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeServer()) as server:
+        assert _bench(server, *SMALL, "--model", "huge") == 1
+    error = capsys.readouterr().err
+    assert "huge" in error
+    assert "tiny" in error
+
+
+def test_a_server_that_does_not_list_models_is_asked_for_the_given_one() -> None:
+    with running(FakeServer(pages={})) as server:
+        assert _bench(server, *SMALL, "--model", "mine") == 0
+    assert server.bodies[0]["model"] == "mine"
+
+
+def test_an_address_where_nobody_listens_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        assert main(["bench", "serve", "--port", str(unused.getsockname()[1])]) == 1
+    assert "Cannot reach" in capsys.readouterr().err
+
+
+def test_a_chat_sends_text() -> None:
+    with running(FakeServer(tokenize=_tokenize)) as server:
+        _bench(server, *SMALL, "--endpoint", "/v1/chat/completions")
+    [message] = server.bodies[0]["messages"]  # type: ignore[misc]
+    assert len(message["content"].split()) == 6
+
+
+def test_extra_fields_are_in_every_request() -> None:
+    with running(FakeServer()) as server:
+        assert _bench(server, *SMALL, "--extra-body", '{"min_tokens": 3, "temperature": 1}') == 0
+    assert {(body["min_tokens"], body["temperature"]) for body in server.bodies} == {(3, 1)}
+
+
+def test_a_shared_prefix_is_in_every_prompt() -> None:
+    lens = ("--prefix-repetition-prefix-len", "8", "--prefix-repetition-suffix-len", "2")
+    counts = ("--prefix-repetition-num-prefixes", "2", "--prefix-repetition-output-len", "1", "--num-prompts", "6")
+    with running(FakeServer(tokenize=_tokenize)) as server:
+        assert _bench(server, "--dataset-name", "shared-prefix", *lens, *counts) == 0
+    prompts: list[Any] = [body["prompt"] for body in server.bodies]
+    assert {len(prompt) for prompt in prompts} == {10}
+    assert len({tuple(prompt[:8]) for prompt in prompts}) == 2
+
+
+def test_a_trace_is_replayed_with_its_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    rows = [{"timestamp": i, "input_length": 4 + i, "output_length": 1 + i, "hash_ids": [1, i + 2]} for i in range(3)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    flags = ("--dataset-name", "trace", "--dataset-path", str(path), "--timed-trace-chunk-hash-size", "3")
+    with running(FakeServer(tokenize=_tokenize)) as server:
+        assert _bench(server, *flags) == 0
+    bodies = sorted(server.bodies, key=lambda body: body["max_tokens"])  # type: ignore[arg-type, return-value]
+    prompts: list[Any] = [body["prompt"] for body in bodies]
+    assert [(len(prompt), body["max_tokens"]) for prompt, body in zip(prompts, bodies, strict=True)] == [
+        (4, 1),
+        (5, 2),
+        (6, 3),
+    ]
+    assert len({tuple(prompt[:3]) for prompt in prompts}) == 1
+
+
+def test_conversations_are_sent_as_text_and_a_file_without_any_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "s.json"
+    turns = [{"value": "what is the answer"}, {"value": "it is forty two"}]
+    path.write_text(json.dumps([{"conversations": turns}]))
+    flags = ("--dataset-name", "sharegpt", "--dataset-path", str(path))
+    with running(FakeServer(tokenize=_tokenize)) as server:
+        assert _bench(server, *flags) == 0
+        assert [(body["prompt"], body["max_tokens"]) for body in server.bodies] == [("what is the answer", 4)]
+        path.write_text("[]")
+        assert _bench(server, *flags) == 1
+    assert "no conversation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "needle"),
+    [
+        (["--request-rate", "0"], "--request-rate"),
+        (["--request-rate", "fast"], "'fast' is not a number"),
+        (["--burstiness", "0"], "--burstiness"),
+        (["--random-range-ratio", "1.5"], "--random-range-ratio"),
+        (["--metric-percentiles", "101"], "--metric-percentiles"),
+        (["--percentile-metrics", "ttft,speed"], "speed is none of"),
+        (["--goodput", "itl:5"], "itl is none of"),
+        (["--goodput", "ttft"], "not a number"),
+        (["--dataset-name", "trace"], "--dataset-path"),
+        (["--dataset-path", "x"], "--dataset-path"),
+        (["--plot", "x.png"], "several rates"),
+        (["--plot", "x.png", "--request-rate", "1", "inf"], "several rates"),
+        (["--ramp-up-start-rps", "1"], "need --ramp-up-strategy"),
+        (["--ramp-up-strategy", "linear", "--ramp-up-start-rps", "1"], "--ramp-up-end-rps"),
+        (
+            [
+                "--ramp-up-strategy",
+                "linear",
+                "--ramp-up-start-rps",
+                "1",
+                "--ramp-up-end-rps",
+                "2",
+                "--request-rate",
+                "3",
+            ],
+            "exclude each other",
+        ),
+        (["--extra-body", "[1]"], "not a JSON object"),
+        (["--base-url", "ftp://x"], "not an address"),
+    ],
+)
+def test_a_wrong_setting_is_named(flags: list[str], needle: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", *flags]) == 1
+    assert needle in capsys.readouterr().err
+
+
+def test_an_unknown_benchmark_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "everything"]) == 2
+    assert "serve" in capsys.readouterr().err
+
+
+def test_a_local_tokenizer_is_preferred_and_must_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeServer(tokenize=_tokenize)) as server:
+        assert _bench(server, *SMALL, "--tokenizer", str(tmp_path)) == 1
+    assert str(tmp_path) in capsys.readouterr().err
+    assert server.bodies == []
