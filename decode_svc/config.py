@@ -13,11 +13,9 @@ class DecodeConfig(WorkerConfig):
     """What a decode worker needs to know at start."""
 
     max_num_seqs: int = option(64, help="sequences decoded in one step", minimum=1)
-    max_num_batched_tokens: int = option(
-        512, help="prompt tokens computed here in one step while none decode", minimum=1
-    )
-    local_prefill_tokens: int = option(
-        64, help="prompt tokens computed here in one step beside running sequences; bounds their token gap", minimum=1
+    max_num_batched_tokens: int = option(512, help="prompt tokens computed here in one step at most", minimum=1)
+    itl_budget_ms: float = option(
+        50.0, help="longest step, in milliseconds, that prompt tokens computed beside running sequences may make"
     )
     lease_s: float = option(20.0, help="seconds without progress after which a transfer is given up", minimum=0.1)
     max_reserved_share: float = option(0.5, help="share of the blocks that waiting transfers may hold", minimum=0.01)

@@ -18,10 +18,10 @@ class SchedulerConfig:
     limits: SequenceLimits
     #: Sequences that one step computes at most.
     max_num_seqs: int = 256
-    #: Prompt tokens computed here per step while sequences are decoding (each delays their next token) ...
-    max_local_prefill_tokens: int = 256
-    #: ... and while none is.
-    max_idle_prefill_tokens: int = 2048
+    #: Prefill tokens that one step computes at most.
+    max_num_batched_tokens: int = 2048
+    #: Prefill beside decoding sequences is sized to keep a step within this time, as far as a block at a time can.
+    itl_budget_s: float = 0.05
     #: Share of all blocks that may wait for a transfer; one request may exceed it when nothing else is here.
     max_reserved_share: float = 0.5
 
@@ -63,7 +63,6 @@ class Request:
     num_cached: int = 0
     #: Blocks that wait for a transfer.
     num_receiving: int = 0
-    started: bool = False
     #: Choices that were stopped, whether they run already or not.
     stopped: set[int] = field(default_factory=set)
     #: Sequences that are active or preempted, by choice; the stem alone while the prompt is computed.

@@ -4,9 +4,10 @@
                   |                    | prefill_locally      ^
                   '--few uncached------'--> COMPUTING --------'  (forks into n sequences)
 
-Each step computes the pending tokens of the sequences in the `RunningSet`: one for a decoding sequence, a chunk within
-the budget for one whose KV is (again) to be computed. When a block is needed and none is free, the youngest gives way;
-while one waits for its blocks nothing new is granted, so the oldest always gets on.
+Each step computes the pending tokens of the sequences in the `RunningSet`: one for a decoding sequence, a chunk for one
+whose KV is (again) to be computed, sized so that the step stays within the ITL budget at the present pace. When a block
+is needed and none is free, the youngest gives way; while one waits for its blocks nothing new is granted, so the oldest
+always gets on.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from pdserve.base.errors import InvalidTransition, NoFreeBlocks, PdserveError
 from pdserve.base.ids import BlockId, RequestId
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.pace import Pace
 from pdserve.engine.running import RunningLimits, RunningSet
-from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, Sequence
+from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow, Sequence
 from pdserve.engine.step import Chunk, EventLog, Failure, Grant, Load, PrefillProgress, Started, StepEvents, StepPlan
 
 
@@ -36,8 +38,9 @@ class DecodeScheduler:
             self._blocks,
             RunningLimits(
                 max_num_seqs=config.max_num_seqs,
-                max_prefill_tokens=config.max_local_prefill_tokens,
-                max_idle_prefill_tokens=config.max_idle_prefill_tokens,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                itl_budget_s=config.itl_budget_s,
+                min_prefill_tokens=min(pool.block_size, config.max_num_batched_tokens),
             ),
         )
         # A sequence that fills the whole pool ends with one token more, whose KV nobody needs (LENGTH): alone, it could
@@ -49,6 +52,8 @@ class DecodeScheduler:
         self._requests: dict[RequestId, Request] = {}
         self._waiting: deque[Request] = deque()
         self._num_receiving = 0
+        #: Requests that may run, but no step has computed anything of.
+        self._unstarted: dict[RequestId, Request] = {}
         self._log = EventLog()
         #: Something changed since those who wait were last looked at.
         self._stirred = False
@@ -87,6 +92,7 @@ class DecodeScheduler:
         request = self._expect(request_id, Phase.RESERVED)
         self._limits.check_first_tokens(first_tokens, request.job.params)
         self._end_reservation(request)
+        self._unstarted[request_id] = request
         self._blocks.advance(request.stem, request.stem.num_prompt)
         self._fork(request, dict(enumerate(first_tokens)))
 
@@ -143,34 +149,32 @@ class DecodeScheduler:
         is_somebody_waiting = bool(self._waiting) or self._running.num_preempted > 0
         return self._running.num_active > 0 or bool(self._log) or (self._stirred and is_somebody_waiting)
 
-    def schedule(self) -> StepPlan:
+    def schedule(self, pace: Pace) -> StepPlan:
         """Resume what was preempted, grant what waits, then compute the pending tokens of the active sequences."""
         self._stirred = False
         self._running.resume()
         while self._waiting and not self._running.num_preempted and self._grant(self._waiting[0]):
             self._waiting.popleft()
-        planned, preempted = self._running.plan()
-        self._log.preempted.extend(sequence.request_id for sequence in preempted)
-        self._stirred |= bool(preempted)
-        chunks = tuple(self._chunk(sequence, stop) for sequence, stop in planned)
-        return StepPlan(chunks=chunks, copies=self._pool.drain_copies())
+        planned = self._running.plan(pace)
+        if planned.preempted:
+            self._log.preempted.extend(sequence.request_id for sequence in planned.preempted)
+            self._stirred = True
+        plan = StepPlan(
+            decoding=planned.decoding,
+            chunks=tuple(self._chunk(sequence, stop) for sequence, stop in planned.chunks),
+            copies=self._pool.drain_copies(),
+        )
+        if self._unstarted:
+            self._note_started(plan.scheduled())
+        return plan
 
     def update(self, plan: StepPlan, sampled: Items[SampleResult]) -> StepEvents:
         """Note what was computed, tell new tokens, end what is complete."""
-        results = iter(sampled)
+        for sequence, result in zip(plan.decoding, sampled, strict=False):
+            self._take_decoded(sequence, result)
+        results = iter(sampled[len(plan.decoding) :])
         for chunk in plan.chunks:
-            drawn = [next(results) for _ in chunk.samples]
-            request = self._requests.get(chunk.sequence.request_id)
-            if request is None:  # another choice of it failed, earlier in this loop
-                continue
-            self._blocks.advance(chunk.sequence, chunk.stop)
-            tokens = [result for result in drawn if isinstance(result, Sampled)]
-            if len(tokens) < len(drawn):
-                self._fail(request, drawn)
-            elif request.phase is Phase.COMPUTING:
-                self._take_prompt_chunk(request, tokens)
-            elif tokens:
-                self._take_token(request, chunk.sequence, tokens[0])
+            self._take_chunk(chunk, [next(results) for _ in chunk.samples])
         return self._log.drain(self._pool.drain_events())
 
     def load(self) -> Load:
@@ -247,6 +251,7 @@ class DecodeScheduler:
     def _compute_prompt(self, request: Request) -> None:
         request.phase = Phase.COMPUTING
         request.locally = True
+        self._unstarted[request.job.request_id] = request
         request.num_cached = request.stem.num_computed
         request.stem.age = self._running.next_age()
         request.sequences = {0: request.stem}
@@ -273,26 +278,56 @@ class DecodeScheduler:
         stem.choice_index = going_on[0]
         for sequence in (stem, *forks):
             sequence.tokens.append(first_tokens[sequence.choice_index])
+            sequence.sampling = self._limits.sample_row(sequence, sequence.choice_index)
             request.sequences[sequence.choice_index] = sequence
             self._running.add(sequence)
 
-    def _chunk(self, sequence: Sequence, stop: int) -> Chunk:
-        request = self._requests[sequence.request_id]
-        if not request.started:
-            request.started = True
-            self._log.started.append(
-                Started(
-                    request_id=sequence.request_id,
-                    prefilled_locally=request.locally,
-                    num_cached=request.num_cached,
-                    block_table=self._prompt_blocks(sequence),
+    def _note_started(self, sequences: Items[Sequence]) -> None:
+        for sequence in sequences:
+            request = self._unstarted.pop(sequence.request_id, None)
+            if request is not None:
+                self._log.started.append(
+                    Started(
+                        request_id=sequence.request_id,
+                        prefilled_locally=request.locally,
+                        num_cached=request.num_cached,
+                        block_table=self._prompt_blocks(sequence),
+                    )
                 )
-            )
-        choices: Items[int] = ()
+
+    def _chunk(self, sequence: Sequence, stop: int) -> Chunk:
+        """A chunk of a prompt, or of a choice that was preempted; samples follow its last one."""
+        samples: tuple[SampleRow, ...] = ()
         if stop == sequence.num_tokens:
-            choices = request.open_choices() if request.phase is Phase.COMPUTING else (sequence.choice_index,)
-        rows = tuple(self._limits.sample_row(sequence, choice) for choice in choices)
-        return Chunk(sequence=sequence, start=sequence.num_computed, stop=stop, samples=rows)
+            if sequence.sampling is not None:
+                samples = (sequence.sampling,)
+            else:
+                request = self._requests[sequence.request_id]
+                samples = tuple(self._limits.sample_row(sequence, choice) for choice in request.open_choices())
+        return Chunk(sequence=sequence, start=sequence.num_computed, stop=stop, samples=samples)
+
+    def _take_decoded(self, sequence: Sequence, result: SampleResult) -> None:
+        request = self._requests.get(sequence.request_id)
+        if request is None:  # another choice of it failed, earlier in this step
+            return
+        self._blocks.advance(sequence, len(sequence.tokens))
+        if isinstance(result, Sampled):
+            self._take_token(request, sequence, result)
+        else:
+            self._fail(request, [result])
+
+    def _take_chunk(self, chunk: Chunk, drawn: list[SampleResult]) -> None:
+        request = self._requests.get(chunk.sequence.request_id)
+        if request is None:
+            return
+        self._blocks.advance(chunk.sequence, chunk.stop)
+        tokens = [result for result in drawn if isinstance(result, Sampled)]
+        if len(tokens) < len(drawn):
+            self._fail(request, drawn)
+        elif request.phase is Phase.COMPUTING:
+            self._take_prompt_chunk(request, tokens)
+        elif tokens:
+            self._take_token(request, chunk.sequence, tokens[0])
 
     def _take_prompt_chunk(self, request: Request, tokens: list[Sampled]) -> None:
         stem, request_id = request.stem, request.job.request_id
@@ -340,8 +375,12 @@ class DecodeScheduler:
         self._blocks.free(sequence)
 
     def _forget(self, request: Request) -> None:
-        del self._requests[request.job.request_id]
+        self._remove(request)
         self._log.finished.append(request.job.request_id)
+
+    def _remove(self, request: Request) -> None:
+        del self._requests[request.job.request_id]
+        self._unstarted.pop(request.job.request_id, None)
         self._stirred = True
 
     def _drop(self, request: Request) -> None:
@@ -353,8 +392,7 @@ class DecodeScheduler:
             self._blocks.free(request.stem)
         for sequence in request.sequences.values():
             self._stop_running(sequence)
-        del self._requests[request.job.request_id]
-        self._stirred = True
+        self._remove(request)
 
     def _prompt_blocks(self, sequence: Sequence) -> tuple[BlockId, ...]:
         num_blocks = self._pool.blocks_for(sequence.num_prompt)

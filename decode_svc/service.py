@@ -41,8 +41,8 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             SchedulerConfig(
                 limits=worker.model.limits,
                 max_num_seqs=config.max_num_seqs,
-                max_local_prefill_tokens=config.local_prefill_tokens,
-                max_idle_prefill_tokens=config.max_num_batched_tokens,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                itl_budget_s=config.itl_budget_ms / 1000,
                 max_reserved_share=config.max_reserved_share,
             ),
         )

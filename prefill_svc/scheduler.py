@@ -14,6 +14,7 @@ from pdserve.base.ids import BlockHash, BlockId, RequestId
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.pace import Pace
 from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow, Sequence, SequenceLimits
 from pdserve.engine.step import (
     Chunk,
@@ -142,8 +143,11 @@ class PrefillScheduler:
         """Whether a step would do or tell anything."""
         return bool(self._queues.computing) or bool(self._log) or (self._stirred and bool(self._queues.waiting))
 
-    def schedule(self) -> StepPlan:
-        """Chunks of the oldest prompts until the budget is spent; one that does not fit holds up those behind it."""
+    def schedule(self, pace: Pace) -> StepPlan:
+        """Chunks of the oldest prompts until the budget is spent; one that does not fit holds up those behind it.
+
+        Nobody waits for a token beside them, so the pace does not matter.
+        """
         self._stirred = False
         budget = self._config.max_num_batched_tokens
         chunks: list[Chunk] = []

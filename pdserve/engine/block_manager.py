@@ -11,7 +11,10 @@ from pdserve.engine.sequence import Sequence
 
 
 class BlockManager:
-    """Every change of a block table goes through here. Failure to allocate is `False` and changes nothing."""
+    """Every change of a block table goes through here. Failure to allocate is `False` and changes nothing.
+
+    A table is appended to in place; any other change makes a new array.
+    """
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
@@ -39,6 +42,7 @@ class BlockManager:
         sequence.block_table.extend(fresh)
         sequence.num_registered = len(matched)
         sequence.num_computed = len(matched) * pool.block_size
+        sequence.num_slots = len(sequence.block_table) * pool.block_size
         if not sequence.num_output:  # else it was preempted, and finds what it left behind
             self.num_query_tokens += sequence.num_tokens
             self.num_hit_tokens += sequence.num_computed
@@ -46,6 +50,8 @@ class BlockManager:
 
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
         """Make slots `[num_computed, num_tokens)` exist and be the sequence's own to write."""
+        if num_tokens <= sequence.num_slots:
+            return True
         pool, table = self.pool, sequence.block_table
         # Only the first block to be written can be shared: forks share a prompt, and all later blocks are their own.
         first = sequence.num_computed // pool.block_size
@@ -56,8 +62,9 @@ class BlockManager:
         if shared:
             own = pool.copy_on_write(BlockId(table[first]))
             assert own is not None, "a free block was counted above"
-            table[first] = own
+            table = sequence.block_table = array("q", (*table[:first], own, *table[first + 1 :]))
         table.extend(pool.allocate(num_fresh) or ())
+        sequence.num_slots = len(table) * pool.block_size
         return True
 
     def advance(self, sequence: Sequence, num_computed: int) -> None:
@@ -75,6 +82,7 @@ class BlockManager:
         """Another choice that shares the stem's prompt blocks; the partial last one is copied when either writes."""
         num_blocks = self.pool.blocks_for(stem.num_prompt)
         self.pool.share(BlockId(block) for block in stem.block_table[:num_blocks])
+        stem.num_slots = stem.num_computed
         return Sequence(
             request_id=stem.request_id,
             choice_index=choice_index,
@@ -85,6 +93,7 @@ class BlockManager:
             hashes=stem.hashes[: stem.num_prompt // self.pool.block_size],
             block_table=stem.block_table[:num_blocks],
             num_computed=stem.num_prompt,
+            num_slots=stem.num_prompt,
             num_registered=stem.num_prompt // self.pool.block_size,
             age=stem.age,
         )
@@ -97,7 +106,10 @@ class BlockManager:
         last = sequence.num_computed // self.pool.block_size - 1
         assert sequence.num_pending == 0, f"{sequence.id} has tokens to compute"
         assert len(sequence.block_table) == last + 2, f"{sequence.id} holds no spare block"
-        self.pool.release((BlockId(sequence.block_table.pop(last)),))
+        table = sequence.block_table
+        self.pool.release((BlockId(table[last]),))
+        sequence.block_table = array("q", (*table[:last], *table[last + 1 :]))
+        sequence.num_slots = len(sequence.block_table) * self.pool.block_size
         sequence.num_computed = last * self.pool.block_size
         sequence.num_registered = last
 
@@ -105,6 +117,7 @@ class BlockManager:
         """Give all blocks back; the tokens stay, so the sequence can be admitted again and recompute."""
         self.pool.release(_back_to_front(sequence.block_table))
         sequence.block_table = array("q")
+        sequence.num_slots = 0
         sequence.num_computed = 0
         sequence.num_registered = 0
 

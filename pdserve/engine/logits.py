@@ -3,49 +3,53 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor
+import numpy.typing as npt
 
 from pdserve.engine.sequence import SampleRow
 
+Logits = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
 
-def needs_edit(row: SampleRow) -> bool:
-    """Whether anything but temperature and truncation changes the row's logits."""
-    return bool(row.banned or row.params.logit_bias) or _penalizes(row)
+#: How far behind the largest logit to look for the head, one after the other.
+_DEPTHS = tuple(np.float32(depth) for depth in (2, 4, 8, 16))
 
 
-def edit_logits(logits: Tensor, row: SampleRow) -> None:
-    """Apply bias, penalties and bans to one row, float32 [vocab], in place.
+def edited_logits(logits: Logits, row: SampleRow) -> Logits:
+    """A row [vocab] with bias, penalties and bans applied; the same array when there is nothing to apply.
 
     Repetition looks at prompt and output, presence and frequency at the output only.
     """
-    params = row.params
+    params, banned = row.params, row.banned
+    if not (params.logit_bias or row.penalizes or banned):
+        return logits
+    logits = logits.copy()
     if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=logits.device)
-        logits[ids] += torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
-    if _penalizes(row):
-        # A copy: a view would keep the sequence's array from growing.
-        tokens = torch.from_numpy(np.array(row.tokens, dtype=np.int64)).to(logits.device)
+        ids = np.fromiter(params.logit_bias, np.int64, len(params.logit_bias))
+        logits[ids] += np.fromiter(params.logit_bias.values(), np.float32, len(ids))
+    if row.penalizes:
+        tokens = np.array(row.tokens, dtype=np.int64)  # a copy: a view would keep the array from growing
         if params.repetition_penalty != 1.0:
             seen = logits[tokens]
             # A token that occurs twice is written twice with the same value.
-            logits[tokens] = torch.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
-        output = tokens[row.num_prompt :]
-        counts = torch.zeros_like(logits).index_add_(0, output, torch.ones_like(output, dtype=logits.dtype))
-        logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
-    if row.banned:
-        logits[torch.tensor(row.banned, device=logits.device)] = -torch.inf
+            logits[tokens] = np.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
+        ids, counts = np.unique(tokens[row.num_prompt :], return_counts=True)
+        penalties = params.frequency_penalty * counts + params.presence_penalty
+        logits[ids] -= penalties.astype(np.float32)
+    if banned:
+        logits[list(banned)] = -np.inf
+    return logits
 
 
-def rank_keys(values: Tensor) -> Tensor:
-    """int64 keys [..., n], all different, that sort like float32 `values` with ties resolved to the lowest index."""
-    # + 0.0 turns -0.0, whose bits sort lower, into its equal 0.0. Otherwise bits sort like sign and magnitude.
-    bits = (values + 0.0).view(torch.int32)
-    ordered = bits.bitwise_xor((bits >> 31).bitwise_and_(0x7FFFFFFF)).to(torch.int64)
-    lowest_first = 0x7FFFFFFF - torch.arange(values.shape[-1], device=values.device)
-    return (ordered << 32).bitwise_or_(lowest_first)
+def descending(logits: Logits) -> Ids:
+    """Indices that sort the logits, the largest first, the first of equals first."""
+    return np.argsort(-logits, kind="stable")  # -0.0 equals 0.0 here, too
 
 
-def _penalizes(row: SampleRow) -> bool:
-    params = row.params
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+def head(logits: Logits, count: int) -> Ids:
+    """The first `count` of `descending`, without sorting what is far behind; the largest logit is finite."""
+    best = logits.max()
+    for depth in _DEPTHS:
+        near = np.flatnonzero(logits >= best - depth)
+        if len(near) >= count:
+            return near[descending(logits[near])[:count]]
+    return descending(logits)[:count]

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from pdserve.base.errors import Draining, SetupError
+from pdserve.engine.pace import PaceMeter
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import Scheduler, StepDurations, StepOutput
 
@@ -69,6 +70,7 @@ class StepLoop:
         self._publish = publish
         self._on_fatal = on_fatal
         self._config = config or LoopConfig()
+        self._meter = PaceMeter()
         self._calls: SimpleQueue[_Call[Any]] = SimpleQueue()
         self._gate = threading.Lock()
         self._closed = False
@@ -120,7 +122,7 @@ class StepLoop:
 
     def _step(self) -> StepOutput:
         started = perf_counter()
-        plan = self._scheduler.schedule()
+        plan = self._scheduler.schedule(self._meter.pace)
         scheduled = perf_counter()
         batch = self._runner.build(plan)
         built = perf_counter()
@@ -129,7 +131,10 @@ class StepLoop:
         sampled = self._runner.sample(plan, logits)
         done = perf_counter()
         events = self._scheduler.update(plan, sampled)
-        sizes = [chunk.stop - chunk.start for chunk in plan.chunks]
+        num_decoding, num_prefill_tokens = len(plan.decoding), plan.num_prefill_tokens
+        self._meter.observe(
+            num_decoding=num_decoding, num_prefill_tokens=num_prefill_tokens, step_s=perf_counter() - started
+        )
         return StepOutput(
             events=events,
             load=self._scheduler.load(),
@@ -139,9 +144,9 @@ class StepLoop:
                 forward_s=computed - built,
                 sample_s=done - computed,
             ),
-            num_sequences=len(sizes),
-            num_tokens=sum(sizes),
-            num_prefill_tokens=sum(size for size in sizes if size > 1),
+            num_sequences=num_decoding + len(plan.chunks),
+            num_tokens=num_decoding + num_prefill_tokens,
+            num_prefill_tokens=num_prefill_tokens,
         )
 
     def _run_calls(self) -> None:

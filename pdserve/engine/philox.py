@@ -1,72 +1,89 @@
-"""Counter-based random numbers: each is a pure function of (seed, choice, position, token id), on any device.
+"""Counter-based random numbers: each is a pure function of (seed, choice, position, token id).
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), Philox4x32-10.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
 
-_MASK = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.uint64]
+Floats = npt.NDArray[np.float64]
+
+_MASK = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
+#: What each round adds to the two words of the key.
+_KEY_STEPS = np.arange(10, dtype=np.uint64)[:, None, None] * np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
 #: One counter yields this many 32-bit words.
 WORDS = 4
 
+#: All Gumbel noise lies between: the noise of the smallest and of the largest word.
+MIN_GUMBEL = -math.log(-math.log(0.5 * 2.0**-32))
+MAX_GUMBEL = -math.log(-math.log1p(-0.5 * 2.0**-32))
 
-def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """The four output words of Philox4x32-10. All are int64 tensors that broadcast, holding unsigned 32-bit words."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for round_index in range(_ROUNDS):
-        # A product wraps as a signed number, but its 64 bits are those of the unsigned product. Masking after the
-        # exclusive-or rids all of its operands of their upper halves at once; lower halves may carry rubbish above.
-        product0 = c0 * _MULTIPLIERS[0]
-        product1 = c2 * _MULTIPLIERS[1]
-        round_k0 = (k0 + round_index * _KEY_STEPS[0]) & _MASK
-        round_k1 = (k1 + round_index * _KEY_STEPS[1]) & _MASK
-        c0 = (product1 >> 32).bitwise_xor(c1).bitwise_xor_(round_k0).bitwise_and_(_MASK)
-        c2 = (product0 >> 32).bitwise_xor(c3).bitwise_xor_(round_k1).bitwise_and_(_MASK)
-        c1, c3 = product1, product0
-    return c0, c1 & _MASK, c2, c3 & _MASK
+
+def philox4x32(even: Words, odd: Words, key: Words) -> tuple[Words, Words]:
+    """Philox4x32-10 of n counters: the output words 0 and 2, and 1 and 3, each [2, n], unsigned 32-bit in 64.
+
+    even: [2, n], words 0 and 2 of the counters; odd: [2, n], words 1 and 3; key: [2, 1]. All hold 32-bit words.
+    """
+    keys = (key + _KEY_STEPS) & _MASK
+    even = even.copy()
+    buffers = np.empty_like(even), np.empty_like(even)
+    for index, round_key in enumerate(keys):
+        # Each product goes to the other row: its upper half into an even word, its lower half into an odd one. The odd
+        # ones carry rubbish in their upper halves until the mask after the exclusive-or.
+        products = np.multiply(even, _MULTIPLIERS, out=buffers[index % 2])[::-1]
+        np.right_shift(products, _HALF, out=even)
+        even ^= odd
+        even ^= round_key
+        even &= _MASK
+        odd = products
+    return even, odd & _MASK
 
 
 class GumbelNoise:
-    """Gumbel noise of some rows: element (row, token id) depends on that row's key and that id alone."""
+    """Noise of one choice at one position: that of a token depends on these and on the token's id alone."""
 
-    def __init__(self, keys: list[tuple[int, int, int]], device: torch.device) -> None:
-        """`keys`: (seed, choice index, position) of each row; the seed's 64 bits are the key of the generator."""
+    def __init__(self, seed: int, choice_index: int, position: int) -> None:
+        """The seed's 64 bits are the key of the generator."""
+        self._key = np.array([[seed & 0xFFFFFFFF], [(seed >> 32) & 0xFFFFFFFF]], np.uint64)
+        self._choice = choice_index
+        self._position = position
 
-        def column(words: list[int]) -> Tensor:
-            return torch.tensor(words, dtype=torch.int64, device=device).unsqueeze(1)
+    def words_of_vocabulary(self, vocab_size: int) -> npt.NDArray[np.uint32]:
+        """The random words of ids `0 .. vocab_size-1`: [vocab_size]."""
+        even, odd = self._words(np.arange(-(-vocab_size // WORDS), dtype=np.uint64))
+        words = np.empty((even.shape[1], WORDS), np.uint32)
+        words[:, 0::2] = even.T
+        words[:, 1::2] = odd.T
+        return words.reshape(-1)[:vocab_size]
 
-        self._key = (
-            column([seed & _MASK for seed, _, _ in keys]),
-            column([(seed >> 32) & _MASK for seed, _, _ in keys]),
-        )
-        self._position = column([position & _MASK for _, _, position in keys])
-        self._choice = column([choice & _MASK for _, choice, _ in keys])
-        self._device = device
+    def of_tokens(self, token_ids: npt.NDArray[np.int64]) -> Floats:
+        """Noise of `token_ids`: [n]."""
+        counters, places = np.divmod(token_ids, WORDS)
+        even, odd = self._words(counters.astype(np.uint64))
+        return gumbel(np.choose(places, (even[0], odd[0], even[1], odd[1])))
 
-    def of_vocabulary(self, vocab_size: int) -> Tensor:
-        """Noise of ids `0 .. vocab_size-1`: float64 [num_rows, vocab_size]."""
-        counters = torch.arange(-(-vocab_size // WORDS), device=self._device).unsqueeze(0)
-        words = torch.stack(self._words(counters), dim=2)
-        return _gumbel(words.flatten(1)[:, :vocab_size])
-
-    def of_tokens(self, token_ids: Tensor) -> Tensor:
-        """Noise of `token_ids`, int64 [num_rows, n]: float64 [num_rows, n]."""
-        words = torch.stack(self._words(token_ids // WORDS), dim=2)
-        return _gumbel(words.gather(2, (token_ids % WORDS).unsqueeze(2)).squeeze(2))
-
-    def _words(self, counters: Tensor) -> tuple[Tensor, ...]:
-        no_word = torch.zeros_like(self._choice)
-        return philox4x32((counters, self._position, self._choice, no_word), self._key)
+    def _words(self, counters: Words) -> tuple[Words, Words]:
+        even = np.empty((2, len(counters)), np.uint64)
+        even[0], even[1] = counters, self._choice
+        odd = np.zeros_like(even)
+        odd[0] = self._position
+        return philox4x32(even, odd, self._key)
 
 
-def _gumbel(words: Tensor) -> Tensor:
+def gumbel(words: npt.NDArray[np.uint32] | Words) -> Floats:
     """Standard Gumbel noise from 32-bit words; double precision keeps both tails finite."""
-    uniform = words.to(torch.float64).add_(0.5).mul_(2.0**-32)
-    return uniform.log_().neg_().log_().neg_()
+    uniform = (words.astype(np.float64) + 0.5) * 2.0**-32
+    noise: Floats = -np.log(-np.log(uniform))
+    return noise
+
+
+def least_word(noise: float) -> int:
+    """No word below it has more than this noise; a few from it on may have less."""
+    return max(0, int(math.exp(-math.exp(-noise)) * 2.0**32 * (1 - 1e-9)) - 1)

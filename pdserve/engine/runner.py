@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pdserve.engine.batching import build_batch, logits_rows_of
+from pdserve.engine.batching import BatchBuilder
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import SampleResult
@@ -28,21 +28,20 @@ class Runner:
         self.kv_cache = kv_cache
         self._decoder = decoder
         self._sampler = sampler
+        self._batches = BatchBuilder(kv_cache.layout.block_size)
 
     def build(self, plan: StepPlan) -> Batch | None:
-        """The model's input; None when the plan has nothing to compute."""
-        if not plan.chunks:
-            return None
-        return build_batch(plan, self.kv_cache.layout.block_size, self.kv_cache.tensor.device)
+        """The model's input, valid until the next call; None when the plan has nothing to compute."""
+        return self._batches.build(plan) if plan.decoding or plan.chunks else None
 
     def forward(self, plan: StepPlan, batch: Batch | None) -> Tensor | None:
         """Copy blocks first (copy-on-write), then compute: logits float32 [num_logits, vocab]."""
-        self.kv_cache.copy_blocks(plan.copies)
+        if plan.copies:
+            self.kv_cache.copy_blocks(plan.copies)
         return None if batch is None else self._decoder.forward(batch, self.kv_cache.tensor)
 
     def sample(self, plan: StepPlan, logits: Tensor | None) -> list[SampleResult]:
-        """One result for each `SampleRow` of the plan, in order."""
-        rows = [row for chunk in plan.chunks for row in chunk.samples]
-        if logits is None or not rows:
+        """One result for each decoding sequence and then for each of the chunks' samples, in order."""
+        if logits is None or not len(logits):
             return []
-        return self._sampler.sample(logits, rows, logits_rows_of(plan))
+        return self._sampler.sample(logits, *plan.sample_rows())

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.pace import Pace
 from pdserve.engine.sequence import Sequence
 
 
@@ -15,13 +16,34 @@ class RunningLimits:
     """Bounds of one step."""
 
     max_num_seqs: int
-    #: Tokens computed per step for sequences with more than one pending, while others decode and while none does.
-    max_prefill_tokens: int
-    max_idle_prefill_tokens: int
+    #: Prefill tokens of one step.
+    max_num_batched_tokens: int
+    #: Beside decoding sequences, prefill is to keep a step within this time ...
+    itl_budget_s: float
+    #: ... but gets this many tokens in any case, so that it advances.
+    min_prefill_tokens: int
 
     def __post_init__(self) -> None:
         assert self.max_num_seqs > 0, "a step must be allowed at least one sequence"
-        assert min(self.max_prefill_tokens, self.max_idle_prefill_tokens) > 0, "a prefill must be able to advance"
+        assert min(self.max_num_batched_tokens, self.min_prefill_tokens) > 0, "a prefill must be able to advance"
+
+    def prefill_budget(self, pace: Pace, *, is_decoding: bool) -> int:
+        """Prefill tokens that the next step may compute."""
+        if not is_decoding:
+            return self.max_num_batched_tokens
+        return min(self.max_num_batched_tokens, max(self.min_prefill_tokens, pace.tokens_within(self.itl_budget_s)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What to compute now. All have their slots."""
+
+    #: Choices of which one token is pending: the usual ones.
+    decoding: tuple[Sequence, ...]
+    #: (sequence, stop): `[num_computed, stop)` of the others.
+    chunks: tuple[tuple[Sequence, int], ...]
+    #: Sequences that gave their blocks for it.
+    preempted: tuple[Sequence, ...]
 
 
 class RunningSet:
@@ -57,7 +79,8 @@ class RunningSet:
     @property
     def num_pending_tokens(self) -> int:
         """Tokens to compute before all sequences decode."""
-        return sum(s.num_pending for s in (*self._active, *self._preempted) if s.num_pending > 1)
+        pending = (len(s.tokens) - s.num_computed for s in self)
+        return sum(count for count in pending if count > 1)
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._active
@@ -85,28 +108,29 @@ class RunningSet:
             del self._preempted[0]
             self.add(sequence)
 
-    def plan(self) -> tuple[list[tuple[Sequence, int]], list[Sequence]]:
-        """What to compute now: ((sequence, stop) pairs, the sequences that were preempted for it).
+    def plan(self, pace: Pace) -> Planned:
+        """What to compute now, at this pace.
 
-        Every pair has its slots `[num_computed, stop)`. The oldest active sequence is always among them, unless blocks
-        held outside of this set leave it none.
+        The oldest active sequence is always among it, unless blocks held outside of this set leave it none.
         """
-        heads = self._active[: self._limits.max_num_seqs]
-        is_decoding = any(sequence.num_pending == 1 for sequence in heads)
-        budget = self._limits.max_prefill_tokens if is_decoding else self._limits.max_idle_prefill_tokens
-        planned: list[tuple[Sequence, int]] = []
+        is_decoding = any(map(_is_decoding, self._active[: self._limits.max_num_seqs]))
+        budget = self._limits.prefill_budget(pace, is_decoding=is_decoding)
+        decoding: list[Sequence] = []
+        chunks: list[tuple[Sequence, int]] = []
         preempted: list[Sequence] = []
         index = 0
-        while index < self.num_running:
+        while index < len(self._active) and index < self._limits.max_num_seqs:
             sequence = self._active[index]
             index += 1
-            stop = sequence.num_tokens
-            if sequence.num_pending > 1:
-                stop = min(stop, sequence.num_computed + budget)
-                budget -= stop - sequence.num_computed
+            if _is_decoding(sequence):
+                if self._make_room(sequence, len(sequence.tokens), preempted):
+                    decoding.append(sequence)
+                continue
+            stop = min(sequence.num_tokens, sequence.num_computed + budget)
+            budget -= stop - sequence.num_computed
             if stop > sequence.num_computed and self._make_room(sequence, stop, preempted):
-                planned.append((sequence, stop))
-        return planned, preempted
+                chunks.append((sequence, stop))
+        return Planned(decoding=tuple(decoding), chunks=tuple(chunks), preempted=tuple(preempted))
 
     def check_integrity(self) -> None:
         """Assert the order of both queues, and that blocks are held by the active ones only."""
@@ -120,7 +144,7 @@ class RunningSet:
 
         The victims come after `sequence` in the order of planning, so none of them is planned already.
         """
-        while not self._blocks.extend(sequence, stop):
+        while stop > sequence.num_slots and not self._blocks.extend(sequence, stop):
             victim = self._active.pop()
             self._blocks.free(victim)
             insort(self._preempted, victim, key=_order)
@@ -129,6 +153,10 @@ class RunningSet:
             if victim is sequence:
                 return False
         return True
+
+
+def _is_decoding(sequence: Sequence) -> bool:
+    return len(sequence.tokens) - sequence.num_computed == 1 and sequence.sampling is not None
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:

@@ -14,17 +14,41 @@ from pdserve.base.sampling import MAX_N, ChoiceTokens, FinishReason, SamplingPar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRow:
-    """One token to sample. It depends on nothing but these fields and its row of logits."""
+    """How the token after `tokens` is sampled; made once for a choice, whose array of tokens grows.
+
+    The token depends on nothing but these fields and its row of logits.
+    """
 
     params: SamplingParams
     choice_index: int
-    #: Index of the token within the completion.
-    position: int
-    #: Prompt and output so far, for penalties; read, never kept.
+    #: Prompt and output so far; the sequence's own.
     tokens: array[int]
     num_prompt: int
-    #: Ids that may not be chosen (`min_tokens` is not reached yet).
-    banned: tuple[int, ...] = ()
+    #: Ids that end the choice.
+    stop_ids: frozenset[int] = frozenset()
+    #: The token is the most likely one, and nothing more is to be told of it.
+    is_argmax: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        params = self.params
+        is_plain = params.temperature == 0 and params.logprobs is None and params.min_tokens == 0
+        object.__setattr__(self, "is_argmax", is_plain and not params.logit_bias and not self.penalizes)
+
+    @property
+    def position(self) -> int:
+        """Index of the token within the completion."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def banned(self) -> tuple[int, ...]:
+        """Ids that may not be chosen: before `min_tokens` nothing may end the choice."""
+        return tuple(sorted(self.stop_ids)) if self.position < self.params.min_tokens else ()
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens so far make the same tokens less or more likely."""
+        params = self.params
+        return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +77,8 @@ class Sequence:
         KV           | computed ............... | pending: the next rows to compute |
         block_table  | full, registered | ... | partial | room |
 
-    Arrays of machine integers, because batch building copies them into tensors as whole memory ranges.
+    Arrays of machine integers, because batch building copies them as whole memory ranges. `tokens` and `block_table`
+    only grow; whatever else changes the block table makes a new array (`BlockManager`), which a mirror of it can see.
     """
 
     request_id: RequestId
@@ -66,12 +91,16 @@ class Sequence:
     #: Hashes of the first full blocks of `tokens`, as far as they were needed.
     hashes: list[BlockHash] = field(default_factory=list)
     block_table: array[int] = field(default_factory=lambda: array("q"))
+    #: Slots `[num_computed, num_slots)` exist and are the sequence's own to write.
+    num_slots: int = 0
     #: Tokens whose KV is stored in the block table.
     num_computed: int = 0
     #: Blocks of the table that were offered to the pool for reuse.
     num_registered: int = 0
     #: Order of becoming active; smaller is older.
     age: int = 0
+    #: How the next token is drawn, once the sequence is a choice; None for a bare prompt.
+    sampling: SampleRow | None = None
 
     @classmethod
     def from_prompt(
@@ -163,11 +192,12 @@ class SequenceLimits:
 
     def tell(self, sequence: Sequence, choice_index: int, sampled: Sampled) -> ChoiceTokens:
         """Describe the token that follows the present ones, and whether it ends the choice; changes nothing."""
-        token, params, index = sampled.token_id, sequence.params, sequence.num_output
+        token, params, num_tokens = sampled.token_id, sequence.params, len(sequence.tokens)
+        index = num_tokens - sequence.num_prompt
         reason: FinishReason | None = None
         if token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos):
             reason = FinishReason.STOP
-        elif index + 1 >= params.max_tokens or sequence.num_tokens + 1 >= self.max_model_len:
+        elif index + 1 >= params.max_tokens or num_tokens + 1 >= self.max_model_len:
             reason = FinishReason.LENGTH
         return ChoiceTokens(
             choice_index=choice_index,
@@ -179,15 +209,13 @@ class SequenceLimits:
         )
 
     def sample_row(self, sequence: Sequence, choice_index: int) -> SampleRow:
-        """What is needed to sample the token that follows the sequence's present ones."""
-        params, position = sequence.params, sequence.num_output
+        """What is needed to sample the token that follows the sequence's present ones, now and later."""
         return SampleRow(
-            params=params,
+            params=sequence.params,
             choice_index=choice_index,
-            position=position,
             tokens=sequence.tokens,
             num_prompt=sequence.num_prompt,
-            banned=tuple(sorted(self.stops_at(params))) if position < params.min_tokens else (),
+            stop_ids=self.stops_at(sequence.params),
         )
 
     def stops_at(self, params: SamplingParams) -> frozenset[int]:

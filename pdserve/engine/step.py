@@ -10,12 +10,13 @@ from pdserve.base.errors import PdserveError
 from pdserve.base.ids import BlockId, RequestId
 from pdserve.base.sampling import ChoiceTokens
 from pdserve.engine.block_pool import CacheEvents
+from pdserve.engine.pace import Pace
 from pdserve.engine.sequence import SampleResult, SampleRow, Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Tokens `[start, stop)` of one sequence are computed in this step; then `samples` are drawn from its last row."""
+    """Prefill: tokens `[start, stop)` of one sequence are computed; then `samples` are drawn from its last row."""
 
     sequence: Sequence
     start: int
@@ -25,11 +26,34 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What one step computes."""
+    """What one step computes: the last token of each decoding sequence, and chunks of those that are prefilled.
 
-    chunks: tuple[Chunk, ...]
+    A decoding sequence gets one token, drawn as its `sampling` says; samples are in the order of the rows, decoding
+    sequences first.
+    """
+
+    decoding: tuple[Sequence, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
     #: (source, destination) blocks to copy first, in this order.
     copies: tuple[tuple[BlockId, BlockId], ...] = ()
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of the chunks."""
+        return sum(chunk.stop - chunk.start for chunk in self.chunks)
+
+    def sample_rows(self) -> tuple[list[SampleRow], list[int]]:
+        """What is sampled, in order, and for each the row of logits it is drawn from; n choices can share one."""
+        rows = [sequence.sampling for sequence in self.decoding if sequence.sampling is not None]
+        logits_rows = list(range(len(rows)))
+        for index, chunk in enumerate((chunk for chunk in self.chunks if chunk.samples), len(rows)):
+            rows += chunk.samples
+            logits_rows += [index] * len(chunk.samples)
+        return rows, logits_rows
+
+    def scheduled(self) -> list[Sequence]:
+        """The sequences in the order of their rows."""
+        return [*self.decoding, *(chunk.sequence for chunk in self.chunks)]
 
 
 # What the service is told.
@@ -179,7 +203,7 @@ class StepOutput:
     #: Rows of the batch: sequences, and their tokens.
     num_sequences: int
     num_tokens: int
-    #: Of `num_tokens`, those of sequences that computed more than one.
+    #: Of `num_tokens`, those of prompts, and of preempted sequences that are computed again.
     num_prefill_tokens: int
 
 
@@ -189,11 +213,11 @@ class Scheduler(Protocol):
     def has_work(self) -> bool:
         """Whether a step would do or tell anything. False: only an outside call can change that."""
 
-    def schedule(self) -> StepPlan:
-        """Decide on the next step; `update` must follow before anything else is called."""
+    def schedule(self, pace: Pace) -> StepPlan:
+        """Decide on the next step, which will go at `pace`; `update` must follow before anything else is called."""
 
     def update(self, plan: StepPlan, sampled: Items[SampleResult]) -> StepEvents:
-        """Take in what the step computed: one result for each `SampleRow` of the plan, in order."""
+        """Take in what the step computed: a result for each decoding sequence, then for each of the chunks' samples."""
 
     def load(self) -> Load:
         """The present load."""

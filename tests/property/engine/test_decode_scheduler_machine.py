@@ -13,6 +13,7 @@ from pdserve.base.errors import InvalidTransition
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.pace import Pace
 from pdserve.engine.sequence import SequenceLimits
 from pdserve.engine.step import Grant
 from tests.unit.engine.fakes import BLOCK_SIZE, EOS, KEY, VOCAB, Worker, expected, limits, write_prompt
@@ -44,7 +45,7 @@ class DecodeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
-        config = SchedulerConfig(limits=limits(), max_num_seqs=3, max_local_prefill_tokens=2, max_idle_prefill_tokens=5)
+        config = SchedulerConfig(limits=limits(), max_num_seqs=3, max_num_batched_tokens=7, itl_budget_s=0.01)
         self.scheduler = DecodeScheduler(pool, config)
         self.worker = Worker(pool=pool, scheduler=self.scheduler)
         self.jobs: dict[RequestId, DecodeJob] = {}
@@ -127,6 +128,11 @@ class DecodeMachine(RuleBasedStateMachine):
         choice = data.draw(st.integers(0, self.jobs[request_id].params.n - 1))
         self.scheduler.stop_choice(request_id, choice)
         self.stopped.add((request_id, choice))
+
+    @rule(token_s=st.sampled_from([0.0005, 0.002, 0.1]))
+    def another_pace(self, token_s: float) -> None:
+        """Chunks beside decoding sequences become 7, 5 or 4 tokens."""
+        self.worker.pace = Pace(decode_step_s=0.0, prefill_token_s=token_s)
 
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:

@@ -13,6 +13,7 @@ from pdserve.base.errors import InvalidTransition, NoFreeBlocks, RequestError
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import FinishReason, SamplingParams
 from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.pace import Pace
 from pdserve.engine.sequence import SequenceLimits
 from pdserve.engine.step import Grant, StepEvents
 from pdserve.model.batch import Batch
@@ -232,7 +233,7 @@ def test_all_running_sequences_are_computed_in_every_step() -> None:
     worker.deliver(job(A, PROMPT))
     worker.deliver(job(B, PROMPT[:3]))
     worker.run()
-    assert sum(len(plan.chunks) == 2 for plan in worker.plans) >= 4
+    assert sum(len(plan.decoding) == 2 for plan in worker.plans) >= 4
     assert [worker.tokens(A), worker.tokens(B)] == [oracle(PROMPT)[1:], oracle(PROMPT[:3])[1:]]
 
 
@@ -241,7 +242,7 @@ def test_no_more_than_max_num_seqs_run_at_once_and_the_others_follow() -> None:
     for name in (A, B, C):
         worker.deliver(job(name, PROMPT))
     worker.run()
-    assert max(len(plan.chunks) for plan in worker.plans) == 2
+    assert max(len(plan.decoding) for plan in worker.plans) == 2
     assert [worker.tokens(name) for name in (A, B, C)] == [oracle(PROMPT)[1:]] * 3
 
 
@@ -376,18 +377,51 @@ def test_threshold_zero_never_computes_here_even_when_all_is_cached() -> None:
     assert worker.grant(B).num_cached_blocks == 2
 
 
-def test_local_prefill_is_cut_into_chunks_beside_running_rows_and_larger_ones_alone() -> None:
-    worker = decode(max_local_prefill_tokens=3, max_idle_prefill_tokens=7)
-    worker.deliver(job(A, PROMPT[:3], replace(GREEDY, max_tokens=4)))
-    worker.scheduler.reserve(job(B, [*PROMPT, *PROMPT], threshold=ALWAYS))
-    sizes: list[dict[RequestId, int]] = []
-    progress: list[int] = []
+def sizes(worker: DecodeWorker) -> list[dict[RequestId, int]]:
+    """Tokens of each request in each step, until nothing is left to do."""
+    result = []
     while worker.scheduler.has_work():
-        progress += [p.num_computed for p in worker.step().progress]
-        sizes.append({c.sequence.request_id: c.stop - c.start for c in worker.plans[-1].chunks})
-    assert sizes[:6] == [{A: 1, B: 3}, {A: 1, B: 3}, {A: 1, B: 3}, {B: 7}, {B: 4}, {B: 1}]
-    assert progress == [3, 6, 9, 16, 20]
-    assert worker.tokens(B) == oracle([*PROMPT, *PROMPT])
+        worker.step()
+        plan = worker.plans[-1]
+        chunks = {chunk.sequence.request_id: chunk.stop - chunk.start for chunk in plan.chunks}
+        result.append({sequence.request_id: 1 for sequence in plan.decoding} | chunks)
+    return result
+
+
+def test_local_prefill_is_cut_to_the_itl_budget_beside_running_sequences_and_to_max_num_batched_tokens_alone() -> None:
+    worker = decode(itl_budget_s=0.010, max_num_batched_tokens=7)
+    worker.pace = Pace(decode_step_s=0.004, prefill_token_s=0.001)
+    worker.deliver(job(A, PROMPT[:3], replace(GREEDY, max_tokens=4)))
+    worker.scheduler.reserve(job(B, [*PROMPT, *PROMPT, *PROMPT[:5]], threshold=ALWAYS))
+    seen = sizes(worker)
+    assert seen[:6] == [{A: 1, B: 6}, {A: 1, B: 6}, {A: 1, B: 6}, {B: 7}, {B: 1}, {B: 1}]
+    assert [p.num_computed for events in worker.seen for p in events.progress] == [6, 12, 18, 25]
+    assert worker.tokens(B) == oracle([*PROMPT, *PROMPT, *PROMPT[:5]])
+
+
+@pytest.mark.parametrize("pace", [Pace(decode_step_s=9.0), Pace(decode_step_s=0.0, prefill_token_s=9.0)])
+def test_prefill_gets_on_by_a_block_a_step_where_the_itl_budget_has_no_room(pace: Pace) -> None:
+    worker = decode(itl_budget_s=0.010)
+    worker.pace = pace
+    worker.deliver(job(A, PROMPT[:3]))
+    worker.scheduler.reserve(job(B, PROMPT, threshold=ALWAYS))
+    assert sizes(worker)[:4] == [{A: 1, B: 4}, {A: 1, B: 4}, {A: 1, B: 2}, {A: 1, B: 1}]
+
+
+def test_prompts_share_the_itl_budget_the_oldest_first() -> None:
+    worker = decode(itl_budget_s=0.010)
+    worker.pace = Pace(decode_step_s=0.004, prefill_token_s=0.001)
+    worker.deliver(job(A, PROMPT[:3]))
+    worker.scheduler.reserve(job(B, PROMPT, threshold=ALWAYS))
+    worker.scheduler.reserve(job(C, [7, *PROMPT], threshold=ALWAYS))
+    assert sizes(worker)[:4] == [{A: 1, B: 6}, {A: 1, B: 4, C: 2}, {A: 1, B: 1, C: 6}, {A: 1, B: 1, C: 3}]
+
+
+def test_the_last_token_of_a_prompt_is_prefill_though_it_is_one() -> None:
+    worker = decode(max_num_batched_tokens=3)
+    worker.scheduler.reserve(job(A, PROMPT, threshold=ALWAYS))
+    worker.run()
+    assert [plan.num_prefill_tokens for plan in worker.plans[:5]] == [3, 3, 3, 1, 0]
 
 
 def test_a_granted_request_whose_transfer_failed_is_computed_here() -> None:
@@ -525,7 +559,7 @@ def test_nothing_new_is_granted_while_somebody_waits_to_come_back() -> None:
     worker.run()
     worker.scheduler.abort(B)
     assert worker.step().grants == ()
-    assert [chunk.sequence.request_id for chunk in worker.plans[-1].chunks] == [A]
+    assert [sequence.request_id for sequence in worker.plans[-1].scheduled()] == [A]
     worker.run()
     assert worker.tokens(A) == oracle(PROMPT, replace(GREEDY, max_tokens=13))
 
@@ -533,7 +567,7 @@ def test_nothing_new_is_granted_while_somebody_waits_to_come_back() -> None:
 # Ending from outside.
 @pytest.mark.parametrize("phase", ["waiting", "reserved", "computing", "running", "preempted", "over"])
 def test_abort_frees_everything_in_every_phase(phase: str) -> None:
-    worker = decode(6, max_idle_prefill_tokens=4, max_reserved_share=1.0)
+    worker = decode(6, max_num_batched_tokens=4, max_reserved_share=1.0)
     params = SamplingParams(n=2, seed=1, max_tokens=12, ignore_eos=True)
     worker.scheduler.reserve(job(A, PROMPT, params, threshold=0 if phase == "reserved" else ALWAYS))
     if phase in ("reserved", "computing"):
@@ -614,7 +648,7 @@ def test_a_granted_request_keeps_its_blocks_when_stopped_until_the_transfer_is_s
 
 @pytest.mark.parametrize("is_computing", [False, True])
 def test_stopping_all_choices_before_the_first_token_ends_the_request(is_computing: bool) -> None:
-    worker = decode(max_idle_prefill_tokens=4)
+    worker = decode(max_num_batched_tokens=4)
     worker.scheduler.reserve(job(A, PROMPT, threshold=ALWAYS))
     if is_computing:
         worker.step()

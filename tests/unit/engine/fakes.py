@@ -15,6 +15,7 @@ from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import ChoiceTokens, SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.pace import Pace
 from pdserve.engine.runner import Decoder, Runner
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import Sampled, SampleRow, Sequence, SequenceLimits
@@ -86,9 +87,10 @@ def expected(prompt: Items[int], params: SamplingParams, choice: int, bounds: Se
 
 
 def row(params: SamplingParams, *, position: int = 0, choice: int = 0, output: Items[int] = ()) -> SampleRow:
-    """A row to sample after the prompt [1, 2, 3] and `output`."""
-    tokens = array("q", [1, 2, 3, *output])
-    return SampleRow(params=params, choice_index=choice, position=position, tokens=tokens, num_prompt=3)
+    """A row to sample after the prompt [1, 2, 3] and `output`, which stands at the end of `position` tokens."""
+    filling = [4] * (position - len(output))
+    tokens = array("q", [1, 2, 3, *filling, *output])
+    return SampleRow(params=params, choice_index=choice, tokens=tokens, num_prompt=3)
 
 
 @dataclass
@@ -99,6 +101,7 @@ class Worker:
     scheduler: Scheduler
     decoder: Decoder = field(default_factory=FakeDecoder)
     kv_layout: KvLayout = field(default_factory=lambda: layout())
+    pace: Pace = field(default_factory=Pace)
     plans: list[StepPlan] = field(default_factory=list)
     seen: list[StepEvents] = field(default_factory=list)
     told: dict[RequestId, dict[int, list[ChoiceTokens]]] = field(default_factory=dict)
@@ -108,7 +111,7 @@ class Worker:
         self.runner = Runner(self.decoder, self.cache, Sampler())
 
     def step(self) -> StepEvents:
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.pace)
         self.plans.append(plan)
         logits = self.runner.forward(plan, self.runner.build(plan))
         events = self.scheduler.update(plan, self.runner.sample(plan, logits))

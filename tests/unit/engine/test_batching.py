@@ -4,66 +4,114 @@ from array import array
 
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
-from pdserve.engine.batching import build_batch, logits_rows_of
+from pdserve.engine.batching import BatchBuilder
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Chunk, StepPlan
-from tests.unit.engine.fakes import CPU, KEY, row
+from pdserve.model.batch import Batch
+from tests.unit.engine.fakes import KEY, limits, row
 
 PARAMS = SamplingParams()
 
 
-def sequence(tokens: list[int], table: list[int]) -> Sequence:
+def sequence(tokens: list[int], table: list[int], num_computed: int = 0) -> Sequence:
     made = Sequence.from_prompt(RequestId("r"), tokens, PARAMS, hash_key=KEY)
     made.block_table = array("q", table)
+    made.num_computed = num_computed
     return made
 
 
-def test_chunks_become_rows_one_sequence_after_the_other() -> None:
+def decoding(tokens: list[int], table: list[int]) -> Sequence:
+    made = sequence(tokens, table, len(tokens) - 1)
+    made.sampling = limits().sample_row(made, 0)
+    return made
+
+
+def test_decoding_sequences_come_first_and_chunks_follow_one_after_the_other() -> None:
     prefill = sequence([10, 11, 12, 13, 14, 15], [7, 3, 9])
-    decoding = sequence([20, 21, 22, 23, 24], [2, 5])
     plan = StepPlan(
+        decoding=(decoding([20, 21, 22, 23, 24], [2, 5]),),
         chunks=(
             Chunk(sequence=prefill, start=0, stop=3),
-            Chunk(sequence=decoding, start=4, stop=5, samples=(row(PARAMS),)),
             Chunk(sequence=prefill, start=3, stop=6, samples=(row(PARAMS), row(PARAMS, choice=1))),
-        )
+        ),
     )
-    batch = build_batch(plan, 4, CPU)
-    assert batch.token_ids.tolist() == [10, 11, 12, 24, 13, 14, 15]
-    assert batch.positions.tolist() == [0, 1, 2, 4, 3, 4, 5]
-    assert batch.slot_mapping.tolist() == [28, 29, 30, 20, 31, 12, 13]
-    assert batch.query_starts.tolist() == [0, 3, 4, 7]
-    assert batch.context_lens.tolist() == [3, 5, 6]
-    assert batch.block_tables.tolist() == [[7, 0], [2, 5], [7, 3]]
-    assert batch.logits_rows.tolist() == [3, 6]
-    assert logits_rows_of(plan) == [0, 1, 1]
-
-
-def test_one_token_each_is_a_decode_step() -> None:
-    chunks = tuple(
-        Chunk(sequence=sequence([1, 2, number], [number]), start=2, stop=3, samples=(row(PARAMS),))
-        for number in (4, 5, 6)
-    )
-    batch = build_batch(StepPlan(chunks=chunks), 4, CPU)
-    assert batch.token_ids.tolist() == [4, 5, 6]
-    assert batch.slot_mapping.tolist() == [18, 22, 26]
-    assert batch.logits_rows.tolist() == [0, 1, 2]
+    batch = BatchBuilder(4).build(plan)
+    assert batch.token_ids.tolist() == [24, 10, 11, 12, 13, 14, 15]
+    assert batch.positions.tolist() == [4, 0, 1, 2, 3, 4, 5]
+    assert batch.slot_mapping.tolist() == [20, 28, 29, 30, 31, 12, 13]
+    assert batch.query_starts.tolist() == [0, 1, 4, 7]
+    assert batch.context_lens.tolist() == [5, 3, 6]
+    assert batch.block_tables.tolist() == [[2, 5], [7, 0], [7, 3]]
+    assert batch.logits_rows.tolist() == [0, 6]
+    rows, logits_rows = plan.sample_rows()
+    assert logits_rows == [0, 1, 1]
+    assert [sample.choice_index for sample in rows] == [0, 0, 1]
 
 
 def test_a_batch_without_samples_wants_no_logits() -> None:
     plan = StepPlan(chunks=(Chunk(sequence=sequence([1, 2], [0]), start=0, stop=1),))
-    assert build_batch(plan, 4, CPU).logits_rows.tolist() == []
-    assert logits_rows_of(plan) == []
+    assert BatchBuilder(4).build(plan).logits_rows.tolist() == []
+    assert plan.sample_rows() == ([], [])
 
 
 def test_a_batch_keeps_no_hold_on_the_arrays_of_a_sequence() -> None:
-    one = sequence([1, 2, 3], [0, 1])
-    batches = [build_batch(StepPlan(chunks=(Chunk(sequence=one, start=start, stop=3),)), 2, CPU) for start in (0, 2)]
+    builder, one = BatchBuilder(2), decoding([1, 2, 3], [0, 1])
+    builder.build(StepPlan(decoding=(one,)))
+    builder.build(StepPlan(chunks=(Chunk(sequence=one, start=0, stop=3),)))
     one.tokens.append(4)  # raises BufferError while a tensor views the array
     one.block_table.append(2)
-    assert [batch.token_ids.tolist() for batch in batches] == [[1, 2, 3], [3]]
 
 
 def test_room_beyond_the_context_is_not_in_the_table() -> None:
     plan = StepPlan(chunks=(Chunk(sequence=sequence([1, 2, 3], [4, 5, 6]), start=0, stop=2),))
-    assert build_batch(plan, 2, CPU).block_tables.tolist() == [[4]]
+    assert BatchBuilder(2).build(plan).block_tables.tolist() == [[4]]
+
+
+def advance(one: Sequence) -> None:
+    one.num_computed += 1
+    one.tokens.append(50 + one.num_computed)
+
+
+def test_steps_of_the_same_sequences_use_the_same_memory_and_read_like_new_batches() -> None:
+    builder = BatchBuilder(4)
+    a, b = decoding([1, 2, 3], [6]), decoding([4, 5, 6, 7, 8], [2, 5])
+    plan = StepPlan(decoding=(a, b))
+    first = builder.build(plan)
+    for _ in range(6):
+        advance(a)
+        advance(b)
+        for one in (a, b):
+            if len(one.block_table) * 4 < one.num_tokens:
+                one.block_table.append(10 + one.num_tokens)
+        batch, fresh = builder.build(plan), BatchBuilder(4).build(plan)
+        assert batch.positions.data_ptr() == first.positions.data_ptr()
+        for name in Batch.__dataclass_fields__:
+            assert getattr(batch, name).tolist() == getattr(fresh, name).tolist(), name
+
+
+def test_a_table_that_was_made_anew_is_read_anew() -> None:
+    builder, one = BatchBuilder(4), decoding([1, 2, 3], [6])
+    assert builder.build(StepPlan(decoding=(one,))).slot_mapping.tolist() == [26]
+    one.block_table = array("q", [8])  # as after copy-on-write
+    assert builder.build(StepPlan(decoding=(one,))).slot_mapping.tolist() == [34]
+
+
+def test_sequences_that_leave_and_come_change_the_rows() -> None:
+    builder = BatchBuilder(4)
+    a, b, c = decoding([1, 2, 3], [6]), decoding([4, 5], [2]), decoding([7], [9])
+    builder.build(StepPlan(decoding=(a, b)))
+    batch = builder.build(StepPlan(decoding=(b, c)))
+    assert batch.block_tables.tolist() == [[2], [9]]
+    assert batch.token_ids.tolist() == [5, 7]
+    assert batch.slot_mapping.tolist() == [9, 36]
+
+
+def test_a_batch_larger_than_the_buffers_makes_them_grow() -> None:
+    builder, tokens = BatchBuilder(4), list(range(3000))
+    small = builder.build(StepPlan(decoding=(decoding([1], [3]),)))
+    assert small.token_ids.tolist() == [1]
+    long = sequence(tokens, list(range(750)))
+    batch = builder.build(StepPlan(chunks=(Chunk(sequence=long, start=5, stop=3000),)))
+    assert batch.token_ids.tolist() == tokens[5:]
+    assert batch.positions.tolist() == tokens[5:]
+    assert batch.slot_mapping.tolist() == tokens[5:]

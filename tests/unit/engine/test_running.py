@@ -6,11 +6,16 @@ from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.pace import Pace
 from pdserve.engine.running import RunningLimits, RunningSet
 from pdserve.engine.sequence import Sequence
-from tests.unit.engine.fakes import BLOCK_SIZE, KEY
+from tests.unit.engine.fakes import BLOCK_SIZE, KEY, limits
 
-LIMITS = RunningLimits(max_num_seqs=3, max_prefill_tokens=2, max_idle_prefill_tokens=5)
+BOUNDS = limits()
+
+LIMITS = RunningLimits(max_num_seqs=3, max_num_batched_tokens=5, itl_budget_s=0.1, min_prefill_tokens=2)
+#: So slow that beside decoding sequences prefill gets no more than it must.
+PACE = Pace(decode_step_s=1.0)
 
 
 class Rig:
@@ -20,11 +25,12 @@ class Rig:
         self.running = RunningSet(self.blocks, limits)
 
     def add(self, name: str, num_tokens: int, *, num_computed: int = 0) -> Sequence:
-        """A sequence with room for its tokens, of which `num_computed` are computed."""
+        """A choice with room for its tokens, of which `num_computed` are computed."""
         prompt = [ord(name)] * num_tokens
         sequence = Sequence.from_prompt(RequestId(name), prompt, SamplingParams(), hash_key=KEY)
         assert self.blocks.admit(sequence, num_tokens)
         sequence.age = self.running.next_age()
+        sequence.sampling = BOUNDS.sample_row(sequence, 0)
         self.running.add(sequence)
         if num_computed:
             self.blocks.advance(sequence, num_computed)
@@ -36,9 +42,12 @@ class Rig:
         sequence.tokens.append(1)
 
     def plan(self) -> tuple[list[tuple[str, int]], list[str]]:
-        planned, preempted = self.running.plan()
+        """(request, stop) of what is planned, the oldest first; and who gave way."""
+        planned = self.running.plan(PACE)
         self.running.check_integrity()
-        return [(s.request_id, stop) for s, stop in planned], [s.request_id for s in preempted]
+        stops = [*((s, s.num_tokens) for s in planned.decoding), *planned.chunks]
+        stops.sort(key=lambda item: (item[0].age, item[0].choice_index))
+        return [(s.request_id, stop) for s, stop in stops], [s.request_id for s in planned.preempted]
 
 
 def test_the_budget_goes_to_the_oldest_and_is_small_while_somebody_decodes() -> None:
@@ -141,8 +150,30 @@ def test_a_sequence_gives_way_itself_when_others_outside_hold_the_blocks() -> No
     assert rig.plan()[0] == [("a", 5)]
 
 
+def test_a_bare_prompt_with_one_token_left_is_no_decoding_sequence() -> None:
+    rig = Rig(20)
+    bare = rig.add("a", 4, num_computed=3)
+    bare.sampling = None
+    planned = rig.running.plan(PACE)
+    assert (planned.decoding, planned.chunks) == ((), ((bare, 4),))
+
+
+@pytest.mark.parametrize(
+    ("pace", "beside"),
+    [
+        (Pace(decode_step_s=0.04, prefill_token_s=0.02), 3),
+        (Pace(decode_step_s=0.04, prefill_token_s=0.001), 5),
+        (Pace(decode_step_s=0.04, prefill_token_s=0.5), 2),
+        (Pace(decode_step_s=0.5, prefill_token_s=0.001), 2),
+    ],
+)
+def test_the_prefill_budget_keeps_a_step_within_the_itl_budget_between_its_bounds(pace: Pace, beside: int) -> None:
+    assert LIMITS.prefill_budget(pace, is_decoding=True) == beside
+    assert LIMITS.prefill_budget(pace, is_decoding=False) == 5
+
+
 @pytest.mark.parametrize("broken", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
 def test_limits_under_which_nothing_could_run_are_refused(broken: tuple[int, int, int]) -> None:
-    seqs, beside, idle = broken
+    seqs, batched, least = broken
     with pytest.raises(AssertionError):
-        RunningLimits(max_num_seqs=seqs, max_prefill_tokens=beside, max_idle_prefill_tokens=idle)
+        RunningLimits(max_num_seqs=seqs, max_num_batched_tokens=batched, itl_budget_s=0.1, min_prefill_tokens=least)

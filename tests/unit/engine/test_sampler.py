@@ -4,16 +4,17 @@ import math
 from array import array
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine import sampler as sampler_module
-from pdserve.engine.philox import GumbelNoise, philox4x32
+from pdserve.engine.philox import MAX_GUMBEL, MIN_GUMBEL, GumbelNoise, gumbel, least_word, philox4x32
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow
-from tests.unit.engine.fakes import CPU, row
+from tests.unit.engine.fakes import row
 
 GREEDY = SamplingParams(temperature=0.0)
 NAN = float("nan")
@@ -51,26 +52,34 @@ def drawn(logits: list[float], params: SamplingParams, count: int = 400) -> Coun
 def test_philox_gives_the_published_known_answers(
     counter: tuple[int, int, int, int], key: tuple[int, int], words: str
 ) -> None:
-    c0, c1, c2, c3 = (torch.tensor([word]) for word in counter)
-    k0, k1 = (torch.tensor([word]) for word in key)
-    assert " ".join(f"{int(word):08x}" for word in philox4x32((c0, c1, c2, c3), (k0, k1))) == words
+    even, odd, keys = (np.array([[word] for word in words], np.uint64) for words in (counter[::2], counter[1::2], key))
+    even, odd = philox4x32(even, odd, keys)
+    assert " ".join(f"{int(word):08x}" for word in (even[0, 0], odd[0, 0], even[1, 0], odd[1, 0])) == words
 
 
 def test_noise_of_a_token_does_not_depend_on_how_it_is_asked_for() -> None:
-    keys = [(5, 0, 9), (-(2**63), 1, 9), (2**63 - 1, 127, 8000)]
-    noise = GumbelNoise(keys, CPU)
-    whole = noise.of_vocabulary(1001)
-    ids = torch.randint(0, 1001, (3, 50))
-    assert torch.equal(noise.of_tokens(ids), whole.gather(1, ids))
-    alone = torch.cat([GumbelNoise([key], CPU).of_vocabulary(1001) for key in keys])
-    assert torch.equal(alone, whole)
+    for key in [(5, 0, 9), (-(2**63), 1, 9), (2**63 - 1, 127, 8000)]:
+        noise = GumbelNoise(*key)
+        whole = gumbel(noise.words_of_vocabulary(1001))
+        ids = np.arange(1000, -1, -3)
+        assert (noise.of_tokens(ids) == whole[ids]).all()
 
 
 def test_noise_has_the_mean_and_variance_of_a_gumbel_variable() -> None:
-    noise = GumbelNoise([(1, 0, position) for position in range(50)], CPU).of_vocabulary(20_000)
-    assert noise.isfinite().all()
-    assert noise.mean().item() == pytest.approx(0.5772, abs=0.01)
-    assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.02)
+    noise = np.stack([gumbel(GumbelNoise(1, 0, position).words_of_vocabulary(20_000)) for position in range(50)])
+    assert np.isfinite(noise).all()
+    assert noise.mean() == pytest.approx(0.5772, abs=0.01)
+    assert noise.var() == pytest.approx(math.pi**2 / 6, abs=0.02)
+
+
+def test_noise_lies_between_its_bounds_and_a_word_below_the_least_has_less() -> None:
+    assert gumbel(np.array([0, 2**32 - 1], np.uint64)).tolist() == [
+        pytest.approx(MIN_GUMBEL, rel=1e-12),
+        pytest.approx(MAX_GUMBEL, rel=1e-9),
+    ]
+    for noise in (-3.2, -1.0, 0.0, 6.0, 12.0, 22.0):
+        word = least_word(noise)
+        assert word == 0 or gumbel(np.array([word - 1], np.uint64))[0] < noise
 
 
 def test_greedy_takes_the_largest_and_the_lowest_id_of_equals() -> None:
@@ -78,9 +87,18 @@ def test_greedy_takes_the_largest_and_the_lowest_id_of_equals() -> None:
 
 
 def test_equal_scores_go_to_the_lowest_id_when_sampling_too() -> None:
-    ids = torch.tensor([[7, 3, 5]])
-    scores = torch.tensor([[1.0, 1.0, 0.0]], dtype=torch.float64)
-    assert sampler_module._lowest_best(ids, scores).tolist() == [3]
+    assert sampler_module._best(np.array([7, 5, 3]), np.array([1.0, 0.0, 1.0])) == 3
+
+
+def test_a_token_is_drawn_as_if_the_noise_of_all_had_been_computed() -> None:
+    generator = np.random.default_rng(2)
+    for position in range(60):
+        scale = (0.2, 1.0, 5.0)[position % 3]
+        logits = (generator.standard_normal(5000) * scale).astype(np.float32)
+        params = SamplingParams(seed=9, temperature=(0.3, 1.0, 2.0)[position // 3 % 3])
+        noise = gumbel(GumbelNoise(9, 0, position).words_of_vocabulary(5000))
+        scores = (logits.astype(np.float64) - float(logits.max())) / params.temperature + noise
+        assert tokens(torch.from_numpy(logits).unsqueeze(0), [row(params, position=position)]) == [scores.argmax()]
 
 
 def test_seed_choice_and_position_each_make_another_draw() -> None:
@@ -141,24 +159,39 @@ def test_top_p_counts_the_probability_that_top_k_left() -> None:
     assert set(drawn(logits, SamplingParams(top_k=2, top_p=0.58, seed=1))) == {0, 1}
 
 
+def definition(logits: Tensor, params: SamplingParams, position: int) -> int:
+    """The token as the definition has it: everything sorted, nothing left out early."""
+    values = logits.numpy()
+    scaled = (values.astype(np.float64) - float(values.max())) / params.temperature
+    order = np.argsort(-values, kind="stable")
+    kept = order[: params.top_k or len(order)]
+    kept = kept[np.exp(scaled[kept]) >= params.min_p]
+    weights = (np.exp(scaled[kept]) * 2.0**32).astype(np.int64)
+    if params.top_p < 1:
+        before = weights.cumsum() - weights
+        kept = kept[(before < weights.sum() * params.top_p) | (np.arange(len(kept)) == 0)]
+    scores = np.full(len(values), -np.inf)
+    noise = gumbel(GumbelNoise(params.seed, 0, position).words_of_vocabulary(len(values)))
+    scores[kept] = scaled[kept] + noise[kept]
+    return int(scores.argmax())
+
+
 @pytest.mark.parametrize(
     "params",
     [
         SamplingParams(top_p=0.9, seed=1),
+        SamplingParams(top_p=0.999, temperature=1.7, seed=1),
         SamplingParams(top_p=0.9, top_k=60, seed=1),
         SamplingParams(top_p=0.9, min_p=0.3, seed=1),
         SamplingParams(min_p=0.01, seed=1),
+        SamplingParams(top_k=700, temperature=0.7, seed=1),
     ],
 )
-def test_what_is_kept_does_not_depend_on_how_much_is_sorted_at_first(
-    params: SamplingParams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logits = torch.randn(40, 100, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("scale", [0.01, 1.0, 4.0, 30.0])
+def test_leaving_out_early_what_cannot_win_changes_no_token(params: SamplingParams, scale: float) -> None:
+    logits = (torch.randn(40, 1000, generator=torch.Generator().manual_seed(1)) * scale).round(decimals=1)
     rows = [row(params, position=position) for position in range(40)]
-    whole = tokens(logits, rows)
-    for head in (1, 7, 60):
-        monkeypatch.setattr(sampler_module, "_HEAD", head)
-        assert tokens(logits, rows) == whole
+    assert tokens(logits, rows) == [definition(logits[index], params, index) for index in range(40)]
 
 
 def test_repetition_penalty_divides_or_multiplies_whatever_was_in_prompt_or_output() -> None:
@@ -184,10 +217,11 @@ def test_logit_bias_is_added_before_choosing() -> None:
 
 
 def test_banned_tokens_are_not_chosen() -> None:
-    banned = SampleRow(
-        params=SamplingParams(seed=1), choice_index=0, position=0, tokens=array("q", [1]), num_prompt=1, banned=(1,)
-    )
+    params = SamplingParams(seed=1, min_tokens=1)
+    banned = SampleRow(params=params, choice_index=0, tokens=array("q", [1]), num_prompt=1, stop_ids=frozenset({1}))
     assert tokens([[0.0, 50.0, 0.0]], [banned]) != [1]
+    banned.tokens.append(2)
+    assert tokens([[0.0, 50.0, 0.0]], [banned]) == [1]
 
 
 def test_editing_one_row_leaves_the_model_logits_as_they_are() -> None:

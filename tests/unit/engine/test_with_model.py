@@ -48,7 +48,7 @@ def worker(decoder: Decoder, scheduler: DecodeScheduler | PrefillScheduler, pool
 
 def decode(decoder: Decoder, num_blocks: int, chunk: int) -> tuple[Worker, DecodeScheduler]:
     pool = BlockPool(num_blocks, BLOCK_SIZE)
-    config = SchedulerConfig(limits=BOUNDS, max_local_prefill_tokens=chunk, max_idle_prefill_tokens=chunk)
+    config = SchedulerConfig(limits=BOUNDS, max_num_batched_tokens=chunk)
     scheduler = DecodeScheduler(pool, config)
     return worker(decoder, scheduler, pool), scheduler
 

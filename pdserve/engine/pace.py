@@ -1,0 +1,53 @@
+"""How fast steps are: measured on the step thread, and given to schedulers, which size prefill chunks by it. Pure.
+
+Source: Agrawal et al., "Taming throughput-latency tradeoff in LLM inference with Sarathi-Serve" (OSDI 2024): chunks of
+prompts share a step with decoding sequences, sized so that the step stays within the time between two tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Weight of the newest step in the averages: about the last five count.
+_WEIGHT = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Averages of the latest steps. The defaults, of a slow machine, hold until there was a first step of the kind."""
+
+    #: Seconds of a step that only decodes.
+    decode_step_s: float = 0.02
+    #: Seconds that each token of a prefill chunk adds to a step.
+    prefill_token_s: float = 0.001
+
+    def tokens_within(self, budget_s: float) -> int:
+        """Tokens of prefill chunks that a step beside decoding sequences has room for; 0 when it has none."""
+        return max(0, int((budget_s - self.decode_step_s) / self.prefill_token_s))
+
+
+class PaceMeter:
+    """Learns the pace from step to step."""
+
+    def __init__(self) -> None:
+        self.pace = Pace()
+        self._has_decoded = False
+        self._has_prefilled = False
+
+    def observe(self, *, num_decoding: int, num_prefill_tokens: int, step_s: float) -> None:
+        """One step that computed this much in `step_s` seconds."""
+        decode_step_s, prefill_token_s = self.pace.decode_step_s, self.pace.prefill_token_s
+        if num_prefill_tokens:
+            # What the decoding sequences beside it cost is known from steps of their own. At least a tenth is the
+            # prefill's: a step that was quicker than expected must not make prefill look free.
+            own_s = max(step_s - decode_step_s, step_s / 10) if num_decoding else step_s
+            prefill_token_s = _moved(prefill_token_s, own_s / num_prefill_tokens, is_first=not self._has_prefilled)
+            self._has_prefilled = True
+        elif num_decoding:
+            decode_step_s = _moved(decode_step_s, step_s, is_first=not self._has_decoded)
+            self._has_decoded = True
+        self.pace = Pace(decode_step_s=decode_step_s, prefill_token_s=prefill_token_s)
+
+
+def _moved(average: float, value: float, *, is_first: bool) -> float:
+    return value if is_first else average + _WEIGHT * (value - average)
