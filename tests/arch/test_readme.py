@@ -19,9 +19,10 @@ import openai.resources.chat.completions
 import pytest
 
 from decode_svc.config import DecodeConfig
-from pdserve.base.config import add_options, parse_bytes
+from pdserve.base.config import add_options
 from pdserve.base.worker_config import WorkerConfig
 from pdserve.cli.__main__ import COMMANDS
+from pdserve.cli.bench.config import ServeConfig
 from pdserve.cli.chat import ChatConfig
 from pdserve.cli.status import StatusConfig
 from pdserve.cli.trace import TraceConfig
@@ -38,7 +39,13 @@ from router_svc.openai.schema import ChatBody, CompletionBody, GenerationBody
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PACKAGES = ("router_svc", "prefill_svc", "decode_svc", "pdserve", "kvtransfer", "kernels")
-CLI_CONFIGS: dict[str, type[Any]] = {"up": UpConfig, "chat": ChatConfig, "status": StatusConfig, "trace": TraceConfig}
+CLI_CONFIGS: dict[str, type[Any]] = {
+    "up": UpConfig,
+    "chat": ChatConfig,
+    "status": StatusConfig,
+    "trace": TraceConfig,
+    "bench serve": ServeConfig,
+}
 SERVICE_CONFIGS: dict[str, type[Any]] = {
     "router_svc": RouterConfig,
     "prefill_svc": PrefillConfig,
@@ -87,8 +94,8 @@ def _documented_default(cell: str, field: dataclasses.Field[Any]) -> object:
     if cell in words:
         return words[cell]
     value = cell.strip("`")
-    if field.metadata["parse"] is parse_bytes:
-        return parse_bytes(value)
+    if field.metadata["parse"] is not None:
+        return field.metadata["parse"](value)
     return type(field.default)(value)
 
 
@@ -99,6 +106,7 @@ def _documented_default(cell: str, field: dataclasses.Field[Any]) -> object:
         ("pdserve chat", ChatConfig, None),
         ("pdserve status", StatusConfig, None),
         ("pdserve trace", TraceConfig, None),
+        ("pdserve bench serve", ServeConfig, None),
         ("Router", RouterConfig, None),
         ("Workers of both tiers", WorkerConfig, None),
         ("Prefill worker", PrefillConfig, WorkerConfig),
@@ -129,8 +137,8 @@ def test_every_flag_and_variable_that_is_mentioned_exists(path: Path) -> None:
     code = " ".join(re.findall(r"```.*?```|`[^`]+`", path.read_text(encoding="utf-8"), re.DOTALL))
     mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", code))
     assert mentioned - flags - {"--config", "--no-json"} <= FOREIGN_FLAGS
-    for service, name in re.findall(r"PDSERVE_([A-Z]+)__([A-Z_]+)", code):
-        config = CLI_CONFIGS.get(service.lower()) or SERVICE_CONFIGS[f"{service.lower()}_svc"]
+    for service, name in re.findall(r"PDSERVE_([A-Z]+(?:_[A-Z]+)*)__([A-Z_]+)", code):
+        config = CLI_CONFIGS.get(service.lower().replace("_", " ")) or SERVICE_CONFIGS[f"{service.lower()}_svc"]
         assert name.lower() in {*(field.name for field in dataclasses.fields(config)), "config"}
 
 
@@ -151,7 +159,9 @@ def _commands(path: str) -> Iterator[list[str]]:
                 command.append(word)
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/operations/running.md", "docs/operations/flags.md"])
+@pytest.mark.parametrize(
+    "path", ["README.md", *(f"docs/operations/{name}.md" for name in ("running", "flags", "benchmarks"))]
+)
 def test_commands_are_real(path: str) -> None:
     commands = list(_commands(path))
     assert commands
@@ -162,7 +172,8 @@ def test_commands_are_real(path: str) -> None:
                 assert {word for word in arguments if "=" not in word} <= targets
             case "pdserve":
                 assert arguments[0] in COMMANDS
-                _parse(CLI_CONFIGS[arguments[0]], arguments[1:])
+                num_words = 2 if arguments[0] == "bench" else 1
+                _parse(CLI_CONFIGS[" ".join(arguments[:num_words])], arguments[num_words:])
             case "python" if arguments[1] in SERVICE_CONFIGS:
                 _parse(SERVICE_CONFIGS[arguments[1]], arguments[2:])
             case "python":

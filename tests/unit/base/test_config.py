@@ -21,6 +21,7 @@ class _Config:
     level: str = option("info", help="a level", choices=("info", "debug"))
     fast: bool = option(False, help="a switch")
     lease_s: float = option(1.0, help="a time")
+    colours: tuple[str, ...] = option((), help="words", parse=lambda text: tuple(text.split()), several=True)
 
 
 def _load(*argv: str, **environment: str) -> _Config:
@@ -70,3 +71,15 @@ def test_a_wrong_file_is_refused(tmp_path: Path, content: str) -> None:
 
 def test_names_that_kubernetes_makes_for_services_are_not_settings() -> None:
     assert _load("--model", "m", PDSERVE_ROUTER_PORT="tcp://10.0.0.1:80").port == 8000
+
+
+def test_a_flag_of_several_words_ends_at_the_next_flag() -> None:
+    assert _load("--colours", "red", "green", "--model", "m").colours == ("red", "green")
+    assert _load("--model", "m", PDSERVE_ROUTER__COLOURS="red green").colours == ("red", "green")
+
+
+def test_a_command_of_two_words_has_an_underscore_in_its_variables() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser, _Config)
+    environment = {"PDSERVE_BENCH_SERVE__MODEL": "m"}
+    assert from_arguments(_Config, "bench serve", parser.parse_args([]), environment).model == "m"
