@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kernels.ops import Ops
-from kernels.reference import ReferenceOps
+from kernels.choice import KernelOptions, KernelsUnavailable
+from kernels.decoder import DecoderWeights
 from pdserve.base.errors import SetupError
 from pdserve.model.checkpoint import weight_files
 from pdserve.model.config import DTYPES, ModelConfig
@@ -44,14 +44,27 @@ def load_decoder(
     dtype: str = "auto",
     device: str = "cpu",
     max_model_len: int | None = None,
-    ops: Ops | None = None,
+    kernels: KernelOptions | None = None,
 ) -> Decoder:
     """The decoder of a model directory; "auto" is the dtype of its config.
 
-    On the CPU, tensors stored in that dtype stay in the page cache, where all processes share them; others are copies.
-    Raises `SetupError` for a model or dtype that is not supported and for weights that do not fit the config.
+    Raises `SetupError` for a model, dtype or choice of kernels that is not supported and for weights that do not fit
+    the config.
     """
     config = ModelConfig.from_dir(model_dir)
+    weights = load_weights(model_dir, config, dtype=dtype, device=device)
+    try:
+        return Decoder(config, weights, max_model_len=max_model_len, kernels=kernels)
+    except KernelsUnavailable as error:
+        raise SetupError(str(error)) from error
+
+
+def load_weights(model_dir: Path, config: ModelConfig, *, dtype: str = "auto", device: str = "cpu") -> DecoderWeights:
+    """The weights of a model directory.
+
+    On the CPU, tensors stored in that dtype stay in the page cache, where all processes share them; others are copies.
+    Raises `SetupError` like `load_decoder`.
+    """
     name = config.dtype if dtype == "auto" else dtype
     if name not in DTYPES:
         raise SetupError(f"dtype {name!r} is not supported; supported: auto, {', '.join(DTYPES)}.")
@@ -63,8 +76,7 @@ def load_decoder(
         def get(tensor: str) -> Tensor:
             return where[tensor].get_tensor(tensor).to(device=device, dtype=_TORCH_DTYPES[name])
 
-        weights = assemble(config, get)
-    return Decoder(config, weights, ops or ReferenceOps(), max_model_len=max_model_len)
+        return assemble(config, get)
 
 
 def _open_files(model_dir: Path, stack: ExitStack) -> list[_File]:

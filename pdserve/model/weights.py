@@ -3,51 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch import Tensor
 
+from kernels.decoder import DecoderWeights, LayerWeights
 from pdserve.model.config import ModelConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
-    """One decoder layer; matrices are [out_features, in_features]."""
-
-    input_norm: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_bias: Tensor | None
-    k_bias: Tensor | None
-    v_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: Tensor
-    output_bias: Tensor | None
-    post_attention_norm: Tensor
-    gate: Tensor
-    gate_bias: Tensor | None
-    up: Tensor
-    up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
-    """A whole decoder; `lm_head` is `embedding` when they are tied."""
-
-    embedding: Tensor
-    layers: tuple[LayerWeights, ...]
-    norm: Tensor
-    lm_head: Tensor
-
-
-def assemble(config: ModelConfig, get: Callable[[str], Tensor]) -> Weights:
+def assemble(config: ModelConfig, get: Callable[[str], Tensor]) -> DecoderWeights:
     """Builds the weights from checked tensors; `get` is called once per tensor."""
     embedding = get("model.embed_tokens.weight")
-    return Weights(
+    return DecoderWeights(
         embedding=embedding,
         layers=tuple(_assemble_layer(config, f"model.layers.{index}.", get) for index in range(config.num_layers)),
         norm=get("model.norm.weight"),

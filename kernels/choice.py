@@ -1,0 +1,94 @@
+"""Which sibling computes: what was asked for, what this machine has, and why it is not the fast one when it is not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from kernels.composed import ComposedDecoder
+from kernels.cpu import native
+from kernels.cpu.decoder import CpuDecoder, NativeModule, unsupported
+from kernels.decoder import DecoderKernel, DecoderShape, DecoderWeights
+from kernels.reference import ReferenceOps
+
+IMPLEMENTATIONS = ("auto", "cpu", "reference")
+QUANTIZATIONS = ("int8",)
+
+
+class KernelsUnavailable(Exception):  # noqa: N818 - says what is the case
+    """What was asked for cannot be had here; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelOptions:
+    """What to compute with. `auto` is C++ where it is built and can run the model, else plain torch."""
+
+    implementation: str = "auto"
+    #: One of `instruction_sets()`; None: the best.
+    instruction_set: str | None = None
+    #: Compute threads of C++ kernels; None: as many as `cpus`, else as many as torch takes.
+    num_threads: int | None = None
+    #: Where they are pinned; empty: nowhere.
+    cpus: tuple[int, ...] = ()
+    #: "int8": weights are rounded to 8 bits with a scale per output feature; C++ only.
+    quantization: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelChoice:
+    """What computes, for logs and metrics."""
+
+    implementation: str
+    instruction_set: str
+    quantization: str
+    #: Why it is not C++; empty when it is, or when plain torch was asked for.
+    reason: str
+
+
+def instruction_sets() -> list[str]:
+    """What the C++ kernels were built for and this machine has, best first; empty when they are not built."""
+    module = native.load()
+    return [] if module is None else cast(NativeModule, module).instruction_sets()
+
+
+def open_decoder(
+    options: KernelOptions, shape: DecoderShape, weights: DecoderWeights, cos_sin: Tensor
+) -> tuple[DecoderKernel, KernelChoice]:
+    """Binds the chosen kernels to weights. `cos_sin`: float32 [max_positions, 2, head_dim].
+
+    Raises `KernelsUnavailable`.
+    """
+    reason = "" if options.implementation == "reference" else _why_not_cpu(shape, weights)
+    if options.implementation == "reference" or reason:
+        wanted = "--kernels cpu" if options.implementation == "cpu" else options.quantization
+        if wanted:
+            raise KernelsUnavailable(f"{wanted} needs the C++ kernels: {reason or 'plain torch was asked for'}.")
+        choice = KernelChoice(implementation="reference", instruction_set="", quantization="", reason=reason)
+        return ComposedDecoder(ReferenceOps(), shape, weights, cos_sin), choice
+    found = instruction_sets()
+    name = options.instruction_set or found[0]
+    if name not in found:
+        raise KernelsUnavailable(f"this machine does not run the instruction set {name!r}; it runs {', '.join(found)}.")
+    kernel = CpuDecoder(
+        cast(NativeModule, native.load()),
+        shape,
+        weights,
+        cos_sin,
+        instruction_set=name,
+        num_threads=options.num_threads or len(options.cpus) or torch.get_num_threads(),
+        cpus=options.cpus,
+        int8=options.quantization == "int8",
+    )
+    choice = KernelChoice(
+        implementation="cpu", instruction_set=name, quantization=options.quantization or "", reason=""
+    )
+    return kernel, choice
+
+
+def _why_not_cpu(shape: DecoderShape, weights: DecoderWeights) -> str:
+    if weights.norm.device.type != "cpu":
+        return f"the model is on {weights.norm.device}"
+    return native.missing_reason() or unsupported(shape) or ""

@@ -1,0 +1,49 @@
+"""The forward pass in terms of single ops: the reference's, and that of every sibling that brings ops of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.decoder import DecoderShape, DecoderWeights, LayerWeights
+from kernels.ops import KvRows, Ops, PagedKv
+
+
+class ComposedDecoder:
+    """Implements `kernels.decoder.DecoderKernel`."""
+
+    def __init__(self, ops: Ops, shape: DecoderShape, weights: DecoderWeights, cos_sin: Tensor) -> None:
+        """`cos_sin`: float32 [max_positions, 2, head_dim]."""
+        self._ops = ops
+        self._shape = shape
+        self._weights = weights
+        self._cos_sin = cos_sin
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, rows: KvRows, logits_rows: Tensor, kv_cache: Tensor) -> Tensor:
+        ops, layers, eps = self._ops, self._weights.layers, self._shape.rms_norm_eps
+        kv = ops.paged_kv(rows, kv_cache, self._cos_sin, self._shape.scale)
+        hidden = ops.embedding(token_ids, self._weights.embedding)
+        normed = ops.rms_norm(hidden, layers[0].input_norm, eps)
+        for index, layer in enumerate(layers):
+            attended = self._attention(index, layer, normed, kv)
+            normed, hidden = ops.add_rms_norm(attended, hidden, layer.post_attention_norm, eps)
+            next_norm = layers[index + 1].input_norm if index + 1 < len(layers) else self._weights.norm
+            normed, hidden = ops.add_rms_norm(self._mlp(layer, normed), hidden, next_norm, eps)
+        return ops.linear(normed.index_select(0, logits_rows), self._weights.lm_head).float()
+
+    def _attention(self, index: int, layer: LayerWeights, x: Tensor, kv: PagedKv) -> Tensor:
+        ops, shape = self._ops, self._shape
+        q = ops.linear(x, layer.q, layer.q_bias).view(-1, shape.num_heads, shape.head_dim)
+        k = ops.linear(x, layer.k, layer.k_bias).view(-1, shape.num_kv_heads, shape.head_dim)
+        v = ops.linear(x, layer.v, layer.v_bias).view(-1, shape.num_kv_heads, shape.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = ops.rms_norm(q, layer.q_norm, shape.rms_norm_eps)
+            k = ops.rms_norm(k, layer.k_norm, shape.rms_norm_eps)
+        q = kv.rope_write_kv(index, q, k, v)
+        return ops.linear(kv.attention(index, q, shape.windows[index]), layer.output, layer.output_bias)
+
+    def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
+        ops = self._ops
+        gated = ops.silu_mul(ops.linear(x, layer.gate, layer.gate_bias), ops.linear(x, layer.up, layer.up_bias))
+        return ops.linear(gated, layer.down, layer.down_bias)

@@ -1,0 +1,160 @@
+"""The C++ decoder as the rest sees it: tensors are checked here and passed on as addresses."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kernels.decoder import DecoderShape, DecoderWeights, LayerWeights
+from kernels.ops import KvRows
+
+#: Codes that `src/module.cpp` shares: types in memory, and formats that weights are packed in.
+_TYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
+_FORMATS = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 1}
+_INT8 = 2
+#: `kMaxWidth` and the longest head of `src/isa/rows.h`.
+_MAX_HIDDEN_SIZE, _MAX_HEAD_DIM = 1 << 15, 1024
+
+
+class _NativeDecoder(Protocol):
+    """`_native.Decoder`, which has no type hints."""
+
+    logits_stride: int
+    weight_bytes: int
+    num_threads: int
+
+    def add_layer(self, **parts: object) -> None: ...
+    def finish(self, **parts: object) -> None: ...
+    def forward(self, *numbers: int) -> None: ...
+
+
+class NativeModule(Protocol):
+    """`kernels.cpu._native`."""
+
+    def instruction_sets(self) -> list[str]:
+        """What runs on this machine, best first."""
+
+    def Decoder(self, **shape: object) -> _NativeDecoder: ...  # noqa: N802 - a class
+
+
+def unsupported(shape: DecoderShape) -> str | None:
+    """Why the C++ kernels cannot run a decoder of that shape; None when they can."""
+    if shape.hidden_size > _MAX_HIDDEN_SIZE:
+        return f"hidden_size {shape.hidden_size} is above {_MAX_HIDDEN_SIZE}"
+    if shape.head_dim > _MAX_HEAD_DIM or shape.head_dim % 2:
+        return f"head_dim {shape.head_dim} is odd or above {_MAX_HEAD_DIM}"
+    return None
+
+
+class CpuDecoder:
+    """Implements `kernels.decoder.DecoderKernel`; its weights are copies, packed when it is made."""
+
+    def __init__(
+        self,
+        native: NativeModule,
+        shape: DecoderShape,
+        weights: DecoderWeights,
+        cos_sin: Tensor,
+        *,
+        instruction_set: str,
+        num_threads: int,
+        cpus: tuple[int, ...],
+        int8: bool,
+    ) -> None:
+        """`cpus`: where threads are pinned, one after the other; empty: nowhere."""
+        dtype = weights.norm.dtype
+        self._vocab_size = shape.vocab_size
+        self._kv_type = _TYPES[dtype]
+        # Read in place, so they must live as long as this.
+        self._embedding = weights.embedding.contiguous()
+        self._cos_sin = cos_sin.contiguous()
+        self._decoder = native.Decoder(
+            isa=instruction_set,
+            weight_type=_TYPES[dtype],
+            format=_INT8 if int8 else _FORMATS[dtype],
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            vocab_size=shape.vocab_size,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            scale=shape.scale,
+            eps=shape.rms_norm_eps,
+            num_threads=num_threads,
+            cpus=list(cpus),
+        )
+        for layer, window in zip(weights.layers, shape.windows, strict=True):
+            _add_layer(self._decoder, layer, window)
+        held = [weights.norm.contiguous(), weights.lm_head.contiguous()]
+        self._decoder.finish(
+            embedding=self._embedding.data_ptr(),
+            norm=held[0].data_ptr(),
+            lm_head=(held[1].data_ptr(), 0, shape.vocab_size, shape.hidden_size),
+            angles=self._cos_sin.data_ptr(),
+        )
+        self._logits = torch.empty(0, self._decoder.logits_stride)
+
+    def forward(self, token_ids: Tensor, rows: KvRows, logits_rows: Tensor, kv_cache: Tensor) -> Tensor:
+        indices = (
+            token_ids,
+            rows.positions,
+            rows.slot_mapping,
+            rows.query_starts,
+            rows.context_lens,
+            rows.block_tables,
+            logits_rows,
+        )
+        assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in indices)
+        assert kv_cache.is_contiguous()
+        assert _TYPES[kv_cache.dtype] == self._kv_type
+        num_logits = len(logits_rows)
+        if num_logits > len(self._logits):
+            # Kept and reused: fresh memory of this size costs page faults in every step.
+            self._logits = torch.empty(num_logits, self._decoder.logits_stride)
+        block, layer, side, head, _, _ = kv_cache.stride()
+        self._decoder.forward(
+            len(token_ids),
+            len(rows.context_lens),
+            num_logits,
+            rows.block_tables.stride(0),
+            *(tensor.data_ptr() for tensor in indices),
+            kv_cache.data_ptr(),
+            self._kv_type,
+            block,
+            layer,
+            side,
+            head,
+            kv_cache.shape[4],
+            self._logits.data_ptr(),
+        )
+        return self._logits[:num_logits, : self._vocab_size]
+
+
+def _add_layer(decoder: _NativeDecoder, layer: LayerWeights, window: int | None) -> None:
+    held: list[Tensor] = []
+
+    def address(tensor: Tensor | None) -> int:
+        if tensor is None:
+            return 0
+        held.append(tensor.contiguous())
+        return held[-1].data_ptr()
+
+    def matrix(weight: Tensor, bias: Tensor | None) -> tuple[int, int, int, int]:
+        return address(weight), address(bias), weight.shape[0], weight.shape[1]
+
+    decoder.add_layer(
+        q=matrix(layer.q, layer.q_bias),
+        k=matrix(layer.k, layer.k_bias),
+        v=matrix(layer.v, layer.v_bias),
+        output=matrix(layer.output, layer.output_bias),
+        gate=matrix(layer.gate, layer.gate_bias),
+        up=matrix(layer.up, layer.up_bias),
+        down=matrix(layer.down, layer.down_bias),
+        input_norm=address(layer.input_norm),
+        post_attention_norm=address(layer.post_attention_norm),
+        q_norm=address(layer.q_norm),
+        k_norm=address(layer.k_norm),
+        window=window or 0,
+    )

@@ -1,0 +1,274 @@
+// Attention over block tables. A query vector walks the keys in tiles of 64 at absolute positions, with a running maximum
+// and sum; a tile whose keys it may not see leaves its state as it was, bit for bit. So what a row gets does not depend on
+// the rows it is attended with, on how a prompt was cut, nor on whether it is a prompt's row or a decoded one.
+#pragma once
+
+#include <limits>
+
+#include "vec.h"
+
+namespace pdserve::PD_ISA {
+
+// How keys and values of each type are read and multiplied.
+struct Bf16Kv {
+  using Unit = Bf16Pairs;
+  using Element = uint16_t;
+  static constexpr int per_unit = 2;
+  static PD_INLINE uint32_t unit(const Element* p) { return p[0] | uint32_t(p[1]) << 16; }
+  static PD_INLINE uint32_t unit_of(Element first, Element second) { return first | uint32_t(second) << 16; }
+};
+
+struct F32Kv {
+  using Unit = Floats;
+  using Element = float;
+  static constexpr int per_unit = 1;
+  static PD_INLINE uint32_t unit(const Element* p) { return __builtin_bit_cast(uint32_t, *p); }
+  static PD_INLINE uint32_t unit_of(Element first, Element) { return __builtin_bit_cast(uint32_t, first); }
+};
+
+struct F16Kv {
+  using Unit = Floats;
+  using Element = uint16_t;
+  static constexpr int per_unit = 1;
+  static PD_INLINE uint32_t unit(const Element* p) { return __builtin_bit_cast(uint32_t, from_f16(*p)); }
+  static PD_INLINE uint32_t unit_of(Element first, Element) { return unit(&first); }
+};
+
+constexpr int kKeyPanels = kKeyTile / kPanelColumns;
+constexpr int kMaxVectors = kMaxSums / (2 * kKeyPanels) > 0 ? kMaxSums / (2 * kKeyPanels) : 1;
+
+struct Scratch {
+  uint32_t* keys;    // [2 panels][head_dim / per_unit][32]
+  uint32_t* values;  // [panels of head_dim][64 / per_unit][32]
+  float* sums;       // [kQueryTile + share][padded head_dim]
+  float* most;       // [kQueryTile + share]
+  float* weight;     // [kQueryTile + share]
+  uint32_t* zeros;   // One row of them.
+};
+
+static long padded(long head_dim) { return ceil_div(head_dim, kPanelColumns) * kPanelColumns; }
+
+static long max_vectors(const AttentionShape& shape) { return kQueryTile + shape.num_heads / shape.num_kv_heads; }
+
+static long attend_scratch_bytes(const AttentionShape& shape) {
+  const long dim = padded(shape.head_dim);
+  return 4 * (kKeyTile * dim * 2 + max_vectors(shape) * (dim + 2) + dim) + 64;
+}
+
+static Scratch carve(const AttentionShape& shape, void* memory) {
+  const long dim = padded(shape.head_dim), vectors = max_vectors(shape);
+  auto* at = static_cast<uint32_t*>(memory);
+  Scratch scratch;
+  scratch.keys = at, at += kKeyTile * dim;
+  scratch.values = at, at += kKeyTile * dim;
+  scratch.sums = reinterpret_cast<float*>(at), at += vectors * dim;
+  scratch.most = reinterpret_cast<float*>(at), at += vectors;
+  scratch.weight = reinterpret_cast<float*>(at), at += vectors;
+  scratch.zeros = at;
+  return scratch;
+}
+
+#if defined(__AVX512F__)
+// 16 rows of 16 units -> 16 columns; out[i] receives unit i of every row.
+static PD_INLINE void transpose(const void* const* rows, long offset, uint32_t* out, long stride) {
+  __m512i a[16], b[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(static_cast<const uint32_t*>(rows[i]) + offset);
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+    a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+    a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512i low = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88), high = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+    const __m512i low2 = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd), high2 = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
+    _mm512_storeu_si512(out + i * stride, _mm512_shuffle_i32x4(low, high, 0x88));
+    _mm512_storeu_si512(out + (i + 8) * stride, _mm512_shuffle_i32x4(low, high, 0xdd));
+    _mm512_storeu_si512(out + (i + 4) * stride, _mm512_shuffle_i32x4(low2, high2, 0x88));
+    _mm512_storeu_si512(out + (i + 12) * stride, _mm512_shuffle_i32x4(low2, high2, 0xdd));
+  }
+}
+#endif
+
+template <class Kv>
+struct Attention {
+  using Element = typename Kv::Element;
+  using Unit = typename Kv::Unit;
+  static constexpr int per_unit = Kv::per_unit;
+
+  const AttentionShape& shape;
+  const KvCache& cache;
+  const Span& span;
+  long layer;
+  int kv_head;
+  long window;  // 0: none.
+  Scratch scratch;
+
+  long share() const { return shape.num_heads / shape.num_kv_heads; }
+  long dim() const { return shape.head_dim; }
+
+  void gather(long side, long begin, long end, const void** rows) const {
+    const long head = layer * cache.layer_stride + side * cache.side_stride + kv_head * cache.head_stride;
+    const auto* memory = reinterpret_cast<const Element*>(cache.memory) + head;
+    long index = begin / cache.block_size, offset = begin % cache.block_size;
+    for (long key = begin; key < begin + kKeyTile; ++key) {
+      rows[key - begin] = key < end ? static_cast<const void*>(memory + span.blocks[index] * cache.block_stride + offset * dim())
+                                    : scratch.zeros;
+      if (++offset == cache.block_size) offset = 0, ++index;
+    }
+  }
+
+  void pack_keys(const void* const* rows) const {
+    const long units = dim() / per_unit, panel_units = units * kPanelColumns;
+    for (int first = 0; first < kKeyTile; first += kLanes) {
+      uint32_t* out = scratch.keys + first / kPanelColumns * panel_units + first % kPanelColumns;
+      long unit = 0;
+#if defined(__AVX512F__)
+      if constexpr (sizeof(Element) * per_unit == 4)
+        for (; unit + kLanes <= units; unit += kLanes)
+          transpose(rows + first, unit, out + unit * kPanelColumns, kPanelColumns);
+#endif
+      for (; unit < units; ++unit)
+        for (int key = 0; key < kLanes; ++key)
+          out[unit * kPanelColumns + key] = Kv::unit(static_cast<const Element*>(rows[first + key]) + unit * per_unit);
+    }
+  }
+
+  void pack_values(const void* const* rows) const {
+    const long panel_units = kKeyTile / per_unit * kPanelColumns;
+    for (int key = 0; key < kKeyTile; key += per_unit) {
+      const auto* first = static_cast<const Element*>(rows[key]);
+      const auto* second = static_cast<const Element*>(rows[key + per_unit - 1]);
+      for (long column = 0; column < dim(); column += kPanelColumns) {
+        uint32_t* out = scratch.values + column / kPanelColumns * panel_units + key / per_unit * kPanelColumns;
+        const long count = dim() - column < kPanelColumns ? dim() - column : kPanelColumns;
+        if (count == kPanelColumns) {
+          for (int i = 0; i < kPanelColumns; ++i) out[i] = Kv::unit_of(first[column + i], second[column + i]);
+        } else {
+          for (int i = 0; i < kPanelColumns; ++i)
+            out[i] = i < count ? Kv::unit_of(first[column + i], second[column + i]) : 0;
+        }
+      }
+    }
+  }
+
+  // The scores' vectors of one query become weights; returns by how much what was summed so far shrinks.
+  PD_INLINE float soften(vf (&scores)[2 * kKeyPanels], long position, long begin, float* most, float* weight,
+                         uint32_t* weights) const {
+    const bool whole = begin + kKeyTile - 1 <= position && (window == 0 || begin > position - window);
+    vf top = splat(-std::numeric_limits<float>::infinity());
+    for (int v = 0; v < 2 * kKeyPanels; ++v) {
+      scores[v] *= splat(shape.scale);
+      if (!whole) {
+        vi key;
+        for (int lane = 0; lane < kLanes; ++lane) key[lane] = int32_t(begin + v * kLanes + lane);
+        const int32_t last = int32_t(position), first = window == 0 ? 0 : int32_t(position - window + 1);
+        scores[v] = ((key <= last) & (key >= first)) ? scores[v] : splat(-std::numeric_limits<float>::infinity());
+      }
+      top = max(top, scores[v]);
+    }
+    const float before = *most, now = std::fmax(before, largest(top));
+    const float finite = std::fmax(now, std::numeric_limits<float>::lowest());
+    vf total{};
+    for (int v = 0; v < 2 * kKeyPanels; ++v) {
+      const vf p = exp(scores[v] - splat(finite));
+      total += p;
+      if constexpr (per_unit == 2)
+        store_bf16(reinterpret_cast<uint16_t*>(weights) + v * kLanes, p);
+      else
+        store(reinterpret_cast<float*>(weights) + v * kLanes, p);
+    }
+    const float shrink = exp(splat(before - finite))[0];
+    *weight = *weight * shrink + sum(total);
+    *most = now;
+    return shrink;
+  }
+
+  template <int R, int P>
+  PD_INLINE void add_values(const uint32_t* weights, const float (&shrink)[R], long vector, long panel) const {
+    const long stride = padded(dim()), panel_units = kKeyTile / per_unit * kPanelColumns;
+    float* at = scratch.sums + vector * stride + panel * kPanelColumns;
+    vf sums[R][2 * P];
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < 2 * P; ++v) sums[r][v] = load(at + r * stride + v * kLanes) * splat(shrink[r]);
+    multiply_tile<Unit, R, P>(weights, kKeyTile / per_unit, scratch.values + panel * panel_units, panel_units,
+                              kKeyTile / per_unit, sums);
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < 2 * P; ++v) store(at + r * stride + v * kLanes, sums[r][v]);
+  }
+
+  // Vectors [vector, vector + R) meet the tile that begins at `begin`.
+  template <int R>
+  void meet(const uint32_t* q, long vector, long first_position, long begin) const {
+    const long units = dim() / per_unit;
+    vf scores[R][2 * kKeyPanels]{};
+    multiply_tile<Unit, R, kKeyPanels>(q + vector * units, units, scratch.keys, units * kPanelColumns, units, scores);
+    alignas(64) uint32_t weights[R][kKeyTile / per_unit];
+    float shrink[R];
+    for (int r = 0; r < R; ++r)
+      shrink[r] = soften(scores[r], first_position + (vector + r) / share(), begin, scratch.most + vector + r,
+                         scratch.weight + vector + r, weights[r]);
+    const long panels = padded(dim()) / kPanelColumns;
+    long panel = 0;
+    for (; panel + 2 <= panels; panel += 2) add_values<R, 2>(weights[0], shrink, vector, panel);
+    if (panel < panels) add_values<R, 1>(weights[0], shrink, vector, panel);
+  }
+
+  template <int R = kMaxVectors>
+  void meet_some(long count, const uint32_t* q, long vector, long first_position, long begin) const {
+    if constexpr (R > 1)
+      if (count < R) return meet_some<R - 1>(count, q, vector, first_position, begin);
+    meet<R>(q, vector, first_position, begin);
+  }
+
+  void run(long first, long last, const uint32_t* q, float* out, long stride) const {
+    const long vectors = (last - first) * share(), row_floats = padded(dim());
+    const long first_position = span.context - (span.end - first), end_key = first_position + (last - first);
+    const long begin_key = window == 0 || first_position < window ? 0 : first_position - window + 1;
+    std::memset(scratch.sums, 0, vectors * row_floats * sizeof(float));
+    std::memset(scratch.weight, 0, vectors * sizeof(float));
+    std::memset(scratch.zeros, 0, row_floats * sizeof(float));
+    for (long i = 0; i < vectors; ++i) scratch.most[i] = -std::numeric_limits<float>::infinity();
+    const void* rows[kKeyTile];
+    for (long begin = begin_key / kKeyTile * kKeyTile; begin < end_key; begin += kKeyTile) {
+      gather(0, begin, end_key, rows);
+      pack_keys(rows);
+      gather(1, begin, end_key, rows);
+      pack_values(rows);
+      for (long vector = 0; vector < vectors; vector += kMaxVectors) {
+        const long count = vectors - vector < kMaxVectors ? vectors - vector : kMaxVectors;
+        const long last_position = first_position + (vector + count - 1) / share();
+        if (begin <= last_position) meet_some(count, q, vector, first_position, begin);
+      }
+    }
+    for (long vector = 0; vector < vectors; ++vector) {
+      float* to = out + vector / share() * stride + vector % share() * dim();
+      const float factor = 1.0f / scratch.weight[vector];
+      for (long i = 0; i < dim(); ++i) to[i] = scratch.sums[vector * row_floats + i] * factor;
+    }
+  }
+};
+
+static void attend(const AttentionShape& shape, const KvCache& cache, const Span& span, long layer, int kv_head,
+                   long first, long last, long window, const void* q, float* out, long stride, void* memory) {
+  const auto* units = static_cast<const uint32_t*>(q);
+  const Scratch scratch = carve(shape, memory);
+  switch (cache.type) {
+    case KvType::bf16:
+      return Attention<Bf16Kv>{shape, cache, span, layer, kv_head, window, scratch}.run(first, last, units, out, stride);
+    case KvType::f32:
+      return Attention<F32Kv>{shape, cache, span, layer, kv_head, window, scratch}.run(first, last, units, out, stride);
+    case KvType::f16:
+      return Attention<F16Kv>{shape, cache, span, layer, kv_head, window, scratch}.run(first, last, units, out, stride);
+  }
+}
+
+}  // namespace pdserve::PD_ISA

@@ -1,0 +1,156 @@
+// Products of a few to many rows with panels, and what happens to the sums before they are stored.
+#pragma once
+
+#include "vec.h"
+
+namespace pdserve::PD_ISA {
+
+constexpr int kMaxRows = kMaxSums / 2;
+constexpr long kRowBlock = 32 * kMaxRows;  // Rows that pass over a panel while it is in the cache.
+
+// How many panels go together when there are few rows: enough chains to hide the latency of one.
+constexpr int panels_at_once(int rows, int max_sums) {
+  return rows * 8 <= max_sums ? 4 : rows * 4 <= max_sums ? 2 : 1;
+}
+
+struct Task {
+  const Rows& rows;
+  const Matrix& matrix;
+  float* out;
+  long stride;
+};
+
+// Float formats: the sums are the result.
+template <class Unit>
+struct FloatProduct {
+  static constexpr int max_sums = kMaxSums;
+
+  template <int R, int P>
+  static PD_INLINE void tile(const Task& task, long row, long panel, vf (&result)[R][2 * P]) {
+    for (auto& line : result)
+      for (vf& x : line) x = vf{};
+    const long panel_units = task.matrix.depth * kPanelColumns;
+    multiply_tile<Unit, R, P>(task.rows.units + row * task.rows.stride, task.rows.stride,
+                              task.matrix.units + panel * panel_units, panel_units, task.matrix.depth, result);
+  }
+};
+
+// 16-bit rows times int8 columns, in exact integers: the high and the low bytes have sums of their own.
+struct Int8Product {
+  static constexpr int max_sums = kMaxSums / 2;
+
+  template <int R, int P>
+  static PD_INLINE void tile(const Task& task, long row, long panel, vf (&result)[R][2 * P]) {
+    const Matrix& matrix = task.matrix;
+    const long panel_units = matrix.depth * kPanelColumns, stride = task.rows.stride;
+    const uint32_t* high = task.rows.units + row * stride;
+    const uint32_t* low = task.rows.low + row * stride;
+    const uint32_t* b = matrix.units + panel * panel_units;
+    vi high_sums[R][2 * P]{}, low_sums[R][2 * P]{};
+    for (long k = 0; k < matrix.depth; ++k) {
+      vu column[2 * P];
+#pragma GCC unroll 8
+      for (int v = 0; v < 2 * P; ++v)
+        column[v] = load_units(b + (v / 2) * panel_units + k * kPanelColumns + (v % 2) * kLanes);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const vu x = splat_units(high[r * stride + k]), y = splat_units(low[r * stride + k]);
+#pragma GCC unroll 8
+        for (int v = 0; v < 2 * P; ++v) {
+          high_sums[r][v] = BytesTimesInt8::dot(high_sums[r][v], x, column[v]);
+          low_sums[r][v] = BytesTimesInt8::dot(low_sums[r][v], y, column[v]);
+        }
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < 2 * P; ++v) {
+        const long column = panel * kPanelColumns + v * kLanes;
+        const vi offset = (vi)load_units(matrix.sums + column) * 128;
+        const vf wide = fma(__builtin_convertvector(high_sums[r][v] - offset, vf), splat(256.0f),
+                            __builtin_convertvector(low_sums[r][v], vf));
+        result[r][v] = wide * (load(matrix.scale + column) * splat(task.rows.scale[row + r]));
+      }
+  }
+};
+
+template <int R, int P>
+static PD_INLINE void add_bias(const Task& task, long panel, vf (&x)[R][2 * P]) {
+  if (task.matrix.bias == nullptr) return;
+  for (int v = 0; v < 2 * P; ++v) {
+    const vf bias = load(task.matrix.bias + panel * kPanelColumns + v * kLanes);
+    for (int r = 0; r < R; ++r) x[r][v] += bias;
+  }
+}
+
+struct StoreSums {
+  template <int R, int P>
+  static PD_INLINE void finish(const Task& task, long row, long panel, vf (&x)[R][2 * P]) {
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < 2 * P; ++v)
+        store(task.out + (row + r) * task.stride + panel * kPanelColumns + v * kLanes, x[r][v]);
+  }
+};
+
+struct StoreSilu {  // A panel is 16 columns of gate and the same 16 of up.
+  template <int R, int P>
+  static PD_INLINE void finish(const Task& task, long row, long panel, vf (&x)[R][2 * P]) {
+    for (int r = 0; r < R; ++r)
+      for (int p = 0; p < P; ++p)
+        store(task.out + (row + r) * task.stride + (panel + p) * kLanes, silu(x[r][2 * p]) * x[r][2 * p + 1]);
+  }
+};
+
+template <class Product, class Finish, int R, int P>
+static void tiles(const Task& task, long row, long first, long last) {
+  for (long panel = first; panel < last; panel += P) {
+    vf sums[R][2 * P];
+    Product::template tile<R, P>(task, row, panel, sums);
+    add_bias<R, P>(task, panel, sums);
+    Finish::template finish<R, P>(task, row, panel, sums);
+  }
+}
+
+template <class Product, class Finish, int R>
+static void row_group(const Task& task, long row, long first, long last) {
+  constexpr int P = panels_at_once(R, Product::max_sums);
+  const long whole = first + (last - first) / P * P;
+  tiles<Product, Finish, R, P>(task, row, first, whole);
+  if constexpr (P > 1) tiles<Product, Finish, R, 1>(task, row, whole, last);
+}
+
+template <class Product, class Finish, int R = Product::max_sums / 2>
+static void rows_at_once(const Task& task, long count, long row, long first, long last) {
+  if constexpr (R > 1)
+    if (count < R) return rows_at_once<Product, Finish, R - 1>(task, count, row, first, last);
+  row_group<Product, Finish, R>(task, row, first, last);
+}
+
+template <class Product, class Finish>
+static void product(const Task& task, long num_rows, long first, long last) {
+  constexpr long most = Product::max_sums / 2;
+  for (long block = 0; block < num_rows; block += kRowBlock) {
+    const long end = block + kRowBlock < num_rows ? block + kRowBlock : num_rows;
+    if (end - block <= most) {
+      rows_at_once<Product, Finish>(task, end - block, block, first, last);
+      continue;
+    }
+    // Groups of nearly equal size: a last group of one row would be all latency.
+    const long groups = ceil_div(end - block, most), size = ceil_div(end - block, groups);
+    for (long panel = first; panel < last; ++panel)
+      for (long row = block; row < end; row += size)
+        rows_at_once<Product, Finish>(task, row + size < end ? size : end - row, row, panel, panel + 1);
+  }
+}
+
+template <class Finish>
+static void product_of(const Rows& rows, long num_rows, const Matrix& matrix, long first, long last, float* out,
+                       long stride) {
+  const Task task{rows, matrix, out, stride};
+  switch (matrix.format) {
+    case Format::bf16: return product<FloatProduct<Bf16Pairs>, Finish>(task, num_rows, first, last);
+    case Format::f32: return product<FloatProduct<Floats>, Finish>(task, num_rows, first, last);
+    case Format::int8: return product<Int8Product, Finish>(task, num_rows, first, last);
+  }
+}
+
+}  // namespace pdserve::PD_ISA

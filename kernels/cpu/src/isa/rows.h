@@ -1,0 +1,152 @@
+// What happens to single rows: norms, rotation, rounding, the largest element.
+#pragma once
+
+#include "vec.h"
+
+namespace pdserve::PD_ISA {
+
+// The last vector of a row may be incomplete; what is missing reads as zero.
+static PD_INLINE vf load_part(const float* p, long count) {
+  if (count >= kLanes) return load(p);
+  vf x{};
+  std::memcpy(&x, p, count * sizeof(float));
+  return x;
+}
+
+static PD_INLINE void store_part(float* p, vf x, long count) {
+  if (count >= kLanes) return store(p, x);
+  std::memcpy(p, &x, count * sizeof(float));
+}
+
+static PD_INLINE void store_bf16_part(uint16_t* p, vf x, long count) {
+  if (count >= kLanes) return store_bf16(p, x);
+  for (long i = 0; i < count; ++i) p[i] = uint16_t(bf16_bits(x[i]));
+}
+
+// 16-bit integers with one scale for the row, offset to be unsigned, split into bytes.
+static void quantize_row(const float* x, long width, uint8_t* high, uint8_t* low, float* scale) {
+  vf most{};
+  for (long i = 0; i < width; i += kLanes) {
+    const vf part = load_part(x + i, width - i);
+    most = max(most, max(part, -part));
+  }
+  const float top = largest(most);
+  *scale = top / 32767.0f;
+  const float inverse = top > 0 ? 32767.0f / top : 0.0f;
+  for (long i = 0; i < width; i += kLanes) {
+    const vf scaled = round_to_integer(load_part(x + i, width - i) * splat(inverse));
+    const vi value = __builtin_convertvector(scaled, vi) + 32768;
+    for (long lane = 0; lane < kLanes && i + lane < width; ++lane) {
+      high[i + lane] = uint8_t(value[lane] >> 8);
+      low[i + lane] = uint8_t(value[lane]);
+    }
+  }
+}
+
+static void to_rows(const float* x, long width, const Activations& out, long row) {
+  uint32_t* line = out.units + row * out.stride;
+  switch (out.format) {
+    case Format::f32:
+      std::memcpy(line, x, width * sizeof(float));
+      break;
+    case Format::bf16:
+      for (long i = 0; i < width; i += kLanes)
+        store_bf16_part(reinterpret_cast<uint16_t*>(line) + i, load_part(x + i, width - i), width - i);
+      break;
+    case Format::int8:
+      quantize_row(x, width, reinterpret_cast<uint8_t*>(line),
+                   reinterpret_cast<uint8_t*>(out.low + row * out.stride), out.scale + row);
+      break;
+  }
+}
+
+static float inverse_rms(const float* x, long width, float eps) {
+  vf squares{};
+  for (long i = 0; i < width; i += kLanes) {
+    const vf part = load_part(x + i, width - i);
+    squares = fma(part, part, squares);
+  }
+  return 1.0f / std::sqrt(sum(squares) / float(width) + eps);
+}
+
+constexpr long kMaxWidth = 1 << 15;  // Of a row that is normed; checked when a model is loaded.
+
+static void add_norm(const float* x, const float* delta, float* total, const float* weight, float eps, long width,
+                     const Activations& out, long row) {
+  alignas(64) float line[kMaxWidth];
+  for (long i = 0; i < width; i += kLanes) {
+    vf part = load_part(x + i, width - i);
+    if (delta != nullptr) part += load_part(delta + i, width - i);
+    store_part(line + i, part, width - i);
+    if (total != nullptr) store_part(total + i, part, width - i);
+  }
+  const vf factor = splat(inverse_rms(line, width, eps));
+  for (long i = 0; i < width; i += kLanes)
+    store_part(line + i, load_part(line + i, width - i) * factor * load_part(weight + i, width - i), width - i);
+  to_rows(line, width, out, row);
+}
+
+static void rotate(const float* x, const float* norm, float eps, const float* angles, int head_dim, KvType type,
+                   void* out) {
+  constexpr int most = 1024;
+  alignas(64) float line[most], turned[most];
+  const float factor = norm != nullptr ? inverse_rms(x, head_dim, eps) : 1.0f;
+  for (int i = 0; i < head_dim; ++i) line[i] = norm != nullptr ? x[i] * factor * norm[i] : x[i];
+  const float* result = line;
+  if (angles != nullptr) {
+    const float *cosine = angles, *sine = angles + head_dim;
+    const int half = head_dim / 2;
+    for (int i = 0; i < half; ++i) {
+      turned[i] = line[i] * cosine[i] - line[i + half] * sine[i];
+      turned[i + half] = line[i + half] * cosine[i + half] + line[i] * sine[i + half];
+    }
+    result = turned;
+  }
+  switch (type) {
+    case KvType::f32:
+      std::memcpy(out, result, head_dim * sizeof(float));
+      break;
+    case KvType::bf16:
+      for (int i = 0; i < head_dim; i += kLanes)
+        store_bf16_part(static_cast<uint16_t*>(out) + i, load_part(result + i, head_dim - i), head_dim - i);
+      break;
+    case KvType::f16:
+      for (int i = 0; i < head_dim; ++i) static_cast<uint16_t*>(out)[i] = to_f16(result[i]);
+      break;
+  }
+}
+
+static long argmax(const float* x, long width) {
+  // Sixteen candidates run side by side; equal ones keep the earlier index, and the lowest of all wins.
+  if (width < kLanes) {
+    long best = 0;
+    for (long i = 0; i < width; ++i) {
+      if (x[i] != x[i]) return i;
+      if (x[i] > x[best]) best = i;
+    }
+    return best;
+  }
+  vf best = load(x);
+  vi where{}, lanes;
+  for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = where[lane] = lane;
+  vi unordered = best != best;
+  for (long i = kLanes; i < width; i += kLanes) {
+    const long at = i + kLanes <= width ? i : width - kLanes;  // The last vector overlaps; seen twice is no harm.
+    const vf part = load(x + at);
+    unordered |= part != part;
+    const vi larger = part > best;
+    best = larger ? part : best;
+    where = larger ? lanes + int32_t(at) : where;
+  }
+  bool any_nan = false;
+  for (int lane = 0; lane < kLanes; ++lane) any_nan |= unordered[lane] != 0;
+  if (any_nan)
+    for (long i = 0; i < width; ++i)
+      if (x[i] != x[i]) return i;
+  int winner = 0;
+  for (int lane = 1; lane < kLanes; ++lane)
+    if (best[lane] > best[winner] || (best[lane] == best[winner] && where[lane] < where[winner])) winner = lane;
+  return where[winner];
+}
+
+}  // namespace pdserve::PD_ISA

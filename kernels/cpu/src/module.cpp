@@ -1,0 +1,114 @@
+// The Python face: `kernels.cpu._native`. Tensors come as addresses that `kernels/cpu/decoder.py` has checked.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "decoder.h"
+#include "dispatch.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace pdserve {
+namespace {
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+std::vector<std::string> instruction_sets() {
+  std::vector<std::string> names;
+  for (const Kernels* kernels : supported_kernels()) names.push_back(kernels->name);
+  return names;
+}
+
+const Kernels& kernels_named(const std::string& name) {
+  const Kernels* kernels = find_kernels(name.c_str());
+  if (kernels == nullptr) throw std::invalid_argument("this machine does not run the instruction set " + name);
+  return *kernels;
+}
+
+Source source(const nb::tuple& parts) {  // (weight, bias or 0, rows, depth)
+  return {pointer<void>(nb::cast<uintptr_t>(parts[0])), pointer<void>(nb::cast<uintptr_t>(parts[1])),
+          nb::cast<long>(parts[2]), nb::cast<long>(parts[3])};
+}
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+  module.def("instruction_sets", &instruction_sets, "What was built and runs here, best first.");
+
+  nb::class_<Decoder>(module, "Decoder")
+      .def(
+          "__init__",
+          [](Decoder* self, const std::string& isa, int weight_type, int format, long hidden_size, long intermediate_size,
+             long vocab_size, int num_heads, int num_kv_heads, int head_dim, float scale, float eps, int num_threads,
+             std::vector<int> cpus) {
+            const ModelShape shape{hidden_size,  intermediate_size, vocab_size, num_heads,
+                                   num_kv_heads, head_dim,          scale,      eps};
+            new (self) Decoder(shape, WeightType(weight_type), Format(format), kernels_named(isa), num_threads,
+                               std::move(cpus));
+          },
+          nb::kw_only(), "isa"_a, "weight_type"_a, "format"_a, "hidden_size"_a, "intermediate_size"_a, "vocab_size"_a,
+          "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a, "eps"_a, "num_threads"_a, "cpus"_a)
+      .def(
+          "add_layer",
+          [](Decoder& self, const nb::tuple& q, const nb::tuple& k, const nb::tuple& v, const nb::tuple& output,
+             const nb::tuple& gate, const nb::tuple& up, const nb::tuple& down, uintptr_t input_norm,
+             uintptr_t post_attention_norm, uintptr_t q_norm, uintptr_t k_norm, long window) {
+            const LayerSource layer{source(q),
+                                    source(k),
+                                    source(v),
+                                    source(output),
+                                    source(gate),
+                                    source(up),
+                                    source(down),
+                                    pointer<void>(input_norm),
+                                    pointer<void>(post_attention_norm),
+                                    pointer<void>(q_norm),
+                                    pointer<void>(k_norm),
+                                    window};
+            nb::gil_scoped_release release;
+            self.add_layer(layer);
+          },
+          nb::kw_only(), "q"_a, "k"_a, "v"_a, "output"_a, "gate"_a, "up"_a, "down"_a, "input_norm"_a,
+          "post_attention_norm"_a, "q_norm"_a, "k_norm"_a, "window"_a)
+      .def(
+          "finish",
+          [](Decoder& self, uintptr_t embedding, uintptr_t norm, const nb::tuple& lm_head, uintptr_t angles) {
+            const Source head = source(lm_head);
+            nb::gil_scoped_release release;
+            self.finish(pointer<void>(embedding), pointer<void>(norm), head, pointer<float>(angles));
+          },
+          nb::kw_only(), "embedding"_a, "norm"_a, "lm_head"_a, "angles"_a)
+      .def(
+          "forward",
+          [](Decoder& self, long num_tokens, long num_sequences, long num_logits, long table_stride, uintptr_t token_ids,
+             uintptr_t positions, uintptr_t slots, uintptr_t starts, uintptr_t contexts, uintptr_t tables,
+             uintptr_t logits_rows, uintptr_t kv_cache, int kv_type, long block_stride, long layer_stride,
+             long side_stride, long head_stride, long block_size, uintptr_t logits) {
+            const Step step{num_tokens,
+                            num_sequences,
+                            num_logits,
+                            table_stride,
+                            pointer<int64_t>(token_ids),
+                            pointer<int64_t>(positions),
+                            pointer<int64_t>(slots),
+                            pointer<int64_t>(starts),
+                            pointer<int64_t>(contexts),
+                            pointer<int64_t>(tables),
+                            pointer<int64_t>(logits_rows)};
+            const KvCache cache{pointer<char>(kv_cache), KvType(kv_type), block_stride, layer_stride,
+                                side_stride,             head_stride,     block_size};
+            self.forward(step, cache, pointer<float>(logits), self.logits_stride());
+          },
+          nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("logits_stride", &Decoder::logits_stride)
+      .def_prop_ro("weight_bytes", &Decoder::weight_bytes)
+      .def_prop_ro("num_threads", &Decoder::num_threads);
+}
+
+}  // namespace pdserve

@@ -1,0 +1,61 @@
+// Weights as panels, made once when a model is loaded.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "kernels.h"
+
+namespace pdserve {
+
+enum class WeightType : int { bf16 = 0, f32 = 1, f16 = 2 };
+
+// Memory that starts on a page and asks for huge ones.
+class Memory {
+ public:
+  Memory() = default;
+  explicit Memory(size_t bytes);
+  ~Memory();
+  Memory(Memory&& other) noexcept : at_(other.at_), bytes_(other.bytes_) { other.at_ = nullptr; }
+  Memory& operator=(Memory&& other) noexcept {
+    std::swap(at_, other.at_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(at_);
+  }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  void* at_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+// [rows (out features), depth (in features)] of a checkpoint, row-major; a bias of the same type, or null.
+struct Source {
+  const void* weight;
+  const void* bias;
+  long rows, depth;
+};
+
+// One matrix in panels, and what belongs to its columns.
+class Packed {
+ public:
+  // The sources' rows one after the other. `interleave`: two sources of the same shape, 16 rows of each in turn.
+  Packed(const std::vector<Source>& sources, WeightType type, Format format, bool interleave);
+
+  const Matrix& matrix() const { return matrix_; }
+  size_t bytes() const { return units_.bytes(); }
+
+ private:
+  Memory units_;
+  std::vector<float> bias_, scale_;
+  std::vector<int32_t> sums_;
+  Matrix matrix_;
+};
+
+std::vector<float> to_floats(const void* source, long count, WeightType type);
+
+}  // namespace pdserve

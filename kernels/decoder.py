@@ -1,0 +1,76 @@
+"""What a decoder computes with: its shape, its weights, and the forward pass that every sibling offers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from kernels.ops import KvRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShape:
+    """The numbers of a decoder of the llama family."""
+
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    #: Per layer: position p sees (p - window, p]; None: everything before it.
+    windows: tuple[int | None, ...]
+
+    @property
+    def scale(self) -> float:
+        """Applied to q @ k.T."""
+        return float(self.head_dim**-0.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One decoder layer; matrices are [out_features, in_features]."""
+
+    input_norm: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_bias: Tensor | None
+    k_bias: Tensor | None
+    v_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    post_attention_norm: Tensor
+    gate: Tensor
+    gate_bias: Tensor | None
+    up: Tensor
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderWeights:
+    """A whole decoder, all of one dtype on one device; `lm_head` is `embedding` when they are tied."""
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    lm_head: Tensor
+
+
+class DecoderKernel(Protocol):
+    """The forward pass, bound to weights."""
+
+    def forward(self, token_ids: Tensor, rows: KvRows, logits_rows: Tensor, kv_cache: Tensor) -> Tensor:
+        """Writes K and V of all rows to their slots; float32 logits [num_logits, vocab_size] of the wanted rows.
+
+        token_ids: int64 [num_tokens]; logits_rows: int64 [num_logits]; kv_cache: [num_blocks, num_layers, 2,
+        num_kv_heads, block_size, head_dim], contiguous, of the weights' dtype. The logits may lie in memory that the
+        next call overwrites.
+        """
