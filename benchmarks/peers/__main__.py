@@ -12,7 +12,7 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -43,6 +43,7 @@ def main() -> None:
     model = resolve_model(DEFAULT_MODEL).path
     systems, missing = _systems(model, arguments.peers, cores)
     needed = needs(rows)
+    environment = describe()
     with tempfile.TemporaryDirectory(prefix="bench-peers-") as log_dir:
         plan = Plan(
             systems=[system for system in systems if system.key in needed],
@@ -57,7 +58,7 @@ def main() -> None:
     for peer, reason in missing.items():
         findings.failures[peer].append(reason)
     is_complete = not (arguments.only or arguments.quick or set(PEERS) - set(arguments.peers))
-    _report(arguments.out or (RESULTS if is_complete else None), rows, plan, findings)
+    _report(arguments.out or (RESULTS if is_complete else None), environment, rows, plan, findings)
 
 
 def _arguments() -> argparse.Namespace:
@@ -113,9 +114,10 @@ def _kv_token_bytes(model: Path) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * _BF16_BYTES
 
 
-def _report(out: Path | None, rows: Sequence[Row], plan: Plan, findings: Findings) -> None:
+def _report(
+    out: Path | None, environment: Mapping[str, object], rows: Sequence[Row], plan: Plan, findings: Findings
+) -> None:
     """Prints the table, and writes it with all samples to `out` if there is one."""
-    environment = describe()
     medians = findings.medians()
     labels = {system.key: system.label for system in plan.systems}
     found = results(rows, medians)

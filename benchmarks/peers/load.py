@@ -42,6 +42,7 @@ class Sizes:
     num_running: int = 8
     running_output_tokens: int = 512
     num_arriving: int = 6
+    first_arrival_s: float = 1.0
     arrivals_per_s: float = 0.5
 
 
@@ -100,7 +101,7 @@ async def arrivals(target: Target, sizes: Sizes, seed: int) -> Samples:
     beside it as a slow one.
     """
     long_prompts = _random(sizes.num_arriving, sizes.long_prompt_tokens, sizes.output_tokens, f"arriving:{seed}")
-    at_s = [1.0 + at for at in steady(len(long_prompts), sizes.arrivals_per_s, seed=seed)]
+    gaps_s = steady(len(long_prompts), sizes.arrivals_per_s, seed=seed)
     is_over = asyncio.Event()
 
     async def keep_running(number: int) -> list[RequestRecord]:
@@ -114,7 +115,7 @@ async def arrivals(target: Target, sizes: Sizes, seed: int) -> Samples:
 
     async with asyncio.TaskGroup() as group:
         running = [group.create_task(keep_running(number)) for number in range(sizes.num_running)]
-        result = await run_workload(target, long_prompts, at_s)
+        result = await run_workload(target, long_prompts, [sizes.first_arrival_s + gap for gap in gaps_s])
         is_over.set()
     arrived = [_completed(record) for record in result.records]
     records = arrived + [record for task in running for record in task.result()]

@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,6 +118,9 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+    with suppress(ProcessLookupError):
+        # Also finds what a server that died by itself left behind.
+        os.killpg(process.pid, signal.SIGTERM)
     left = [child for child in everyone[1:] if child.is_running()]
     _, alive = psutil.wait_procs(left, timeout=_STOP_TIMEOUT_S / 6)
     for child in alive:
