@@ -168,7 +168,8 @@ def _help_text(field: dataclasses.Field[Any]) -> str:
     if field.metadata["choices"]:
         text += f" ({', '.join(field.metadata['choices'])})"
     if field.default not in (dataclasses.MISSING, None, (), ""):
-        text += f" [default: {field.default}]"
+        words = map(str, field.default) if isinstance(field.default, tuple) else [str(field.default)]
+        text += f" [default: {','.join(words)}]"
     return text
 
 

@@ -154,6 +154,8 @@ class ServeConfig:
             raise SetupError(f"--goodput: {', '.join(sorted(unknown))} is none of {', '.join(GOODPUT_METRICS)}.")
         if (self.dataset_name in (SHAREGPT, TRACE)) != (self.dataset_path is not None):
             raise SetupError("--dataset-path names the file of the datasets sharegpt and trace, and only of these.")
+        if self.save_detailed and not self.save_result:
+            raise SetupError("--save-detailed says what --save-result writes, and needs it.")
         if self.plot is not None and (len(self.request_rate) < 2 or math.inf in self.request_rate):
             raise SetupError("--plot needs several rates: --request-rate 1 2 4.")
         self._check_ramp()
@@ -172,7 +174,8 @@ class ServeConfig:
     @property
     def server_url(self) -> str:
         """The server's address."""
-        return normal_base_url(self.base_url or f"http://{self.host}:{self.port}")
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return normal_base_url(self.base_url or f"http://{host}:{self.port}")
 
     @property
     def request_fields(self) -> dict[str, object]:

@@ -39,18 +39,16 @@ def draw(path: Path, rates: Sequence[float], runs: Sequence[Metrics], *, latenci
     for index, metric in enumerate(latencies):
         panel = figure.add_subplot(rows, columns, index + 1)
         panel.set(title=TITLES[metric], xlabel="requests per second", ylabel="ms")
-        for percent, points in _lines(metric, ordered).items():
-            panel.plot(
-                *zip(*points, strict=True),
-                marker="o",
-                markersize=4,
-                color=shades(_shade(percent)),
-                label=f"P{percent:g}",
-            )
+        lines = _lines(metric, ordered)
+        for rank, (percent, points) in enumerate(sorted(lines.items())):
+            at_rates, values_ms = zip(*points, strict=True)
+            color = shades(_shade(rank, len(lines)))
+            panel.plot(at_rates, values_ms, marker="o", markersize=4, color=color, label=f"P{percent:g}")
         panel.set_ylim(bottom=0)
         panel.set_xlim(left=0)
         panel.grid(alpha=0.3)
-        panel.legend(frameon=False)
+        if lines:
+            panel.legend(frameon=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
@@ -68,6 +66,6 @@ def _lines(metric: str, ordered: Sequence[tuple[float, Metrics]]) -> dict[float,
     return lines
 
 
-def _shade(percent: float) -> float:
+def _shade(rank: int, count: int) -> float:
     lightest, darkest = _SHADES
-    return lightest + (darkest - lightest) * max(0.0, percent - 50) / 50
+    return darkest - (darkest - lightest) * (count - 1 - rank) / max(1, count - 1)

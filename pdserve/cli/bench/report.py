@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from pdserve.cli.bench.metrics import E2EL, ITL, TPOT, TTFT, Metrics
 from pdserve.cli.bench.workload import BenchResult
@@ -64,9 +63,9 @@ def _latency_rows(metric: str, metrics: Metrics) -> Iterator[tuple[str, str]]:
     yield f"Max {name} (ms):", f"{latency.max_ms:.2f}"
 
 
-def figures(metrics: Metrics) -> dict[str, Any]:
+def figures(metrics: Metrics) -> dict[str, object]:
     """The figures by their JSON keys; latencies without samples are null."""
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "duration": metrics.duration_s,
         "completed": metrics.completed,
         "failed": metrics.failed,
@@ -91,7 +90,7 @@ def figures(metrics: Metrics) -> dict[str, Any]:
     return values
 
 
-def details(result: BenchResult) -> dict[str, Any]:
+def details(result: BenchResult) -> dict[str, object]:
     """Every request's part, one list each in the workload's order; seconds."""
     records = result.records
     return {

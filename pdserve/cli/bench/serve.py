@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -121,7 +120,7 @@ def _note(text: str) -> None:
 
 def _document(
     config: ServeConfig, target: Target, rate: float, metrics: Metrics, result: BenchResult
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """A run as JSON: what was asked, what came out, what it depends on. Headers may hold keys and are left out."""
     flags = dataclasses.asdict(config)
     del flags["header"]
@@ -145,7 +144,7 @@ def _json_rate(rate: float) -> float | str:
     return "inf" if math.isinf(rate) else rate
 
 
-def _save(config: ServeConfig, target: Target, runs: Sequence[dict[str, Any]]) -> Path:
+def _save(config: ServeConfig, target: Target, runs: Sequence[dict[str, object]]) -> Path:
     """Writes one run as it is, several as `runs`. Raises `SetupError` when the file cannot be written."""
     rate = "sweep" if len(runs) > 1 else f"{config.request_rate[0]:g}qps"
     model = target.model.rsplit("/", 1)[-1]

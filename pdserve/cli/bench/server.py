@@ -5,14 +5,18 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Mapping
+from typing import TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from pdserve.base.errors import NotFound, PdserveError, SetupError
-from pdserve.cli.router_client import error_message, parse, unreachable
+from pdserve.cli.router_client import error_message, unreachable
 
 _TIMEOUT_S = 60.0
+_SHOWN_BYTES = 200
+
+Answer = TypeVar("Answer", bound=BaseModel)
 
 
 class _Model(BaseModel):
@@ -45,7 +49,7 @@ class Server:
         does not tell its models is believed to have the wanted one.
         """
         try:
-            names = [model.id for model in parse(self._ask("/v1/models"), _Models, "/v1/models").data]
+            names = [model.id for model in self._parse("/v1/models", self._ask("/v1/models"), _Models).data]
         except NotFound:
             names = []
         if wanted is not None and (not names or wanted in names):
@@ -58,7 +62,7 @@ class Server:
     def version(self) -> str | None:
         """The version of the server, as far as it tells."""
         try:
-            return parse(self._ask("/version"), _Version, "/version").version
+            return self._parse("/version", self._ask("/version"), _Version).version
         except PdserveError:
             return None
 
@@ -73,12 +77,18 @@ class Server:
         )
         for question in questions:
             try:
-                tokens = parse(self._ask("/tokenize", question), _Tokens, "/tokenize").tokens
+                tokens = self._parse("/tokenize", self._ask("/tokenize", question), _Tokens).tokens
             except PdserveError:
                 continue
             if tokens:
                 return tokens
         raise PdserveError(f"{self._base_url} has no /tokenize.")
+
+    def _parse(self, path: str, body: bytes, model: type[Answer]) -> Answer:
+        try:
+            return model.model_validate_json(body)
+        except ValidationError as error:
+            raise PdserveError(f"{self._base_url}{path} answers something else: {body[:_SHOWN_BYTES]!r}.") from error
 
     def _ask(self, path: str, question: Mapping[str, object] | None = None) -> bytes:
         """The body of GET, or of POST with a question."""

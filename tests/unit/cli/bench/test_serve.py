@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import pty
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pdserve.cli.__main__ import main
+from pdserve.cli.bench.config import ServeConfig
 from pdserve.cli.bench.words import WORDS
 from tests.unit.cli.bench.fake_server import Body, FakeServer, running
 
@@ -257,6 +262,7 @@ def test_conversations_are_sent_as_text_and_a_file_without_any_is_refused(
         (["--dataset-name", "trace"], "--dataset-path"),
         (["--dataset-path", "x"], "--dataset-path"),
         (["--plot", "x.png"], "several rates"),
+        (["--save-detailed"], "--save-result"),
         (["--plot", "x.png", "--request-rate", "1", "inf"], "several rates"),
         (["--ramp-up-start-rps", "1"], "need --ramp-up-strategy"),
         (["--ramp-up-strategy", "linear", "--ramp-up-start-rps", "1"], "--ramp-up-end-rps"),
@@ -292,3 +298,39 @@ def test_a_local_tokenizer_is_preferred_and_must_be_there(tmp_path: Path, capsys
         assert _bench(server, *SMALL, "--tokenizer", str(tmp_path)) == 1
     assert str(tmp_path) in capsys.readouterr().err
     assert server.bodies == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "url"),
+    [
+        ({}, "http://127.0.0.1:8000"),
+        ({"host": "::1", "port": 9}, "http://[::1]:9"),
+        ({"base_url": "10.0.0.7:80/v1", "port": 9}, "http://10.0.0.7:80"),
+    ],
+)
+def test_the_address_is_made_of_what_is_given(flags: dict[str, Any], url: str) -> None:
+    assert ServeConfig(**flags).server_url == url
+
+
+def test_something_else_than_a_model_server_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeServer(pages={"/v1/models": (200, b"<html>")})) as server:
+        assert _bench(server, *SMALL) == 1
+    assert "answers something else" in capsys.readouterr().err
+
+
+def test_a_terminal_sees_the_progress_and_a_pipe_does_not() -> None:
+    def shown(stderr: int) -> str:
+        command = [sys.executable, "-m", "pdserve.cli", "bench", "serve", "--base-url", server.base_url, *SMALL]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=stderr, check=True, timeout=60)
+        return (done.stderr or b"").decode()
+
+    ours, theirs = pty.openpty()
+    try:
+        with running(FakeServer(tokenize=_tokenize)) as server:
+            shown(theirs)
+            piped = shown(subprocess.PIPE)
+        assert b"4/4" in os.read(ours, 65536)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert piped == ""
