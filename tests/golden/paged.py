@@ -12,12 +12,14 @@ from pdserve.model.decoder import Decoder
 
 
 class PagedRunner:
-    """Sequences with block tables in a random order, in a cache that starts full of NaN."""
+    """Sequences with block tables in a random order, in a cache that starts full of NaN, or of what `fill` says."""
 
-    def __init__(self, decoder: Decoder, *, num_blocks: int, block_size: int = 16, seed: int = 0) -> None:
+    def __init__(
+        self, decoder: Decoder, *, num_blocks: int, block_size: int = 16, seed: int = 0, fill: float = torch.nan
+    ) -> None:
         config = decoder.config
         shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
-        self.kv_cache = torch.full(shape, torch.nan, dtype=decoder.dtype)
+        self.kv_cache = torch.full(shape, fill, dtype=decoder.dtype)
         self._decoder = decoder
         self._block_size = block_size
         self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -30,10 +32,24 @@ class PagedRunner:
         self._lengths.append(0)
         return len(self._tables) - 1
 
+    def kv(self, sequence: int) -> Tensor:
+        """A copy of what is stored of a sequence: [num_layers, 2, num_kv_heads, length, head_dim]."""
+        blocks = self.kv_cache[self._tables[sequence]].permute(1, 2, 3, 0, 4, 5)
+        return blocks.flatten(3, 4)[..., : self._lengths[sequence], :]
+
+    def refill(self, value: float) -> None:
+        """Overwrites whatever no sequence has written."""
+        unused = torch.ones(self.kv_cache.shape[0], self._block_size, dtype=torch.bool)
+        for table, length in zip(self._tables, self._lengths, strict=True):
+            for index, block in enumerate(table):
+                unused[block, : length - index * self._block_size] = False
+        self.kv_cache.movedim(4, 1)[unused] = value
+
     def step(self, rows: Sequence[tuple[int, Sequence[int]]], *, last_only: bool = True) -> Tensor:
         """Appends tokens to sequences in one batch; logits of each one's last row, or of all rows."""
         batch = self.make_batch(rows, last_only=last_only)
-        return self._decoder.forward(batch, self.kv_cache)
+        # A copy: the next step may use the same memory.
+        return self._decoder.forward(batch, self.kv_cache).clone()
 
     def make_batch(self, rows: Sequence[tuple[int, Sequence[int]]], *, last_only: bool = True) -> Batch:
         """The batch of such a step; the sequences grow."""

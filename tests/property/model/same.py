@@ -1,0 +1,47 @@
+"""The comparison: to the bit where that is promised, else within what rounding in another order explains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tests.property.model.plans import Computed
+
+_AS_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+def assert_same_bits(ours: Sequence[Computed], expected: Sequence[Computed]) -> None:
+    """Equal: the logits of all positions that `ours` has, and all KV."""
+    _compare(ours, expected, lambda one, other: one.view(_AS_BITS[one.dtype]) != other.view(_AS_BITS[other.dtype]))
+
+
+def assert_close(ours: Sequence[Computed], expected: Sequence[Computed], tolerance: float) -> None:
+    """No value differs by more than `tolerance` times the largest of them."""
+    _compare(
+        ours, expected, lambda one, other: ~((one - other).abs().float() <= tolerance * other.abs().amax().float())
+    )
+
+
+def _compare(
+    ours: Sequence[Computed], expected: Sequence[Computed], differ: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    for index, (one, other) in enumerate(zip(ours, expected, strict=True)):
+        positions = sorted(one.logits)
+        assert positions, f"sequence {index} has no logits"
+        rows = torch.stack([one.logits[position] for position in positions])
+        wanted = torch.stack([other.logits[position] for position in positions])
+        for values, aims, what in (
+            (one.kv, other.kv, "KV [layer, K|V, head, position, dimension]"),
+            (rows, wanted, f"logits [row, token] of positions {positions}"),
+        ):
+            assert values.isfinite().all(), f"sequence {index}: {what}: not finite"
+            differs = differ(values, aims)
+            if differs.any():
+                first = differs.nonzero()[0].tolist()
+                gap = float((values.float() - aims.float()).abs().max())
+                raise AssertionError(
+                    f"sequence {index}: {what}: {int(differs.sum())} of {differs.numel()} differ, first at {first}: "
+                    f"{float(values[tuple(first)])!r} instead of {float(aims[tuple(first)])!r}; by {gap:.3g} at most"
+                )

@@ -1,0 +1,173 @@
+"""Promise 1 at the decoder: what a token's logits and KV are depends on the tokens before it, and on nothing else.
+
+One sequence computed alone in one step is the measure. Random models, in awkward shapes, are then made to compute the
+same tokens in crowds, in chunks, step by step, on more threads, in other blocks and among rubbish: every bit of the
+logits and of the stored KV stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.model.decoder import Decoder
+from tests.property.model.plans import Placement, Plan, chunkings, compute, plans, random_text, whole
+from tests.property.model.same import assert_close, assert_same_bits
+from tests.property.model.tiny_models import Fields, make_decoder, model_configs
+from tests.support.backends import INSTRUCTION_SETS, REFERENCE, native
+
+Test = Callable[..., None]
+
+#: Dtype of the model, and what its weights are rounded to beyond that.
+_FORMATS: tuple[tuple[torch.dtype, str | None], ...] = (
+    (torch.bfloat16, None),
+    (torch.float32, None),
+    (torch.float16, None),
+    (torch.bfloat16, "int8"),
+)
+#: Mostly a few blocks; now and then long enough for several tiles of attention.
+_LENGTHS = st.one_of(st.integers(1, 70), st.integers(1, 70), st.integers(120, 600))
+_PLACEMENTS = st.builds(Placement, block_size=st.sampled_from([8, 16, 32]), seed=st.integers(0, 1000))
+#: Share of the largest value by which two ways to compute the same may differ.
+_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.06, torch.float16: 0.01}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A model and the texts it computes."""
+
+    fields: Fields
+    format: tuple[torch.dtype, str | None]
+    lengths: tuple[int, ...]
+    placement: Placement
+    seed: int
+
+    def decoder(self, instruction_set: str, *, num_threads: int = 1) -> Decoder:
+        dtype, quantization = self.format
+        options = native(instruction_set, quantization=quantization, num_threads=num_threads)
+        return make_decoder(self.fields, options, dtype, seed=self.seed)
+
+    def reference(self) -> Decoder:
+        return make_decoder(self.fields, REFERENCE, self.format[0], seed=self.seed)
+
+    def texts(self) -> list[list[int]]:
+        vocab_size = self.fields["vocab_size"]
+        assert isinstance(vocab_size, int)
+        return [random_text(self.seed + number, length, vocab_size) for number, length in enumerate(self.lengths)]
+
+
+def _settings(
+    *,
+    max_sequences: int,
+    lengths: st.SearchStrategy[int] = _LENGTHS,
+    formats: tuple[tuple[torch.dtype, str | None], ...] = _FORMATS,
+) -> st.SearchStrategy[Setting]:
+    return st.builds(
+        Setting,
+        model_configs(),
+        st.sampled_from(formats),
+        st.lists(lengths, min_size=1, max_size=max_sequences).map(tuple),
+        _PLACEMENTS,
+        st.integers(0, 2**20),
+    )
+
+
+def _for_all(examples: int, **strategies: Any) -> Callable[[Test], Test]:
+    """On every instruction set, with so many examples each."""
+
+    def decorate(test: Test) -> Test:
+        drawn = settings(max_examples=examples, deadline=None)(given(**strategies)(test))
+        return pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)(drawn)
+
+    return decorate
+
+
+@_for_all(25, setting=_settings(max_sequences=9), data=st.data())
+def test_a_row_alone_is_the_same_row_in_any_batch(
+    instruction_set: str, setting: Setting, data: st.DataObject
+) -> None:
+    decoder, texts = setting.decoder(instruction_set), setting.texts()
+    # All prompts at once, then all sequences a row a step, each step in another order.
+    tails = [min(4, length - 1) for length in setting.lengths]
+    plan: Plan = [[(index, length - tails[index]) for index, length in enumerate(setting.lengths)]]
+    for step in range(max(tails)):
+        plan.append(data.draw(st.permutations([(index, 1) for index, tail in enumerate(tails) if step < tail])))
+    assert_same_bits(compute(decoder, texts, plan, setting.placement), whole(decoder, texts, setting.placement))
+
+
+@_for_all(25, setting=_settings(max_sequences=1), data=st.data())
+def test_any_chunking_of_a_prompt_is_the_whole(instruction_set: str, setting: Setting, data: st.DataObject) -> None:
+    decoder, texts = setting.decoder(instruction_set), setting.texts()
+    plan = [[(0, size)] for size in data.draw(chunkings(len(texts[0])))]
+    ours = compute(decoder, texts, plan, setting.placement, every_row=True)
+    assert_same_bits(ours, whole(decoder, texts, setting.placement))
+
+
+@_for_all(15, setting=_settings(max_sequences=1, lengths=st.integers(1, 150)))
+def test_decoding_step_by_step_is_prefilling(instruction_set: str, setting: Setting) -> None:
+    decoder, texts = setting.decoder(instruction_set), setting.texts()
+    ours = compute(decoder, texts, [[(0, 1)]] * len(texts[0]), setting.placement)
+    assert_same_bits(ours, whole(decoder, texts, setting.placement))
+
+
+@_for_all(20, setting=_settings(max_sequences=6), threads=st.sampled_from([2, 3, 5]), data=st.data())
+def test_the_number_of_threads_changes_nothing(
+    instruction_set: str, setting: Setting, threads: int, data: st.DataObject
+) -> None:
+    texts, plan = setting.texts(), data.draw(plans(setting.lengths))
+    expected = whole(setting.decoder(instruction_set), texts, setting.placement)
+    decoder = setting.decoder(instruction_set, num_threads=threads)
+    assert_same_bits(whole(decoder, texts, setting.placement), expected)
+    assert_same_bits(compute(decoder, texts, plan, setting.placement), expected)
+
+
+@_for_all(20, setting=_settings(max_sequences=4), fill=st.sampled_from([math.nan, math.inf, -math.inf, 6e4]))
+def test_what_else_lies_in_the_cache_changes_nothing(instruction_set: str, setting: Setting, fill: float) -> None:
+    decoder, texts = setting.decoder(instruction_set), setting.texts()
+    tails = [min(3, length - 1) for length in setting.lengths]
+    plan: Plan = [[(index, length - tail) for index, (length, tail) in enumerate(zip(setting.lengths, tails, strict=True))]]
+    plan += [[(index, 1)] for index, tail in enumerate(tails) for _ in range(tail)]
+    clean, foul = replace(setting.placement, fill=0.0), replace(setting.placement, fill=fill)
+    ours = compute(decoder, texts, plan, foul, refill=True)
+    assert_same_bits(ours, whole(decoder, texts, clean))
+
+
+@_for_all(20, setting=_settings(max_sequences=3), other=st.integers(0, 1000), spare=st.integers(0, 200))
+def test_which_blocks_a_sequence_has_changes_nothing(
+    instruction_set: str, setting: Setting, other: int, spare: int
+) -> None:
+    decoder, texts = setting.decoder(instruction_set), setting.texts()
+    elsewhere = replace(setting.placement, seed=other, spare_blocks=spare)
+    assert_same_bits(whole(decoder, texts, elsewhere), whole(decoder, texts, setting.placement))
+
+
+@_for_all(30, setting=_settings(max_sequences=6), data=st.data())
+def test_any_interleaving_of_chunks_and_steps_is_each_sequence_alone(
+    instruction_set: str, setting: Setting, data: st.DataObject
+) -> None:
+    decoder, texts = setting.decoder(instruction_set), setting.texts()
+    plan = data.draw(plans(setting.lengths))
+    assert_same_bits(compute(decoder, texts, plan, setting.placement), whole(decoder, texts, setting.placement))
+
+
+@_for_all(20, setting=_settings(max_sequences=2, formats=_FORMATS[:3]))
+def test_it_is_what_the_reference_computes(instruction_set: str, setting: Setting) -> None:
+    texts = setting.texts()
+    ours = whole(setting.decoder(instruction_set), texts, setting.placement)
+    expected = whole(setting.reference(), texts, setting.placement)
+    assert_close(ours, expected, _TOLERANCE[setting.format[0]])
+
+
+@settings(max_examples=6, deadline=None)
+@given(setting=_settings(max_sequences=4, formats=_FORMATS[:2]), data=st.data())
+def test_the_reference_comes_close_to_itself_in_any_interleaving(setting: Setting, data: st.DataObject) -> None:
+    decoder, texts, plan = setting.reference(), setting.texts(), data.draw(plans(setting.lengths))
+    ours = compute(decoder, texts, plan, setting.placement)
+    assert_close(ours, whole(decoder, texts, setting.placement), _TOLERANCE[setting.format[0]])

@@ -1,0 +1,67 @@
+"""Random models of the four architectures, small but of awkward shapes, as Hypothesis draws them."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.choice import KernelOptions
+from pdserve.model.config import ARCHITECTURES, ModelConfig
+from pdserve.model.decoder import Decoder
+from pdserve.model.tensors import tensor_shapes
+from pdserve.model.weights import assemble
+
+MAX_POSITIONS = 1024
+#: A vector's width, a multiple of a tile, and what is neither.
+_WIDTHS = (24, 33, 64, 130, 320, 576)
+_VOCABULARIES = (97, 512, 1031)
+_WINDOWS = (None, 1, 7, 16, 21, 100)
+
+Fields = dict[str, object]
+
+
+@st.composite
+def model_configs(draw: st.DrawFn) -> Fields:
+    """A `config.json`: every architecture, GQA share, head size and kind of window that the decoder knows."""
+    model_type = draw(st.sampled_from(sorted(ARCHITECTURES)))
+    share, num_kv_heads = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    window = draw(st.sampled_from(_WINDOWS)) if model_type != "llama" else None
+    fields: Fields = {
+        "model_type": model_type,
+        "vocab_size": draw(st.sampled_from(_VOCABULARIES)),
+        "hidden_size": draw(st.sampled_from(_WIDTHS)),
+        "intermediate_size": draw(st.sampled_from(_WIDTHS)),
+        "num_hidden_layers": draw(st.integers(1, 2)),
+        "num_attention_heads": share * num_kv_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": draw(st.sampled_from([16, 32, 64, 128])),
+        "max_position_embeddings": MAX_POSITIONS,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": draw(st.booleans()),
+        "sliding_window": window,
+    }
+    if model_type == "llama":
+        fields |= {"attention_bias": draw(st.booleans()), "mlp_bias": draw(st.booleans())}
+    if model_type in ("qwen2", "qwen3"):
+        fields |= {"use_sliding_window": window is not None, "max_window_layers": draw(st.integers(0, 1))}
+    return fields
+
+
+def make_decoder(fields: Fields, options: KernelOptions, dtype: torch.dtype, *, seed: int = 0) -> Decoder:
+    """A decoder of that config with random weights, which depend on config and seed alone."""
+    config = ModelConfig.from_hf(fields)
+    return Decoder(config, assemble(config, random_weights(config, dtype, seed).__getitem__), kernels=options)
+
+
+def random_weights(config: ModelConfig, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
+    """Every tensor of the model. Matrices keep the size of what goes through them, so that no value drowns another."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(name: str, shape: tuple[int, ...]) -> Tensor:
+        values = torch.randn(shape, generator=generator)
+        if "norm" in name:
+            return 1 + values * 0.2
+        return values * 0.2 if "bias" in name else values if "embed" in name else values * shape[1] ** -0.5
+
+    return {name: random(name, shape).to(dtype) for name, shape in tensor_shapes(config).items()}
