@@ -15,7 +15,9 @@ class DecodeConfig(WorkerConfig):
     max_num_seqs: int = option(64, help="sequences decoded in one step", minimum=1)
     max_num_batched_tokens: int = option(512, help="prompt tokens computed here in one step at most", minimum=1)
     itl_budget_ms: float = option(
-        50.0, help="longest step, in milliseconds, that prompt tokens computed beside running sequences may make"
+        50.0,
+        help="longest step, in milliseconds, that prompt tokens computed beside running sequences may make",
+        minimum=1.0,
     )
     lease_s: float = option(20.0, help="seconds without progress after which a transfer is given up", minimum=0.1)
     max_reserved_share: float = option(0.5, help="share of the blocks that waiting transfers may hold", minimum=0.01)

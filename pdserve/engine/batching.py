@@ -10,6 +10,7 @@ position  7     5             0   1   2
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,59 +26,121 @@ _SMALLEST_BUFFER = 1024
 
 
 class BatchBuilder:
-    """A batch is valid until the next one is built: its tensors are views of the builder's buffers."""
+    """A batch is valid until the next one is built: its tensors are views of the builder's buffers.
+
+    Mostly a step computes the next token of the sequences of the step before. Then everything but the tokens goes one
+    further, except for rows that enter a block. A block table only grows, and any other change of it makes a new array
+    (`BlockManager`), so one that is the same array needs no second look.
+    """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._buffers = _Buffers()
-        self._tables = _TableMirror(self._buffers)
+        self._rows = _Rows.of(self._buffers, num_tokens=0, num_sequences=0, num_logits=0, num_blocks=0)
         self._batch: Batch | None = None
-        #: What the views of `_batch` were cut by: while it stays the same, so do they.
-        self._cut: tuple[int, ...] = ()
+        #: Of the batch that would follow the present one.
+        self._next_tables: list[array[int]] = []
+        self._next_positions: list[int] = []
 
     def build(self, plan: StepPlan) -> Batch:
         """Logits are wanted for each decoding sequence, and for the last row of each chunk that has samples."""
-        take, num_decoding = self._buffers.take, len(plan.decoding)
-        num_tokens = num_decoding + plan.num_prefill_tokens
-        num_sequences = num_decoding + len(plan.chunks)
-        token_ids, positions = take("token_ids", num_tokens), take("positions", num_tokens)
-        query_starts, context_lens = take("query_starts", num_sequences + 1), take("context_lens", num_sequences)
-        sequence_of_row = take("sequence_of_row", num_tokens)
+        tables = [sequence.block_table for sequence in plan.scheduled()]
+        positions = [sequence.num_computed for sequence in plan.decoding]
+        goes_on = not plan.chunks and positions == self._next_positions and tables == self._next_tables
+        if not (goes_on and self._advance(tables, positions)):
+            self._restart(plan, tables, positions)
+        self._rows.token_ids[: len(positions)] = [sequence.tokens[-1] for sequence in plan.decoding]
+        self._next_tables = tables
+        self._next_positions = [] if plan.chunks else [position + 1 for position in positions]
+        assert self._batch is not None
+        return self._batch
 
-        token_ids[:num_decoding] = [sequence.tokens[-1] for sequence in plan.decoding]
-        positions[:num_decoding] = [sequence.num_computed for sequence in plan.decoding]
-        np.add(positions[:num_decoding], 1, out=context_lens[:num_decoding])
-        sequence_of_row[:num_decoding] = query_starts[:num_decoding] = self._buffers.counting(num_decoding)
+    def _advance(self, tables: list[array[int]], positions: list[int]) -> bool:
+        """Every row is one position further; False when a table has become wider than the buffer's rows."""
+        rows, block_size = self._rows, self._block_size
+        if max(positions) // block_size >= rows.block_tables.shape[1]:
+            return False
+        for numbers in (rows.positions, rows.slot_mapping, rows.context_lens):
+            np.add(numbers, 1, out=numbers)
+        for index, position in enumerate(positions):
+            if position % block_size == 0:
+                block = tables[index][position // block_size]
+                rows.block_tables[index, position // block_size] = block
+                rows.slot_mapping[index] = block * block_size
+        return True
+
+    def _restart(self, plan: StepPlan, tables: list[array[int]], positions: list[int]) -> None:
+        """Everything but the tokens of decoding sequences, from the plan alone."""
+        num_decoding, block_size = len(plan.decoding), self._block_size
+        context_lens = [*(position + 1 for position in positions), *(chunk.stop for chunk in plan.chunks)]
+        num_blocks = [-(-context_len // block_size) for context_len in context_lens]
+        sampled = [index for index, chunk in enumerate(plan.chunks, num_decoding + 1) if chunk.samples]
+        rows = self._rows = _Rows.of(
+            self._buffers,
+            num_tokens=num_decoding + plan.num_prefill_tokens,
+            num_sequences=len(tables),
+            num_logits=num_decoding + len(sampled),
+            num_blocks=max(num_blocks),
+        )
+        rows.context_lens[:] = context_lens
+        for row, table, count in zip(rows.block_tables, tables, num_blocks, strict=True):
+            row[:count] = table[:count]
+            row[count:] = 0
+        rows.positions[:num_decoding] = positions
+        rows.sequences[:num_decoding] = rows.query_starts[:num_decoding] = range(num_decoding)
         first = num_decoding
         for index, chunk in enumerate(plan.chunks, num_decoding):
-            rows = slice(first, first + chunk.stop - chunk.start)
-            token_ids[rows] = chunk.sequence.tokens[chunk.start : chunk.stop]
-            positions[rows] = self._buffers.counting(chunk.stop)[chunk.start :]
-            sequence_of_row[rows] = index
-            query_starts[index], context_lens[index] = first, chunk.stop
-            first = rows.stop
-        query_starts[num_sequences] = first
+            span = slice(first, first + chunk.stop - chunk.start)
+            rows.token_ids[span] = chunk.sequence.tokens[chunk.start : chunk.stop]
+            rows.positions[span] = range(chunk.start, chunk.stop)
+            rows.sequences[span], rows.query_starts[index] = index, first
+            first = span.stop
+        rows.query_starts[-1] = first
+        blocks, offsets = np.divmod(rows.positions, block_size)
+        rows.slot_mapping[:] = rows.block_tables[rows.sequences, blocks] * block_size + offsets
+        rows.logits_rows[:num_decoding] = rows.query_starts[:num_decoding]
+        rows.logits_rows[num_decoding:] = rows.query_starts[sampled] - 1
+        self._batch = rows.batch()
 
-        blocks, offsets = np.divmod(positions, self._block_size)
-        tables = [sequence.block_table for sequence in plan.scheduled()]
-        block_tables = self._tables.take(tables, (context_lens - 1) // self._block_size + 1)
-        slot_mapping = take("slot_mapping", num_tokens)
-        np.multiply(block_tables[sequence_of_row, blocks], self._block_size, out=slot_mapping)
-        slot_mapping += offsets
-        sampled = [index for index, chunk in enumerate(plan.chunks, num_decoding + 1) if chunk.samples]
-        logits_rows = take("logits_rows", num_decoding + len(sampled))
-        logits_rows[:num_decoding] = query_starts[:num_decoding]
-        logits_rows[num_decoding:] = query_starts[sampled] - 1
-        return self._batch_of(token_ids, positions, slot_mapping, query_starts, context_lens, block_tables, logits_rows)
 
-    def _batch_of(self, *arrays: Ints) -> Batch:
-        """Tensors over the arrays, which are those of `Batch` in order; the last step's when nothing moved."""
-        cut = (self._buffers.version, *(array.size for array in arrays))
-        if self._batch is None or cut != self._cut:
-            names = Batch.__dataclass_fields__
-            self._batch = Batch(**{name: torch.from_numpy(array) for name, array in zip(names, arrays, strict=True)})
-            self._cut = cut
-        return self._batch
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """The fields of `Batch` as arrays, and to which sequence each row belongs."""
+
+    token_ids: Ints
+    positions: Ints
+    slot_mapping: Ints
+    query_starts: Ints
+    context_lens: Ints
+    block_tables: Ints
+    logits_rows: Ints
+    sequences: Ints
+
+    @classmethod
+    def of(cls, buffers: _Buffers, *, num_tokens: int, num_sequences: int, num_logits: int, num_blocks: int) -> _Rows:
+        """Views of the buffers, with whatever they hold."""
+        return cls(
+            token_ids=buffers.take("token_ids", num_tokens),
+            positions=buffers.take("positions", num_tokens),
+            slot_mapping=buffers.take("slot_mapping", num_tokens),
+            query_starts=buffers.take("query_starts", num_sequences + 1),
+            context_lens=buffers.take("context_lens", num_sequences),
+            block_tables=buffers.take("block_tables", num_sequences * num_blocks).reshape(num_sequences, num_blocks),
+            logits_rows=buffers.take("logits_rows", num_logits),
+            sequences=buffers.take("sequences", num_tokens),
+        )
+
+    def batch(self) -> Batch:
+        """Tensors over the same memory."""
+        return Batch(
+            token_ids=torch.from_numpy(self.token_ids),
+            positions=torch.from_numpy(self.positions),
+            slot_mapping=torch.from_numpy(self.slot_mapping),
+            query_starts=torch.from_numpy(self.query_starts),
+            context_lens=torch.from_numpy(self.context_lens),
+            block_tables=torch.from_numpy(self.block_tables),
+            logits_rows=torch.from_numpy(self.logits_rows),
+        )
 
 
 class _Buffers:
@@ -85,52 +148,10 @@ class _Buffers:
 
     def __init__(self) -> None:
         self._arrays: dict[str, Ints] = {}
-        self._counting = np.arange(_SMALLEST_BUFFER)
-        #: Another one whenever memory moved.
-        self.version = 0
 
     def take(self, name: str, size: int) -> Ints:
         """The first `size` elements of a buffer, with whatever they hold."""
         held = self._arrays.get(name)
         if held is None or len(held) < size:
             held = self._arrays[name] = np.zeros(max(2 * size, _SMALLEST_BUFFER), np.int64)
-            self.version += 1
         return held[:size]
-
-    def counting(self, stop: int) -> Ints:
-        """0 .. stop - 1, to be read only."""
-        if len(self._counting) < stop:
-            self._counting = np.arange(2 * stop)
-        return self._counting[:stop]
-
-
-class _TableMirror:
-    """The block tables of a step's sequences as rows of one array, kept from step to step.
-
-    A table only grows, and any other change of it makes a new table (`BlockManager`). So while the tables are those of
-    the last step, only what was appended to them has to be copied.
-    """
-
-    def __init__(self, buffers: _Buffers) -> None:
-        self._buffers = buffers
-        self._tables: list[array[int]] = []
-        #: Blocks of each row that are copied.
-        self._copied: Ints = np.zeros(0, np.int64)
-        self._rows: Ints = np.zeros((0, 0), np.int64)
-
-    def take(self, tables: list[array[int]], num_blocks: Ints) -> Ints:
-        """The first `num_blocks` of each table: [num_tables, at least the largest of num_blocks], padded with 0."""
-        if tables != self._tables or num_blocks.max() > self._rows.shape[1]:
-            self._restart(tables, num_blocks)
-        for index in (num_blocks > self._copied).nonzero()[0].tolist():
-            start, stop = self._copied[index], num_blocks[index]
-            self._rows[index, start:stop] = tables[index][start:stop]
-            self._copied[index] = stop
-        return self._rows
-
-    def _restart(self, tables: list[array[int]], num_blocks: Ints) -> None:
-        width = int(num_blocks.max())
-        self._tables = tables
-        self._copied = np.zeros(len(tables), np.int64)
-        self._rows = self._buffers.take("block_tables", len(tables) * width).reshape(len(tables), width)
-        self._rows.fill(0)

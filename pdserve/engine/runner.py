@@ -42,6 +42,5 @@ class Runner:
 
     def sample(self, plan: StepPlan, logits: Tensor | None) -> list[SampleResult]:
         """One result for each decoding sequence and then for each of the chunks' samples, in order."""
-        if logits is None or not len(logits):
-            return []
-        return self._sampler.sample(logits, *plan.sample_rows())
+        rows, logits_rows = plan.sample_rows()
+        return self._sampler.sample(logits, rows, logits_rows) if rows and logits is not None else []

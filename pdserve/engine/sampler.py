@@ -9,6 +9,7 @@ vocabulary of 50,000 that is most of the work.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from math import isfinite
 
 import numpy as np
 import numpy.typing as npt
@@ -38,15 +39,14 @@ class Sampler:
         `logits`: float32 [num_logits, vocab], not modified; row i is drawn from `logits[logits_rows[i]]`.
         """
         table: Logits = logits.numpy(force=True)
-        best = table.argmax(axis=1)  # NaN counts as the largest; the first of equals is returned
-        is_finite = np.isfinite(table[np.arange(len(table)), best]).tolist()
-        best_ids = best.tolist()
+        best_ids = table.argmax(axis=1).tolist()  # NaN counts as the largest; the first of equals is returned
         results: list[SampleResult] = []
         for row, index in zip(rows, logits_rows, strict=True):
-            if not is_finite[index]:
+            best_id = best_ids[index]
+            if not isfinite(table.item(index, best_id)):
                 results.append(_failure(row))
             elif row.is_argmax:
-                results.append(Sampled(token_id=best_ids[index]))
+                results.append(Sampled(token_id=best_id))
             else:
                 results.append(_sample_row(table[index], row))
         return results
@@ -56,7 +56,7 @@ def _sample_row(raw: Logits, row: SampleRow) -> SampleResult:
     """Any row; `raw` has a finite maximum."""
     logits = edited_logits(raw, row)
     token_id = int(logits.argmax())
-    if not np.isfinite(logits[token_id]):
+    if not isfinite(logits[token_id]):
         return _failure(row)
     if row.params.temperature > 0:
         token_id = _draw(logits, float(logits[token_id]), row)
