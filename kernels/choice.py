@@ -14,11 +14,8 @@ from kernels.cpu.decoder import CpuDecoder, NativeModule, unsupported
 from kernels.decoder import DecoderKernel, DecoderShape, DecoderWeights
 from kernels.reference import ReferenceOps
 
-IMPLEMENTATIONS = ("auto", "cpu", "reference")
-QUANTIZATIONS = ("int8",)
 
-
-class KernelsUnavailable(Exception):  # noqa: N818 - says what is the case
+class KernelsUnavailable(Exception):
     """What was asked for cannot be had here; the text says why."""
 
 

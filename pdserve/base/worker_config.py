@@ -10,6 +10,8 @@ from pdserve.base.logs import LEVELS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TRANSPORTS = ("ucx", "nccl")
+KERNELS = ("auto", "cpu", "reference")
+QUANTIZATIONS = ("int8",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,13 @@ class WorkerConfig:
     grpc_port: int = option(0, help="port of the internal gRPC service; 0 takes a free one", minimum=0)
     http_port: int = option(0, help="port of /livez, /readyz, /health and /metrics; 0 takes a free one", minimum=0)
     dtype: str = option("auto", help="type of weights, activations and KV", choices=DTYPES)
+    kernels: str = option(
+        "auto", help="what computes: C++ (cpu), plain torch (reference), or C++ where it can", choices=KERNELS
+    )
+    instruction_set: str | None = option(
+        None, help="what the C++ kernels use of the processor; the best it has when absent", metavar="NAME"
+    )
+    quantization: str | None = option(None, help="round weights when they are loaded", choices=QUANTIZATIONS)
     block_size: int = option(16, help="tokens of a KV block", minimum=1)
     kv_cache_memory: int | None = option(
         None, help="size of the KV cache, such as 2GiB; sized from the machine's memory when absent", parse=parse_bytes

@@ -75,6 +75,8 @@ def _worker_spec(plan: ClusterPlan, tier: str, index: int, share: CoreShare) -> 
         **_common_flags(plan),
         "worker-id": plan.id_prefix + name,
         "dtype": config.dtype,
+        "kernels": config.kernels,
+        "quantization": config.quantization,
         "block-size": config.block_size,
         "kv-cache-memory": plan.kv_cache_bytes,
         "max-model-len": config.max_model_len,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from decode_svc.config import DecodeConfig
 from pdserve.base.config import default_of, option, parse_bytes
 from pdserve.base.logs import LEVELS
-from pdserve.base.worker_config import DTYPES, TRANSPORTS, WorkerConfig
+from pdserve.base.worker_config import DTYPES, KERNELS, QUANTIZATIONS, TRANSPORTS, WorkerConfig
 from prefill_svc.config import PrefillConfig
 from router_svc.config import RouterConfig
 
@@ -31,6 +31,10 @@ class UpConfig:
     decode: int = option(1, help="number of decode workers", metavar="N", minimum=1)
     served_model_name: str | None = option(None, help="name clients use; the model's own when absent")
     dtype: str = option("auto", help="type of weights, activations and KV", choices=DTYPES)
+    kernels: str = option(
+        "auto", help="what computes: C++ (cpu), plain torch (reference), or C++ where it can", choices=KERNELS
+    )
+    quantization: str | None = option(None, help="round weights when they are loaded", choices=QUANTIZATIONS)
     max_model_len: int | None = option(
         None, help="longest prompt plus completion in tokens; the model's own limit when absent", minimum=1
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.choice import KernelChoice, KernelOptions
 from pdserve.base.layout import KvLayout
 from pdserve.base.worker_config import WorkerConfig
 from pdserve.engine.block_pool import BlockPool
@@ -31,6 +32,7 @@ class LoadedModel:
     layout: KvLayout
     limits: SequenceLimits
     decoder: Decoder
+    kernels: KernelChoice
     kv_cache: KvCache
     pool: BlockPool
     runner: Runner
@@ -40,9 +42,12 @@ def load_model(config: WorkerConfig) -> LoadedModel:
     """Maps the weights, allocates the KV cache. Blocks for some seconds. Raises `SetupError` with the numbers."""
     model = ModelConfig.from_dir(config.model_dir)
 
+    # Rounded weights make another model: its blocks must not be mixed with those of the original.
+    name = "/".join(filter(None, (fingerprint(config.model_dir), config.quantization)))
+
     def layout_for(max_model_len: int | None) -> KvLayout:
         return model.kv_layout(
-            fingerprint=fingerprint(config.model_dir),
+            fingerprint=name,
             dtype=config.dtype,
             block_size=config.block_size,
             max_model_len=max_model_len,
@@ -56,7 +61,18 @@ def load_model(config: WorkerConfig) -> LoadedModel:
     )
     # Some models rotate by the length that is served: the layout names the one decided above.
     layout = layout_for(budget.max_model_len)
-    decoder = load_decoder(config.model_dir, dtype=config.dtype, max_model_len=budget.max_model_len)
+    decoder = load_decoder(
+        config.model_dir,
+        dtype=config.dtype,
+        max_model_len=budget.max_model_len,
+        kernels=KernelOptions(
+            implementation=config.kernels,
+            instruction_set=config.instruction_set,
+            num_threads=config.threads,
+            cpus=config.cpus,
+            quantization=config.quantization,
+        ),
+    )
     kv_cache = KvCache(layout, budget.num_blocks, torch.device("cpu"))
     return LoadedModel(
         layout=layout,
@@ -66,6 +82,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
             eos_token_ids=frozenset(model.eos_token_ids),
         ),
         decoder=decoder,
+        kernels=decoder.kernels,
         kv_cache=kv_cache,
         pool=BlockPool(budget.num_blocks, layout.block_size),
         runner=Runner(decoder, kv_cache, Sampler()),

@@ -64,6 +64,12 @@ class WorkerMetrics:
             [*LABELS, "worker_id", "epoch", "transport", "dtype", "block_size", "version"],
             registry=self.registry,
         )
+        self.kernels_info = Gauge(
+            "pdserve_kernels_info",
+            "Constant 1; what computes, and why it is not C++ when it is not",
+            [*LABELS, "kernels", "instruction_set", "quantization", "reason"],
+            registry=self.registry,
+        )
 
     def read(self, *sources: CounterSource) -> None:
         """Adds counters that are kept elsewhere."""

@@ -164,6 +164,15 @@ def _registered(
         "version": __version__,
     }
     worker.metrics.worker_info.labels(**worker.metrics.labels(**labels)).set(1)
+    chosen = {
+        "kernels": loaded.kernels.implementation,
+        "instruction_set": loaded.kernels.instruction_set,
+        "quantization": loaded.kernels.quantization,
+    }
+    reason = loaded.kernels.reason
+    worker.metrics.kernels_info.labels(**worker.metrics.labels(**chosen, reason=reason)).set(1)
+    if reason:
+        log.warning("slow_kernels", kernels=loaded.kernels.implementation, reason=reason)
     log.info(
         "worker_ready",
         grpc=grpc_address,
@@ -171,6 +180,7 @@ def _registered(
         blocks=loaded.pool.num_blocks,
         max_model_len=loaded.limits.max_model_len,
         **labels,
+        **chosen,
     )
     return registrar
 

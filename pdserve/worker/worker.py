@@ -122,11 +122,7 @@ class Worker:
             self.model.runner,
             publish=publish,
             on_fatal=on_fatal,
-            config=LoopConfig(
-                compute_cpus=self.config.cpus or None,
-                num_threads=self.config.threads or len(self.config.cpus) or None,
-                name=f"{self.tier}-step",
-            ),
+            config=self._loop_config(),
         )
         self._loop.start()
         try:
@@ -134,6 +130,13 @@ class Worker:
             yield fatal
         finally:
             await asyncio.to_thread(self._loop.stop)
+
+    def _loop_config(self) -> LoopConfig:
+        """C++ kernels bring threads of their own, pinned to the other cores: torch's would only be in their way."""
+        cpus, threads = self.config.cpus, self.config.threads or len(self.config.cpus)
+        if self.model.kernels.implementation == "cpu":
+            cpus, threads = cpus[:1], 1
+        return LoopConfig(compute_cpus=cpus or None, num_threads=threads or None, name=f"{self.tier}-step")
 
     @property
     def load(self) -> Load:

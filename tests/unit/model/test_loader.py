@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pdserve.base.errors import SetupError
-from pdserve.model.loader import load_decoder
+from pdserve.model.config import ModelConfig
+from pdserve.model.loader import load_decoder, load_weights
 from tests.unit.model.tiny import save_model
 
 
@@ -66,8 +67,8 @@ def test_leftovers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
         model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4),
         lm_head__weight=torch.zeros(97, 32),
     )
-    decoder = load_decoder(tmp_path)
-    assert decoder._weights.lm_head is decoder._weights.embedding
+    weights = load_weights(tmp_path, ModelConfig.from_dir(tmp_path))
+    assert weights.lm_head is weights.embedding
 
 
 def test_a_file_that_is_not_safetensors_is_refused(tmp_path: Path) -> None:
@@ -84,7 +85,8 @@ def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
 
 def test_shards_make_one_model(tmp_path: Path) -> None:
     save_model(tmp_path)
-    whole = load_decoder(tmp_path)
+    config = ModelConfig.from_dir(tmp_path)
+    whole = load_weights(tmp_path, config)
     tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -93,8 +95,8 @@ def test_shards_make_one_model(tmp_path: Path) -> None:
         save_file({name: tensors[name] for name in members}, tmp_path / shard)
     weight_map = {name: shard for shard, members in shards.items() for name in members}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    sharded = load_decoder(tmp_path)
-    assert torch.equal(sharded._weights.layers[1].up, whole._weights.layers[1].up)
+    sharded = load_weights(tmp_path, config)
+    assert torch.equal(sharded.layers[1].up, whole.layers[1].up)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(SetupError, match=r"lacks model-00002-of-00002\.safetensors"):
         load_decoder(tmp_path)
@@ -110,9 +112,9 @@ def test_an_index_cannot_point_outside_of_the_directory(tmp_path: Path) -> None:
 
 def test_weights_in_the_files_own_dtype_stay_mapped(tmp_path: Path) -> None:
     path = save_model(tmp_path, {"torch_dtype": "bfloat16"}, torch.bfloat16) / "model.safetensors"
-    decoder = load_decoder(tmp_path)
+    weights = load_weights(tmp_path, ModelConfig.from_dir(tmp_path))
     mapped = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
     ranges = [tuple(int(end, 16) for end in entry.split("-")) for entry in mapped]
-    for layer in decoder._weights.layers:
+    for layer in weights.layers:
         for tensor in (layer.q, layer.down, layer.input_norm):
             assert any(start <= tensor.data_ptr() < end for start, end in ranges), "the tensor is a copy"

@@ -126,6 +126,13 @@ struct Attention {
     }
   }
 
+  // Rows lie in blocks all over memory: the hardware does not guess where the next one is.
+  void fetch(const void* const* rows) const {
+    const long bytes = dim() * sizeof(Element);
+    for (int key = 0; key < kKeyTile; ++key)
+      for (long at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(rows[key]) + at);
+  }
+
   void pack_keys(const void* const* rows) const {
     const long units = dim() / per_unit, panel_units = units * kPanelColumns;
     for (int first = 0; first < kKeyTile; first += kLanes) {
@@ -237,12 +244,19 @@ struct Attention {
     std::memset(scratch.weight, 0, vectors * sizeof(float));
     std::memset(scratch.zeros, 0, row_floats * sizeof(float));
     for (long i = 0; i < vectors; ++i) scratch.most[i] = -std::numeric_limits<float>::infinity();
-    const void* rows[kKeyTile];
-    for (long begin = begin_key / kKeyTile * kKeyTile; begin < end_key; begin += kKeyTile) {
-      gather(0, begin, end_key, rows);
-      pack_keys(rows);
-      gather(1, begin, end_key, rows);
-      pack_values(rows);
+    const void *keys[kKeyTile], *values[kKeyTile];
+    const auto look_ahead = [&](long begin) {
+      gather(0, begin, end_key, keys);
+      fetch(keys);
+      gather(1, begin, end_key, values);
+      fetch(values);
+    };
+    const long start = begin_key / kKeyTile * kKeyTile;
+    look_ahead(start);
+    for (long begin = start; begin < end_key; begin += kKeyTile) {
+      pack_keys(keys);
+      pack_values(values);
+      if (begin + kKeyTile < end_key) look_ahead(begin + kKeyTile);
       for (long vector = 0; vector < vectors; vector += kMaxVectors) {
         const long count = vectors - vector < kMaxVectors ? vectors - vector : kMaxVectors;
         const long last_position = first_position + (vector + count - 1) / share();
