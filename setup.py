@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -39,7 +40,8 @@ class BuildNative(build_ext):
         except BuildError as error:
             target.unlink(missing_ok=True)
             reason.write_text(f"{error}\n", encoding="utf-8")
-            self.warn(f"The C++ kernels were not built ({error}). pdserve works without them, more slowly.")
+            message = f"The C++ kernels were not built ({error}). pdserve works without them, more slowly."
+            warnings.warn(message, stacklevel=1)
         else:
             # Renamed into place: whoever runs the old one has it mapped.
             fresh = target.with_suffix(".fresh")
