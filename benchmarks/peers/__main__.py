@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -44,17 +44,16 @@ def main() -> None:
     systems, missing = _systems(model, arguments.peers, cores)
     needed = needs(rows)
     environment = describe()
-    with tempfile.TemporaryDirectory(prefix="bench-peers-") as log_dir:
-        plan = Plan(
-            systems=[system for system in systems if system.key in needed],
-            needs=needed,
-            sizes=QUICK if arguments.quick else FULL,
-            rounds=arguments.rounds or (1 if arguments.quick else 5),
-            seed=arguments.seed,
-            kv_token_bytes=_kv_token_bytes(model),
-            log_dir=Path(log_dir),
-        )
-        findings = run(plan)
+    plan = Plan(
+        systems=[system for system in systems if system.key in needed],
+        needs=needed,
+        sizes=QUICK if arguments.quick else FULL,
+        rounds=arguments.rounds or (1 if arguments.quick else 5),
+        seed=arguments.seed,
+        kv_token_bytes=_kv_token_bytes(model),
+        log_dir=_empty(default_cache_dir() / "peers/logs"),
+    )
+    findings = run(plan)
     for peer, reason in missing.items():
         findings.failures[peer].append(reason)
     is_complete = not (arguments.only or arguments.quick or set(PEERS) - set(arguments.peers))
@@ -107,6 +106,13 @@ def _systems(model: Path, peers: Sequence[str], cores: list[int]) -> tuple[list[
             print(f"{peer}: {error}")
             missing[peer] = str(error)
     return systems, missing
+
+
+def _empty(directory: Path) -> Path:
+    """Logs of this run: the last start of each system."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    return directory
 
 
 def _kv_token_bytes(model: Path) -> int:

@@ -58,7 +58,9 @@ class Started:
                 raise PeerUnavailable(f"not ready after {_READY_TIMEOUT_S:g} s: {last_line(self.log)}")
             time.sleep(_ASK_EVERY_S)
         fields = {"temperature": 0, "ignore_eos": True}
-        target = Target(base_url=self.base_url, model=self.system.served_name, fields=fields)
+        # Some servers close a kept connection at the moment the next request comes: everyone gets a new one each time.
+        headers = {"Connection": "close"}
+        target = Target(base_url=self.base_url, model=self.system.served_name, fields=fields, headers=headers)
         return RunningServer(target=target, pid=self.process.pid, start_s=time.perf_counter() - self.began_at)
 
     def _is_ready(self) -> bool:
@@ -98,7 +100,7 @@ def started(system: System, log_dir: Path) -> Iterator[Started]:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **system.environment},
+                env={**os.environ, **system.environment, "XDG_STATE_HOME": str(log_dir)},
                 start_new_session=True,
             )
     except OSError as error:
