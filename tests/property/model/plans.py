@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -94,7 +95,7 @@ def chunkings(draw: st.DrawFn, length: int) -> list[int]:
     tail = draw(st.integers(0, min(length, 12)))
     cuts = draw(st.sets(st.integers(1, max(1, length - tail)), max_size=5))
     bounds = sorted({0, length - tail, *(cut for cut in cuts if cut < length - tail)})
-    return [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)] + [1] * tail
+    return [stop - start for start, stop in itertools.pairwise(bounds)] + [1] * tail
 
 
 @st.composite

@@ -1,0 +1,101 @@
+"""Promise 1 at the cluster, in the default dtype: an answer is a function of its request, whatever happens around it.
+
+The measure is each request alone on a cluster with one prefill and one decode worker, its caches cold. The same
+requests then come all at once, to workers that have computed them before or never, without a prefill worker, with
+another number of threads and other chunks, streamed where they were whole, and to a worker that runs out of blocks.
+Every byte stays but ids, times and the number of cached tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from kernels.choice import instruction_sets
+from tests.support.answers import Call, differences, make_calls, send_all
+from tests.support.cluster import Cluster, running_cluster
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not instruction_sets(), reason="the C++ kernels are not built; the reference is only close"),
+]
+
+CALLS = make_calls(50)
+BLOCK_SIZE = 16
+#: 42 blocks: room for the longest request alone, and for no crowd.
+SCARCE = "15MiB"
+
+
+@pytest.fixture(scope="module")
+def disaggregated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One prefill and one decode worker, which share the cores."""
+    with running_cluster(tmp_path_factory.mktemp("disaggregated"), "--kv-cache-memory", "512MiB") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def monolithic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A decode worker alone, with all cores and in other chunks."""
+    flags = ("--prefill", "0", "--max-num-batched-tokens", "200", "--kv-cache-memory", "512MiB")
+    with running_cluster(tmp_path_factory.mktemp("monolithic"), *flags) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def scarce(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Too few blocks, and every prompt comes from the prefill worker."""
+    flags = ("--kv-cache-memory", SCARCE, "--local-prefill-threshold", "0")
+    with running_cluster(tmp_path_factory.mktemp("scarce"), *flags) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def alone(disaggregated: Cluster) -> list[str]:
+    """The answer to every request by itself."""
+    answers = asyncio.run(send_all(disaggregated, CALLS, at_once=1))
+    assert len({*answers}) == len(CALLS), "requests with the same answer tell less than they could"
+    lengths = {json.loads(answer)["usage"]["prompt_tokens"] for answer in answers}
+    assert min(lengths) < BLOCK_SIZE, lengths
+    assert max(lengths) > 512, lengths
+    assert any(length % BLOCK_SIZE == 0 for length in lengths), lengths
+    return answers
+
+
+async def _assert_answers(cluster: Cluster, calls: Sequence[Call], expected: Sequence[str], *, at_once: int) -> None:
+    answers = await send_all(cluster, calls, at_once=at_once)
+    found = differences(calls, answers, expected)
+    assert not found, found
+    cluster.wait_idle()
+
+
+async def test_a_crowd_and_warm_caches_change_nothing_and_neither_does_streaming(
+    disaggregated: Cluster, alone: list[str]
+) -> None:
+    hits = disaggregated.worker_metric("decode", "pdserve_prefix_cache_hits_total")
+    turned = [call.turned() for call in CALLS]
+    await _assert_answers(disaggregated, turned, alone, at_once=len(CALLS))
+    assert disaggregated.worker_metric("decode", "pdserve_prefix_cache_hits_total") > hits + 1000
+    assert disaggregated.worker_metric("decode", "pdserve_kv_transfer_blocks_total", direction="received") > 0
+
+
+async def test_a_crowd_with_cold_caches_and_no_prefill_worker_changes_nothing(
+    monolithic: Cluster, alone: list[str]
+) -> None:
+    # From the end: whoever found a shared prefix cached computes it now.
+    await _assert_answers(monolithic, CALLS[::-1], alone[::-1], at_once=len(CALLS))
+
+
+async def test_each_alone_with_warm_caches_and_no_prefill_worker_is_the_same(
+    monolithic: Cluster, alone: list[str]
+) -> None:
+    await _assert_answers(monolithic, CALLS, alone, at_once=1)
+
+
+async def test_preemption_changes_nothing(scarce: Cluster, alone: list[str]) -> None:
+    # Those with several choices first: they begin with the blocks of one.
+    order = sorted(range(len(CALLS)), key=lambda index: -CALLS[index].num_choices)
+    await _assert_answers(scarce, [CALLS[i] for i in order], [alone[i] for i in order], at_once=len(CALLS))
+    assert scarce.worker_metric("decode", "pdserve_num_preemptions_total") > 0
