@@ -167,40 +167,40 @@ struct Attention {
     }
   }
 
-  // The scores' vectors of one query become weights; returns by how much what was summed so far shrinks.
-  PD_INLINE float soften(vf (&scores)[2 * kKeyPanels], long position, long begin, float* most, float* weight,
-                         uint32_t* weights) const {
-    const bool whole = begin + kKeyTile - 1 <= position && (window == 0 || begin > position - window);
-    vf top = splat(-std::numeric_limits<float>::infinity());
-    for (int v = 0; v < 2 * kKeyPanels; ++v) {
-      scores[v] *= splat(shape.scale);
-      if (!whole) {
-        vi key;
-        for (int lane = 0; lane < kLanes; ++lane) key[lane] = int32_t(begin + v * kLanes + lane);
-        const int32_t last = int32_t(position), first = window == 0 ? 0 : int32_t(position - window + 1);
-        scores[v] = ((key <= last) & (key >= first)) ? scores[v] : splat(-std::numeric_limits<float>::infinity());
+  // Scores of one query in units of log 2, hidden keys at -infinity; returns the largest.
+  PD_INLINE float hide(vf (&scores)[2 * kKeyPanels], long position, long begin) const {
+    const vf nothing = splat(-std::numeric_limits<float>::infinity());
+    const vf scale = splat(shape.scale * 1.44269504088896341f);
+    for (vf& part : scores) part *= scale;
+    if (begin + kKeyTile - 1 > position || (window != 0 && begin <= position - window)) {
+      const vi last = vi{} + int32_t(position), first = vi{} + int32_t(window == 0 ? 0 : position - window + 1);
+      vi key = vi{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + int32_t(begin);
+      for (vf& part : scores) {
+        part = ((key <= last) & (key >= first)) ? part : nothing;
+        key += kLanes;
       }
-      top = max(top, scores[v]);
     }
-    const float before = *most, now = std::fmax(before, largest(top));
-    const float finite = std::fmax(now, std::numeric_limits<float>::lowest());
+    vf top = scores[0];
+    for (const vf part : scores) top = max(top, part);
+    return largest(top);
+  }
+
+  // Scores become weights relative to `most`; returns their sum.
+  PD_INLINE float soften(const vf (&scores)[2 * kKeyPanels], float most, uint32_t* weights) const {
     vf total{};
     for (int v = 0; v < 2 * kKeyPanels; ++v) {
-      const vf p = exp(scores[v] - splat(finite));
+      const vf p = exp2_of_negative(scores[v] - splat(most));
       total += p;
       if constexpr (per_unit == 2)
         store_bf16(reinterpret_cast<uint16_t*>(weights) + v * kLanes, p);
       else
         store(reinterpret_cast<float*>(weights) + v * kLanes, p);
     }
-    const float shrink = exp(splat(before - finite))[0];
-    *weight = *weight * shrink + sum(total);
-    *most = now;
-    return shrink;
+    return sum(total);
   }
 
   template <int R, int P>
-  PD_INLINE void add_values(const uint32_t* weights, const float (&shrink)[R], long vector, long panel) const {
+  PD_INLINE void add_values(const uint32_t* weights, vf shrink, long vector, long panel) const {
     const long stride = padded(dim()), panel_units = kKeyTile / per_unit * kPanelColumns;
     float* at = scratch.sums + vector * stride + panel * kPanelColumns;
     vf sums[R][2 * P];
@@ -219,10 +219,21 @@ struct Attention {
     vf scores[R][2 * kKeyPanels]{};
     multiply_tile<Unit, R, kKeyPanels>(q + vector * units, units, scratch.keys, units * kPanelColumns, units, scores);
     alignas(64) uint32_t weights[R][kKeyTile / per_unit];
-    float shrink[R];
-    for (int r = 0; r < R; ++r)
-      shrink[r] = soften(scores[r], first_position + (vector + r) / share(), begin, scratch.most + vector + r,
-                         scratch.weight + vector + r, weights[r]);
+    float most[R];
+    vf fall{};
+    for (int r = 0; r < R; ++r) {
+      float* before = scratch.most + vector + r;
+      const float now = std::fmax(*before, hide(scores[r], first_position + (vector + r) / share(), begin));
+      // A query that has seen no key yet keeps -infinity, but is measured against something finite.
+      most[r] = std::fmax(now, std::numeric_limits<float>::lowest());
+      fall[r] = *before - most[r];
+      *before = now;
+    }
+    const vf shrink = exp2_of_negative(fall);
+    for (int r = 0; r < R; ++r) {
+      float* weight = scratch.weight + vector + r;
+      *weight = *weight * shrink[r] + soften(scores[r], most[r], weights[r]);
+    }
     const long panels = padded(dim()) / kPanelColumns;
     long panel = 0;
     for (; panel + 2 <= panels; panel += 2) add_values<R, 2>(weights[0], shrink, vector, panel);

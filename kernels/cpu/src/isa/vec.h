@@ -96,6 +96,25 @@ static PD_INLINE vf exp(vf x) {
   return (x < splat(-87.0f)) ? vf{} : result;
 }
 
+// 2^x for x <= 0, to about 2 ulp; exactly 1 at 0 and exactly 0 below -126.
+static PD_INLINE vf exp2_of_negative(vf x) {
+  x = max(x, splat(-200.0f));
+  const vf n = round_to_integer(x), f = x - n;
+  vf p = splat(0.0013264714988230016f);
+  p = fma(p, f, splat(0.009671513510715369f));
+  p = fma(p, f, splat(0.055507337837735406f));
+  p = fma(p, f, splat(0.2402224206638171f));
+  p = fma(p, f, splat(0.6931469775710573f));
+  p = fma(p, f, splat(1.0f));
+  const vf whole = x < splat(-126.0f) ? vf{} : p;
+#if defined(__AVX512F__)
+  return (vf)_mm512_scalef_ps((__m512)whole, (__m512)n);
+#else
+  const vi power = (__builtin_convertvector(max(n, splat(-126.0f)), vi) + 127) << 23;
+  return whole * (vf)power;
+#endif
+}
+
 static PD_INLINE vf silu(vf x) {
   // Beyond 87 the clamp changes nothing: the denominator is 1, or the quotient is 0 in float32.
   const vf clamped = max(x, splat(-87.0f));
@@ -119,6 +138,10 @@ static PD_INLINE vu bf16_bits(vf x) {
 typedef uint16_t vh __attribute__((vector_size(32)));
 typedef uint16_t vh_unaligned __attribute__((vector_size(32), aligned(2), may_alias));
 static PD_INLINE void store_bf16(uint16_t* p, vf x) {
+#if defined(__AVX512BF16__)
+  *reinterpret_cast<vh_unaligned*>(p) = (vh)_mm512_cvtneps_pbh((__m512)x);
+  return;
+#endif
   *reinterpret_cast<vh_unaligned*>(p) = __builtin_convertvector(bf16_bits(x), vh);
 }
 static PD_INLINE vf load_bf16(const uint16_t* p) {
