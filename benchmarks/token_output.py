@@ -21,6 +21,8 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, zip_longest
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +45,6 @@ from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import SequenceLimits
 from pdserve.model.batch import Batch
 from pdserve.v1 import common_pb2, decode_pb2, decode_pb2_grpc
-from pdserve.worker.loading import LoadedModel
 from pdserve.worker.metrics import WorkerMetrics
 from pdserve.worker.worker import Worker
 
@@ -87,10 +88,12 @@ async def serve(batch_size: int, num_steps: int) -> None:
     cache = KvCache(layout, pool.num_blocks, torch.device("cpu"))
     decoder = SleepingDecoder(batch_size)
     limits = SequenceLimits(max_model_len=8192, vocab_size=VOCABULARY)
-    model = LoadedModel(
+    # What a worker uses of a loaded model; there is no checkpoint to load one from.
+    model: Any = SimpleNamespace(
         layout=layout,
         limits=limits,
-        decoder=decoder,  # type: ignore[arg-type]
+        decoder=decoder,
+        kernels=SimpleNamespace(implementation="reference"),
         kv_cache=cache,
         pool=pool,
         runner=Runner(decoder, cache, Sampler()),

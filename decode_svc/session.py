@@ -88,7 +88,12 @@ class DecodeSession:
             case Started() as started:
                 await self._started(started)
             case RequestTokens() as new:
-                tokens = pb.DecodeTokens(choices=[tokens_to_wire(choice) for choice in new.choices])
+                # While the last message was written there may have been more steps: one message tells of them all.
+                choices = [
+                    *new.choices,
+                    *(choice for later in self._inbox.more(RequestTokens) for choice in later.choices),
+                ]
+                tokens = pb.DecodeTokens(choices=map(tokens_to_wire, choices))
                 await self._write(pb.DecodeResponse(tokens=tokens))
             case pb.DecodeRequest() as command:
                 await self._obey(command)

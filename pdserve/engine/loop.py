@@ -71,6 +71,7 @@ class StepLoop:
         self._on_fatal = on_fatal
         self._config = config or LoopConfig()
         self._meter = PaceMeter()
+        self._untold: StepOutput | None = None
         self._calls: SimpleQueue[_Call[Any]] = SimpleQueue()
         self._gate = threading.Lock()
         self._closed = False
@@ -114,18 +115,19 @@ class StepLoop:
                 while not self._stopping:
                     self._run_calls()
                     if self._scheduler.has_work() and not self._stopping:
-                        self._publish(self._step())
+                        self._step()
         except BaseException as error:  # noqa: BLE001 - nothing can be attributed any more: the worker ends, loudly
             self._on_fatal(error)
         finally:
             self._close()
 
-    def _step(self) -> StepOutput:
+    def _step(self) -> None:
         started = perf_counter()
         plan = self._scheduler.schedule(self._meter.pace)
         scheduled = perf_counter()
         batch = self._runner.build(plan)
         built = perf_counter()
+        self._tell()
         logits = self._runner.forward(plan, batch)
         computed = perf_counter()
         sampled = self._runner.sample(plan, logits)
@@ -135,7 +137,7 @@ class StepLoop:
         self._meter.observe(
             num_decoding=num_decoding, num_prefill_tokens=num_prefill_tokens, step_s=perf_counter() - started
         )
-        return StepOutput(
+        self._untold = StepOutput(
             events=events,
             load=self._scheduler.load(),
             durations=StepDurations(
@@ -149,9 +151,23 @@ class StepLoop:
             num_prefill_tokens=num_prefill_tokens,
         )
 
+    def _tell(self) -> None:
+        """Publish the last step: as late as the next forward pass, in which nobody else needs the interpreter's lock.
+
+        Whoever is told then finds it free, instead of holding up what this thread does between two passes.
+        """
+        if self._untold is not None:
+            output, self._untold = self._untold, None
+            self._publish(output)
+
     def _run_calls(self) -> None:
         """Run what was asked for; sleep until something is when there is nothing else to do."""
-        if not self._scheduler.has_work():
+        has_work = self._scheduler.has_work()
+        if has_work and self._calls.empty():
+            return
+        # What a call tells must not overtake what the step before it told.
+        self._tell()
+        if not has_work:
             self._calls.get().run()
         try:
             while not self._stopping:

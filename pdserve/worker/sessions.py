@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -12,6 +13,7 @@ from pdserve.base.errors import PdserveError, StaleAttempt
 from pdserve.base.ids import RequestId
 
 Event = TypeVar("Event")
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,22 +31,36 @@ class Session(Generic[Event]):
         self.attempt = attempt
         self.closed = asyncio.Event()
         # Bounded by what a request can cause: its commands, and one event of each kind per step until max_tokens.
-        self._inbox: asyncio.Queue[Event | Failed] = asyncio.Queue()
+        self._inbox: deque[Event | Failed] = deque()
+        self._arrived = asyncio.Event()
 
     def put(self, event: Event | Failed) -> None:
         """Adds an event; never blocks."""
-        self._inbox.put_nowait(event)
+        self._inbox.append(event)
+        self._arrived.set()
 
     async def next(self, *, timeout_s: float | None = None) -> Event | None:
         """The next event, or None after `timeout_s`. Raises the error of a `Failed`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                event = await self._inbox.get()
-        except TimeoutError:
-            return None
+        if not self._inbox:
+            self._arrived.clear()
+            if timeout_s is None:
+                await self._arrived.wait()
+            else:
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        await self._arrived.wait()
+                except TimeoutError:
+                    return None
+        event = self._inbox.popleft()
         if isinstance(event, Failed):
             raise event.error
         return event
+
+    def more(self, kind: type[Kind]) -> Iterator[Kind]:
+        """The events of this kind that come next and are here already."""
+        while self._inbox and isinstance(event := self._inbox[0], kind):
+            self._inbox.popleft()
+            yield event
 
 
 class Sessions(Generic[Event]):

@@ -27,6 +27,11 @@ class StepMetrics:
     def __init__(self, metrics: WorkerMetrics) -> None:
         self._metrics = metrics
         self._load = _EMPTY
+        # Looked up once: by name it costs as much as the observation.
+        self._phases = {
+            phase: metrics.step_seconds.labels(**metrics.labels(phase=phase))
+            for phase in ("schedule", "build", "forward", "sample")
+        }
         #: Hears which blocks became reusable and which ceased to be.
         self.on_cache_events: Callable[[Sequence[BlockHash], Sequence[BlockHash]], None] = lambda added, removed: None
 
@@ -38,6 +43,8 @@ class StepMetrics:
     def set_load(self, load: Load) -> None:
         """The load now."""
         metrics, before = self._metrics, self._load
+        if load == before:
+            return
         self._load = load
         metrics.num_requests_running.set(load.num_running)
         metrics.num_requests_waiting.set(load.num_waiting)
@@ -51,16 +58,18 @@ class StepMetrics:
 
     def observe(self, output: StepOutput) -> None:
         """One step."""
-        metrics, durations = self._metrics, output.durations
+        metrics, durations, events = self._metrics, output.durations, output.events
         self.set_load(output.load)
         if output.num_tokens:
             metrics.iteration_tokens.observe(output.num_tokens)
+            self._phases["schedule"].observe(durations.schedule_s)
+            self._phases["build"].observe(durations.build_s)
+            self._phases["forward"].observe(durations.forward_s)
+            self._phases["sample"].observe(durations.sample_s)
+        if output.num_prefill_tokens:
             metrics.prompt_tokens.inc(output.num_prefill_tokens)
-            metrics.observe_phase("schedule", durations.schedule_s)
-            metrics.observe_phase("build", durations.build_s)
-            metrics.observe_phase("forward", durations.forward_s)
-            metrics.observe_phase("sample", durations.sample_s)
-        events = output.events
-        metrics.generation_tokens.inc(sum(len(choice.token_ids) for new in events.tokens for choice in new.choices))
+        if events.tokens:
+            told = sum(len(choice.token_ids) for new in events.tokens for choice in new.choices)
+            metrics.generation_tokens.inc(told)
         if events.cache.added or events.cache.removed:
             self.on_cache_events(events.cache.added, events.cache.removed)

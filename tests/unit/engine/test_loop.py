@@ -159,6 +159,41 @@ def test_calls_queued_when_the_loop_stops_fail_instead_of_hanging() -> None:
             assert error is None or isinstance(error, Draining)
 
 
+class Held(FakeDecoder):
+    """Waits in its second forward pass until it is let go."""
+
+    def __init__(self) -> None:
+        self.entered, self.gate, self.count = threading.Event(), threading.Event(), 0
+
+    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+        self.count += 1
+        if self.count == 2:
+            self.entered.set()
+            assert self.gate.wait(WAIT_S)
+        return super().forward(batch, kv_cache)
+
+
+def test_a_step_is_told_before_the_forward_pass_of_the_next_one() -> None:
+    decoder = Held()
+    with rig(decoder) as it:
+        it.submit([1, 2, 3])
+        assert decoder.entered.wait(WAIT_S)
+        assert it.outputs.get(timeout=WAIT_S).events.tokens
+        assert it.outputs.empty()
+        decoder.gate.set()
+
+
+def test_a_step_is_told_before_a_call_that_came_after_it_runs() -> None:
+    decoder, told = Held(), []
+    with rig(decoder) as it:
+        it.submit([1, 2, 3])
+        assert decoder.entered.wait(WAIT_S)
+        call = it.loop.call(lambda: told.append(it.outputs.qsize()))
+        decoder.gate.set()
+        call.result(WAIT_S)
+    assert told == [2]
+
+
 class Broken(FakeDecoder):
     def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
         raise RuntimeError("the accelerator fell off the bus")
