@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable
@@ -68,6 +69,10 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
                 worker.calls.accept()
                 await grpc_health.set_serving(True)
                 registrar.announce()
+                # What is alive now lives as long as the process. To look through it for garbage would stop all threads
+                # for a tenth of a second, whenever the collector thinks it is time.
+                gc.collect()
+                gc.freeze()
                 notify.ready()
                 with populating(loaded.kv_cache.memory):
                     await _wait_for_end(stop, fatal)
