@@ -11,11 +11,11 @@ from kernels.decoder import DecoderShape, DecoderWeights, LayerWeights
 from kernels.ops import KvRows
 
 #: Codes that `src/module.cpp` shares: types in memory, and formats that weights are packed in.
-_TYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
-_FORMATS = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 1}
-_INT8 = 2
+TYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
+FORMATS = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 1}
+INT8 = 2
 #: `kMaxWidth` and the longest head of `src/isa/rows.h`.
-_MAX_HIDDEN_SIZE, _MAX_HEAD_DIM = 1 << 15, 1024
+MAX_HIDDEN_SIZE, MAX_HEAD_DIM = 1 << 15, 1024
 
 
 class _NativeDecoder(Protocol):
@@ -41,10 +41,10 @@ class NativeModule(Protocol):
 
 def unsupported(shape: DecoderShape) -> str | None:
     """Why the C++ kernels cannot run a decoder of that shape; None when they can."""
-    if shape.hidden_size > _MAX_HIDDEN_SIZE:
-        return f"hidden_size {shape.hidden_size} is above {_MAX_HIDDEN_SIZE}"
-    if shape.head_dim > _MAX_HEAD_DIM or shape.head_dim % 2:
-        return f"head_dim {shape.head_dim} is odd or above {_MAX_HEAD_DIM}"
+    if shape.hidden_size > MAX_HIDDEN_SIZE:
+        return f"hidden_size {shape.hidden_size} is above {MAX_HIDDEN_SIZE}"
+    if shape.head_dim > MAX_HEAD_DIM or shape.head_dim % 2:
+        return f"head_dim {shape.head_dim} is odd or above {MAX_HEAD_DIM}"
     return None
 
 
@@ -66,14 +66,14 @@ class CpuDecoder:
         """`cpus`: where threads are pinned, one after the other; empty: nowhere."""
         dtype = weights.norm.dtype
         self._vocab_size = shape.vocab_size
-        self._kv_type = _TYPES[dtype]
+        self._kv_type = TYPES[dtype]
         # Read in place, so they must live as long as this.
         self._embedding = weights.embedding.contiguous()
         self._cos_sin = cos_sin.contiguous()
         self._decoder = native.Decoder(
             isa=instruction_set,
-            weight_type=_TYPES[dtype],
-            format=_INT8 if int8 else _FORMATS[dtype],
+            weight_type=TYPES[dtype],
+            format=INT8 if int8 else FORMATS[dtype],
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,
             vocab_size=shape.vocab_size,
@@ -108,7 +108,7 @@ class CpuDecoder:
         )
         assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in indices)
         assert kv_cache.is_contiguous()
-        assert _TYPES[kv_cache.dtype] == self._kv_type
+        assert TYPES[kv_cache.dtype] == self._kv_type
         num_logits = len(logits_rows)
         if num_logits > len(self._logits):
             # Kept and reused: fresh memory of this size costs page faults in every step.

@@ -7,6 +7,7 @@
 
 #include "decoder.h"
 #include "dispatch.h"
+#include "ops.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -40,6 +41,7 @@ Source source(const nb::tuple& parts) {  // (weight, bias or 0, rows, depth)
 
 NB_MODULE(_native, module) {
   module.def("instruction_sets", &instruction_sets, "What was built and runs here, best first.");
+  bind_ops(module);
 
   nb::class_<Decoder>(module, "Decoder")
       .def(

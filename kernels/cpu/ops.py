@@ -1,0 +1,281 @@
+"""The C++ kernels one by one, checked: for tests and benchmarks. The decoder calls them without Python between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from kernels.cpu import native
+from kernels.cpu.decoder import FORMATS, INT8, MAX_HEAD_DIM, MAX_HIDDEN_SIZE, TYPES
+from kernels.ops import KvRows
+
+#: Values of one unit of 32 bits, by format.
+_PER_UNIT = {TYPES[torch.bfloat16]: 2, TYPES[torch.float32]: 1, INT8: 4}
+
+
+class _NativePacked(Protocol):
+    """`_native.Packed`."""
+
+    columns: int
+    bytes: int
+
+
+class _NativeMachine(Protocol):
+    """`_native.Machine`: what each function takes stands in `src/ops.cpp`."""
+
+    def multiply(self, *arguments: object) -> None: ...
+    def to_rows(self, *arguments: object) -> None: ...
+    def add_norm(self, *arguments: object) -> None: ...
+    def rotate(self, *arguments: object) -> None: ...
+    def attend(self, *arguments: object) -> None: ...
+    def argmax(self, *arguments: object) -> None: ...
+    def read(self, address: int, num_bytes: int) -> int: ...
+
+
+class _NativeOps(Protocol):
+    """What is used here of `kernels.cpu._native`."""
+
+    def pack(
+        self, parts: list[tuple[int, int, int, int]], weight_type: int, weight_format: int, interleave: bool
+    ) -> _NativePacked: ...
+
+    def Machine(self, isa: str, num_threads: int, cpus: list[int]) -> _NativeMachine: ...  # noqa: N802 - a class
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedMatrix:
+    """Weights [out_features, in_features] as panels; of gate and up, `out_features` are those of one of the two."""
+
+    packed: _NativePacked
+    weight_format: int
+    out_features: int
+    in_features: int
+    interleaved: bool
+
+    @property
+    def num_columns(self) -> int:
+        """Of a product's row in memory: out_features rounded up to whole panels."""
+        return self.packed.columns // 2 if self.interleaved else self.packed.columns
+
+    @property
+    def num_bytes(self) -> int:
+        """What a product reads."""
+        return self.packed.bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Rows as products read them, in the format of their weights."""
+
+    weight_format: int
+    width: int
+    #: int32 [num_rows, stride]; for int8 the high bytes of 16-bit integers, offset by 128.
+    units: Tensor
+    #: int8 only: int32 [num_rows, stride], the low bytes.
+    low: Tensor
+    #: int8 only: float32 [num_rows]; value = scale * (256 * (high - 128) + low).
+    scale: Tensor
+
+    @classmethod
+    def empty(cls, num_rows: int, width: int, weight_format: int) -> Rows:
+        """Memory for rows; padding is zero, the rest to be written."""
+        units = torch.zeros(2, num_rows, -(-width // _PER_UNIT[weight_format]), dtype=torch.int32)
+        scale = torch.zeros(num_rows)
+        return cls(weight_format=weight_format, width=width, units=units[0], low=units[1], scale=scale)
+
+    def native(self) -> tuple[int, int, int, int, int]:
+        """As `src/ops.cpp` takes them."""
+        stride = self.units.stride(0) if self.units.numel() else 0
+        return self.weight_format, self.units.data_ptr(), self.low.data_ptr(), self.scale.data_ptr(), stride
+
+
+def format_of(dtype: torch.dtype, *, int8: bool = False) -> int:
+    """In which format weights of `dtype` are packed, and rows multiplied with them."""
+    return INT8 if int8 else FORMATS[dtype]
+
+
+def pack(weight: Tensor, bias: Tensor | None = None, *, int8: bool = False) -> PackedMatrix:
+    """weight: [out_features, in_features]; bias: [out_features], of the same dtype."""
+    return _pack([(weight, bias)], int8=int8)
+
+
+def pack_gate_up(gate: Tensor, up: Tensor, *, int8: bool = False) -> PackedMatrix:
+    """For `CpuOps.multiply_silu`; both [out_features, in_features]."""
+    assert gate.shape == up.shape
+    return _pack([(gate, None), (up, None)], int8=int8)
+
+
+def _pack(parts: list[tuple[Tensor, Tensor | None]], *, int8: bool) -> PackedMatrix:
+    out_features, in_features = parts[0][0].shape
+    dtype = parts[0][0].dtype
+    assert in_features > 0
+    held = [(weight.contiguous(), None if bias is None else bias.contiguous()) for weight, bias in parts]
+    for weight, bias in held:
+        assert weight.dtype == dtype
+        assert bias is None or (bias.dtype == dtype and bias.shape == (out_features,))
+    addresses = [
+        (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out_features, in_features) for weight, bias in held
+    ]
+    weight_format, interleaved = format_of(dtype, int8=int8), len(parts) == 2
+    packed = _native().pack(addresses, TYPES[dtype], weight_format, interleaved)
+    return PackedMatrix(
+        packed=packed,
+        weight_format=weight_format,
+        out_features=out_features,
+        in_features=in_features,
+        interleaved=interleaved,
+    )
+
+
+class CpuOps:
+    """The ops of one instruction set on a team of threads. With `times` an op is done that often in one call."""
+
+    def __init__(self, instruction_set: str, num_threads: int = 1, cpus: Sequence[int] = ()) -> None:
+        """`cpus`: where threads but the caller's are pinned; empty: nowhere."""
+        self._machine = _native().Machine(instruction_set, num_threads, list(cpus))
+
+    def multiply(self, rows: Rows, matrices: Sequence[PackedMatrix], out: Tensor) -> None:
+        """rows @ matrix.T + bias for each matrix, one after the other, into the same `out`.
+
+        out: float32 [num_rows, at least num_columns]. The columns up to `num_columns` are written.
+        """
+        self._multiply(rows, matrices, out, interleaved=False)
+
+    def multiply_silu(self, rows: Rows, matrices: Sequence[PackedMatrix], out: Tensor) -> None:
+        """silu(rows @ gate.T) * (rows @ up.T), else like `multiply`."""
+        self._multiply(rows, matrices, out, interleaved=True)
+
+    def _multiply(self, rows: Rows, matrices: Sequence[PackedMatrix], out: Tensor, *, interleaved: bool) -> None:
+        _check_floats(out)
+        assert len(rows.units) == len(out)
+        for matrix in matrices:
+            assert matrix.weight_format == rows.weight_format
+            assert matrix.in_features == rows.width
+            assert matrix.interleaved == interleaved
+            assert out.shape[1] >= matrix.num_columns
+        packed = [matrix.packed for matrix in matrices]
+        self._machine.multiply(rows.native(), len(out), packed, interleaved, out.data_ptr(), out.shape[1])
+
+    def to_rows(self, x: Tensor, out: Rows, *, times: int = 1) -> None:
+        """Rounds x, float32 [num_rows, width], to what is multiplied."""
+        _check_floats(x)
+        assert x.shape == (len(out.units), out.width)
+        self._machine.to_rows(x.data_ptr(), *x.shape, out.native(), times)
+
+    def add_norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Rows, total: Tensor, *, times: int = 1
+    ) -> None:
+        """total = x + delta; out = rms_norm(total) * weight. Float32: weight [width], the others [num_rows, width]."""
+        _check_floats(x, weight, total, *(() if delta is None else (delta,)))
+        assert x.shape == total.shape == (len(out.units), out.width)
+        assert delta is None or delta.shape == x.shape
+        assert weight.shape == (out.width,)
+        assert out.width <= MAX_HIDDEN_SIZE
+        addresses = (x.data_ptr(), 0 if delta is None else delta.data_ptr(), total.data_ptr(), weight.data_ptr())
+        self._machine.add_norm(*addresses, eps, *x.shape, out.native(), times)
+
+    def rotate(
+        self,
+        x: Tensor,
+        angles: Tensor | None,
+        out: Tensor,
+        offsets: Tensor,
+        head_stride: int,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        times: int = 1,
+    ) -> None:
+        """Norms and rotates heads, rounds them to out's dtype and puts them where they belong.
+
+        x: float32 [num_rows, heads, head_dim]; angles: float32 [num_rows, 2, head_dim], cosines and then sines, or
+        None: no rotation; norm: weight (float32 [head_dim]) and eps. Head h of row r goes to element
+        `offsets[r] + h * head_stride` of `out`; offsets: int64 [num_rows].
+        """
+        _check_floats(x, *(() if angles is None else (angles,)), *(() if norm is None else norm[:1]))
+        num_rows, heads, head_dim = x.shape
+        assert head_dim % 2 == 0
+        assert head_dim <= MAX_HEAD_DIM
+        assert angles is None or angles.shape == (num_rows, 2, head_dim)
+        assert norm is None or norm[0].shape == (head_dim,)
+        assert offsets.dtype == torch.int64
+        assert offsets.is_contiguous()
+        assert offsets.shape == (num_rows,)
+        assert out.is_contiguous()
+        if x.numel():
+            assert int(offsets.min()) >= 0
+            assert int(offsets.max()) + (heads - 1) * head_stride + head_dim <= out.numel()
+        weight, eps = (0, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
+        turns = 0 if angles is None else angles.data_ptr()
+        place = (TYPES[out.dtype], out.data_ptr(), offsets.data_ptr(), head_stride)
+        self._machine.rotate(x.data_ptr(), weight, eps, turns, *x.shape, *place, times)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        rows: KvRows,
+        kv_cache: Tensor,
+        out: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        times: int = 1,
+    ) -> None:
+        """Causal attention of the rows over their own context, K and V as stored.
+
+        q: rotated, [num_kv_heads, num_tokens, share, head_dim]: the `share` vectors that meet the same keys lie side by
+        side; of the cache's dtype, for float16 float32. kv_cache: as for `kernels.ops.Ops.paged_kv`. out: float32
+        [num_tokens, num_heads * head_dim].
+        """
+        num_kv_heads, num_tokens, share, head_dim = q.shape
+        _check_floats(out)
+        assert q.dtype == (torch.float32 if kv_cache.dtype == torch.float16 else kv_cache.dtype)
+        assert q.is_contiguous()
+        assert kv_cache.is_contiguous()
+        assert kv_cache.shape[3] == num_kv_heads
+        assert kv_cache.shape[5] == head_dim
+        assert 0 <= layer < kv_cache.shape[1]
+        assert out.shape == (num_tokens, num_kv_heads * share * head_dim)
+        indices = (rows.query_starts, rows.context_lens, rows.block_tables)
+        assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in indices)
+        self._machine.attend(
+            (num_kv_heads * share, num_kv_heads, head_dim, scale),
+            (kv_cache.data_ptr(), TYPES[kv_cache.dtype], *kv_cache.stride()[:4], kv_cache.shape[4]),
+            (num_tokens, len(rows.context_lens), *(t.data_ptr() for t in indices), rows.block_tables.stride(0)),
+            layer,
+            window or 0,
+            q.data_ptr(),
+            out.data_ptr(),
+            times,
+        )
+
+    def argmax(self, x: Tensor, out: Tensor, *, times: int = 1) -> None:
+        """x: float32 [num_rows, width], rows may be strided; out: int64 [num_rows]; NaN counts as the largest."""
+        assert x.dtype == torch.float32
+        assert x.shape[1] > 0
+        assert x.stride(1) == 1
+        assert out.dtype == torch.int64
+        assert out.is_contiguous()
+        assert out.shape == x.shape[:1]
+        self._machine.argmax(x.data_ptr(), *x.shape, x.stride(0), out.data_ptr(), times)
+
+    def read(self, memory: Tensor) -> int:
+        """Reads memory once, in lines of 64 bytes; returns the sum of its uint64 modulo 2^64."""
+        assert memory.is_contiguous()
+        return self._machine.read(memory.data_ptr(), memory.numel() * memory.element_size())
+
+
+def _check_floats(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        assert tensor.dtype == torch.float32
+        assert tensor.is_contiguous()
+
+
+def _native() -> _NativeOps:
+    module = native.load()
+    assert module is not None, native.missing_reason()
+    return cast(_NativeOps, module)

@@ -1,0 +1,217 @@
+// The functions of one instruction set's table, one by one, as Python can call them: for tests and benchmarks. Memory comes
+// as addresses; a team shares rows, panels or attention items. `times` repeats ops that are shorter than a call from Python.
+#include "ops.h"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <stdexcept>
+
+#include "dispatch.h"
+#include "pack.h"
+#include "threads.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace pdserve {
+namespace {
+
+using Address = uintptr_t;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+long element_bytes(KvType type) { return type == KvType::f32 ? 4 : 2; }
+
+// What computes: an instruction set and a team.
+class Machine {
+ public:
+  Machine(const std::string& isa, int num_threads, std::vector<int> cpus)
+      : kernels_(find_kernels(isa.c_str())), team_(num_threads, std::move(cpus)) {
+    if (kernels_ == nullptr) throw std::invalid_argument("this machine does not run the instruction set " + isa);
+  }
+
+  const Kernels& kernels() const { return *kernels_; }
+  int size() const { return team_.size(); }
+
+  // work(first, last) for each member's part of `count`.
+  template <class Work>
+  void share(long count, long times, Work&& work) {
+    for (long i = 0; i < times; ++i)
+      team_.run([&](int member) { work(count * member / size(), count * (member + 1) / size()); });
+  }
+
+  // work(i, member) for each i, as members come for more.
+  template <class Work>
+  void hand_out(long count, long times, Work&& work) {
+    for (long i = 0; i < times; ++i) {
+      std::atomic<long> next{0};
+      team_.run([&](int member) {
+        for (long item; (item = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(item, member);
+      });
+    }
+  }
+
+ private:
+  const Kernels* kernels_;
+  Team team_;
+};
+
+Activations activations(const nb::tuple& rows) {  // (format, units, low, scale, stride)
+  return {Format(nb::cast<int>(rows[0])), at<uint32_t>(nb::cast<Address>(rows[1])),
+          at<uint32_t>(nb::cast<Address>(rows[2])), at<float>(nb::cast<Address>(rows[3])), nb::cast<long>(rows[4])};
+}
+
+Packed pack(const std::vector<nb::tuple>& parts, int type, int format, bool interleave) {
+  std::vector<Source> sources;  // Of (weight, bias or 0, rows, depth).
+  for (const nb::tuple& part : parts)
+    sources.push_back({at<void>(nb::cast<Address>(part[0])), at<void>(nb::cast<Address>(part[1])),
+                       nb::cast<long>(part[2]), nb::cast<long>(part[3])});
+  nb::gil_scoped_release release;
+  return Packed(sources, WeightType(type), Format(format), interleave);
+}
+
+// Rows times each of the matrices, one after the other, into the same `out`.
+void multiply(Machine& machine, const nb::tuple& left, long num_rows, const std::vector<const Packed*>& matrices,
+              bool silu, Address out, long stride) {
+  const Activations area = activations(left);
+  const Rows rows{area.units, area.low, area.scale, area.stride};
+  nb::gil_scoped_release release;
+  const auto kernel = silu ? machine.kernels().multiply_silu : machine.kernels().multiply;
+  for (const Packed* packed : matrices) {
+    const Matrix& matrix = packed->matrix();
+    machine.share(matrix.columns / kPanelColumns, 1, [&](long first, long last) {
+      kernel(rows, num_rows, matrix, first, last, at<float>(out), stride);
+    });
+  }
+}
+
+void to_rows(Machine& machine, Address x, long num_rows, long width, const nb::tuple& out, long times) {
+  const Activations area = activations(out);
+  nb::gil_scoped_release release;
+  machine.share(num_rows, times, [&](long first, long last) {
+    for (long row = first; row < last; ++row) machine.kernels().to_rows(at<float>(x) + row * width, width, area, row);
+  });
+}
+
+void add_norm(Machine& machine, Address x, Address delta, Address total, Address weight, float eps, long num_rows,
+              long width, const nb::tuple& out, long times) {
+  const Activations area = activations(out);
+  nb::gil_scoped_release release;
+  const auto line = [&](Address memory, long row) { return memory == 0 ? nullptr : at<float>(memory) + row * width; };
+  machine.share(num_rows, times, [&](long first, long last) {
+    for (long row = first; row < last; ++row)
+      machine.kernels().add_norm(line(x, row), line(delta, row), line(total, row), at<float>(weight), eps, width, area, row);
+  });
+}
+
+// x: [num_rows][heads][head_dim]; head h of row r goes to element offsets[r] + h * head_stride of `out`.
+void rotate(Machine& machine, Address x, Address norm, float eps, Address angles, long num_rows, long heads, int head_dim,
+            int type, Address out, Address offsets, long head_stride, long times) {
+  nb::gil_scoped_release release;
+  const long bytes = element_bytes(KvType(type));
+  machine.share(num_rows, times, [&](long first, long last) {
+    for (long row = first; row < last; ++row)
+      for (long head = 0; head < heads; ++head)
+        machine.kernels().rotate(at<float>(x) + (row * heads + head) * head_dim, at<float>(norm), eps,
+                                 angles == 0 ? nullptr : at<float>(angles) + row * 2 * head_dim, head_dim, KvType(type),
+                                 at<char>(out) + (at<int64_t>(offsets)[row] + head * head_stride) * bytes);
+  });
+}
+
+struct Item {
+  Span span;
+  int kv_head;
+  long first, last;
+};
+
+// q: [num_kv_heads][num_tokens][share][head_dim]; out: float32 [num_tokens][num_heads * head_dim].
+// shape: (num_heads, num_kv_heads, head_dim, scale); cache: (memory, type, block, layer, side, head stride, block_size);
+// rows: (num_tokens, num_sequences, starts, contexts, tables, table_stride).
+void attend(Machine& machine, const nb::tuple& shape_parts, const nb::tuple& cache_parts, const nb::tuple& row_parts,
+            long layer, long window, Address q, Address out, long times) {
+  const auto number = [](const nb::tuple& parts, int i) { return nb::cast<long>(parts[i]); };
+  const AttentionShape shape{int(number(shape_parts, 0)), int(number(shape_parts, 1)), int(number(shape_parts, 2)),
+                             nb::cast<float>(shape_parts[3])};
+  const KvCache cache{at<char>(number(cache_parts, 0)), KvType(number(cache_parts, 1)), number(cache_parts, 2),
+                      number(cache_parts, 3),           number(cache_parts, 4),         number(cache_parts, 5),
+                      number(cache_parts, 6)};
+  const long num_tokens = number(row_parts, 0), num_sequences = number(row_parts, 1), stride = number(row_parts, 5);
+  const auto *starts = at<int64_t>(number(row_parts, 2)), *contexts = at<int64_t>(number(row_parts, 3)),
+             *tables = at<int64_t>(number(row_parts, 4));
+  nb::gil_scoped_release release;
+
+  const long share = shape.num_heads / shape.num_kv_heads, rows_at_once = std::max(1L, kQueryTile / share);
+  const long width = long(shape.num_heads) * shape.head_dim;
+  std::vector<Item> items;
+  for (long i = 0; i < num_sequences; ++i) {
+    const Span span{starts[i], starts[i + 1], contexts[i], tables + i * stride};
+    for (long last = span.end; last > span.begin; last -= std::min(rows_at_once, last - span.begin))
+      for (int head = 0; head < shape.num_kv_heads; ++head)
+        items.push_back({span, head, std::max(span.begin, last - rows_at_once), last});
+  }
+  const long query_bytes = cache.type == KvType::bf16 ? 2 : 4;
+  std::vector<Memory> scratch;
+  for (int member = 0; member < machine.size(); ++member)
+    scratch.emplace_back(machine.kernels().attend_scratch_bytes(shape));
+  machine.hand_out(long(items.size()), times, [&](long i, int member) {
+    const Item& item = items[i];
+    const long vector = (item.kv_head * num_tokens + item.first) * share;
+    machine.kernels().attend(shape, cache, item.span, layer, item.kv_head, item.first, item.last, window,
+                             at<char>(q) + vector * shape.head_dim * query_bytes,
+                             at<float>(out) + item.first * width + item.kv_head * share * shape.head_dim, width,
+                             scratch[member].as<void>());
+  });
+}
+
+void argmax(Machine& machine, Address x, long num_rows, long width, long stride, Address out, long times) {
+  nb::gil_scoped_release release;
+  machine.share(num_rows, times, [&](long first, long last) {
+    for (long row = first; row < last; ++row)
+      at<int64_t>(out)[row] = machine.kernels().argmax(at<float>(x) + row * stride, width);
+  });
+}
+
+// Reads memory once and does next to nothing with it: what the machine's memory gives.
+uint64_t read(Machine& machine, Address memory, long bytes) {
+  nb::gil_scoped_release release;
+  std::atomic<uint64_t> total{0};
+  machine.share(bytes / 64, 1, [&](long first, long last) {
+    typedef uint64_t Line __attribute__((vector_size(64)));
+    Line sums[4]{};
+    const Line* lines = at<Line>(memory);
+    long i = first;
+    for (; i + 4 <= last; i += 4)
+      for (int j = 0; j < 4; ++j) sums[j] += lines[i + j];
+    for (; i < last; ++i) sums[0] += lines[i];
+    const Line sum = sums[0] + sums[1] + sums[2] + sums[3];
+    for (int lane = 0; lane < 8; ++lane) total += sum[lane];
+  });
+  return total;
+}
+
+}  // namespace
+
+void bind_ops(nb::module_& module) {
+  nb::class_<Packed>(module, "Packed")
+      .def_prop_ro("columns", [](const Packed& self) { return self.matrix().columns; })
+      .def_prop_ro("bytes", &Packed::bytes);
+  module.def("pack", &pack);
+  nb::class_<Machine>(module, "Machine")
+      .def(nb::init<const std::string&, int, std::vector<int>>(), "isa"_a, "num_threads"_a, "cpus"_a)
+      .def("multiply", &multiply)
+      .def("to_rows", &to_rows)
+      .def("add_norm", &add_norm)
+      .def("rotate", &rotate)
+      .def("attend", &attend)
+      .def("argmax", &argmax)
+      .def("read", &read);
+}
+
+}  // namespace pdserve
