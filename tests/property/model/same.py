@@ -19,9 +19,11 @@ def assert_same_bits(ours: Sequence[Computed], expected: Sequence[Computed]) -> 
 
 def assert_close(ours: Sequence[Computed], expected: Sequence[Computed], tolerance: float) -> None:
     """No value differs by more than `tolerance` times the largest of them."""
-    _compare(
-        ours, expected, lambda one, other: ~((one - other).abs().float() <= tolerance * other.abs().amax().float())
-    )
+
+    def differ(one: Tensor, other: Tensor) -> Tensor:
+        return ~((one.float() - other.float()).abs() <= tolerance * other.float().abs().amax())
+
+    _compare(ours, expected, differ)
 
 
 def _compare(

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pdserve.model.decoder import Decoder
 from tests.property.model.plans import Placement, Plan, chunkings, compute, plans, random_text, whole
 from tests.property.model.same import assert_close, assert_same_bits
-from tests.property.model.tiny_models import Fields, make_decoder, model_configs
+from tests.property.model.tiny_models import Fields, make_decoder, make_truth, model_configs
 from tests.support.backends import INSTRUCTION_SETS, REFERENCE, native
 
 Test = Callable[..., None]
@@ -34,9 +34,9 @@ _FORMATS: tuple[tuple[torch.dtype, str | None], ...] = (
 )
 #: Mostly a few blocks; now and then long enough for several tiles of attention.
 _LENGTHS = st.one_of(*[st.integers(1, 70)] * 4, st.integers(120, 400))
-_PLACEMENTS = st.builds(Placement, block_size=st.sampled_from([8, 16, 32]), seed=st.integers(0, 1000))
-#: Share of the largest value by which two ways to compute the same may differ.
-_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.06, torch.float16: 0.01}
+_PLACEMENTS = st.builds(Placement, block_size=st.sampled_from([1, 8, 16, 32]), seed=st.integers(0, 1000))
+#: Share of the largest value that rounding explains, of what is stored and multiplied.
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 2e-3}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,6 +65,13 @@ class Setting:
 
     def reference(self) -> Decoder:
         return make_decoder(self.fields, REFERENCE, self.format[0], seed=self.seed)
+
+    def truth(self) -> Decoder:
+        return make_truth(self.fields, *self.format, seed=self.seed)
+
+    @property
+    def tolerance(self) -> float:
+        return _TOLERANCE[self.format[0]]
 
     def texts(self) -> list[list[int]]:
         vocab_size = self.fields["vocab_size"]
@@ -124,7 +131,7 @@ def test_decoding_step_by_step_is_prefilling(instruction_set: str, setting: Sett
     assert_same_bits(ours, whole(decoder, texts, setting.placement))
 
 
-@_for_all(20, setting=_settings(max_sequences=6), threads=st.sampled_from([2, 3, 5]), data=st.data())
+@_for_all(20, setting=_settings(max_sequences=6), threads=st.sampled_from([2, 3]), data=st.data())
 def test_the_number_of_threads_changes_nothing(
     instruction_set: str, setting: Setting, threads: int, data: st.DataObject
 ) -> None:
@@ -148,12 +155,12 @@ def test_what_else_lies_in_the_cache_changes_nothing(instruction_set: str, setti
     assert_same_bits(ours, whole(decoder, texts, clean))
 
 
-@_for_all(20, setting=_settings(max_sequences=3), other=st.integers(0, 1000), spare=st.integers(0, 200))
-def test_which_blocks_a_sequence_has_changes_nothing(
-    instruction_set: str, setting: Setting, other: int, spare: int
+@_for_all(20, setting=_settings(max_sequences=3), other=_PLACEMENTS, spare=st.integers(0, 200))
+def test_which_blocks_a_sequence_has_and_how_large_they_are_changes_nothing(
+    instruction_set: str, setting: Setting, other: Placement, spare: int
 ) -> None:
     decoder, texts = setting.decoder(instruction_set), setting.texts()
-    elsewhere = replace(setting.placement, seed=other, spare_blocks=spare)
+    elsewhere = replace(other, spare_blocks=spare)
     assert_same_bits(whole(decoder, texts, elsewhere), whole(decoder, texts, setting.placement))
 
 
@@ -166,12 +173,20 @@ def test_any_interleaving_of_chunks_and_steps_is_each_sequence_alone(
     assert_same_bits(compute(decoder, texts, plan, setting.placement), whole(decoder, texts, setting.placement))
 
 
-@_for_all(20, setting=_settings(max_sequences=2, formats=_FORMATS[:3]))
-def test_it_is_what_the_reference_computes(instruction_set: str, setting: Setting) -> None:
+@_for_all(25, setting=_settings(max_sequences=2))
+def test_it_is_what_the_weights_mean(instruction_set: str, setting: Setting) -> None:
     texts = setting.texts()
     ours = whole(setting.decoder(instruction_set), texts, setting.placement)
-    expected = whole(setting.reference(), texts, setting.placement)
-    assert_close(ours, expected, _TOLERANCE[setting.format[0]])
+    assert_close(ours, whole(setting.truth(), texts, setting.placement), setting.tolerance)
+
+
+@pytest.mark.skipif(not {"avx2", "avx512"} <= {*INSTRUCTION_SETS}, reason="this machine has not both")
+@settings(max_examples=25, deadline=None)
+@given(setting=_settings(max_sequences=2))
+def test_avx2_and_avx512_compute_the_same_bits(setting: Setting) -> None:
+    texts = setting.texts()
+    ours = whole(setting.decoder("avx2"), texts, setting.placement)
+    assert_same_bits(ours, whole(setting.decoder("avx512"), texts, setting.placement))
 
 
 @settings(max_examples=6, deadline=None)
@@ -179,4 +194,4 @@ def test_it_is_what_the_reference_computes(instruction_set: str, setting: Settin
 def test_the_reference_comes_close_to_itself_in_any_interleaving(setting: Setting, data: st.DataObject) -> None:
     decoder, texts, plan = setting.reference(), setting.texts(), data.draw(plans(setting.lengths))
     ours = compute(decoder, texts, plan, setting.placement)
-    assert_close(ours, whole(decoder, texts, setting.placement), _TOLERANCE[setting.format[0]])
+    assert_close(ours, whole(decoder, texts, setting.placement), setting.tolerance)

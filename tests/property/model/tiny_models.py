@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import fields as fields_of
+from dataclasses import replace
+from typing import TypeVar
+
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.choice import KernelOptions
+from kernels.decoder import DecoderWeights, LayerWeights
 from pdserve.model.config import ARCHITECTURES, ModelConfig
 from pdserve.model.decoder import Decoder
 from pdserve.model.tensors import tensor_shapes
 from pdserve.model.weights import assemble
+from tests.support.backends import REFERENCE
 
 MAX_POSITIONS = 1024
 #: A vector's width, a multiple of a tile, and what is neither.
@@ -19,6 +26,7 @@ _VOCABULARIES = (97, 512, 1031)
 _WINDOWS = (None, 1, 7, 16, 21, 100)
 
 Fields = dict[str, object]
+Part = TypeVar("Part", DecoderWeights, LayerWeights)
 
 
 @st.composite
@@ -51,11 +59,21 @@ def model_configs(draw: st.DrawFn) -> Fields:
 def make_decoder(fields: Fields, options: KernelOptions, dtype: torch.dtype, *, seed: int = 0) -> Decoder:
     """A decoder of that config with random weights, which depend on config and seed alone."""
     config = ModelConfig.from_hf(fields)
-    return Decoder(config, assemble(config, random_weights(config, dtype, seed).__getitem__), kernels=options)
+    return Decoder(config, _random_weights(config, dtype, seed), kernels=options)
 
 
-def random_weights(config: ModelConfig, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
-    """Every tensor of the model. Matrices keep the size of what goes through them, so that no value drowns another."""
+def make_truth(fields: Fields, dtype: torch.dtype, quantization: str | None, *, seed: int = 0) -> Decoder:
+    """What such a decoder should compute: the weights as they are stored, all arithmetic the reference's in float32."""
+    config = ModelConfig.from_hf(fields)
+    weights = _random_weights(config, dtype, seed)
+    stored = _each(weights, lambda tensor: _rounded_to_int8(tensor) if quantization and tensor.dim() == 2 else tensor)
+    # The table of embeddings is looked up, never multiplied.
+    stored = replace(stored, embedding=weights.embedding)
+    return Decoder(config, _each(stored, Tensor.float), kernels=REFERENCE)
+
+
+def _random_weights(config: ModelConfig, dtype: torch.dtype, seed: int) -> DecoderWeights:
+    """Matrices keep the size of what goes through them, so that no value drowns another."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -64,4 +82,19 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, seed: int) -> dict[s
             return 1 + values * 0.2
         return values * 0.2 if "bias" in name else values if "embed" in name else values * shape[1] ** -0.5
 
-    return {name: random(name, shape).to(dtype) for name, shape in tensor_shapes(config).items()}
+    tensors = {name: random(name, shape).to(dtype) for name, shape in tensor_shapes(config).items()}
+    return assemble(config, tensors.__getitem__)
+
+
+def _rounded_to_int8(matrix: Tensor) -> Tensor:
+    """[out_features, in_features], each row in steps of a 127th of its largest value."""
+    steps = matrix.float().abs().amax(dim=1, keepdim=True) / 127
+    return (matrix.float() / steps).round() * steps
+
+
+def _each(weights: DecoderWeights, change: Callable[[Tensor], Tensor]) -> DecoderWeights:
+    def changed(part: Part) -> Part:
+        tensors = {field.name: getattr(part, field.name) for field in fields_of(part)}
+        return replace(part, **{name: change(each) for name, each in tensors.items() if isinstance(each, Tensor)})
+
+    return replace(changed(weights), layers=tuple(map(changed, weights.layers)))
