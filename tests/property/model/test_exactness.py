@@ -99,8 +99,9 @@ def _for_all(examples: int, **strategies: Any) -> Callable[[Test], Test]:
     """On every instruction set, with so many examples each."""
 
     def decorate(test: Test) -> Test:
-        drawn = settings(max_examples=examples, deadline=None)(given(**strategies)(test))
-        return pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)(drawn)
+        drawn: Test = settings(max_examples=examples, deadline=None)(given(**strategies)(test))
+        everywhere: Test = pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)(drawn)
+        return everywhere
 
     return decorate
 

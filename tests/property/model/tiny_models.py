@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields as fields_of
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -26,7 +26,6 @@ _VOCABULARIES = (97, 512, 1031)
 _WINDOWS = (None, 1, 7, 16, 21, 100)
 
 Fields = dict[str, object]
-Part = TypeVar("Part", DecoderWeights, LayerWeights)
 
 
 @st.composite
@@ -93,8 +92,13 @@ def _rounded_to_int8(matrix: Tensor) -> Tensor:
 
 
 def _each(weights: DecoderWeights, change: Callable[[Tensor], Tensor]) -> DecoderWeights:
-    def changed(part: Part) -> Part:
-        tensors = {field.name: getattr(part, field.name) for field in fields_of(part)}
-        return replace(part, **{name: change(each) for name, each in tensors.items() if isinstance(each, Tensor)})
+    def in_layer(layer: LayerWeights) -> LayerWeights:
+        parts: dict[str, Any] = {part.name: getattr(layer, part.name) for part in fields_of(layer)}
+        return replace(layer, **{name: change(part) for name, part in parts.items() if part is not None})
 
-    return replace(changed(weights), layers=tuple(map(changed, weights.layers)))
+    return DecoderWeights(
+        embedding=change(weights.embedding),
+        layers=tuple(map(in_layer, weights.layers)),
+        norm=change(weights.norm),
+        lm_head=change(weights.lm_head),
+    )
