@@ -11,7 +11,6 @@ namespace {
 constexpr long kFewRows = 2;
 // Up to so many rows a product waits for memory, and members share the panels evenly.
 constexpr long kStreamedRows = 32;
-constexpr long kPanelsAtOnce = 2;
 constexpr int kCountersPerLayer = 6;
 
 long ceil_to(long value, long step) { return ceil_div(value, step) * step; }
@@ -89,9 +88,16 @@ void Decoder::reserve(long num_tokens) {
   work_.capacity = rows;
 }
 
+const Span& Decoder::span_of(long row) const {
+  const auto after = std::upper_bound(spans_.begin(), spans_.end(), row,
+                                      [](long r, const Span& span) { return r < span.begin; });
+  return *(after - 1);
+}
+
 void Decoder::plan(const Step& step) {
   spans_.clear();
   items_.clear();
+  last_items_.clear();
   one_row_each_ = true;
   const long rows_at_once = std::max(1L, kQueryTile * shape_.num_kv_heads / shape_.num_heads);
   for (long i = 0; i < step.num_sequences; ++i) {
@@ -101,8 +107,12 @@ void Decoder::plan(const Step& step) {
     // Late rows first: they see the most keys, and what is handed out last should be small.
     for (long last = span.end; last > span.begin; last -= std::min(rows_at_once, last - span.begin))
       for (int head = 0; head < shape_.num_kv_heads; ++head)
-        items_.push_back({span, head, std::max(span.begin, last - rows_at_once), last});
+        items_.push_back({span, head, std::max(span.begin, last - rows_at_once), last,
+                          std::max(span.begin, last - rows_at_once)});
   }
+  for (long i = 0; i < step.num_logits; ++i)
+    for (int head = 0; head < shape_.num_kv_heads; ++head)
+      last_items_.push_back({span_of(step.logits_rows[i]), head, step.logits_rows[i], step.logits_rows[i] + 1, i});
   for (size_t i = 0; i < layers_.size() * kCountersPerLayer + 1; ++i) counters_[i].store(0, std::memory_order_relaxed);
 }
 
@@ -116,6 +126,9 @@ struct Decoder::Pass {
   std::atomic<long>* counter = decoder.counters_.get();
   float *hidden = decoder.work_.hidden[0].as<float>(), *next_hidden = decoder.work_.hidden[1].as<float>();
   const float* delta = nullptr;  // What the last block adds to `hidden`.
+  long num_rows = step.num_tokens;
+  // Where `hidden` has the rows, once only those are left whose logits are wanted; null: in their places.
+  const int64_t* places = nullptr;
 
   const ModelShape& shape() const { return decoder.shape_; }
   const Kernels& kernels() const { return decoder.kernels_; }
@@ -125,29 +138,34 @@ struct Decoder::Pass {
     decoder.team_.meet();
     for (size_t index = 0; index < decoder.layers_.size(); ++index) {
       const Layer& layer = decoder.layers_[index];
-      attention(layer, long(index));
+      attention(layer, long(index), index + 1 == decoder.layers_.size());
+      if (num_rows == 0) return;
       mlp(layer);
     }
     head(logits, stride);
   }
 
   // delta = output(attention(norm(hidden))), with `hidden` brought up to date first.
-  void attention(const Layer& layer, long index) {
+  void attention(const Layer& layer, long index, bool last) {
     const long width = long(shape().num_heads) * shape().head_dim;
     float* qkv = decoder.work_.qkv.as<float>();
     float* attended = decoder.work_.attended.as<float>();
     multiply(add_norm(layer.input_norm), layer.qkv, qkv, layer.qkv.matrix().columns);
-    if (!decoder.one_row_each_) {
+    // Of the last layer's rows only those go on whose logits are wanted; the others leave their K and V.
+    const bool narrow = last && step.num_logits < step.num_tokens, place_first = !decoder.one_row_each_ || narrow;
+    if (place_first) {
       share_rows([&](long row) {
-        for (int head = 0; head < shape().num_kv_heads; ++head) place(layer, index, row, span_of(row), head);
+        for (int head = 0; head < shape().num_kv_heads; ++head) place(layer, index, row, decoder.span_of(row), head);
       });
       decoder.team_.meet();
     }
-    hand_out(long(decoder.items_.size()), [&](long i) {
-      const AttentionItem& item = decoder.items_[i];
-      if (decoder.one_row_each_) place(layer, index, item.first, item.span, item.kv_head);
+    const auto& items = narrow ? decoder.last_items_ : decoder.items_;
+    if (narrow) num_rows = step.num_logits, places = step.logits_rows;
+    hand_out(long(items.size()), [&](long i) {
+      const AttentionItem& item = items[i];
+      if (!place_first) place(layer, index, item.first, item.span, item.kv_head);
       kernels().attend(attention_shape, cache, item.span, index, item.kv_head, item.first, item.last, layer.window,
-                       query(item.first, item.kv_head), attended + item.first * width + group_offset(item.kv_head), width,
+                       query(item.first, item.kv_head), attended + item.out * width + group_offset(item.kv_head), width,
                        decoder.work_.scratch[member].as<void>());
     });
     decoder.team_.meet();
@@ -166,7 +184,7 @@ struct Decoder::Pass {
 
   void head(float* logits, long stride) {
     const Rows rows = make_rows(step.num_logits, [&](const Activations& out, long i) {
-      const long row = step.logits_rows[i];
+      const long row = num_rows == step.num_tokens ? step.logits_rows[i] : i;
       kernels().add_norm(hidden + row * shape().hidden_size, delta + row * delta_stride(), nullptr,
                          decoder.norm_.data(), shape().eps, shape().hidden_size, out, i);
     });
@@ -198,18 +216,20 @@ struct Decoder::Pass {
   // Brings `hidden` up to date and gives its norm as rows to multiply.
   Rows add_norm(const std::vector<float>& weight) {
     const long width = shape().hidden_size;
-    const bool few = step.num_tokens <= kFewRows;
-    const Rows rows = make_rows(step.num_tokens, [&](const Activations& out, long row) {
+    const bool few = num_rows <= kFewRows;
+    const Rows rows = make_rows(num_rows, [&](const Activations& out, long row) {
+      const float* before = hidden + (places == nullptr ? row : places[row]) * width;
       const float* added = delta == nullptr ? nullptr : delta + row * delta_stride();
       float* total = few && member != 0 ? nullptr : next_hidden + row * width;
-      kernels().add_norm(hidden + row * width, added, total, weight.data(), shape().eps, width, out, row);
+      kernels().add_norm(before, added, total, weight.data(), shape().eps, width, out, row);
     });
     std::swap(hidden, next_hidden);
+    places = nullptr;
     return rows;
   }
 
   Rows rows_of(const float* x, long width, long stride = 0) {
-    return make_rows(step.num_tokens, [&](const Activations& out, long row) {
+    return make_rows(num_rows, [&](const Activations& out, long row) {
       kernels().to_rows(x + row * (stride == 0 ? width : stride), width, out, row);
     });
   }
@@ -258,12 +278,6 @@ struct Decoder::Pass {
     return cache.memory + at * element_bytes(cache.type);
   }
 
-  const Span& span_of(long row) const {
-    const auto after = std::upper_bound(decoder.spans_.begin(), decoder.spans_.end(), row,
-                                        [](long r, const Span& span) { return r < span.begin; });
-    return *(after - 1);
-  }
-
   // How work is shared.
 
   template <class Work>
@@ -290,7 +304,7 @@ struct Decoder::Pass {
   }
 
   void multiply(const Rows& rows, const Packed& packed, float* out, long stride, bool silu = false) {
-    product(rows, step.num_tokens, packed, out, stride, silu);
+    product(rows, num_rows, packed, out, stride, silu);
     decoder.team_.meet();
   }
 
@@ -304,12 +318,11 @@ struct Decoder::Pass {
     }
     // Blocks of rows that stay in the second-level cache while panels pass.
     const long most = std::clamp(96L * 1024 / matrix.depth / 12 * 12, 48L, 384L);
-    const long block = ceil_div(count, ceil_div(count, most)), chunks = ceil_div(panels, kPanelsAtOnce);
-    hand_out(ceil_div(count, block) * chunks, [&](long i) {
-      const long row = i / chunks * block, first = i % chunks * kPanelsAtOnce;
+    const long block = ceil_div(count, ceil_div(count, most));
+    hand_out(ceil_div(count, block) * panels, [&](long i) {
+      const long row = i / panels * block, panel = i % panels;
       const Rows some{rows.units + row * rows.stride, rows.low + row * rows.stride, rows.scale + row, rows.stride};
-      kernel(some, std::min(block, count - row), matrix, first, std::min(first + kPanelsAtOnce, panels),
-             out + row * stride, stride);
+      kernel(some, std::min(block, count - row), matrix, panel, panel + 1, out + row * stride, stride);
     });
   }
 };

@@ -56,6 +56,7 @@ class Decoder {
     Span span;
     int kv_head;
     long first, last;
+    long out;  // Row of the result.
   };
   // Rows of floats on their way to a product: one area for all members, and a small one of each member's own.
   struct RowArea {
@@ -73,6 +74,7 @@ class Decoder {
   void reserve(long num_tokens);
   RowArea make_area(long num_rows) const;
   void plan(const Step& step);
+  const Span& span_of(long row) const;
 
   const ModelShape shape_;
   const WeightType type_;
@@ -87,7 +89,7 @@ class Decoder {
 
   Workspace work_;
   std::vector<Span> spans_;
-  std::vector<AttentionItem> items_;
+  std::vector<AttentionItem> items_, last_items_;  // The last layer attends for rows whose logits are wanted.
   bool one_row_each_ = false;
   std::unique_ptr<std::atomic<long>[]> counters_;  // What is handed out item by item.
 };
