@@ -22,8 +22,12 @@ class Pace:
     prefill_token_s: float = 0.001
 
     def tokens_within(self, budget_s: float) -> int:
-        """Tokens of prefill chunks that a step beside decoding sequences has room for; 0 when it has none."""
-        return max(0, int((budget_s - self.decode_step_s) / self.prefill_token_s))
+        """Tokens of prefill chunks to compute beside decoding sequences, for a step of at most `budget_s`.
+
+        Where decoding alone takes most of that, as under overload, prefill still gets half as much time again: kept
+        waiting, prompts would time out while the gaps between tokens hardly became shorter.
+        """
+        return int(max(budget_s - self.decode_step_s, self.decode_step_s / 2) / self.prefill_token_s)
 
 
 class PaceMeter:

@@ -399,7 +399,9 @@ def test_local_prefill_is_cut_to_the_itl_budget_beside_running_sequences_and_to_
     assert worker.tokens(B) == oracle([*PROMPT, *PROMPT, *PROMPT[:5]])
 
 
-@pytest.mark.parametrize("pace", [Pace(decode_step_s=9.0), Pace(decode_step_s=0.0, prefill_token_s=9.0)])
+@pytest.mark.parametrize(
+    "pace", [Pace(decode_step_s=9.0, prefill_token_s=9.0), Pace(decode_step_s=0.0, prefill_token_s=9.0)]
+)
 def test_prefill_gets_on_by_a_block_a_step_where_the_itl_budget_has_no_room(pace: Pace) -> None:
     worker = decode(itl_budget_s=0.010)
     worker.pace = pace

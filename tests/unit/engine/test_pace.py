@@ -44,6 +44,12 @@ def test_a_step_that_computed_nothing_teaches_nothing() -> None:
     assert meter.pace == Pace()
 
 
-@pytest.mark.parametrize(("budget_s", "tokens"), [(0.050, 45), (0.0059, 0), (0.005, 0), (0.001, 0)])
-def test_tokens_fill_what_decoding_leaves_of_the_budget(budget_s: float, tokens: int) -> None:
-    assert Pace(decode_step_s=0.005, prefill_token_s=0.001).tokens_within(budget_s + 1e-9) == tokens
+@pytest.mark.parametrize(
+    ("decode_step_s", "tokens"),
+    [(0.005, 45), (0.030, 20), (0.040, 20), (0.050, 25), (0.150, 75)],
+)
+def test_prefill_gets_what_decoding_leaves_of_the_budget_or_half_of_what_decoding_takes(
+    decode_step_s: float, tokens: int
+) -> None:
+    pace = Pace(decode_step_s=decode_step_s, prefill_token_s=0.001)
+    assert pace.tokens_within(0.050 + 1e-9) == tokens

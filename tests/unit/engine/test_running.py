@@ -15,7 +15,7 @@ BOUNDS = limits()
 
 LIMITS = RunningLimits(max_num_seqs=3, max_num_batched_tokens=5, itl_budget_s=0.1, min_prefill_tokens=2)
 #: So slow that beside decoding sequences prefill gets no more than it must.
-PACE = Pace(decode_step_s=1.0)
+PACE = Pace(decode_step_s=1.0, prefill_token_s=1.0)
 
 
 class Rig:
@@ -164,7 +164,8 @@ def test_a_bare_prompt_with_one_token_left_is_no_decoding_sequence() -> None:
         (Pace(decode_step_s=0.04, prefill_token_s=0.02), 3),
         (Pace(decode_step_s=0.04, prefill_token_s=0.001), 5),
         (Pace(decode_step_s=0.04, prefill_token_s=0.5), 2),
-        (Pace(decode_step_s=0.5, prefill_token_s=0.001), 2),
+        (Pace(decode_step_s=0.5, prefill_token_s=0.2), 2),
+        (Pace(decode_step_s=0.5, prefill_token_s=0.08), 3),
     ],
 )
 def test_the_prefill_budget_keeps_a_step_within_the_itl_budget_between_its_bounds(pace: Pace, beside: int) -> None:
