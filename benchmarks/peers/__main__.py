@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.environment import describe
 from benchmarks.peers.environments import PeerUnavailable, install_llama, install_vllm
 from benchmarks.peers.load import FULL, QUICK
-from benchmarks.peers.report import everything, table
+from benchmarks.peers.report import everything, quiet, table
 from benchmarks.peers.rounds import Findings, Plan, run
 from benchmarks.peers.rows import ROWS, Row, needs, results
 from benchmarks.peers.systems import CORES, LLAMA, PEERS, VLLM, System, llama_systems, pdserve_systems, vllm_system
@@ -144,7 +144,7 @@ def _report(
             f"# pdserve and its peers, {environment['date']}\n",
             f"{environment['cpu']}, {CORES} cores, {environment['memory_gib']} GiB; commit {environment['commit']}; "
             f"{DEFAULT_MODEL}, bfloat16 unless said otherwise; seed {plan.seed}; medians of {plan.rounds} rounds, in "
-            "each of which every system was started, measured and stopped by itself.\n",
+            f"each of which every system was started, measured and stopped by itself. {quiet(medians)}\n",
             table(found, labels, findings.failures),
             "\n## All figures\n\nMedian of the rounds, then the least and the most.\n",
             everything(medians, labels),

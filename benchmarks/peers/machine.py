@@ -15,6 +15,7 @@ import psutil
 _BANDWIDTH_BYTES = 1 << 30
 _PASSES = 4
 _SAMPLE_EVERY_S = 0.25
+_LOOK_FOR_S = 1.0
 
 #: Reductions that do little with what they read; which of them is fastest depends on the processor.
 _READS: tuple[Callable[[np.ndarray], object], ...] = (
@@ -35,6 +36,11 @@ def _rate(pool: ThreadPoolExecutor, parts: Sequence[np.ndarray], read: Callable[
     began = time.perf_counter()
     list(pool.map(read, parts))
     return sum(part.nbytes for part in parts) / (time.perf_counter() - began) / 1e9
+
+
+def busy_percent() -> float:
+    """How much of the machine's processor time others take in a second in which nothing of ours runs."""
+    return psutil.cpu_percent(_LOOK_FOR_S)
 
 
 def tree(pid: int) -> list[psutil.Process]:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.peers.rows import MACHINE, MEASURES, Medians, RowResult
 
+#: Up to which share of the processors' time in other hands the figures count.
+QUIET_PERCENT = 10.0
 _NO_FIGURE = "–"
 
 
@@ -33,6 +35,14 @@ def _line(result: RowResult, labels: Mapping[str, str]) -> str:
         reached,
     )
     return f"| {' | '.join(cells)} |"
+
+
+def quiet(medians: Medians) -> str:
+    """A sentence on what else ran on the machine: servers that wait by spinning suffer most from company."""
+    busy = max(medians.get((MACHINE, "busy_percent"), [0.0]))
+    if busy <= QUIET_PERCENT:
+        return f"Between the rounds other processes took at most {busy:.0f} % of the processors."
+    return f"**The machine was not quiet: other processes took up to {busy:.0f} % of the processors. Measure again.**"
 
 
 def everything(medians: Medians, labels: Mapping[str, str]) -> str:

