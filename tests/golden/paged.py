@@ -45,13 +45,28 @@ class PagedRunner:
                 unused[block, : length - index * self._block_size] = False
         self.kv_cache.movedim(4, 1)[unused] = value
 
-    def step(self, rows: Sequence[tuple[int, Sequence[int]]], *, last_only: bool = True) -> Tensor:
-        """Appends tokens to sequences in one batch; logits of each one's last row, or of all rows."""
-        batch = self.make_batch(rows, last_only=last_only)
+    def step(
+        self,
+        rows: Sequence[tuple[int, Sequence[int]]],
+        *,
+        last_only: bool = True,
+        asks: Sequence[bool] | None = None,
+    ) -> Tensor:
+        """Appends tokens to sequences in one batch; logits of each one's last row, or of all rows.
+
+        `asks`: which sequences' logits are wanted; None: all of them.
+        """
+        batch = self.make_batch(rows, last_only=last_only, asks=asks)
         # A copy: the next step may use the same memory.
         return self._decoder.forward(batch, self.kv_cache).clone()
 
-    def make_batch(self, rows: Sequence[tuple[int, Sequence[int]]], *, last_only: bool = True) -> Batch:
+    def make_batch(
+        self,
+        rows: Sequence[tuple[int, Sequence[int]]],
+        *,
+        last_only: bool = True,
+        asks: Sequence[bool] | None = None,
+    ) -> Batch:
         """The batch of such a step; the sequences grow."""
         size = self._block_size
         tokens: list[int] = []
@@ -71,7 +86,12 @@ class PagedRunner:
             starts.append(len(tokens))
         tables = [self._tables[sequence] for sequence, _ in rows]
         width = max(map(len, tables))
-        wanted = [start - 1 for start in starts[1:]] if last_only else list(range(len(tokens)))
+        wanted = [
+            row
+            for start, stop, asked in zip(starts, starts[1:], asks or [True] * len(rows), strict=False)
+            for row in range(stop - 1 if last_only else start, stop)
+            if asked
+        ]
         return Batch(
             token_ids=torch.tensor(tokens),
             positions=torch.tensor(positions),

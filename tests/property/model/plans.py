@@ -48,7 +48,7 @@ def compute(
     every_row: bool = False,
     refill: bool = False,
 ) -> list[Computed]:
-    """Follows a plan; the logits are those a sampler would ask for, or all.
+    """Follows a plan. The logits are those that an engine would ask for, of last chunks and single rows, or all.
 
     With `refill`, what no sequence has written is overwritten before every step.
     """
@@ -67,11 +67,11 @@ def compute(
         if refill:
             runner.refill(placement.fill)
         rows = [(handles[index], texts[index][done[index] : done[index] + count]) for index, count in step]
-        logits = iter(runner.step(rows, last_only=not every_row))
-        for index, count in step:
-            first = done[index] if every_row else done[index] + count - 1
+        asks = [every_row or count == 1 or done[index] + count == len(texts[index]) for index, count in step]
+        logits = iter(runner.step(rows, last_only=not every_row, asks=asks))
+        for (index, count), asked in zip(step, asks, strict=True):
             done[index] += count
-            for position in range(first, done[index]):
+            for position in range(done[index] - (count if every_row else 1), done[index]) if asked else ():
                 results[index].logits[position] = next(logits)
     assert done == [len(text) for text in texts], "the plan leaves tokens out"
     for index, result in enumerate(results):

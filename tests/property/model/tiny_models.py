@@ -42,7 +42,7 @@ def model_configs(draw: st.DrawFn) -> Fields:
         "num_hidden_layers": draw(st.integers(1, 2)),
         "num_attention_heads": share * num_kv_heads,
         "num_key_value_heads": num_kv_heads,
-        "head_dim": draw(st.sampled_from([16, 32, 64, 128])),
+        "head_dim": draw(st.sampled_from([16, 32, 64, 128, 20, 80])),
         "max_position_embeddings": MAX_POSITIONS,
         "rope_theta": 10000.0,
         "tie_word_embeddings": draw(st.booleans()),
