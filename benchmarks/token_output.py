@@ -74,7 +74,8 @@ class Case:
     """One run."""
 
     batch_size: int
-    #: Between two forward passes: median and 99th percentile, microseconds.
+    #: Of a step, what is not the forward pass: median and 99th percentile, microseconds. Waiting for the interpreter's
+    #: lock after the pass is in it.
     gap_us: float
     gap_p99_us: float
     #: Processor time of the event loop's thread for each token told, microseconds.
@@ -125,7 +126,7 @@ async def serve(batch_size: int, num_steps: int) -> None:
         await asyncio.to_thread(sys.stdin.read)
         edge_s = time.thread_time() - started
     spans = decoder.spans[10:]
-    gaps = sorted(later[0] - earlier[1] for earlier, later in pairwise(spans))
+    gaps = sorted(later[0] - earlier[0] - FORWARD_S for earlier, later in pairwise(spans))
     case = Case(
         batch_size=batch_size,
         gap_us=round(statistics.median(gaps) * 1e6, 1),
@@ -142,7 +143,7 @@ async def drive(address: str, batch_size: int, num_steps: int) -> None:
             group.create_task(_stream(decode_pb2_grpc.DecodeServiceStub(channel), index, num_steps))
 
 
-async def _stream(stub: decode_pb2_grpc.DecodeServiceStub, index: int, num_steps: int) -> None:
+async def _stream(stub: Any, index: int, num_steps: int) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=num_steps, ignore_eos=True)
     start = decode_pb2.DecodeStart(
         ref=common_pb2.RequestRef(request_id=f"r{index:03}", attempt=1),
@@ -191,7 +192,7 @@ def medians(runs: list[list[Case]]) -> list[Case]:
 def table(here: list[Case], against: list[Case]) -> str:
     """Markdown: one row per case, microseconds; before -> now."""
     lines = [
-        "| batch | between two forward passes | p99 | event loop's processor time for a token |",
+        "| batch | step without the forward pass | p99 | event loop's processor time for a token |",
         "| --- | --- | --- | --- |",
     ]
     for case, old in zip_longest(here, against):

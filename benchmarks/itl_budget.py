@@ -1,0 +1,190 @@
+"""What the ITL budget does: gaps between tokens of running sequences while long prompts are prefilled beside them.
+
+    python -m benchmarks.itl_budget MODEL_DIRECTORY [--budgets-ms 15,25,50,1000] [--repeats 3] [--out DIRECTORY]
+
+One decode worker's step loop with the real model: sequences that decode, and prompts that arrive one after the other.
+Times are those of the engine, without network and router. The budgets take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from queue import SimpleQueue
+
+from benchmarks.environment import describe
+from decode_svc.config import DecodeConfig
+from decode_svc.request import DecodeJob, SchedulerConfig
+from decode_svc.scheduler import DecodeScheduler
+from pdserve.base.ids import RequestId
+from pdserve.base.sampling import SamplingParams
+from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.loop import LoopConfig, StepLoop
+from pdserve.engine.step import StepOutput
+from pdserve.worker.loading import LoadedModel, load_model, warm_up
+
+NUM_RUNNING = 4
+RUNNING_PROMPT_TOKENS = 64
+LONG_PROMPT_TOKENS = 1536
+NUM_LONG_PROMPTS = 3
+VOCABULARY = 40_000
+WAIT_S = 120.0
+UNENDING = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One run of one budget."""
+
+    budget_ms: float
+    #: Median step of the running sequences alone.
+    decode_step_ms: float
+    #: Gaps while prompts were prefilled.
+    itl_p50_ms: float
+    itl_p99_ms: float
+    itl_max_ms: float
+    #: Median time from a prompt's arrival to its first token.
+    ttft_ms: float
+
+
+class Engine:
+    """A step loop, and what it told when."""
+
+    def __init__(self, model: LoadedModel, budget_ms: float, threads: int) -> None:
+        self.scheduler = DecodeScheduler(
+            BlockPool(model.pool.num_blocks, model.layout.block_size),
+            SchedulerConfig(limits=model.limits, max_num_batched_tokens=512, itl_budget_s=budget_ms / 1000),
+        )
+        self._told: SimpleQueue[tuple[float, StepOutput] | BaseException] = SimpleQueue()
+        self._loop = StepLoop(
+            self.scheduler,
+            model.runner,
+            publish=lambda output: self._told.put((time.perf_counter(), output)),
+            on_fatal=self._told.put,
+            config=LoopConfig(num_threads=threads),
+        )
+        self._loop.start()
+        self._loop.call(lambda: warm_up(model)).result(WAIT_S)
+
+    def add(self, request_id: str, prompt: list[int], max_tokens: int) -> float:
+        """Queues a request; when."""
+        job = DecodeJob(
+            request_id=RequestId(request_id),
+            prompt_token_ids=prompt,
+            params=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+            hash_key=bytes(32),
+            local_prefill_threshold=2**32 - 1,
+        )
+        at = time.perf_counter()
+        self._loop.call(lambda: self.scheduler.reserve(job)).result(WAIT_S)
+        return at
+
+    def next(self) -> tuple[float, StepOutput]:
+        """The next step, and when it was told. Raises what ended the loop."""
+        told = self._told.get(timeout=WAIT_S)
+        if isinstance(told, BaseException):
+            raise told
+        return told
+
+    def stop(self) -> None:
+        """Ends the loop."""
+        self._loop.stop()
+
+
+def run(model: LoadedModel, budget_ms: float, threads: int, draw: random.Random) -> Case:
+    """Lets sequences decode alone for a while, then prompts arrive."""
+    engine = Engine(model, budget_ms, threads)
+
+    def prompt(size: int) -> list[int]:
+        return [draw.randrange(100, VOCABULARY) for _ in range(size)]
+
+    for index in range(NUM_RUNNING):
+        engine.add(f"running-{index}", prompt(RUNNING_PROMPT_TOKENS), UNENDING)
+    alone: list[float] = []
+    while len(alone) < 60:
+        at, output = engine.next()
+        if output.num_sequences == output.num_tokens == NUM_RUNNING and not output.num_prefill_tokens:
+            alone.append(at)
+    beside = [alone[-1]]
+    ttfts: list[float] = []
+    for index in range(NUM_LONG_PROMPTS):
+        arrived = engine.add(f"long-{index}", prompt(LONG_PROMPT_TOKENS), 1)
+        while len(ttfts) == index:
+            at, output = engine.next()
+            told = {tokens.request_id for tokens in output.events.tokens}
+            if "running-0" in told:
+                beside.append(at)
+            if f"long-{index}" in told:
+                ttfts.append(at - arrived)
+    engine.stop()
+    gaps = sorted(later - earlier for earlier, later in pairwise(beside))
+
+    def ms(seconds: float) -> float:
+        return round(seconds * 1000, 1)
+
+    return Case(
+        budget_ms=budget_ms,
+        decode_step_ms=ms(statistics.median(later - earlier for earlier, later in pairwise(alone[10:]))),
+        itl_p50_ms=ms(statistics.median(gaps)),
+        itl_p99_ms=ms(gaps[len(gaps) * 99 // 100]),
+        itl_max_ms=ms(gaps[-1]),
+        ttft_ms=ms(statistics.median(ttfts)),
+    )
+
+
+def table(cases: list[Case], budgets: list[float]) -> str:
+    """Markdown: one row per budget, medians over the runs, milliseconds."""
+    names = ("decode_step_ms", "itl_p50_ms", "itl_p99_ms", "itl_max_ms", "ttft_ms")
+    lines = [
+        "| ITL budget | decode step alone | ITL p50 | p99 | longest | TTFT of the prompts |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for budget in budgets:
+        mine = [case for case in cases if case.budget_ms == budget]
+        cells = (f"{statistics.median(getattr(case, name) for case in mine):.1f}" for name in names)
+        lines.append(f"| {budget:g} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Command line entry."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="directory of the model, in Hugging Face layout")
+    parser.add_argument("--budgets-ms", default="15,25,50,1000")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="directory of the raw results and the table")
+    args = parser.parse_args()
+    config = DecodeConfig(
+        model=str(args.model), redis_url="", threads=args.threads, kv_cache_memory=512 * 2**20, max_num_seqs=64
+    )
+    model, draw = load_model(config), random.Random(args.seed)
+    budgets = [float(part) for part in args.budgets_ms.split(",")]
+    cases = [run(model, budget, args.threads, draw) for _ in range(args.repeats) for budget in budgets]
+    shown = table(cases, budgets)
+    print(shown)
+    if args.out:
+        environment = describe()
+        name = f"itl-budget-{environment['date']}"
+        raw = {
+            "environment": environment,
+            "model": args.model.name,
+            "threads": args.threads,
+            "seed": args.seed,
+            "num_running": NUM_RUNNING,
+            "long_prompt_tokens": LONG_PROMPT_TOKENS,
+            "cases": [asdict(case) for case in cases],
+        }
+        (args.out / f"{name}.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+        (args.out / f"{name}.md").write_text(shown + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
