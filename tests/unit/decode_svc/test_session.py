@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from decode_svc.request import DecodeJob
+from decode_svc.session import DecodeSession, Finished
+from pdserve.base.ids import RequestId
+from pdserve.base.sampling import ChoiceTokens, SamplingParams
+from pdserve.engine.step import RequestTokens
+from pdserve.v1 import decode_pb2 as pb
+from pdserve.worker.sessions import Session
+
+A = RequestId("a")
+WAIT_S = 10.0
+JOB = DecodeJob(request_id=A, prompt_token_ids=(1,), params=SamplingParams(), hash_key=bytes(32))
+
+
+class Engine:
+    """Scheduler and worker in one: takes what it is told."""
+
+    def reserve(self, job: DecodeJob) -> None:
+        self.job = job
+
+    def abort(self, request_id: RequestId) -> None:
+        self.aborted = request_id
+
+    async def run(self, fn: Callable[[], Any]) -> Any:
+        return fn()
+
+
+class SlowStream:
+    """Takes messages one at a time, the first one when it is let go."""
+
+    def __init__(self) -> None:
+        self.messages: list[pb.DecodeResponse] = []
+        self.entered, self.gate = asyncio.Event(), asyncio.Event()
+
+    async def write(self, message: pb.DecodeResponse) -> None:
+        self.entered.set()
+        await self.gate.wait()
+        self.messages.append(message)
+
+    def indices(self) -> list[list[int]]:
+        return [[choice.first_index for choice in message.tokens.choices] for message in self.messages]
+
+
+def tokens(index: int) -> RequestTokens:
+    return RequestTokens(
+        request_id=A, choices=(ChoiceTokens(choice_index=0, first_index=index, token_ids=(index + 7,)),)
+    )
+
+
+async def no_commands() -> Any:
+    for command in ():
+        yield command
+
+
+async def test_steps_that_pass_while_a_message_is_written_are_told_in_one_message() -> None:
+    inbox: Session[Any] = Session(A, 1)
+    engine, stream = Engine(), SlowStream()
+    session = DecodeSession(engine, engine, None, inbox, stream.write, lease_s=1.0)  # type: ignore[arg-type]
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
+        group.create_task(session.run(JOB, no_commands()))
+        inbox.put(tokens(0))
+        await stream.entered.wait()
+        for index in (1, 2, 3):
+            inbox.put(tokens(index))
+        inbox.put(Finished())
+        stream.gate.set()
+    assert stream.indices() == [[0], [1, 2, 3]]
+    assert engine.aborted == A
