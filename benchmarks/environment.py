@@ -26,6 +26,14 @@ def describe() -> dict[str, object]:
     }
 
 
+def heading(environment: dict[str, object], unit: str) -> str:
+    """What a table is to be read with."""
+    return (
+        f"{unit} on {environment['cpu']}, {environment['cores']} cores, {environment['date']}, commit "
+        f"{environment['commit']}. The machine is shared: trust ratios, not figures.\n\n"
+    )
+
+
 def _cpu_model() -> str:
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     pairs = (line.partition(":") for line in lines)

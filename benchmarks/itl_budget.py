@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 
-from benchmarks.environment import describe
+from benchmarks.environment import describe, heading
 from decode_svc.config import DecodeConfig
 from decode_svc.request import DecodeJob, SchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
@@ -183,7 +183,7 @@ def main() -> None:
             "cases": [asdict(case) for case in cases],
         }
         (args.out / f"{name}.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
-        (args.out / f"{name}.md").write_text(shown + "\n", encoding="utf-8")
+        (args.out / f"{name}.md").write_text(heading(environment, "Milliseconds") + shown + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from benchmarks.environment import describe
+from benchmarks.environment import describe, heading
 from decode_svc.request import DecodeJob, SchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
 from pdserve.base.ids import RequestId
@@ -224,7 +224,7 @@ def main() -> None:
             "against": [[asdict(case) for case in run] for run in against],
         }
         (args.out / f"{name}.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
-        (args.out / f"{name}.md").write_text(shown + "\n", encoding="utf-8")
+        (args.out / f"{name}.md").write_text(heading(environment, "Microseconds") + shown + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.environment import describe
+from benchmarks.environment import describe, heading
 from benchmarks.step_overhead import BLOCK_SIZE, VOCABULARY
 from decode_svc.config import DecodeConfig
 from decode_svc.service import DecodeService
@@ -236,7 +236,9 @@ def main() -> None:
         }
         name = f"token-output-{environment['date']}"
         (args.out / f"{name}.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
-        (args.out / f"{name}.md").write_text(shown + "\n", encoding="utf-8")
+        (args.out / f"{name}.md").write_text(
+            heading(environment, "Microseconds, before -> now,") + shown + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":
