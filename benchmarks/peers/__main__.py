@@ -12,6 +12,8 @@ import argparse
 import json
 import os
 import shutil
+import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -36,6 +38,8 @@ _BF16_BYTES = 2
 def main() -> None:
     """Command line entry."""
     arguments = _arguments()
+    # Ended by a signal, too, nothing that was started stays.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     rows = [row for row in ROWS if not arguments.only or row.key in arguments.only]
     cores = sorted(os.sched_getaffinity(0))[:CORES]
     # Servers inherit it: on a larger machine, too, everyone has the same cores.
