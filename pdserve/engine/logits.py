@@ -47,9 +47,14 @@ def descending(logits: Logits) -> Ids:
 
 def head(logits: Logits, count: int) -> Ids:
     """The first `count` of `descending`, without sorting what is far behind; the largest logit is finite."""
+    if count == 0:
+        return np.zeros(0, np.int64)
     best = logits.max()
     for depth in _DEPTHS:
         near = np.flatnonzero(logits >= best - depth)
         if len(near) >= count:
-            return near[descending(logits[near])[:count]]
-    return descending(logits)[:count]
+            break
+    else:
+        count = min(count, len(logits))
+        near = np.flatnonzero(logits >= np.partition(logits, len(logits) - count)[len(logits) - count])
+    return near[descending(logits[near])[:count]]

@@ -65,6 +65,8 @@ class GumbelNoise:
 
     def of_tokens(self, token_ids: npt.NDArray[np.int64]) -> Floats:
         """Noise of `token_ids`: [n]."""
+        if len(token_ids) > token_ids.max(initial=0) // WORDS:  # so many that all ids up to the last take less
+            return gumbel(self.words_of_vocabulary(int(token_ids.max(initial=0)) + 1)[token_ids])
         counters, places = np.divmod(token_ids, WORDS)
         even, odd = self._words(counters.astype(np.uint64))
         return gumbel(np.choose(places, (even[0], odd[0], even[1], odd[1])))

@@ -28,6 +28,8 @@ _WEIGHT_UNITS = 2.0**32
 _REACH = MAX_GUMBEL - MIN_GUMBEL + 0.1
 #: How far behind the best one the tokens are that are looked at first.
 _NEAR = 6.0
+#: How finely top_p divides scaled logits before it sorts.
+_STEPS_PER_UNIT = 16.0
 
 
 class Sampler:
@@ -118,16 +120,20 @@ def _truncate(logits: Logits, ids: Ids, scaled: Floats, params: SamplingParams) 
 
 
 def _nucleus(logits: Logits, scaled: Floats, top_p: float) -> Ids:
-    """Indices of the smallest head that holds `top_p` of the probability, at least one; in descending order."""
-    # Probabilities up to a factor, as integers: their sums are exact in any order.
+    """Indices of the smallest head that holds `top_p` of the probability, at least one."""
+    # Probabilities up to a factor, as integers: their sums are exact in any order, and in double precision.
     weights = (np.exp(scaled) * _WEIGHT_UNITS).astype(np.int64)
     wanted = float(weights.sum()) * top_p
-    near = np.flatnonzero(scaled >= -_NEAR)
-    if weights[near].sum() < wanted:
-        near = np.arange(len(scaled))
-    order = near[descending(logits[near])]
-    before = weights[order].cumsum() - weights[order]
-    return order[: max(1, int((before < wanted).sum()))]
+    # Steps of the descending order, so that only the one in which the head ends has to be sorted.
+    steps = (np.minimum(-scaled, _REACH) * _STEPS_PER_UNIT).astype(np.int64)
+    masses = np.bincount(steps, weights=weights).cumsum()
+    last = int(np.searchsorted(masses, wanted)) if wanted > 0 else 0
+    inside = np.flatnonzero(steps < last)
+    border = np.flatnonzero(steps == last)
+    border = border[descending(logits[border])]
+    before = weights[border].cumsum() - weights[border] + weights[inside].sum()
+    num_kept = max(int((before < wanted).sum()), 1 if not len(inside) else 0)
+    return np.concatenate((inside, border[:num_kept]))
 
 
 def _best(ids: Ids, scores: Floats) -> int:

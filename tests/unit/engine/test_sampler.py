@@ -61,8 +61,8 @@ def test_noise_of_a_token_does_not_depend_on_how_it_is_asked_for() -> None:
     for key in [(5, 0, 9), (-(2**63), 1, 9), (2**63 - 1, 127, 8000)]:
         noise = GumbelNoise(*key)
         whole = gumbel(noise.words_of_vocabulary(1001))
-        ids = np.arange(1000, -1, -3)
-        assert (noise.of_tokens(ids) == whole[ids]).all()
+        for ids in (np.arange(1000, -1, -3), np.array([1000, 0, 401]), np.array([3])):
+            assert (noise.of_tokens(ids) == whole[ids]).all()
 
 
 def test_noise_has_the_mean_and_variance_of_a_gumbel_variable() -> None:
@@ -130,8 +130,11 @@ def test_temperature_sharpens_and_flattens() -> None:
     assert hot / 2000 == pytest.approx(0.535, abs=0.04)
 
 
-def test_a_tiny_temperature_is_greedy() -> None:
-    assert drawn([1.0, 1.001, 0.0], SamplingParams(temperature=1e-300, seed=1), 50) == {1: 50}
+@pytest.mark.parametrize("temperature", [1e-12, 1e-300])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_tiny_temperature_is_greedy(temperature: float, top_p: float) -> None:
+    params = SamplingParams(temperature=temperature, top_p=top_p, seed=1)
+    assert drawn([1.0, 1.001, 0.0, 1.0009999], params, 50) == {1: 50}
 
 
 def test_top_k_keeps_the_k_most_likely_and_the_lowest_ids_of_equals() -> None:
@@ -182,12 +185,14 @@ def definition(logits: Tensor, params: SamplingParams, position: int) -> int:
         SamplingParams(top_p=0.9, seed=1),
         SamplingParams(top_p=0.999, temperature=1.7, seed=1),
         SamplingParams(top_p=0.9, top_k=60, seed=1),
+        SamplingParams(top_p=0.0, seed=1),
+        SamplingParams(top_p=0.5, top_k=3, seed=1),
         SamplingParams(top_p=0.9, min_p=0.3, seed=1),
         SamplingParams(min_p=0.01, seed=1),
         SamplingParams(top_k=700, temperature=0.7, seed=1),
     ],
 )
-@pytest.mark.parametrize("scale", [0.01, 1.0, 4.0, 30.0])
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 4.0, 30.0])
 def test_leaving_out_early_what_cannot_win_changes_no_token(params: SamplingParams, scale: float) -> None:
     logits = (torch.randn(40, 1000, generator=torch.Generator().manual_seed(1)) * scale).round(decimals=1)
     rows = [row(params, position=position) for position in range(40)]
@@ -285,6 +290,15 @@ def test_zero_alternatives_still_tell_the_token_and_more_than_the_vocabulary_tel
     assert second.logprobs is not None
     assert (first.logprobs.rank, first.logprobs.top_ids) == (1, ())
     assert second.logprobs.top_ids == (1, 0)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 100.0])
+def test_alternatives_are_the_head_of_the_whole_order_however_far_behind(scale: float) -> None:
+    logits = (torch.randn(1, 500, generator=torch.Generator().manual_seed(5)) * scale).round()
+    (result,) = sample(logits, [row(SamplingParams(temperature=0.0, logprobs=20))])
+    assert isinstance(result, Sampled)
+    assert result.logprobs is not None
+    assert result.logprobs.top_ids == tuple(np.argsort(-logits[0].numpy(), kind="stable")[:20].tolist())
 
 
 def test_no_logprobs_unless_asked_for() -> None:
