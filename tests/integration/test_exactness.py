@@ -19,6 +19,7 @@ from tests.support.answers import Call, differences, make_calls, send_all
 from tests.support.cluster import Cluster, running_cluster
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(not instruction_sets(), reason="the C++ kernels are not built; the reference is only close"),
 ]
