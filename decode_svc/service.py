@@ -35,6 +35,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
 
     def __init__(self, worker: Worker, config: DecodeConfig) -> None:
         self.max_num_seqs = config.max_num_seqs
+        self.itl_budget_s = config.itl_budget_ms / 1000
         self._lease_s = config.lease_s
         self.scheduler = DecodeScheduler(
             worker.model.pool,
@@ -42,7 +43,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
                 limits=worker.model.limits,
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
-                itl_budget_s=config.itl_budget_ms / 1000,
+                itl_budget_s=self.itl_budget_s,
                 max_reserved_share=config.max_reserved_share,
             ),
         )

@@ -31,6 +31,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
     """Implements `pdserve.worker.worker.TierService`."""
 
     name = "pdserve.v1.PrefillService"
+    itl_budget_s = None
 
     def __init__(self, worker: Worker, config: PrefillConfig) -> None:
         # A step computes at least one token of each of its prompts.

@@ -26,6 +26,8 @@ class Policy:
 
     model_name: str
     local_prefill_threshold: int
+    #: Whether decode workers also prefill what is longer, when that is clearly sooner.
+    local_prefill_by_load: bool
     #: Whether prompts are meant to be computed by prefill workers at all.
     expects_prefill: bool
     reserve_timeout_s: float

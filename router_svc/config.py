@@ -8,6 +8,8 @@ from pathlib import Path
 from pdserve.base.config import option, parse_bytes
 from pdserve.base.logs import LEVELS
 
+LOCAL_PREFILL = ("auto", "threshold")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
@@ -28,6 +30,11 @@ class RouterConfig:
     )
     local_prefill_threshold: int = option(
         64, help="prompts with at most this many uncached tokens are prefilled by the decode worker", minimum=0
+    )
+    local_prefill: str = option(
+        "auto",
+        help="when decode workers prefill what is longer: where that is clearly sooner (auto), or never (threshold)",
+        choices=LOCAL_PREFILL,
     )
     max_num_queued_reqs: int = option(512, help="requests that may wait; more get 429 and a Retry-After", minimum=0)
     max_body: int = option(8 * 1024**2, help="largest request body, such as 8MiB", parse=parse_bytes, minimum=1024)

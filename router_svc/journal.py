@@ -7,6 +7,7 @@ from pdserve.base.workers import WorkerRecord
 from pdserve.v1 import decode_pb2, prefill_pb2
 from router_svc.calls import is_gone
 from router_svc.cluster import Cluster
+from router_svc.local_prefill import LocalPrefillReason, PrefillPlan
 from router_svc.placement import Placement
 from router_svc.record import Phase, Record
 from router_svc.request_state import RequestState
@@ -22,10 +23,17 @@ class Journal:
         self._metrics = cluster.metrics
         self._directory = cluster.directory
         self._last_tokens_s: float | None = None
+        #: Why the decode worker prefills, if it does.
+        self._local_prefill_reason = LocalPrefillReason.SHORT
 
     def chose(self, placement: Placement) -> None:
-        """A worker was chosen."""
+        """A prefill worker was chosen."""
         self.record.decide(placement.worker, placement.why)
+
+    def chose_decode(self, placement: Placement, plan: PrefillPlan) -> None:
+        """A decode worker was chosen, and which way the prompt is to go."""
+        self.record.decide(placement.worker, "; ".join(filter(None, (placement.why, plan.why))))
+        self._local_prefill_reason = plan.reason
 
     def granted(self, granted: decode_pb2.TicketGranted, worker: WorkerRecord) -> None:
         """A decode worker holds blocks for the request."""
@@ -39,6 +47,7 @@ class Journal:
         self.record.reported["decode_queue_s"] = started.queue_s
         if started.prefilled_locally:
             self.record.prefilled_by = "decode"
+            self.record.local_prefill_reason = self._local_prefill_reason
             self.record.cached_tokens = started.cached_tokens
         else:
             self.record.mark(Phase.COMMIT)
@@ -54,6 +63,7 @@ class Journal:
     def prefilled(self, first: prefill_pb2.PrefillFirstToken) -> None:
         """A prefill worker has sampled the first tokens."""
         self.record.prefilled_by = "prefill"
+        self.record.local_prefill_reason = None
         self.record.cached_tokens = first.cached_tokens
 
     def committed(self, done: prefill_pb2.PrefillDone) -> None:
@@ -101,6 +111,7 @@ class Journal:
         """A decode worker prefills although a prefill worker should have."""
         self.record.fallbacks.append(self.record.incident(reason, worker.worker_id, None))
         self._metrics.fell_back(reason)
+        self._local_prefill_reason = LocalPrefillReason.FALLBACK
 
     def _reserved(self, worker: WorkerRecord) -> None:
         if self.record.state in (_S.QUEUED, _S.RETRYING):

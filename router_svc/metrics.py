@@ -50,6 +50,7 @@ class RouterMetrics:
             "prefill_fallbacks", "Prompts prefilled by a decode worker because no prefill worker could", "reason"
         )
         self.prefills = self._counter("prefills", "Prompts by the tier that prefilled them", "tier")
+        self.local_prefills = self._counter("local_prefills", "Prompts prefilled by a decode worker, by why", "reason")
         # Tokens
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token").labels(
             model_name
@@ -113,6 +114,8 @@ class RouterMetrics:
             self.request_success.labels(self._model_name, reason).inc()
         if record.prefilled_by is not None:
             self.prefills.labels(self._model_name, record.prefilled_by).inc()
+        if record.local_prefill_reason is not None:
+            self.local_prefills.labels(self._model_name, record.local_prefill_reason).inc()
         self.generation_tokens.inc(record.completion_tokens)
         if Phase.FIRST_TOKEN in record.phases:
             self.prompt_tokens.inc(record.prompt_tokens)

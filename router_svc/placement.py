@@ -8,8 +8,9 @@ the two numbers is used.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Self
 
 from pdserve.base.ids import Epoch, WorkerId
 from pdserve.base.workers import WorkerRecord
@@ -39,10 +40,16 @@ class Placement:
     """The chosen worker and why."""
 
     worker: WorkerRecord
+    prompt_tokens: int
     #: Prompt tokens the index says this worker has.
     expected_cached_tokens: int
     cost_tokens: int
     why: str
+
+    @property
+    def uncached_tokens(self) -> int:
+        """Prompt tokens it would have to compute."""
+        return self.prompt_tokens - self.expected_cached_tokens
 
     @property
     def incarnation(self) -> Incarnation:
@@ -62,7 +69,7 @@ class InFlight:
         return self._sequences.get(worker, 0)
 
     def prompt_tokens(self, worker: WorkerId) -> int:
-        """Uncached prompt tokens placed on a prefill worker."""
+        """Uncached prompt tokens placed on a worker of either tier."""
         return self._prompt_tokens.get(worker, 0)
 
     @contextmanager
@@ -73,9 +80,36 @@ class InFlight:
 
     @contextmanager
     def prefilling(self, worker: WorkerId, prompt_tokens: int) -> Iterator[None]:
-        """Counts prompt tokens on a prefill worker during the block."""
+        """Counts prompt tokens on a worker during the block."""
         with _counted(self._prompt_tokens, worker, prompt_tokens):
             yield
+
+
+class QueuedPrompt:
+    """One prompt's uncached tokens, counted on the worker that is to compute them, wherever that is at the moment.
+
+    As a context manager, it is counted nowhere after the block.
+    """
+
+    def __init__(self, in_flight: InFlight) -> None:
+        self._in_flight = in_flight
+        self._counted = ExitStack()
+
+    def on(self, worker: WorkerId, prompt_tokens: int) -> None:
+        """Now so many of them are in this worker's way, and in no other's."""
+        self.leave()
+        if prompt_tokens:
+            self._counted.enter_context(self._in_flight.prefilling(worker, prompt_tokens))
+
+    def leave(self) -> None:
+        """They are computed, or nobody knows by whom they will be."""
+        self._counted.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.leave()
 
 
 @contextmanager
@@ -99,6 +133,16 @@ def choose_prefill(workers: Sequence[WorkerRecord], need: Need, in_flight: InFli
     return _cheapest(workers, need, lambda worker: _prefill_cost(worker, need, in_flight))
 
 
+def queued_tokens(worker: WorkerRecord, in_flight: InFlight) -> int:
+    """Prompt tokens the worker has to compute first."""
+    return max(worker.load.queued_tokens, in_flight.prompt_tokens(worker.worker_id))
+
+
+def num_sequences(worker: WorkerRecord, in_flight: InFlight) -> int:
+    """Sequences that decode, or will, on a decode worker."""
+    return max(worker.load.running + worker.load.waiting, in_flight.sequences(worker.worker_id))
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class _Cost:
     """Compared field by field; the id makes the choice repeatable."""
@@ -109,15 +153,15 @@ class _Cost:
 
 
 def _decode_cost(worker: WorkerRecord, need: Need, in_flight: InFlight) -> _Cost:
-    sequences = max(worker.load.running + worker.load.waiting, in_flight.sequences(worker.worker_id))
+    sequences = num_sequences(worker, in_flight)
     blocks = need.prompt_tokens // worker.layout.block_size + 1 - need.overlap.get(worker.worker_id, 0)
     is_full = sequences + need.sequences > worker.max_num_seqs or blocks > worker.load.free_blocks
-    return _Cost(is_full, _uncached(worker, need) + SEQUENCE_TOKENS * sequences, worker.worker_id)
+    tokens = _uncached(worker, need) + queued_tokens(worker, in_flight) + SEQUENCE_TOKENS * sequences
+    return _Cost(is_full, tokens, worker.worker_id)
 
 
 def _prefill_cost(worker: WorkerRecord, need: Need, in_flight: InFlight) -> _Cost:
-    queued = max(worker.load.queued_tokens, in_flight.prompt_tokens(worker.worker_id))
-    return _Cost(False, _uncached(worker, need) + queued, worker.worker_id)
+    return _Cost(False, _uncached(worker, need) + queued_tokens(worker, in_flight), worker.worker_id)
 
 
 def _cached(worker: WorkerRecord, need: Need) -> int:
@@ -145,7 +189,13 @@ def _cheapest(
         why += f"; next best {ranked[1][1].worker_id} costs {_shown(ranked[1][0])}"
     else:
         why += "; the only candidate"
-    return Placement(worker=worker, expected_cached_tokens=cached, cost_tokens=cost.tokens, why=why)
+    return Placement(
+        worker=worker,
+        prompt_tokens=need.prompt_tokens,
+        expected_cached_tokens=cached,
+        cost_tokens=cost.tokens,
+        why=why,
+    )
 
 
 def _shown(cost: _Cost) -> str:

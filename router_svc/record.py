@@ -18,6 +18,7 @@ measured themselves.
       "retries":   [{"at": 0.05, "attempt": 1, "reason": "peer_lost", "worker": "prefill-0", "error": "Lost ..."}],
       "fallbacks": [{"at": 0.05, "attempt": 2, "reason": "prefill_lost", "worker": "decode-0", "error": null}],
       "prefilled_by": "prefill",      prefill|decode|null
+      "local_prefill_reason": null,   short|load|fallback|no_prefill_tier, where prefilled_by is "decode"
       "reported": {"reserve_s": 0.001, "prefill_queue_s": 0.0, "prefill_compute_s": 0.07, "transfer_s": 0.003,
                    "commit_s": 0.004, "decode_queue_s": 0.001, "sent_bytes": 1234, "sent_blocks": 19, "chunks": 2}
     }
@@ -36,6 +37,7 @@ import pdserve
 from pdserve.base.ids import Epoch, RequestId, WorkerId
 from pdserve.base.workers import WorkerRecord
 from router_svc.generation import Generation
+from router_svc.local_prefill import LocalPrefillReason
 from router_svc.request_state import RequestProgress, RequestState
 
 #: Chunks beyond these are counted in `reported` but not listed one by one.
@@ -111,6 +113,7 @@ class Record:
     fallbacks: list[Incident] = field(default_factory=list)
     reported: dict[str, float] = field(default_factory=dict)
     prefilled_by: str | None = None
+    local_prefill_reason: LocalPrefillReason | None = None
     cached_tokens: int = 0
     completion_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
@@ -209,6 +212,7 @@ class Record:
             "completion_tokens": self.completion_tokens,
             "finish": ",".join(self.finish_reasons) or None,
             "prefilled_by": self.prefilled_by,
+            "local_prefill_reason": self.local_prefill_reason,
             "workers": ",".join(dict.fromkeys(decision.worker for decision in self.decisions)) or None,
             "attempts": self.attempt,
         }
@@ -241,6 +245,7 @@ class Record:
             "retries": [asdict(incident) for incident in self.retries],
             "fallbacks": [asdict(incident) for incident in self.fallbacks],
             "prefilled_by": self.prefilled_by,
+            "local_prefill_reason": self.local_prefill_reason,
             "reported": dict(self.reported),
         }
 

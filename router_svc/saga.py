@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import ExitStack
 
 from pdserve.base.errors import (
     CapacityError,
@@ -40,13 +39,13 @@ from router_svc.calls import decode_call, is_reported, prefill_call
 from router_svc.cluster import Cluster
 from router_svc.generation import Generation
 from router_svc.journal import Journal
+from router_svc.local_prefill import ALWAYS_LOCAL, LocalPrefillReason, PrefillPlan, plan_by_length, plan_by_load
 from router_svc.output import ChoiceDelta, Output, ended_by_stop_string
-from router_svc.placement import Incarnation, Need, Placement, choose_decode, choose_prefill
+from router_svc.placement import Incarnation, Need, Placement, QueuedPrompt, choose_decode, choose_prefill
 from router_svc.record import Record
 from router_svc.request_state import RequestState
 from router_svc.reservation import DecodeFailed, Reservation
 
-ALWAYS_LOCAL = 2**32 - 1
 #: Decode workers that may be lost under one request: one that kills its workers must not go through all of them.
 _MAX_DECODE_LOSSES = 1
 #: As much for prefill workers; after that the decode worker prefills.
@@ -83,6 +82,7 @@ class Saga:
         self._emitting = asyncio.Lock()
         self._sampling = sampling_to_wire(generation.sampling)
         self._overlap: dict[WorkerId, int] = {}
+        self._queued = QueuedPrompt(cluster.in_flight)
         self._failed_prefill: set[Incarnation] = set()
 
     async def run(self) -> None:
@@ -147,15 +147,18 @@ class Saga:
     async def _run_on(self, placement: Placement) -> None:
         """The request on one decode worker, until done. Raises `DecodeFailed`, or an error for the client."""
         worker = placement.worker
-        self._journal.chose(placement)
+        plan = self._plan_prefill(placement)
+        self._journal.chose_decode(placement, plan)
+        if plan.reason is LocalPrefillReason.FALLBACK:
+            self._journal.fall_back("no_prefill_worker", worker)
         start = decode_pb2.DecodeStart(
             ref=self._ref(),
             prompt_token_ids=self._generation.prompt,
             sampling=self._sampling,
-            local_prefill_threshold=self._local_prefill_threshold(placement),
+            local_prefill_threshold=plan.threshold,
             cache_salt=self._generation.cache_salt,
         )
-        with self._cluster.in_flight.decoding(worker.worker_id, self._generation.sampling.n):
+        with self._queued, self._cluster.in_flight.decoding(worker.worker_id, self._generation.sampling.n):
             async with decode_call(self._cluster.channels, worker) as call:
                 reservation = Reservation(call, worker)
                 await reservation.send(decode_pb2.DecodeRequest(start=start))
@@ -173,14 +176,23 @@ class Saga:
                 if not self._output.is_finished:
                     raise reservation.ended_early()
 
-    def _local_prefill_threshold(self, placement: Placement) -> int:
+    def _plan_prefill(self, decode: Placement) -> PrefillPlan:
+        """Which way the prompt is to go. From now on it is in the way of others there."""
+        prefill = self._place("prefill", self._failed_prefill)
         if self._output.has_started:
-            return 0
-        if self._cluster.ready("prefill"):
-            return self._policy.local_prefill_threshold
-        if self._policy.expects_prefill:
-            self._journal.fall_back("no_prefill_worker", placement.worker)
-        return ALWAYS_LOCAL
+            plan = plan_by_length(0)
+        elif not self._cluster.ready("prefill"):
+            is_meant = not self._policy.expects_prefill
+            reason = LocalPrefillReason.NO_PREFILL_TIER if is_meant else LocalPrefillReason.FALLBACK
+            plan = PrefillPlan(threshold=ALWAYS_LOCAL, reason=reason)
+        elif prefill is None or not self._policy.local_prefill_by_load:
+            plan = plan_by_length(self._policy.local_prefill_threshold)
+        else:
+            plan = plan_by_load(self._policy.local_prefill_threshold, decode, prefill, self._cluster.in_flight)
+        computing = decode if decode.uncached_tokens <= plan.threshold else prefill
+        if computing is not None:
+            self._queued.on(computing.worker.worker_id, computing.uncached_tokens)
+        return plan
 
     async def _relay(self, reservation: Reservation) -> None:
         """Reads the decode worker's events until every choice is complete.
@@ -200,6 +212,7 @@ class Saga:
                     reservation.reach(event)
                 case "tokens":
                     self._journal.decoded()
+                    self._queued.leave()
                     await self._deliver(event.tokens.choices, reservation)
 
     # -- handover
@@ -212,6 +225,7 @@ class Saga:
         )
         reason = "no_prefill_worker"
         while opened.HasField("ticket"):
+            self._queued.leave()
             placement = self._place("prefill", self._failed_prefill)
             if placement is None:
                 await self._prefill_on_decode(reservation, reason)
@@ -304,18 +318,19 @@ class Saga:
             cache_salt=self._generation.cache_salt,
         )
         silence_s = ticket.lease_s * _SILENCE_SHARE if ticket is not None else self._policy.token_timeout_s
-        uncached = len(self._generation.prompt) - placement.expected_cached_tokens
-        with ExitStack() as queued:
-            queued.enter_context(self._cluster.in_flight.prefilling(worker.worker_id, uncached))
+        self._queued.on(worker.worker_id, placement.uncached_tokens)
+        with self._queued:
             async with prefill_call(self._cluster.channels, worker, request) as call:
                 while (event := await call.next_event(silence_s)) is not None:
                     match event.WhichOneof("event"):
                         case "progress":
                             self._journal.progressed(event.progress)
+                            if computed := event.progress.computed_tokens:
+                                self._queued.on(worker.worker_id, max(placement.prompt_tokens - computed, 0))
                             if reservation is not None:
                                 await reservation.send(decode_pb2.DecodeRequest(keep_lease=decode_pb2.KeepLease()))
                         case "first_token":
-                            queued.close()
+                            self._queued.leave()
                             await self._first_tokens(event.first_token, reservation)
                             if self._output.is_finished:
                                 return

@@ -61,6 +61,8 @@ class Router:
             policy=Policy(
                 model_name=config.model_name,
                 local_prefill_threshold=config.local_prefill_threshold,
+                # A threshold of 0 keeps prompts away from decode workers, whatever the load.
+                local_prefill_by_load=config.local_prefill == "auto" and config.local_prefill_threshold > 0,
                 expects_prefill=config.prefill_expected > 0,
                 reserve_timeout_s=config.reserve_timeout_s,
                 token_timeout_s=config.token_timeout_s,

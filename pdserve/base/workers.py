@@ -25,6 +25,10 @@ class WorkerLoad:
     #: Prompt tokens accepted and not computed yet.
     queued_tokens: int = 0
     free_blocks: int = 0
+    #: Prompt tokens computed in a second, as measured; None before there were any.
+    prefill_tokens_per_s: float | None = None
+    #: The same beside decoding sequences, within their ITL budget (decode).
+    prefill_tokens_per_s_beside_decoding: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

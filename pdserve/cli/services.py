@@ -56,6 +56,7 @@ def router_spec(plan: ClusterPlan) -> ProcessSpec:
         "grpc-port": config.grpc_port,
         "prefill-expected": config.prefill,
         "local-prefill-threshold": config.local_prefill_threshold,
+        "local-prefill": config.local_prefill,
     }
     return _service(plan, "router", "router_svc", flags, threads=1, stage=ROUTER_STAGE)
 

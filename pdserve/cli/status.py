@@ -61,6 +61,7 @@ class WorkerView(BaseModel):
     running: int
     waiting: int
     queued_tokens: int
+    prefill_tokens_per_s: float | None = None
 
     @property
     def kv_use(self) -> float:

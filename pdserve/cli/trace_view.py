@@ -70,6 +70,7 @@ class RequestTrace(BaseModel):
     retries: list[Incident] = []
     fallbacks: list[Incident] = []
     prefilled_by: str | None = None
+    local_prefill_reason: str | None = None
     reported: dict[str, float] = {}
 
 
@@ -154,6 +155,8 @@ def _headline(trace: RequestTrace) -> list[Text]:
     first.append(f"  attempt {trace.attempt}" if trace.attempt > 1 else "")
     second = f"{trace.prompt_tokens} prompt tokens ({outcome.cached_tokens} cached)"
     second += f" -> {outcome.completion_tokens} tokens" + (f" in {trace.n} choices" if trace.n > 1 else "")
+    if trace.local_prefill_reason:
+        second += f", prefilled by the decode worker ({trace.local_prefill_reason.replace('_', ' ')})"
     lines = [first, Text(second), Text("   ".join(f"{name} {value}" for name, value in _figures(trace)))]
     if outcome.error:
         lines.append(Text(outcome.error, style="red"))

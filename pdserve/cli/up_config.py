@@ -9,7 +9,7 @@ from pdserve.base.config import default_of, option, parse_bytes
 from pdserve.base.logs import LEVELS
 from pdserve.base.worker_config import DTYPES, KERNELS, QUANTIZATIONS, TRANSPORTS, WorkerConfig
 from prefill_svc.config import PrefillConfig
-from router_svc.config import RouterConfig
+from router_svc.config import LOCAL_PREFILL, RouterConfig
 
 #: Small, free, and had without a model hub.
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -60,6 +60,11 @@ class UpConfig:
         default_of(RouterConfig, "local_prefill_threshold"),
         help="prompts with at most this many uncached tokens are prefilled by the decode worker",
         minimum=0,
+    )
+    local_prefill: str = option(
+        default_of(RouterConfig, "local_prefill"),
+        help="when decode workers prefill what is longer: where that is clearly sooner (auto), or never (threshold)",
+        choices=LOCAL_PREFILL,
     )
     transport: str = option(
         default_of(WorkerConfig, "transport"), help="how KV blocks travel between workers", choices=TRANSPORTS

@@ -146,6 +146,7 @@ class StepLoop:
                 forward_s=computed - built,
                 sample_s=done - computed,
             ),
+            pace=self._meter.pace,
             num_sequences=num_decoding + len(plan.chunks),
             num_tokens=num_decoding + num_prefill_tokens,
             num_prefill_tokens=num_prefill_tokens,

@@ -27,7 +27,17 @@ class Pace:
         Where decoding alone takes most of that, as under overload, prefill still gets half as much time again: kept
         waiting, prompts would time out while the gaps between tokens hardly became shorter.
         """
-        return int(max(budget_s - self.decode_step_s, self.decode_step_s / 2) / self.prefill_token_s)
+        return int(self._prefill_s(budget_s) / self.prefill_token_s)
+
+    def prefill_tokens_per_s(self, budget_s: float | None = None) -> float:
+        """Prompt tokens computed in a second: alone, or beside decoding sequences in steps of at most `budget_s`."""
+        if budget_s is None:
+            return 1 / self.prefill_token_s
+        prefill_s = self._prefill_s(budget_s)
+        return prefill_s / (self.decode_step_s + prefill_s) / self.prefill_token_s
+
+    def _prefill_s(self, budget_s: float) -> float:
+        return max(budget_s - self.decode_step_s, self.decode_step_s / 2)
 
 
 class PaceMeter:

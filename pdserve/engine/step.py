@@ -200,6 +200,8 @@ class StepOutput:
     events: StepEvents
     load: Load
     durations: StepDurations
+    #: As measured up to this step.
+    pace: Pace
     #: Rows of the batch: sequences, and their tokens.
     num_sequences: int
     num_tokens: int

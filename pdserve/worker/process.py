@@ -22,6 +22,8 @@ from pdserve.base.rpc import GrpcHealth, serve_grpc
 from pdserve.base.store import Store
 from pdserve.base.tasks import service_group, stop_event_on_signals
 from pdserve.base.worker_config import WorkerConfig
+from pdserve.engine.pace import Pace
+from pdserve.engine.step import Load
 from pdserve.worker.loading import load_model
 from pdserve.worker.metrics import WorkerMetrics
 from pdserve.worker.populate import populating
@@ -61,7 +63,7 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
                     worker,
                     health,
                     store,
-                    max_num_seqs=service.max_num_seqs,
+                    service,
                     grpc_address=grpc_address,
                     http_address=http_address,
                 )
@@ -115,13 +117,12 @@ async def _served(service: TierService, config: WorkerConfig) -> AsyncIterator[t
 
 
 def _registered(
-    worker: Worker, health: Health, store: Store, *, max_num_seqs: int, grpc_address: str, http_address: str
+    worker: Worker, health: Health, store: Store, service: TierService, *, grpc_address: str, http_address: str
 ) -> Registrar:
     """Starts telling the cluster about this worker and its blocks; logs what it is."""
     loaded, config = worker.model, worker.config
 
     def record() -> WorkerRecord:
-        load = worker.load
         return WorkerRecord(
             worker_id=worker.worker_id,
             epoch=worker.epoch,
@@ -130,17 +131,12 @@ def _registered(
             http_address=http_address,
             model=_model_name(config),
             layout=loaded.layout,
-            max_num_seqs=max_num_seqs,
+            max_num_seqs=service.max_num_seqs,
             max_model_len=loaded.limits.max_model_len,
             total_blocks=loaded.pool.num_blocks,
             pid=os.getpid(),
             ready=health.is_ready,
-            load=WorkerLoad(
-                running=load.num_running,
-                waiting=load.num_waiting,
-                queued_tokens=load.queued_prompt_tokens,
-                free_blocks=load.free_blocks,
-            ),
+            load=reported_load(worker.load, worker.steps.pace, service.itl_budget_s),
         )
 
     registrar = Registrar(store, record)
@@ -188,6 +184,22 @@ def _registered(
         **chosen,
     )
     return registrar
+
+
+def reported_load(load: Load, pace: Pace | None, itl_budget_s: float | None) -> WorkerLoad:
+    """What routers hear of the load, with rates in whole tokens: no news is made of their noise."""
+    alone = beside = None
+    if pace is not None:
+        alone = float(round(pace.prefill_tokens_per_s()))
+        beside = None if itl_budget_s is None else float(round(pace.prefill_tokens_per_s(itl_budget_s)))
+    return WorkerLoad(
+        running=load.num_running,
+        waiting=load.num_waiting,
+        queued_tokens=load.queued_prompt_tokens,
+        free_blocks=load.free_blocks,
+        prefill_tokens_per_s=alone,
+        prefill_tokens_per_s_beside_decoding=beside,
+    )
 
 
 async def _wait_for_end(stop: asyncio.Event, fatal: asyncio.Future[BaseException]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pdserve.base.ids import BlockHash
+from pdserve.engine.pace import Pace
 from pdserve.engine.step import Load, StepOutput
 from pdserve.worker.metrics import WorkerMetrics
 
@@ -27,6 +28,7 @@ class StepMetrics:
     def __init__(self, metrics: WorkerMetrics) -> None:
         self._metrics = metrics
         self._load = _EMPTY
+        self._pace: Pace | None = None
         # Looked up once: by name it costs as much as the observation.
         self._phases = {
             phase: metrics.step_seconds.labels(**metrics.labels(phase=phase))
@@ -39,6 +41,11 @@ class StepMetrics:
     def load(self) -> Load:
         """The load as last told."""
         return self._load
+
+    @property
+    def pace(self) -> Pace | None:
+        """How fast the latest steps were; None before one computed prompt tokens."""
+        return self._pace
 
     def set_load(self, load: Load) -> None:
         """The load now."""
@@ -60,6 +67,8 @@ class StepMetrics:
         """One step."""
         metrics, durations, events = self._metrics, output.durations, output.events
         self.set_load(output.load)
+        if output.num_prefill_tokens or self._pace is not None:
+            self._pace = output.pace
         if output.num_tokens:
             metrics.iteration_tokens.observe(output.num_tokens)
             self._phases["schedule"].observe(durations.schedule_s)

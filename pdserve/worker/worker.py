@@ -42,6 +42,10 @@ class TierService(Protocol):
     def max_num_seqs(self) -> int:
         """Sequences that one step computes at most."""
 
+    @property
+    def itl_budget_s(self) -> float | None:
+        """What a step with prompt tokens beside decoding sequences may take; None where nothing decodes."""
+
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the gRPC methods."""
 

@@ -156,6 +156,7 @@ def _worker(worker: WorkerRecord) -> Fields:
         "running": worker.load.running,
         "waiting": worker.load.waiting,
         "queued_tokens": worker.load.queued_tokens,
+        "prefill_tokens_per_s": worker.load.prefill_tokens_per_s,
     }
 
 

@@ -62,10 +62,13 @@ def test_a_decode_worker_without_cores_of_its_own_is_not_pinned() -> None:
 
 
 def test_the_router_understands_its_flags() -> None:
-    config = UpConfig(host="0.0.0.0", port=9000, prefill=0, local_prefill_threshold=7, drain_timeout_s=3.0)
+    config = UpConfig(
+        host="0.0.0.0", port=9000, prefill=0, local_prefill_threshold=7, local_prefill="threshold", drain_timeout_s=3.0
+    )
     router = parsed(router_spec(plan(config=config)), RouterConfig, "router_svc")
     assert (router.host, router.port, router.effective_grpc_port) == ("0.0.0.0", 9000, 9001)
     assert (router.prefill_expected, router.local_prefill_threshold) == (0, 7)
+    assert router.local_prefill == "threshold"
     assert router.drain_timeout_s == 3.0
 
 

@@ -150,3 +150,9 @@ def test_an_unknown_request_is_one_line_in_the_routers_words(capsys: pytest.Capt
 def test_a_missing_request_id_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace"]) == 1
     assert "Which request?" in capsys.readouterr().err
+
+
+def test_a_local_prefill_is_named_with_its_reason() -> None:
+    assert "prefilled by the decode worker" not in text_of(TRACE)
+    local = text_of({**TRACE, "prefilled_by": "decode", "local_prefill_reason": "no_prefill_tier"})
+    assert "prefilled by the decode worker (no prefill tier)" in local

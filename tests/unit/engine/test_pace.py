@@ -53,3 +53,10 @@ def test_prefill_gets_what_decoding_leaves_of_the_budget_or_half_of_what_decodin
 ) -> None:
     pace = Pace(decode_step_s=decode_step_s, prefill_token_s=0.001)
     assert pace.tokens_within(0.050 + 1e-9) == tokens
+
+
+def test_beside_decoding_a_worker_prefills_in_what_steps_leave() -> None:
+    pace = Pace(decode_step_s=0.020, prefill_token_s=0.001)
+    assert pace.prefill_tokens_per_s() == pytest.approx(1000)
+    assert pace.prefill_tokens_per_s(0.050) == pytest.approx(600)
+    assert pace.prefill_tokens_per_s(0.010) == pytest.approx(1000 / 3)

@@ -8,12 +8,14 @@ import pytest
 
 from pdserve.base.errors import Draining, NoFreeBlocks, RequestError, StaleEpoch, TransferTimeout
 from pdserve.base.private_redis import PrivateRedis
-from router_svc.saga import ALWAYS_LOCAL
+from pdserve.base.workers import Tier, WorkerLoad
+from router_svc.local_prefill import ALWAYS_LOCAL
 from tests.support.redis import eventually
 from tests.unit.router_svc.conftest import TWO_OF_EACH, House, open_house
 from tests.unit.router_svc.fakes import Context, Fault, failing, hang, leave, vanish
 from tests.unit.router_svc.tiny_model import END, tokens_of
 
+ONE_OF_EACH: dict[str, Tier] = {"prefill-0": "prefill", "decode-0": "decode"}
 TEXT = "Hello world."
 TOKENS = [*tokens_of(TEXT), END]
 
@@ -316,9 +318,31 @@ async def test_a_short_prompt_is_prefilled_by_the_decode_worker(redis_server: Pr
         assert text == TEXT
         assert house.world.prefills == []
         record = await house.only_trace()
-        assert record["prefilled_by"] == "decode"
+        assert (record["prefilled_by"], record["local_prefill_reason"]) == ("decode", "short")
         assert record["fallbacks"] == []
         assert await house.metric("prefills_total", tier="decode") == 1
+
+
+@pytest.mark.parametrize(("mode", "tier", "reason"), [("auto", "decode", "load"), ("threshold", "prefill", None)])
+async def test_while_prompts_queue_at_the_prefill_tier_the_decode_worker_prefills_and_the_record_says_so(
+    redis_server: PrivateRedis, model_dir: object, mode: str, tier: str, reason: str | None
+) -> None:
+    settings: dict[str, object] = {"local_prefill_threshold": 4, "local_prefill": mode}
+    async with open_house(redis_server, model_dir, ONE_OF_EACH, **settings) as house:  # type: ignore[arg-type]
+        house.workers["prefill-0"].set(load=WorkerLoad(queued_tokens=5000, prefill_tokens_per_s=1000.0))
+
+        async def is_known() -> bool:
+            return house.router.cluster.ready("prefill")[0].load.queued_tokens == 5000
+
+        await eventually(is_known)
+        text, _ = await house.stream()
+        assert text == TEXT
+        record = await house.only_trace()
+        assert (record["prefilled_by"], record["local_prefill_reason"]) == (tier, reason)
+        assert record["fallbacks"] == []
+        assert ("prefills by itself" in record["decisions"][0]["why"]) is (tier == "decode")
+        assert await house.metric("local_prefills_total", reason="load") == (tier == "decode")
+        assert house.router.cluster.in_flight.prompt_tokens(house.workers[f"{tier}-0"].record.worker_id) == 0
 
 
 @pytest.mark.parametrize(("expected", "fallbacks"), [(1, ["no_prefill_worker"]), (0, [])])
@@ -331,6 +355,7 @@ async def test_prefilling_on_decode_is_a_fallback_only_where_prefill_workers_wer
         assert house.world.decode_starts[0].local_prefill_threshold == ALWAYS_LOCAL
         record = await house.only_trace()
         assert [fallback["reason"] for fallback in record["fallbacks"]] == fallbacks
+        assert record["local_prefill_reason"] == ("fallback" if fallbacks else "no_prefill_tier")
         assert bool(house.router.health.degraded) == bool(fallbacks)
 
 
