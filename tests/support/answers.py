@@ -144,7 +144,7 @@ def _merge(text: str) -> dict[str, Json]:
     first, last = chunks[0], chunks[-1]
     for chunk in chunks:
         assert "error" not in chunk, f"the stream ends with {chunk}"
-        assert {**chunk, "choices": 0, "usage": 0} == {**first, "choices": 0, "usage": 0}, f"{chunk} is another answer's"
+        assert {**chunk, "choices": 0, "usage": 0} == {**first, "choices": 0, "usage": 0}, f"{chunk} is no part of it"
         assert (chunk["usage"] is None) is (chunk is not last), "usage belongs into the last chunk"
     choices: dict[int, dict[str, Json]] = {}
     for part in (part for chunk in chunks for part in chunk["choices"]):
