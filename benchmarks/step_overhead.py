@@ -24,7 +24,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from benchmarks.environment import describe, heading
+from benchmarks import environment
 from decode_svc.request import DecodeJob, SchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
 from pdserve.base.ids import RequestId
@@ -215,16 +215,18 @@ def main() -> None:
     shown = table(medians(here), medians(against))
     print(shown)
     if args.out:
-        environment = describe()
-        name = f"step-overhead-{environment['date']}"
+        about = environment.describe()
+        name = f"step-overhead-{about['date']}"
         raw = {
-            "environment": environment,
+            "environment": about,
             "steps": args.steps,
             "here": [[asdict(case) for case in run] for run in here],
             "against": [[asdict(case) for case in run] for run in against],
         }
         (args.out / f"{name}.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
-        (args.out / f"{name}.md").write_text(heading(environment, "Microseconds") + shown + "\n", encoding="utf-8")
+        (args.out / f"{name}.md").write_text(
+            environment.heading(about, "Microseconds") + shown + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

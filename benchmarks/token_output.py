@@ -27,8 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.environment import describe, heading
-from benchmarks.step_overhead import BLOCK_SIZE, VOCABULARY
+from benchmarks import environment
 from decode_svc.config import DecodeConfig
 from decode_svc.service import DecodeService
 from kvtransfer.transport.inproc import InprocTransport
@@ -49,6 +48,8 @@ from pdserve.worker.metrics import WorkerMetrics
 from pdserve.worker.worker import Worker
 
 FORWARD_S = 0.005
+VOCABULARY = 49_152
+BLOCK_SIZE = 16
 BATCH_SIZES = (1, 16, 64)
 PROMPT_TOKENS = 16
 
@@ -226,18 +227,18 @@ def main() -> None:
     shown = table(medians(here), medians(against))
     print(shown)
     if args.out:
-        environment = describe()
+        about = environment.describe()
         raw = {
-            "environment": environment,
+            "environment": about,
             "forward_s": FORWARD_S,
             "steps": args.steps,
             "here": [[asdict(case) for case in run] for run in here],
             "against": [[asdict(case) for case in run] for run in against],
         }
-        name = f"token-output-{environment['date']}"
+        name = f"token-output-{about['date']}"
         (args.out / f"{name}.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
         (args.out / f"{name}.md").write_text(
-            heading(environment, "Microseconds, before -> now,") + shown + "\n", encoding="utf-8"
+            environment.heading(about, "Microseconds, before -> now,") + shown + "\n", encoding="utf-8"
         )
 
 
