@@ -52,6 +52,8 @@ static void to_rows(const float* x, long width, const Activations& out, long row
     case Format::bf16:
       for (long i = 0; i < width; i += kLanes)
         store_bf16_part(reinterpret_cast<uint16_t*>(line) + i, load_part(x + i, width - i), width - i);
+      // The other half of the last unit meets zeros in the matrix; what lay there before might be NaN.
+      if (width % 2 != 0) reinterpret_cast<uint16_t*>(line)[width] = 0;
       break;
     case Format::int8:
       quantize_row(x, width, reinterpret_cast<uint8_t*>(line),

@@ -116,9 +116,9 @@ static PD_INLINE vf exp2_of_negative(vf x) {
 }
 
 static PD_INLINE vf silu(vf x) {
-  // Beyond 87 the clamp changes nothing: the denominator is 1, or the quotient is 0 in float32.
   const vf clamped = max(x, splat(-87.0f));
-  return x / (splat(1.0f) + exp(-clamped));
+  const vf quotient = x / (splat(1.0f) + exp(-clamped));
+  return x < splat(-87.0f) ? vf{} : quotient;  // There it is below 2e-36, but the clamped quotient is not.
 }
 
 // bfloat16 <-> float32, to nearest even; NaN stays NaN.
