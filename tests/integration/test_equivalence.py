@@ -1,4 +1,4 @@
-"""Promise 1 as far as library kernels allow: in float32 the tokens do not depend on the crowd or on disaggregation."""
+"""Promise 1 among real processes, in float32: the tokens do not depend on the crowd or on disaggregation."""
 
 from __future__ import annotations
 
