@@ -1,4 +1,4 @@
-"""`pdserve bench`: measures how fast a server answers."""
+"""`pdserve bench`: measures how fast a server answers, and how fast the ops are that it computes with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import sys
 from collections.abc import Sequence
 
 #: What each benchmark does; it lives in the module of its name.
-BENCHMARKS = {"serve": "drive any OpenAI-compatible server and report its latencies and throughput"}
+BENCHMARKS = {
+    "serve": "drive any OpenAI-compatible server and report its latencies and throughput",
+    "kernels": "measure each op of the C++ kernels against the reference and the machine's limits",
+}
 
 
 def main(argv: Sequence[str]) -> int:

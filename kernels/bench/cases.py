@@ -1,0 +1,285 @@
+"""What is measured: each op of a shape, as C++ and as the reference does it, with the work that is in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.bench.measure import Work
+from kernels.bench.shapes import random_weights
+from kernels.choice import KernelOptions, open_decoder
+from kernels.cpu.ops import CpuOps, PackedMatrix, Rows, format_of, pack, pack_gate_up
+from kernels.decoder import DecoderShape
+from kernels.ops import KvRows, PagedKv
+from kernels.reference import ReferenceOps
+
+BLOCK_SIZE = 16
+_ROWS = (1, 4, 16, 64, 512)
+_DTYPES = {"bf16": torch.bfloat16, "int8": torch.bfloat16, "f32": torch.float32}
+#: Weights and KV that a call walks through, so that no cache holds them; and the most elements of one matrix.
+_WALKED_BYTES = 96 << 20
+_MOST_WEIGHTS = 32 << 20
+#: From here on products are measured with few matrices: they wait for the multipliers, not for memory.
+_MANY_ROWS = 64
+#: Ops on rows are shorter than a call from Python.
+_TIMES = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One line of the table. Both calls do the op `count` times."""
+
+    op: str
+    size: str
+    weight_format: str
+    call: Callable[[], object]
+    #: None: the reference has no such op.
+    reference: Callable[[], object] | None
+    count: int
+    reference_count: int
+    #: Of one op.
+    work: Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a run of cases computes with."""
+
+    shape: DecoderShape
+    instruction_set: str
+    threads: int
+
+
+def linear(setting: Setting) -> Iterator[Case]:
+    """Products of 1 to 512 rows with the matrices of a layer; gate and up with SwiGLU."""
+    shape = setting.shape
+    width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    matrices = {
+        "qkv": (width + 2 * kv_width, shape.hidden_size),
+        "gate_up_silu": (shape.intermediate_size, shape.hidden_size),
+        "down": (shape.hidden_size, shape.intermediate_size),
+        "lm_head": (shape.vocab_size, shape.hidden_size),
+    }
+    for op, (features, depth) in matrices.items():
+        for weight_format in _DTYPES:
+            yield from _products(setting, op, min(features, _MOST_WEIGHTS // depth // 32 * 32), depth, weight_format)
+
+
+def _products(setting: Setting, op: str, features: int, depth: int, weight_format: str) -> Iterator[Case]:
+    ops, reference = CpuOps(setting.instruction_set, setting.threads), ReferenceOps()
+    dtype, int8, gated = _DTYPES[weight_format], weight_format == "int8", op == "gate_up_silu"
+    weights = [torch.randn(features, depth).to(dtype) for _ in range(2 if gated else 1)]
+    packed = pack_gate_up(*weights, int8=int8) if gated else pack(weights[0], int8=int8)
+    copies = math.ceil(_WALKED_BYTES / packed.num_bytes)
+    packs = [
+        packed,
+        *(pack_gate_up(*weights, int8=int8) if gated else pack(weights[0], int8=int8) for _ in range(copies - 1)),
+    ]
+    clones = [weights, *([weight.clone() for weight in weights] for _ in range(copies - 1))]
+    for num_rows in _ROWS:
+        x = torch.randn(num_rows, depth)
+        rows = Rows.empty(num_rows, depth, format_of(dtype, int8=int8))
+        ops.to_rows(x, rows)
+        out, narrow = torch.zeros(num_rows, packed.num_columns), x.to(dtype)
+        some = packs if num_rows < _MANY_ROWS else packs[:2]
+
+        def call(rows: Rows = rows, out: Tensor = out, some: list[PackedMatrix] = some) -> None:
+            (ops.multiply_silu if gated else ops.multiply)(rows, some, out)
+
+        def refer(x: Tensor = narrow, count: int = len(some)) -> None:
+            for matrices in clones[:count]:
+                results = [reference.linear(x, weight) for weight in matrices]
+                if gated:
+                    reference.silu_mul(*results)
+
+        work = Work(num_bytes=packed.num_bytes, flops=2.0 * num_rows * depth * features * len(weights))
+        yield Case(
+            op=op,
+            size=f"{num_rows} x {features}x{depth}",
+            weight_format=weight_format,
+            call=call,
+            reference=refer,
+            count=len(some),
+            reference_count=len(some),
+            work=work,
+        )
+
+
+def _pack(weights: list[Tensor], *, int8: bool) -> PackedMatrix:
+    return pack_gate_up(*weights, int8=int8) if len(weights) == 2 else pack(weights[0], int8=int8)
+
+
+def rows(setting: Setting) -> Iterator[Case]:
+    """Ops on single rows: norm with residual; rotation with what is written to the cache."""
+    shape, reference = setting.shape, ReferenceOps()
+    ops = CpuOps(setting.instruction_set, setting.threads)
+    for num_rows in (1, 16, 512):
+        x, delta, total = (torch.randn(num_rows, shape.hidden_size) for _ in range(3))
+        weight = torch.ones(shape.hidden_size)
+        area = Rows.empty(num_rows, shape.hidden_size, format_of(torch.bfloat16))
+        narrow = x.bfloat16(), delta.bfloat16(), weight.bfloat16()
+        yield Case(
+            op="add_norm",
+            size=f"{num_rows} x {shape.hidden_size}",
+            weight_format="bf16",
+            call=partial(ops.add_norm, x, delta, weight, shape.rms_norm_eps, area, total, times=_TIMES),
+            reference=partial(reference.add_rms_norm, *narrow, shape.rms_norm_eps),
+            count=_TIMES,
+            reference_count=1,
+            work=Work(num_bytes=num_rows * shape.hidden_size * 14.0, flops=num_rows * shape.hidden_size * 5.0),
+        )
+        yield _rope(setting, ops, num_rows)
+
+
+def _rope(setting: Setting, ops: CpuOps, num_rows: int) -> Case:
+    shape = setting.shape
+    dim, groups = shape.head_dim, shape.num_kv_heads
+    where, cache = _context([(num_rows, num_rows)]), _kv_cache(shape, 1, math.ceil(num_rows / BLOCK_SIZE) + 1)
+    cos_sin = _cos_sin(shape, num_rows)
+    q, k, v = (torch.randn(num_rows, heads, dim) for heads in (shape.num_heads, groups, groups))
+    rotated, starts = torch.zeros(num_rows, shape.num_heads, dim).bfloat16(), torch.arange(num_rows) * (q[0].numel())
+    block, _, side, head, _, _ = cache.stride()
+    slots = where.slot_mapping // BLOCK_SIZE * block + where.slot_mapping % BLOCK_SIZE * dim
+    paged = ReferenceOps().paged_kv(where, cache, cos_sin, shape.scale)
+    narrow = q.bfloat16(), k.bfloat16(), v.bfloat16()
+
+    def call() -> None:
+        ops.rotate(q, cos_sin, rotated, starts, dim, times=_TIMES)
+        ops.rotate(k, cos_sin, cache, slots, head, times=_TIMES)
+        ops.rotate(v, None, cache, slots + side, head, times=_TIMES)
+
+    width = q[0].numel() + 2 * k[0].numel()
+    return Case(
+        op="rope_write_kv",
+        size=f"{num_rows} x {width}",
+        weight_format="bf16",
+        call=call,
+        reference=lambda: paged.rope_write_kv(0, *narrow),
+        count=_TIMES,
+        reference_count=1,
+        work=Work(num_bytes=num_rows * width * 6.0, flops=num_rows * width * 3.0),
+    )
+
+
+def attention(setting: Setting) -> Iterator[Case]:
+    """Rows that decode over 300 and 4,000 tokens, and prompts of 512 and 1,024."""
+    shape = setting.shape
+    ops = CpuOps(setting.instruction_set, setting.threads)
+    decodes = [(f"decode {n} x {context}", [(1, context)] * n) for n in (1, 16) for context in (300, 4000)]
+    prefills = [(f"prefill {n}", [(n, n)]) for n in (512, 1024)]
+    for size, spans in decodes + prefills:
+        where = _context(spans)
+        num_tokens, keys = len(where.positions), int(where.positions.sum()) + len(where.positions)
+        groups = shape.num_kv_heads
+        kv_bytes = sum(context for _, context in spans) * groups * shape.head_dim * 4.0
+        layers = 1 if spans[0][0] > 1 else min(32, math.ceil(_WALKED_BYTES / kv_bytes))
+        cache = _kv_cache(shape, layers, int(where.block_tables.max()) + 1)
+        q = torch.randn(
+            shape.num_kv_heads, num_tokens, shape.num_heads // shape.num_kv_heads, shape.head_dim
+        ).bfloat16()
+        heads = q.permute(1, 0, 2, 3).reshape(num_tokens, shape.num_heads, shape.head_dim).contiguous()
+        out = torch.zeros(num_tokens, shape.num_heads * shape.head_dim)
+        paged = ReferenceOps().paged_kv(where, cache, _cos_sin(shape, 4096), shape.scale)
+
+        def call(a: tuple[Tensor, KvRows, Tensor, Tensor] = (q, where, cache, out), layers: int = layers) -> None:
+            for layer in range(layers):
+                ops.attend(layer, *a, scale=shape.scale)
+
+        def refer(paged: PagedKv = paged, heads: Tensor = heads, layers: int = layers) -> None:
+            for layer in range(layers):
+                paged.attention(layer, heads, None)
+
+        yield Case(
+            op="attention",
+            size=size,
+            weight_format="bf16",
+            call=call,
+            reference=refer,
+            count=layers,
+            reference_count=layers,
+            work=Work(num_bytes=kv_bytes, flops=4.0 * keys * shape.num_heads * shape.head_dim),
+        )
+
+
+def decoder(setting: Setting) -> Iterator[Case]:
+    """Whole forward passes, with logits of each sequence's last row."""
+    shape = setting.shape
+    weights = random_weights(shape, torch.bfloat16)
+    cos_sin = _cos_sin(shape, 2048)
+    reference, _ = open_decoder(KernelOptions(implementation="reference"), shape, weights, cos_sin)
+    parameters = sum(m.numel() for w in weights.layers for m in (w.q, w.k, w.v, w.output, w.gate, w.up, w.down))
+    head = shape.vocab_size * shape.hidden_size
+    for weight_format, quantization in (("bf16", None), ("int8", "int8")):
+        options = KernelOptions(
+            implementation="cpu",
+            instruction_set=setting.instruction_set,
+            num_threads=setting.threads,
+            quantization=quantization,
+        )
+        kernel, _ = open_decoder(options, shape, weights, cos_sin)
+        decodes = [(f"decode {n} x {context}", [(1, context)] * n) for n in (1, 16) for context in (300,)]
+        for size, spans in [*decodes, *((f"prefill {n}", [(n, n)]) for n in (512, 1024))]:
+            where = _context(spans)
+            num_tokens, keys = len(where.positions), int(where.positions.sum()) + len(where.positions)
+            cache = _kv_cache(shape, len(shape.windows), int(where.block_tables.max()) + 1)
+            step = (torch.arange(num_tokens) % shape.vocab_size, where, where.query_starts[1:] - 1, cache)
+            kv_bytes = sum(context for _, context in spans) * shape.num_kv_heads * shape.head_dim * 4.0
+            kv_flops = 4.0 * keys * shape.num_heads * shape.head_dim
+            yield Case(
+                op="decoder",
+                size=size,
+                weight_format=weight_format,
+                call=partial(kernel.forward, *step),
+                reference=partial(reference.forward, *step),
+                count=1,
+                reference_count=1,
+                work=Work(
+                    num_bytes=(parameters + head) * (1 if quantization else 2) + kv_bytes * len(shape.windows),
+                    flops=2.0 * (parameters * num_tokens + head * len(spans)) + kv_flops * len(shape.windows),
+                ),
+            )
+
+
+#: By the names of `--ops`.
+GROUPS: dict[str, Callable[[Setting], Iterator[Case]]] = {
+    "linear": linear,
+    "rows": rows,
+    "attention": attention,
+    "decoder": decoder,
+}
+
+
+def _context(spans: list[tuple[int, int]]) -> KvRows:
+    """Sequences given as (rows, context), each with blocks of its own."""
+    width = max(-(-context // BLOCK_SIZE) for _, context in spans)
+    tables = 1 + torch.arange(len(spans) * width).view(len(spans), width)
+    positions = [torch.arange(context - count, context) for count, context in spans]
+    slots = [tables[i, p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for i, p in enumerate(positions)]
+    return KvRows(
+        positions=torch.cat(positions),
+        slot_mapping=torch.cat(slots),
+        query_starts=torch.tensor([0, *(count for count, _ in spans)]).cumsum(0),
+        context_lens=torch.tensor([context for _, context in spans]),
+        block_tables=tables,
+    )
+
+
+def _kv_cache(shape: DecoderShape, layers: int, num_blocks: int) -> Tensor:
+    """Random bfloat16 in memory from numpy, which asks for huge pages as the workers' cache does."""
+    size = (num_blocks, layers, 2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
+    cache = torch.from_numpy(np.zeros(math.prod(size), np.int16)).view(torch.bfloat16).view(size)
+    for block in cache:
+        block.normal_()
+    return cache
+
+
+def _cos_sin(shape: DecoderShape, positions: int) -> Tensor:
+    angles = torch.outer(torch.arange(positions).float(), 10_000.0 ** -torch.linspace(0, 1, shape.head_dim // 2))
+    turns = torch.cat((angles, angles), 1)
+    return torch.stack((turns.cos(), turns.sin()), 1)

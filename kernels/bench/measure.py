@@ -1,0 +1,77 @@
+"""How long a call takes, and what the machine can do at best."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from kernels.cpu.ops import CpuOps
+
+#: Far more than any cache holds.
+_READ_BYTES = 256 << 20
+#: Rows, features and depth of products that libraries are good at.
+_PRODUCTS = ((512, 2048, 2048), (1024, 1536, 576))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a call must at least read from memory, and compute."""
+
+    num_bytes: float
+    flops: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The best this machine showed on a number of threads."""
+
+    threads: int
+    read_gb_per_s: float
+    #: torch's best matrix product, bfloat16 and float32.
+    bf16_gflop_per_s: float
+    f32_gflop_per_s: float
+
+    def least_us(self, work: Work, weight_format: str) -> float:
+        """How long `work` takes when memory or the multipliers are busy all the time. int8 counts as bf16."""
+        peak = self.f32_gflop_per_s if weight_format == "f32" else self.bf16_gflop_per_s
+        return max(work.num_bytes / self.read_gb_per_s, work.flops / peak) / 1e3
+
+
+def median_us(call: Callable[[], object], rounds: int) -> float:
+    """Microseconds of a call: the median of `rounds`, after one that warms caches and memory."""
+    call()
+    return statistics.median(_once_us(call) for _ in range(rounds))
+
+
+def measure_limits(instruction_set: str, threads: int, rounds: int) -> Limits:
+    """Takes torch's thread count as given."""
+    ops, memory = CpuOps(instruction_set, threads), torch.ones(_READ_BYTES, dtype=torch.uint8)
+    ops.read(memory)
+    read_us = min(_once_us(lambda: ops.read(memory)) for _ in range(rounds))
+    return Limits(
+        threads=threads,
+        read_gb_per_s=_READ_BYTES / read_us / 1e3,
+        bf16_gflop_per_s=_best_product(torch.bfloat16, rounds),
+        f32_gflop_per_s=_best_product(torch.float32, rounds),
+    )
+
+
+def _best_product(dtype: torch.dtype, rounds: int) -> float:
+    best = 0.0
+    for rows, features, depth in _PRODUCTS:
+        x, weight = torch.randn(rows, depth).to(dtype), torch.randn(features, depth).to(dtype)
+        torch.nn.functional.linear(x, weight)
+        us = min(_once_us(partial(torch.nn.functional.linear, x, weight)) for _ in range(2 * rounds))
+        best = max(best, 2 * rows * features * depth / us / 1e3)
+    return best
+
+
+def _once_us(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e6

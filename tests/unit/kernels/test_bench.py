@@ -1,0 +1,86 @@
+"""The kernels' own benchmark, over a model small enough for a test: that it measures what it says, not how fast."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.bench import __main__ as bench
+from kernels.bench import cases
+from kernels.bench.measure import Limits, Work
+from kernels.bench.shapes import SHAPES
+from kernels.choice import instruction_sets
+from kernels.decoder import DecoderShape
+from pdserve.cli.bench import kernels as command
+from tests.unit.kernels.cpu_ops import needs_kernels
+
+TINY = DecoderShape(
+    hidden_size=48,
+    intermediate_size=80,
+    vocab_size=96,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    windows=(None, None),
+)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A model and memory small enough; torch's number of threads is put back."""
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    monkeypatch.setattr(cases, "_WALKED_BYTES", 1 << 14)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("tiny")
+def test_every_op_is_measured_against_reference_and_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "result.json"
+    assert bench.main(["--shapes", "tiny", "--threads", "1", "--rounds", "1", "--json", str(path)]) == 0
+    result = json.loads(path.read_text(encoding="utf-8"))
+    lines = result["results"]
+    assert {line["op"] for line in lines} == {
+        *("qkv", "gate_up_silu", "down", "lm_head"),
+        *("add_norm", "rope_write_kv", "attention", "decoder"),
+    }
+    assert {line["format"] for line in lines if line["op"] == "qkv"} == {"bf16", "int8", "f32"}
+    for line in lines:
+        assert min(line[name] for name in ("us", "gb_per_s", "gflop_per_s", "share_of_limit", "times_reference")) > 0
+    shown = capsys.readouterr().out
+    assert all(f"{line['us']:.1f}" in shown for line in lines)
+    assert result["limits"][0]["threads"] == 1
+
+
+@needs_kernels
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("isa", instruction_sets())
+def test_both_sides_of_a_case_compute_the_same(isa: str) -> None:
+    setting = cases.Setting(shape=TINY, instruction_set=isa, threads=1)
+    with torch.inference_mode():
+        for case in cases.decoder(setting):
+            assert case.reference is not None
+            ours, theirs = case.call(), case.reference()
+            assert isinstance(ours, torch.Tensor)
+            assert isinstance(theirs, torch.Tensor)
+            assert torch.allclose(ours, theirs, atol=0.1), case.size
+
+
+def test_the_limit_is_memory_or_multipliers_whichever_takes_longer() -> None:
+    limits = Limits(threads=1, read_gb_per_s=10.0, bf16_gflop_per_s=100.0, f32_gflop_per_s=50.0)
+    assert limits.least_us(Work(num_bytes=1e6, flops=1e6), "bf16") == pytest.approx(100.0)
+    assert limits.least_us(Work(num_bytes=1e3, flops=1e9), "int8") == pytest.approx(10_000.0)
+    assert limits.least_us(Work(num_bytes=1e3, flops=1e9), "f32") == pytest.approx(20_000.0)
+
+
+@needs_kernels
+def test_the_command_passes_arguments_and_exit_code(capfd: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--ops", "linear,dancing"]) == 2
+    assert "dancing: not among linear, rows, attention, decoder" in capfd.readouterr().err
