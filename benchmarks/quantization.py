@@ -240,6 +240,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="compute threads; default: as many as torch takes")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the result files")
     arguments = parser.parse_args()
+    environment = describe()
     path = resolve_model().path
     tokenizer, template = Tokenizer.from_dir(path), ChatTemplate.from_dir(path)
     text = reference_text()
@@ -252,7 +253,6 @@ def main() -> None:
     ]
     models = [Model.load(name, path, arguments.threads) for name in ("float32", "bfloat16", "int8")]
     perplexity, agreement = score(models, tokens)
-    environment = describe()
     raw = {
         "environment": environment,
         "model": DEFAULT_MODEL,
