@@ -155,7 +155,7 @@ class DecodeScheduler:
         self._running.resume()
         while self._waiting and not self._running.num_preempted and self._grant(self._waiting[0]):
             self._waiting.popleft()
-        planned = self._running.plan(pace)
+        planned = self._running.plan(pace, is_awaiting=self._num_receiving > 0)
         if planned.preempted:
             self._log.preempted.extend(sequence.request_id for sequence in planned.preempted)
             self._stirred = True

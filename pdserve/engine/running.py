@@ -108,12 +108,12 @@ class RunningSet:
             del self._preempted[0]
             self.add(sequence)
 
-    def plan(self, pace: Pace) -> Planned:
-        """What to compute now, at this pace.
+    def plan(self, pace: Pace, *, is_awaiting: bool = False) -> Planned:
+        """What to compute now, at this pace. `is_awaiting`: sequences may come to decode at any moment.
 
         The oldest active sequence is always among it, unless blocks held outside of this set leave it none.
         """
-        is_decoding = any(map(_is_decoding, self._active[: self._limits.max_num_seqs]))
+        is_decoding = is_awaiting or any(map(_is_decoding, self._active[: self._limits.max_num_seqs]))
         budget = self._limits.prefill_budget(pace, is_decoding=is_decoding)
         decoding: list[Sequence] = []
         chunks: list[tuple[Sequence, int]] = []

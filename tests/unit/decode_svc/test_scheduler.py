@@ -399,6 +399,18 @@ def test_local_prefill_is_cut_to_the_itl_budget_beside_running_sequences_and_to_
     assert worker.tokens(B) == oracle([*PROMPT, *PROMPT, *PROMPT[:5]])
 
 
+def test_local_prefill_is_cut_while_a_transfer_is_awaited_whose_stream_has_begun() -> None:
+    worker = decode(itl_budget_s=0.010, max_num_batched_tokens=7)
+    worker.pace = Pace(decode_step_s=0.004, prefill_token_s=0.001)
+    worker.scheduler.reserve(job(A, PROMPT))
+    worker.grant(A)
+    worker.scheduler.reserve(job(B, [*PROMPT, *PROMPT], threshold=ALWAYS))
+    assert sizes(worker)[:3] == [{B: 6}, {B: 6}, {B: 6}]
+    worker.scheduler.abort(A)
+    worker.scheduler.reserve(job(C, [7, *PROMPT, *PROMPT], threshold=ALWAYS))
+    assert sizes(worker)[:2] == [{C: 7}, {C: 7}]
+
+
 @pytest.mark.parametrize(
     "pace", [Pace(decode_step_s=9.0, prefill_token_s=9.0), Pace(decode_step_s=0.0, prefill_token_s=9.0)]
 )
