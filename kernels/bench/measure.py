@@ -36,6 +36,15 @@ class Limits:
     bf16_gflop_per_s: float
     f32_gflop_per_s: float
 
+    def best(self, other: Limits) -> Limits:
+        """Of two measurements on a noisy machine."""
+        return Limits(
+            threads=self.threads,
+            read_gb_per_s=max(self.read_gb_per_s, other.read_gb_per_s),
+            bf16_gflop_per_s=max(self.bf16_gflop_per_s, other.bf16_gflop_per_s),
+            f32_gflop_per_s=max(self.f32_gflop_per_s, other.f32_gflop_per_s),
+        )
+
     def least_us(self, work: Work, weight_format: str) -> float:
         """How long `work` takes when memory or the multipliers are busy all the time. int8 counts as bf16."""
         peak = self.f32_gflop_per_s if weight_format == "f32" else self.bf16_gflop_per_s
