@@ -214,6 +214,8 @@ def decoder(setting: Setting) -> Iterator[Case]:
     cos_sin = _cos_sin(shape, 2048)
     reference, _ = open_decoder(KernelOptions(implementation="reference"), shape, weights, cos_sin)
     parameters = sum(m.numel() for w in weights.layers for m in (w.q, w.k, w.v, w.output, w.gate, w.up, w.down))
+    # What follows the attention of the last layer, and the head, are needed for rows whose logits are wanted alone.
+    last = sum(m.numel() for w in weights.layers[-1:] for m in (w.output, w.gate, w.up, w.down))
     head = shape.vocab_size * shape.hidden_size
     for weight_format, quantization in (("bf16", None), ("int8", "int8")):
         options = KernelOptions(
@@ -241,7 +243,8 @@ def decoder(setting: Setting) -> Iterator[Case]:
                 reference_count=1,
                 work=Work(
                     num_bytes=(parameters + head) * (1 if quantization else 2) + kv_bytes * len(shape.windows),
-                    flops=2.0 * (parameters * num_tokens + head * len(spans)) + kv_flops * len(shape.windows),
+                    flops=2.0 * ((parameters - last) * num_tokens + (last + head) * len(spans))
+                    + kv_flops * len(shape.windows),
                 ),
             )
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.decoder import DecoderShape, DecoderWeights, LayerWeights
 
-#: As many layers as fit, with packed copies, into about a gigabyte.
+#: Of large models a few layers, which with packed copies take about 2 GB.
 SHAPES = {
     "smollm2-135m": DecoderShape(
         hidden_size=576,
@@ -27,7 +27,7 @@ SHAPES = {
         num_kv_heads=8,
         head_dim=128,
         rms_norm_eps=1e-5,
-        windows=(None,),
+        windows=(None, None),
     ),
 }
 
