@@ -32,7 +32,6 @@ class _NativeMachine(Protocol):
     def add_norm(self, *arguments: object) -> None: ...
     def rotate(self, *arguments: object) -> None: ...
     def attend(self, *arguments: object) -> None: ...
-    def argmax(self, *arguments: object) -> None: ...
     def read(self, address: int, num_bytes: int) -> int: ...
 
 
@@ -252,16 +251,6 @@ class CpuOps:
             out.data_ptr(),
             times,
         )
-
-    def argmax(self, x: Tensor, out: Tensor, *, times: int = 1) -> None:
-        """x: float32 [num_rows, width], rows may be strided; out: int64 [num_rows]; NaN counts as the largest."""
-        assert x.dtype == torch.float32
-        assert x.shape[1] > 0
-        assert x.stride(1) == 1
-        assert out.dtype == torch.int64
-        assert out.is_contiguous()
-        assert out.shape == x.shape[:1]
-        self._machine.argmax(x.data_ptr(), *x.shape, x.stride(0), out.data_ptr(), times)
 
     def read(self, memory: Tensor) -> int:
         """Reads memory once, in lines of 64 bytes; returns the sum of its uint64 modulo 2^64."""

@@ -85,8 +85,6 @@ struct Kernels {
   void (*attend)(const AttentionShape& shape, const KvCache& cache, const Span& span, long layer, int kv_head, long first,
                  long last, long window, const void* q, float* out, long stride, void* scratch);
   long (*attend_scratch_bytes)(const AttentionShape& shape);
-  // Index of the largest of a row; the first of equals, NaN counts as the largest.
-  long (*argmax)(const float* x, long width);
 };
 
 // Query vectors of one KV head that are attended together.

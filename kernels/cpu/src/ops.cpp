@@ -170,14 +170,6 @@ void attend(Machine& machine, const nb::tuple& shape_parts, const nb::tuple& cac
   });
 }
 
-void argmax(Machine& machine, Address x, long num_rows, long width, long stride, Address out, long times) {
-  nb::gil_scoped_release release;
-  machine.share(num_rows, times, [&](long first, long last) {
-    for (long row = first; row < last; ++row)
-      at<int64_t>(out)[row] = machine.kernels().argmax(at<float>(x) + row * stride, width);
-  });
-}
-
 // Reads memory once and does next to nothing with it: what the machine's memory gives.
 uint64_t read(Machine& machine, Address memory, long bytes) {
   nb::gil_scoped_release release;
@@ -210,7 +202,6 @@ void bind_ops(nb::module_& module) {
       .def("add_norm", &add_norm)
       .def("rotate", &rotate)
       .def("attend", &attend)
-      .def("argmax", &argmax)
       .def("read", &read);
 }
 

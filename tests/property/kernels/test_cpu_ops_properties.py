@@ -253,22 +253,3 @@ def test_attention_is_the_exact_one_but_for_rounding_and_touches_nobody_elses_me
     )
     CpuOps(isa, 2).attend(1, q[:, lasts].contiguous(), single, cache, alone, scale=scale, window=window)
     assert torch.equal(alone, out[lasts])
-
-
-@on_every_instruction_set
-@few
-@given(
-    st.lists(st.sampled_from([0.0, -0.0, 1.0, 2.5, -3.0, float("inf"), float("-inf"), NAN]), min_size=1, max_size=70),
-    st.integers(0, 3),
-    st.integers(0, 40),
-)
-def test_argmax_is_the_first_of_the_largest_and_nan_the_largest(
-    isa: str, values: list[float], padding: int, offset: int
-) -> None:
-    row = values[offset % len(values) :] + values[: offset % len(values)]
-    memory = torch.tensor([row + [NAN] * padding, row[::-1] + [NAN] * padding])
-    out = torch.full((2,), -1)
-    CpuOps(isa).argmax(memory[:, : len(row)], out)
-    for got, line in zip(out.tolist(), (row, row[::-1]), strict=True):
-        nans = [i for i, value in enumerate(line) if value != value]
-        assert got == (nans[0] if nans else line.index(max(line)))

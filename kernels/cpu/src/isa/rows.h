@@ -1,4 +1,4 @@
-// What happens to single rows: norms, rotation, rounding, the largest element.
+// What happens to single rows: norms, rotation, rounding.
 #pragma once
 
 #include "vec.h"
@@ -25,13 +25,14 @@ static PD_INLINE void store_bf16_part(uint16_t* p, vf x, long count) {
 
 // 16-bit integers with one scale for the row, offset to be unsigned, split into bytes.
 static void quantize_row(const float* x, long width, uint8_t* high, uint8_t* low, float* scale) {
-  vf most{};
+  vf most{}, poison{};
   for (long i = 0; i < width; i += kLanes) {
     const vf part = load_part(x + i, width - i);
     most = max(most, max(part, -part));
+    poison += part * splat(0.0f);
   }
   const float top = largest(most);
-  *scale = top / 32767.0f;
+  *scale = top / 32767.0f + sum(poison);  // NaN or infinity anywhere: the whole row is NaN.
   const float inverse = top > 0 ? 32767.0f / top : 0.0f;
   for (long i = 0; i < width; i += kLanes) {
     const vf scaled = round_to_integer(load_part(x + i, width - i) * splat(inverse));
@@ -116,39 +117,6 @@ static void rotate(const float* x, const float* norm, float eps, const float* an
       for (int i = 0; i < head_dim; ++i) static_cast<uint16_t*>(out)[i] = to_f16(result[i]);
       break;
   }
-}
-
-static long argmax(const float* x, long width) {
-  // Sixteen candidates run side by side; equal ones keep the earlier index, and the lowest of all wins.
-  if (width < kLanes) {
-    long best = 0;
-    for (long i = 0; i < width; ++i) {
-      if (x[i] != x[i]) return i;
-      if (x[i] > x[best]) best = i;
-    }
-    return best;
-  }
-  vf best = load(x);
-  vi where{}, lanes;
-  for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = where[lane] = lane;
-  vi unordered = best != best;
-  for (long i = kLanes; i < width; i += kLanes) {
-    const long at = i + kLanes <= width ? i : width - kLanes;  // The last vector overlaps; seen twice is no harm.
-    const vf part = load(x + at);
-    unordered |= part != part;
-    const vi larger = part > best;
-    best = larger ? part : best;
-    where = larger ? lanes + int32_t(at) : where;
-  }
-  bool any_nan = false;
-  for (int lane = 0; lane < kLanes; ++lane) any_nan |= unordered[lane] != 0;
-  if (any_nan)
-    for (long i = 0; i < width; ++i)
-      if (x[i] != x[i]) return i;
-  int winner = 0;
-  for (int lane = 1; lane < kLanes; ++lane)
-    if (best[lane] > best[winner] || (best[lane] == best[winner] && where[lane] < where[winner])) winner = lane;
-  return where[winner];
 }
 
 }  // namespace pdserve::PD_ISA

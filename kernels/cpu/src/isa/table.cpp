@@ -26,7 +26,7 @@ static bool supported() {
 extern const Kernels kernels;
 const Kernels kernels = {
     PD_NAME(PD_ISA),     supported, product_of<StoreSums>, product_of<StoreSilu>, add_norm, to_rows, rotate, attend,
-    attend_scratch_bytes, argmax,
+    attend_scratch_bytes,
 };
 
 }  // namespace pdserve::PD_ISA
