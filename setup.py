@@ -37,7 +37,7 @@ class BuildNative(build_ext):
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             built = self._build(target.name)
-        except BuildError as error:
+        except (BuildError, OSError) as error:
             target.unlink(missing_ok=True)
             reason.write_text(f"{error}\n", encoding="utf-8")
             message = f"The C++ kernels were not built ({error}). pdserve works without them, more slowly."

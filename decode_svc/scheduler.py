@@ -184,7 +184,8 @@ class DecodeScheduler:
             num_running=running.num_running,
             num_waiting=len(self._waiting) + running.num_preempted + running.num_active - running.num_running,
             num_held=sum(request.phase is Phase.RESERVED for request in self._requests.values()),
-            queued_prompt_tokens=running.num_pending_tokens + sum(r.stem.num_prompt for r in self._waiting),
+            queued_prompt_tokens=running.num_pending_tokens
+            + sum(r.stem.num_prompt for r in self._waiting if r.locally),
             free_blocks=self._pool.num_free,
             total_blocks=self._pool.num_blocks,
             num_preemptions=running.num_preemptions,

@@ -58,9 +58,9 @@ def open_decoder(
 
     Raises `KernelsUnavailable`.
     """
-    reason = "" if options.implementation == "reference" else _why_not_cpu(shape, weights)
+    reason = "" if options.implementation == "reference" else _why_not_cpu(options, shape, weights)
     if options.implementation == "reference" or reason:
-        wanted = "--kernels cpu" if options.implementation == "cpu" else options.quantization
+        wanted = "--kernels cpu" if options.implementation == "cpu" else options.quantization or options.instruction_set
         if wanted:
             raise KernelsUnavailable(f"{wanted} needs the C++ kernels: {reason or 'plain torch was asked for'}.")
         choice = KernelChoice(implementation="reference", instruction_set="", quantization="", reason=reason)
@@ -69,23 +69,28 @@ def open_decoder(
     name = options.instruction_set or found[0]
     if name not in found:
         raise KernelsUnavailable(f"this machine does not run the instruction set {name!r}; it runs {', '.join(found)}.")
-    kernel = CpuDecoder(
-        cast(NativeModule, native.load()),
-        shape,
-        weights,
-        cos_sin,
-        instruction_set=name,
-        num_threads=options.num_threads or len(options.cpus) or torch.get_num_threads(),
-        cpus=options.cpus,
-        int8=options.quantization == "int8",
-    )
+    num_threads = options.num_threads or len(options.cpus) or torch.get_num_threads()
+    try:
+        kernel = CpuDecoder(
+            cast(NativeModule, native.load()),
+            shape,
+            weights,
+            cos_sin,
+            instruction_set=name,
+            num_threads=num_threads,
+            # Two threads on one core would wait for each other.
+            cpus=options.cpus if num_threads <= len(options.cpus) else (),
+            int8=options.quantization == "int8",
+        )
+    except (RuntimeError, MemoryError, ValueError) as error:
+        raise KernelsUnavailable(f"the C++ kernels cannot start with {num_threads} threads: {error}.") from error
     choice = KernelChoice(
         implementation="cpu", instruction_set=name, quantization=options.quantization or "", reason=""
     )
     return kernel, choice
 
 
-def _why_not_cpu(shape: DecoderShape, weights: DecoderWeights) -> str:
+def _why_not_cpu(options: KernelOptions, shape: DecoderShape, weights: DecoderWeights) -> str:
     if weights.norm.device.type != "cpu":
         return f"the model is on {weights.norm.device}"
-    return native.missing_reason() or unsupported(shape) or ""
+    return native.missing_reason() or unsupported(shape, int8=options.quantization == "int8") or ""

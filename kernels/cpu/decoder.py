@@ -1,4 +1,4 @@
-"""The C++ decoder as the rest sees it: tensors are checked here and passed on as addresses."""
+"""The C++ decoder as the rest sees it: tensors become addresses here. The asserts say what C++ relies on."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ FORMATS = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 1}
 INT8 = 2
 #: `kMaxWidth` and the longest head of `src/isa/rows.h`.
 MAX_HIDDEN_SIZE, MAX_HEAD_DIM = 1 << 15, 1024
+#: Where sums of byte products leave 32 bits.
+MAX_INT8_DEPTH = 1 << 16
 
 
 class _NativeDecoder(Protocol):
@@ -39,12 +41,15 @@ class NativeModule(Protocol):
     def Decoder(self, **shape: object) -> _NativeDecoder: ...  # noqa: N802 - a class
 
 
-def unsupported(shape: DecoderShape) -> str | None:
+def unsupported(shape: DecoderShape, *, int8: bool) -> str | None:
     """Why the C++ kernels cannot run a decoder of that shape; None when they can."""
     if shape.hidden_size > MAX_HIDDEN_SIZE:
         return f"hidden_size {shape.hidden_size} is above {MAX_HIDDEN_SIZE}"
     if shape.head_dim > MAX_HEAD_DIM or shape.head_dim % 2:
         return f"head_dim {shape.head_dim} is odd or above {MAX_HEAD_DIM}"
+    depth = max(shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_dim)
+    if int8 and depth > MAX_INT8_DEPTH:
+        return f"sums of {depth} int8 products are above {MAX_INT8_DEPTH}"
     return None
 
 

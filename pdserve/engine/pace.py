@@ -46,7 +46,9 @@ class PaceMeter:
     def __init__(self) -> None:
         self.pace = Pace()
         self._has_decoded = False
-        self._has_prefilled = False
+        # Of the latest prefills together: a short one costs hardly more than its step, and says little.
+        self._prefill_s = 0.0
+        self._prefill_tokens = 0.0
 
     def observe(self, *, num_decoding: int, num_prefill_tokens: int, step_s: float) -> None:
         """One step that computed this much in `step_s` seconds."""
@@ -55,13 +57,10 @@ class PaceMeter:
             # What the decoding sequences beside it cost is known from steps of their own. At least a tenth is the
             # prefill's: a step that was quicker than expected must not make prefill look free.
             own_s = max(step_s - decode_step_s, step_s / 10) if num_decoding else step_s
-            prefill_token_s = _moved(prefill_token_s, own_s / num_prefill_tokens, is_first=not self._has_prefilled)
-            self._has_prefilled = True
+            self._prefill_s += own_s - _WEIGHT * self._prefill_s
+            self._prefill_tokens += num_prefill_tokens - _WEIGHT * self._prefill_tokens
+            prefill_token_s = self._prefill_s / self._prefill_tokens
         elif num_decoding:
-            decode_step_s = _moved(decode_step_s, step_s, is_first=not self._has_decoded)
+            decode_step_s = decode_step_s + _WEIGHT * (step_s - decode_step_s) if self._has_decoded else step_s
             self._has_decoded = True
         self.pace = Pace(decode_step_s=decode_step_s, prefill_token_s=prefill_token_s)
-
-
-def _moved(average: float, value: float, *, is_first: bool) -> float:
-    return value if is_first else average + _WEIGHT * (value - average)

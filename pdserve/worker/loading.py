@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
 
 from kernels.choice import KernelChoice, KernelOptions
+from pdserve.base.errors import SetupError
 from pdserve.base.layout import KvLayout
 from pdserve.base.worker_config import WorkerConfig
 from pdserve.engine.block_pool import BlockPool
@@ -40,6 +42,7 @@ class LoadedModel:
 
 def load_model(config: WorkerConfig) -> LoadedModel:
     """Maps the weights, allocates the KV cache. Blocks for some seconds. Raises `SetupError` with the numbers."""
+    _require_cpus(config.cpus)
     model = ModelConfig.from_dir(config.model_dir)
 
     # Rounded weights make another model: its blocks must not be mixed with those of the original.
@@ -87,6 +90,13 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         pool=BlockPool(budget.num_blocks, layout.block_size),
         runner=Runner(decoder, kv_cache, Sampler()),
     )
+
+
+def _require_cpus(cpus: tuple[int, ...]) -> None:
+    """Threads of kernels are pinned one by one, where a core that is not to be had would go unnoticed."""
+    usable = os.sched_getaffinity(0) if cpus and hasattr(os, "sched_getaffinity") else set(cpus)
+    if missing := sorted(set(cpus) - usable):
+        raise SetupError(f"--cpus names cores {missing} that this process may not use; it may use {sorted(usable)}.")
 
 
 def warm_up(loaded: LoadedModel) -> None:

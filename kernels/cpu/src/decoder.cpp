@@ -68,24 +68,25 @@ Decoder::RowArea Decoder::make_area(long num_rows) const {
 
 void Decoder::reserve(long num_tokens) {
   if (num_tokens <= work_.capacity) return;
-  const long rows = std::max(num_tokens, 2 * work_.capacity), width = long(shape_.num_heads) * shape_.head_dim;
+  // A little more than asked for: the sizes of batches creep upwards. Replaced as a whole, or, without memory, not at all.
+  const long rows = ceil_to(num_tokens, 64), width = long(shape_.num_heads) * shape_.head_dim;
+  Workspace fresh;
   const auto floats = [&](long per_row) { return Memory(rows * ceil_to(per_row, kPanelColumns) * sizeof(float)); };
-  work_.hidden[0] = floats(shape_.hidden_size);
-  work_.hidden[1] = floats(shape_.hidden_size);
-  work_.delta = floats(shape_.hidden_size);
-  work_.qkv = floats(width + 2L * shape_.num_kv_heads * shape_.head_dim);
-  work_.q = floats(width);
-  work_.attended = floats(width);
-  work_.gated = floats(shape_.intermediate_size);
-  work_.areas.clear();
-  work_.areas.push_back(make_area(rows));
+  fresh.hidden[0] = floats(shape_.hidden_size);
+  fresh.hidden[1] = floats(shape_.hidden_size);
+  fresh.delta = floats(shape_.hidden_size);
+  fresh.qkv = floats(width + 2L * shape_.num_kv_heads * shape_.head_dim);
+  fresh.q = floats(width);
+  fresh.attended = floats(width);
+  fresh.gated = floats(shape_.intermediate_size);
+  fresh.areas.push_back(make_area(rows));
   const AttentionShape attention{shape_.num_heads, shape_.num_kv_heads, shape_.head_dim, shape_.scale};
-  work_.scratch.clear();
   for (int member = 0; member < team_.size(); ++member) {
-    work_.areas.push_back(make_area(kFewRows));
-    work_.scratch.push_back(Memory(kernels_.attend_scratch_bytes(attention)));
+    fresh.areas.push_back(make_area(kFewRows));
+    fresh.scratch.push_back(Memory(kernels_.attend_scratch_bytes(attention)));
   }
-  work_.capacity = rows;
+  fresh.capacity = rows;
+  work_ = std::move(fresh);
 }
 
 const Span& Decoder::span_of(long row) const {
@@ -206,8 +207,8 @@ struct Decoder::Pass {
         break;
       }
       case WeightType::f16: {
-        const auto wide = to_floats(static_cast<const uint16_t*>(decoder.embedding_) + at, width, WeightType::f16);
-        std::memcpy(out, wide.data(), width * sizeof(float));
+        const auto* from = static_cast<const uint16_t*>(decoder.embedding_) + at;
+        for (long i = 0; i < width; ++i) out[i] = read_weight(from, i, WeightType::f16);
         break;
       }
     }
@@ -330,7 +331,8 @@ struct Decoder::Pass {
 void Decoder::forward(const Step& step, const KvCache& cache, float* logits, long stride) {
   reserve(std::max(step.num_tokens, step.num_logits));
   plan(step);
-  team_.run([&](int member) { Pass{*this, step, cache, member}.run(logits, stride); });
+  // Nothing in a pass allocates or throws: the members could not meet again.
+  team_.run([&](int member) noexcept { Pass{*this, step, cache, member}.run(logits, stride); });
 }
 
 }  // namespace pdserve

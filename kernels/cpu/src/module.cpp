@@ -40,6 +40,8 @@ Source source(const nb::tuple& parts) {  // (weight, bias or 0, rows, depth)
 }  // namespace
 
 NB_MODULE(_native, module) {
+  // A step thread that outlives the interpreter holds its decoder: no leak, and no business of a worker's log.
+  nb::set_leak_warnings(false);
   module.def("instruction_sets", &instruction_sets, "What was built and runs here, best first.");
   bind_ops(module);
 

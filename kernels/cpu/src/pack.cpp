@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <new>
+#include <stdexcept>
 
 #define PD_ISA packing
 #include "isa/vec.h"
@@ -14,7 +15,11 @@
 namespace pdserve {
 namespace {
 
-float read(const void* source, long index, WeightType type) {
+long per_unit(Format format) { return format == Format::int8 ? 4 : format == Format::bf16 ? 2 : 1; }
+
+}  // namespace
+
+float read_weight(const void* source, long index, WeightType type) {
   switch (type) {
     case WeightType::bf16:
       return __builtin_bit_cast(float, uint32_t(static_cast<const uint16_t*>(source)[index]) << 16);
@@ -23,10 +28,6 @@ float read(const void* source, long index, WeightType type) {
   }
   return 0;
 }
-
-long per_unit(Format format) { return format == Format::int8 ? 4 : format == Format::bf16 ? 2 : 1; }
-
-}  // namespace
 
 Memory::Memory(size_t bytes) : bytes_(bytes) {
   if (bytes == 0) return;
@@ -44,7 +45,7 @@ Memory::~Memory() {
 
 std::vector<float> to_floats(const void* source, long count, WeightType type) {
   std::vector<float> values(source == nullptr ? 0 : count);
-  for (long i = 0; i < long(values.size()); ++i) values[i] = read(source, i, type);
+  for (long i = 0; i < long(values.size()); ++i) values[i] = read_weight(source, i, type);
   return values;
 }
 
@@ -63,7 +64,7 @@ Packed::Packed(const std::vector<Source>& sources, WeightType type, Format forma
   auto put = [&](const Source& source, long row, long column) {
     uint32_t* out = units_.as<uint32_t>() + column / kPanelColumns * units * kPanelColumns + column % kPanelColumns;
     const long begin = row * depth;
-    if (source.bias != nullptr) bias_[column] = read(source.bias, row, type);
+    if (source.bias != nullptr) bias_[column] = read_weight(source.bias, row, type);
     if (format == Format::bf16 && depth % 2 == 0) {  // The common case: whole units are moved as they are.
       const auto* line = static_cast<const uint16_t*>(source.weight) + begin;
       for (long unit = 0; unit < units; ++unit) std::memcpy(out + unit * kPanelColumns, line + 2 * unit, 4);
@@ -71,12 +72,16 @@ Packed::Packed(const std::vector<Source>& sources, WeightType type, Format forma
     }
     float scale = 0;
     if (format == Format::int8) {
-      for (long i = 0; i < depth; ++i) scale = std::max(scale, std::fabs(read(source.weight, begin + i, type)));
+      for (long i = 0; i < depth; ++i) {
+        const float size = std::fabs(read_weight(source.weight, begin + i, type));
+        if (!std::isfinite(size)) throw std::invalid_argument("a weight is not finite");
+        scale = std::max(scale, size);
+      }
       scale_[column] = scale /= 127.0f;
     }
     for (long i = 0; i < depth; ++i) {
       uint32_t* unit = out + i / group * kPanelColumns;
-      const float value = read(source.weight, begin + i, type);
+      const float value = read_weight(source.weight, begin + i, type);
       if (format == Format::f32) {
         *unit = __builtin_bit_cast(uint32_t, value);
       } else if (format == Format::bf16) {

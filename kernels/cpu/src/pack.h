@@ -56,6 +56,7 @@ class Packed {
   Matrix matrix_;
 };
 
+float read_weight(const void* source, long index, WeightType type);
 std::vector<float> to_floats(const void* source, long count, WeightType type);
 
 }  // namespace pdserve

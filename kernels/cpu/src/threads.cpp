@@ -43,13 +43,20 @@ void bind([[maybe_unused]] std::thread& thread, [[maybe_unused]] int cpu) {
 }  // namespace
 
 Team::Team(int size, std::vector<int> cpus) : size_(size), cpus_(std::move(cpus)) {
-  for (int member = 1; member < size_; ++member) {
-    threads_.emplace_back([this, member] { work(member); });
-    if (!cpus_.empty()) bind(threads_.back(), cpus_[member % cpus_.size()]);
+  try {
+    for (int member = 1; member < size_; ++member) {
+      threads_.emplace_back([this, member] { work(member); });
+      if (!cpus_.empty()) bind(threads_.back(), cpus_[member % cpus_.size()]);
+    }
+  } catch (...) {  // The system gives no more threads.
+    stop();
+    throw;
   }
 }
 
-Team::~Team() {
+Team::~Team() { stop(); }
+
+void Team::stop() {
   stopping_ = true;
   jobs_.fetch_add(1, std::memory_order_release);
   jobs_.notify_all();

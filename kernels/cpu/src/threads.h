@@ -31,6 +31,7 @@ class Team {
   using Call = void (*)(void*, int);
   void start(Call call, void* context);
   void work(int member);
+  void stop();
 
   const int size_;
   const std::vector<int> cpus_;

@@ -719,7 +719,10 @@ def test_the_load_counts_who_runs_who_waits_and_what_is_queued() -> None:
     worker.scheduler.reserve(job(RequestId("d"), [3, *PROMPT]))
     load = worker.scheduler.load()
     assert (load.num_running, load.num_waiting, load.num_held) == (1, 2, 1)
-    assert (load.queued_prompt_tokens, load.total_blocks) == (11, 16)
+    # What the prefill tier will compute is not queued here.
+    assert (load.queued_prompt_tokens, load.total_blocks) == (0, 16)
+    worker.scheduler.prefill_locally(RequestId("d"))
+    assert worker.scheduler.load().queued_prompt_tokens == 11
     assert load.free_blocks == worker.pool.num_free
     assert (load.prefix_query_tokens, load.prefix_hit_tokens) == (31, 8)
 

@@ -38,6 +38,15 @@ def test_the_averages_follow_a_lasting_change_and_hardly_a_single_step() -> None
     assert meter.pace.decode_step_s == pytest.approx(0.05, rel=0.05)
 
 
+def test_short_prefills_say_little_about_the_cost_of_a_token() -> None:
+    meter = PaceMeter()
+    for _ in range(5):
+        meter.observe(num_decoding=0, num_prefill_tokens=1024, step_s=0.6)
+    for _ in range(5):
+        meter.observe(num_decoding=0, num_prefill_tokens=6, step_s=0.015)
+    assert meter.pace.prefill_token_s == pytest.approx(0.0006, rel=0.1)
+
+
 def test_a_step_that_computed_nothing_teaches_nothing() -> None:
     meter = PaceMeter()
     meter.observe(num_decoding=0, num_prefill_tokens=0, step_s=3.0)

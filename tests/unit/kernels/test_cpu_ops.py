@@ -40,7 +40,12 @@ def _floats_of_all_kinds() -> Tensor:
 
 
 def _same_rounding(got: Tensor, x: Tensor) -> None:
-    """got: x in another dtype, as torch rounds it; NaN stays NaN. Subnormal float32 may count as zero."""
+    """got: x in another dtype, as torch rounds it; NaN stays NaN. Subnormal float32 may count as zero.
+
+    What is too large for float16 becomes its largest number: an infinite V would reach rows that may not see it.
+    """
+    if got.dtype == torch.float16:
+        x = x.clamp(torch.finfo(got.dtype).min, torch.finfo(got.dtype).max)
     assert torch.equal(got.isnan(), x.isnan())
     kept = ~x.isnan() & ((x == 0) | (x.abs() >= torch.finfo(torch.float32).tiny))
     assert torch.equal(got[kept].view(torch.int16), x[kept].to(got.dtype).view(torch.int16))

@@ -148,7 +148,7 @@ static PD_INLINE vf load_bf16(const uint16_t* p) {
   return (vf)(__builtin_convertvector(*reinterpret_cast<const vh_unaligned*>(p), vu) << 16);
 }
 
-// float16, one at a time: IEEE half precision to nearest even, as the F16C instructions do.
+// float16, one at a time: IEEE half precision to nearest even, saturated.
 static PD_INLINE float from_f16(uint16_t bits) {
   const uint32_t sign = uint32_t(bits & 0x8000) << 16, magnitude = bits & 0x7fff;
   uint32_t wide;
@@ -172,7 +172,9 @@ static PD_INLINE uint16_t to_f16(float x) {
   const uint16_t sign = (bits >> 16) & 0x8000;
   bits &= 0x7fffffff;
   if (bits > 0x7f800000) return sign | 0x7e00;
-  if (bits >= 0x477ff000) return sign | 0x7c00;
+  // Beyond the largest half: its place is taken by that one. An infinite value in the KV cache would meet a weight of 0 in
+  // rows that may not see it.
+  if (bits >= 0x477ff000) return sign | 0x7bff;
   if (bits < 0x38800000) {  // Below the normal range: adding 0.5 puts the rounding where it belongs.
     float value;
     std::memcpy(&value, &bits, 4);
