@@ -182,6 +182,7 @@ def main() -> None:
             "long_prompt_tokens": LONG_PROMPT_TOKENS,
             "cases": [asdict(case) for case in cases],
         }
+        args.out.mkdir(parents=True, exist_ok=True)
         (args.out / f"{name}.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
         (args.out / f"{name}.md").write_text(heading(environment, "Milliseconds") + shown + "\n", encoding="utf-8")
 

@@ -223,6 +223,7 @@ def main() -> None:
             "here": [[asdict(case) for case in run] for run in here],
             "against": [[asdict(case) for case in run] for run in against],
         }
+        args.out.mkdir(parents=True, exist_ok=True)
         (args.out / f"{name}.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
         (args.out / f"{name}.md").write_text(
             environment.heading(about, "Microseconds") + shown + "\n", encoding="utf-8"

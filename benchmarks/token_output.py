@@ -236,6 +236,7 @@ def main() -> None:
             "against": [[asdict(case) for case in run] for run in against],
         }
         name = f"token-output-{about['date']}"
+        args.out.mkdir(parents=True, exist_ok=True)
         (args.out / f"{name}.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
         (args.out / f"{name}.md").write_text(
             environment.heading(about, "Microseconds, before -> now,") + shown + "\n", encoding="utf-8"
