@@ -39,7 +39,7 @@ class _NativeOps(Protocol):
     """What is used here of `kernels.cpu._native`."""
 
     def pack(
-        self, parts: list[tuple[int, int, int, int]], weight_type: int, weight_format: int, interleave: bool
+        self, parts: list[tuple[int, int, int, int]], weight_type: int, weight_format: int, interleave: bool, isa: str
     ) -> _NativePacked: ...
 
     def Machine(self, isa: str, num_threads: int, cpus: list[int]) -> _NativeMachine: ...  # noqa: N802 - a class
@@ -97,18 +97,24 @@ def format_of(dtype: torch.dtype, *, int8: bool = False) -> int:
     return INT8 if int8 else FORMATS[dtype]
 
 
-def pack(weight: Tensor, bias: Tensor | None = None, *, int8: bool = False) -> PackedMatrix:
-    """weight: [out_features, in_features]; bias: [out_features], of the same dtype."""
-    return _pack([(weight, bias)], int8=int8)
+def pack(
+    weight: Tensor, bias: Tensor | None = None, *, int8: bool = False, instruction_set: str | None = None
+) -> PackedMatrix:
+    """weight: [out_features, in_features]; bias: [out_features], of the same dtype.
+
+    bfloat16 weights become codes of 12 bits where `instruction_set` reads them and they are worth it; without one they
+    stay as they are, for all.
+    """
+    return _pack([(weight, bias)], int8=int8, instruction_set=instruction_set)
 
 
-def pack_gate_up(gate: Tensor, up: Tensor, *, int8: bool = False) -> PackedMatrix:
-    """For `CpuOps.multiply_silu`; both [out_features, in_features]."""
+def pack_gate_up(gate: Tensor, up: Tensor, *, int8: bool = False, instruction_set: str | None = None) -> PackedMatrix:
+    """For `CpuOps.multiply_silu`; both [out_features, in_features], else like `pack`."""
     assert gate.shape == up.shape
-    return _pack([(gate, None), (up, None)], int8=int8)
+    return _pack([(gate, None), (up, None)], int8=int8, instruction_set=instruction_set)
 
 
-def _pack(parts: list[tuple[Tensor, Tensor | None]], *, int8: bool) -> PackedMatrix:
+def _pack(parts: list[tuple[Tensor, Tensor | None]], *, int8: bool, instruction_set: str | None) -> PackedMatrix:
     out_features, in_features = parts[0][0].shape
     dtype = parts[0][0].dtype
     assert in_features > 0
@@ -120,7 +126,7 @@ def _pack(parts: list[tuple[Tensor, Tensor | None]], *, int8: bool) -> PackedMat
         (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out_features, in_features) for weight, bias in held
     ]
     weight_format, interleaved = format_of(dtype, int8=int8), len(parts) == 2
-    packed = _native().pack(addresses, TYPES[dtype], weight_format, interleaved)
+    packed = _native().pack(addresses, TYPES[dtype], weight_format, interleaved, instruction_set or "")
     return PackedMatrix(
         packed=packed,
         weight_format=weight_format,

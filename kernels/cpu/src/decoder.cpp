@@ -24,7 +24,7 @@ Decoder::Decoder(const ModelShape& shape, WeightType type, Format format, const 
 
 void Decoder::add_layer(const LayerSource& source) {
   const auto pack = [&](std::vector<Source> parts, bool interleave = false) {
-    return Packed(parts, type_, format_, interleave);
+    return Packed(weights_, parts, type_, format_, interleave, kernels_.reads_codes);
   };
   layers_.push_back({
       pack({source.q, source.k, source.v}),
@@ -43,7 +43,7 @@ void Decoder::finish(const void* embedding, const void* norm, const Source& lm_h
   embedding_ = embedding;
   angles_ = angles;
   norm_ = to_floats(norm, shape_.hidden_size, type_);
-  lm_head_ = std::make_unique<Packed>(std::vector<Source>{lm_head}, type_, format_, false);
+  lm_head_ = std::make_unique<Packed>(weights_, std::vector<Source>{lm_head}, type_, format_, false, kernels_.reads_codes);
   counters_ = std::make_unique<std::atomic<long>[]>(layers_.size() * kCountersPerLayer + 1);
 }
 
@@ -80,9 +80,10 @@ void Decoder::reserve(long num_tokens) {
   fresh.gated = floats(shape_.intermediate_size);
   fresh.areas.push_back(make_area(rows));
   const AttentionShape attention{shape_.num_heads, shape_.num_kv_heads, shape_.head_dim, shape_.scale};
+  const long panel_bytes = fresh.areas[0].rows.stride * kPanelColumns * sizeof(uint32_t);
   for (int member = 0; member < team_.size(); ++member) {
     fresh.areas.push_back(make_area(kFewRows));
-    fresh.scratch.push_back(Memory(kernels_.attend_scratch_bytes(attention)));
+    fresh.scratch.push_back(Memory(std::max(kernels_.attend_scratch_bytes(attention), panel_bytes)));
   }
   fresh.capacity = rows;
   work_ = std::move(fresh);
@@ -312,17 +313,18 @@ struct Decoder::Pass {
     const Matrix& matrix = packed.matrix();
     const auto kernel = silu ? kernels().multiply_silu : kernels().multiply;
     const long panels = matrix.columns / kPanelColumns, size = decoder.team_.size();
+    void* scratch = decoder.work_.scratch[member].as<void>();
     if (count <= kStreamedRows) {
       ++counter;
-      return kernel(rows, count, matrix, panels * member / size, panels * (member + 1) / size, out, stride);
+      return kernel(rows, count, matrix, panels * member / size, panels * (member + 1) / size, out, stride, scratch);
     }
-    // Blocks of rows that stay in the second-level cache while panels pass.
-    const long most = std::clamp(96L * 1024 / matrix.depth / 12 * 12, 48L, 384L);
-    const long block = ceil_div(count, ceil_div(count, most));
+    // As many rows at once as pass over a panel without leaving the caches, unless some members would have nothing to do.
+    const long most = std::clamp(384L * 1024 / matrix.depth, 48L, 1536L);
+    const long block = ceil_div(count, std::max(ceil_div(count, most), ceil_div(4 * size, panels)));
     hand_out(ceil_div(count, block) * panels, [&](long i) {
       const long row = i / panels * block, panel = i % panels;
       const Rows some{rows.units + row * rows.stride, rows.low + row * rows.stride, rows.scale + row, rows.stride};
-      kernel(some, std::min(block, count - row), matrix, panel, panel + 1, out + row * stride, stride);
+      kernel(some, std::min(block, count - row), matrix, panel, panel + 1, out + row * stride, stride, scratch);
     });
   }
 };

@@ -81,6 +81,7 @@ class Decoder {
   const Format format_;
   const Kernels& kernels_;
   Team team_;
+  std::shared_ptr<Arena> weights_ = std::make_shared<Arena>();
   std::vector<Layer> layers_;
   std::unique_ptr<Packed> lm_head_;
   std::vector<float> norm_;

@@ -19,12 +19,25 @@ enum class KvType : int { bf16 = 0, f32 = 1, f16 = 2 };
 
 inline long ceil_div(long a, long b) { return (a + b - 1) / b; }
 
+// A bfloat16 matrix in three quarters of its bytes, and nothing lost. Sign and exponent of a weight are one of few patterns:
+// its code is the pattern's place in `patterns` (5 bits) below the 7 bits of its mantissa. Groups of four units of depth have
+// the codes of their 4 x 32 units in 12-bit fields; a group with a pattern that has no place is kept as it is.
+struct Codes {
+  alignas(64) uint16_t patterns[32];  // Sign and exponent; the upper half is the lower half with the sign set.
+  const uint32_t* fields;             // [columns / 32][depth / 4][2 halves of a panel][3][16]
+  const long* first_plain;            // [columns / 32 + 1]: where a panel's begin in the two below.
+  const int32_t* plain;               // Which groups of the panel, ascending; -1 after the last panel's.
+  const uint32_t* plain_units;        // [...][4][32]
+};
+constexpr int kCodeGroup = 4;
+
 // A weight matrix [columns (out features), depth (in features)] as panels; padding is zero.
 struct Matrix {
   Format format;
   long columns;           // Rounded up to whole panels.
   long depth;             // In units.
-  const uint32_t* units;  // [columns / 32][depth][32]
+  const uint32_t* units;  // [columns / 32][depth][32]; null where there are codes.
+  const Codes* codes;     // bfloat16 only; null: units.
   const float* bias;      // [columns], or null.
   const float* scale;     // int8 only: [columns]
   const int32_t* sums;    // int8 only: [columns], the sum of each column.
@@ -68,11 +81,14 @@ struct Activations {  // Where a norm or SwiGLU leaves its result: rows ready to
 struct Kernels {
   const char* name;
   bool (*supported)();
+  bool reads_codes;
   // out[row][column] = rows x matrix + bias, for panels [first, last). Float32, `stride` floats between rows.
-  void (*multiply)(const Rows& rows, long num_rows, const Matrix& matrix, long first, long last, float* out, long stride);
+  // scratch: one panel of units, for matrices of codes.
+  void (*multiply)(const Rows& rows, long num_rows, const Matrix& matrix, long first, long last, float* out, long stride,
+                   void* scratch);
   // Panels hold 16 columns of gate and the 16 of up beside them: out = silu(gate) * up, float32, 16 columns per panel.
   void (*multiply_silu)(const Rows& rows, long num_rows, const Matrix& matrix, long first, long last, float* out,
-                        long stride);
+                        long stride, void* scratch);
   // total = x + delta (total may be null), out = rms_norm(total) * weight as rows to multiply; delta may be null.
   void (*add_norm)(const float* x, const float* delta, float* total, const float* weight, float eps, long width,
                    const Activations& out, long row);

@@ -68,13 +68,16 @@ Activations activations(const nb::tuple& rows) {  // (format, units, low, scale,
           at<uint32_t>(nb::cast<Address>(rows[2])), at<float>(nb::cast<Address>(rows[3])), nb::cast<long>(rows[4])};
 }
 
-Packed pack(const std::vector<nb::tuple>& parts, int type, int format, bool interleave) {
+Packed pack(const std::vector<nb::tuple>& parts, int type, int format, bool interleave,
+            const std::string& isa) {
   std::vector<Source> sources;  // Of (weight, bias or 0, rows, depth).
   for (const nb::tuple& part : parts)
     sources.push_back({at<void>(nb::cast<Address>(part[0])), at<void>(nb::cast<Address>(part[1])),
                        nb::cast<long>(part[2]), nb::cast<long>(part[3])});
+  const Kernels* reader = find_kernels(isa.c_str());
   nb::gil_scoped_release release;
-  return Packed(sources, WeightType(type), Format(format), interleave);
+  const bool as_codes = reader != nullptr && reader->reads_codes;
+  return Packed(std::make_shared<Arena>(), sources, WeightType(type), Format(format), interleave, as_codes);
 }
 
 // Rows times each of the matrices, one after the other, into the same `out`.
@@ -86,8 +89,11 @@ void multiply(Machine& machine, const nb::tuple& left, long num_rows, const std:
   const auto kernel = silu ? machine.kernels().multiply_silu : machine.kernels().multiply;
   for (const Packed* packed : matrices) {
     const Matrix& matrix = packed->matrix();
+    if (matrix.codes != nullptr && !machine.kernels().reads_codes)
+      throw std::invalid_argument("this instruction set reads no codes");
     machine.share(matrix.columns / kPanelColumns, 1, [&](long first, long last) {
-      kernel(rows, num_rows, matrix, first, last, at<float>(out), stride);
+      const Memory scratch(matrix.codes != nullptr ? matrix.depth * kPanelColumns * sizeof(uint32_t) : 0);
+      kernel(rows, num_rows, matrix, first, last, at<float>(out), stride, scratch.as<void>());
     });
   }
 }

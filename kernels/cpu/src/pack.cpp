@@ -3,9 +3,11 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <new>
+#include <numeric>
 #include <stdexcept>
 
 #define PD_ISA packing
@@ -15,7 +17,36 @@
 namespace pdserve {
 namespace {
 
+constexpr int kNoCode = 0xff;
+constexpr long kFieldsPerGroup = 2 * 3 * kLanes;
+
 long per_unit(Format format) { return format == Format::int8 ? 4 : format == Format::bf16 ? 2 : 1; }
+
+// The codes that bfloat16 weights would have, or null where they would save too little: each weight without a code may keep
+// the group it is in as it was.
+std::unique_ptr<Codes> codes_for(const std::vector<Source>& sources) {
+  std::array<long, 256> counts{};
+  long total = 0;
+  for (const Source& source : sources) {
+    const auto* weights = static_cast<const uint16_t*>(source.weight);
+    const long size = source.rows * source.depth;
+    for (long i = 0; i < size; ++i) ++counts[weights[i] >> 7 & 0xff];
+    total += size;
+  }
+  std::array<int, 256> exponents;
+  std::iota(exponents.begin(), exponents.end(), 0);
+  std::partial_sort(exponents.begin(), exponents.begin() + 16, exponents.end(),
+                    [&](int a, int b) { return counts[a] > counts[b]; });
+  long coded = 0;
+  auto codes = std::make_unique<Codes>();
+  for (int i = 0; i < 16; ++i) {
+    coded += counts[exponents[i]];
+    codes->patterns[i] = uint16_t(exponents[i] << 7);
+    codes->patterns[16 + i] = codes->patterns[i] | 0x8000;
+  }
+  // A plain group costs 512 bytes; half of what all codes save may be lost to them.
+  return (total - coded) * 512 <= total / 4 ? std::move(codes) : nullptr;
+}
 
 }  // namespace
 
@@ -43,13 +74,53 @@ Memory::~Memory() {
   if (at_ != nullptr) munmap(at_, bytes_);
 }
 
+void* Arena::take(size_t bytes) {
+  constexpr size_t chunk = size_t(64) << 20;
+  bytes = (bytes + 63) / 64 * 64;
+  if (chunks_.empty() || used_ + bytes > chunks_.back().bytes()) {
+    chunks_.push_back(Memory(std::max(bytes, chunk)));
+    used_ = 0;
+  }
+  used_ += bytes;
+  return chunks_.back().as<char>() + used_ - bytes;
+}
+
 std::vector<float> to_floats(const void* source, long count, WeightType type) {
   std::vector<float> values(source == nullptr ? 0 : count);
   for (long i = 0; i < long(values.size()); ++i) values[i] = read_weight(source, i, type);
   return values;
 }
 
-Packed::Packed(const std::vector<Source>& sources, WeightType type, Format format, bool interleave) {
+void Packed::encode(const uint32_t* units, long panel) {
+  std::array<uint8_t, 512> code;
+  code.fill(kNoCode);
+  for (int i = 0; i < 32; ++i) code[codes_->patterns[i] >> 7] = uint8_t(i);
+  const long groups = matrix_.depth / kCodeGroup;
+  uint32_t* out = units_ + panel * groups * kFieldsPerGroup;
+  first_plain_.push_back(long(plain_.size()));
+  for (long group = 0; group < groups; ++group, units += kCodeGroup * kPanelColumns, out += kFieldsPerGroup) {
+    int seen = 0;  // 0xe0 has a bit as soon as one weight has no code.
+    for (int column = 0; column < kPanelColumns; ++column) {
+      uint32_t fields[kCodeGroup];  // Two each, as the units have two weights.
+      for (int k = 0; k < kCodeGroup; ++k) {
+        const uint32_t unit = units[k * kPanelColumns + column];
+        const int low = code[unit >> 7 & 0x1ff], high = code[unit >> 23];
+        seen |= low | high;
+        fields[k] = uint32_t(low | high << 16) | (unit & 0x007f007f) << 5;
+      }
+      uint32_t* to = out + column / kLanes * 3 * kLanes + column % kLanes;
+      for (int k = 0; k < 3; ++k) to[k * kLanes] = fields[k] | (fields[3] >> 4 * k & 0x000f000f) << 12;
+    }
+    if ((seen & 0xe0) != 0) {
+      plain_.push_back(int32_t(group));
+      plain_units_.insert(plain_units_.end(), units, units + kCodeGroup * kPanelColumns);
+    }
+  }
+}
+
+Packed::Packed(std::shared_ptr<Arena> arena, const std::vector<Source>& sources, WeightType type, Format format,
+               bool interleave, bool as_codes)
+    : arena_(std::move(arena)) {
   const long depth = sources[0].depth, group = per_unit(format), units = ceil_div(depth, group);
   long rows = 0;
   bool has_bias = false;
@@ -57,12 +128,20 @@ Packed::Packed(const std::vector<Source>& sources, WeightType type, Format forma
   // Interleaved halves are padded each for itself, so that every panel has 16 columns of both.
   const long half = ceil_div(sources[0].rows, kLanes) * kLanes;
   const long columns = interleave ? 2 * half : ceil_div(rows, kPanelColumns) * kPanelColumns;
-  units_ = Memory(columns * units * sizeof(uint32_t));
+  const long panel_units = units * kPanelColumns, num_panels = columns / kPanelColumns;
+  if (as_codes && type == WeightType::bf16 && format == Format::bf16 && depth % (kCodeGroup * group) == 0)
+    codes_ = codes_for(sources);
+  // Codes are made from one panel of units at a time.
+  std::vector<uint32_t> passing(codes_ != nullptr ? panel_units : 0);
+  bytes_ = num_panels * (codes_ != nullptr ? units / kCodeGroup * kFieldsPerGroup : panel_units) * sizeof(uint32_t);
+  units_ = static_cast<uint32_t*>(arena_->take(bytes_));
+  matrix_.depth = units;
   if (has_bias) bias_.resize(columns);
   if (format == Format::int8) scale_.resize(columns), sums_.resize(columns);
 
   auto put = [&](const Source& source, long row, long column) {
-    uint32_t* out = units_.as<uint32_t>() + column / kPanelColumns * units * kPanelColumns + column % kPanelColumns;
+    uint32_t* panel = codes_ != nullptr ? passing.data() : units_ + column / kPanelColumns * panel_units;
+    uint32_t* out = panel + column % kPanelColumns;
     const long begin = row * depth;
     if (source.bias != nullptr) bias_[column] = read_weight(source.bias, row, type);
     if (format == Format::bf16 && depth % 2 == 0) {  // The common case: whole units are moved as they are.
@@ -94,19 +173,42 @@ Packed::Packed(const std::vector<Source>& sources, WeightType type, Format forma
     }
   };
 
-  // Columns of one panel one after the other, so that its memory is written while it is in the cache.
-  long column = 0;
-  if (interleave) {
-    for (long row = 0; row < sources[0].rows; ++row)
-      for (long side = 0; side < 2; ++side)
-        put(sources[side], row, row / kLanes * kPanelColumns + side * kLanes + row % kLanes);
-  } else {
-    for (const Source& source : sources)
-      for (long row = 0; row < source.rows; ++row) put(source, row, column++);
+  // Which row of which source a column is; a null source: padding.
+  const auto origin = [&](long column) -> std::pair<const Source*, long> {
+    if (interleave) {
+      const long row = column / kPanelColumns * kLanes + column % kLanes;
+      return {row < sources[0].rows ? &sources[column / kLanes % 2] : nullptr, row};
+    }
+    for (const Source& source : sources) {
+      if (column < source.rows) return {&source, column};
+      column -= source.rows;
+    }
+    return {nullptr, 0};
+  };
+
+  for (long panel = 0; panel < num_panels; ++panel) {
+    for (long column = panel * kPanelColumns; column < (panel + 1) * kPanelColumns; ++column)
+      if (const auto [source, row] = origin(column); source != nullptr) put(*source, row, column);
+    if (codes_ != nullptr) {
+      encode(passing.data(), panel);
+      std::fill(passing.begin(), passing.end(), 0);
+    }
   }
-  matrix_ = {format,       columns,
-             units,        units_.as<uint32_t>(),
-             has_bias ? bias_.data() : nullptr, scale_.empty() ? nullptr : scale_.data(),
+  if (codes_ != nullptr) {
+    first_plain_.push_back(long(plain_.size()));
+    plain_.push_back(-1);
+    codes_->fields = units_;
+    codes_->first_plain = first_plain_.data();
+    codes_->plain = plain_.data();
+    codes_->plain_units = plain_units_.data();
+  }
+  matrix_ = {format,
+             columns,
+             units,
+             codes_ != nullptr ? nullptr : units_,
+             codes_.get(),
+             has_bias ? bias_.data() : nullptr,
+             scale_.empty() ? nullptr : scale_.data(),
              sums_.empty() ? nullptr : sums_.data()};
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -34,6 +35,18 @@ class Memory {
   size_t bytes_ = 0;
 };
 
+// Memory of many matrices side by side: a matrix of its own seldom fills huge pages, and small pages cost a product of one
+// row a fifth of its time.
+class Arena {
+ public:
+  // Zeros, at a multiple of 64 bytes, until the arena ends.
+  void* take(size_t bytes);
+
+ private:
+  std::vector<Memory> chunks_;
+  size_t used_ = 0;  // Of the last one.
+};
+
 // [rows (out features), depth (in features)] of a checkpoint, row-major; a bias of the same type, or null.
 struct Source {
   const void* weight;
@@ -45,13 +58,24 @@ struct Source {
 class Packed {
  public:
   // The sources' rows one after the other. `interleave`: two sources of the same shape, 16 rows of each in turn.
-  Packed(const std::vector<Source>& sources, WeightType type, Format format, bool interleave);
+  // `as_codes`: bfloat16 weights become codes where that is worth it.
+  Packed(std::shared_ptr<Arena> arena, const std::vector<Source>& sources, WeightType type, Format format,
+         bool interleave, bool as_codes);
 
   const Matrix& matrix() const { return matrix_; }
-  size_t bytes() const { return units_.bytes(); }
+  // What a product reads.
+  size_t bytes() const { return bytes_ + plain_units_.size() * sizeof(uint32_t); }
 
  private:
-  Memory units_;
+  void encode(const uint32_t* units, long panel);
+
+  std::shared_ptr<Arena> arena_;
+  uint32_t* units_;  // Or the codes' fields.
+  size_t bytes_;
+  std::unique_ptr<Codes> codes_;
+  std::vector<long> first_plain_;
+  std::vector<int32_t> plain_;
+  std::vector<uint32_t> plain_units_;
   std::vector<float> bias_, scale_;
   std::vector<int32_t> sums_;
   Matrix matrix_;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <limits>
+#include <type_traits>
 
 #include "vec.h"
 
@@ -96,6 +97,23 @@ static PD_INLINE void transpose(const void* const* rows, long offset, uint32_t* 
     _mm512_storeu_si512(out + (i + 12) * stride, _mm512_shuffle_i32x4(low2, high2, 0xdd));
   }
 }
+#endif
+
+#if defined(__AVX512BW__)
+constexpr bool kHasPairs = true;
+
+// Two rows of 32 values of 16 bits -> the units of 32 columns.
+static PD_INLINE void pair_up(vu first, vu second, vu* units) {
+  typedef uint16_t Places __attribute__((vector_size(64)));
+  constexpr Places low{0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                       8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  units[0] = (vu)_mm512_permutex2var_epi16((__m512i)first, (__m512i)low, (__m512i)second);
+  units[1] = (vu)_mm512_permutex2var_epi16((__m512i)first, (__m512i)(low + 16), (__m512i)second);
+}
+#else
+constexpr bool kHasPairs = false;
+
+[[maybe_unused]] static void pair_up(vu, vu, vu*) {}
 #endif
 
 template <class Kv>
@@ -199,22 +217,51 @@ struct Attention {
     return sum(total);
   }
 
+  // Weights times values as they lie in the cache. For values that only one group of vectors meets: packing them would cost
+  // more than it saves.
+  static constexpr bool kReadsRows = kHasPairs && std::is_same_v<Unit, Bf16Pairs>;
+
   template <int R, int P>
-  PD_INLINE void add_values(const uint32_t* weights, vf shrink, long vector, long panel) const {
+  PD_INLINE void multiply_rows([[maybe_unused]] const uint32_t* weights, [[maybe_unused]] const void* const* rows,
+                               [[maybe_unused]] long column, [[maybe_unused]] vf (&sums)[R][2 * P]) const {
+    if constexpr (kReadsRows) {
+      for (int key = 0; key < kKeyTile; key += 2) {
+        const auto* first = static_cast<const Element*>(rows[key]) + column;
+        const auto* second = static_cast<const Element*>(rows[key + 1]) + column;
+        vu pairs[2 * P];
+#pragma GCC unroll 4
+        for (int p = 0; p < P; ++p)
+          pair_up(load_units(first + p * kPanelColumns), load_units(second + p * kPanelColumns), pairs + 2 * p);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          const vu weight = splat_units(weights[r * (kKeyTile / 2) + key / 2]);
+#pragma GCC unroll 4
+          for (int v = 0; v < 2 * P; ++v) sums[r][v] = Unit::dot(sums[r][v], weight, pairs[v]);
+        }
+      }
+    }
+  }
+
+  // `rows`: values as they lie in the cache; null: packed.
+  template <int R, int P>
+  PD_INLINE void add_values(const uint32_t* weights, vf shrink, const void* const* rows, long vector, long panel) const {
     const long stride = padded(dim()), panel_units = kKeyTile / per_unit * kPanelColumns;
     float* at = scratch.sums + vector * stride + panel * kPanelColumns;
     vf sums[R][2 * P];
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < 2 * P; ++v) sums[r][v] = load(at + r * stride + v * kLanes) * splat(shrink[r]);
-    multiply_tile<Unit, R, P>(weights, kKeyTile / per_unit, scratch.values + panel * panel_units, panel_units,
-                              kKeyTile / per_unit, sums);
+    if (rows != nullptr)
+      multiply_rows<R, P>(weights, rows, panel * kPanelColumns, sums);
+    else
+      multiply_tile<Unit, R, P>(weights, kKeyTile / per_unit, scratch.values + panel * panel_units, panel_units,
+                                kKeyTile / per_unit, sums);
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < 2 * P; ++v) store(at + r * stride + v * kLanes, sums[r][v]);
   }
 
   // Vectors [vector, vector + R) meet the tile that begins at `begin`.
   template <int R>
-  void meet(const uint32_t* q, long vector, long first_position, long begin) const {
+  void meet(const uint32_t* q, const void* const* rows, long vector, long first_position, long begin) const {
     const long units = dim() / per_unit;
     vf scores[R][2 * kKeyPanels]{};
     multiply_tile<Unit, R, kKeyPanels>(q + vector * units, units, scratch.keys, units * kPanelColumns, units, scores);
@@ -236,15 +283,16 @@ struct Attention {
     }
     const long panels = padded(dim()) / kPanelColumns;
     long panel = 0;
-    for (; panel + 2 <= panels; panel += 2) add_values<R, 2>(weights[0], shrink, vector, panel);
-    if (panel < panels) add_values<R, 1>(weights[0], shrink, vector, panel);
+    for (; panel + 2 <= panels; panel += 2) add_values<R, 2>(weights[0], shrink, rows, vector, panel);
+    if (panel < panels) add_values<R, 1>(weights[0], shrink, rows, vector, panel);
   }
 
   template <int R = kMaxVectors>
-  void meet_some(long count, const uint32_t* q, long vector, long first_position, long begin) const {
+  void meet_some(long count, const uint32_t* q, const void* const* rows, long vector, long first_position,
+                 long begin) const {
     if constexpr (R > 1)
-      if (count < R) return meet_some<R - 1>(count, q, vector, first_position, begin);
-    meet<R>(q, vector, first_position, begin);
+      if (count < R) return meet_some<R - 1>(count, q, rows, vector, first_position, begin);
+    meet<R>(q, rows, vector, first_position, begin);
   }
 
   void run(long first, long last, const uint32_t* q, float* out, long stride) const {
@@ -255,23 +303,25 @@ struct Attention {
     std::memset(scratch.weight, 0, vectors * sizeof(float));
     std::memset(scratch.zeros, 0, row_floats * sizeof(float));
     for (long i = 0; i < vectors; ++i) scratch.most[i] = -std::numeric_limits<float>::infinity();
-    const void *keys[kKeyTile], *values[kKeyTile];
+    const bool in_place = kReadsRows && vectors <= kMaxVectors && dim() % kPanelColumns == 0;
+    const void *keys[kKeyTile], *values[2][kKeyTile];  // Values in place are read when the next are known already.
     const auto look_ahead = [&](long begin) {
       gather(0, begin, end_key, keys);
       fetch(keys);
-      gather(1, begin, end_key, values);
-      fetch(values);
+      gather(1, begin, end_key, values[begin / kKeyTile % 2]);
+      fetch(values[begin / kKeyTile % 2]);
     };
     const long start = begin_key / kKeyTile * kKeyTile;
     look_ahead(start);
     for (long begin = start; begin < end_key; begin += kKeyTile) {
+      const void* const* rows = values[begin / kKeyTile % 2];
       pack_keys(keys);
-      pack_values(values);
+      if (!in_place) pack_values(rows);
       if (begin + kKeyTile < end_key) look_ahead(begin + kKeyTile);
       for (long vector = 0; vector < vectors; vector += kMaxVectors) {
         const long count = vectors - vector < kMaxVectors ? vectors - vector : kMaxVectors;
         const long last_position = first_position + (vector + count - 1) / share();
-        if (begin <= last_position) meet_some(count, q, vector, first_position, begin);
+        if (begin <= last_position) meet_some(count, q, in_place ? rows : nullptr, vector, first_position, begin);
       }
     }
     for (long vector = 0; vector < vectors; ++vector) {

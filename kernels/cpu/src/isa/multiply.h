@@ -1,6 +1,9 @@
 // Products of a few to many rows with panels, and what happens to the sums before they are stored.
 #pragma once
 
+#include <algorithm>
+
+#include "codes.h"
 #include "vec.h"
 
 namespace pdserve::PD_ISA {
@@ -18,26 +21,61 @@ struct Task {
   const Matrix& matrix;
   float* out;
   long stride;
+  const uint32_t* expanded = nullptr;  // The only panel's units, where the matrix has codes.
 };
 
 // Float formats: the sums are the result.
 template <class Unit>
 struct FloatProduct {
   static constexpr int max_sums = kMaxSums;
+  static constexpr int most_panels = 4;
 
   template <int R, int P>
   static PD_INLINE void tile(const Task& task, long row, long panel, vf (&result)[R][2 * P]) {
     for (auto& line : result)
       for (vf& x : line) x = vf{};
     const long panel_units = task.matrix.depth * kPanelColumns;
-    multiply_tile<Unit, R, P>(task.rows.units + row * task.rows.stride, task.rows.stride,
-                              task.matrix.units + panel * panel_units, panel_units, task.matrix.depth, result);
+    const uint32_t* units = task.expanded != nullptr ? task.expanded : task.matrix.units + panel * panel_units;
+    multiply_tile<Unit, R, P>(task.rows.units + row * task.rows.stride, task.rows.stride, units, panel_units,
+                              task.matrix.depth, result);
   }
 };
+
+#if defined(__AVX512BW__)
+// The same sums from codes, decoded between memory and multiplication, with eight rows at a time. With many rows it is
+// cheaper to decode a panel once.
+constexpr long kFewRowsOfCodes = 48;
+
+struct CodedProduct {
+  static constexpr int max_sums = 16;
+  static constexpr int most_panels = 1;
+
+  template <int R, int P>
+  static PD_INLINE void tile(const Task& task, long row, long panel, vf (&result)[R][2 * P]) {
+    static_assert(P == 1);
+    for (auto& line : result) line[0] = line[1] = vf{};
+    const uint32_t* x = task.rows.units + row * task.rows.stride;
+    CodedPanel coded(task.matrix, panel);
+    for (long group = 0; group < task.matrix.depth / kCodeGroup; ++group) {
+      vu units[kCodeGroup][2];
+      coded.next(group, units, R > 2 ? 6144 : 0);
+#pragma GCC unroll 4
+      for (int k = 0; k < kCodeGroup; ++k)
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+          const vu splat = splat_units(x[r * task.rows.stride + group * kCodeGroup + k]);
+          result[r][0] = Bf16Pairs::dot(result[r][0], splat, units[k][0]);
+          result[r][1] = Bf16Pairs::dot(result[r][1], splat, units[k][1]);
+        }
+    }
+  }
+};
+#endif
 
 // 16-bit rows times int8 columns, in exact integers: the high and the low bytes have sums of their own.
 struct Int8Product {
   static constexpr int max_sums = kMaxSums / 2;
+  static constexpr int most_panels = 4;
 
   template <int R, int P>
   static PD_INLINE void tile(const Task& task, long row, long panel, vf (&result)[R][2 * P]) {
@@ -112,7 +150,7 @@ static void tiles(const Task& task, long row, long first, long last) {
 
 template <class Product, class Finish, int R>
 static void row_group(const Task& task, long row, long first, long last) {
-  constexpr int P = panels_at_once(R, Product::max_sums);
+  constexpr int P = std::min(panels_at_once(R, Product::max_sums), Product::most_panels);
   const long whole = first + (last - first) / P * P;
   tiles<Product, Finish, R, P>(task, row, first, whole);
   if constexpr (P > 1) tiles<Product, Finish, R, 1>(task, row, whole, last);
@@ -143,9 +181,23 @@ static void product(const Task& task, long num_rows, long first, long last) {
 }
 
 template <class Finish>
+static void coded_product([[maybe_unused]] Task task, [[maybe_unused]] long num_rows, [[maybe_unused]] long first,
+                          [[maybe_unused]] long last, [[maybe_unused]] void* scratch) {
+#if defined(__AVX512BW__)
+  if (num_rows <= kFewRowsOfCodes) return product<CodedProduct, Finish>(task, num_rows, first, last);
+  task.expanded = static_cast<uint32_t*>(scratch);
+  for (long panel = first; panel < last; ++panel) {
+    expand(task.matrix, panel, static_cast<uint32_t*>(scratch));
+    product<FloatProduct<Bf16Pairs>, Finish>(task, num_rows, panel, panel + 1);
+  }
+#endif
+}
+
+template <class Finish>
 static void product_of(const Rows& rows, long num_rows, const Matrix& matrix, long first, long last, float* out,
-                       long stride) {
+                       long stride, void* scratch) {
   const Task task{rows, matrix, out, stride};
+  if (matrix.codes != nullptr) return coded_product<Finish>(task, num_rows, first, last, scratch);
   switch (matrix.format) {
     case Format::bf16: return product<FloatProduct<Bf16Pairs>, Finish>(task, num_rows, first, last);
     case Format::f32: return product<FloatProduct<Floats>, Finish>(task, num_rows, first, last);

@@ -25,8 +25,8 @@ static bool supported() {
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    PD_NAME(PD_ISA),     supported, product_of<StoreSums>, product_of<StoreSilu>, add_norm, to_rows, rotate, attend,
-    attend_scratch_bytes,
+    PD_NAME(PD_ISA),     supported, kReadsCodes, product_of<StoreSums>, product_of<StoreSilu>, add_norm, to_rows, rotate,
+    attend,              attend_scratch_bytes,
 };
 
 }  // namespace pdserve::PD_ISA
