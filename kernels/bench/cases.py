@@ -75,12 +75,9 @@ def _products(setting: Setting, op: str, features: int, depth: int, weight_forma
     ops, reference = CpuOps(setting.instruction_set, setting.threads), ReferenceOps()
     dtype, int8, gated = _DTYPES[weight_format], weight_format == "int8", op == "gate_up_silu"
     weights = [torch.randn(features, depth).to(dtype) for _ in range(2 if gated else 1)]
-    packed = pack_gate_up(*weights, int8=int8) if gated else pack(weights[0], int8=int8)
+    packed = _pack(weights, setting.instruction_set, int8=int8)
     copies = math.ceil(_WALKED_BYTES / packed.num_bytes)
-    packs = [
-        packed,
-        *(pack_gate_up(*weights, int8=int8) if gated else pack(weights[0], int8=int8) for _ in range(copies - 1)),
-    ]
+    packs = [packed, *(_pack(weights, setting.instruction_set, int8=int8) for _ in range(copies - 1))]
     clones = [weights, *([weight.clone() for weight in weights] for _ in range(copies - 1))]
     for num_rows in _ROWS:
         x = torch.randn(num_rows, depth)
@@ -111,8 +108,11 @@ def _products(setting: Setting, op: str, features: int, depth: int, weight_forma
         )
 
 
-def _pack(weights: list[Tensor], *, int8: bool) -> PackedMatrix:
-    return pack_gate_up(*weights, int8=int8) if len(weights) == 2 else pack(weights[0], int8=int8)
+def _pack(weights: list[Tensor], instruction_set: str, *, int8: bool) -> PackedMatrix:
+    """As a decoder packs them: two are gate and up."""
+    if len(weights) == 2:
+        return pack_gate_up(*weights, int8=int8, instruction_set=instruction_set)
+    return pack(weights[0], int8=int8, instruction_set=instruction_set)
 
 
 def rows(setting: Setting) -> Iterator[Case]:
