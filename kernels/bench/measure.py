@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from kernels.cpu.ops import CpuOps
@@ -59,7 +60,8 @@ def median_us(call: Callable[[], object], rounds: int) -> float:
 
 def measure_limits(instruction_set: str, threads: int, rounds: int) -> Limits:
     """Takes torch's thread count as given."""
-    ops, memory = CpuOps(instruction_set, threads), torch.ones(_READ_BYTES, dtype=torch.uint8)
+    # NumPy asks for huge pages, as the decoder does for its weights.
+    ops, memory = CpuOps(instruction_set, threads), torch.from_numpy(np.ones(_READ_BYTES, np.uint8))
     ops.read(memory)
     read_us = min(_once_us(lambda: ops.read(memory)) for _ in range(rounds))
     return Limits(
