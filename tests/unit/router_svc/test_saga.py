@@ -179,7 +179,7 @@ async def test_a_decode_worker_that_leaves_tokens_out_is_an_error(house: House) 
     house.script.fail("decode_token", None, after_first_token(house, leave))
     status, body = await house.complete()
     assert status == 502
-    assert "ended the stream before" in body["error"]["message"]
+    assert "closed the connection" in body["error"]["message"]
 
 
 @pytest.mark.parametrize("point", ["decode", "decode_ticket"])
