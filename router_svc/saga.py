@@ -61,7 +61,10 @@ class _AllDone(Exception):
 
 
 class Saga:
-    """Runs one generation. Everything it decides goes into the record, every delta to `emit`."""
+    """Runs one generation. Everything it decides goes into the record, every delta to `emit`.
+
+    Both tiers may have tokens at the same moment: `emit` keeps the order of its calls.
+    """
 
     def __init__(
         self,
@@ -78,8 +81,6 @@ class Saga:
         self._record = record
         self._output = output
         self._emit = emit
-        # Both tiers may have tokens at the same moment; the client gets them in order.
-        self._emitting = asyncio.Lock()
         self._sampling = sampling_to_wire(generation.sampling)
         self._overlap: dict[WorkerId, int] = {}
         self._queued = QueuedPrompt(cluster.in_flight)
@@ -341,12 +342,11 @@ class Saga:
 
     async def _deliver(self, tokens: Sequence[common_pb2.ChoiceTokens], reservation: Reservation | None) -> None:
         """Gives tokens to the client, and tells the decode worker which choices a stop string ended."""
-        async with self._emitting:
-            deltas = self._output.push(map(tokens_from_wire, tokens))
-            if not deltas:
-                return
-            self._journal.produced(self._output.completion_tokens)
-            await self._emit(deltas)
+        deltas = self._output.push(map(tokens_from_wire, tokens))
+        if not deltas:
+            return
+        self._journal.produced(self._output.completion_tokens)
+        await self._emit(deltas)
         if reservation is not None and not self._output.is_finished:
             for index in ended_by_stop_string(deltas):
                 stop = decode_pb2.StopChoice(choice_index=index)
