@@ -18,7 +18,7 @@ from router_svc.output import ChoiceDelta
 from router_svc.stream import Stream
 from tests.support.redis import eventually
 from tests.unit.router_svc.conftest import House, open_house
-from tests.unit.router_svc.fakes import hang
+from tests.unit.router_svc.fakes import Context, hang
 from tests.unit.router_svc.tiny_model import NAME
 
 ONE_OF_EACH = {"prefill-0": "prefill", "decode-0": "decode"}
@@ -204,6 +204,14 @@ async def _put_all(stream: Stream) -> None:
 
 async def test_metrics_say_what_happened(small_house: House) -> None:
     small_house.script.cached_tokens = 4
+
+    async def is_first_token_known() -> bool:
+        return "first_token" in (await small_house.only_trace())["phases"]
+
+    async def until_first_token(_: Context) -> None:
+        await eventually(is_first_token_known)
+
+    small_house.script.fail("decode_token", until_first_token)
     await small_house.complete()
     await small_house.stream(max_tokens=5)
     async with small_house.http.get(f"{small_house.base_url}/metrics") as response:
