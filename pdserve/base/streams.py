@@ -8,6 +8,7 @@ Closing the connection cancels the call, and TCP's window holds back a sender wh
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 import sys
@@ -32,6 +33,8 @@ _LENGTH = struct.Struct(">I")
 _MAX_WAITING = 64
 #: How long connecting may take: the address is that of a worker that was alive a moment ago.
 _CONNECT_TIMEOUT_S = 5.0
+#: How long a peer may leave a stream open after it was told of a failure.
+_LINGER_S = 10.0
 #: A host that is dead, or cut off, is noticed after about this long, also while nobody has anything to say.
 _DEAD_AFTER_S = 15
 
@@ -165,6 +168,14 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
             self._reader.set_exception(TimeoutError())
 
 
+async def _tell_last(stream: MessageStream[Incoming], message: Message) -> None:
+    """The peer closes first: what it says after our end would reset the connection, and the message be lost with it."""
+    await stream.write(message)
+    with contextlib.suppress(TimeoutError):
+        while await stream.read(_LINGER_S) is not None:
+            pass
+
+
 async def open_stream(address: str, parse: Callable[[bytes], Incoming]) -> MessageStream[Incoming]:
     """A stream to `host:port`; to be closed. Raises `OSError`, which `TimeoutError` is too."""
     host, _, port = address.rpartition(":")
@@ -184,7 +195,7 @@ async def serve_streams(
 ) -> AsyncIterator[str]:
     """Has `handle` serve each connection, in a task of its own, until the block ends; yields `host:port`.
 
-    A connection is closed when its handler returns. What the handler raises is sent first, as a message that `failure`
+    A connection is closed when its handler returns. What the handler raises is the last message, which `failure`
     makes: our errors as they are, anything else is logged and becomes a `PdserveError`. `PeerLeft` is no failure.
     """
 
@@ -194,12 +205,11 @@ async def serve_streams(
         except PeerLeft:
             pass
         except PdserveError as error:
-            await stream.write(failure(error))
+            await _tell_last(stream, failure(error))
         except Exception as error:  # noqa: BLE001 - the border of the process: logged, and told to the caller
             log.error("stream_failed", exc=error)
-            await stream.write(
-                failure(PdserveError("The call failed unexpectedly; the worker's log has the traceback."))
-            )
+            told = PdserveError("The call failed unexpectedly; the worker's log has the traceback.")
+            await _tell_last(stream, failure(told))
         finally:
             stream.close()
 

@@ -140,7 +140,19 @@ async def test_what_a_handler_raises_is_the_last_message(error: Exception, told:
         assert last is not None
         received = error_from_wire(last.failed)
         assert (type(received), str(received)) == (type(told), str(told))
-        assert await client.read() is None
+
+
+async def test_a_failure_is_heard_by_a_peer_that_goes_on_talking() -> None:
+    async def fail(stream: Server) -> None:
+        raise NoFreeBlocks("full")
+
+    async with serving(fail) as address, connected(address) as client:
+        for number in range(100):
+            await client.write(command(number))
+            await asyncio.sleep(0)
+        last = await client.read()
+        assert last is not None
+        assert last.failed.name == "NoFreeBlocks"
 
 
 async def test_silence_is_limited_for_each_message_and_only_where_it_is_asked_for() -> None:
