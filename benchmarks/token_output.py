@@ -33,8 +33,9 @@ from decode_svc.service import DecodeService
 from kvtransfer.transport.inproc import InprocTransport
 from pdserve.base.ids import WorkerId, new_epoch
 from pdserve.base.layout import KvLayout
-from pdserve.base.rpc import open_channel, serve_grpc
+from pdserve.base.rpc import serve_grpc
 from pdserve.base.sampling import SamplingParams
+from pdserve.base.streams import open_stream
 from pdserve.base.tasks import service_group
 from pdserve.base.wire import sampling_to_wire
 from pdserve.engine.block_pool import BlockPool
@@ -43,7 +44,7 @@ from pdserve.engine.runner import Runner
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import SequenceLimits
 from pdserve.model.batch import Batch
-from pdserve.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from pdserve.v1 import common_pb2, decode_pb2
 from pdserve.worker.metrics import WorkerMetrics
 from pdserve.worker.worker import Worker
 
@@ -120,9 +121,9 @@ async def serve(batch_size: int, num_steps: int) -> None:
         address, _ = await stack.enter_async_context(
             serve_grpc(service.register, [service.name], host="127.0.0.1", port=0, flag="", grace_s=0)
         )
-        service.start(address)
+        stream_address = await service.start(address)
         worker.calls.accept()
-        print(address, flush=True)
+        print(stream_address, flush=True)
         started = time.thread_time()
         await asyncio.to_thread(sys.stdin.read)
         edge_s = time.thread_time() - started
@@ -139,12 +140,12 @@ async def serve(batch_size: int, num_steps: int) -> None:
 
 async def drive(address: str, batch_size: int, num_steps: int) -> None:
     """As many streams as the worker runs at once, to their ends."""
-    async with open_channel(address) as channel, asyncio.TaskGroup() as group:
+    async with asyncio.TaskGroup() as group:
         for index in range(batch_size):
-            group.create_task(_stream(decode_pb2_grpc.DecodeServiceStub(channel), index, num_steps))
+            group.create_task(_stream(address, index, num_steps))
 
 
-async def _stream(stub: Any, index: int, num_steps: int) -> None:
+async def _stream(address: str, index: int, num_steps: int) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=num_steps, ignore_eos=True)
     start = decode_pb2.DecodeStart(
         ref=common_pb2.RequestRef(request_id=f"r{index:03}", attempt=1),
@@ -152,13 +153,12 @@ async def _stream(stub: Any, index: int, num_steps: int) -> None:
         sampling=sampling_to_wire(params),
         local_prefill_threshold=2**32 - 1,
     )
-    call = stub.Decode()
-    await call.write(decode_pb2.DecodeRequest(start=start))
+    stream = await open_stream(address, decode_pb2.DecodeResponse.FromString)
+    await stream.write(decode_pb2.DecodeRequest(start=start))
     num_tokens = 0
-    async for event in call:
+    while num_tokens < num_steps and (event := await stream.read()) is not None:
         num_tokens += sum(len(choice.token_ids) for choice in event.tokens.choices)
-        if num_tokens == num_steps:
-            await call.done_writing()
+    stream.close()
 
 
 def measure(directory: Path, num_steps: int) -> list[Case]:

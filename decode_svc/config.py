@@ -12,6 +12,7 @@ from pdserve.base.worker_config import WorkerConfig
 class DecodeConfig(WorkerConfig):
     """What a decode worker needs to know at start."""
 
+    stream_port: int = option(0, help="port that routers send requests to; 0 takes a free one", minimum=0)
     max_num_seqs: int = option(64, help="sequences decoded in one step", minimum=1)
     max_num_batched_tokens: int = option(512, help="prompt tokens computed here in one step at most", minimum=1)
     itl_budget_ms: float = option(

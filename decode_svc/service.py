@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
@@ -14,11 +14,13 @@ from decode_svc.session import DecodeSession, Event, Finished
 from kvtransfer.receiver import Receiver, ReceiverIdentity
 from kvtransfer.ticket import commit_from_proto
 from pdserve.base import rpc
+from pdserve.base.admin import bound_socket
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import PdserveError, RequestError, StaleError, reason_of
 from pdserve.base.ids import RequestId
 from pdserve.base.logs import get_logger, request_id_var
-from pdserve.base.wire import sampling_from_wire
+from pdserve.base.streams import MessageStream, PeerLeft, serve_streams
+from pdserve.base.wire import error_to_wire, sampling_from_wire
 from pdserve.engine.step import Grant, RequestTokens, Started, StepOutput
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.v1 import decode_pb2_grpc as pb_grpc
@@ -26,6 +28,9 @@ from pdserve.worker.sessions import Failed, Sessions
 from pdserve.worker.worker import Worker
 
 log = get_logger(__name__)
+
+#: How long a connection may be open without a request.
+_START_TIMEOUT_S = 10.0
 
 
 class DecodeService(pb_grpc.DecodeServiceServicer):
@@ -51,13 +56,15 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         self._sessions: Sessions[Event] = Sessions()
         self._running: dict[RequestId, DecodeSession] = {}
         self._receiver: Receiver | None = None
+        self._config = config
+        self._open = AsyncExitStack()
 
     # TierService
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the gRPC methods."""
         pb_grpc.add_DecodeServiceServicer_to_server(self, server)
 
-    def start(self, grpc_address: str) -> None:
+    async def start(self, grpc_address: str) -> str:
         """Tickets can be handed out once it is known where commits are called."""
         worker = self._worker
         identity = ReceiverIdentity(
@@ -67,6 +74,10 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             transport=worker.transport, memory=worker.model.kv_cache, identity=identity, tasks=worker.tasks
         )
         worker.metrics.kv_transfers_active.set_function(lambda: self.receiver.num_transfers)
+        listener = bound_socket(self._config.host, self._config.stream_port, flag="--stream-port")
+        return await self._open.enter_async_context(
+            serve_streams(listener, pb.DecodeRequest.FromString, self._decode, _failure)
+        )
 
     def on_step(self, output: StepOutput) -> None:
         """Hands a step's events to their requests, in order."""
@@ -80,35 +91,39 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             self._sessions.put(request_id, Finished())
 
     async def close(self) -> None:
-        """No call is left."""
+        """Ends what is still being served."""
+        await self._open.aclose()
         if self._receiver is not None:
             await self._receiver.close()
 
-    # DecodeService
-    @rpc.method
-    async def Decode(  # noqa: N802 - the name is the wire's
-        self,
-        request_iterator: AsyncIterator[pb.DecodeRequest],
-        context: grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeResponse],
-    ) -> None:
-        """One request's life on this worker."""
+    async def _decode(self, stream: MessageStream[pb.DecodeRequest]) -> None:
+        """One connection: one request's life on this worker."""
         with self._worker.calls.serving():
-            first = await anext(aiter(request_iterator), None)
-            if first is None or first.WhichOneof("command") != "start":
-                raise RequestError("The first message of a Decode stream is start.")
-            start = first.start
+            start = await self._start_of(stream)
             request_id = RequestId(start.ref.request_id)
             request_id_var.set(request_id)
             async with self._sessions.open(request_id, start.ref.attempt) as inbox:
                 session = DecodeSession(
-                    self._worker, self.scheduler, self.receiver, inbox, context.write, lease_s=self._lease_s
+                    self._worker, self.scheduler, self.receiver, inbox, stream, lease_s=self._lease_s
                 )
                 self._running[request_id] = session
                 try:
-                    await session.run(self._job(start), aiter(request_iterator))
+                    await session.run(self._job(start))
                 finally:
                     del self._running[request_id]
 
+    async def _start_of(self, stream: MessageStream[pb.DecodeRequest]) -> pb.DecodeStart:
+        try:
+            first = await stream.read(_START_TIMEOUT_S)
+        except TimeoutError:
+            raise RequestError(f"Nothing was asked within {_START_TIMEOUT_S:g} s.") from None
+        if first is None:
+            raise PeerLeft
+        if first.WhichOneof("command") != "start":
+            raise RequestError("The first message of a stream is start.")
+        return first.start
+
+    # DecodeService
     @rpc.method
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:  # noqa: N802
         """A transfer is complete: verify it and let its sequences run."""
@@ -145,3 +160,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             hashes=hash_blocks(key, prompt, layout.block_size),
             local_prefill_threshold=start.local_prefill_threshold,
         )
+
+
+def _failure(error: PdserveError) -> pb.DecodeResponse:
+    return pb.DecodeResponse(failed=error_to_wire(error))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 from decode_svc.request import DecodeJob
@@ -12,6 +11,7 @@ from kvtransfer.receiver import Received, Receiver, Reservation
 from kvtransfer.ticket import Ticket, ticket_to_proto
 from pdserve.base.errors import InvalidTransition, PdserveError, RequestError, StaleAttempt, StaleError, reason_of
 from pdserve.base.logs import get_logger
+from pdserve.base.streams import MessageStream, PeerLeft
 from pdserve.base.tasks import service_group
 from pdserve.base.wire import tokens_to_wire
 from pdserve.engine.step import Grant, RequestTokens, Started
@@ -42,7 +42,7 @@ class DecodeSession:
         scheduler: DecodeScheduler,
         receiver: Receiver,
         inbox: Session[Event],
-        write: Callable[[pb.DecodeResponse], Awaitable[None]],
+        stream: MessageStream[pb.DecodeRequest],
         *,
         lease_s: float,
     ) -> None:
@@ -51,7 +51,7 @@ class DecodeSession:
         self._scheduler = scheduler
         self._receiver = receiver
         self._inbox = inbox
-        self._write = write
+        self._stream = stream
         self._request_id = inbox.request_id
         self._attempt = inbox.attempt
         self._ticket: Ticket | None = None
@@ -62,23 +62,24 @@ class DecodeSession:
         self.activated: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._received = False
 
-    async def run(self, job: DecodeJob, commands: AsyncIterator[pb.DecodeRequest]) -> None:
-        """Raises what ended the request, if not its last token."""
+    async def run(self, job: DecodeJob) -> None:
+        """Raises what ended the request, if not its last token; that may be `PeerLeft`, at any time."""
         async with service_group() as tasks:
-            reading = tasks.start(self._read(commands), name=f"commands {self._request_id}")
+            reading = tasks.start(self._read(), name=f"commands {self._request_id}")
             try:
                 await self._worker.run(lambda: self._scheduler.reserve(job))
                 while not await self._handle_next():
                     pass
             finally:
                 await self._release()
-            # The router ends the stream: a command that crossed our end would replace its good status by an internal
-            # error in the router's gRPC (grpc/grpc#36066).
+            # The router closes the stream: a command that came after our end would reset the connection, and what the
+            # router has not read yet would be lost with it.
             await asyncio.wait((reading,), timeout=_CLOSE_TIMEOUT_S)
 
-    async def _read(self, commands: AsyncIterator[pb.DecodeRequest]) -> None:
-        async for command in commands:
+    async def _read(self) -> None:
+        while (command := await self._stream.read()) is not None:
             self._inbox.put(command)
+        raise PeerLeft
 
     async def _handle_next(self) -> bool:
         """Handles one event; True after the last."""
@@ -94,7 +95,7 @@ class DecodeSession:
                     *(choice for later in self._inbox.more(RequestTokens) for choice in later.choices),
                 ]
                 tokens = pb.DecodeTokens(choices=map(tokens_to_wire, choices))
-                await self._write(pb.DecodeResponse(tokens=tokens))
+                await self._stream.write(pb.DecodeResponse(tokens=tokens))
             case pb.DecodeRequest() as command:
                 await self._obey(command)
             case Finished() | None:
@@ -119,7 +120,7 @@ class DecodeSession:
             cached_tokens=ticket.first_block * ticket.layout.block_size,
             reserve_s=_now() - self._opened_at,
         )
-        await self._write(pb.DecodeResponse(ticket=granted))
+        await self._stream.write(pb.DecodeResponse(ticket=granted))
 
     async def _started(self, started: Started) -> None:
         message = pb.DecodeStarted(
@@ -127,7 +128,7 @@ class DecodeSession:
             cached_tokens=started.num_cached,
             queue_s=_now() - self._runnable_at,
         )
-        await self._write(pb.DecodeResponse(started=message))
+        await self._stream.write(pb.DecodeResponse(started=message))
 
     async def _obey(self, command: pb.DecodeRequest) -> None:
         kind = command.WhichOneof("command")

@@ -50,8 +50,9 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
         """Adds the gRPC method."""
         pb_grpc.add_PrefillServiceServicer_to_server(self, server)
 
-    def start(self, grpc_address: str) -> None:
-        """Nothing to do: nobody calls a prefill worker back."""
+    async def start(self, grpc_address: str) -> str:
+        """Nothing to do: prompts come over gRPC, and nobody calls a prefill worker back."""
+        return ""
 
     def on_step(self, output: StepOutput) -> None:
         """Hands a step's events to their prompts; tokens before progress, since a client waits for them."""

@@ -6,30 +6,34 @@ import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 import grpc
 
 from pdserve.base.errors import PeerLost, TransferTimeout
 from pdserve.base.rpc import mapped_rpc_errors, open_channel
+from pdserve.base.streams import MessageStream, open_stream
+from pdserve.base.wire import error_from_wire
 from pdserve.base.workers import WorkerRecord
-from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from pdserve.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
 from router_svc.placement import Incarnation
 
-Event = TypeVar("Event")
+
+class _Reported(Exception):
+    """Cause of an error that a worker told over a stream."""
 
 
 def is_reported(error: BaseException) -> bool:
     """Whether the worker itself answered with this error, so that it is alive."""
     cause = error.__cause__
-    if not isinstance(cause, grpc.aio.AioRpcError):
-        return False
-    return any(str(key).startswith("pdserve-") for key, _ in cause.trailing_metadata() or ())
+    if isinstance(cause, grpc.aio.AioRpcError):
+        return any(str(key).startswith("pdserve-") for key, _ in cause.trailing_metadata() or ())
+    return isinstance(cause, _Reported)
 
 
 def is_gone(error: BaseException) -> bool:
     """Whether the worker itself could not be reached; a loss that it reports is somebody else's."""
-    return isinstance(error, PeerLost) and isinstance(error.__cause__, grpc.aio.AioRpcError) and not is_reported(error)
+    is_ours = isinstance(error.__cause__, (grpc.aio.AioRpcError, OSError))
+    return isinstance(error, PeerLost) and is_ours and not is_reported(error)
 
 
 @dataclass(slots=True)
@@ -39,7 +43,7 @@ class _Entry:
 
 
 class Channels:
-    """One channel for each incarnation of a worker, kept open between requests."""
+    """One gRPC channel for each incarnation of a worker, kept open between requests."""
 
     def __init__(self) -> None:
         self._entries: dict[Incarnation, _Entry] = {}
@@ -71,24 +75,30 @@ class Channels:
 class DecodeCall:
     """A request on one decode worker: commands go out, events come in, until one side closes."""
 
-    def __init__(
-        self, call: grpc.aio.StreamStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse], peer: str
-    ) -> None:
-        self._call = call
-        self._events = aiter(call)
+    def __init__(self, stream: MessageStream[decode_pb2.DecodeResponse], peer: str) -> None:
+        self._stream = stream
         self._peer = peer
 
     async def send(self, request: decode_pb2.DecodeRequest) -> None:
-        """Raises the error that ended the call, if one did."""
-        with mapped_rpc_errors(self._peer):
-            try:
-                await self._call.write(request)
-            except asyncio.InvalidStateError:
-                raise PeerLost(f"Lost {self._peer}: {await self._call.details() or 'it ended the call'}.") from None
+        """Tells the worker something. What ended the call, if that has happened, is raised by `next_event`."""
+        await self._stream.write(request)
 
-    async def next_event(self, silence_s: float | None) -> decode_pb2.DecodeResponse | None:
-        """The next event; None when the worker closed the stream. Raises `TransferTimeout` after `silence_s`."""
-        return await _next(self._events, silence_s, self._peer)
+    async def next_event(self, silence_s: float | None) -> decode_pb2.DecodeResponse:
+        """The next event. Raises the error the worker ended with, `PeerLost`, `TransferTimeout` after `silence_s`."""
+        try:
+            event = await self._stream.read(silence_s)
+        except TimeoutError:
+            raise TransferTimeout(f"{self._peer} has been silent for {silence_s:g} s.") from None
+        if event is None:
+            # A worker that dies closes it too, by its kernel; one that has said everything leaves that to us.
+            raise PeerLost(f"Lost {self._peer}: it closed the connection.") from ConnectionResetError()
+        if event.HasField("failed"):
+            raise error_from_wire(event.failed) from _Reported()
+        return event
+
+    def close(self) -> None:
+        """Frees everything on the worker."""
+        self._stream.close()
 
 
 class PrefillCall:
@@ -101,30 +111,25 @@ class PrefillCall:
         self._peer = peer
 
     async def next_event(self, silence_s: float | None) -> prefill_pb2.PrefillResponse | None:
-        """As `DecodeCall.next_event`."""
-        return await _next(self._events, silence_s, self._peer)
+        """The next event; None when the worker closed the stream. Raises `TransferTimeout` after `silence_s`."""
+        with mapped_rpc_errors(self._peer):
+            try:
+                async with asyncio.timeout(silence_s):
+                    return await anext(self._events)
+            except StopAsyncIteration:
+                return None
+            except TimeoutError:
+                raise TransferTimeout(f"{self._peer} has been silent for {silence_s:g} s.") from None
 
 
-async def _next(events: AsyncIterator[Event], silence_s: float | None, peer: str) -> Event | None:
-    with mapped_rpc_errors(peer):
-        try:
-            async with asyncio.timeout(silence_s):
-                return await anext(events)
-        except StopAsyncIteration:
-            return None
-        except TimeoutError:
-            raise TransferTimeout(f"{peer} has been silent for {silence_s:g} s.") from None
-
-
-@asynccontextmanager
-async def decode_call(channels: Channels, worker: WorkerRecord) -> AsyncIterator[DecodeCall]:
-    """Opens the call; leaving the block frees everything on the worker."""
-    async with channels.use(worker) as channel:
-        call = decode_pb2_grpc.DecodeServiceStub(channel).Decode()
-        try:
-            yield DecodeCall(call, f"decode worker {worker.worker_id}")
-        finally:
-            call.cancel()
+async def open_decode_call(worker: WorkerRecord) -> DecodeCall:
+    """A call to be closed. Raises `PeerLost`."""
+    peer = f"decode worker {worker.worker_id}"
+    try:
+        stream = await open_stream(worker.stream_address, decode_pb2.DecodeResponse.FromString)
+    except OSError as error:
+        raise PeerLost(f"Lost {peer}: {error.strerror or 'it does not answer'}.") from error
+    return DecodeCall(stream, peer)
 
 
 @asynccontextmanager

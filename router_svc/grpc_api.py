@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +29,6 @@ from router_svc.sampling import (
     text_rules,
 )
 from router_svc.served_model import ServedModel
-from router_svc.stream import WRITE_TIMEOUT_S
 
 SERVICE = "pdserve.v1.InferenceService"
 
@@ -54,14 +52,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Streams a completion; closing the call ends it everywhere."""
         generation = await self._generation(request)
         async with self._requests.run([generation]) as stream:
-            async for deltas in stream:
+
+            async def write(deltas: list[ChoiceDelta]) -> None:
                 choices = [_choice(delta) for delta in deltas]
-                try:
-                    async with asyncio.timeout(WRITE_TIMEOUT_S):
-                        await context.write(pb.GenerateResponse(request_id=generation.request_id, choices=choices))
-                except TimeoutError:
-                    raise TransferTimeout(f"The client has read nothing for {WRITE_TIMEOUT_S:g} s.") from None
+                await context.write(pb.GenerateResponse(request_id=generation.request_id, choices=choices))
                 stream.first_write()
+
+            try:
+                await stream.into(write)
+            except ConnectionResetError as error:
+                raise TransferTimeout(f"The client is gone: {error}.") from None
             usage = stream.usage
             await context.write(
                 pb.GenerateResponse(

@@ -23,6 +23,7 @@ class Journal:
         self._metrics = cluster.metrics
         self._directory = cluster.directory
         self._last_tokens_s: float | None = None
+        self._has_decoded = False
         #: Why the decode worker prefills, if it does.
         self._local_prefill_reason = LocalPrefillReason.SHORT
 
@@ -81,14 +82,17 @@ class Journal:
 
     def decoded(self) -> None:
         """A decode worker has sent tokens."""
-        self.record.mark(Phase.FIRST_DECODE)
+        if not self._has_decoded:
+            self._has_decoded = True
+            self.record.mark(Phase.FIRST_DECODE)
 
     def produced(self, completion_tokens: int) -> None:
         """The client gets tokens; now there are this many."""
-        self.record.mark(Phase.FIRST_TOKEN)
         self.record.completion_tokens = completion_tokens
         now = self.record.elapsed_s()
-        if self._last_tokens_s is not None:
+        if self._last_tokens_s is None:
+            self.record.mark(Phase.FIRST_TOKEN)
+        else:
             self._metrics.inter_token_latency.observe(now - self._last_tokens_s)
         self._last_tokens_s = now
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from pdserve.base.metrics import CounterReader, CounterSource, process_registry
+from pdserve.base.metrics import CounterReader, CounterSource, HistogramReader, TokenHistogram, process_registry
 from router_svc.record import Phase, Record
 
 #: What can work less well than it should.
@@ -63,8 +63,12 @@ class RouterMetrics:
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From accepting a request to its first token being written", _TTFT_BUCKETS
         )
-        self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Between two messages with tokens of one request", _TOKEN_TIME_BUCKETS
+        self.inter_token_latency = TokenHistogram(_TOKEN_TIME_BUCKETS, {"model_name": model_name})
+        HistogramReader(
+            self.registry,
+            "inter_token_latency_seconds",
+            "Between two messages with tokens of one request",
+            self.inter_token_latency,
         )
         self._time_per_output_token = self._histogram(
             "request_time_per_output_token_seconds", "Mean time per token after the first", _TOKEN_TIME_BUCKETS

@@ -33,11 +33,20 @@ class Output:
 
     def __init__(self, generation: Generation, tokenizer: Tokenizer) -> None:
         self._choices = [_Choice(index, generation, tokenizer) for index in range(generation.sampling.n)]
+        self._num_open = len(self._choices)
+        #: Tokens of all choices so far.
+        self.completion_tokens = 0
 
     def push(self, tokens: Iterable[ChoiceTokens]) -> list[ChoiceDelta]:
         """Takes tokens from any worker, in any order, repeated or not; returns what is new to the client."""
-        deltas = [self._choices[piece.choice_index].push(piece) for piece in tokens]
-        return [delta for delta in deltas if delta is not None]
+        deltas = []
+        for piece in tokens:
+            delta = self._choices[piece.choice_index].push(piece)
+            if delta is not None:
+                deltas.append(delta)
+                self.completion_tokens += len(delta.token_ids)
+                self._num_open -= delta.finish_reason is not None
+        return deltas
 
     def forget_early(self) -> None:
         """Drops tokens that wait for their first one: the decode worker they came from was given up."""
@@ -47,7 +56,7 @@ class Output:
     @property
     def is_finished(self) -> bool:
         """Whether every choice is complete."""
-        return all(choice.finished for choice in self._choices)
+        return not self._num_open
 
     @property
     def has_started(self) -> bool:
@@ -68,11 +77,6 @@ class Output:
     def first_tokens(self) -> list[int]:
         """The first token of every choice, or none when one is unknown: what a retry must begin with."""
         return [choice.token_ids[0] for choice in self._choices] if self.has_first_tokens else []
-
-    @property
-    def completion_tokens(self) -> int:
-        """Tokens of all choices so far."""
-        return sum(len(choice.token_ids) for choice in self._choices)
 
     @property
     def finish_reasons(self) -> list[str]:

@@ -70,7 +70,7 @@ class Requests:
 
         Raises:
             Overloaded, NoWorkers, Draining: the request was refused at once.
-            PdserveError: what went wrong later, out of the stream's iteration.
+            PdserveError: what went wrong later, out of `Stream.into`.
         """
         self._refuse_if_unavailable()
         accepted_at = time.time()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-from pdserve.base.errors import PdserveError, PeerLost
+from pdserve.base.errors import PdserveError
 from pdserve.base.workers import WorkerRecord
 from pdserve.v1 import decode_pb2
-from router_svc.calls import DecodeCall
+from router_svc.calls import DecodeCall, open_decode_call
 
 
 class DecodeFailed(Exception):
@@ -31,29 +33,17 @@ class Reservation:
 
     async def send(self, request: decode_pb2.DecodeRequest) -> None:
         """Tells the worker something."""
-        try:
-            await self._call.send(request)
-        except PdserveError as error:
-            raise DecodeFailed(error) from error
+        await self._call.send(request)
 
-    async def next_event(self, silence_s: float) -> decode_pb2.DecodeResponse | None:
-        """What the worker says next, None when it has said everything.
+    async def next_event(self, silence_s: float) -> decode_pb2.DecodeResponse:
+        """What the worker says next.
 
         Before decoding has begun its silence is not limited here: others wait for it.
         """
         try:
-            event = await self._call.next_event(silence_s if self.has_started else None)
+            return await self._call.next_event(silence_s if self.has_started else None)
         except PdserveError as error:
             raise DecodeFailed(error) from error
-        if event is None and not self.has_started:
-            raise self.ended_early()
-        return event
-
-    def ended_early(self) -> DecodeFailed:
-        """The worker closed the stream although tokens are missing."""
-        return DecodeFailed(
-            PeerLost(f"Decode worker {self.worker.worker_id} ended the stream before the request was done.")
-        )
 
     def reach(self, milestone: decode_pb2.DecodeResponse) -> None:
         """A ticket or the start has come."""
@@ -67,3 +57,16 @@ class Reservation:
                 return await self._milestones.get()
         except TimeoutError:
             raise DecodeFailed(error) from error
+
+
+@asynccontextmanager
+async def reserving(worker: WorkerRecord) -> AsyncIterator[Reservation]:
+    """A call to the worker; leaving the block ends it. Raises `DecodeFailed` when it cannot be reached."""
+    try:
+        call = await open_decode_call(worker)
+    except PdserveError as error:
+        raise DecodeFailed(error) from error
+    try:
+        yield Reservation(call, worker)
+    finally:
+        call.close()

@@ -35,7 +35,7 @@ from pdserve.base.ids import WorkerId
 from pdserve.base.wire import sampling_to_wire, tokens_from_wire
 from pdserve.base.workers import Tier
 from pdserve.v1 import common_pb2, decode_pb2, prefill_pb2
-from router_svc.calls import decode_call, is_reported, prefill_call
+from router_svc.calls import is_reported, prefill_call
 from router_svc.cluster import Cluster
 from router_svc.generation import Generation
 from router_svc.journal import Journal
@@ -44,7 +44,7 @@ from router_svc.output import ChoiceDelta, Output, ended_by_stop_string
 from router_svc.placement import Incarnation, Need, Placement, QueuedPrompt, choose_decode, choose_prefill
 from router_svc.record import Record
 from router_svc.request_state import RequestState
-from router_svc.reservation import DecodeFailed, Reservation
+from router_svc.reservation import DecodeFailed, Reservation, reserving
 
 #: Decode workers that may be lost under one request: one that kills its workers must not go through all of them.
 _MAX_DECODE_LOSSES = 1
@@ -61,7 +61,10 @@ class _AllDone(Exception):
 
 
 class Saga:
-    """Runs one generation. Everything it decides goes into the record, every delta to `emit`."""
+    """Runs one generation. Everything it decides goes into the record, every delta to `emit`.
+
+    Both tiers may have tokens at the same moment: `emit` keeps the order of its calls.
+    """
 
     def __init__(
         self,
@@ -78,8 +81,6 @@ class Saga:
         self._record = record
         self._output = output
         self._emit = emit
-        # Both tiers may have tokens at the same moment; the client gets them in order.
-        self._emitting = asyncio.Lock()
         self._sampling = sampling_to_wire(generation.sampling)
         self._overlap: dict[WorkerId, int] = {}
         self._queued = QueuedPrompt(cluster.in_flight)
@@ -159,22 +160,18 @@ class Saga:
             cache_salt=self._generation.cache_salt,
         )
         with self._queued, self._cluster.in_flight.decoding(worker.worker_id, self._generation.sampling.n):
-            async with decode_call(self._cluster.channels, worker) as call:
-                reservation = Reservation(call, worker)
+            async with reserving(worker) as reservation:
                 await reservation.send(decode_pb2.DecodeRequest(start=start))
                 try:
                     async with asyncio.TaskGroup() as tasks:
                         handover = tasks.create_task(self._hand_over(reservation))
                         await self._relay(reservation)
-                        if self._output.is_finished:
-                            handover.cancel()
+                        handover.cancel()
                 except* _AllDone:
                     pass
                 except* (DecodeFailed, PdserveError) as errors:
                     # Both sides may have met the same failure; the first one explains it.
                     raise errors.exceptions[0] from None
-                if not self._output.is_finished:
-                    raise reservation.ended_early()
 
     def _plan_prefill(self, decode: Placement) -> PrefillPlan:
         """Which way the prompt is to go. From now on it is in the way of others there."""
@@ -195,14 +192,9 @@ class Saga:
         return plan
 
     async def _relay(self, reservation: Reservation) -> None:
-        """Reads the decode worker's events until every choice is complete.
-
-        Or to their end, when they were faster than the prefill worker's first tokens: the handover brings those.
-        """
+        """Reads the decode worker's events until every choice is complete."""
         while not self._output.is_finished:
             event = await reservation.next_event(self._policy.token_timeout_s)
-            if event is None:
-                return
             match event.WhichOneof("event"):
                 case "ticket":
                     self._journal.granted(event.ticket, reservation.worker)
@@ -350,12 +342,11 @@ class Saga:
 
     async def _deliver(self, tokens: Sequence[common_pb2.ChoiceTokens], reservation: Reservation | None) -> None:
         """Gives tokens to the client, and tells the decode worker which choices a stop string ended."""
-        async with self._emitting:
-            deltas = self._output.push(map(tokens_from_wire, tokens))
-            if not deltas:
-                return
-            self._journal.produced(self._output.completion_tokens)
-            await self._emit(deltas)
+        deltas = self._output.push(map(tokens_from_wire, tokens))
+        if not deltas:
+            return
+        self._journal.produced(self._output.completion_tokens)
+        await self._emit(deltas)
         if reservation is not None and not self._output.is_finished:
             for index in ended_by_stop_string(deltas):
                 stop = decode_pb2.StopChoice(choice_index=index)

@@ -85,6 +85,8 @@ class Router:
             self.cluster, self._gate, Ring(config.trace_capacity), self._request_store, model.tokenizer
         )
         self._model = model
+        #: What is missing, or None, as the supervisor last heard; empty before it heard anything.
+        self._told_supervisor: tuple[str | None, ...] = ()
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[Addresses]:
@@ -169,6 +171,9 @@ class Router:
         missing = NO_DECODE_WORKER if not ready["decode"] else None
         if self.config.prefill_expected > 0 and not ready["prefill"]:
             missing = missing or "no prefill worker is ready"
+        if (missing,) == self._told_supervisor:
+            return
+        self._told_supervisor = (missing,)
         if missing is None:
             notify.ready()
         else:

@@ -1,8 +1,11 @@
-"""What the metrics of every process share: the names of the process's own figures, and counters kept elsewhere."""
+"""What the metrics of every process share: the names of the process's own figures, counters kept elsewhere, and
+histograms for what happens with every token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import (
@@ -12,8 +15,9 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
 )
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 
 def process_registry() -> CollectorRegistry:
@@ -50,3 +54,46 @@ class CounterReader(Collector):
             family = CounterMetricFamily(f"pdserve_{source.name}", source.text, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), source.value())
             yield family
+
+
+class TokenHistogram:
+    """Counts into buckets by addition alone: prometheus_client's own takes two locks and walks the buckets.
+
+    Observed on one thread.
+    """
+
+    def __init__(self, bounds: Sequence[float], labels: Mapping[str, str]) -> None:
+        self.labels = dict(labels)
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Counts `value` into the first bucket whose bound is not below it."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def add_to(self, family: HistogramMetricFamily) -> None:
+        """Adds the buckets as Prometheus has them: each with all below it."""
+        total, buckets = 0, []
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            total += count
+            buckets.append((floatToGoString(bound), total))  # type: ignore[no-untyped-call]
+        family.add_metric(list(self.labels.values()), buckets, self._sum)
+
+
+class HistogramReader(Collector):
+    """Shows histograms of one name, which differ in the values of their labels, at each scrape."""
+
+    def __init__(self, registry: CollectorRegistry, name: str, text: str, *histograms: TokenHistogram) -> None:
+        self._name = f"pdserve_{name}"
+        self._text = text
+        self._histograms = histograms
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """All buckets now."""
+        family = HistogramMetricFamily(self._name, self._text, labels=list(self._histograms[0].labels))
+        for histogram in self._histograms:
+            histogram.add_to(family)
+        yield family

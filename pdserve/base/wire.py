@@ -1,7 +1,8 @@
-"""Sampling parameters and tokens between their wire form and their values."""
+"""Sampling parameters, tokens and errors between their wire form and their values."""
 
 from __future__ import annotations
 
+from pdserve.base.errors import Overloaded, PdserveError, RequestError, error_classes
 from pdserve.base.sampling import ChoiceTokens, FinishReason, SamplingParams, TokenLogprobs
 from pdserve.v1 import common_pb2 as pb
 
@@ -97,3 +98,23 @@ def _logprobs_from_wire(message: pb.TokenLogprobs) -> TokenLogprobs:
         top_ids=tuple(message.top_ids),
         top_logprobs=tuple(message.top_logprobs),
     )
+
+
+def error_to_wire(error: PdserveError) -> pb.Error:
+    """The message for an error."""
+    message = pb.Error(name=type(error).__name__, text=str(error))
+    if isinstance(error, RequestError) and error.param is not None:
+        message.param = error.param
+    if isinstance(error, Overloaded):
+        message.retry_after_s = error.retry_after_s
+    return message
+
+
+def error_from_wire(message: pb.Error) -> PdserveError:
+    """The error back; of a class that is not known here only the text stays."""
+    cls = error_classes().get(message.name, PdserveError)
+    if issubclass(cls, Overloaded):
+        return cls(message.text, retry_after_s=message.retry_after_s)
+    if issubclass(cls, RequestError):
+        return cls(message.text, param=message.param if message.HasField("param") else None)
+    return cls(message.text)

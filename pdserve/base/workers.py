@@ -40,6 +40,8 @@ class WorkerRecord:
     tier: Tier
     grpc_address: str
     http_address: str
+    #: Where requests are sent (decode); empty for a tier that takes them over gRPC.
+    stream_address: str
     #: The name clients use.
     model: str
     layout: KvLayout
@@ -67,6 +69,7 @@ def record_to_fields(record: WorkerRecord) -> dict[str, str]:
         "tier": record.tier,
         "grpc_address": record.grpc_address,
         "http_address": record.http_address,
+        "stream_address": record.stream_address,
         "model": record.model,
         "layout": json.dumps(asdict(record.layout)),
         "max_num_seqs": str(record.max_num_seqs),
@@ -90,6 +93,7 @@ def record_from_fields(worker_id: WorkerId, fields: Mapping[str, bytes]) -> Work
             tier=cast(Tier, tier),
             grpc_address=fields["grpc_address"].decode(),
             http_address=fields["http_address"].decode(),
+            stream_address=fields["stream_address"].decode(),
             model=fields["model"].decode(),
             layout=KvLayout(**json.loads(fields["layout"])),
             max_num_seqs=int(fields["max_num_seqs"]),

@@ -30,6 +30,8 @@ class Tokenizer:
         #: Any of them ends a completion.
         self.eos_token_ids = eos_token_ids
         self._bytes_of, self._strips_first_space = token_decoder(Fields(json.loads(tokenizer.to_str()), where))
+        #: Of the tokens met so far: no token ever changes.
+        self._token_bytes: dict[int, bytes] = {}
         self._special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
 
     @classmethod
@@ -75,8 +77,13 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """What the token adds to the text; empty for an id that the vocabulary does not have."""
-        token = self._tokenizer.id_to_token(token_id)
-        return b"" if token is None else self._bytes_of(token)
+        data = self._token_bytes.get(token_id)
+        if data is None:
+            token = self._tokenizer.id_to_token(token_id)
+            if token is None:
+                return b""
+            data = self._token_bytes[token_id] = self._bytes_of(token)
+        return data
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token stands for something other than text (ends, roles)."""

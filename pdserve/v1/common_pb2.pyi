@@ -234,3 +234,38 @@ class RequestRef(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RequestRef: _TypeAlias = RequestRef  # noqa: Y015
+
+@_typing.final
+class Error(_message.Message):
+    """An error of pdserve/base/errors.py on its way to another process."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    PARAM_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the class."""
+    text: _builtins.str
+    param: _builtins.str
+    """RequestError: the parameter that is wrong."""
+    retry_after_s: _builtins.float
+    """Overloaded only."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        text: _builtins.str = ...,
+        param: _builtins.str | None = ...,
+        retry_after_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_param", b"_param", "param", b"param"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_param", b"_param", "name", b"name", "param", b"param", "retry_after_s", b"retry_after_s", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__param: _TypeAlias = _typing.Literal["param"]  # noqa: Y015
+    _WhichOneofArgType__param: _TypeAlias = _typing.Literal["_param", b"_param"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__param) -> _WhichOneofReturnType__param | None: ...
+
+Global___Error: _TypeAlias = Error  # noqa: Y015

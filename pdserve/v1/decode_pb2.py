@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import common_pb2 as pdserve_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/decode.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\"\x88\x02\n\rDecodeRequest\x12(\n\x05start\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.DecodeStartH\x00\x12/\n\x0crenew_ticket\x18\x02 \x01(\x0b\x32\x17.pdserve.v1.RenewTicketH\x00\x12\x35\n\x0fprefill_locally\x18\x03 \x01(\x0b\x32\x1a.pdserve.v1.PrefillLocallyH\x00\x12+\n\nkeep_lease\x18\x04 \x01(\x0b\x32\x15.pdserve.v1.KeepLeaseH\x00\x12-\n\x0bstop_choice\x18\x05 \x01(\x0b\x32\x16.pdserve.v1.StopChoiceH\x00\x42\t\n\x07\x63ommand\"\xaf\x01\n\x0b\x44\x65\x63odeStart\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.RequestRef\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x1f\n\x17local_prefill_threshold\x18\x04 \x01(\r\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\"\x1e\n\x0bRenewTicket\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\r\">\n\x0ePrefillLocally\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\r\x12\x1b\n\x13\x66orced_first_tokens\x18\x02 \x03(\r\"\x0b\n\tKeepLease\"\"\n\nStopChoice\x12\x14\n\x0c\x63hoice_index\x18\x01 \x01(\r\"\xa0\x01\n\x0e\x44\x65\x63odeResponse\x12+\n\x06ticket\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.TicketGrantedH\x00\x12*\n\x06tokens\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.DecodeTokensH\x00\x12,\n\x07started\x18\x03 \x01(\x0b\x32\x19.pdserve.v1.DecodeStartedH\x00\x42\x07\n\x05\x65vent\"]\n\rTicketGranted\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.pdserve.v1.Ticket\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x11\n\treserve_s\x18\x03 \x01(\x01\"R\n\rDecodeStarted\x12\x19\n\x11prefilled_locally\x18\x01 \x01(\x08\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\"9\n\x0c\x44\x65\x63odeTokens\x12)\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.ChoiceTokens\"\x8e\x02\n\x06Ticket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x14\n\x0cgrpc_address\x18\x05 \x01(\t\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x07 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12$\n\x06layout\x18\n \x01(\x0b\x32\x14.pdserve.v1.KvLayout\x12\x0f\n\x07lease_s\x18\x0b \x01(\x01\x12\x0b\n\x03key\x18\x0c \x01(\x0c\x12\x10\n\x08tag_base\x18\r \x01(\x04\"\x89\x01\n\x08KvLayout\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\x12\x0f\n\x07tp_size\x18\x07 \x01(\r\"\x8c\x01\n\rCommitRequest\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.RequestRef\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07\x64igests\x18\x04 \x03(\x0c\x12\x14\n\x0c\x66irst_tokens\x18\x05 \x03(\r\x12\x0b\n\x03mac\x18\x06 \x01(\x0c\"#\n\x0e\x43ommitResponse\x12\x11\n\treceive_s\x18\x01 \x01(\x01\x32\x95\x01\n\rDecodeService\x12\x43\n\x06\x44\x65\x63ode\x12\x19.pdserve.v1.DecodeRequest\x1a\x1a.pdserve.v1.DecodeResponse(\x01\x30\x01\x12?\n\x06\x43ommit\x12\x19.pdserve.v1.CommitRequest\x1a\x1a.pdserve.v1.CommitResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/decode.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\"\x88\x02\n\rDecodeRequest\x12(\n\x05start\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.DecodeStartH\x00\x12/\n\x0crenew_ticket\x18\x02 \x01(\x0b\x32\x17.pdserve.v1.RenewTicketH\x00\x12\x35\n\x0fprefill_locally\x18\x03 \x01(\x0b\x32\x1a.pdserve.v1.PrefillLocallyH\x00\x12+\n\nkeep_lease\x18\x04 \x01(\x0b\x32\x15.pdserve.v1.KeepLeaseH\x00\x12-\n\x0bstop_choice\x18\x05 \x01(\x0b\x32\x16.pdserve.v1.StopChoiceH\x00\x42\t\n\x07\x63ommand\"\xaf\x01\n\x0b\x44\x65\x63odeStart\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.RequestRef\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x1f\n\x17local_prefill_threshold\x18\x04 \x01(\r\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\"\x1e\n\x0bRenewTicket\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\r\">\n\x0ePrefillLocally\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\r\x12\x1b\n\x13\x66orced_first_tokens\x18\x02 \x03(\r\"\x0b\n\tKeepLease\"\"\n\nStopChoice\x12\x14\n\x0c\x63hoice_index\x18\x01 \x01(\r\"\xc5\x01\n\x0e\x44\x65\x63odeResponse\x12+\n\x06ticket\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.TicketGrantedH\x00\x12*\n\x06tokens\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.DecodeTokensH\x00\x12,\n\x07started\x18\x03 \x01(\x0b\x32\x19.pdserve.v1.DecodeStartedH\x00\x12#\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x11.pdserve.v1.ErrorH\x00\x42\x07\n\x05\x65vent\"]\n\rTicketGranted\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.pdserve.v1.Ticket\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x11\n\treserve_s\x18\x03 \x01(\x01\"R\n\rDecodeStarted\x12\x19\n\x11prefilled_locally\x18\x01 \x01(\x08\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\"9\n\x0c\x44\x65\x63odeTokens\x12)\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.ChoiceTokens\"\x8e\x02\n\x06Ticket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x14\n\x0cgrpc_address\x18\x05 \x01(\t\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x07 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12$\n\x06layout\x18\n \x01(\x0b\x32\x14.pdserve.v1.KvLayout\x12\x0f\n\x07lease_s\x18\x0b \x01(\x01\x12\x0b\n\x03key\x18\x0c \x01(\x0c\x12\x10\n\x08tag_base\x18\r \x01(\x04\"\x89\x01\n\x08KvLayout\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\x12\x0f\n\x07tp_size\x18\x07 \x01(\r\"\x8c\x01\n\rCommitRequest\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.RequestRef\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07\x64igests\x18\x04 \x03(\x0c\x12\x14\n\x0c\x66irst_tokens\x18\x05 \x03(\r\x12\x0b\n\x03mac\x18\x06 \x01(\x0c\"#\n\x0e\x43ommitResponse\x12\x11\n\treceive_s\x18\x01 \x01(\x01\x32P\n\rDecodeService\x12?\n\x06\x43ommit\x12\x19.pdserve.v1.CommitRequest\x1a\x1a.pdserve.v1.CommitResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,21 +45,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STOPCHOICE']._serialized_start=618
   _globals['_STOPCHOICE']._serialized_end=652
   _globals['_DECODERESPONSE']._serialized_start=655
-  _globals['_DECODERESPONSE']._serialized_end=815
-  _globals['_TICKETGRANTED']._serialized_start=817
-  _globals['_TICKETGRANTED']._serialized_end=910
-  _globals['_DECODESTARTED']._serialized_start=912
-  _globals['_DECODESTARTED']._serialized_end=994
-  _globals['_DECODETOKENS']._serialized_start=996
-  _globals['_DECODETOKENS']._serialized_end=1053
-  _globals['_TICKET']._serialized_start=1056
-  _globals['_TICKET']._serialized_end=1326
-  _globals['_KVLAYOUT']._serialized_start=1329
-  _globals['_KVLAYOUT']._serialized_end=1466
-  _globals['_COMMITREQUEST']._serialized_start=1469
-  _globals['_COMMITREQUEST']._serialized_end=1609
-  _globals['_COMMITRESPONSE']._serialized_start=1611
-  _globals['_COMMITRESPONSE']._serialized_end=1646
-  _globals['_DECODESERVICE']._serialized_start=1649
-  _globals['_DECODESERVICE']._serialized_end=1798
+  _globals['_DECODERESPONSE']._serialized_end=852
+  _globals['_TICKETGRANTED']._serialized_start=854
+  _globals['_TICKETGRANTED']._serialized_end=947
+  _globals['_DECODESTARTED']._serialized_start=949
+  _globals['_DECODESTARTED']._serialized_end=1031
+  _globals['_DECODETOKENS']._serialized_start=1033
+  _globals['_DECODETOKENS']._serialized_end=1090
+  _globals['_TICKET']._serialized_start=1093
+  _globals['_TICKET']._serialized_end=1363
+  _globals['_KVLAYOUT']._serialized_start=1366
+  _globals['_KVLAYOUT']._serialized_end=1503
+  _globals['_COMMITREQUEST']._serialized_start=1506
+  _globals['_COMMITREQUEST']._serialized_end=1646
+  _globals['_COMMITRESPONSE']._serialized_start=1648
+  _globals['_COMMITRESPONSE']._serialized_end=1683
+  _globals['_DECODESERVICE']._serialized_start=1685
+  _globals['_DECODESERVICE']._serialized_end=1765
 # @@protoc_insertion_point(module_scope)

@@ -21,6 +21,14 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class DecodeRequest(_message.Message):
+    """One request's life on a decode worker is one TCP connection to its stream
+    address. Each message goes behind its length (4 bytes, big-endian):
+    DecodeRequest to the worker, DecodeResponse back. The first one is `start`; the
+    worker answers with a ticket when it holds the blocks, and with tokens once
+    the KV has arrived. The router closes the connection, also when every token
+    has come; closing it frees everything.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     START_FIELD_NUMBER: _builtins.int
@@ -187,24 +195,30 @@ class DecodeResponse(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     STARTED_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ticket(self) -> Global___TicketGranted: ...
     @_builtins.property
     def tokens(self) -> Global___DecodeTokens: ...
     @_builtins.property
     def started(self) -> Global___DecodeStarted: ...
+    @_builtins.property
+    def failed(self) -> _common_pb2.Error:
+        """The request has ended with this error; nothing follows."""
+
     def __init__(
         self,
         *,
         ticket: Global___TicketGranted | None = ...,
         tokens: Global___DecodeTokens | None = ...,
         started: Global___DecodeStarted | None = ...,
+        failed: _common_pb2.Error | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "started", b"started", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "started", b"started", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "started", b"started", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "started", b"started", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["ticket", "tokens", "started"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["ticket", "tokens", "started", "failed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

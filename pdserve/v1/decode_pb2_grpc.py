@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class DecodeServiceStub:
-    """The memory-bound tier: KV blocks -> tokens, continuous batching.
+    """The memory-bound tier: KV blocks -> tokens, continuous batching. Requests come
+    over connections of their own (DecodeRequest), not over gRPC.
     """
 
     def __init__(self, channel):
@@ -35,11 +36,6 @@ class DecodeServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Decode = channel.stream_stream(
-                '/pdserve.v1.DecodeService/Decode',
-                request_serializer=pdserve_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
-                response_deserializer=pdserve_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
-                _registered_method=True)
         self.Commit = channel.unary_unary(
                 '/pdserve.v1.DecodeService/Commit',
                 request_serializer=pdserve_dot_v1_dot_decode__pb2.CommitRequest.SerializeToString,
@@ -48,17 +44,9 @@ class DecodeServiceStub:
 
 
 class DecodeServiceServicer:
-    """The memory-bound tier: KV blocks -> tokens, continuous batching.
+    """The memory-bound tier: KV blocks -> tokens, continuous batching. Requests come
+    over connections of their own (DecodeRequest), not over gRPC.
     """
-
-    def Decode(self, request_iterator, context):
-        """One request's life on this worker. The first message is `start`; the
-        worker answers with a ticket when it holds the blocks, and with tokens once
-        the KV has arrived. Closing the call frees everything.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
         """A prefill worker declares a transfer complete. Answered when every block
@@ -71,11 +59,6 @@ class DecodeServiceServicer:
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Decode': grpc.stream_stream_rpc_method_handler(
-                    servicer.Decode,
-                    request_deserializer=pdserve_dot_v1_dot_decode__pb2.DecodeRequest.FromString,
-                    response_serializer=pdserve_dot_v1_dot_decode__pb2.DecodeResponse.SerializeToString,
-            ),
             'Commit': grpc.unary_unary_rpc_method_handler(
                     servicer.Commit,
                     request_deserializer=pdserve_dot_v1_dot_decode__pb2.CommitRequest.FromString,
@@ -90,35 +73,9 @@ def add_DecodeServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DecodeService:
-    """The memory-bound tier: KV blocks -> tokens, continuous batching.
+    """The memory-bound tier: KV blocks -> tokens, continuous batching. Requests come
+    over connections of their own (DecodeRequest), not over gRPC.
     """
-
-    @staticmethod
-    def Decode(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/pdserve.v1.DecodeService/Decode',
-            pdserve_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
-            pdserve_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def Commit(request,

@@ -27,17 +27,14 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class DecodeServiceStub:
-    """The memory-bound tier: KV blocks -> tokens, continuous batching."""
+    """The memory-bound tier: KV blocks -> tokens, continuous batching. Requests come
+    over connections of their own (DecodeRequest), not over gRPC.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeServiceAsyncStub: ...
-    Decode: _grpc.StreamStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]
-    """One request's life on this worker. The first message is `start`; the
-    worker answers with a ticket when it holds the blocks, and with tokens once
-    the KV has arrived. Closing the call frees everything.
-    """
     Commit: _grpc.UnaryUnaryMultiCallable[_decode_pb2.CommitRequest, _decode_pb2.CommitResponse]
     """A prefill worker declares a transfer complete. Answered when every block
     has been received and verified and the sequences are queued to run.
@@ -45,32 +42,20 @@ class DecodeServiceStub:
 
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
-    """The memory-bound tier: KV blocks -> tokens, continuous batching."""
+    """The memory-bound tier: KV blocks -> tokens, continuous batching. Requests come
+    over connections of their own (DecodeRequest), not over gRPC.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Decode: _aio.StreamStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]  # type: ignore[assignment]
-    """One request's life on this worker. The first message is `start`; the
-    worker answers with a ticket when it holds the blocks, and with tokens once
-    the KV has arrived. Closing the call frees everything.
-    """
     Commit: _aio.UnaryUnaryMultiCallable[_decode_pb2.CommitRequest, _decode_pb2.CommitResponse]  # type: ignore[assignment]
     """A prefill worker declares a transfer complete. Answered when every block
     has been received and verified and the sequences are queued to run.
     """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The memory-bound tier: KV blocks -> tokens, continuous batching."""
-
-    @_abc_1.abstractmethod
-    def Decode(
-        self,
-        request_iterator: _MaybeAsyncIterator[_decode_pb2.DecodeRequest],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeResponse], _abc.AsyncIterator[_decode_pb2.DecodeResponse]]:
-        """One request's life on this worker. The first message is `start`; the
-        worker answers with a ticket when it holds the blocks, and with tokens once
-        the KV has arrived. Closing the call frees everything.
-        """
+    """The memory-bound tier: KV blocks -> tokens, continuous batching. Requests come
+    over connections of their own (DecodeRequest), not over gRPC.
+    """
 
     @_abc_1.abstractmethod
     def Commit(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from pdserve.base.metrics import CounterReader, CounterSource, process_registry
+from pdserve.base.metrics import CounterReader, CounterSource, HistogramReader, TokenHistogram, process_registry
 
 LABELS = ("model_name", "tier")
 
@@ -28,22 +28,17 @@ class WorkerMetrics:
         self.kv_blocks_free = self._gauge(
             "kv_blocks_free", "KV blocks no request holds (cached prefixes count as free)"
         )
-        self.num_preemptions = self._counter("num_preemptions", "Sequences put back to recompute for lack of blocks")
-        self.prefix_cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
-        self.prefix_cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
         # Work
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed")
         self.generation_tokens = self._counter("generation_tokens", "Tokens sampled")
-        self.step_seconds = Histogram(
-            "pdserve_engine_step_seconds",
-            "Duration of a step's phase",
-            [*LABELS, "phase"],
-            buckets=_STEP_BUCKETS,
-            registry=self.registry,
+        self.schedule_s, self.build_s, self.forward_s, self.sample_s = (
+            TokenHistogram(_STEP_BUCKETS, self.labels(phase=phase))
+            for phase in ("schedule", "build", "forward", "sample")
         )
-        self.iteration_tokens = Histogram(
-            "pdserve_iteration_tokens", "Tokens of a step", LABELS, buckets=_TOKEN_BUCKETS, registry=self.registry
-        ).labels(**self._labels)
+        phases = (self.schedule_s, self.build_s, self.forward_s, self.sample_s)
+        HistogramReader(self.registry, "engine_step_seconds", "Duration of a step's phase", *phases)
+        self.iteration_tokens = TokenHistogram(_TOKEN_BUCKETS, self._labels)
+        HistogramReader(self.registry, "iteration_tokens", "Tokens of a step", self.iteration_tokens)
         # Handover
         self.kv_transfer_bytes = self._counter(
             "kv_transfer_bytes", "KV bytes sent or received", "direction", "transport"
@@ -91,10 +86,6 @@ class WorkerMetrics:
     def labels(self, **more: str) -> dict[str, str]:
         """The labels every metric has, and `more`."""
         return {**self._labels, **more}
-
-    def observe_phase(self, phase: str, seconds: float) -> None:
-        """One phase of one step."""
-        self.step_seconds.labels(**self._labels, phase=phase).observe(seconds)
 
     def _moved(self, direction: str, num_bytes: int, num_blocks: int, busy_s: float, transport: str) -> None:
         self.kv_transfer_bytes.labels(**self._labels, direction=direction, transport=transport).inc(num_bytes)

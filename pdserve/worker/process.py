@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from kvtransfer.kv_events import KvEventPublisher
@@ -58,14 +58,13 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
             )
             service = build(worker)
             notify.status("warming up")
-            async with worker.computing(service) as fatal, _served(service, config) as (grpc_address, grpc_health):
+            async with worker.computing(service) as fatal, _served(service, config) as (addresses, grpc_health):
                 registrar = _registered(
                     worker,
                     health,
                     store,
                     service,
-                    grpc_address=grpc_address,
-                    http_address=http_address,
+                    {**addresses, "http_address": http_address},
                 )
                 health.not_ready = None
                 worker.calls.accept()
@@ -105,19 +104,19 @@ async def _opened_transport(config: WorkerConfig) -> AsyncIterator[Transport]:
 
 
 @asynccontextmanager
-async def _served(service: TierService, config: WorkerConfig) -> AsyncIterator[tuple[str, GrpcHealth]]:
+async def _served(service: TierService, config: WorkerConfig) -> AsyncIterator[tuple[dict[str, str], GrpcHealth]]:
+    """Yields the addresses by their names in `WorkerRecord`."""
     try:
         async with serve_grpc(
             service.register, [service.name], host=config.host, port=config.grpc_port, flag="--grpc-port"
         ) as (address, grpc_health):
-            service.start(address)
-            yield address, grpc_health
+            yield {"grpc_address": address, "stream_address": await service.start(address)}, grpc_health
     finally:
         await service.close()
 
 
 def _registered(
-    worker: Worker, health: Health, store: Store, service: TierService, *, grpc_address: str, http_address: str
+    worker: Worker, health: Health, store: Store, service: TierService, addresses: Mapping[str, str]
 ) -> Registrar:
     """Starts telling the cluster about this worker and its blocks; logs what it is."""
     loaded, config = worker.model, worker.config
@@ -127,8 +126,9 @@ def _registered(
             worker_id=worker.worker_id,
             epoch=worker.epoch,
             tier=worker.tier,
-            grpc_address=grpc_address,
-            http_address=http_address,
+            grpc_address=addresses["grpc_address"],
+            http_address=addresses["http_address"],
+            stream_address=addresses["stream_address"],
             model=_model_name(config),
             layout=loaded.layout,
             max_num_seqs=service.max_num_seqs,
@@ -176,8 +176,9 @@ def _registered(
         log.warning("slow_kernels", kernels=loaded.kernels.implementation, reason=reason)
     log.info(
         "worker_ready",
-        grpc=grpc_address,
-        http=http_address,
+        grpc=addresses["grpc_address"],
+        http=addresses["http_address"],
+        streams=addresses["stream_address"] or None,
         blocks=loaded.pool.num_blocks,
         max_model_len=loaded.limits.max_model_len,
         **labels,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pdserve.base.ids import BlockHash
+from pdserve.base.metrics import CounterSource
 from pdserve.engine.pace import Pace
 from pdserve.engine.step import Load, StepOutput
 from pdserve.worker.metrics import WorkerMetrics
@@ -29,13 +30,36 @@ class StepMetrics:
         self._metrics = metrics
         self._load = _EMPTY
         self._pace: Pace | None = None
-        # Looked up once: by name it costs as much as the observation.
-        self._phases = {
-            phase: metrics.step_seconds.labels(**metrics.labels(phase=phase))
-            for phase in ("schedule", "build", "forward", "sample")
-        }
         #: Hears which blocks became reusable and which ceased to be.
         self.on_cache_events: Callable[[Sequence[BlockHash], Sequence[BlockHash]], None] = lambda added, removed: None
+        self._show_load()
+
+    def _show_load(self) -> None:
+        """What the load tells is read when it is scraped, not written with every step."""
+        metrics = self._metrics
+        metrics.num_requests_running.set_function(lambda: self._load.num_running)
+        metrics.num_requests_waiting.set_function(lambda: self._load.num_waiting)
+        metrics.queued_prompt_tokens.set_function(lambda: self._load.queued_prompt_tokens)
+        metrics.kv_blocks.set_function(lambda: self._load.total_blocks)
+        metrics.kv_blocks_free.set_function(lambda: self._load.free_blocks)
+        metrics.kv_cache_usage.set_function(lambda: _used_share(self._load))
+        metrics.read(
+            CounterSource(
+                name="num_preemptions",
+                text="Sequences put back to recompute for lack of blocks",
+                value=lambda: self._load.num_preemptions,
+            ),
+            CounterSource(
+                name="prefix_cache_queries",
+                text="Prompt tokens looked up in the prefix cache",
+                value=lambda: self._load.prefix_query_tokens,
+            ),
+            CounterSource(
+                name="prefix_cache_hits",
+                text="Prompt tokens found in the prefix cache",
+                value=lambda: self._load.prefix_hit_tokens,
+            ),
+        )
 
     @property
     def load(self) -> Load:
@@ -49,32 +73,20 @@ class StepMetrics:
 
     def set_load(self, load: Load) -> None:
         """The load now."""
-        metrics, before = self._metrics, self._load
-        if load == before:
-            return
         self._load = load
-        metrics.num_requests_running.set(load.num_running)
-        metrics.num_requests_waiting.set(load.num_waiting)
-        metrics.queued_prompt_tokens.set(load.queued_prompt_tokens)
-        metrics.kv_blocks.set(load.total_blocks)
-        metrics.kv_blocks_free.set(load.free_blocks)
-        metrics.kv_cache_usage.set(1 - load.free_blocks / load.total_blocks)
-        metrics.num_preemptions.inc(load.num_preemptions - before.num_preemptions)
-        metrics.prefix_cache_queries.inc(load.prefix_query_tokens - before.prefix_query_tokens)
-        metrics.prefix_cache_hits.inc(load.prefix_hit_tokens - before.prefix_hit_tokens)
 
     def observe(self, output: StepOutput) -> None:
         """One step."""
         metrics, durations, events = self._metrics, output.durations, output.events
-        self.set_load(output.load)
+        self._load = output.load
         if output.num_prefill_tokens or self._pace is not None:
             self._pace = output.pace
         if output.num_tokens:
             metrics.iteration_tokens.observe(output.num_tokens)
-            self._phases["schedule"].observe(durations.schedule_s)
-            self._phases["build"].observe(durations.build_s)
-            self._phases["forward"].observe(durations.forward_s)
-            self._phases["sample"].observe(durations.sample_s)
+            metrics.schedule_s.observe(durations.schedule_s)
+            metrics.build_s.observe(durations.build_s)
+            metrics.forward_s.observe(durations.forward_s)
+            metrics.sample_s.observe(durations.sample_s)
         if output.num_prefill_tokens:
             metrics.prompt_tokens.inc(output.num_prefill_tokens)
         if events.tokens:
@@ -82,3 +94,7 @@ class StepMetrics:
             metrics.generation_tokens.inc(told)
         if events.cache.added or events.cache.removed:
             self.on_cache_events(events.cache.added, events.cache.removed)
+
+
+def _used_share(load: Load) -> float:
+    return 1 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0

@@ -49,8 +49,8 @@ class TierService(Protocol):
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the gRPC methods."""
 
-    def start(self, grpc_address: str) -> None:
-        """The server listens; requests come from now on."""
+    async def start(self, grpc_address: str) -> str:
+        """The gRPC server listens, requests come from now on. Returns `WorkerRecord.stream_address`."""
 
     def on_step(self, output: StepOutput) -> None:
         """What a step has to tell, on the event loop, in order."""

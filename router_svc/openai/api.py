@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 from aiohttp import web
@@ -16,7 +15,8 @@ from router_svc.openai.errors import error_body
 from router_svc.openai.jobs import Job, chat_job, completion_job
 from router_svc.openai.parse import parse_body
 from router_svc.openai.schema import Body, ChatBody, CompletionBody
-from router_svc.openai.shapes import ChatFormat, ChoiceFormat, CompletionFormat, Fields, Response
+from router_svc.openai.shapes import ChatFormat, ChoiceFormat, CompletionFormat, Response, to_json
+from router_svc.output import ChoiceDelta
 from router_svc.requests import Requests
 from router_svc.served_model import ServedModel
 from router_svc.stream import WRITE_TIMEOUT_S, Stream
@@ -87,11 +87,14 @@ async def read_body(request: web.Request, cls: type[AnyBody]) -> AnyBody:
 
 async def _send_whole(response: Response, stream: Stream) -> web.Response:
     collected = response.new_collection()
-    async for deltas in stream:
+
+    async def collect(deltas: list[ChoiceDelta]) -> None:
         stream.first_write()
         for delta in deltas:
             collected[delta.choice_index].add(delta)
-    return web.Response(body=_dump(response.whole(collected, stream.usage)), content_type="application/json")
+
+    await stream.into(collect)
+    return web.Response(body=to_json(response.whole(collected, stream.usage)), content_type="application/json")
 
 
 async def _send_stream(request: web.Request, response: Response, stream: Stream, ids: Ids) -> web.StreamResponse:
@@ -107,36 +110,27 @@ async def _send_stream(request: web.Request, response: Response, stream: Stream,
             REQUEST_ID_HEADER: ids.header,
         }
     )
+
+    async def write(deltas: list[ChoiceDelta]) -> None:
+        events = response.events(deltas, stream.usage if response.continuous_usage else None)
+        if not sse.prepared:
+            await sse.prepare(request)
+            events = response.opening() + events
+        if events:
+            await sse.write(events)
+            stream.first_write()
+
     try:
-        async for deltas in stream:
-            chunks = response.chunks(deltas, stream.usage)
-            if not sse.prepared:
-                await sse.prepare(request)
-                chunks = response.opening() + chunks
-            if chunks:
-                await _write(sse, _events(chunks))
-                stream.first_write()
-        await _write(sse, _events(response.closing(stream.usage)) + _DONE)
+        await stream.into(write)
+        last = response.closing(stream.usage)
     except PdserveError as error:
         if not sse.prepared:
             raise
-        await _write(sse, _events([error_body(error)]) + _DONE)
-    await sse.write_eof()
-    return sse
-
-
-async def _write(sse: web.StreamResponse, data: bytes) -> None:
-    """Raises `ConnectionResetError` for a client that has stopped reading: it would keep its place for ever."""
+        last = b"data: %b\n\n" % to_json(error_body(error))
     try:
         async with asyncio.timeout(WRITE_TIMEOUT_S):
-            await sse.write(data)
+            await sse.write(last + _DONE)
     except TimeoutError:
         raise ConnectionResetError(f"the client has read nothing for {WRITE_TIMEOUT_S:g} s") from None
-
-
-def _events(chunks: Sequence[Fields]) -> bytes:
-    return b"".join(b"data: " + _dump(chunk) + b"\n\n" for chunk in chunks)
-
-
-def _dump(fields: Fields) -> bytes:
-    return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    await sse.write_eof()
+    return sse

@@ -148,6 +148,7 @@ def _worker(worker: WorkerRecord) -> Fields:
         "epoch": worker.epoch,
         "grpc_address": worker.grpc_address,
         "http_address": worker.http_address,
+        "stream_address": worker.stream_address,
         "model": worker.model,
         "max_num_seqs": worker.max_num_seqs,
         "max_model_len": worker.max_model_len,

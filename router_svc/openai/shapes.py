@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,6 +19,13 @@ from router_svc.stream import Usage
 _FINGERPRINT = f"pdserve-{pdserve.__version__}"
 
 Fields = dict[str, Json]
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def to_json(value: Json) -> bytes:
+    """As compact as can be, in UTF-8."""
+    return _encode(value).encode()
 
 
 @dataclass(slots=True)
@@ -137,23 +145,32 @@ class Response:
         self._job = job
         self._format = choices
         self._num_choices = sum(generation.sampling.n for generation in job.generations)
+        #: Of every event, up to its choice.
+        self._head = b'data: %b,"choices":[' % to_json(self._envelope(choices.chunk_object))[:-1]
 
-    def opening(self) -> list[Fields]:
-        """The chunks before any token."""
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each event tells the usage so far."""
+        return self._job.continuous_usage
+
+    def opening(self) -> bytes:
+        """The events before any token."""
         openings = map(self._format.opening, range(self._num_choices))
-        return [self._chunk([opening], None) for opening in openings if opening is not None]
+        return b"".join(self._event(opening, None) for opening in openings if opening is not None)
 
-    def chunks(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> list[Fields]:
-        """A chunk for each choice that gained something to show; text that is held back shows nothing."""
-        return [
-            self._chunk([self._format.part(delta)], usage if self._job.continuous_usage else None)
-            for delta in deltas
-            if delta.text or delta.logprobs or delta.finish_reason
-        ]
+    def events(self, deltas: Sequence[ChoiceDelta], usage: Usage | None) -> bytes:
+        """An event for each choice that gained something to show; text that is held back shows nothing."""
+        return b"".join(
+            [
+                self._event(self._format.part(delta), usage)
+                for delta in deltas
+                if delta.text or delta.logprobs or delta.finish_reason
+            ]
+        )
 
-    def closing(self, usage: Usage) -> list[Fields]:
-        """The chunk after all tokens, when usage was asked for."""
-        return [self._chunk([], usage)] if self._job.include_usage else []
+    def closing(self, usage: Usage) -> bytes:
+        """The event after all tokens, when usage was asked for."""
+        return self._event(None, usage) if self._job.include_usage else b""
 
     def whole(self, collected: Sequence[Collected], usage: Usage) -> Fields:
         """The response that is not streamed."""
@@ -164,12 +181,13 @@ class Response:
         """An empty choice for each one asked for."""
         return [Collected() for _ in range(self._num_choices)]
 
-    def _chunk(self, choices: list[Json], usage: Usage | None) -> Fields:
-        chunk = {**self._envelope(self._format.chunk_object), "choices": choices}
-        if self._job.include_usage:
-            # OpenAI has the field in every chunk once it was asked for, and a value in the last.
-            chunk["usage"] = None if usage is None else _usage(usage)
-        return chunk
+    def _event(self, choice: Fields | None, usage: Usage | None) -> bytes:
+        """What differs between the events of a response is its choice, and its usage if that was asked for."""
+        shown = b"" if choice is None else to_json(choice)
+        if not self._job.include_usage:
+            return b"%b%b]}\n\n" % (self._head, shown)
+        # OpenAI has the field in every chunk once it was asked for, and a value in the last.
+        return b'%b%b],"usage":%b}\n\n' % (self._head, shown, to_json(None if usage is None else _usage(usage)))
 
     def _envelope(self, object_name: str) -> Fields:
         return {

@@ -26,6 +26,7 @@ def worker_record(
         tier=tier,
         grpc_address="127.0.0.1:7001",
         http_address="127.0.0.1:7002",
+        stream_address="127.0.0.1:7003",
         model="tiny",
         layout=LAYOUT,
         max_num_seqs=8,

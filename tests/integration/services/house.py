@@ -19,10 +19,11 @@ from pdserve.base.ids import WorkerId, new_epoch
 from pdserve.base.registry import Tier
 from pdserve.base.rpc import mapped_rpc_errors, open_channel, serve_grpc
 from pdserve.base.sampling import SamplingParams
+from pdserve.base.streams import MessageStream, open_stream
 from pdserve.base.tasks import service_group
-from pdserve.base.wire import sampling_to_wire
+from pdserve.base.wire import error_from_wire, sampling_to_wire
 from pdserve.base.worker_config import WorkerConfig
-from pdserve.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from pdserve.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
 from pdserve.worker.loading import load_model
 from pdserve.worker.metrics import WorkerMetrics
 from pdserve.worker.worker import TierService, Worker
@@ -36,7 +37,7 @@ DEADLINE_S = 20.0
 @asynccontextmanager
 async def running_worker(
     config: WorkerConfig, tier: Tier, transport: Transport, build: Callable[[Worker], TierService]
-) -> AsyncIterator[tuple[Worker, str]]:
+) -> AsyncIterator[tuple[Worker, str, str]]:
     """A worker as `serve_worker` runs it, without a registry and without signals."""
     metrics = WorkerMetrics(model_name="tiny", tier=tier)
     async with service_group() as tasks:
@@ -56,9 +57,9 @@ async def running_worker(
                 async with serve_grpc(
                     service.register, [service.name], host="127.0.0.1", port=0, flag="--grpc-port", grace_s=0
                 ) as (address, _):
-                    service.start(address)
+                    stream_address = await service.start(address)
                     worker.calls.accept()
-                    yield worker, address
+                    yield worker, address, stream_address
             finally:
                 await service.close()
 
@@ -71,10 +72,10 @@ class Request:
         self.prompt = prompt
         self.params = params
         self.request_id = request_id
-        self._call = decode_pb2_grpc.DecodeServiceStub(house.decode_channel).Decode()
-        self._events = aiter(self._call)
+        self._stream: MessageStream[decode_pb2.DecodeResponse] | None = None
         #: Tokens of each choice so far.
         self.tokens: dict[int, list[int]] = {choice: [] for choice in range(params.n)}
+        self._ended: set[int] = set()
 
     def ref(self, attempt: int = 1) -> common_pb2.RequestRef:
         return common_pb2.RequestRef(request_id=self.request_id, attempt=attempt)
@@ -88,14 +89,24 @@ class Request:
         )
         await self.send(start=start)
 
+    async def stop_choice(self, choice: int) -> None:
+        """Nothing more is told of the choice, its end neither."""
+        self._ended.add(choice)
+        await self.send(stop_choice=decode_pb2.StopChoice(choice_index=choice))
+
     async def send(self, **command: Any) -> None:
-        await self._call.write(decode_pb2.DecodeRequest(**command))
+        if self._stream is None:
+            self._stream = await open_stream(self._house.decode_streams, decode_pb2.DecodeResponse.FromString)
+        await self._stream.write(decode_pb2.DecodeRequest(**command))
 
     async def event(self) -> decode_pb2.DecodeResponse:
         """The next event. Raises the worker's error."""
-        async with asyncio.timeout(DEADLINE_S):
-            with mapped_rpc_errors("the decode worker"):
-                return await anext(self._events)
+        assert self._stream is not None
+        event = await self._stream.read(DEADLINE_S)
+        assert event is not None, "the decode worker closed the stream"
+        if event.HasField("failed"):
+            raise error_from_wire(event.failed)
+        return event
 
     async def ticket(self) -> decode_pb2.Ticket:
         event = await self.event()
@@ -103,22 +114,24 @@ class Request:
         return event.ticket.ticket
 
     async def finish(self) -> dict[int, list[int]]:
-        """All tokens, once the stream has ended."""
-        await self._call.done_writing()
-        async with asyncio.timeout(DEADLINE_S):
-            with mapped_rpc_errors("the decode worker"):
-                async for event in self._events:
-                    for choice in event.tokens.choices:
-                        self.take(choice)
+        """All tokens, once every choice has ended."""
+        while len(self._ended) < self.params.n:
+            for choice in (await self.event()).tokens.choices:
+                self.take(choice)
+        self.cancel()
         return self.tokens
 
     def take(self, choice: common_pb2.ChoiceTokens) -> None:
         mine = self.tokens[choice.choice_index]
         assert choice.first_index == len(mine), f"{choice} does not follow {mine}"
         mine.extend(choice.token_ids)
+        if choice.finish_reason:
+            self._ended.add(choice.choice_index)
 
     def cancel(self) -> None:
-        self._call.cancel()
+        """Closes the call, as a router does that has all it wants or gives up."""
+        assert self._stream is not None
+        self._stream.close()
 
     async def prefill(
         self, ticket: decode_pb2.Ticket | None, *, forced: tuple[int, ...] = (), channel: grpc.aio.Channel | None = None
@@ -151,6 +164,7 @@ class House:
     decode: Worker
     prefill_channel: grpc.aio.Channel
     decode_channel: grpc.aio.Channel
+    decode_streams: str
     count: int = 0
 
     def request(self, prompt: list[int], request_id: str | None = None, **params: Any) -> Request:
@@ -196,12 +210,12 @@ async def running_house(
     async with AsyncExitStack() as stack:
         for transport in (ours, theirs):
             stack.push_async_callback(transport.close)
-        d_worker, d_address = await stack.enter_async_context(
+        d_worker, d_address, d_streams = await stack.enter_async_context(
             running_worker(d_config, "decode", theirs, lambda worker: DecodeService(worker, d_config))
         )
-        p_worker, p_address = await stack.enter_async_context(
+        p_worker, p_address, _ = await stack.enter_async_context(
             running_worker(p_config, "prefill", ours, lambda worker: PrefillService(worker, p_config))
         )
         p_channel = await stack.enter_async_context(open_channel(p_address))
         d_channel = await stack.enter_async_context(open_channel(d_address))
-        yield House(p_worker, d_worker, p_channel, d_channel)
+        yield House(p_worker, d_worker, p_channel, d_channel, d_streams)

@@ -210,7 +210,7 @@ async def test_a_choice_that_was_stopped_sends_no_more_and_the_others_go_on(mode
         for _ in range(3):
             for choice in (await request.event()).tokens.choices:
                 request.take(choice)
-        await request.send(stop_choice=decode_pb2.StopChoice(choice_index=0))
+        await request.stop_choice(0)
         tokens = await request.finish()
         assert tokens[1] == whole[1]
         assert tokens[0] == whole[0][: len(tokens[0])]

@@ -1,4 +1,4 @@
-"""The error table is total, and errors survive the trip through gRPC."""
+"""The error table is total, and errors survive the trip between processes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import grpc
 import pytest
 
 from pdserve.base import errors, rpc
+from pdserve.base.wire import error_from_wire, error_to_wire
+from pdserve.v1 import common_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from pdserve.v1 import decode_pb2 as pb
-from pdserve.v1 import decode_pb2_grpc as pb_grpc
 
 
 def _all_subclasses(cls: type[errors.PdserveError]) -> set[type[errors.PdserveError]]:
@@ -41,7 +42,7 @@ def _example(cls: type[errors.PdserveError]) -> errors.PdserveError:
     return cls("it broke")
 
 
-class _Raising(pb_grpc.DecodeServiceServicer):
+class _Raising(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillServiceServicer):
     def __init__(self, error: Exception) -> None:
         self.error = error
 
@@ -50,14 +51,18 @@ class _Raising(pb_grpc.DecodeServiceServicer):
         raise self.error
 
     @rpc.method
-    async def Decode(self, request: Any, context: Any) -> None:  # noqa: N802
-        await context.write(pb.DecodeResponse())
+    async def Prefill(self, request: Any, context: Any) -> None:  # noqa: N802
+        await context.write(prefill_pb2.PrefillResponse())
         raise self.error
 
 
 async def _call(error: Exception) -> tuple[errors.PdserveError, errors.PdserveError]:
     servicer = _Raising(error)
-    register = lambda server: pb_grpc.add_DecodeServiceServicer_to_server(servicer, server)  # noqa: E731
+
+    def register(server: grpc.aio.Server) -> None:
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
+
     async with (
         rpc.serve_grpc(register, ["pdserve.v1.DecodeService"], host="127.0.0.1", port=0, flag="--grpc-port") as (
             address,
@@ -65,11 +70,10 @@ async def _call(error: Exception) -> tuple[errors.PdserveError, errors.PdserveEr
         ),
         rpc.open_channel(address) as channel,
     ):
-        stub = pb_grpc.DecodeServiceStub(channel)
         with pytest.raises(errors.PdserveError) as unary, rpc.mapped_rpc_errors("the decode worker"):
-            await stub.Commit(pb.CommitRequest())
-        with pytest.raises(errors.PdserveError) as stream, rpc.mapped_rpc_errors("the decode worker"):
-            async for _ in stub.Decode(iter([pb.DecodeRequest()])):
+            await decode_pb2_grpc.DecodeServiceStub(channel).Commit(pb.CommitRequest())
+        with pytest.raises(errors.PdserveError) as stream, rpc.mapped_rpc_errors("the prefill worker"):
+            async for _ in prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(prefill_pb2.PrefillRequest()):
                 pass
     return unary.value, stream.value
 
@@ -77,7 +81,8 @@ async def _call(error: Exception) -> tuple[errors.PdserveError, errors.PdserveEr
 @pytest.mark.parametrize("cls", errors.error_classes().values(), ids=lambda cls: cls.__name__)
 async def test_an_error_raised_in_a_worker_arrives_as_the_same_error(cls: type[errors.PdserveError]) -> None:
     sent = _example(cls)
-    for received in await _call(sent):
+    over_a_stream = error_from_wire(common_pb2.Error.FromString(error_to_wire(sent).SerializeToString()))
+    for received in (*await _call(sent), over_a_stream):
         assert type(received) is cls
         assert str(received) == str(sent)
         assert getattr(received, "param", None) == getattr(sent, "param", None)
@@ -93,4 +98,4 @@ async def test_an_unexpected_exception_says_nothing_about_its_inside() -> None:
 async def test_a_call_to_nobody_is_a_lost_peer() -> None:
     async with rpc.open_channel("127.0.0.1:9") as channel:
         with pytest.raises(errors.PeerLost), rpc.mapped_rpc_errors("prefill worker p0"):
-            await pb_grpc.DecodeServiceStub(channel).Commit(pb.CommitRequest())
+            await decode_pb2_grpc.DecodeServiceStub(channel).Commit(pb.CommitRequest())

@@ -4,10 +4,13 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from decode_svc.request import DecodeJob
 from decode_svc.session import DecodeSession, Finished
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import ChoiceTokens, SamplingParams
+from pdserve.base.streams import PeerLeft
 from pdserve.engine.step import RequestTokens
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.worker.sessions import Session
@@ -20,22 +23,30 @@ JOB = DecodeJob(request_id=A, prompt_token_ids=(1,), params=SamplingParams(), ha
 class Engine:
     """Scheduler and worker in one: takes what it is told."""
 
+    def __init__(self) -> None:
+        self.aborted = asyncio.Event()
+
     def reserve(self, job: DecodeJob) -> None:
         self.job = job
 
     def abort(self, request_id: RequestId) -> None:
-        self.aborted = request_id
+        assert request_id == A
+        self.aborted.set()
 
     async def run(self, fn: Callable[[], Any]) -> Any:
         return fn()
 
 
 class SlowStream:
-    """Takes messages one at a time, the first one when it is let go."""
+    """Takes messages one at a time, the first one when it is let go; its peer says nothing until it leaves."""
 
     def __init__(self) -> None:
         self.messages: list[pb.DecodeResponse] = []
-        self.entered, self.gate = asyncio.Event(), asyncio.Event()
+        self.entered, self.gate, self.left = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def read(self) -> pb.DecodeRequest | None:
+        await self.left.wait()
+        return None
 
     async def write(self, message: pb.DecodeResponse) -> None:
         self.entered.set()
@@ -52,22 +63,36 @@ def tokens(index: int) -> RequestTokens:
     )
 
 
-async def no_commands() -> Any:
-    for command in ():
-        yield command
+async def run(session: DecodeSession) -> None:
+    with pytest.raises(PeerLeft):
+        await session.run(JOB)
 
 
 async def test_steps_that_pass_while_a_message_is_written_are_told_in_one_message() -> None:
     inbox: Session[Any] = Session(A, 1)
     engine, stream = Engine(), SlowStream()
-    session = DecodeSession(engine, engine, None, inbox, stream.write, lease_s=1.0)  # type: ignore[arg-type]
+    session = DecodeSession(engine, engine, None, inbox, stream, lease_s=1.0)  # type: ignore[arg-type]
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
-        group.create_task(session.run(JOB, no_commands()))
+        group.create_task(run(session))
         inbox.put(tokens(0))
         await stream.entered.wait()
         for index in (1, 2, 3):
             inbox.put(tokens(index))
         inbox.put(Finished())
         stream.gate.set()
+        await engine.aborted.wait()
+        stream.left.set()
     assert stream.indices() == [[0], [1, 2, 3]]
-    assert engine.aborted == A
+
+
+async def test_a_router_that_leaves_frees_the_request_at_once() -> None:
+    inbox: Session[Any] = Session(A, 1)
+    engine, stream = Engine(), SlowStream()
+    session = DecodeSession(engine, engine, None, inbox, stream, lease_s=1.0)  # type: ignore[arg-type]
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
+        group.create_task(run(session))
+        inbox.put(tokens(0))
+        await stream.entered.wait()
+        stream.left.set()
+        await engine.aborted.wait()
+    assert stream.messages == []

@@ -11,20 +11,22 @@ from typing import Any
 
 import grpc
 
+from pdserve.base.admin import bound_socket
 from pdserve.base.errors import PdserveError
 from pdserve.base.ids import Epoch, WorkerId, new_epoch
 from pdserve.base.registry import Registrar
 from pdserve.base.rpc import method, serve_grpc
 from pdserve.base.sampling import ChoiceTokens, FinishReason, TokenLogprobs
 from pdserve.base.store import Store
+from pdserve.base.streams import MessageStream, PeerLeft, serve_streams
 from pdserve.base.tasks import service_group
-from pdserve.base.wire import tokens_to_wire
+from pdserve.base.wire import error_to_wire, tokens_to_wire
 from pdserve.base.workers import Tier, WorkerLoad, WorkerRecord
-from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from pdserve.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.support.records import LAYOUT
 from tests.unit.router_svc.tiny_model import END, MAX_POSITIONS, NAME, tokens_of
 
-Context = grpc.aio.ServicerContext[Any, Any]
+Context = grpc.aio.ServicerContext[Any, Any] | MessageStream[decode_pb2.DecodeRequest]
 #: A fault: runs at its point in a call, and raises, waits or does what it wants.
 Fault = Callable[[Context], Awaitable[None]]
 
@@ -165,58 +167,63 @@ class World:
                 await self._changed.wait()
 
 
-class FakeDecode(decode_pb2_grpc.DecodeServiceServicer):
+class FakeDecode:
     """A decode worker. The prompt's first `cached` tokens are in its cache."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self.cached = 0
 
-    @method
-    async def Decode(  # noqa: N802 - the name is the protocol's
-        self, requests: AsyncIterator[decode_pb2.DecodeRequest], context: Context
-    ) -> None:
+    async def serve(self, stream: MessageStream[decode_pb2.DecodeRequest]) -> None:
+        """One connection."""
         self._world.note_open(1)
         try:
-            start = (await anext(aiter(requests))).start
-            self._world.note_start(start)
-            await _DecodeSession(self, self._world, start, context).run(requests)
-        except _Left:
+            first = await stream.read()
+            assert first is not None
+            self._world.note_start(first.start)
+            await _DecodeSession(self, self._world, first.start, stream).run()
+        except (_Left, _Vanished):
             pass
-        except _Vanished:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
         finally:
             self._world.note_open(-1)
 
 
 class _DecodeSession:
-    def __init__(self, worker: FakeDecode, world: World, start: decode_pb2.DecodeStart, context: Context) -> None:
+    def __init__(
+        self,
+        worker: FakeDecode,
+        world: World,
+        start: decode_pb2.DecodeStart,
+        stream: MessageStream[decode_pb2.DecodeRequest],
+    ) -> None:
         self._worker = worker
         self._world = world
         self._start = start
-        self._context = context
+        self._stream = stream
         self._attempt = start.ref.attempt
         self._stopped: set[int] = set()
         self._ready = asyncio.Event()
         self._local: decode_pb2.PrefillLocally | None = None
 
-    async def run(self, requests: AsyncIterator[decode_pb2.DecodeRequest]) -> None:
+    async def run(self) -> None:
         script = self._world.script
-        await script.reach("decode", self._context)
         uncached = len(self._start.prompt_token_ids) - self._worker.cached
         async with service_group() as tasks:
+            obeying = tasks.start(self._obey(tasks), name="obey")
+            # It begins before a fault can end it.
+            await asyncio.sleep(0)
+            await script.reach("decode", self._stream)
             if uncached <= self._start.local_prefill_threshold:
                 self._local = decode_pb2.PrefillLocally()
             else:
                 tasks.start(self._grant(), name="grant")
-            obeying = tasks.start(self._obey(requests, tasks), name="obey")
             if self._local is None:
                 await self._ready.wait()
-            await script.reach("decode_started", self._context)
+            await script.reach("decode_started", self._stream)
             started = decode_pb2.DecodeStarted(
                 prefilled_locally=self._local is not None, cached_tokens=self._worker.cached, queue_s=0.25
             )
-            await self._context.write(decode_pb2.DecodeResponse(started=started))
+            await self._stream.write(decode_pb2.DecodeResponse(started=started))
             await self._send_tokens()
             self._world.note_done()
             # As the real one: the router ends the stream.
@@ -229,34 +236,39 @@ class _DecodeSession:
         while any(queues):
             if script.pace is not None:
                 await script.pace.acquire()
-            await script.reach("decode_token", self._context)
+            await script.reach("decode_token", self._stream)
             pieces = [queue.popleft() for index, queue in enumerate(queues) if queue and index not in self._stopped]
             if not pieces:
                 return
             tokens = decode_pb2.DecodeTokens(choices=[tokens_to_wire(piece) for piece in pieces])
-            await self._context.write(decode_pb2.DecodeResponse(tokens=tokens))
+            await self._stream.write(decode_pb2.DecodeResponse(tokens=tokens))
 
     async def _grant(self) -> None:
-        await self._world.script.reach("decode_ticket", self._context)
+        await self._world.script.reach("decode_ticket", self._stream)
         transfer_id = f"{self._start.ref.request_id}/{self._attempt}".encode()
         self._world.commits[transfer_id] = self._ready
         ticket = decode_pb2.Ticket(transfer_id=transfer_id, attempt=self._attempt, lease_s=LEASE_S)
         granted = decode_pb2.TicketGranted(ticket=ticket, reserve_s=0.125)
-        await self._context.write(decode_pb2.DecodeResponse(ticket=granted))
+        await self._stream.write(decode_pb2.DecodeResponse(ticket=granted))
 
-    async def _obey(self, requests: AsyncIterator[decode_pb2.DecodeRequest], tasks: Any) -> None:
-        async for request in requests:
+    async def _obey(self, tasks: Any) -> None:
+        while (request := await self._stream.read()) is not None:
             kind = str(request.WhichOneof("command"))
             if kind == "renew_ticket" and not self._ready.is_set():
                 self._attempt = request.renew_ticket.attempt
                 tasks.start(self._grant(), name="grant")
             elif kind == "prefill_locally":
-                await self._world.script.reach("decode_local", self._context)
+                await self._world.script.reach("decode_local", self._stream)
                 self._local = request.prefill_locally
                 self._ready.set()
             elif kind == "stop_choice":
                 self._stopped.add(request.stop_choice.choice_index)
             self._world.note_command(kind)
+        raise PeerLeft
+
+
+def _failure(error: PdserveError) -> decode_pb2.DecodeResponse:
+    return decode_pb2.DecodeResponse(failed=error_to_wire(error))
 
 
 #: Of fake tickets: short, so that silence is noticed within a test.
@@ -337,13 +349,10 @@ class FakeWorker:
 @asynccontextmanager
 async def fake_worker(world: World, tier: Tier, worker_id: str, redis_url: str) -> AsyncIterator[FakeWorker]:
     """A worker that serves and is registered until the block ends."""
-    servicer = FakeDecode(world) if tier == "decode" else FakePrefill(world)
 
     def register(server: grpc.aio.Server) -> None:
-        if isinstance(servicer, FakeDecode):
-            decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
-        else:
-            prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
+        if tier == "prefill":
+            prefill_pb2_grpc.add_PrefillServiceServicer_to_server(FakePrefill(world), server)
 
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(Store(redis_url))
@@ -351,12 +360,19 @@ async def fake_worker(world: World, tier: Tier, worker_id: str, redis_url: str) 
         address, _ = await stack.enter_async_context(
             serve_grpc(register, [], host="127.0.0.1", port=0, flag="--grpc-port", grace_s=0)
         )
+        stream_address = ""
+        if tier == "decode":
+            listener = bound_socket("127.0.0.1", 0, flag="--stream-port")
+            stream_address = await stack.enter_async_context(
+                serve_streams(listener, decode_pb2.DecodeRequest.FromString, FakeDecode(world).serve, _failure)
+            )
         record = WorkerRecord(
             worker_id=WorkerId(worker_id),
             epoch=Epoch(new_epoch()),
             tier=tier,
             grpc_address=address,
             http_address="127.0.0.1:1",
+            stream_address=stream_address,
             model=NAME,
             layout=LAYOUT,
             max_num_seqs=8,

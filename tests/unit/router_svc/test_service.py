@@ -18,7 +18,7 @@ from router_svc.output import ChoiceDelta
 from router_svc.stream import Stream
 from tests.support.redis import eventually
 from tests.unit.router_svc.conftest import House, open_house
-from tests.unit.router_svc.fakes import hang
+from tests.unit.router_svc.fakes import Context, hang
 from tests.unit.router_svc.tiny_model import NAME
 
 ONE_OF_EACH = {"prefill-0": "prefill", "decode-0": "decode"}
@@ -179,27 +179,39 @@ async def _is_well(house: House) -> bool:
 
 async def test_a_client_that_does_not_read_holds_its_own_request_up_and_no_other(small_house: House) -> None:
     """Its tokens stay where they are made: a router that buffered them would have a slow client's answer in memory."""
-    stream = Stream([], lambda _: None)
-    delta = ChoiceDelta(choice_index=0, text="x")
-    putting = asyncio.create_task(_put_many(stream, delta, 1000))
-    assert (await small_house.complete(max_tokens=10))[0] == 200
-    assert not putting.done()
-    received = 0
-    async with asyncio.timeout(10):
-        async for deltas in stream:
-            received += len(deltas)
-            if received == 1000:
-                break
-    await putting
+    stream = Stream([object()], lambda _: None)  # type: ignore[list-item] # nobody looks at the record
+    reads, received = asyncio.Event(), []
+
+    async def write(deltas: list[ChoiceDelta]) -> None:
+        await reads.wait()
+        received.extend(deltas)
+
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        group.create_task(stream.into(write))
+        await asyncio.sleep(0)
+        putting = group.create_task(_put_all(stream))
+        assert (await small_house.complete(max_tokens=10))[0] == 200
+        assert not putting.done()
+        reads.set()
+    assert [delta.text for delta in received] == list("abc")
 
 
-async def _put_many(stream: Stream, delta: ChoiceDelta, count: int) -> None:
-    for _ in range(count):
-        await stream.put([delta])
+async def _put_all(stream: Stream) -> None:
+    for text in "abc":
+        await stream.put([ChoiceDelta(choice_index=0, text=text)])
+    await stream.end()
 
 
 async def test_metrics_say_what_happened(small_house: House) -> None:
     small_house.script.cached_tokens = 4
+
+    async def is_first_token_known() -> bool:
+        return "first_token" in (await small_house.only_trace())["phases"]
+
+    async def until_first_token(_: Context) -> None:
+        await eventually(is_first_token_known)
+
+    small_house.script.fail("decode_token", until_first_token)
     await small_house.complete()
     await small_house.stream(max_tokens=5)
     async with small_house.http.get(f"{small_house.base_url}/metrics") as response:

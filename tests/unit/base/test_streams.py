@@ -1,0 +1,201 @@
+"""Messages over real sockets: order, back-pressure, errors, and both ways to end."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from pdserve.base.admin import bound_socket
+from pdserve.base.errors import NoFreeBlocks, PdserveError
+from pdserve.base.streams import MessageStream, PeerLeft, open_stream, serve_streams
+from pdserve.base.wire import error_from_wire, error_to_wire
+from pdserve.v1 import decode_pb2 as pb
+
+WAIT_S = 10.0
+Server = MessageStream[pb.DecodeRequest]
+Client = MessageStream[pb.DecodeResponse]
+
+
+def command(attempt: int) -> pb.DecodeRequest:
+    return pb.DecodeRequest(renew_ticket=pb.RenewTicket(attempt=attempt))
+
+
+def event(number: int, padding: int = 0) -> pb.DecodeResponse:
+    return pb.DecodeResponse(ticket=pb.TicketGranted(ticket=pb.Ticket(key=bytes(padding)), cached_tokens=number))
+
+
+@asynccontextmanager
+async def serving(handle: Callable[[Server], Awaitable[None]]) -> AsyncIterator[str]:
+    def failure(error: PdserveError) -> pb.DecodeResponse:
+        return pb.DecodeResponse(failed=error_to_wire(error))
+
+    listener = bound_socket("127.0.0.1", 0, flag="--stream-port")
+    async with (
+        asyncio.timeout(WAIT_S),
+        serve_streams(listener, pb.DecodeRequest.FromString, handle, failure) as address,
+    ):
+        yield address
+
+
+@asynccontextmanager
+async def connected(address: str) -> AsyncIterator[Client]:
+    stream = await open_stream(address, pb.DecodeResponse.FromString)
+    try:
+        yield stream
+    finally:
+        stream.close()
+
+
+async def echo(stream: Server) -> None:
+    while (asked := await stream.read()) is not None:
+        await stream.write(event(asked.renew_ticket.attempt))
+
+
+async def test_messages_arrive_as_they_were_sent_and_in_order() -> None:
+    async with serving(echo) as address, connected(address) as client:
+        for number in range(200):
+            await client.write(command(number))
+        for number in range(200):
+            assert await client.read() == event(number)
+
+
+async def test_messages_may_come_in_any_pieces() -> None:
+    async with serving(echo) as address:
+        host, port = address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        data = b"".join(struct.pack(">I", len(c)) + c for c in (command(n).SerializeToString() for n in (1, 2, 3)))
+        for piece in (data[:3], data[3:4], data[4:9], data[9:]):
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)
+        for number in (1, 2, 3):
+            (length,) = struct.unpack(">I", await reader.readexactly(4))
+            assert pb.DecodeResponse.FromString(await reader.readexactly(length)) == event(number)
+        writer.close()
+
+
+async def test_a_sender_waits_for_a_peer_that_does_not_read_and_nothing_is_lost() -> None:
+    total, waiting = 300, asyncio.Event()
+
+    async def pour(stream: Server) -> None:
+        for number in range(total):
+            writing = asyncio.ensure_future(stream.write(event(number, padding=100_000)))
+            await asyncio.sleep(0)
+            if not writing.done():
+                waiting.set()
+            await writing
+        await stream.read()
+
+    async with serving(pour) as address, connected(address) as client:
+        await waiting.wait()
+        for number in range(total):
+            message = await client.read()
+            assert message is not None
+            assert message.ticket.cached_tokens == number
+
+
+async def test_closing_is_seen_by_the_other_side() -> None:
+    left = asyncio.Event()
+
+    async def wait(stream: Server) -> None:
+        assert await stream.read() is None
+        left.set()
+        raise PeerLeft
+
+    async with serving(wait) as address:
+        async with connected(address):
+            pass
+        await left.wait()
+
+
+async def test_what_was_sent_before_closing_is_read_before_the_end() -> None:
+    async def leave(stream: Server) -> None:
+        await stream.write(event(1))
+        await stream.write(event(2))
+
+    async with serving(leave) as address, connected(address) as client:
+        assert await client.read() == event(1)
+        assert await client.read() == event(2)
+        assert await client.read() is None
+        await client.write(command(1))
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (NoFreeBlocks("full"), NoFreeBlocks("full")),
+        (RuntimeError("secret"), PdserveError("The call failed unexpectedly; the worker's log has the traceback.")),
+    ],
+)
+async def test_what_a_handler_raises_is_the_last_message(error: Exception, told: PdserveError) -> None:
+    async def fail(stream: Server) -> None:
+        raise error
+
+    async with serving(fail) as address, connected(address) as client:
+        last = await client.read()
+        assert last is not None
+        received = error_from_wire(last.failed)
+        assert (type(received), str(received)) == (type(told), str(told))
+
+
+async def test_a_failure_is_heard_by_a_peer_that_goes_on_talking() -> None:
+    async def fail(stream: Server) -> None:
+        raise NoFreeBlocks("full")
+
+    async with serving(fail) as address, connected(address) as client:
+        for number in range(100):
+            await client.write(command(number))
+            await asyncio.sleep(0)
+        last = await client.read()
+        assert last is not None
+        assert last.failed.name == "NoFreeBlocks"
+
+
+async def test_silence_is_limited_for_each_message_and_only_where_it_is_asked_for() -> None:
+    async with serving(echo) as address, connected(address) as client:
+        await client.write(command(1))
+        assert await client.read(0.05) == event(1)
+        with pytest.raises(TimeoutError):
+            await client.read(0.05)
+        reading = asyncio.create_task(client.read())
+        _, pending = await asyncio.wait([reading], timeout=0.15)
+        assert pending
+        await client.write(command(2))
+        assert await reading == event(2)
+
+
+async def test_a_peer_that_speaks_something_else_is_cut_off() -> None:
+    async with serving(echo) as address:
+        host, port = address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+            await reader.readexactly(1)
+        writer.close()
+
+
+async def test_leaving_the_server_cancels_what_is_being_served() -> None:
+    begun, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def hang(stream: Server) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    async with serving(hang) as address:
+        client = await open_stream(address, pb.DecodeResponse.FromString)
+        await begun.wait()
+    assert cancelled.is_set()
+    assert await client.read() is None
+    client.close()
+
+
+async def test_connecting_to_nobody_is_an_os_error() -> None:
+    with pytest.raises(OSError):
+        await open_stream("127.0.0.1:9", pb.DecodeResponse.FromString)
