@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,12 +22,25 @@ MAX_HIDDEN_SIZE, MAX_HEAD_DIM = 1 << 15, 1024
 MAX_INT8_DEPTH = 1 << 16
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Borrowing:
+    """Cores of other processes that may compute here while those leave them idle."""
+
+    #: Lines of `CoreLease` in `src/threads.h`, by CPU, that all these processes map.
+    leases: mmap.mmap
+    #: What marks a core as borrowed by us; not 0.
+    borrower: int
+    #: Which, the preferred first. At most as many at a time as there are threads of our own.
+    cpus: tuple[int, ...]
+
+
 class _NativeDecoder(Protocol):
     """`_native.Decoder`, which has no type hints."""
 
     logits_stride: int
     weight_bytes: int
     num_threads: int
+    borrowed_core_seconds: float
 
     def add_layer(self, **parts: object) -> None: ...
     def finish(self, **parts: object) -> None: ...
@@ -66,6 +81,7 @@ class CpuDecoder:
         instruction_set: str,
         num_threads: int,
         cpus: tuple[int, ...],
+        borrowing: Borrowing | None = None,
         int8: bool,
     ) -> None:
         """`cpus`: where threads are pinned, one after the other; empty: nowhere."""
@@ -75,6 +91,7 @@ class CpuDecoder:
         # Read in place, so they must live as long as this.
         self._embedding = weights.embedding.contiguous()
         self._cos_sin = cos_sin.contiguous()
+        self._leases = None if borrowing is None else torch.frombuffer(borrowing.leases, dtype=torch.int32)
         self._decoder = native.Decoder(
             isa=instruction_set,
             weight_type=TYPES[dtype],
@@ -89,6 +106,9 @@ class CpuDecoder:
             eps=shape.rms_norm_eps,
             num_threads=num_threads,
             cpus=list(cpus),
+            core_leases=0 if self._leases is None else self._leases.data_ptr(),
+            borrower=0 if borrowing is None else borrowing.borrower,
+            borrow_cpus=[] if borrowing is None else list(borrowing.cpus),
         )
         for layer, window in zip(weights.layers, shape.windows, strict=True):
             _add_layer(self._decoder, layer, window)
@@ -100,6 +120,10 @@ class CpuDecoder:
             angles=self._cos_sin.data_ptr(),
         )
         self._logits = torch.empty(0, self._decoder.logits_stride)
+
+    @property
+    def borrowed_core_seconds(self) -> float:
+        return self._decoder.borrowed_core_seconds
 
     def forward(self, token_ids: Tensor, rows: KvRows, logits_rows: Tensor, kv_cache: Tensor) -> Tensor:
         indices = (
