@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.composed import ComposedDecoder
 from kernels.cpu import native
-from kernels.cpu.decoder import Borrowing, CpuDecoder, NativeModule, unsupported
+from kernels.cpu.decoder import Borrowing, CpuDecoder, NativeModule, Threads, unsupported
 from kernels.decoder import DecoderKernel, DecoderShape, DecoderWeights
 from kernels.reference import ReferenceOps
 
@@ -74,9 +74,10 @@ def open_decoder(
     if name not in found:
         raise KernelsUnavailable(f"this machine does not run the instruction set {name!r}; it runs {', '.join(found)}.")
     num_threads = options.num_threads or len(options.cpus) or torch.get_num_threads()
+    threads = Threads(count=num_threads)
     # Two threads on one core would wait for each other.
-    is_pinned = num_threads <= len(options.cpus)
-    borrowing = options.borrowing if is_pinned else None
+    if num_threads <= len(options.cpus):
+        threads = Threads(count=num_threads, cpus=options.cpus, borrowing=options.borrowing)
     try:
         kernel = CpuDecoder(
             cast(NativeModule, native.load()),
@@ -84,9 +85,7 @@ def open_decoder(
             weights,
             cos_sin,
             instruction_set=name,
-            num_threads=num_threads,
-            cpus=options.cpus if is_pinned else (),
-            borrowing=borrowing,
+            threads=threads,
             int8=options.quantization == "int8",
         )
     except (RuntimeError, MemoryError, ValueError) as error:
@@ -96,7 +95,7 @@ def open_decoder(
         instruction_set=name,
         quantization=options.quantization or "",
         reason="",
-        borrow_cpus=() if borrowing is None else borrowing.cpus,
+        borrow_cpus=() if threads.borrowing is None else threads.borrowing.cpus,
     )
     return kernel, choice
 

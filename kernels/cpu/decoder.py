@@ -34,6 +34,18 @@ class Borrowing:
     cpus: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Threads:
+    """Who computes. Their number changes no bit."""
+
+    #: Of our own.
+    count: int
+    #: Where they are pinned, one after the other; empty: nowhere.
+    cpus: tuple[int, ...] = ()
+    #: Where more may join them.
+    borrowing: Borrowing | None = None
+
+
 class _NativeDecoder(Protocol):
     """`_native.Decoder`, which has no type hints."""
 
@@ -79,13 +91,10 @@ class CpuDecoder:
         cos_sin: Tensor,
         *,
         instruction_set: str,
-        num_threads: int,
-        cpus: tuple[int, ...],
-        borrowing: Borrowing | None = None,
+        threads: Threads,
         int8: bool,
     ) -> None:
-        """`cpus`: where threads are pinned, one after the other; empty: nowhere."""
-        dtype = weights.norm.dtype
+        dtype, borrowing = weights.norm.dtype, threads.borrowing
         self._vocab_size = shape.vocab_size
         self._kv_type = TYPES[dtype]
         # Read in place, so they must live as long as this.
@@ -104,8 +113,8 @@ class CpuDecoder:
             head_dim=shape.head_dim,
             scale=shape.scale,
             eps=shape.rms_norm_eps,
-            num_threads=num_threads,
-            cpus=list(cpus),
+            num_threads=threads.count,
+            cpus=list(threads.cpus),
             core_leases=0 if self._leases is None else self._leases.data_ptr(),
             borrower=0 if borrowing is None else borrowing.borrower,
             borrow_cpus=[] if borrowing is None else list(borrowing.cpus),

@@ -5,8 +5,8 @@ A line of 64 bytes for each CPU, which `kernels/cpu/src/threads.h` knows as `Cor
     word 0  busy      not 0: the worker whose core it is has work. Only that worker writes it
     word 1  borrower  the worker that computes there meanwhile, 0: nobody. Taken by compare-and-swap, by C++ only
 
-All zero is an idle core. Nobody waits for anything here: an owner that wakes up shares its core until the borrower has seen it,
-and what a worker that died has left only keeps a core from being lent, until that worker is back.
+All zero is an idle core. Nobody waits for anything here: an owner that wakes up shares its core until the borrower has
+seen it, and what a worker that died has left only keeps a core from being lent, until that worker is back.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ def plan(**changes: object) -> ClusterPlan:
         "log_dir": Path("/logs"),
         "shares": [CoreShare(threads=2, cpus=(0, 1)), CoreShare(threads=1, cpus=(2,)), CoreShare(threads=1)],
         "kv_cache_bytes": 1 << 30,
+        "core_leases": Path("/run/cores"),
         "id_prefix": "",
         "environment": {"PATH": "/bin"},
         **changes,
