@@ -32,6 +32,8 @@ class Borrowing:
     borrower: int
     #: Which, the preferred first. At most as many at a time as there are threads of our own.
     cpus: tuple[int, ...]
+    #: How long a core is left alone on which others turned out to compute, though its owner does not.
+    stay_away_s: float = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +102,7 @@ class CpuDecoder:
         # Read in place, so they must live as long as this.
         self._embedding = weights.embedding.contiguous()
         self._cos_sin = cos_sin.contiguous()
-        self._leases = None if borrowing is None else torch.frombuffer(borrowing.leases, dtype=torch.int32)
+        leases = None if borrowing is None else torch.frombuffer(borrowing.leases, dtype=torch.int32)
         self._decoder = native.Decoder(
             isa=instruction_set,
             weight_type=TYPES[dtype],
@@ -115,9 +117,11 @@ class CpuDecoder:
             eps=shape.rms_norm_eps,
             num_threads=threads.count,
             cpus=list(threads.cpus),
-            core_leases=0 if self._leases is None else self._leases.data_ptr(),
+            memory=leases,
+            core_leases=0 if leases is None else leases.data_ptr(),
             borrower=0 if borrowing is None else borrowing.borrower,
             borrow_cpus=[] if borrowing is None else list(borrowing.cpus),
+            stay_away_s=0.0 if borrowing is None else borrowing.stay_away_s,
         )
         for layer, window in zip(weights.layers, shape.windows, strict=True):
             _add_layer(self._decoder, layer, window)

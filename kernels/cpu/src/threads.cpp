@@ -5,6 +5,7 @@
 #if defined(__linux__)
 #include <pthread.h>
 #include <sched.h>
+#include <time.h>
 #endif
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -15,6 +16,9 @@ namespace {
 
 // About 100 us of looking before a member sleeps: longer than anything inside a step, shorter than an idle server notices.
 constexpr int kLooks = 4000;
+// A borrowed core is crowded when a member there ran for less than two thirds of such a time: at half of it, two cores are as
+// fast as one. Shorter, and every message that somebody handles there would count.
+constexpr std::chrono::milliseconds kWindow{4};
 
 void relax() {
 #if defined(__x86_64__)
@@ -32,6 +36,17 @@ void bind([[maybe_unused]] std::thread& thread, [[maybe_unused]] int cpu) {
   // A CPU that is not to be had leaves the thread where the system puts it; the caller has checked.
   (void)pthread_setaffinity_np(thread.native_handle(), sizeof(set), &set);
 #endif
+}
+
+// What a thread has computed so far; where the system does not tell, as long as there has been time.
+std::chrono::nanoseconds cpu_time([[maybe_unused]] std::thread& thread) {
+#if defined(__linux__)
+  clockid_t clock;
+  timespec time;
+  if (pthread_getcpuclockid(thread.native_handle(), &clock) == 0 && clock_gettime(clock, &time) == 0)
+    return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
+#endif
+  return std::chrono::steady_clock::now().time_since_epoch();
 }
 
 }  // namespace
@@ -56,6 +71,7 @@ Team::Team(int size, std::vector<int> cpus, Borrowing borrowing)
     : own_(size),
       most_(size + std::min(size, int(borrowing.cpus.size()))),
       borrower_(borrowing.borrower),
+      stay_away_(borrowing.stay_away),
       seats_(size + borrowing.cpus.size()) {
   group_.reserve(most_);
   try {
@@ -92,14 +108,15 @@ void Team::stop() {
 }
 
 void Team::regroup() {
-  std::erase_if(group_, [this](Seat* seat) {
-    const bool leaves = seat->is_wanted_back();
+  if (most_ == own_) return;
+  const Clock::time_point now = Clock::now();
+  std::erase_if(group_, [&](Seat* seat) {
+    const bool leaves = seat->is_wanted_back() || (seat->borrowed && is_crowded(*seat, now));
     if (leaves) give_back(*seat);
     return leaves;
   });
-  for (size_t i = own_; i < seats_.size() && size() < most_; ++i) {
-    if (!seats_[i].borrowed && borrow(seats_[i])) group_.push_back(&seats_[i]);
-  }
+  for (size_t i = own_; i < seats_.size() && size() < most_; ++i)
+    if (!seats_[i].borrowed && borrow(seats_[i], now)) group_.push_back(&seats_[i]);
 }
 
 void Team::disband() {
@@ -107,19 +124,37 @@ void Team::disband() {
   group_.resize(own_);
 }
 
-bool Team::borrow(Seat& seat) {
+bool Team::borrow(Seat& seat, Clock::time_point now) {
   uint32_t nobody = 0;
-  if (seat.is_wanted_back() || !seat.lease->borrower.compare_exchange_strong(nobody, borrower_)) return false;
+  if (seat.is_wanted_back() || now < seat.free_from) return false;
+  if (!seat.lease->borrower.compare_exchange_strong(nobody, borrower_)) return false;
   seat.borrowed = true;
-  seat.since = Clock::now();
+  seat.seen = now;
+  seat.cpu_time = cpu_time(seat.thread);
   return true;
 }
 
+bool Team::is_crowded(Seat& seat, Clock::time_point now) {
+  if (seat.held + (now - seat.seen) >= kWindow) measure(seat, now);
+  return now < seat.free_from;
+}
+
+void Team::measure(Seat& seat, Clock::time_point now) {
+  const std::chrono::nanoseconds held = now - seat.seen, before = seat.cpu_time;
+  borrowed_ns_.fetch_add(held.count(), std::memory_order_relaxed);
+  seat.seen = now;
+  seat.cpu_time = cpu_time(seat.thread);
+  seat.held += held;
+  seat.ran += seat.cpu_time - before;
+  if (seat.held < kWindow) return;
+  if (3 * seat.ran < 2 * seat.held) seat.free_from = now + stay_away_;
+  seat.held = seat.ran = {};
+}
+
 void Team::give_back(Seat& seat) {
+  measure(seat, Clock::now());
   seat.borrowed = false;
   seat.lease->borrower.store(0, std::memory_order_release);
-  const auto held = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - seat.since);
-  borrowed_ns_.fetch_add(held.count(), std::memory_order_relaxed);
 }
 
 void Team::start(Call call, void* context) {

@@ -21,6 +21,8 @@ struct Borrowing {
   CoreLease* leases = nullptr;  // One for each CPU of the machine.
   uint32_t borrower = 0;        // Us.
   std::vector<int> cpus;        // Of others, the preferred first.
+  // How long a core is left alone that turned out to be crowded: what waits for a member there is slower than without it.
+  std::chrono::nanoseconds stay_away{};
 };
 
 // A number that threads wait to see changed: they look for a while, then sleep.
@@ -48,7 +50,8 @@ class Team {
   int size() const { return int(group_.size()); }
   int most() const { return most_; }
 
-  // Between jobs: gives back cores whose owners have work, and borrows idle ones, at most as many as there are own ones.
+  // Between jobs: gives back cores whose owners have work or that are crowded, and borrows idle ones, at most as many as
+  // there are own ones.
   void regroup();
   // Between jobs: gives all borrowed cores back.
   void disband();
@@ -74,7 +77,8 @@ class Team {
     int member = 0;
     CoreLease* lease = nullptr;  // Of a core of others; null: an own one.
     bool borrowed = false;
-    Clock::time_point since;
+    Clock::time_point seen, free_from;        // Last measured; not to be borrowed before.
+    std::chrono::nanoseconds ran{}, held{}, cpu_time{};  // Of `held` the thread ran so long; all it ever ran.
     Signal calls;  // Own members share one of the team's.
     std::thread thread;
 
@@ -84,12 +88,15 @@ class Team {
   void start(Call call, void* context);
   void work(Seat& seat, Signal& calls);
   bool arrive();
-  bool borrow(Seat& seat);
+  bool borrow(Seat& seat, Clock::time_point now);
+  bool is_crowded(Seat& seat, Clock::time_point now);
+  void measure(Seat& seat, Clock::time_point now);
   void give_back(Seat& seat);
   void stop();
 
   const int own_, most_;
   const uint32_t borrower_;
+  const std::chrono::nanoseconds stay_away_;
   std::vector<Seat> seats_;   // Own members, then all that may be borrowed.
   std::vector<Seat*> group_;  // By member.
   Call call_ = nullptr;

@@ -6,6 +6,7 @@ which they are lent is the same.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -60,9 +61,9 @@ class House:
     def options(
         self, cpus: tuple[int, ...], lent: tuple[int, ...], instruction_set: str | None = None
     ) -> KernelOptions:
-        """What a worker on `cpus` computes with when it may borrow."""
+        """What a worker on `cpus` computes with when it may borrow, however crowded the machine that tests."""
         leases = self.worker(cpus)
-        borrowing = Borrowing(leases=leases.memory, borrower=leases.borrower, cpus=lent)
+        borrowing = Borrowing(leases=leases.memory, borrower=leases.borrower, cpus=lent, stay_away_s=0.0)
         options = native(instruction_set or INSTRUCTION_SETS[0], num_threads=len(cpus))
         return replace(options, cpus=cpus, borrowing=borrowing)
 
@@ -187,6 +188,28 @@ def test_at_most_as_many_cores_are_borrowed_as_are_owned(house: House) -> None:
     for _ in range(20):
         whole(decoder, [random_text(1, 60, 97)], PLACEMENT)
     assert 0 < decoder.borrowed_core_seconds <= time.monotonic() - started
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux only")
+def test_a_core_on_which_others_compute_is_left_alone_though_its_owner_sleeps(house: House) -> None:
+    usable = os.sched_getaffinity(0)
+    crowded = min(usable)  # By ourselves: the thread there can only run while we do not.
+    options = house.options(OURS[:1], (crowded,))
+    assert options.borrowing is not None
+    decoder = make_decoder(
+        FIELDS, replace(options, borrowing=replace(options.borrowing, stay_away_s=3600.0)), torch.bfloat16
+    )
+    texts = [random_text(1, 60, 97)]
+    expected = whole(alone(FIELDS), texts, PLACEMENT)
+    os.sched_setaffinity(0, {crowded})
+    try:
+        borrowed = -1.0
+        while decoder.borrowed_core_seconds != borrowed:
+            borrowed = decoder.borrowed_core_seconds
+            assert_same_bits(whole(decoder, texts, PLACEMENT), expected)
+    finally:
+        os.sched_setaffinity(0, usable)
+    assert borrowed > 0
 
 
 def test_without_cores_of_its_own_a_worker_borrows_none(house: House) -> None:
