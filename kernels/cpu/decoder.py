@@ -33,7 +33,7 @@ class Borrowing:
     #: Which, the preferred first. At most as many at a time as there are threads of our own.
     cpus: tuple[int, ...]
     #: How long a core is left alone on which others turned out to compute, though its owner does not.
-    stay_away_s: float = 0.05
+    stay_away_s: float = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
