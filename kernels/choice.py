@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.composed import ComposedDecoder
 from kernels.cpu import native
-from kernels.cpu.decoder import CpuDecoder, NativeModule, unsupported
+from kernels.cpu.decoder import Borrowing, CpuDecoder, NativeModule, Threads, unsupported
 from kernels.decoder import DecoderKernel, DecoderShape, DecoderWeights
 from kernels.reference import ReferenceOps
 
@@ -30,6 +30,8 @@ class KernelOptions:
     num_threads: int | None = None
     #: Where they are pinned; empty: nowhere.
     cpus: tuple[int, ...] = ()
+    #: Where they may spread to while those cores are idle; needs `cpus`, C++ only.
+    borrowing: Borrowing | None = None
     #: "int8": weights are rounded to 8 bits with a scale per output feature; C++ only.
     quantization: str | None = None
 
@@ -43,6 +45,8 @@ class KernelChoice:
     quantization: str
     #: Why it is not C++; empty when it is, or when plain torch was asked for.
     reason: str
+    #: Cores of other processes that it may borrow.
+    borrow_cpus: tuple[int, ...] = ()
 
 
 def instruction_sets() -> list[str]:
@@ -70,6 +74,10 @@ def open_decoder(
     if name not in found:
         raise KernelsUnavailable(f"this machine does not run the instruction set {name!r}; it runs {', '.join(found)}.")
     num_threads = options.num_threads or len(options.cpus) or torch.get_num_threads()
+    threads = Threads(count=num_threads)
+    # Two threads on one core would wait for each other.
+    if num_threads <= len(options.cpus):
+        threads = Threads(count=num_threads, cpus=options.cpus, borrowing=options.borrowing)
     try:
         kernel = CpuDecoder(
             cast(NativeModule, native.load()),
@@ -77,15 +85,17 @@ def open_decoder(
             weights,
             cos_sin,
             instruction_set=name,
-            num_threads=num_threads,
-            # Two threads on one core would wait for each other.
-            cpus=options.cpus if num_threads <= len(options.cpus) else (),
+            threads=threads,
             int8=options.quantization == "int8",
         )
     except (RuntimeError, MemoryError, ValueError) as error:
         raise KernelsUnavailable(f"the C++ kernels cannot start with {num_threads} threads: {error}.") from error
     choice = KernelChoice(
-        implementation="cpu", instruction_set=name, quantization=options.quantization or "", reason=""
+        implementation="cpu",
+        instruction_set=name,
+        quantization=options.quantization or "",
+        reason="",
+        borrow_cpus=() if threads.borrowing is None else threads.borrowing.cpus,
     )
     return kernel, choice
 

@@ -67,6 +67,10 @@ class DecoderWeights:
 class DecoderKernel(Protocol):
     """The forward pass, bound to weights."""
 
+    @property
+    def borrowed_core_seconds(self) -> float:
+        """For how long cores of other processes took part, summed over cores."""
+
     def forward(self, token_ids: Tensor, rows: KvRows, logits_rows: Tensor, kv_cache: Tensor) -> Tensor:
         """Writes K and V of all rows to their slots; float32 logits [num_logits, vocab_size] of the wanted rows.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,12 +22,39 @@ MAX_HIDDEN_SIZE, MAX_HEAD_DIM = 1 << 15, 1024
 MAX_INT8_DEPTH = 1 << 16
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Borrowing:
+    """Cores of other processes that may compute here while those leave them idle."""
+
+    #: Lines of `CoreLease` in `src/threads.h`, by CPU, that all these processes map.
+    leases: mmap.mmap
+    #: What marks a core as borrowed by us; not 0.
+    borrower: int
+    #: Which, the preferred first. At most as many at a time as there are threads of our own.
+    cpus: tuple[int, ...]
+    #: How long a core is left alone on which others turned out to compute, though its owner does not.
+    stay_away_s: float = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Threads:
+    """Who computes. Their number changes no bit."""
+
+    #: Of our own.
+    count: int
+    #: Where they are pinned, one after the other; empty: nowhere.
+    cpus: tuple[int, ...] = ()
+    #: Where more may join them.
+    borrowing: Borrowing | None = None
+
+
 class _NativeDecoder(Protocol):
     """`_native.Decoder`, which has no type hints."""
 
     logits_stride: int
     weight_bytes: int
     num_threads: int
+    borrowed_core_seconds: float
 
     def add_layer(self, **parts: object) -> None: ...
     def finish(self, **parts: object) -> None: ...
@@ -64,17 +93,16 @@ class CpuDecoder:
         cos_sin: Tensor,
         *,
         instruction_set: str,
-        num_threads: int,
-        cpus: tuple[int, ...],
+        threads: Threads,
         int8: bool,
     ) -> None:
-        """`cpus`: where threads are pinned, one after the other; empty: nowhere."""
-        dtype = weights.norm.dtype
+        dtype, borrowing = weights.norm.dtype, threads.borrowing
         self._vocab_size = shape.vocab_size
         self._kv_type = TYPES[dtype]
         # Read in place, so they must live as long as this.
         self._embedding = weights.embedding.contiguous()
         self._cos_sin = cos_sin.contiguous()
+        leases = None if borrowing is None else torch.frombuffer(borrowing.leases, dtype=torch.int32)
         self._decoder = native.Decoder(
             isa=instruction_set,
             weight_type=TYPES[dtype],
@@ -87,8 +115,13 @@ class CpuDecoder:
             head_dim=shape.head_dim,
             scale=shape.scale,
             eps=shape.rms_norm_eps,
-            num_threads=num_threads,
-            cpus=list(cpus),
+            num_threads=threads.count,
+            cpus=list(threads.cpus),
+            memory=leases,
+            core_leases=0 if leases is None else leases.data_ptr(),
+            borrower=0 if borrowing is None else borrowing.borrower,
+            borrow_cpus=[] if borrowing is None else list(borrowing.cpus),
+            stay_away_s=0.0 if borrowing is None else borrowing.stay_away_s,
         )
         for layer, window in zip(weights.layers, shape.windows, strict=True):
             _add_layer(self._decoder, layer, window)
@@ -100,6 +133,10 @@ class CpuDecoder:
             angles=self._cos_sin.data_ptr(),
         )
         self._logits = torch.empty(0, self._decoder.logits_stride)
+
+    @property
+    def borrowed_core_seconds(self) -> float:
+        return self._decoder.borrowed_core_seconds
 
     def forward(self, token_ids: Tensor, rows: KvRows, logits_rows: Tensor, kv_cache: Tensor) -> Tensor:
         indices = (

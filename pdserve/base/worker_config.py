@@ -42,6 +42,12 @@ class WorkerConfig:
     )
     threads: int | None = option(None, help="compute threads; as many as --cpus, else all cores", minimum=1)
     cpus: tuple[int, ...] = option((), help="cores the compute threads are pinned to, such as 0,2-3", parse=parse_ints)
+    borrow_cpus: tuple[int, ...] = option(
+        (), help="cores of other workers to compute on while those have nothing to do", parse=parse_ints
+    )
+    core_leases: str | None = option(
+        None, help="file in which the workers of a machine tell which cores are idle; made when absent", metavar="FILE"
+    )
     transport: str = option("ucx", help="how KV blocks travel", choices=TRANSPORTS)
     drain_timeout_s: float = option(45.0, help="seconds that running requests get to finish on SIGTERM", minimum=0)
     log_level: str = option("info", help="what is logged", choices=LEVELS)

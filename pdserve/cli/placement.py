@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _MIB = 1024**2
 _MAX_KV_BYTES = 2 * 1024**3
@@ -24,6 +24,8 @@ class CoreShare:
 
     threads: int
     cpus: tuple[int, ...] = ()
+    #: Cores of other workers to compute on while those are idle, the preferred first.
+    borrow_cpus: tuple[int, ...] = ()
 
 
 def share_cores(cores: Cores, *, num_prefill: int, num_decode: int, threads_per_worker: int | None) -> list[CoreShare]:
@@ -43,6 +45,21 @@ def share_cores(cores: Cores, *, num_prefill: int, num_decode: int, threads_per_
     if sum(threads) > cores.usable or cores.usable < len(cores.ids):
         return [CoreShare(threads=count) for count in threads]
     return _pin(cores.ids, threads)
+
+
+def lend_cores(shares: Sequence[CoreShare]) -> list[CoreShare]:
+    """The same shares, in which every worker may borrow the cores of all others; nothing where nobody is pinned.
+
+    Each begins with those that come after its own, so that several which look for a core ask for different ones.
+    """
+    everyones = [cpu for share in shares for cpu in share.cpus]
+    lending = []
+    first = 0
+    for share in shares:
+        after = first + len(share.cpus)
+        lending.append(replace(share, borrow_cpus=(*everyones[after:], *everyones[:first]) if share.cpus else ()))
+        first = after
+    return lending
 
 
 def kv_bytes_per_worker(available_bytes: int, num_workers: int) -> int:

@@ -39,6 +39,8 @@ class ClusterPlan:
     #: One per worker: prefill first, then decode.
     shares: Sequence[CoreShare]
     kv_cache_bytes: int
+    #: Where workers tell each other which cores are idle.
+    core_leases: Path
     #: Comes before `prefill-0` in worker ids: tells this cluster from others in a shared Redis.
     id_prefix: str
     environment: Mapping[str, str]
@@ -84,10 +86,16 @@ def _worker_spec(plan: ClusterPlan, tier: str, index: int, share: CoreShare) -> 
         "max-num-seqs": config.max_num_seqs if tier == "decode" else None,
         "max-num-batched-tokens": config.max_num_batched_tokens,
         "threads": share.threads,
-        "cpus": ",".join(map(str, share.cpus)) or None,
+        "cpus": _cpu_list(share.cpus),
+        "borrow-cpus": _cpu_list(share.borrow_cpus),
+        "core-leases": plan.core_leases if share.borrow_cpus else None,
         "transport": config.transport,
     }
     return _service(plan, name, f"{tier}_svc", flags, threads=share.threads, stage=WORKER_STAGE)
+
+
+def _cpu_list(cpus: Sequence[int]) -> str | None:
+    return ",".join(map(str, cpus)) or None
 
 
 def _common_flags(plan: ClusterPlan) -> dict[str, object]:

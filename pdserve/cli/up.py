@@ -21,14 +21,15 @@ from pdserve.base.errors import SetupError
 from pdserve.base.machine import available_memory_bytes
 from pdserve.cli.log_watch import watched_logs
 from pdserve.cli.machine import available_cores
-from pdserve.cli.placement import kv_bytes_per_worker, share_cores
+from pdserve.cli.placement import kv_bytes_per_worker, lend_cores, share_cores
+from pdserve.cli.run_dir import private_directory
 from pdserve.cli.services import ClusterPlan, router_spec, worker_specs
 from pdserve.cli.stop_signals import StopSignals, finished_before
 from pdserve.cli.supervisor.supervisor import Supervisor, supervising
 from pdserve.cli.up_config import UpConfig
 from pdserve.cli.up_console import UpConsole, describe_plan, describe_ready, reachable_host
 from pdserve.cli.up_model import PreparedModel, prepare_command, prepare_model
-from pdserve.cli.up_redis import RedisPlan, planned_redis, require_reachable
+from pdserve.cli.up_redis import RedisPlan, plan_redis, require_reachable
 
 #: What processes get to end by themselves after a failed start: nothing runs on them that could be lost.
 _FAILED_START_GRACE_S = 2.0
@@ -56,22 +57,23 @@ class _Up:
         log_dir = make_log_dir(self.config.log_dir)
         self.console.say(f"pdserve {__version__}   logs: {log_dir}")
         with (
-            planned_redis(self.config.redis_url, log_dir) as redis,
+            private_directory() as run_dir,
             watched_logs(log_dir, self.console.on_log) as watching,
         ):
             if not watching:
                 self.console.say("Too many inotify watches on this machine: warnings are only in the logs.", "yellow")
-            await self._supervise(redis, log_dir, started_at)
+            redis = plan_redis(self.config.redis_url, run_dir=run_dir, log_dir=log_dir)
+            await self._supervise(redis, run_dir, log_dir, started_at)
         self.console.say("Stopped.")
         return 0
 
-    async def _supervise(self, redis: RedisPlan, log_dir: Path, started_at: float) -> None:
+    async def _supervise(self, redis: RedisPlan, run_dir: Path, log_dir: Path, started_at: float) -> None:
         async with supervising(self.console.on_event) as supervisor:
             signals = StopSignals(on_again=lambda: self._hurry(supervisor))
             try:
                 with self.console.progress():
                     finished = await finished_before(
-                        signals.requested, self._start(supervisor, redis, log_dir, started_at)
+                        signals.requested, self._start(supervisor, redis, run_dir, log_dir, started_at)
                     )
             except SetupError:
                 self.console.quiet = True  # the error says it; how the others end does not matter
@@ -86,7 +88,9 @@ class _Up:
             self.console.say("\nStopping: the router finishes what runs, then the workers and Redis end.")
             await supervisor.stop()
 
-    async def _start(self, supervisor: Supervisor, redis: RedisPlan, log_dir: Path, started_at: float) -> None:
+    async def _start(
+        self, supervisor: Supervisor, redis: RedisPlan, run_dir: Path, log_dir: Path, started_at: float
+    ) -> None:
         """Until everything is ready, and `ready_text` says so. Raises `SetupError`."""
         config = self.config
         if redis.spec is None:
@@ -94,7 +98,7 @@ class _Up:
         else:
             await supervisor.start(redis.spec)
         model = await self._prepare_model(log_dir)
-        plan = make_plan(config, model, redis, log_dir)
+        plan = make_plan(config, model, redis, run_dir=run_dir, log_dir=log_dir)
         workers = worker_specs(plan)
         self.console.say(f"Starting {model.served_name} from {model.path}")
         for line in describe_plan([spec.name for spec in workers], plan.shares, plan.kv_cache_bytes):
@@ -126,7 +130,7 @@ class _Up:
         supervisor.hurry()
 
 
-def make_plan(config: UpConfig, model: PreparedModel, redis: RedisPlan, log_dir: Path) -> ClusterPlan:
+def make_plan(config: UpConfig, model: PreparedModel, redis: RedisPlan, *, run_dir: Path, log_dir: Path) -> ClusterPlan:
     """Divides this machine among the workers."""
     shares = share_cores(
         available_cores(),
@@ -141,8 +145,9 @@ def make_plan(config: UpConfig, model: PreparedModel, redis: RedisPlan, log_dir:
         served_name=config.served_model_name or model.served_name,
         redis_url=redis.url,
         log_dir=log_dir,
-        shares=shares,
+        shares=lend_cores(shares) if config.lend_cores else shares,
         kv_cache_bytes=kv_bytes,
+        core_leases=run_dir / "cores",
         id_prefix="" if redis.spec is not None else f"{socket.gethostname()}-{config.port}-",
         environment=child_environment(),
         python_flags=python_flags(),

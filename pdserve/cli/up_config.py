@@ -56,6 +56,9 @@ class UpConfig:
     threads_per_worker: int | None = option(
         None, help="compute threads of each worker; the cores divided among the workers when absent", minimum=1
     )
+    lend_cores: bool = option(
+        True, help="workers with nothing to do lend their cores to the others, which keep at least their own"
+    )
     local_prefill_threshold: int = option(
         default_of(RouterConfig, "local_prefill_threshold"),
         help="prompts with at most this many uncached tokens are prefilled by the decode worker",

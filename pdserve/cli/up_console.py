@@ -118,11 +118,16 @@ def died_line(event: Died) -> str:
 
 
 def describe_share(share: CoreShare) -> str:
-    """`1 thread on core 0`, `2 threads on cores 0,1`, `1 thread on any core`."""
+    """`1 thread on core 0`, `2 threads on cores 0,1, and on core 2 when idle`, `1 thread on any core`."""
     threads = f"{share.threads} thread{'s' if share.threads != 1 else ''}"
     if not share.cpus:
         return f"{threads} on any core"
-    return f"{threads} on core{'s' if len(share.cpus) != 1 else ''} {','.join(map(str, share.cpus))}"
+    borrowed = f", and on {_cores(share.borrow_cpus)} when idle" if share.borrow_cpus else ""
+    return f"{threads} on {_cores(share.cpus)}{borrowed}"
+
+
+def _cores(cpus: Sequence[int]) -> str:
+    return f"core{'s' if len(cpus) != 1 else ''} {','.join(map(str, cpus))}"
 
 
 def describe_bytes(size: int) -> str:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pdserve.base.config import child_environment, variable
+from pdserve.base.config import child_environment
 from pdserve.base.errors import SetupError
 from pdserve.base.private_redis import find_redis_server, server_argv, wait_until_ready
 from pdserve.base.store import is_reachable
@@ -28,23 +24,15 @@ class RedisPlan:
     spec: ProcessSpec | None
 
 
-@contextmanager
-def planned_redis(redis_url: str | None, log_dir: Path) -> Iterator[RedisPlan]:
-    """A plan for the user's Redis or a private one, whose directory is removed with the block.
+def plan_redis(redis_url: str | None, *, run_dir: Path, log_dir: Path) -> RedisPlan:
+    """The user's Redis, or a private one that lives in `run_dir`.
 
     The private one listens on a Unix socket that only this user may open: on a TCP port any user of the machine could
     give it orders. Raises `SetupError` when there is no redis-server to start.
     """
     if redis_url is not None:
-        yield RedisPlan(url=redis_url, spec=None)
-        return
-    binary = find_redis_server()
-    # A session's runtime directory is emptied by the system, should we be killed before we can.
-    directory = Path(tempfile.mkdtemp(prefix="pdserve-", dir=_runtime_dir()))
-    try:
-        yield _private(binary, directory, log_dir)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        return RedisPlan(url=redis_url, spec=None)
+    return _private(find_redis_server(), run_dir, log_dir)
 
 
 async def require_reachable(redis_url: str) -> None:
@@ -78,8 +66,3 @@ def _private(binary: Path, directory: Path, log_dir: Path) -> RedisPlan:
         stop_stage=REDIS_STAGE,
     )
     return RedisPlan(url=url, spec=spec)
-
-
-def _runtime_dir() -> str | None:
-    runtime = variable("XDG_RUNTIME_DIR")
-    return runtime if runtime and Path(runtime).is_dir() else None

@@ -30,6 +30,8 @@ class LoopConfig:
     #: Compute threads of one operation; None: torch decides.
     num_threads: int | None = None
     name: str = "step"
+    #: Told True when the thread wakes up and False when it goes to sleep or ends, on that thread. It starts awake.
+    on_busy: Callable[[bool], None] = lambda busy: None
 
 
 class _Call(Generic[T]):
@@ -119,6 +121,7 @@ class StepLoop:
         except BaseException as error:  # noqa: BLE001 - nothing can be attributed any more: the worker ends, loudly
             self._on_fatal(error)
         finally:
+            self._config.on_busy(False)
             self._close()
 
     def _step(self) -> None:
@@ -169,12 +172,21 @@ class StepLoop:
         # What a call tells must not overtake what the step before it told.
         self._tell()
         if not has_work:
-            self._calls.get().run()
+            self._next_call().run()
         try:
             while not self._stopping:
                 self._calls.get_nowait().run()
         except Empty:
             return
+
+    def _next_call(self) -> _Call[Any]:
+        try:
+            return self._calls.get_nowait()
+        except Empty:
+            self._config.on_busy(False)
+        call = self._calls.get()
+        self._config.on_busy(True)
+        return call
 
     def _settle(self) -> None:
         """Bind this thread first: the compute threads that torch starts from it inherit the binding."""

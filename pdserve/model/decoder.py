@@ -40,6 +40,11 @@ class Decoder:
         #: What computes.
         self._kernel, self.kernels = open_decoder(kernels or KernelOptions(), _shape(config), weights, cos_sin)
 
+    @property
+    def borrowed_core_seconds(self) -> float:
+        """For how long cores of other workers took part, summed over cores."""
+        return self._kernel.borrowed_core_seconds
+
     @torch.inference_mode()
     def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
         """Float32 logits [num_logits, vocab_size] of the batch's `logits_rows`, valid until the next call.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
 
 from kernels.choice import KernelChoice, KernelOptions
-from pdserve.base.errors import SetupError
+from kernels.cpu.decoder import Borrowing
+from pdserve.base.core_leases import CoreLeases
 from pdserve.base.layout import KvLayout
 from pdserve.base.worker_config import WorkerConfig
 from pdserve.engine.block_pool import BlockPool
@@ -21,6 +21,7 @@ from pdserve.model.checkpoint import fingerprint
 from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
 from pdserve.model.loader import load_decoder
+from pdserve.worker.cores import open_core_leases, require_cpus
 from pdserve.worker.memory import plan_kv
 
 #: Rows of the warm-up step: enough to take the paths that a prompt takes.
@@ -38,11 +39,14 @@ class LoadedModel:
     kv_cache: KvCache
     pool: BlockPool
     runner: Runner
+    #: Where this worker says whether its cores are idle; None: they are not lent.
+    core_leases: CoreLeases | None
 
 
 def load_model(config: WorkerConfig) -> LoadedModel:
     """Maps the weights, allocates the KV cache. Blocks for some seconds. Raises `SetupError` with the numbers."""
-    _require_cpus(config.cpus)
+    require_cpus(config)
+    leases = open_core_leases(config)
     model = ModelConfig.from_dir(config.model_dir)
 
     # Rounded weights make another model: its blocks must not be mixed with those of the original.
@@ -73,6 +77,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
             instruction_set=config.instruction_set,
             num_threads=config.threads,
             cpus=config.cpus,
+            borrowing=_borrowing(config, leases),
             quantization=config.quantization,
         ),
     )
@@ -89,14 +94,14 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         kv_cache=kv_cache,
         pool=BlockPool(budget.num_blocks, layout.block_size),
         runner=Runner(decoder, kv_cache, Sampler()),
+        core_leases=leases,
     )
 
 
-def _require_cpus(cpus: tuple[int, ...]) -> None:
-    """Threads of kernels are pinned one by one, where a core that is not to be had would go unnoticed."""
-    usable = os.sched_getaffinity(0) if cpus and hasattr(os, "sched_getaffinity") else set(cpus)
-    if missing := sorted(set(cpus) - usable):
-        raise SetupError(f"--cpus names cores {missing} that this process may not use; it may use {sorted(usable)}.")
+def _borrowing(config: WorkerConfig, leases: CoreLeases | None) -> Borrowing | None:
+    if leases is None or not config.borrow_cpus:
+        return None
+    return Borrowing(leases=leases.memory, borrower=leases.borrower, cpus=config.borrow_cpus)
 
 
 def warm_up(loaded: LoadedModel) -> None:

@@ -153,6 +153,11 @@ def _registered(
             name="kv_event_resyncs", text="Times the prefix index was written anew", value=lambda: publisher.resyncs
         ),
         CounterSource(name="redis_outages", text="Connections to Redis that failed", value=lambda: store.outages),
+        CounterSource(
+            name="borrowed_core_seconds",
+            text="Seconds that idle cores of other workers computed for this one, summed over cores",
+            value=lambda: loaded.decoder.borrowed_core_seconds,
+        ),
     )
     worker.tasks.start(registrar.run(), name="registrar")
     worker.tasks.start(publisher.run(), name="kv-events")
@@ -181,6 +186,7 @@ def _registered(
         streams=addresses["stream_address"] or None,
         blocks=loaded.pool.num_blocks,
         max_model_len=loaded.limits.max_model_len,
+        borrow_cpus=",".join(map(str, loaded.kernels.borrow_cpus)),
         **labels,
         **chosen,
     )

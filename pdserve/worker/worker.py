@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 import grpc
@@ -140,7 +140,9 @@ class Worker:
         cpus, threads = self.config.cpus, self.config.threads or len(self.config.cpus)
         if self.model.kernels.implementation == "cpu":
             cpus, threads = cpus[:1], 1
-        return LoopConfig(compute_cpus=cpus or None, num_threads=threads or None, name=f"{self.tier}-step")
+        config = LoopConfig(compute_cpus=cpus or None, num_threads=threads or None, name=f"{self.tier}-step")
+        leases = self.model.core_leases
+        return config if leases is None else replace(config, on_busy=leases.set_busy)
 
     @property
     def load(self) -> Load:

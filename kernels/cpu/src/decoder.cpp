@@ -19,8 +19,12 @@ int element_bytes(KvType type) { return type == KvType::f32 ? 4 : 2; }
 }  // namespace
 
 Decoder::Decoder(const ModelShape& shape, WeightType type, Format format, const Kernels& kernels, int num_threads,
-                 std::vector<int> cpus)
-    : shape_(shape), type_(type), format_(format), kernels_(kernels), team_(num_threads, std::move(cpus)) {}
+                 std::vector<int> cpus, Borrowing borrowing)
+    : shape_(shape),
+      type_(type),
+      format_(format),
+      kernels_(kernels),
+      team_(num_threads, std::move(cpus), std::move(borrowing)) {}
 
 void Decoder::add_layer(const LayerSource& source) {
   const auto pack = [&](std::vector<Source> parts, bool interleave = false) {
@@ -81,7 +85,7 @@ void Decoder::reserve(long num_tokens) {
   fresh.areas.push_back(make_area(rows));
   const AttentionShape attention{shape_.num_heads, shape_.num_kv_heads, shape_.head_dim, shape_.scale};
   const long panel_bytes = fresh.areas[0].rows.stride * kPanelColumns * sizeof(uint32_t);
-  for (int member = 0; member < team_.size(); ++member) {
+  for (int member = 0; member < team_.most(); ++member) {
     fresh.areas.push_back(make_area(kFewRows));
     fresh.scratch.push_back(Memory(std::max(kernels_.attend_scratch_bytes(attention), panel_bytes)));
   }
@@ -121,7 +125,7 @@ struct Decoder::Pass {
   Decoder& decoder;
   const Step& step;
   const KvCache& cache;
-  const int member;
+  int member = 0;
   const AttentionShape attention_shape{decoder.shape_.num_heads, decoder.shape_.num_kv_heads, decoder.shape_.head_dim,
                                        decoder.shape_.scale};
   std::atomic<long>* counter = decoder.counters_.get();
@@ -134,17 +138,29 @@ struct Decoder::Pass {
   const ModelShape& shape() const { return decoder.shape_; }
   const Kernels& kernels() const { return decoder.kernels_; }
 
-  void run(float* logits, long stride) {
+  // The jobs of a pass, in order; all members end one before any begins the next.
+
+  void embed() {
     share_rows([&](long row) { embed(row); });
-    decoder.team_.meet();
-    for (size_t index = 0; index < decoder.layers_.size(); ++index) {
-      const Layer& layer = decoder.layers_[index];
-      attention(layer, long(index), index + 1 == decoder.layers_.size());
-      if (num_rows == 0) return;
-      mlp(layer);
-    }
-    head(logits, stride);
   }
+
+  void layer(size_t index) {
+    const Layer& layer = decoder.layers_[index];
+    attention(layer, long(index), index + 1 == decoder.layers_.size());
+    if (num_rows > 0) mlp(layer);
+  }
+
+  void head(float* logits, long stride) {
+    if (num_rows == 0) return;
+    const Rows rows = make_rows(step.num_logits, [&](const Activations& out, long i) {
+      const long row = num_rows == step.num_tokens ? step.logits_rows[i] : i;
+      kernels().add_norm(hidden + row * shape().hidden_size, delta + row * delta_stride(), nullptr,
+                         decoder.norm_.data(), shape().eps, shape().hidden_size, out, i);
+    });
+    product(rows, step.num_logits, *decoder.lm_head_, logits, stride, false);
+  }
+
+  // Their parts.
 
   // delta = output(attention(norm(hidden))), with `hidden` brought up to date first.
   void attention(const Layer& layer, long index, bool last) {
@@ -158,7 +174,7 @@ struct Decoder::Pass {
       share_rows([&](long row) {
         for (int head = 0; head < shape().num_kv_heads; ++head) place(layer, index, row, decoder.span_of(row), head);
       });
-      decoder.team_.meet();
+      decoder.team_.meet(member);
     }
     const auto& items = narrow ? decoder.last_items_ : decoder.items_;
     if (narrow) num_rows = step.num_logits, places = step.logits_rows;
@@ -169,7 +185,7 @@ struct Decoder::Pass {
                        query(item.first, item.kv_head), attended + item.out * width + group_offset(item.kv_head), width,
                        decoder.work_.scratch[member].as<void>());
     });
-    decoder.team_.meet();
+    decoder.team_.meet(member);
     multiply(rows_of(attended, width), layer.output, decoder.work_.delta.as<float>(), delta_stride());
     delta = decoder.work_.delta.as<float>();
   }
@@ -179,20 +195,9 @@ struct Decoder::Pass {
     float* gated = decoder.work_.gated.as<float>();
     const long stride = layer.gate_up.matrix().columns / 2;
     multiply(add_norm(layer.post_attention_norm), layer.gate_up, gated, stride, true);
-    multiply(rows_of(gated, shape().intermediate_size, stride), layer.down, decoder.work_.delta.as<float>(),
-             delta_stride());
+    product(rows_of(gated, shape().intermediate_size, stride), num_rows, layer.down, decoder.work_.delta.as<float>(),
+            delta_stride(), false);
   }
-
-  void head(float* logits, long stride) {
-    const Rows rows = make_rows(step.num_logits, [&](const Activations& out, long i) {
-      const long row = num_rows == step.num_tokens ? step.logits_rows[i] : i;
-      kernels().add_norm(hidden + row * shape().hidden_size, delta + row * delta_stride(), nullptr,
-                         decoder.norm_.data(), shape().eps, shape().hidden_size, out, i);
-    });
-    product(rows, step.num_logits, *decoder.lm_head_, logits, stride, false);
-  }
-
-  // The parts.
 
   void embed(long row) {
     const long width = shape().hidden_size, at = step.token_ids[row] * width;
@@ -290,7 +295,12 @@ struct Decoder::Pass {
   template <class Work>
   void hand_out(long count, Work&& work) {
     std::atomic<long>& next = *counter++;
-    for (long i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
+    // On a core that its owner needs a member leaves what is left to the others.
+    while (!decoder.team_.is_wanted_back(member)) {
+      const long i = next.fetch_add(1, std::memory_order_relaxed);
+      if (i >= count) break;
+      work(i);
+    }
   }
 
   // Rows that all members can multiply: few are made by each for itself, many are shared.
@@ -300,13 +310,13 @@ struct Decoder::Pass {
     const Activations& out = decoder.work_.areas[few ? 1 + member : 0].rows;
     const long size = few ? 1 : decoder.team_.size(), part = few ? 0 : member;
     for (long row = count * part / size; row < count * (part + 1) / size; ++row) make(out, row);
-    if (!few) decoder.team_.meet();
+    if (!few) decoder.team_.meet(member);
     return {out.units, out.low, out.scale, out.stride};
   }
 
   void multiply(const Rows& rows, const Packed& packed, float* out, long stride, bool silu = false) {
     product(rows, num_rows, packed, out, stride, silu);
-    decoder.team_.meet();
+    decoder.team_.meet(member);
   }
 
   void product(const Rows& rows, long count, const Packed& packed, float* out, long stride, bool silu) {
@@ -333,7 +343,21 @@ void Decoder::forward(const Step& step, const KvCache& cache, float* logits, lon
   reserve(std::max(step.num_tokens, step.num_logits));
   plan(step);
   // Nothing in a pass allocates or throws: the members could not meet again.
-  team_.run([&](int member) noexcept { Pass{*this, step, cache, member}.run(logits, stride); });
+  Pass ours{*this, step, cache};
+  const auto together = [&](auto&& job) {
+    team_.regroup();
+    const Pass begun = ours;  // Where all stand, also who joins only now.
+    team_.run([&](int member) noexcept {
+      if (member == 0) return job(ours);
+      Pass pass = begun;
+      pass.member = member;
+      job(pass);
+    });
+  };
+  together([](Pass& pass) { pass.embed(); });
+  for (size_t index = 0; index < layers_.size(); ++index) together([=](Pass& pass) { pass.layer(index); });
+  together([=](Pass& pass) { pass.head(logits, stride); });
+  team_.disband();
 }
 
 }  // namespace pdserve

@@ -33,7 +33,7 @@ struct Step {
 class Decoder {
  public:
   Decoder(const ModelShape& shape, WeightType type, Format format, const Kernels& kernels, int num_threads,
-          std::vector<int> cpus);
+          std::vector<int> cpus, Borrowing borrowing = {});
 
   void add_layer(const LayerSource& source);
   // `embedding` [vocab, hidden] and `angles` [positions][2][head_dim] are read in place and must outlive the decoder.
@@ -45,6 +45,7 @@ class Decoder {
   long logits_stride() const { return lm_head_->matrix().columns; }
   size_t weight_bytes() const;
   int num_threads() const { return team_.size(); }
+  double borrowed_core_seconds() const { return team_.borrowed_seconds(); }
 
  private:
   struct Layer {
@@ -66,10 +67,10 @@ class Decoder {
   struct Workspace {
     long capacity = 0;
     Memory hidden[2], delta, qkv, q, attended, gated;
-    std::vector<RowArea> areas;  // The shared one, then the members'.
+    std::vector<RowArea> areas;  // The shared one, then one for each member that there may be.
     std::vector<Memory> scratch;
   };
-  struct Pass;  // One member's way through one forward pass.
+  struct Pass;  // One member's way through a forward pass, or through the part of it for which its core is borrowed.
 
   void reserve(long num_tokens);
   RowArea make_area(long num_rows) const;

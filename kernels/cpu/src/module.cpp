@@ -50,14 +50,19 @@ NB_MODULE(_native, module) {
           "__init__",
           [](Decoder* self, const std::string& isa, int weight_type, int format, long hidden_size, long intermediate_size,
              long vocab_size, int num_heads, int num_kv_heads, int head_dim, float scale, float eps, int num_threads,
-             std::vector<int> cpus) {
+             std::vector<int> cpus, nb::handle, uintptr_t core_leases, uint32_t borrower, std::vector<int> borrow_cpus,
+             double stay_away_s) {
             const ModelShape shape{hidden_size,  intermediate_size, vocab_size, num_heads,
                                    num_kv_heads, head_dim,          scale,      eps};
             new (self) Decoder(shape, WeightType(weight_type), Format(format), kernels_named(isa), num_threads,
-                               std::move(cpus));
+                               std::move(cpus),
+                               Borrowing{pointer<CoreLease>(core_leases), borrower, std::move(borrow_cpus),
+                                         std::chrono::nanoseconds(int64_t(1e9 * stay_away_s))});
           },
+          nb::keep_alive<1, 15>(),  // Threads read the leases until they have ended.
           nb::kw_only(), "isa"_a, "weight_type"_a, "format"_a, "hidden_size"_a, "intermediate_size"_a, "vocab_size"_a,
-          "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a, "eps"_a, "num_threads"_a, "cpus"_a)
+          "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a, "eps"_a, "num_threads"_a, "cpus"_a, "memory"_a.none(), "core_leases"_a, "borrower"_a,
+          "borrow_cpus"_a, "stay_away_s"_a)
       .def(
           "add_layer",
           [](Decoder& self, const nb::tuple& q, const nb::tuple& k, const nb::tuple& v, const nb::tuple& output,
@@ -112,7 +117,8 @@ NB_MODULE(_native, module) {
           nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("logits_stride", &Decoder::logits_stride)
       .def_prop_ro("weight_bytes", &Decoder::weight_bytes)
-      .def_prop_ro("num_threads", &Decoder::num_threads);
+      .def_prop_ro("num_threads", &Decoder::num_threads)
+      .def_prop_ro("borrowed_core_seconds", &Decoder::borrowed_core_seconds);
 }
 
 }  // namespace pdserve

@@ -1,8 +1,11 @@
 #include "threads.h"
 
+#include <algorithm>
+
 #if defined(__linux__)
 #include <pthread.h>
 #include <sched.h>
+#include <time.h>
 #endif
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -13,6 +16,9 @@ namespace {
 
 // About 100 us of looking before a member sleeps: longer than anything inside a step, shorter than an idle server notices.
 constexpr int kLooks = 4000;
+// A borrowed core is crowded when a member there ran for less than two thirds of such a time: at half of it, two cores are as
+// fast as one. Shorter, and every message that somebody handles there would count.
+constexpr std::chrono::milliseconds kWindow{4};
 
 void relax() {
 #if defined(__x86_64__)
@@ -20,14 +26,6 @@ void relax() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
-}
-
-void wait_while(std::atomic<uint32_t>& value, uint32_t old) {
-  for (int i = 0; i < kLooks; ++i) {
-    if (value.load(std::memory_order_acquire) != old) return;
-    relax();
-  }
-  value.wait(old, std::memory_order_acquire);
 }
 
 void bind([[maybe_unused]] std::thread& thread, [[maybe_unused]] int cpu) {
@@ -40,13 +38,55 @@ void bind([[maybe_unused]] std::thread& thread, [[maybe_unused]] int cpu) {
 #endif
 }
 
+// What a thread has computed so far; where the system does not tell, as long as there has been time.
+std::chrono::nanoseconds cpu_time([[maybe_unused]] std::thread& thread) {
+#if defined(__linux__)
+  clockid_t clock;
+  timespec time;
+  if (pthread_getcpuclockid(thread.native_handle(), &clock) == 0 && clock_gettime(clock, &time) == 0)
+    return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
+#endif
+  return std::chrono::steady_clock::now().time_since_epoch();
+}
+
 }  // namespace
 
-Team::Team(int size, std::vector<int> cpus) : size_(size), cpus_(std::move(cpus)) {
+void Signal::change() {
+  value_.fetch_add(1, std::memory_order_seq_cst);
+  if (sleepers_.load(std::memory_order_seq_cst) != 0) value_.notify_all();
+}
+
+void Signal::wait_while(uint32_t old, const CoreLease* lease) {
+  for (int i = 0; i < kLooks && (lease == nullptr || lease->busy.load(std::memory_order_relaxed) == 0); ++i) {
+    if (value() != old) return;
+    relax();
+  }
+  // Either `change` sees a sleeper here, or the sleeper sees the change.
+  sleepers_.fetch_add(1, std::memory_order_seq_cst);
+  value_.wait(old, std::memory_order_seq_cst);
+  sleepers_.fetch_sub(1, std::memory_order_relaxed);
+}
+
+Team::Team(int size, std::vector<int> cpus, Borrowing borrowing)
+    : own_(size),
+      most_(size + std::min(size, int(borrowing.cpus.size()))),
+      borrower_(borrowing.borrower),
+      stay_away_(borrowing.stay_away),
+      seats_(size + borrowing.cpus.size()) {
+  group_.reserve(most_);
   try {
-    for (int member = 1; member < size_; ++member) {
-      threads_.emplace_back([this, member] { work(member); });
-      if (!cpus_.empty()) bind(threads_.back(), cpus_[member % cpus_.size()]);
+    for (int i = 0; i < int(seats_.size()); ++i) {
+      Seat& seat = seats_[i];
+      const bool own = i < own_;
+      if (own) {
+        seat.member = i;
+        group_.push_back(&seat);
+      } else {
+        seat.lease = &borrowing.leases[borrowing.cpus[i - own_]];
+      }
+      if (i == 0) continue;
+      seat.thread = std::thread([this, &seat, own] { work(seat, own ? calls_ : seat.calls); });
+      if (!own || !cpus.empty()) bind(seat.thread, own ? cpus[i % cpus.size()] : borrowing.cpus[i - own_]);
     }
   } catch (...) {  // The system gives no more threads.
     stop();
@@ -54,47 +94,103 @@ Team::Team(int size, std::vector<int> cpus) : size_(size), cpus_(std::move(cpus)
   }
 }
 
-Team::~Team() { stop(); }
+Team::~Team() {
+  disband();
+  stop();
+}
 
 void Team::stop() {
   stopping_ = true;
-  jobs_.fetch_add(1, std::memory_order_release);
-  jobs_.notify_all();
-  for (std::thread& thread : threads_) thread.join();
+  calls_.change();
+  for (Seat& seat : seats_) seat.calls.change();
+  for (Seat& seat : seats_)
+    if (seat.thread.joinable()) seat.thread.join();
+}
+
+void Team::regroup() {
+  if (most_ == own_) return;
+  const Clock::time_point now = Clock::now();
+  std::erase_if(group_, [&](Seat* seat) {
+    const bool leaves = seat->is_wanted_back() || (seat->borrowed && is_crowded(*seat, now));
+    if (leaves) give_back(*seat);
+    return leaves;
+  });
+  for (size_t i = own_; i < seats_.size() && size() < most_; ++i)
+    if (!seats_[i].borrowed && borrow(seats_[i], now)) group_.push_back(&seats_[i]);
+}
+
+void Team::disband() {
+  for (int member = own_; member < size(); ++member) give_back(*group_[member]);
+  group_.resize(own_);
+}
+
+bool Team::borrow(Seat& seat, Clock::time_point now) {
+  uint32_t nobody = 0;
+  if (seat.is_wanted_back() || now < seat.free_from) return false;
+  if (!seat.lease->borrower.compare_exchange_strong(nobody, borrower_)) return false;
+  seat.borrowed = true;
+  seat.seen = now;
+  seat.cpu_time = cpu_time(seat.thread);
+  return true;
+}
+
+bool Team::is_crowded(Seat& seat, Clock::time_point now) {
+  if (seat.held + (now - seat.seen) >= kWindow) measure(seat, now);
+  return now < seat.free_from;
+}
+
+void Team::measure(Seat& seat, Clock::time_point now) {
+  const std::chrono::nanoseconds held = now - seat.seen, before = seat.cpu_time;
+  borrowed_ns_.fetch_add(held.count(), std::memory_order_relaxed);
+  seat.seen = now;
+  seat.cpu_time = cpu_time(seat.thread);
+  seat.held += held;
+  seat.ran += seat.cpu_time - before;
+  if (seat.held < kWindow) return;
+  if (3 * seat.ran < 2 * seat.held) seat.free_from = now + stay_away_;
+  seat.held = seat.ran = {};
+}
+
+void Team::give_back(Seat& seat) {
+  measure(seat, Clock::now());
+  seat.borrowed = false;
+  seat.lease->borrower.store(0, std::memory_order_release);
 }
 
 void Team::start(Call call, void* context) {
   call_ = call;
   context_ = context;
-  if (size_ > 1) {
-    jobs_.fetch_add(1, std::memory_order_release);
-    jobs_.notify_all();
+  if (own_ > 1) calls_.change();
+  for (int member = own_; member < size(); ++member) {
+    group_[member]->member = member;
+    group_[member]->calls.change();
   }
   call(context, 0);
-  meet();
+  meet(0);
 }
 
-void Team::work(int member) {
-  uint32_t seen = 0;
-  for (;;) {
-    wait_while(jobs_, seen);
-    ++seen;
+void Team::work(Seat& seat, Signal& calls) {
+  for (uint32_t seen = 0;; ++seen) {
+    calls.wait_while(seen, seat.lease);
     if (stopping_) return;
-    call_(context_, member);
-    meet();
+    call_(context_, seat.member);
+    arrive();
   }
 }
 
-void Team::meet() {
-  if (size_ == 1) return;
-  const uint32_t meeting = meetings_.load(std::memory_order_acquire);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(size_)) {
-    arrived_.store(0, std::memory_order_relaxed);
-    meetings_.fetch_add(1, std::memory_order_release);
-    meetings_.notify_all();
-  } else {
-    wait_while(meetings_, meeting);
-  }
+void Team::meet(int member) {
+  if (size() == 1) return;
+  const uint32_t meeting = meetings_.value();
+  if (!arrive()) meetings_.wait_while(meeting, group_[member]->lease);
+}
+
+// Whether all are here now. Of who is not last, the caller of `run` may change the group at once.
+bool Team::arrive() {
+  const uint32_t all = uint32_t(size());
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < all) return false;
+  arrived_.store(0, std::memory_order_relaxed);
+  meetings_.change();
+  return true;
 }
 
 }  // namespace pdserve

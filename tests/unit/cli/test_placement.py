@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.base.machine import available_memory_bytes
 from pdserve.cli.machine import available_cores, quota_cores
-from pdserve.cli.placement import Cores, CoreShare, kv_bytes_per_worker, share_cores
+from pdserve.cli.placement import Cores, CoreShare, kv_bytes_per_worker, lend_cores, share_cores
 
 GIB = 1024**3
 
@@ -64,6 +64,26 @@ def test_pinned_workers_never_overlap_and_use_every_core(num_cores: int, num_pre
     assert all(each.threads >= 1 for each in shares)
     assert given in ([], list(range(num_cores)))
     assert bool(given) == (num_prefill + num_decode <= num_cores)
+
+
+def test_two_workers_lend_their_cores_to_each_other() -> None:
+    assert lend_cores([pinned(0, 1), pinned(2)]) == [
+        CoreShare(threads=2, cpus=(0, 1), borrow_cpus=(2,)),
+        CoreShare(threads=1, cpus=(2,), borrow_cpus=(0, 1)),
+    ]
+
+
+def test_workers_that_look_for_a_core_begin_at_different_ones() -> None:
+    assert [share.borrow_cpus for share in lend_cores([pinned(3), pinned(4, 5), pinned(6)])] == [
+        (4, 5, 6),
+        (6, 3),
+        (3, 4, 5),
+    ]
+
+
+@pytest.mark.parametrize("shares", [[pinned(0, 1)], [CoreShare(threads=2)] * 2])
+def test_one_worker_alone_and_workers_that_share_cores_anyway_borrow_nothing(shares: list[CoreShare]) -> None:
+    assert lend_cores(shares) == shares
 
 
 def test_the_kv_cache_is_a_fifth_of_the_memory_over_all_workers() -> None:

@@ -28,6 +28,7 @@ def plan(**changes: object) -> ClusterPlan:
         "log_dir": Path("/logs"),
         "shares": [CoreShare(threads=2, cpus=(0, 1)), CoreShare(threads=1, cpus=(2,)), CoreShare(threads=1)],
         "kv_cache_bytes": 1 << 30,
+        "core_leases": Path("/run/cores"),
         "id_prefix": "",
         "environment": {"PATH": "/bin"},
         **changes,
@@ -59,6 +60,15 @@ def test_a_decode_worker_without_cores_of_its_own_is_not_pinned() -> None:
     config = parsed(spec, DecodeConfig, "decode_svc")
     assert spec.name == config.worker_id == "decode-1"
     assert (config.threads, config.cpus) == (1, ())
+
+
+def test_workers_are_told_what_they_may_borrow_and_where_to_tell_that_they_do() -> None:
+    shares = [CoreShare(threads=2, cpus=(0, 1), borrow_cpus=(2, 3)), CoreShare(threads=1), CoreShare(threads=1)]
+    prefill, decode = worker_specs(plan(shares=shares))[:2]
+    borrowing = parsed(prefill, PrefillConfig, "prefill_svc")
+    assert (borrowing.borrow_cpus, borrowing.core_leases) == ((2, 3), "/run/cores")
+    alone = parsed(decode, DecodeConfig, "decode_svc")
+    assert (alone.borrow_cpus, alone.core_leases) == ((), None)
 
 
 def test_the_router_understands_its_flags() -> None:

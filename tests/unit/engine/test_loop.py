@@ -244,3 +244,55 @@ def test_cpus_that_cannot_be_had_are_a_setup_error(cpus: tuple[int, ...]) -> Non
     )
     with pytest.raises(SetupError, match="compute_cpus"):
         loop.start()
+
+
+class Mood:
+    """Hears whether the loop has work, and lets a test wait for what comes."""
+
+    def __init__(self) -> None:
+        self._told: SimpleQueue[bool] = SimpleQueue()
+
+    def __call__(self, busy: bool) -> None:
+        self._told.put(busy)
+
+    def next(self) -> bool:
+        return self._told.get(timeout=WAIT_S)
+
+    def rest(self) -> list[bool]:
+        return [self._told.get() for _ in range(self._told.qsize())]
+
+
+def test_a_loop_is_busy_from_its_first_call_to_its_last_step_without_a_break_between_steps() -> None:
+    mood, decoder = Mood(), Held()
+    with rig(decoder, LoopConfig(on_busy=mood)) as it:
+        assert mood.next() is False  # Nothing to do yet.
+        it.submit([1, 2, 3])
+        assert decoder.entered.wait(WAIT_S)
+        assert mood.rest() == [True]
+        decoder.gate.set()
+        it.tokens()
+        assert mood.next() is False
+        assert mood.rest() == []
+
+
+def test_a_call_finds_the_loop_busy() -> None:
+    mood = Mood()
+    with rig(config=LoopConfig(on_busy=mood)) as it:
+        assert mood.next() is False
+        assert it.loop.call(mood.rest).result(WAIT_S) == [True]
+
+
+def test_a_loop_that_was_stopped_is_idle() -> None:
+    mood = Mood()
+    with rig(config=LoopConfig(on_busy=mood)):
+        pass
+    assert mood.rest()[-1] is False
+
+
+def test_a_loop_that_failed_is_idle() -> None:
+    mood = Mood()
+    with rig(Broken(), LoopConfig(on_busy=mood)) as it:
+        it.submit([1, 2, 3])
+        it.fatal.get(timeout=WAIT_S)
+        it.loop.stop()
+        assert mood.rest()[-1] is False

@@ -1,0 +1,25 @@
+"""The directory of one run of `pdserve up`: for what its processes share, for this user only, gone with the run."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pdserve.base.config import variable
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@contextmanager
+def private_directory() -> Iterator[Path]:
+    """A new directory, in memory where the system has such a place; removed with the block."""
+    # A session's runtime directory is emptied by the system, should we be killed before we can.
+    runtime = Path(variable("XDG_RUNTIME_DIR") or _SHARED_MEMORY)
+    directory = Path(tempfile.mkdtemp(prefix="pdserve-", dir=runtime if runtime.is_dir() else None))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)

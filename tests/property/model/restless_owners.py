@@ -1,0 +1,32 @@
+"""`python -m tests.property.model.restless_owners FILE CPU...`: workers that wake up and go back to sleep all the time.
+
+A process of its own, as the owners of lent cores are; it ends with the one that started it, or by a signal.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+
+from pdserve.base.core_leases import CoreLeases
+
+#: Rounds of a loop that does nothing: between two changes pass less than a microsecond and more than a layer takes.
+_PAUSES = (0, 10, 100, 1000, 10_000)
+
+
+def main(path: Path, cpus: list[int]) -> None:
+    """Until the parent process has ended."""
+    generator, parent = random.Random(0), os.getppid()
+    owners = [CoreLeases(path, [cpu]) for cpu in cpus]
+    print("ready", flush=True)
+    while os.getppid() == parent:
+        for _ in range(100):
+            generator.choice(owners).set_busy(generator.random() < 0.5)
+            for _ in range(generator.choice(_PAUSES)):
+                pass
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [int(cpu) for cpu in sys.argv[2:]])

@@ -1,0 +1,49 @@
+"""What `pdserve up` decides about this machine, and how it says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pdserve.cli import up
+from pdserve.cli.placement import Cores, CoreShare
+from pdserve.cli.up_config import UpConfig
+from pdserve.cli.up_console import describe_plan
+from pdserve.cli.up_model import PreparedModel
+from pdserve.cli.up_redis import RedisPlan
+
+MODEL = PreparedModel(path=Path("/models/one"), served_name="one")
+REDIS = RedisPlan(url="redis://127.0.0.1:1", spec=None)
+
+
+@pytest.fixture(autouse=True)
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "available_cores", lambda: Cores(ids=(0, 1, 2, 3), usable=4))
+
+
+def shares(config: UpConfig) -> list[CoreShare]:
+    return list(up.make_plan(config, MODEL, REDIS, run_dir=Path("/run"), log_dir=Path("/logs")).shares)
+
+
+def test_workers_lend_their_cores_unless_told_not_to() -> None:
+    assert [share.borrow_cpus for share in shares(UpConfig())] == [(2, 3), (0, 1)]
+    assert [share.borrow_cpus for share in shares(UpConfig(lend_cores=False))] == [(), ()]
+
+
+def test_workers_without_cores_of_their_own_lend_none() -> None:
+    assert shares(UpConfig(threads_per_worker=3)) == [CoreShare(threads=3)] * 2
+
+
+def test_the_plan_is_told_worker_by_worker() -> None:
+    names = ["prefill-0", "decode-0", "decode-1"]
+    told = [
+        CoreShare(threads=2, cpus=(0, 1), borrow_cpus=(2,)),
+        CoreShare(threads=1, cpus=(2,)),
+        CoreShare(threads=1),
+    ]
+    assert describe_plan(names, told, 1 << 30) == [
+        "  prefill-0: 2 threads on cores 0,1, and on core 2 when idle, 1.0 GiB of KV cache",
+        "  decode-0: 1 thread on core 2, 1.0 GiB of KV cache",
+        "  decode-1: 1 thread on any core, 1.0 GiB of KV cache",
+    ]
