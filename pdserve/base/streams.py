@@ -1,7 +1,7 @@
 """Protobuf messages over TCP, one connection for each call: what tokens travel on.
 
 A message goes behind its length: 4 bytes, big-endian. It costs one write here and one read there, in the event loops
-themselves, where one of gRPC's wakes several threads (`docs/decisions/0016-tokens-travel-on-plain-connections.md`).
+themselves, where one of gRPC's wakes several threads (`docs/decisions/0018-tokens-travel-on-plain-connections.md`).
 Closing the connection cancels the call, and TCP's window holds back a sender whose peer does not read.
 """
 
