@@ -20,6 +20,8 @@ class ComposedDecoder:
         self._ops = ops
         self._shape = shape
         self._weights = weights
+        matrices = [m for w in weights.layers for m in (w.q, w.k, w.v, w.output, w.gate, w.up, w.down)]
+        self.weight_bytes = sum(matrix.nbytes for matrix in (*matrices, weights.lm_head))
         self._cos_sin = cos_sin
 
     @torch.inference_mode()

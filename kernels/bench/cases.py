@@ -242,7 +242,7 @@ def decoder(setting: Setting) -> Iterator[Case]:
                 count=1,
                 reference_count=1,
                 work=Work(
-                    num_bytes=(parameters + head) * (1 if quantization else 2) + kv_bytes * len(shape.windows),
+                    num_bytes=kernel.weight_bytes + kv_bytes * len(shape.windows),
                     flops=2.0 * ((parameters - last) * num_tokens + (last + head) * len(spans))
                     + kv_flops * len(shape.windows),
                 ),

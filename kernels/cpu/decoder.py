@@ -138,6 +138,10 @@ class CpuDecoder:
     def borrowed_core_seconds(self) -> float:
         return self._decoder.borrowed_core_seconds
 
+    @property
+    def weight_bytes(self) -> int:
+        return self._decoder.weight_bytes
+
     def forward(self, token_ids: Tensor, rows: KvRows, logits_rows: Tensor, kv_cache: Tensor) -> Tensor:
         indices = (
             token_ids,
