@@ -21,13 +21,14 @@ inline long ceil_div(long a, long b) { return (a + b - 1) / b; }
 
 // A bfloat16 matrix in three quarters of its bytes, and nothing lost. Sign and exponent of a weight are one of few patterns:
 // its code is the pattern's place in `patterns` (5 bits) below the 7 bits of its mantissa. Groups of four units of depth have
-// the codes of their 4 x 32 units in 12-bit fields; a group with a pattern that has no place is kept as it is.
+// the codes of their 4 x 32 units in 12-bit fields; 32 units of which one has a pattern without a place are kept as they are,
+// too.
 struct Codes {
   alignas(64) uint16_t patterns[32];  // Sign and exponent; the upper half is the lower half with the sign set.
   const uint32_t* fields;             // [columns / 32][depth / 4][2 halves of a panel][3][16]
   const long* first_plain;            // [columns / 32 + 1]: where a panel's begin in the two below.
-  const int32_t* plain;               // Which groups of the panel, ascending; -1 after the last panel's.
-  const uint32_t* plain_units;        // [...][4][32]
+  const int32_t* plain;               // At which depths of the panel, ascending.
+  const uint32_t* plain_units;        // [...][32]
 };
 constexpr int kCodeGroup = 4;
 

@@ -22,8 +22,8 @@ constexpr long kFieldsPerGroup = 2 * 3 * kLanes;
 
 long per_unit(Format format) { return format == Format::int8 ? 4 : format == Format::bf16 ? 2 : 1; }
 
-// The codes that bfloat16 weights would have, or null where they would save too little: each weight without a code may keep
-// the group it is in as it was.
+// The codes that bfloat16 weights would have, or null where they would save too little: for each weight without a code 64 may
+// have to be kept.
 std::unique_ptr<Codes> codes_for(const std::vector<Source>& sources) {
   std::array<long, 256> counts{};
   long total = 0;
@@ -44,8 +44,8 @@ std::unique_ptr<Codes> codes_for(const std::vector<Source>& sources) {
     codes->patterns[i] = uint16_t(exponents[i] << 7);
     codes->patterns[16 + i] = codes->patterns[i] | 0x8000;
   }
-  // A plain group costs 512 bytes; half of what all codes save may be lost to them.
-  return (total - coded) * 512 <= total / 4 ? std::move(codes) : nullptr;
+  // 64 weights are 128 bytes; half of what all codes save, half a byte each, may be lost to them.
+  return (total - coded) * 128 <= total / 4 ? std::move(codes) : nullptr;
 }
 
 }  // namespace
@@ -99,21 +99,22 @@ void Packed::encode(const uint32_t* units, long panel) {
   uint32_t* out = units_ + panel * groups * kFieldsPerGroup;
   first_plain_.push_back(long(plain_.size()));
   for (long group = 0; group < groups; ++group, units += kCodeGroup * kPanelColumns, out += kFieldsPerGroup) {
-    int seen = 0;  // 0xe0 has a bit as soon as one weight has no code.
+    int seen[kCodeGroup]{};  // 0xe0 has a bit as soon as one weight has no code.
     for (int column = 0; column < kPanelColumns; ++column) {
       uint32_t fields[kCodeGroup];  // Two each, as the units have two weights.
       for (int k = 0; k < kCodeGroup; ++k) {
         const uint32_t unit = units[k * kPanelColumns + column];
         const int low = code[unit >> 7 & 0x1ff], high = code[unit >> 23];
-        seen |= low | high;
+        seen[k] |= low | high;
         fields[k] = uint32_t(low | high << 16) | (unit & 0x007f007f) << 5;
       }
       uint32_t* to = out + column / kLanes * 3 * kLanes + column % kLanes;
       for (int k = 0; k < 3; ++k) to[k * kLanes] = fields[k] | (fields[3] >> 4 * k & 0x000f000f) << 12;
     }
-    if ((seen & 0xe0) != 0) {
-      plain_.push_back(int32_t(group));
-      plain_units_.insert(plain_units_.end(), units, units + kCodeGroup * kPanelColumns);
+    for (int k = 0; k < kCodeGroup; ++k) {
+      if ((seen[k] & 0xe0) == 0) continue;
+      plain_.push_back(int32_t(group * kCodeGroup + k));
+      plain_units_.insert(plain_units_.end(), units + k * kPanelColumns, units + (k + 1) * kPanelColumns);
     }
   }
 }
@@ -196,7 +197,6 @@ Packed::Packed(std::shared_ptr<Arena> arena, const std::vector<Source>& sources,
   }
   if (codes_ != nullptr) {
     first_plain_.push_back(long(plain_.size()));
-    plain_.push_back(-1);
     codes_->fields = units_;
     codes_->first_plain = first_plain_.data();
     codes_->plain = plain_.data();

@@ -23,12 +23,6 @@ class CodedPanel {
   // The next group, `group` in number: units of depth by halves of a panel. `ahead`: so many bytes further on, memory is asked
   // for what comes then; where there is much to do with a group, the hardware does not see how fast memory is read.
   PD_INLINE void next(long group, vu (&units)[kCodeGroup][2], long ahead) {
-    if (plain_ < end_ && codes_.plain[plain_] == group) [[unlikely]] {
-      const uint32_t* from = codes_.plain_units + plain_++ * kCodeGroup * kPanelColumns;
-      for (int k = 0; k < kCodeGroup; ++k)
-        for (int half = 0; half < 2; ++half) units[k][half] = load_units(from + k * kPanelColumns + half * kLanes);
-      return;
-    }
     const uint32_t* from = fields_ + group * kFields;
     if (ahead != 0) {
 #pragma GCC unroll 6
@@ -46,6 +40,14 @@ class CodedPanel {
       units[1][half] = decode(b);
       units[2][half] = decode(c);
       units[3][half] = decode(d);
+    }
+    if (plain_ < end_ && codes_.plain[plain_] < (group + 1) * kCodeGroup) [[unlikely]] {
+#pragma GCC unroll 4
+      for (int k = 0; k < kCodeGroup; ++k) {
+        if (plain_ == end_ || codes_.plain[plain_] != group * kCodeGroup + k) continue;
+        const uint32_t* plain = codes_.plain_units + plain_++ * kPanelColumns;
+        units[k][0] = load_units(plain), units[k][1] = load_units(plain + kLanes);
+      }
     }
   }
 
