@@ -374,6 +374,7 @@ async def test_prefilling_on_decode_is_a_fallback_only_where_prefill_workers_wer
 
 async def test_a_stop_string_ends_one_choice_while_another_goes_on(house: House) -> None:
     house.script.replies = [tokens_of("one STOP two"), tokens_of("a longer text without it")]
+    house.script.fail("decode_token", after_first_token(house, go_on))
     _, body = await house.complete(n=2, stop=["STOP"])
     first, second = body["choices"]
     assert (first["text"], first["finish_reason"], first["stop_reason"]) == ("one ", "stop", "STOP")
