@@ -36,7 +36,7 @@ class Memory {
 };
 
 // Memory of many matrices side by side: a matrix of its own seldom fills huge pages, and small pages cost a product of one
-// row a fifth of its time.
+// row 15 % of its time.
 class Arena {
  public:
   // Zeros, at a multiple of 64 bytes, until the arena ends.
