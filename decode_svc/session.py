@@ -22,7 +22,8 @@ from pdserve.worker.worker import Worker
 log = get_logger(__name__)
 
 #: How long a router may leave a stream open that has nothing more to tell.
-_CLOSE_TIMEOUT_S = 10.0
+#: Longer than a router waits for a prefill worker, whose first token it may still miss when ours have all arrived.
+_CLOSE_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,12 @@ class Finished:
     """The engine has ended every choice."""
 
 
-Event = Grant | Started | RequestTokens | Finished | pb.DecodeRequest
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The router has closed the stream."""
+
+
+Event = Grant | Started | RequestTokens | Finished | Left | pb.DecodeRequest
 
 
 class DecodeSession:
@@ -79,7 +85,8 @@ class DecodeSession:
     async def _read(self) -> None:
         while (command := await self._stream.read()) is not None:
             self._inbox.put(command)
-        raise PeerLeft
+        # Not raised here: that would cancel what frees blocks, should it be at it.
+        self._inbox.put(Left())
 
     async def _handle_next(self) -> bool:
         """Handles one event; True after the last."""
@@ -98,6 +105,8 @@ class DecodeSession:
                 await self._stream.write(pb.DecodeResponse(tokens=tokens))
             case pb.DecodeRequest() as command:
                 await self._obey(command)
+            case Left():
+                raise PeerLeft
             case Finished() | None:
                 return True
         return False
@@ -195,11 +204,13 @@ class DecodeSession:
             self.activated.set_exception(error)
 
     async def _release(self) -> None:
-        if self._ticket is not None:
-            # Before the blocks are freed: until it is quiet, the transfer may still write to them.
-            await self._receiver.abort(self._ticket.transfer_id)
-        self.activated.cancel()
-        await self._worker.run(lambda: self._scheduler.abort(self._request_id))
+        try:
+            if self._ticket is not None:
+                # Before the blocks are freed: until it is quiet, the transfer may still write to them.
+                await self._receiver.abort(self._ticket.transfer_id)
+        finally:
+            self.activated.cancel()
+            await self._worker.run(lambda: self._scheduler.abort(self._request_id))
 
 
 def _now() -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -30,10 +31,17 @@ def is_reported(error: BaseException) -> bool:
     return isinstance(cause, _Reported)
 
 
+#: Errors of a connection that say something of the peer; others, like too many open files, are our own.
+_UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT}
+
+
 def is_gone(error: BaseException) -> bool:
     """Whether the worker itself could not be reached; a loss that it reports is somebody else's."""
-    is_ours = isinstance(error.__cause__, (grpc.aio.AioRpcError, OSError))
-    return isinstance(error, PeerLost) and is_ours and not is_reported(error)
+    cause = error.__cause__
+    is_its = isinstance(cause, (grpc.aio.AioRpcError, ConnectionError, TimeoutError)) or (
+        isinstance(cause, OSError) and cause.errno in _UNREACHABLE
+    )
+    return isinstance(error, PeerLost) and is_its and not is_reported(error)
 
 
 @dataclass(slots=True)

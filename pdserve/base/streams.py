@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from pdserve.base.errors import PdserveError
 from pdserve.base.logs import get_logger
@@ -35,8 +35,13 @@ _MAX_WAITING = 64
 _CONNECT_TIMEOUT_S = 5.0
 #: How long a peer may leave a stream open after it was told of a failure.
 _LINGER_S = 10.0
-#: A host that is dead, or cut off, is noticed after about this long, also while nobody has anything to say.
+#: A worker's host that is dead, or cut off, is noticed after about this long, also while nobody has anything to say.
 _DEAD_AFTER_S = 15
+#: Whoever is served may take this long to read again: longer than a router waits for a client that reads nothing. For
+#: the kernel a full window and a dead host are the same.
+_STALLED_AFTER_S = 75
+#: The kernel asks a silent peer after this long and then again: one lost answer is no death.
+_ASK_AFTER_S, _ASK_AGAIN_S = 5, 2
 
 
 class PeerLeft(Exception):
@@ -50,8 +55,14 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
         self,
         parse: Callable[[bytes], Incoming],
         on_open: Callable[[MessageStream[Incoming]], object] = lambda stream: None,
+        *,
+        lost_after_s: int = _DEAD_AFTER_S,
     ) -> None:
-        """`parse` makes messages of bytes; `on_open` is called with the stream when it is connected."""
+        """`parse` makes messages of bytes; `on_open` is called with the stream when it is connected.
+
+        `lost_after_s`: how long the peer may confirm nothing, or take nothing of what is sent.
+        """
+        self._lost_after_s = lost_after_s
         self._loop = asyncio.get_running_loop()
         self._parse = parse
         self._on_open = on_open
@@ -105,7 +116,7 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
         """The stream is open."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        _notice_dead_hosts(transport.get_extra_info("socket"))
+        _notice_dead_hosts(transport.get_extra_info("socket"), self._lost_after_s)
         self._on_open(self)
 
     def data_received(self, data: bytes) -> None:
@@ -116,13 +127,16 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
             begin = start + _LENGTH.size
             (length,) = _LENGTH.unpack_from(received, start)
             if length > MAX_MESSAGE_BYTES:
-                # Whoever this is speaks something else.
                 self._abort()
                 return
             if len(received) - begin < length:
                 break
             start = begin + length
-            self._inbox.append(self._parse(bytes(received[begin:start])))
+            try:
+                self._inbox.append(self._parse(bytes(received[begin:start])))
+            except DecodeError:
+                self._abort()
+                return
         del received[:start]
         if self._inbox:
             self._wake_reader()
@@ -150,6 +164,7 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
             self._timer = None
 
     def _abort(self) -> None:
+        """Whoever this is speaks something else."""
         self._end()
         if self._transport is not None:
             self._transport.abort()
@@ -172,8 +187,9 @@ async def _tell_last(stream: MessageStream[Incoming], message: Message) -> None:
     """The peer closes first: what it says after our end would reset the connection, and the message be lost with it."""
     await stream.write(message)
     with contextlib.suppress(TimeoutError):
-        while await stream.read(_LINGER_S) is not None:
-            pass
+        async with asyncio.timeout(_LINGER_S):
+            while await stream.read() is not None:
+                pass
 
 
 async def open_stream(address: str, parse: Callable[[bytes], Incoming]) -> MessageStream[Incoming]:
@@ -216,7 +232,11 @@ async def serve_streams(
     async with service_group() as group:
 
         def protocol() -> MessageStream[Incoming]:
-            return MessageStream(parse, lambda stream: group.start(serve(stream), name="stream"))
+            return MessageStream(
+                parse,
+                lambda stream: group.start(serve(stream), name="stream"),
+                lost_after_s=_STALLED_AFTER_S,
+            )
 
         server = await asyncio.get_running_loop().create_server(protocol, sock=listener)
         host, port = listener.getsockname()[:2]
@@ -226,11 +246,10 @@ async def serve_streams(
             server.close()
 
 
-def _notice_dead_hosts(connection: socket.socket) -> None:
+def _notice_dead_hosts(connection: socket.socket, lost_after_s: int) -> None:
     """Has the kernel ask a silent peer, and not wait for ever for one that confirms nothing."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _DEAD_AFTER_S - 5)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_AFTER_S * 1000)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ASK_AFTER_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ASK_AGAIN_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, lost_after_s * 1000)

@@ -16,9 +16,13 @@ _SHARED_MEMORY = Path("/dev/shm")
 @contextmanager
 def private_directory() -> Iterator[Path]:
     """A new directory, in memory where the system has such a place; removed with the block."""
-    # A session's runtime directory is emptied by the system, should we be killed before we can.
+    # Should we be killed before we can, the system empties a session's runtime directory when that ends, shared memory
+    # when it starts again.
     runtime = Path(variable("XDG_RUNTIME_DIR") or _SHARED_MEMORY)
-    directory = Path(tempfile.mkdtemp(prefix="pdserve-", dir=runtime if runtime.is_dir() else None))
+    try:
+        directory = Path(tempfile.mkdtemp(prefix="pdserve-", dir=runtime))
+    except OSError:  # No such place, or not for us.
+        directory = Path(tempfile.mkdtemp(prefix="pdserve-"))
     try:
         yield directory
     finally:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import struct
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -14,6 +17,7 @@ from pdserve.base.errors import NoFreeBlocks, PdserveError
 from pdserve.base.streams import MessageStream, PeerLeft, open_stream, serve_streams
 from pdserve.base.wire import error_from_wire, error_to_wire
 from pdserve.v1 import decode_pb2 as pb
+from router_svc.stream import WRITE_TIMEOUT_S
 
 WAIT_S = 10.0
 Server = MessageStream[pb.DecodeRequest]
@@ -199,3 +203,32 @@ async def test_leaving_the_server_cancels_what_is_being_served() -> None:
 async def test_connecting_to_nobody_is_an_os_error() -> None:
     with pytest.raises(OSError):
         await open_stream("127.0.0.1:9", pb.DecodeResponse.FromString)
+
+
+async def test_who_speaks_something_else_is_hung_up_on_and_others_are_not() -> None:
+    async with serving(echo) as address:
+        host, _, port = address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(struct.pack(">I", 4) + bytes([255] * 4))  # No protobuf message.
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        writer.close()
+        async with connected(address) as client:
+            await client.write(command(3))
+            answer = await client.read()
+            assert answer is not None
+            assert answer.ticket.cached_tokens == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs TCP_USER_TIMEOUT")
+async def test_a_reader_may_stall_for_longer_than_a_router_waits_for_its_client() -> None:
+    served: list[int] = []
+
+    async def look(stream: Server) -> None:
+        assert stream._transport is not None
+        connection = stream._transport.get_extra_info("socket")
+        served.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+
+    async with serving(look) as address, connected(address) as client:
+        assert await client.read() is None
+    assert served[0] > 1000 * WRITE_TIMEOUT_S

@@ -2,18 +2,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from decode_svc.request import DecodeJob
 from decode_svc.session import DecodeSession, Finished
+from pdserve.base.errors import NoFreeBlocks
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import ChoiceTokens, SamplingParams
 from pdserve.base.streams import PeerLeft
 from pdserve.engine.step import RequestTokens
 from pdserve.v1 import decode_pb2 as pb
-from pdserve.worker.sessions import Session
+from pdserve.worker.sessions import Failed, Session
 
 A = RequestId("a")
 WAIT_S = 10.0
@@ -96,3 +98,32 @@ async def test_a_router_that_leaves_frees_the_request_at_once() -> None:
         stream.left.set()
         await engine.aborted.wait()
     assert stream.messages == []
+
+
+class SlowReceiver:
+    """Aborts a transfer when it is let go."""
+
+    def __init__(self) -> None:
+        self.entered, self.gate = asyncio.Event(), asyncio.Event()
+
+    async def abort(self, transfer_id: bytes) -> None:
+        self.entered.set()
+        await self.gate.wait()
+
+
+async def test_what_failed_is_freed_though_the_router_leaves_while_that_is_done() -> None:
+    inbox: Session[Any] = Session(A, 1)
+    engine, stream, receiver = Engine(), SlowStream(), SlowReceiver()
+    session = DecodeSession(engine, engine, receiver, inbox, stream, lease_s=1.0)  # type: ignore[arg-type]
+    session._ticket = SimpleNamespace(transfer_id=b"t")  # type: ignore[assignment]
+    async with asyncio.timeout(WAIT_S):
+        running = asyncio.create_task(session.run(JOB))
+        inbox.put(Failed(error=NoFreeBlocks("none")))
+        await receiver.entered.wait()
+        stream.left.set()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        receiver.gate.set()
+        with pytest.raises(NoFreeBlocks):
+            await running
+    assert engine.aborted.is_set()

@@ -52,7 +52,6 @@ class CodedPanel {
   }
 
  private:
-
   static PD_INLINE __m512i field(const uint32_t* from, int half, int i) {
     return _mm512_loadu_si512(from + (half * 3 + i) * kLanes);
   }
