@@ -69,7 +69,7 @@ class DecodeSession:
         self._received = False
 
     async def run(self, job: DecodeJob) -> None:
-        """Raises what ended the request, if not its last token; that may be `PeerLeft`, at any time."""
+        """Raises what ended the request, if not its last token; that may be `PeerLeft`."""
         async with service_group() as tasks:
             reading = tasks.start(self._read(), name=f"commands {self._request_id}")
             try:

@@ -21,10 +21,10 @@ def require_cpus(config: WorkerConfig) -> None:
             raise SetupError(
                 f"{flag} names cores {missing} that this process may not use; it may use {sorted(usable)}."
             )
-    if config.core_leases and not config.cpus:
-        raise SetupError("--core-leases needs --cpus: only cores that are a worker's own can be lent.")
     if config.borrow_cpus and not (config.core_leases and config.cpus):
         raise SetupError("--borrow-cpus needs --cpus, what the worker has itself, and --core-leases.")
+    if config.core_leases and not config.cpus:
+        raise SetupError("--core-leases needs --cpus: only cores that are a worker's own can be lent.")
     if common := sorted(set(config.cpus) & set(config.borrow_cpus)):
         raise SetupError(f"--borrow-cpus names cores {common} that are this worker's own.")
 

@@ -52,8 +52,12 @@ class SlowStream:
 
     async def write(self, message: pb.DecodeResponse) -> None:
         self.entered.set()
-        await self.gate.wait()
-        self.messages.append(message)
+        waits = [asyncio.create_task(event.wait()) for event in (self.gate, self.left)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        if self.gate.is_set():  # To one that has left nothing is sent.
+            self.messages.append(message)
 
     def indices(self) -> list[list[int]]:
         return [[choice.first_index for choice in message.tokens.choices] for message in self.messages]
@@ -65,17 +69,12 @@ def tokens(index: int) -> RequestTokens:
     )
 
 
-async def run(session: DecodeSession) -> None:
-    with pytest.raises(PeerLeft):
-        await session.run(JOB)
-
-
 async def test_steps_that_pass_while_a_message_is_written_are_told_in_one_message() -> None:
     inbox: Session[Any] = Session(A, 1)
     engine, stream = Engine(), SlowStream()
     session = DecodeSession(engine, engine, None, inbox, stream, lease_s=1.0)  # type: ignore[arg-type]
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
-        group.create_task(run(session))
+        group.create_task(session.run(JOB))
         inbox.put(tokens(0))
         await stream.entered.wait()
         for index in (1, 2, 3):
@@ -91,12 +90,14 @@ async def test_a_router_that_leaves_frees_the_request_at_once() -> None:
     inbox: Session[Any] = Session(A, 1)
     engine, stream = Engine(), SlowStream()
     session = DecodeSession(engine, engine, None, inbox, stream, lease_s=1.0)  # type: ignore[arg-type]
-    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
-        group.create_task(run(session))
+    async with asyncio.timeout(WAIT_S):
+        running = asyncio.create_task(session.run(JOB))
         inbox.put(tokens(0))
         await stream.entered.wait()
         stream.left.set()
-        await engine.aborted.wait()
+        with pytest.raises(PeerLeft):
+            await running
+    assert engine.aborted.is_set()
     assert stream.messages == []
 
 
