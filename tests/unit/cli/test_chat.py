@@ -6,6 +6,7 @@ import io
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -159,5 +160,6 @@ def read_until(terminal: int, text: str) -> None:
     seen = b""
     deadline = time.monotonic() + DEADLINE_S
     while text.encode() not in seen:
-        assert time.monotonic() < deadline, seen
+        readable, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))
+        assert readable, seen
         seen += os.read(terminal, 1)
