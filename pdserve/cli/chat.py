@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import signal
 import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from pdserve.base.config import load, option
 from pdserve.base.errors import PdserveError, SetupError
 from pdserve.cli.chat_client import Answer, Message, first_model, stream_answer
 from pdserve.cli.router_client import DEFAULT_BASE_URL, get, normal_base_url
+from pdserve.cli.stop_signals import finished_before
 
 _INTERRUPTED = 130
 
@@ -94,18 +96,24 @@ class Conversation:
         answer = Answer()
         messages = [*self._messages, Message(role="user", content=question)]
         finished = False
-        try:
-            asyncio.run(self._stream(messages, answer))
-            finished = True
-        except KeyboardInterrupt:
-            pass
+        with contextlib.suppress(KeyboardInterrupt):  # one that came before the loop listened for it
+            finished = asyncio.run(self._stream(messages, answer))
         print(flush=True)
         self._messages = [*messages, Message(role="assistant", content=answer.text)]
         if self._stats:
             print(f"[{answer.describe()}]", file=sys.stderr)
         return finished
 
-    async def _stream(self, messages: Sequence[Message], answer: Answer) -> None:
+    async def _stream(self, messages: Sequence[Message], answer: Answer) -> bool:
+        """Prints the answer; False when Ctrl-C came first.
+
+        The loop itself listens for the signal: `asyncio.run` alone loses one that arrives just before it falls asleep.
+        """
+        stopped = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stopped.set)
+        return await finished_before(stopped, self._print(messages, answer))
+
+    async def _print(self, messages: Sequence[Message], answer: Answer) -> None:
         async with contextlib.aclosing(stream_answer(self._base_url, self._request, messages, answer)) as pieces:
             async for text in pieces:
                 sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
