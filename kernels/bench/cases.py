@@ -116,23 +116,22 @@ def _pack(weights: list[Tensor], instruction_set: str, *, int8: bool) -> PackedM
 
 
 def rows(setting: Setting) -> Iterator[Case]:
-    """Ops on single rows: norm with residual; rotation with what is written to the cache."""
+    """Ops on single rows: norm; rotation with what is written to the cache."""
     shape, reference = setting.shape, ReferenceOps()
     ops = CpuOps(setting.instruction_set, setting.threads)
     for num_rows in (1, 16, 512):
-        x, delta, total = (torch.randn(num_rows, shape.hidden_size) for _ in range(3))
+        x = torch.randn(num_rows, shape.hidden_size)
         weight = torch.ones(shape.hidden_size)
         area = Rows.empty(num_rows, shape.hidden_size, format_of(torch.bfloat16))
-        narrow = x.bfloat16(), delta.bfloat16(), weight.bfloat16()
         yield Case(
-            op="add_norm",
+            op="norm",
             size=f"{num_rows} x {shape.hidden_size}",
             weight_format="bf16",
-            call=partial(ops.add_norm, x, delta, weight, shape.rms_norm_eps, area, total, times=_TIMES),
-            reference=partial(reference.add_rms_norm, *narrow, shape.rms_norm_eps),
+            call=partial(ops.norm, x, weight, shape.rms_norm_eps, area, times=_TIMES),
+            reference=partial(reference.rms_norm, x.bfloat16(), weight.bfloat16(), shape.rms_norm_eps),
             count=_TIMES,
             reference_count=1,
-            work=Work(num_bytes=num_rows * shape.hidden_size * 14.0, flops=num_rows * shape.hidden_size * 5.0),
+            work=Work(num_bytes=num_rows * shape.hidden_size * 6.0, flops=num_rows * shape.hidden_size * 4.0),
         )
         yield _rope(setting, ops, num_rows)
 

@@ -29,7 +29,7 @@ class _NativeMachine(Protocol):
 
     def multiply(self, *arguments: object) -> None: ...
     def to_rows(self, *arguments: object) -> None: ...
-    def add_norm(self, *arguments: object) -> None: ...
+    def norm(self, *arguments: object) -> None: ...
     def rotate(self, *arguments: object) -> None: ...
     def attend(self, *arguments: object) -> None: ...
     def read(self, address: int, num_bytes: int) -> int: ...
@@ -171,17 +171,13 @@ class CpuOps:
         assert x.shape == (len(out.units), out.width)
         self._machine.to_rows(x.data_ptr(), *x.shape, out.native(), times)
 
-    def add_norm(
-        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Rows, total: Tensor, *, times: int = 1
-    ) -> None:
-        """total = x + delta; out = rms_norm(total) * weight. Float32: weight [width], the others [num_rows, width]."""
-        _check_floats(x, weight, total, *(() if delta is None else (delta,)))
-        assert x.shape == total.shape == (len(out.units), out.width)
-        assert delta is None or delta.shape == x.shape
+    def norm(self, x: Tensor, weight: Tensor, eps: float, out: Rows, *, times: int = 1) -> None:
+        """out = rms_norm(x) * weight. Float32: weight [width], x [num_rows, width]."""
+        _check_floats(x, weight)
+        assert x.shape == (len(out.units), out.width)
         assert weight.shape == (out.width,)
         assert out.width <= MAX_HIDDEN_SIZE
-        addresses = (x.data_ptr(), 0 if delta is None else delta.data_ptr(), total.data_ptr(), weight.data_ptr())
-        self._machine.add_norm(*addresses, eps, *x.shape, out.native(), times)
+        self._machine.norm(x.data_ptr(), weight.data_ptr(), eps, *x.shape, out.native(), times)
 
     def rotate(
         self,

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "ledger.h"
 #include "pack.h"
 #include "threads.h"
 
@@ -66,16 +67,17 @@ class Decoder {
   };
   struct Workspace {
     long capacity = 0;
-    Memory hidden[2], delta, qkv, q, attended, gated;
+    Memory hidden, qkv, q, attended, gated;
     std::vector<RowArea> areas;  // The shared one, then one for each member that there may be.
-    std::vector<Memory> scratch;
+    std::vector<Memory> scratch, results;
   };
-  struct Pass;  // One member's way through a forward pass, or through the part of it for which its core is borrowed.
+  struct Pass;
 
   void reserve(long num_tokens);
   RowArea make_area(long num_rows) const;
   void plan(const Step& step);
   const Span& span_of(long row) const;
+  size_t num_counters() const;
 
   const ModelShape shape_;
   const WeightType type_;
@@ -92,8 +94,8 @@ class Decoder {
   Workspace work_;
   std::vector<Span> spans_;
   std::vector<AttentionItem> items_, last_items_;  // The last layer attends for rows whose logits are wanted.
-  bool one_row_each_ = false;
-  std::unique_ptr<std::atomic<long>[]> counters_;  // What is handed out item by item.
+  std::unique_ptr<std::atomic<long>[]> counters_;  // What is handed out unit by unit, of each phase.
+  std::unique_ptr<Ledger> ledger_;                 // What members race for.
 };
 
 }  // namespace pdserve

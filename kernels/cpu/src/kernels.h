@@ -83,16 +83,16 @@ struct Kernels {
   const char* name;
   bool (*supported)();
   bool reads_codes;
-  // out[row][column] = rows x matrix + bias, for panels [first, last). Float32, `stride` floats between rows.
+  // out[row][column] = rows x matrix + bias, for panels [first, last), of which `out` has the columns. Float32, `stride` floats
+  // between rows.
   // scratch: one panel of units, for matrices of codes.
   void (*multiply)(const Rows& rows, long num_rows, const Matrix& matrix, long first, long last, float* out, long stride,
                    void* scratch);
   // Panels hold 16 columns of gate and the 16 of up beside them: out = silu(gate) * up, float32, 16 columns per panel.
   void (*multiply_silu)(const Rows& rows, long num_rows, const Matrix& matrix, long first, long last, float* out,
                         long stride, void* scratch);
-  // total = x + delta (total may be null), out = rms_norm(total) * weight as rows to multiply; delta may be null.
-  void (*add_norm)(const float* x, const float* delta, float* total, const float* weight, float eps, long width,
-                   const Activations& out, long row);
+  // out = rms_norm(x) * weight as a row to multiply.
+  void (*norm)(const float* x, const float* weight, float eps, long width, const Activations& out, long row);
   // Rounds one float row to what is multiplied.
   void (*to_rows)(const float* x, long width, const Activations& out, long row);
   // One head of one row: optional norm (weight may be null), rotation by angles [2][head_dim] (null: none), rounded to `type`.

@@ -93,7 +93,8 @@ void multiply(Machine& machine, const nb::tuple& left, long num_rows, const std:
       throw std::invalid_argument("this instruction set reads no codes");
     machine.share(matrix.columns / kPanelColumns, 1, [&](long first, long last) {
       const Memory scratch(matrix.codes != nullptr ? matrix.depth * kPanelColumns * sizeof(uint32_t) : 0);
-      kernel(rows, num_rows, matrix, first, last, at<float>(out), stride, scratch.as<void>());
+      kernel(rows, num_rows, matrix, first, last, at<float>(out) + first * kPanelColumns / (silu ? 2 : 1), stride,
+             scratch.as<void>());
     });
   }
 }
@@ -106,14 +107,13 @@ void to_rows(Machine& machine, Address x, long num_rows, long width, const nb::t
   });
 }
 
-void add_norm(Machine& machine, Address x, Address delta, Address total, Address weight, float eps, long num_rows,
-              long width, const nb::tuple& out, long times) {
+void norm(Machine& machine, Address x, Address weight, float eps, long num_rows, long width, const nb::tuple& out,
+          long times) {
   const Activations area = activations(out);
   nb::gil_scoped_release release;
-  const auto line = [&](Address memory, long row) { return memory == 0 ? nullptr : at<float>(memory) + row * width; };
   machine.share(num_rows, times, [&](long first, long last) {
     for (long row = first; row < last; ++row)
-      machine.kernels().add_norm(line(x, row), line(delta, row), line(total, row), at<float>(weight), eps, width, area, row);
+      machine.kernels().norm(at<float>(x) + row * width, at<float>(weight), eps, width, area, row);
   });
 }
 
@@ -205,7 +205,7 @@ void bind_ops(nb::module_& module) {
       .def(nb::init<const std::string&, int, std::vector<int>>(), "isa"_a, "num_threads"_a, "cpus"_a)
       .def("multiply", &multiply)
       .def("to_rows", &to_rows)
-      .def("add_norm", &add_norm)
+      .def("norm", &norm)
       .def("rotate", &rotate)
       .def("attend", &attend)
       .def("read", &read);

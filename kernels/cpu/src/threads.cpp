@@ -7,9 +7,6 @@
 #include <sched.h>
 #include <time.h>
 #endif
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace pdserve {
 namespace {
@@ -19,14 +16,6 @@ constexpr int kLooks = 4000;
 // A borrowed core is crowded when a member there ran for less than two thirds of such a time: at half of it, two cores are as
 // fast as one. Shorter, and every message that somebody handles there would count.
 constexpr std::chrono::milliseconds kWindow{4};
-
-void relax() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 void bind([[maybe_unused]] std::thread& thread, [[maybe_unused]] int cpu) {
 #if defined(__linux__)

@@ -8,7 +8,20 @@
 #include <thread>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace pdserve {
+
+// Between two looks at what another thread is to change.
+inline void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
 
 // What the processes of a machine tell each other about a core. `pdserve/base/core_leases.py` lays it out in a file.
 struct alignas(64) CoreLease {

@@ -49,7 +49,7 @@ def test_every_op_is_measured_against_reference_and_limit(tmp_path: Path, capsys
     lines = result["results"]
     assert {line["op"] for line in lines} == {
         *("qkv", "gate_up_silu", "down", "lm_head"),
-        *("add_norm", "rope_write_kv", "attention", "decoder"),
+        *("norm", "rope_write_kv", "attention", "decoder"),
     }
     assert {line["format"] for line in lines if line["op"] == "qkv"} == {"bf16", "int8", "f32"}
     for line in lines:

@@ -96,7 +96,7 @@ def test_no_rows_are_no_work(isa: str, name: str) -> None:
     ops = CpuOps(isa, 2)
     weight = torch.ones(40, 7, dtype=dtype_of(name))
     rows = rows_of(ops, torch.empty(0, 7), name)
-    ops.add_norm(torch.empty(0, 7), None, torch.ones(7), 1e-5, rows, torch.empty(0, 7))
+    ops.norm(torch.empty(0, 7), torch.ones(7), 1e-5, rows)
     assert product(ops, rows, pack(weight, int8=name == "int8")).shape == (0, 64)
     ops.rotate(torch.empty(0, 2, 8), None, torch.empty(0), torch.empty(0, dtype=torch.int64), 8)
     nothing = torch.empty(0, dtype=torch.int64)
@@ -213,7 +213,7 @@ def test_rows_do_not_read_what_their_memory_held_before(isa: str) -> None:
         rows = Rows.empty(1, 7, format_of(dtype_of(name), int8=name == "int8"))
         rows.units.fill_(-1)
         rows.low.fill_(-1)
-        ops.add_norm(torch.ones(1, 7), None, torch.ones(7), 0.0, rows, torch.empty(1, 7))
+        ops.norm(torch.ones(1, 7), torch.ones(7), 0.0, rows)
         out = product(ops, rows, pack(torch.ones(1, 7, dtype=dtype_of(name)), int8=name == "int8"))
         assert out[0, 0] == pytest.approx(7.0, rel=1e-4)
 

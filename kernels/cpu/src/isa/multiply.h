@@ -19,8 +19,8 @@ constexpr int panels_at_once(int rows, int max_sums) {
 struct Task {
   const Rows& rows;
   const Matrix& matrix;
-  float* out;
-  long stride;
+  float* out;  // Of the panel `first`.
+  long stride, first;
   const uint32_t* expanded = nullptr;  // The only panel's units, where the matrix has codes.
 };
 
@@ -125,7 +125,7 @@ struct StoreSums {
   static PD_INLINE void finish(const Task& task, long row, long panel, vf (&x)[R][2 * P]) {
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < 2 * P; ++v)
-        store(task.out + (row + r) * task.stride + panel * kPanelColumns + v * kLanes, x[r][v]);
+        store(task.out + (row + r) * task.stride + (panel - task.first) * kPanelColumns + v * kLanes, x[r][v]);
   }
 };
 
@@ -134,7 +134,8 @@ struct StoreSilu {  // A panel is 16 columns of gate and the same 16 of up.
   static PD_INLINE void finish(const Task& task, long row, long panel, vf (&x)[R][2 * P]) {
     for (int r = 0; r < R; ++r)
       for (int p = 0; p < P; ++p)
-        store(task.out + (row + r) * task.stride + (panel + p) * kLanes, silu(x[r][2 * p]) * x[r][2 * p + 1]);
+        store(task.out + (row + r) * task.stride + (panel - task.first + p) * kLanes,
+              silu(x[r][2 * p]) * x[r][2 * p + 1]);
   }
 };
 
@@ -196,7 +197,7 @@ static void coded_product([[maybe_unused]] Task task, [[maybe_unused]] long num_
 template <class Finish>
 static void product_of(const Rows& rows, long num_rows, const Matrix& matrix, long first, long last, float* out,
                        long stride, void* scratch) {
-  const Task task{rows, matrix, out, stride};
+  const Task task{rows, matrix, out, stride, first};
   if (matrix.codes != nullptr) return coded_product<Finish>(task, num_rows, first, last, scratch);
   switch (matrix.format) {
     case Format::bf16: return product<FloatProduct<Bf16Pairs>, Finish>(task, num_rows, first, last);

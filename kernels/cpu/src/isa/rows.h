@@ -74,18 +74,11 @@ static float inverse_rms(const float* x, long width, float eps) {
 
 constexpr long kMaxWidth = 1 << 15;  // Of a row that is normed; checked when a model is loaded.
 
-static void add_norm(const float* x, const float* delta, float* total, const float* weight, float eps, long width,
-                     const Activations& out, long row) {
+static void norm(const float* x, const float* weight, float eps, long width, const Activations& out, long row) {
   alignas(64) float line[kMaxWidth];
-  for (long i = 0; i < width; i += kLanes) {
-    vf part = load_part(x + i, width - i);
-    if (delta != nullptr) part += load_part(delta + i, width - i);
-    store_part(line + i, part, width - i);
-    if (total != nullptr) store_part(total + i, part, width - i);
-  }
-  const vf factor = splat(inverse_rms(line, width, eps));
+  const vf factor = splat(inverse_rms(x, width, eps));
   for (long i = 0; i < width; i += kLanes)
-    store_part(line + i, load_part(line + i, width - i) * factor * load_part(weight + i, width - i), width - i);
+    store_part(line + i, load_part(x + i, width - i) * factor * load_part(weight + i, width - i), width - i);
   to_rows(line, width, out, row);
 }
 

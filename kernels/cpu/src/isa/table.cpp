@@ -25,7 +25,7 @@ static bool supported() {
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    PD_NAME(PD_ISA),     supported, kReadsCodes, product_of<StoreSums>, product_of<StoreSilu>, add_norm, to_rows, rotate,
+    PD_NAME(PD_ISA),     supported, kReadsCodes, product_of<StoreSums>, product_of<StoreSilu>, norm, to_rows, rotate,
     attend,              attend_scratch_bytes,
 };
 
