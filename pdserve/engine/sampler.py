@@ -40,7 +40,7 @@ class Sampler:
 
         `logits`: float32 [num_logits, vocab], not modified; row i is drawn from `logits[logits_rows[i]]`.
         """
-        table: Logits = logits.numpy(force=True)
+        table: Logits = logits.cpu().numpy()
         best_ids = table.argmax(axis=1).tolist()  # NaN counts as the largest; the first of equals is returned
         results: list[SampleResult] = []
         for row, index in zip(rows, logits_rows, strict=True):

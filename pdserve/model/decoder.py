@@ -50,7 +50,6 @@ class Decoder:
         """Of the matrices, which a step reads at least once, as they lie in memory."""
         return self._kernel.weight_bytes
 
-    @torch.inference_mode()
     def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
         """Float32 logits [num_logits, vocab_size] of the batch's `logits_rows`, valid until the next call.
 

@@ -14,6 +14,7 @@ import grpc
 from kvtransfer.transport import Transport
 from pdserve.base.block_hash import hash_key
 from pdserve.base.ids import Epoch, WorkerId
+from pdserve.base.mailbox import Mailbox
 from pdserve.base.registry import Tier
 from pdserve.base.tasks import ServiceGroup
 from pdserve.base.worker_config import WorkerConfig
@@ -75,6 +76,7 @@ class Worker:
     steps: StepMetrics = field(init=False)
     _scheduler: Scheduler | None = None
     _loop: StepLoop | None = None
+    _told: Mailbox | None = None  # By the step thread.
 
     def __post_init__(self) -> None:
         self.steps = StepMetrics(self.metrics)
@@ -86,46 +88,45 @@ class Worker:
 
     async def run(self, fn: Callable[[], T]) -> T:
         """Runs `fn` on the step thread between two steps. A cancelled caller does not undo it."""
-        # Shielded: cancelling the wrapped future would take back a call that has not run yet.
-        return await asyncio.shield(asyncio.wrap_future(self.post(fn)))
+        try:
+            # Shielded: cancelling the wrapped future would take back a call that has not run yet.
+            return await asyncio.shield(asyncio.wrap_future(self.post(fn)))
+        finally:
+            if self._told is not None:  # What was told before the call, the caller sees before its result.
+                self._told.deliver()
 
     def post(self, fn: Callable[[], T]) -> Future[T]:
         """As `run`, without waiting; the future belongs to the step thread."""
         assert self._loop is not None, "the step loop runs before requests are served"
-        scheduler, events = self._scheduler, asyncio.get_running_loop()
+        scheduler, told = self._scheduler, self._told
         assert scheduler is not None
+        assert told is not None
 
         def call() -> T:
             try:
                 return fn()
             finally:
                 # Blocks may have been taken or freed without a step: what is reported stays true.
-                events.call_soon_threadsafe(self.steps.set_load, scheduler.load())
+                told.post(self.steps.set_load, scheduler.load())
 
         return self._loop.call(call)
 
     @asynccontextmanager
     async def computing(self, service: TierService) -> AsyncIterator[asyncio.Future[BaseException]]:
         """The step thread, started and warm. Yields a future that is set when it dies."""
-        events = asyncio.get_running_loop()
-        fatal: asyncio.Future[BaseException] = events.create_future()
+        fatal: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        told = self._told = Mailbox()
 
         def on_step(output: StepOutput) -> None:
             self.steps.observe(output)
             service.on_step(output)
 
-        def publish(output: StepOutput) -> None:
-            events.call_soon_threadsafe(on_step, output)
-
-        def on_fatal(error: BaseException) -> None:
-            events.call_soon_threadsafe(fatal.set_result, error)
-
         self._scheduler = service.scheduler
         self._loop = StepLoop(
             service.scheduler,
             self.model.runner,
-            publish=publish,
-            on_fatal=on_fatal,
+            publish=lambda output: told.post(on_step, output),
+            on_fatal=lambda error: told.post(fatal.set_result, error),
             config=self._loop_config(),
         )
         self._loop.start()
@@ -134,6 +135,7 @@ class Worker:
             yield fatal
         finally:
             await asyncio.to_thread(self._loop.stop)
+            told.close()
 
     def _loop_config(self) -> LoopConfig:
         """C++ kernels bring threads of their own, pinned to the other cores: torch's would only be in their way."""
