@@ -84,13 +84,13 @@ struct Kernels {
   bool (*supported)();
   bool reads_codes;
   // out[row][column] = rows x matrix + bias, for panels [first, last), of which `out` has the columns. Float32, `stride` floats
-  // between rows.
-  // scratch: one panel of units, for matrices of codes.
+  // between rows. add: out += that. scratch: one panel of units, for matrices of codes.
   void (*multiply)(const Rows& rows, long num_rows, const Matrix& matrix, long first, long last, float* out, long stride,
-                   void* scratch);
-  // Panels hold 16 columns of gate and the 16 of up beside them: out = silu(gate) * up, float32, 16 columns per panel.
+                   bool add, void* scratch);
+  // Panels hold 16 columns of gate and the 16 of up beside them: out = silu(gate) * up, float32, 16 columns per panel; `add`
+  // is ignored.
   void (*multiply_silu)(const Rows& rows, long num_rows, const Matrix& matrix, long first, long last, float* out,
-                        long stride, void* scratch);
+                        long stride, bool add, void* scratch);
   // out = rms_norm(x) * weight as a row to multiply.
   void (*norm)(const float* x, const float* weight, float eps, long width, const Activations& out, long row);
   // Rounds one float row to what is multiplied.

@@ -94,7 +94,7 @@ void multiply(Machine& machine, const nb::tuple& left, long num_rows, const std:
     machine.share(matrix.columns / kPanelColumns, 1, [&](long first, long last) {
       const Memory scratch(matrix.codes != nullptr ? matrix.depth * kPanelColumns * sizeof(uint32_t) : 0);
       kernel(rows, num_rows, matrix, first, last, at<float>(out) + first * kPanelColumns / (silu ? 2 : 1), stride,
-             scratch.as<void>());
+             false, scratch.as<void>());
     });
   }
 }

@@ -71,7 +71,7 @@ struct Decoder::Pass {
       const AttentionItem& item = items[i];
       return Part{item.out, item.last - item.first, group_offset(item.kv_head), group_offset(1)};
     };
-    share_results(long(items.size()), {attended, width}, part_of, [&](long i, float* out, long stride) {
+    share_results(long(items.size()), {attended, width}, part_of, [&](long i, float* out, long stride, bool) {
       const AttentionItem& item = items[i];
       kernels().attend(attention_shape, cache, item.span, index, item.kv_head, item.first, item.last, layer.window,
                        query(item.first, item.kv_head), out, stride, scratch());
@@ -241,16 +241,17 @@ struct Decoder::Pass {
 
   Target hidden_rows() const { return {hidden, hidden_stride(), places, true}; }
 
-  // make(i, out, stride) gives the floats of part_of(i).
+  // make(i, out, stride, add) gives the floats of part_of(i), or adds them.
   template <class PartOf, class Make>
   void share_results(long count, const Target& target, PartOf&& part_of, Make&& make) {
-    if (!is_racing && !target.is_sum)
+    if (!is_racing && target.places == nullptr)
       return share(count, [&](long i) {
         const Part part = part_of(i);
-        make(i, target.at + part.row * target.stride + part.column, target.stride);
+        make(i, target.at + part.row * target.stride + part.column, target.stride, target.is_sum);
       });
     float* result = decoder.work_.results[member].as<float>();
-    share(count, [&](long i) { make(i, result, part_of(i).columns); }, [&](long i) { put(result, part_of(i), target); });
+    share(count, [&](long i) { make(i, result, part_of(i).columns, false); },
+          [&](long i) { put(result, part_of(i), target); });
   }
 
   static void put(const float* from, const Part& part, const Target& target) {
@@ -282,12 +283,12 @@ struct Decoder::Pass {
       const long row = i / groups * block, panel = i % groups * at_once;
       return Part{row, std::min(block, num_rows - row), panel * columns, std::min(at_once, panels - panel) * columns};
     };
-    share_results(blocks * groups, target, part_of, [&](long i, float* out, long stride) {
+    share_results(blocks * groups, target, part_of, [&](long i, float* out, long stride, bool add) {
       const Part part = part_of(i);
       const Rows some{rows.units + part.row * rows.stride, rows.low + part.row * rows.stride, rows.scale + part.row,
                       rows.stride};
       const long panel = part.column / columns;
-      kernel(some, part.rows, matrix, panel, panel + part.columns / columns, out, stride, scratch());
+      kernel(some, part.rows, matrix, panel, panel + part.columns / columns, out, stride, add, scratch());
     });
   }
 };

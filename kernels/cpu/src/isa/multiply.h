@@ -21,6 +21,7 @@ struct Task {
   const Matrix& matrix;
   float* out;  // Of the panel `first`.
   long stride, first;
+  bool add;  // To what is in `out`.
   const uint32_t* expanded = nullptr;  // The only panel's units, where the matrix has codes.
 };
 
@@ -124,12 +125,14 @@ struct StoreSums {
   template <int R, int P>
   static PD_INLINE void finish(const Task& task, long row, long panel, vf (&x)[R][2 * P]) {
     for (int r = 0; r < R; ++r)
-      for (int v = 0; v < 2 * P; ++v)
-        store(task.out + (row + r) * task.stride + (panel - task.first) * kPanelColumns + v * kLanes, x[r][v]);
+      for (int v = 0; v < 2 * P; ++v) {
+        float* to = task.out + (row + r) * task.stride + (panel - task.first) * kPanelColumns + v * kLanes;
+        store(to, task.add ? load(to) + x[r][v] : x[r][v]);
+      }
   }
 };
 
-struct StoreSilu {  // A panel is 16 columns of gate and the same 16 of up.
+struct StoreSilu {  // A panel is 16 columns of gate and the same 16 of up. Nothing is added to these.
   template <int R, int P>
   static PD_INLINE void finish(const Task& task, long row, long panel, vf (&x)[R][2 * P]) {
     for (int r = 0; r < R; ++r)
@@ -196,8 +199,8 @@ static void coded_product([[maybe_unused]] Task task, [[maybe_unused]] long num_
 
 template <class Finish>
 static void product_of(const Rows& rows, long num_rows, const Matrix& matrix, long first, long last, float* out,
-                       long stride, void* scratch) {
-  const Task task{rows, matrix, out, stride, first};
+                       long stride, bool add, void* scratch) {
+  const Task task{rows, matrix, out, stride, first, add};
   if (matrix.codes != nullptr) return coded_product<Finish>(task, num_rows, first, last, scratch);
   switch (matrix.format) {
     case Format::bf16: return product<FloatProduct<Bf16Pairs>, Finish>(task, num_rows, first, last);

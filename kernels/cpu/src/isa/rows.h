@@ -23,6 +23,8 @@ static PD_INLINE void store_bf16_part(uint16_t* p, vf x, long count) {
   for (long i = 0; i < count; ++i) p[i] = uint16_t(bf16_bits(x[i]));
 }
 
+typedef uint8_t vb __attribute__((vector_size(kLanes)));
+
 // 16-bit integers with one scale for the row, offset to be unsigned, split into bytes.
 static void quantize_row(const float* x, long width, uint8_t* high, uint8_t* low, float* scale) {
   vf most{}, poison{};
@@ -37,10 +39,10 @@ static void quantize_row(const float* x, long width, uint8_t* high, uint8_t* low
   for (long i = 0; i < width; i += kLanes) {
     const vf scaled = round_to_integer(load_part(x + i, width - i) * splat(inverse));
     const vi value = __builtin_convertvector(scaled, vi) + 32768;
-    for (long lane = 0; lane < kLanes && i + lane < width; ++lane) {
-      high[i + lane] = uint8_t(value[lane] >> 8);
-      low[i + lane] = uint8_t(value[lane]);
-    }
+    const vb upper = __builtin_convertvector(value >> 8, vb), lower = __builtin_convertvector(value & 255, vb);
+    const size_t count = size_t(width - i < kLanes ? width - i : kLanes);
+    std::memcpy(high + i, &upper, count);
+    std::memcpy(low + i, &lower, count);
   }
 }
 
