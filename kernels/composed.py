@@ -14,6 +14,7 @@ class ComposedDecoder:
 
     #: Ops know only the cores they were given.
     borrowed_core_seconds = 0.0
+    redone_units = 0
 
     def __init__(self, ops: Ops, shape: DecoderShape, weights: DecoderWeights, cos_sin: Tensor) -> None:
         """`cos_sin`: float32 [max_positions, 2, head_dim]."""

@@ -72,6 +72,10 @@ class DecoderKernel(Protocol):
         """For how long cores of other processes took part, summed over cores."""
 
     @property
+    def redone_units(self) -> int:
+        """Parts of forward passes that were computed again because a thread that had begun them lost its core."""
+
+    @property
     def weight_bytes(self) -> int:
         """Of the matrices, which a step reads at least once, as they lie in memory."""
 

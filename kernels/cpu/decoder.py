@@ -55,6 +55,7 @@ class _NativeDecoder(Protocol):
     weight_bytes: int
     num_threads: int
     borrowed_core_seconds: float
+    redone_units: int
 
     def add_layer(self, **parts: object) -> None: ...
     def finish(self, **parts: object) -> None: ...
@@ -140,6 +141,10 @@ class CpuDecoder:
         return self._decoder.borrowed_core_seconds
 
     @property
+    def redone_units(self) -> int:
+        return self._decoder.redone_units
+
+    @property
     def weight_bytes(self) -> int:
         return self._decoder.weight_bytes
 
@@ -177,7 +182,7 @@ class CpuDecoder:
         return self._wanted
 
     def _reserve(self, num_logits: int) -> None:
-        """Memory and views are kept: fresh ones of this size cost page faults, and even a view 0.1 ms in cold caches."""
+        """Memory and views are kept: fresh ones cost page faults, and even a view costs 0.1 ms in cold caches."""
         if num_logits > len(self._logits):
             self._logits = torch.empty(num_logits, self._decoder.logits_stride)
         if num_logits != len(self._wanted):

@@ -1,4 +1,4 @@
-"""Calls from one thread to the event loop of another, in order and without a moment's loss of the interpreter's lock."""
+"""Calls from one thread to the event loop of another, in order, and never losing the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _ONE = (1).to_bytes(8, "little")
 class Mailbox:
     """`loop.call_soon_threadsafe` for a thread that must not be held up.
 
-    That writes to a socket and lets the interpreter's lock go meanwhile. The loop, awake at once, takes it, and the caller
-    waits until the loop sleeps again: 0.2 ms of every step of a worker. Here the lock is kept until the caller lets
-    it go by itself, which a step does when it begins to compute. Where the system has no eventfd, it is the slower way.
+    That writes to a socket and lets the interpreter's lock go meanwhile. The loop, awake at once, takes it, and the
+    caller waits until the loop sleeps again: 0.2 ms of every step of a worker. Here the lock is kept until the caller
+    lets it go by itself, which a step does when it begins to compute. Without eventfd it is the slower way.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,9 @@ class Mailbox:
             try:
                 call(*arguments)
             except Exception as error:  # noqa: BLE001 - it is nobody's who happens to be here; the others still run
-                self._loop.call_exception_handler({"message": f"a call of a mailbox failed: {call}", "exception": error})
+                self._loop.call_exception_handler(
+                    {"message": f"a call of a mailbox failed: {call}", "exception": error}
+                )
 
     def close(self) -> None:
         """Deliver the last calls. Nothing may be posted any more."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kernels.choice import KernelOptions, open_decoder
@@ -44,6 +43,11 @@ class Decoder:
     def borrowed_core_seconds(self) -> float:
         """For how long cores of other workers took part, summed over cores."""
         return self._kernel.borrowed_core_seconds
+
+    @property
+    def redone_units(self) -> int:
+        """Parts of forward passes that were computed again because a thread that had begun them lost its core."""
+        return self._kernel.redone_units
 
     @property
     def weight_bytes(self) -> int:

@@ -158,6 +158,11 @@ def _registered(
             text="Seconds that idle cores of other workers computed for this one, summed over cores",
             value=lambda: loaded.decoder.borrowed_core_seconds,
         ),
+        CounterSource(
+            name="redone_units",
+            text="Parts of forward passes computed again because a thread that had begun them lost its core",
+            value=lambda: loaded.decoder.redone_units,
+        ),
     )
     worker.tasks.start(registrar.run(), name="registrar")
     worker.tasks.start(publisher.run(), name="kv-events")

@@ -47,6 +47,7 @@ class Decoder {
   size_t weight_bytes() const;
   int num_threads() const { return team_.size(); }
   double borrowed_core_seconds() const { return team_.borrowed_seconds(); }
+  uint64_t redone_units() const { return ledger_->redone(); }
 
  private:
   struct Layer {

@@ -21,6 +21,9 @@ class Ledger {
   // Of all phases so far; between passes, where the next phase begins.
   uint64_t settled() const { return settled_.load(std::memory_order_acquire); }
 
+  // Units that were made again because somebody was late.
+  uint64_t redone() const { return redone_.load(std::memory_order_relaxed); }
+
   // Returns when all units of the phase are settled, or, earlier, when `is_leaving()`. `end`: what `settled` is then; that is
   // also the phase's name. Begins at `first` of the `count` units. make(i) must do no harm if others, meanwhile in a later
   // phase, write to what it reads; settle(i) is called once for each unit by all members together.
@@ -45,6 +48,7 @@ class Ledger {
         if (is_leaving()) return;
         if (units_[i].load(std::memory_order_acquire) != at(end, claimed)) continue;
         is_late = true;
+        redone_.fetch_add(1, std::memory_order_relaxed);
         attempt(i);
       }
       if (!is_late) std::this_thread::yield();  // Who puts a result in its place is the only one that is waited for.
@@ -79,6 +83,7 @@ class Ledger {
 
   std::unique_ptr<std::atomic<uint64_t>[]> units_;  // The last phase that had a unit of this number, and its state there.
   alignas(64) std::atomic<uint64_t> settled_{0};
+  alignas(64) std::atomic<uint64_t> redone_{0};
 };
 
 }  // namespace pdserve

@@ -118,7 +118,8 @@ NB_MODULE(_native, module) {
       .def_prop_ro("logits_stride", &Decoder::logits_stride)
       .def_prop_ro("weight_bytes", &Decoder::weight_bytes)
       .def_prop_ro("num_threads", &Decoder::num_threads)
-      .def_prop_ro("borrowed_core_seconds", &Decoder::borrowed_core_seconds);
+      .def_prop_ro("borrowed_core_seconds", &Decoder::borrowed_core_seconds)
+      .def_prop_ro("redone_units", &Decoder::redone_units);
 }
 
 }  // namespace pdserve
