@@ -100,7 +100,13 @@ def plan_by_load(threshold: int, decode: Placement, prefill: Placement, in_fligh
 
 
 def is_clearly_sooner(here: Backlog, there: Backlog) -> bool:
-    """Whether local prefill is worth what it costs the streams beside it."""
+    """Whether local prefill is worth what it costs the streams beside it.
+
+    A difference between measured rates alone may be noise: a prompt that finds the prefill tier idle belongs there,
+    unless less of it is cached there.
+    """
+    if there.queued_tokens == 0 and here.uncached_tokens >= there.uncached_tokens:
+        return False
     return here.seconds <= CLEARLY_SOONER * there.seconds and there.seconds - here.seconds >= WORTHWHILE_S
 
 

@@ -31,6 +31,7 @@ def test_every_block_of_a_new_prompt_travels_once(cluster: Cluster) -> None:
 def test_blocks_that_the_decode_worker_has_are_not_sent_again(cluster: Cluster) -> None:
     prompt = _prompt(1002, 256)
     _complete(cluster, prompt)
+    cluster.wait_idle()
     before = _moved_blocks(cluster)
     longer = [*prompt, *_prompt(1003, 160)]
     _complete(cluster, longer)

@@ -148,7 +148,7 @@ class Cluster:
         return await asyncio.to_thread(self.until, condition, what, timeout_s=timeout_s)
 
     def is_idle(self) -> bool:
-        """Nothing runs, waits or holds a block, on any tier."""
+        """Nothing runs, waits or holds a block, on any tier, and the router knows."""
         view = self.view()
         return (
             view.router.running == view.router.queued == 0
@@ -160,7 +160,8 @@ class Cluster:
         def value(name: str) -> float:
             return self.metric(worker.http_address, name)
 
-        return (
+        # What the router has heard, too: it places the next prompt by it.
+        return worker.running == worker.waiting == worker.queued_tokens == 0 and (
             value("pdserve_kv_blocks_free") == value("pdserve_kv_blocks")
             and value("pdserve_kv_transfers_active") == 0
             and value("pdserve_num_requests_running") == value("pdserve_num_requests_waiting") == 0

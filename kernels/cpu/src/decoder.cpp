@@ -1,6 +1,7 @@
 #include "decoder.h"
 
 #include <algorithm>
+#include <functional>
 
 #include "pass.h"
 
@@ -108,7 +109,11 @@ void Decoder::plan(const Step& step) {
         items_.push_back({span, head, std::max(span.begin, last - rows_at_once), last,
                           std::max(span.begin, last - rows_at_once)});
   }
-  for (long i = 0; i < step.num_logits; ++i)
+  // Two logits of one row would both add to it.
+  const int64_t* wanted = step.logits_rows;
+  const bool are_distinct = std::is_sorted(wanted, wanted + step.num_logits, std::less_equal<>());
+  last_is_narrow_ = step.num_logits < step.num_tokens && are_distinct;
+  for (long i = 0; last_is_narrow_ && i < step.num_logits; ++i)
     for (int head = 0; head < shape_.num_kv_heads; ++head)
       last_items_.push_back({span_of(step.logits_rows[i]), head, step.logits_rows[i], step.logits_rows[i] + 1, i});
   for (size_t i = 0; i < num_counters(); ++i) counters_[i].store(0, std::memory_order_relaxed);

@@ -94,7 +94,8 @@ class Decoder {
 
   Workspace work_;
   std::vector<Span> spans_;
-  std::vector<AttentionItem> items_, last_items_;  // The last layer attends for rows whose logits are wanted.
+  std::vector<AttentionItem> items_, last_items_;
+  bool last_is_narrow_ = false;  // The last layer goes on with the rows whose logits are wanted: `last_items_`.
   std::unique_ptr<std::atomic<long>[]> counters_;  // What is handed out unit by unit, of each phase.
   std::unique_ptr<Ledger> ledger_;                 // What members race for.
 };

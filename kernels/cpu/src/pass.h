@@ -65,7 +65,7 @@ struct Decoder::Pass {
     product(norm(layer.input_norm), layer.qkv, {qkv, layer.qkv.matrix().columns});
     place(layer, index);
     // Of the last layer's rows only those go on whose logits are wanted; the others leave their K and V.
-    const bool is_narrow = last && step.num_logits < step.num_tokens;
+    const bool is_narrow = last && decoder.last_is_narrow_;
     const auto& items = is_narrow ? decoder.last_items_ : decoder.items_;
     const auto part_of = [&](long i) {
       const AttentionItem& item = items[i];

@@ -86,6 +86,12 @@ def test_a_decode_worker_prefills_where_it_is_clearly_sooner(
     assert made.threshold == (256 if reason is LOAD else THRESHOLD)
 
 
+def test_an_idle_prefill_tier_computes_the_prompt_however_slow_it_was_measured() -> None:
+    slow = replace(MEASURED, prefill_tokens_per_s=100.0)
+    assert plan(prefill=slow).reason is SHORT
+    assert plan(prefill=replace(slow, queued_tokens=1)).reason is LOAD
+
+
 def test_the_record_tells_what_was_compared() -> None:
     made = plan(prefill=replace(MEASURED, queued_tokens=400))
     assert made.why == (
@@ -172,7 +178,7 @@ def test_a_burst_leaves_neither_tier_far_behind_the_other(
         here, there = in_flight.prompt_tokens(DECODE) / beside, in_flight.prompt_tokens(PREFILL) / prefill_rate
         one_here, one_there = max(prompts) / beside, max(prompts) / prefill_rate
         assert here <= CLEARLY_SOONER * (there + one_there)
-        assert there <= max((here + one_here) / CLEARLY_SOONER, here + one_here + WORTHWHILE_S)
+        assert there <= max((here + one_here) / CLEARLY_SOONER, here + one_here + WORTHWHILE_S, one_there)
     assert in_flight.prompt_tokens(DECODE) == in_flight.prompt_tokens(PREFILL) == 0
 
 
