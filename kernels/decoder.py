@@ -69,7 +69,7 @@ class DecoderKernel(Protocol):
 
     @property
     def borrowed_core_seconds(self) -> float:
-        """For how long cores of other processes took part, summed over cores."""
+        """Processor time of cores of other processes that took part."""
 
     @property
     def redone_units(self) -> int:

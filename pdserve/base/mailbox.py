@@ -28,6 +28,7 @@ class Mailbox:
         if hasattr(os, "eventfd"):
             self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._write = ctypes.PyDLL(None).write
+            self._write.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)
             self._loop.add_reader(self._event, self._on_event)
 
     def post(self, call: Callable[..., object], *arguments: object) -> None:
@@ -54,6 +55,7 @@ class Mailbox:
         if self._event >= 0:
             self._loop.remove_reader(self._event)
             os.close(self._event)
+            self._event = -1
         self.deliver()
 
     def _on_event(self) -> None:

@@ -108,9 +108,15 @@ class Conversation:
         """Prints the answer; False when Ctrl-C came first.
 
         The loop itself listens for the signal: `asyncio.run` alone loses one that arrives just before it falls asleep.
+        A second one interrupts whatever does not stop.
         """
-        stopped = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stopped.set)
+        loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+
+        def stop() -> None:
+            loop.remove_signal_handler(signal.SIGINT)
+            stopped.set()
+
+        loop.add_signal_handler(signal.SIGINT, stop)
         return await finished_before(stopped, self._print(messages, answer))
 
     async def _print(self, messages: Sequence[Message], answer: Answer) -> None:

@@ -41,7 +41,7 @@ class Decoder:
 
     @property
     def borrowed_core_seconds(self) -> float:
-        """For how long cores of other workers took part, summed over cores."""
+        """Processor time of cores of other workers that took part."""
         return self._kernel.borrowed_core_seconds
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
@@ -96,7 +96,7 @@ class Worker:
                 self._told.deliver()
 
     def post(self, fn: Callable[[], T]) -> Future[T]:
-        """As `run`, without waiting; the future belongs to the step thread."""
+        """As `run`, without waiting. The future belongs to the step thread; its result may overtake what steps tell."""
         assert self._loop is not None, "the step loop runs before requests are served"
         scheduler, told = self._scheduler, self._told
         assert scheduler is not None
@@ -115,27 +115,26 @@ class Worker:
     async def computing(self, service: TierService) -> AsyncIterator[asyncio.Future[BaseException]]:
         """The step thread, started and warm. Yields a future that is set when it dies."""
         fatal: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        told = self._told = Mailbox()
 
         def on_step(output: StepOutput) -> None:
             self.steps.observe(output)
             service.on_step(output)
 
-        self._scheduler = service.scheduler
-        self._loop = StepLoop(
-            service.scheduler,
-            self.model.runner,
-            publish=lambda output: told.post(on_step, output),
-            on_fatal=lambda error: told.post(fatal.set_result, error),
-            config=self._loop_config(),
-        )
-        self._loop.start()
-        try:
-            await self.run(lambda: warm_up(self.model))
-            yield fatal
-        finally:
-            await asyncio.to_thread(self._loop.stop)
-            told.close()
+        with closing(Mailbox()) as told:
+            self._told, self._scheduler = told, service.scheduler
+            self._loop = StepLoop(
+                service.scheduler,
+                self.model.runner,
+                publish=lambda output: told.post(on_step, output),
+                on_fatal=lambda error: told.post(fatal.set_result, error),
+                config=self._loop_config(),
+            )
+            self._loop.start()
+            try:
+                await self.run(lambda: warm_up(self.model))
+                yield fatal
+            finally:
+                await asyncio.to_thread(self._loop.stop)
 
     def _loop_config(self) -> LoopConfig:
         """C++ kernels bring threads of their own, pinned to the other cores: torch's would only be in their way."""

@@ -38,10 +38,11 @@ void Decoder::finish(const void* embedding, const void* norm, const Source& lm_h
   norm_ = to_floats(norm, shape_.hidden_size, type_);
   lm_head_ = std::make_unique<Packed>(weights_, std::vector<Source>{lm_head}, type_, format_, false, kernels_.reads_codes);
   counters_ = std::make_unique<std::atomic<long>[]>(num_counters());
-  long most_panels = lm_head_->matrix().columns;
+  long most_columns = lm_head_->matrix().columns;
   for (const Layer& layer : layers_)
-    most_panels = std::max({most_panels, layer.qkv.matrix().columns, layer.gate_up.matrix().columns});
-  ledger_ = std::make_unique<Ledger>(std::max(most_panels / kPanelColumns, Pass::kRacingRows * shape_.num_kv_heads));
+    for (const Packed* packed : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+      most_columns = std::max(most_columns, packed->matrix().columns);
+  ledger_ = std::make_unique<Ledger>(std::max(most_columns / kPanelColumns, Pass::kRacingRows * shape_.num_kv_heads));
 }
 
 size_t Decoder::num_counters() const { return layers_.size() * Pass::kPhasesPerLayer + Pass::kOtherPhases; }

@@ -4,7 +4,9 @@
 // its work has been done, throws its own away and follows the others.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <thread>
@@ -25,8 +27,9 @@ class Ledger {
   uint64_t redone() const { return redone_.load(std::memory_order_relaxed); }
 
   // Returns when all units of the phase are settled, or, earlier, when `is_leaving()`. `end`: what `settled` is then; that is
-  // also the phase's name. Begins at `first` of the `count` units. make(i) must do no harm if others, meanwhile in a later
-  // phase, write to what it reads; settle(i) is called once for each unit by all members together.
+  // also the phase's name. Begins at `first` of the `count` units. settle(i) is called once for each unit by all members
+  // together. make(i) of a late member may read floats while others, already in a later phase, write them: it must find no
+  // address in them, and keeps what it makes to itself, which `move` then throws away.
   template <class Make, class Settle, class Leaving>
   void share(uint64_t end, long first, long count, Make&& make, Settle&& settle, Leaving&& is_leaving) {
     const auto attempt = [&](long i) {
@@ -37,14 +40,21 @@ class Ledger {
       settled_.fetch_add(1, std::memory_order_acq_rel);
     };
     if (settled() >= end) return;
+    const auto nth = [&](long n) { return first + n < count ? first + n : first + n - count; };
+    const Clock::time_point begun = Clock::now();
+    long made = 0;
     for (long n = 0; n < count; ++n) {
       if (is_leaving()) return;
-      const long i = first + n < count ? first + n : first + n - count;
-      if (claim(i, end)) attempt(i);
+      if (!claim(nth(n), end)) continue;
+      attempt(nth(n));
+      ++made;
     }
-    while (!wait(end)) {
+    // Units of a phase are about equally long.
+    const auto patience = made == 0 ? kBlindPatience : std::max(kLeastPatience, 2 * (Clock::now() - begun) / made);
+    while (!wait(end, patience)) {
       bool is_late = false;
-      for (long i = 0; i < count; ++i) {
+      for (long n = 0; n < count; ++n) {
+        const long i = nth(n);
         if (is_leaving()) return;
         if (units_[i].load(std::memory_order_acquire) != at(end, claimed)) continue;
         is_late = true;
@@ -56,13 +66,19 @@ class Ledger {
   }
 
  private:
-  enum State : uint64_t { free, claimed, settling, done };
+  using Clock = std::chrono::steady_clock;
+  enum State : uint64_t { claimed = 1, settling, done };
 
   // How long to wait for what others have claimed: longer than a unit takes, shorter than the system keeps a thread waiting.
-  static constexpr int kLooks = 800;
+  // Who has made no unit does not know how long one takes.
+  static constexpr Clock::duration kLeastPatience = std::chrono::microseconds(30);
+  static constexpr Clock::duration kBlindPatience = std::chrono::microseconds(300);
+  static constexpr int kLooksAtOnce = 32;  // Between two looks at the clock.
 
   static uint64_t at(uint64_t end, State state) { return 4 * end + state; }
 
+  // Of all that have made a unit one gets it from claimed to settling. Its exchange is also what keeps its reads before the
+  // writes of later phases: without the release half a result could be made of these.
   bool move(long i, uint64_t end, State from, State to) {
     uint64_t expected = at(end, from);
     return units_[i].compare_exchange_strong(expected, at(end, to), std::memory_order_acq_rel);
@@ -73,11 +89,14 @@ class Ledger {
     return now < at(end, claimed) && units_[i].compare_exchange_strong(now, at(end, claimed), std::memory_order_acq_rel);
   }
 
-  bool wait(uint64_t end) const {
-    for (int i = 0; i < kLooks; ++i) {
-      if (settled() >= end) return true;
-      relax();
-    }
+  bool wait(uint64_t end, Clock::duration patience) const {
+    const Clock::time_point begun = Clock::now();
+    do
+      for (int i = 0; i < kLooksAtOnce; ++i) {
+        if (settled() >= end) return true;
+        relax();
+      }
+    while (Clock::now() - begun < patience);
     return false;
   }
 

@@ -30,7 +30,7 @@ struct Decoder::Pass {
   const AttentionShape attention_shape{decoder.shape_.num_heads, decoder.shape_.num_kv_heads, decoder.shape_.head_dim,
                                        decoder.shape_.scale};
   // Members race for the units of a phase, and none is waited for; else units are handed out and members meet.
-  const bool is_racing = step.num_tokens <= kRacingRows;
+  const bool is_racing = std::max(step.num_tokens, step.num_logits) <= kRacingRows;
   uint64_t phase_end = decoder.ledger_->settled();
   bool has_left = false;  // A race, because the owner of this member's core has work.
   std::atomic<long>* counter = decoder.counters_.get();
@@ -216,13 +216,13 @@ struct Decoder::Pass {
     });
   }
 
-  // Rows that all members can multiply.
+  // Rows that all members can multiply. Own ones are made under the rule of `Ledger::share`.
   template <class Make>
   Rows make_rows(Make&& make) {
     const bool own = is_racing && num_rows <= kOwnRows;
     const Activations& out = decoder.work_.areas[own ? 1 + member : 0].rows;
     if (own)
-      for (long row = 0; row < num_rows; ++row) make(out, row);
+      for (long row = 0; row < num_rows && !has_left; ++row) make(out, row);
     else
       share_rows(num_rows, [&](long row) { make(out, row); });
     return {out.units, out.low, out.scale, out.stride};

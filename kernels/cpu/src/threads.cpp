@@ -130,11 +130,13 @@ bool Team::is_crowded(Seat& seat, Clock::time_point now) {
 
 void Team::measure(Seat& seat, Clock::time_point now) {
   const std::chrono::nanoseconds held = now - seat.seen, before = seat.cpu_time;
-  borrowed_ns_.fetch_add(held.count(), std::memory_order_relaxed);
   seat.seen = now;
   seat.cpu_time = cpu_time(seat.thread);
+  borrowed_ns_.fetch_add((seat.cpu_time - before).count(), std::memory_order_relaxed);
   seat.held += held;
   seat.ran += seat.cpu_time - before;
+  // Who has left for the owner, who may have come early in a pass, says nothing about others.
+  if (seat.is_wanted_back()) seat.held = seat.ran = {};
   if (seat.held < kWindow) return;
   if (3 * seat.ran < 2 * seat.held) seat.free_from = now + stay_away_;
   seat.held = seat.ran = {};

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 
 import pytest
@@ -40,6 +41,34 @@ async def test_calls_of_threads_arrive_on_the_loop_in_order() -> None:
     thread.join()
     mailbox.close()
     assert seen == list(range(1000))
+
+
+@pytest.mark.skipif(not hasattr(os, "eventfd"), reason="this system has no eventfd")
+async def test_who_posts_does_not_lose_the_interpreters_lock() -> None:
+    mailbox, done, num_posted, seen = Mailbox(), asyncio.Event(), 0, list[int]()
+    usual = sys.getswitchinterval()
+
+    def note() -> None:
+        seen.append(num_posted)
+        if len(seen) == 100:
+            done.set()
+
+    def post_all() -> None:
+        nonlocal num_posted
+        for _ in range(100):
+            mailbox.post(note)
+            num_posted += 1
+
+    thread = threading.Thread(target=post_all)
+    sys.setswitchinterval(60)  # nobody is asked for the lock: only who gives it away loses it
+    try:
+        thread.start()
+        await done.wait()
+    finally:
+        sys.setswitchinterval(usual)
+        thread.join()
+        mailbox.close()
+    assert seen == [100] * 100
 
 
 @pytest.mark.usefixtures("mailbox_kind")
