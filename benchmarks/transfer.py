@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvtransfer.memory import InPlace
 from kvtransfer.receiver import Receiver, ReceiverIdentity, Reservation
 from kvtransfer.sender import Sender
 from kvtransfer.ticket import Commit, commit_from_proto, commit_to_proto, ticket_from_proto, ticket_to_proto
@@ -86,7 +87,8 @@ async def decode(link: Link, args: argparse.Namespace) -> None:
     transport, layout = open_transport(args.transport), layout_of(args.block_bytes)
     identity = ReceiverIdentity(worker_id=WorkerId("d"), epoch=new_epoch(), grpc_address="-", layout=layout)
     async with service_group() as tasks:
-        receiver = Receiver(transport=transport, memory=Memory(args.blocks, layout, 1), identity=identity, tasks=tasks)
+        memory = InPlace(Memory(args.blocks, layout, 1))
+        receiver = Receiver(transport=transport, memory=memory, identity=identity, tasks=tasks)
         for attempt in range(args.rounds + WARM_UP_ROUNDS):
             reservation = Reservation(
                 request_id=REQUEST,
@@ -108,7 +110,7 @@ async def decode(link: Link, args: argparse.Namespace) -> None:
 async def prefill(link: Link, args: argparse.Namespace) -> None:
     transport, layout = open_transport(args.transport), layout_of(args.block_bytes)
     memory = Memory(args.blocks, layout, 2)
-    sender = Sender(transport=transport, memory=memory, layout=layout)
+    sender = Sender(transport=transport, memory=InPlace(memory), layout=layout)
     copy = np.ones_like(memory.blocks)
     gigabytes = args.blocks * layout.block_bytes / 1e9
     loop = asyncio.get_running_loop()

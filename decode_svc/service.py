@@ -71,7 +71,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             worker_id=worker.worker_id, epoch=worker.epoch, grpc_address=grpc_address, layout=worker.model.layout
         )
         self._receiver = Receiver(
-            transport=worker.transport, memory=worker.model.kv_cache, identity=identity, tasks=worker.tasks
+            transport=worker.transport, memory=worker.blocks, identity=identity, tasks=worker.tasks
         )
         worker.metrics.kv_transfers_active.set_function(lambda: self.receiver.num_transfers)
         listener = bound_socket(self._config.host, self._config.stream_port, flag="--stream-port")

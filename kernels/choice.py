@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import cast
 
@@ -21,7 +22,9 @@ class KernelsUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelOptions:
-    """What to compute with. `auto` is C++ where it is built and can run the model, else plain torch."""
+    """What to compute with. `auto` is Triton where the weights are on a GPU; elsewhere C++ where it is built and can
+    run the model, else plain torch.
+    """
 
     implementation: str = "auto"
     #: One of `instruction_sets()`; None: the best.
@@ -34,6 +37,8 @@ class KernelOptions:
     borrowing: Borrowing | None = None
     #: "int8": weights are rounded to 8 bits with a scale per output feature; C++ only.
     quantization: str | None = None
+    #: Triton only, C++ always is: a token's bits do not depend on the batch. False: faster.
+    deterministic: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +48,10 @@ class KernelChoice:
     implementation: str
     instruction_set: str
     quantization: str
-    #: Why it is not C++; empty when it is, or when plain torch was asked for.
+    #: Why it is plain torch; empty when it is not, or when that was asked for.
     reason: str
+    #: "deterministic" or "fast" with Triton, else "".
+    mode: str = ""
     #: Cores of other processes that it may borrow.
     borrow_cpus: tuple[int, ...] = ()
 
@@ -62,6 +69,9 @@ def open_decoder(
 
     Raises `KernelsUnavailable`.
     """
+    on_gpu = weights.norm.device.type == "cuda"
+    if options.implementation == "triton" or (options.implementation == "auto" and on_gpu):
+        return _open_triton(options, shape, weights, cos_sin)
     reason = "" if options.implementation == "reference" else _why_not_cpu(options, shape, weights)
     if options.implementation == "reference" or reason:
         wanted = "--kernels cpu" if options.implementation == "cpu" else options.quantization or options.instruction_set
@@ -104,3 +114,42 @@ def _why_not_cpu(options: KernelOptions, shape: DecoderShape, weights: DecoderWe
     if weights.norm.device.type != "cpu":
         return f"the model is on {weights.norm.device}"
     return native.missing_reason() or unsupported(shape, int8=options.quantization == "int8") or ""
+
+
+def _open_triton(
+    options: KernelOptions, shape: DecoderShape, weights: DecoderWeights, cos_sin: Tensor
+) -> tuple[DecoderKernel, KernelChoice]:
+    device = weights.norm.device
+    cpu_only = options.quantization or options.instruction_set
+    if cpu_only:
+        why = f"the model is on {device}" if device.type == "cuda" else "--kernels triton was asked for"
+        raise KernelsUnavailable(f"{cpu_only} needs the C++ kernels: {why}.")
+    reason = _why_not_triton(device)
+    if reason:
+        raise KernelsUnavailable(f"the Triton kernels cannot run: {reason}.")
+    # Not before they are chosen: Triton takes a while to import.
+    from kernels.triton.decoder import TritonDecoder
+    from kernels.triton.decoder import unsupported as unsupported_by_triton
+    from kernels.triton.ops import TritonOps
+
+    too_much = unsupported_by_triton(shape)
+    if too_much:
+        raise KernelsUnavailable(f"the Triton kernels cannot run: {too_much}; --kernels reference can.")
+    choice = KernelChoice(
+        implementation="triton",
+        instruction_set="",
+        quantization="",
+        reason="",
+        mode="deterministic" if options.deterministic else "fast",
+    )
+    return TritonDecoder(TritonOps(deterministic=options.deterministic), shape, weights, cos_sin), choice
+
+
+def _why_not_triton(device: torch.device) -> str:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; it comes with pdserve[cuda12] and pdserve[cuda13]"
+    import triton
+
+    if device.type != "cuda" and not triton.knobs.runtime.interpret:
+        return f"the model is on {device}, and Triton has no back end for it (for tests, TRITON_INTERPRET=1 has one)"
+    return ""

@@ -1,7 +1,9 @@
-"""Where blocks live, as far as moving them is concerned."""
+"""Where blocks live, as far as moving them is concerned: host memory that transports read and write."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvtransfer.transport import Buffer
@@ -9,8 +11,52 @@ from pdserve.base.ids import BlockId
 
 
 class BlockMemory(Protocol):
-    """The engine's KV storage, seen as bytes."""
+    """The engine's KV storage, seen as bytes. Belongs to one event loop."""
+
+    @property
+    def most(self) -> int:
+        """So many blocks can be lent at a time."""
+
+    async def lend(self, block_ids: Sequence[BlockId]) -> list[Buffer]:
+        """Host memory for these blocks, `[block_bytes]` uint8 each; every one is to be given back.
+
+        Waits, first come first served, while others have too much of it. Raises `NoFreeBlocks` for more than `most`.
+        """
+
+    def load(self, block_id: BlockId, buffer: Buffer) -> None:
+        """Has the block's bytes in the memory that was lent for it."""
+
+    def store(self, block_id: BlockId, buffer: Buffer) -> None:
+        """Has what is in the memory that was lent for it in the block."""
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Nothing reads or writes it any more."""
+
+
+class HostBlocks(Protocol):
+    """Blocks in host memory."""
 
     def block_bytes_view(self, block_id: BlockId) -> Buffer:
         """The block's bytes, `[block_bytes]` uint8, writable, without a copy. The memory outlives every transfer."""
         ...
+
+
+class InPlace:
+    """Implements `BlockMemory`: transports read and write the blocks themselves."""
+
+    most = sys.maxsize
+
+    def __init__(self, blocks: HostBlocks) -> None:
+        self._blocks = blocks
+
+    async def lend(self, block_ids: Sequence[BlockId]) -> list[Buffer]:
+        return [self._blocks.block_bytes_view(block_id) for block_id in block_ids]
+
+    def load(self, block_id: BlockId, buffer: Buffer) -> None:
+        pass
+
+    def store(self, block_id: BlockId, buffer: Buffer) -> None:
+        pass
+
+    def give_back(self, buffer: Buffer) -> None:
+        pass

@@ -25,7 +25,7 @@ from kvtransfer.memory import BlockMemory
 from kvtransfer.peers import PeerTable
 from kvtransfer.send_machine import SendMachine, SendState
 from kvtransfer.ticket import Commit, Ticket, signed_commit
-from kvtransfer.transport import Operation, Peer, Transport
+from kvtransfer.transport import Buffer, Operation, Peer, Transport
 from pdserve.base.errors import PdserveError, PeerLost, TransferError, TransferTimeout
 from pdserve.base.ids import BlockId, RequestId
 from pdserve.base.layout import KvLayout
@@ -158,12 +158,26 @@ class OutgoingTransfer:
 
         Raises: TransferTimeout when the lease ended, PeerLost; nothing more can be sent then.
         """
+        # No more at a time than may be on the wire: what has been lent to others comes back only when it was sent.
+        at_once = min(self._max_outstanding, self._memory.most)
+        for first in range(0, len(block_ids), at_once):
+            group = block_ids[first : first + at_once]
+            lent = await self._memory.lend(group)
+            try:
+                await self._push_group(group, lent)
+            finally:
+                for buffer in lent:
+                    self._memory.give_back(buffer)
+
+    async def _push_group(self, block_ids: Sequence[BlockId], lent: list[Buffer]) -> None:
+        """Takes each buffer off the list when it is on the wire, from where it is given back."""
         since_turn = 0
         for block_id in block_ids:
             while self._machine.num_outstanding >= self._max_outstanding and self._machine.state is SendState.SENDING:
                 await self._change()
             self._require_alive()
-            since_turn += self._push_one(block_id)
+            since_turn += self._push_one(block_id, lent[0])
+            del lent[0]
             if since_turn >= _TURN_BYTES:
                 since_turn = 0
                 await asyncio.sleep(0)
@@ -207,8 +221,8 @@ class OutgoingTransfer:
             lost = self._machine.error
             raise lost or TransferTimeout("the decode worker did not answer the commit within the lease") from error
 
-    def _push_one(self, block_id: BlockId) -> int:
-        block = self._memory.block_bytes_view(block_id)
+    def _push_one(self, block_id: BlockId, block: Buffer) -> int:
+        self._memory.load(block_id, block)
         index = len(self._digests)
         self._handle(SendStarted(index=index))
         self._digests.append(self._digest(block))
@@ -218,6 +232,7 @@ class OutgoingTransfer:
         return block.nbytes
 
     def _on_sent(self, index: int, send: Operation) -> None:
+        self._memory.give_back(send.buffer)
         self._wire.done(self._loop.time())
         error = send.error
         if error is not None and not isinstance(error, TransferError):

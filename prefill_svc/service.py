@@ -42,7 +42,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
         )
         self._worker = worker
         self._sessions: Sessions[Event] = Sessions()
-        self._sender = Sender(transport=worker.transport, memory=worker.model.kv_cache, layout=worker.model.layout)
+        self._sender = Sender(transport=worker.transport, memory=worker.blocks, layout=worker.model.layout)
         self._channels = DecodeChannels()
 
     # TierService

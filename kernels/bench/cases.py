@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.bench.measure import Work
+from kernels.bench.inputs import BLOCK_SIZE, blocks_of, kv_rows, rotations
 from kernels.bench.shapes import random_weights
+from kernels.bench.work import Work, attention_work, decoder_work
 from kernels.choice import KernelOptions, open_decoder
 from kernels.cpu.ops import CpuOps, PackedMatrix, Rows, format_of, pack, pack_gate_up
 from kernels.decoder import DecoderShape
 from kernels.ops import KvRows, PagedKv
 from kernels.reference import ReferenceOps
 
-BLOCK_SIZE = 16
 _ROWS = (1, 4, 16, 64, 512)
 _DTYPES = {"bf16": torch.bfloat16, "int8": torch.bfloat16, "f32": torch.float32}
 #: Weights and KV that a call walks through, so that no cache holds them; and the most elements of one matrix.
@@ -139,8 +139,8 @@ def rows(setting: Setting) -> Iterator[Case]:
 def _rope(setting: Setting, ops: CpuOps, num_rows: int) -> Case:
     shape = setting.shape
     dim, groups = shape.head_dim, shape.num_kv_heads
-    where, cache = _context([(num_rows, num_rows)]), _kv_cache(shape, 1, math.ceil(num_rows / BLOCK_SIZE) + 1)
-    cos_sin = _cos_sin(shape, num_rows)
+    where, cache = kv_rows([(num_rows, num_rows)]), _kv_cache(shape, 1, math.ceil(num_rows / BLOCK_SIZE) + 1)
+    cos_sin = rotations(shape, num_rows)
     q, k, v = (torch.randn(num_rows, heads, dim) for heads in (shape.num_heads, groups, groups))
     rotated, starts = torch.zeros(num_rows, shape.num_heads, dim).bfloat16(), torch.arange(num_rows) * (q[0].numel())
     block, _, side, head, _, _ = cache.stride()
@@ -173,18 +173,16 @@ def attention(setting: Setting) -> Iterator[Case]:
     decodes = [(f"decode {n} x {context}", [(1, context)] * n) for n in (1, 16) for context in (300, 4000)]
     prefills = [(f"prefill {n}", [(n, n)]) for n in (512, 1024)]
     for size, spans in decodes + prefills:
-        where = _context(spans)
-        num_tokens, keys = len(where.positions), int(where.positions.sum()) + len(where.positions)
-        groups = shape.num_kv_heads
-        kv_bytes = sum(context for _, context in spans) * groups * shape.head_dim * 4.0
-        layers = 1 if spans[0][0] > 1 else min(32, math.ceil(_WALKED_BYTES / kv_bytes))
-        cache = _kv_cache(shape, layers, int(where.block_tables.max()) + 1)
+        where = kv_rows(spans)
+        num_tokens, work = len(where.positions), attention_work(shape, spans, torch.bfloat16.itemsize)
+        layers = 1 if spans[0][0] > 1 else min(32, math.ceil(_WALKED_BYTES / work.num_bytes))
+        cache = _kv_cache(shape, layers, blocks_of(spans))
         q = torch.randn(
             shape.num_kv_heads, num_tokens, shape.num_heads // shape.num_kv_heads, shape.head_dim
         ).bfloat16()
         heads = q.permute(1, 0, 2, 3).reshape(num_tokens, shape.num_heads, shape.head_dim).contiguous()
         out = torch.zeros(num_tokens, shape.num_heads * shape.head_dim)
-        paged = ReferenceOps().paged_kv(where, cache, _cos_sin(shape, 4096), shape.scale)
+        paged = ReferenceOps().paged_kv(where, cache, rotations(shape, 4096), shape.scale)
 
         def call(a: tuple[Tensor, KvRows, Tensor, Tensor] = (q, where, cache, out), layers: int = layers) -> None:
             for layer in range(layers):
@@ -202,7 +200,7 @@ def attention(setting: Setting) -> Iterator[Case]:
             reference=refer,
             count=layers,
             reference_count=layers,
-            work=Work(num_bytes=kv_bytes, flops=4.0 * keys * shape.num_heads * shape.head_dim),
+            work=work,
         )
 
 
@@ -210,12 +208,8 @@ def decoder(setting: Setting) -> Iterator[Case]:
     """Whole forward passes, with logits of each sequence's last row."""
     shape = setting.shape
     weights = random_weights(shape, torch.bfloat16)
-    cos_sin = _cos_sin(shape, 2048)
+    cos_sin = rotations(shape, 2048)
     reference, _ = open_decoder(KernelOptions(implementation="reference"), shape, weights, cos_sin)
-    parameters = sum(m.numel() for w in weights.layers for m in (w.q, w.k, w.v, w.output, w.gate, w.up, w.down))
-    # What follows the attention of the last layer, and the head, are needed for rows whose logits are wanted alone.
-    last = sum(m.numel() for w in weights.layers[-1:] for m in (w.output, w.gate, w.up, w.down))
-    head = shape.vocab_size * shape.hidden_size
     for weight_format, quantization in (("bf16", None), ("int8", "int8")):
         options = KernelOptions(
             implementation="cpu",
@@ -226,12 +220,10 @@ def decoder(setting: Setting) -> Iterator[Case]:
         kernel, _ = open_decoder(options, shape, weights, cos_sin)
         decodes = [(f"decode {n} x {context}", [(1, context)] * n) for n in (1, 16) for context in (300,)]
         for size, spans in [*decodes, *((f"prefill {n}", [(n, n)]) for n in (512, 1024))]:
-            where = _context(spans)
-            num_tokens, keys = len(where.positions), int(where.positions.sum()) + len(where.positions)
-            cache = _kv_cache(shape, len(shape.windows), int(where.block_tables.max()) + 1)
-            step = (torch.arange(num_tokens) % shape.vocab_size, where, where.query_starts[1:] - 1, cache)
-            kv_bytes = sum(context for _, context in spans) * shape.num_kv_heads * shape.head_dim * 4.0
-            kv_flops = 4.0 * keys * shape.num_heads * shape.head_dim
+            where = kv_rows(spans)
+            cache = _kv_cache(shape, len(shape.windows), blocks_of(spans))
+            token_ids = torch.arange(len(where.positions)) % shape.vocab_size
+            step = (token_ids, where, where.query_starts[1:] - 1, cache)
             yield Case(
                 op="decoder",
                 size=size,
@@ -240,11 +232,7 @@ def decoder(setting: Setting) -> Iterator[Case]:
                 reference=partial(reference.forward, *step),
                 count=1,
                 reference_count=1,
-                work=Work(
-                    num_bytes=kernel.weight_bytes + kv_bytes * len(shape.windows),
-                    flops=2.0 * ((parameters - last) * num_tokens + (last + head) * len(spans))
-                    + kv_flops * len(shape.windows),
-                ),
+                work=decoder_work(shape, spans, torch.bfloat16.itemsize, kernel.weight_bytes),
             )
 
 
@@ -257,21 +245,6 @@ GROUPS: dict[str, Callable[[Setting], Iterator[Case]]] = {
 }
 
 
-def _context(spans: list[tuple[int, int]]) -> KvRows:
-    """Sequences given as (rows, context), each with blocks of its own."""
-    width = max(-(-context // BLOCK_SIZE) for _, context in spans)
-    tables = 1 + torch.arange(len(spans) * width).view(len(spans), width)
-    positions = [torch.arange(context - count, context) for count, context in spans]
-    slots = [tables[i, p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for i, p in enumerate(positions)]
-    return KvRows(
-        positions=torch.cat(positions),
-        slot_mapping=torch.cat(slots),
-        query_starts=torch.tensor([0, *(count for count, _ in spans)]).cumsum(0),
-        context_lens=torch.tensor([context for _, context in spans]),
-        block_tables=tables,
-    )
-
-
 def _kv_cache(shape: DecoderShape, layers: int, num_blocks: int) -> Tensor:
     """Random bfloat16 in memory from numpy, which asks for huge pages as the workers' cache does."""
     size = (num_blocks, layers, 2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
@@ -279,9 +252,3 @@ def _kv_cache(shape: DecoderShape, layers: int, num_blocks: int) -> Tensor:
     for block in cache:
         block.normal_()
     return cache
-
-
-def _cos_sin(shape: DecoderShape, positions: int) -> Tensor:
-    angles = torch.outer(torch.arange(positions).float(), 10_000.0 ** -torch.linspace(0, 1, shape.head_dim // 2))
-    turns = torch.cat((angles, angles), 1)
-    return torch.stack((turns.cos(), turns.sin()), 1)

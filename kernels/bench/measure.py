@@ -11,20 +11,13 @@ from functools import partial
 import numpy as np
 import torch
 
+from kernels.bench.work import Work
 from kernels.cpu.ops import CpuOps
 
 #: Far more than any cache holds.
 _READ_BYTES = 256 << 20
 #: Rows, features and depth of products that libraries are good at.
 _PRODUCTS = ((512, 2048, 2048), (1024, 1536, 576))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What a call must at least read from memory, and compute."""
-
-    num_bytes: float
-    flops: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from kernels.decoder import DecoderShape, DecoderWeights, LayerWeights
 
-#: Of large models a few layers, which with packed copies take about 2 GB.
+_CPU = torch.device("cpu")
+
+LLAMA_8B = DecoderShape(
+    hidden_size=4096,
+    intermediate_size=14_336,
+    vocab_size=128_256,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    windows=(None,) * 32,
+)
+#: What `kernels.bench` measures. Of large models a few layers, which with packed copies take about 2 GB.
 SHAPES = {
     "smollm2-135m": DecoderShape(
         hidden_size=576,
@@ -19,28 +33,20 @@ SHAPES = {
         rms_norm_eps=1e-5,
         windows=(None,) * 30,
     ),
-    "llama-3.1-8b": DecoderShape(
-        hidden_size=4096,
-        intermediate_size=14_336,
-        vocab_size=8192,  # Of 128,256: the rest of the head is more of the same.
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-5,
-        windows=(None, None),
-    ),
+    # The rest of the head is more of the same.
+    "llama-3.1-8b": replace(LLAMA_8B, vocab_size=8192, windows=(None, None)),
 }
 
 
-def random_weights(shape: DecoderShape, dtype: torch.dtype) -> DecoderWeights:
+def random_weights(shape: DecoderShape, dtype: torch.dtype, device: torch.device = _CPU) -> DecoderWeights:
     """Weights that keep activations about as large as they are."""
 
     def matrix(features: int, depth: int) -> Tensor:
-        return torch.randn(features, depth).mul_(float(depth**-0.5)).to(dtype)
+        return torch.randn(features, depth, device=device).mul_(float(depth**-0.5)).to(dtype)
 
     def layer() -> LayerWeights:
         width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        ones = torch.ones(shape.hidden_size, dtype=dtype)
+        ones = torch.ones(shape.hidden_size, dtype=dtype, device=device)
         return LayerWeights(
             input_norm=ones,
             q=matrix(width, shape.hidden_size),
@@ -66,6 +72,6 @@ def random_weights(shape: DecoderShape, dtype: torch.dtype) -> DecoderWeights:
     return DecoderWeights(
         embedding=embedding,
         layers=tuple(layer() for _ in shape.windows),
-        norm=torch.ones(shape.hidden_size, dtype=dtype),
+        norm=torch.ones(shape.hidden_size, dtype=dtype, device=device),
         lm_head=embedding,
     )

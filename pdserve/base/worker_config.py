@@ -10,7 +10,7 @@ from pdserve.base.logs import LEVELS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TRANSPORTS = ("ucx", "nccl")
-KERNELS = ("auto", "cpu", "reference")
+KERNELS = ("auto", "cpu", "triton", "reference")
 QUANTIZATIONS = ("int8",)
 
 
@@ -25,9 +25,19 @@ class WorkerConfig:
     host: str = option("127.0.0.1", help="internal address to listen on and to be reached at", metavar="ADDRESS")
     grpc_port: int = option(0, help="port of the internal gRPC service; 0 takes a free one", minimum=0)
     http_port: int = option(0, help="port of /livez, /readyz, /health and /metrics; 0 takes a free one", minimum=0)
+    device: str = option("cpu", help="where the model computes: cpu, cuda, or cuda:1 for one of several GPUs")
+    gpu_memory_utilization: float = option(
+        0.9, help="share of the GPU's memory for this worker: weights, activations and KV", minimum=0.01
+    )
+    deterministic: bool = option(
+        True, help="on a GPU: the same bits for a request whatever is computed beside it, at some cost in speed"
+    )
+    enforce_eager: bool = option(False, help="on a GPU: launch every kernel of a decode step instead of CUDA graphs")
     dtype: str = option("auto", help="type of weights, activations and KV", choices=DTYPES)
     kernels: str = option(
-        "auto", help="what computes: C++ (cpu), plain torch (reference), or C++ where it can", choices=KERNELS
+        "auto",
+        help="what computes: C++ (cpu), Triton (triton), plain torch (reference), or what is best on the device",
+        choices=KERNELS,
     )
     instruction_set: str | None = option(
         None, help="what the C++ kernels use of the processor; the best it has when absent", metavar="NAME"
@@ -48,6 +58,10 @@ class WorkerConfig:
     core_leases: str | None = option(
         None, help="file in which the workers of a machine tell which cores are idle; made when absent", metavar="FILE"
     )
+    max_num_batched_tokens: int = option(512, help="prompt tokens computed in one step at most", minimum=1)
+    staging_memory: int = option(
+        1 << 30, help="on a GPU: host memory in which blocks stop over on their way, such as 1GiB", parse=parse_bytes
+    )
     transport: str = option("ucx", help="how KV blocks travel", choices=TRANSPORTS)
     drain_timeout_s: float = option(45.0, help="seconds that running requests get to finish on SIGTERM", minimum=0)
     log_level: str = option("info", help="what is logged", choices=LEVELS)
@@ -56,3 +70,8 @@ class WorkerConfig:
     def model_dir(self) -> Path:
         """The model's directory."""
         return Path(self.model)
+
+    @property
+    def max_decoding(self) -> int:
+        """Sequences that one step decodes at most."""
+        return 0

@@ -1,10 +1,11 @@
-"""The cores this machine, or this container, has to give, with the quota of control groups."""
+"""The cores and GPUs this machine, or this container, has to give, with the quota of control groups."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from pdserve.base.config import variable
 from pdserve.base.machine import CGROUP, read_number
 from pdserve.cli.placement import Cores
 
@@ -13,6 +14,14 @@ def available_cores(cgroup: Path = CGROUP) -> Cores:
     """The cores this process may run on, and how many of them a CPU quota lets it use at a time."""
     ids = tuple(sorted(os.sched_getaffinity(0)))
     return Cores(ids=ids, usable=min(len(ids), quota_cores(cgroup) or len(ids)))
+
+
+def num_gpus(driver: Path = Path("/proc/driver/nvidia/gpus")) -> int:
+    """GPUs that processes started here will see, at least one: whether it is really there a worker finds out."""
+    visible = variable("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return max(1, len([entry for entry in visible.split(",") if entry.strip()]))
+    return max(1, len(list(driver.iterdir())) if driver.is_dir() else 1)
 
 
 def quota_cores(cgroup: Path) -> int | None:

@@ -1,4 +1,4 @@
-"""Divides a machine's cores and memory among the workers that `pdserve up` starts: pure, the machine is an argument."""
+"""Divides a machine's cores, memory and GPUs among the workers of `pdserve up`: pure, the machine is an argument."""
 
 from __future__ import annotations
 
@@ -26,6 +26,24 @@ class CoreShare:
     cpus: tuple[int, ...] = ()
     #: Cores of other workers to compute on while those are idle, the preferred first.
     borrow_cpus: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuShare:
+    """One worker's GPU, as torch names it, and the share of its memory that is the worker's."""
+
+    device: str
+    memory: float
+
+
+def share_gpus(num_gpus: int, *, num_workers: int, utilization: float) -> list[GpuShare]:
+    """The workers take turns, prefill first; those that meet on a GPU share its memory evenly, in whole percents."""
+    shares = []
+    for index in range(num_workers):
+        gpu = index % num_gpus
+        num_sharing = len(range(gpu, num_workers, num_gpus))
+        shares.append(GpuShare(device=f"cuda:{gpu}", memory=int(100 * utilization / num_sharing) / 100))
+    return shares
 
 
 def share_cores(cores: Cores, *, num_prefill: int, num_decode: int, threads_per_worker: int | None) -> list[CoreShare]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from decode_svc.config import DecodeConfig
 from pdserve.base.config import default_of
-from pdserve.cli.placement import CoreShare
+from pdserve.cli.placement import CoreShare, GpuShare
 from pdserve.cli.supervisor.spec import ProcessSpec
 from pdserve.cli.up_config import UpConfig
 from prefill_svc.config import PrefillConfig
@@ -38,12 +38,15 @@ class ClusterPlan:
     log_dir: Path
     #: One per worker: prefill first, then decode.
     shares: Sequence[CoreShare]
-    kv_cache_bytes: int
+    #: None: each worker sizes its own.
+    kv_cache_bytes: int | None
     #: Where workers tell each other which cores are idle.
     core_leases: Path
     #: Comes before `prefill-0` in worker ids: tells this cluster from others in a shared Redis.
     id_prefix: str
     environment: Mapping[str, str]
+    #: One per worker, when they compute on GPUs.
+    gpus: Sequence[GpuShare] = ()
     #: Interpreter options, such as `-P`, that our own process was started with.
     python_flags: tuple[str, ...] = ()
 
@@ -68,15 +71,23 @@ def worker_specs(plan: ClusterPlan) -> list[ProcessSpec]:
     config = plan.config
     names = [("prefill", index) for index in range(config.prefill)]
     names += [("decode", index) for index in range(config.decode)]
-    return [_worker_spec(plan, tier, index, share) for (tier, index), share in zip(names, plan.shares, strict=True)]
+    gpus: Sequence[GpuShare | None] = plan.gpus or [None] * len(names)
+    return [
+        _worker_spec(plan, tier, index, share, gpu)
+        for (tier, index), share, gpu in zip(names, plan.shares, gpus, strict=True)
+    ]
 
 
-def _worker_spec(plan: ClusterPlan, tier: str, index: int, share: CoreShare) -> ProcessSpec:
+def _worker_spec(plan: ClusterPlan, tier: str, index: int, share: CoreShare, gpu: GpuShare | None) -> ProcessSpec:
     config = plan.config
     name = f"{tier}-{index}"
     flags = {
         **_common_flags(plan),
         "worker-id": plan.id_prefix + name,
+        "device": None if gpu is None else gpu.device,
+        "gpu-memory-utilization": None if gpu is None else gpu.memory,
+        "deterministic": config.deterministic,
+        "enforce-eager": config.enforce_eager,
         "dtype": config.dtype,
         "kernels": config.kernels,
         "quantization": config.quantization,
@@ -112,7 +123,7 @@ def _service(
 ) -> ProcessSpec:
     settings = _SETTINGS[module]
     given = [
-        f"--{flag}={value}"
+        (f"--{flag}" if value else f"--no-{flag}") if isinstance(value, bool) else f"--{flag}={value}"
         for flag, value in flags.items()
         # What is the service's own default is left to it: its environment may say otherwise.
         if value is not None and value != default_of(settings, flag.replace("-", "_"))

@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -20,8 +20,8 @@ from pdserve.base.config import child_environment, load, variable
 from pdserve.base.errors import SetupError
 from pdserve.base.machine import available_memory_bytes
 from pdserve.cli.log_watch import watched_logs
-from pdserve.cli.machine import available_cores
-from pdserve.cli.placement import kv_bytes_per_worker, lend_cores, share_cores
+from pdserve.cli.machine import available_cores, num_gpus
+from pdserve.cli.placement import GpuShare, kv_bytes_per_worker, lend_cores, share_cores, share_gpus
 from pdserve.cli.run_dir import private_directory
 from pdserve.cli.services import ClusterPlan, router_spec, worker_specs
 from pdserve.cli.stop_signals import StopSignals, finished_before
@@ -101,7 +101,7 @@ class _Up:
         plan = make_plan(config, model, redis, run_dir=run_dir, log_dir=log_dir)
         workers = worker_specs(plan)
         self.console.say(f"Starting {model.served_name} from {model.path}")
-        for line in describe_plan([spec.name for spec in workers], plan.shares, plan.kv_cache_bytes):
+        for line in describe_plan([spec.name for spec in workers], plan.shares, plan.gpus, plan.kv_cache_bytes):
             self.console.say(line)
         await supervisor.start(*workers, router_spec(plan))
         host = reachable_host(config.host)
@@ -138,20 +138,37 @@ def make_plan(config: UpConfig, model: PreparedModel, redis: RedisPlan, *, run_d
         num_decode=config.decode,
         threads_per_worker=config.threads_per_worker,
     )
-    kv_bytes = config.kv_cache_memory or kv_bytes_per_worker(available_memory_bytes(), config.num_workers)
+    gpus = gpu_shares(config)
+    kv_bytes = config.kv_cache_memory
+    if not gpus and kv_bytes is None:
+        kv_bytes = kv_bytes_per_worker(available_memory_bytes(), config.num_workers)
     return ClusterPlan(
         config=config,
         model_path=model.path,
         served_name=config.served_model_name or model.served_name,
         redis_url=redis.url,
         log_dir=log_dir,
-        shares=lend_cores(shares) if config.lend_cores else shares,
+        # Threads that wait for a GPU have nothing to lend that others could use.
+        shares=lend_cores(shares) if config.lend_cores and not gpus else shares,
+        gpus=gpus,
         kv_cache_bytes=kv_bytes,
         core_leases=run_dir / "cores",
         id_prefix="" if redis.spec is not None else f"{socket.gethostname()}-{config.port}-",
         environment=child_environment(),
         python_flags=python_flags(),
     )
+
+
+def gpu_shares(config: UpConfig) -> list[GpuShare]:
+    """Each worker's part of the GPUs; none when they compute on the CPU."""
+    if config.device == "cpu":
+        return []
+    shares = share_gpus(
+        num_gpus() if config.device == "cuda" else 1,
+        num_workers=config.num_workers,
+        utilization=config.gpu_memory_utilization,
+    )
+    return shares if config.device == "cuda" else [replace(share, device=config.device) for share in shares]
 
 
 def require_free_ports(config: UpConfig) -> None:

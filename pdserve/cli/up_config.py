@@ -30,9 +30,25 @@ class UpConfig:
     )
     decode: int = option(1, help="number of decode workers", metavar="N", minimum=1)
     served_model_name: str | None = option(None, help="name clients use; the model's own when absent")
+    device: str = option("cpu", help="where models compute: cpu, cuda (workers take turns on the GPUs), or cuda:1")
+    gpu_memory_utilization: float = option(
+        default_of(WorkerConfig, "gpu_memory_utilization"),
+        help="share of each GPU's memory, for all workers on it together",
+        minimum=0.01,
+    )
+    deterministic: bool = option(
+        default_of(WorkerConfig, "deterministic"),
+        help="on GPUs: the same bits for a request whatever is computed beside it, at some cost in speed",
+    )
+    enforce_eager: bool = option(
+        default_of(WorkerConfig, "enforce_eager"),
+        help="on GPUs: launch every kernel of a decode step instead of CUDA graphs",
+    )
     dtype: str = option("auto", help="type of weights, activations and KV", choices=DTYPES)
     kernels: str = option(
-        "auto", help="what computes: C++ (cpu), plain torch (reference), or C++ where it can", choices=KERNELS
+        "auto",
+        help="what computes: C++ (cpu), Triton (triton), plain torch (reference), or what is best on the device",
+        choices=KERNELS,
     )
     quantization: str | None = option(None, help="round weights when they are loaded", choices=QUANTIZATIONS)
     max_model_len: int | None = option(

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdserve.cli.log_watch import LineBudget
-from pdserve.cli.placement import CoreShare
+from pdserve.cli.placement import CoreShare, GpuShare
 from pdserve.cli.supervisor.spec import BecameReady, Died, Event, Started, StatusChanged, Stopped, Stopping
 
 _MIB = 1024**2
@@ -135,8 +135,14 @@ def describe_bytes(size: int) -> str:
     return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / _MIB:.0f} MiB"
 
 
-def describe_plan(names: Sequence[str], shares: Sequence[CoreShare], kv_cache_bytes: int) -> list[str]:
+def describe_plan(
+    names: Sequence[str], shares: Sequence[CoreShare], gpus: Sequence[GpuShare], kv_cache_bytes: int | None
+) -> list[str]:
     """One line per worker about what it gets."""
+    if gpus:
+        cache = "" if kv_cache_bytes is None else f", {describe_bytes(kv_cache_bytes)} of KV cache"
+        return [f"  {name}: {gpu.memory:.0%} of {gpu.device}{cache}" for name, gpu in zip(names, gpus, strict=True)]
+    assert kv_cache_bytes is not None
     return [
         f"  {name}: {describe_share(share)}, {describe_bytes(kv_cache_bytes)} of KV cache"
         for name, share in zip(names, shares, strict=True)

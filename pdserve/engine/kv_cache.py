@@ -33,29 +33,43 @@ class KvCache:
                 f"{num_blocks} KV blocks need {needed_mib:.0f} MiB on {device}, which cannot be allocated: {error}. "
                 "Lower the size of the KV cache."
             ) from error
-        self._bytes: npt.NDArray[np.uint8] | None = None
-        if device.type == "cpu":
-            self._bytes = self.tensor.view(num_blocks, -1).view(torch.uint8).numpy()
+        self._flat = self.tensor.view(num_blocks, -1).view(torch.uint8)
+        self._bytes: npt.NDArray[np.uint8] | None = self._flat.numpy() if device.type == "cpu" else None
+        # Of their own: copies for transfers must not wait for the steps that are being computed.
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
-    def memory(self) -> npt.NDArray[np.uint8]:
-        """All of it: uint8 [num_blocks * layout.block_bytes]. Raises `SetupError` off the CPU."""
-        return self._host_bytes().reshape(-1)
+    def memory(self) -> npt.NDArray[np.uint8] | None:
+        """All of it: uint8 [num_blocks * layout.block_bytes]; None off the CPU."""
+        return None if self._bytes is None else self._bytes.reshape(-1)
 
     def block_bytes_view(self, block_id: BlockId) -> npt.NDArray[np.uint8]:
         """The block's memory itself, writable: uint8 [layout.block_bytes]. Raises `SetupError` off the CPU."""
-        view: npt.NDArray[np.uint8] = self._host_bytes()[block_id]
+        if self._bytes is None:
+            raise SetupError(f"KV blocks on {self.tensor.device} have no view in host memory.")
+        view: npt.NDArray[np.uint8] = self._bytes[block_id]
         return view
+
+    def read_block(self, block_id: BlockId, into: npt.NDArray[np.uint8]) -> None:
+        """Copies the block's bytes to host memory, [layout.block_bytes] uint8. Steps must have ended that write it."""
+        self._copy(torch.from_numpy(into), self._flat[block_id])
+
+    def write_block(self, block_id: BlockId, data: npt.NDArray[np.uint8]) -> None:
+        """Copies bytes of the host, [layout.block_bytes] uint8, to the block; steps that begin afterwards find them."""
+        self._copy(self._flat[block_id], torch.from_numpy(data))
 
     def copy_blocks(self, pairs: Iterable[tuple[BlockId, BlockId]]) -> None:
         """Copy each source block onto its destination, one after the other: a later pair may depend on an earlier."""
         for source, destination in pairs:
             self.tensor[destination].copy_(self.tensor[source])
 
-    def _host_bytes(self) -> npt.NDArray[np.uint8]:
-        if self._bytes is None:
-            raise SetupError(f"KV blocks on {self.tensor.device} have no view in host memory; use a device transport.")
-        return self._bytes
+    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        if self._copies is None:
+            to.copy_(source)
+            return
+        with torch.cuda.stream(self._copies):
+            to.copy_(source, non_blocking=True)
+        self._copies.synchronize()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from typing import Protocol
 
 from torch import Tensor
 
 from pdserve.engine.batching import BatchBuilder
 from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.sampler import Sampler
-from pdserve.engine.sequence import SampleResult
+from pdserve.engine.sequence import SampleResult, SampleRow
 from pdserve.engine.step import StepPlan
 from pdserve.model.batch import Batch
 
@@ -21,10 +21,17 @@ class Decoder(Protocol):
         """Write the K and V of all rows to their slots; logits of the wanted rows, float32 [num_logits, vocab]."""
 
 
+class TokenSampler(Protocol):
+    """`pdserve.engine.sampler.Sampler`, or its counterpart on a device."""
+
+    def sample(self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int]) -> list[SampleResult]:
+        """One result per row, in order; row i is drawn from `logits[logits_rows[i]]`. The step has ended then."""
+
+
 class Runner:
     """Executes plans. Used on the step thread only."""
 
-    def __init__(self, decoder: Decoder, kv_cache: KvCache, sampler: Sampler) -> None:
+    def __init__(self, decoder: Decoder, kv_cache: KvCache, sampler: TokenSampler) -> None:
         self.kv_cache = kv_cache
         self._decoder = decoder
         self._sampler = sampler
@@ -38,9 +45,13 @@ class Runner:
         """Copy blocks first (copy-on-write), then compute: logits float32 [num_logits, vocab]."""
         if plan.copies:
             self.kv_cache.copy_blocks(plan.copies)
-        return None if batch is None else self._decoder.forward(batch, self.kv_cache.tensor)
+        return None if batch is None else self.compute(batch)
+
+    def compute(self, batch: Batch) -> Tensor:
+        """One forward pass: logits float32 [num_logits, vocab]."""
+        return self._decoder.forward(batch, self.kv_cache.tensor)
 
     def sample(self, plan: StepPlan, logits: Tensor | None) -> list[SampleResult]:
         """One result for each decoding sequence and then for each of the chunks' samples, in order."""
         rows, logits_rows = plan.sample_rows()
-        return self._sampler.sample(logits, rows, logits_rows) if rows and logits is not None else []
+        return [] if logits is None else self._sampler.sample(logits, rows, logits_rows)

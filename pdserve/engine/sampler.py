@@ -40,13 +40,15 @@ class Sampler:
 
         `logits`: float32 [num_logits, vocab], not modified; row i is drawn from `logits[logits_rows[i]]`.
         """
+        if not rows:
+            return []
         table: Logits = logits.cpu().numpy()
         best_ids = table.argmax(axis=1).tolist()  # NaN counts as the largest; the first of equals is returned
         results: list[SampleResult] = []
         for row, index in zip(rows, logits_rows, strict=True):
             best_id = best_ids[index]
             if not isfinite(table.item(index, best_id)):
-                results.append(_failure(row))
+                results.append(failure(row))
             elif row.is_argmax:
                 results.append(Sampled(token_id=best_id))
             else:
@@ -59,14 +61,15 @@ def _sample_row(raw: Logits, row: SampleRow) -> SampleResult:
     logits = edited_logits(raw, row)
     token_id = int(logits.argmax())
     if not isfinite(logits[token_id]):
-        return _failure(row)
+        return failure(row)
     if row.params.temperature > 0:
         token_id = _draw(logits, float(logits[token_id]), row)
     count = row.params.logprobs
     return Sampled(token_id=token_id, logprobs=None if count is None else _logprobs(raw, token_id, count))
 
 
-def _failure(row: SampleRow) -> SampleFailure:
+def failure(row: SampleRow) -> SampleFailure:
+    """What becomes of a row from which nothing can be drawn."""
     return SampleFailure(reason=f"the logits of token {row.position} have no finite maximum")
 
 

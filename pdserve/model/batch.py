@@ -8,8 +8,9 @@ context_lens    3         8    6          what each row may see ends at its own 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+import torch
 from torch import Tensor
 
 from kernels.ops import KvRows
@@ -33,6 +34,10 @@ class Batch:
     block_tables: Tensor
     #: [num_logits] rows whose logits are wanted; may be empty.
     logits_rows: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """A copy on another device."""
+        return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
     def kv_rows(self) -> KvRows:
         """The part that the kernels see."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -53,6 +54,17 @@ def load_decoder(
     """
     config = ModelConfig.from_dir(model_dir)
     weights = load_weights(model_dir, config, dtype=dtype, device=device)
+    return make_decoder(config, weights, max_model_len=max_model_len, kernels=kernels)
+
+
+def make_decoder(
+    config: ModelConfig,
+    weights: DecoderWeights,
+    *,
+    max_model_len: int | None = None,
+    kernels: KernelOptions | None = None,
+) -> Decoder:
+    """Binds kernels to weights that were loaded. Raises `SetupError` for a choice that cannot be had."""
     try:
         return Decoder(config, weights, max_model_len=max_model_len, kernels=kernels)
     except KernelsUnavailable as error:
@@ -63,27 +75,37 @@ def load_weights(model_dir: Path, config: ModelConfig, *, dtype: str = "auto", d
     """The weights of a model directory.
 
     On the CPU, tensors stored in that dtype stay in the page cache, where all processes share them; others are copies.
+    On another device each is read straight into its memory, and matrices that are multiplied together lie side by side.
     Raises `SetupError` like `load_decoder`.
     """
     name = config.dtype if dtype == "auto" else dtype
     if name not in DTYPES:
         raise SetupError(f"dtype {name!r} is not supported; supported: auto, {', '.join(DTYPES)}.")
     with ExitStack() as stack:
-        files = _open_files(model_dir, stack)
+        files = _open_files(model_dir, device, stack)
         check_tensors(config, dict(_shapes(files)), str(model_dir))
         where = {tensor: file for file in files for tensor in list(file.keys())}
 
         def get(tensor: str) -> Tensor:
-            return where[tensor].get_tensor(tensor).to(device=device, dtype=_TORCH_DTYPES[name])
+            return where[tensor].get_tensor(tensor).to(dtype=_TORCH_DTYPES[name])
 
-        return assemble(config, get)
+        try:
+            return assemble(config, get, side_by_side=device != "cpu")
+        except torch.OutOfMemoryError as error:
+            needed = sum(math.prod(shape) for _, shape in _shapes(files)) * _TORCH_DTYPES[name].itemsize
+            free, total = torch.cuda.mem_get_info(device)
+            raise SetupError(
+                f"The weights of {model_dir} need {needed / 2**30:.2f} GiB in {name}, and of {device}'s "
+                f"{total / 2**30:.2f} GiB {free / 2**30:.2f} were left when they did not fit. Use a larger GPU, a "
+                "smaller model, or end what else uses it."
+            ) from error
 
 
-def _open_files(model_dir: Path, stack: ExitStack) -> list[_File]:
+def _open_files(model_dir: Path, device: str, stack: ExitStack) -> list[_File]:
     files = []
     for path in weight_files(model_dir):
         try:
-            files.append(cast(_File, stack.enter_context(safe_open(path, framework="pt"))))
+            files.append(cast(_File, stack.enter_context(safe_open(path, framework="pt", device=device))))
         except (SafetensorError, OSError) as error:
             raise SetupError(f"{path} is not a readable safetensors file: {error}.") from error
     return files

@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from kernels.decoder import DecoderWeights, LayerWeights
 from pdserve.model.config import ModelConfig
 
 
-def assemble(config: ModelConfig, get: Callable[[str], Tensor]) -> DecoderWeights:
-    """Builds the weights from checked tensors; `get` is called once per tensor."""
+def assemble(config: ModelConfig, get: Callable[[str], Tensor], *, side_by_side: bool = False) -> DecoderWeights:
+    """Builds the weights from checked tensors; `get` is called once per tensor.
+
+    With `side_by_side` q, k and v, and gate and up, become views of one matrix each: a copy of one layer at a time.
+    """
+    join = _adjacent if side_by_side else lambda *parts: parts
     embedding = get("model.embed_tokens.weight")
     return DecoderWeights(
         embedding=embedding,
-        layers=tuple(_assemble_layer(config, f"model.layers.{index}.", get) for index in range(config.num_layers)),
+        layers=tuple(
+            _assemble_layer(config, f"model.layers.{index}.", get, join) for index in range(config.num_layers)
+        ),
         norm=get("model.norm.weight"),
         lm_head=embedding if config.tie_word_embeddings else get("lm_head.weight"),
     )
 
 
-def _assemble_layer(config: ModelConfig, prefix: str, get: Callable[[str], Tensor]) -> LayerWeights:
+def _adjacent(*parts: Tensor) -> Sequence[Tensor]:
+    return torch.split(torch.cat(parts), [len(part) for part in parts])
+
+
+def _assemble_layer(
+    config: ModelConfig, prefix: str, get: Callable[[str], Tensor], join: Callable[..., Sequence[Tensor]]
+) -> LayerWeights:
     def when(present: bool, name: str) -> Tensor | None:
         return get(prefix + name) if present else None
 
+    q, k, v = join(*(get(f"{prefix}self_attn.{name}_proj.weight") for name in "qkv"))
+    gate, up = join(*(get(f"{prefix}mlp.{name}_proj.weight") for name in ("gate", "up")))
     return LayerWeights(
         input_norm=get(prefix + "input_layernorm.weight"),
-        q=get(prefix + "self_attn.q_proj.weight"),
-        k=get(prefix + "self_attn.k_proj.weight"),
-        v=get(prefix + "self_attn.v_proj.weight"),
+        q=q,
+        k=k,
+        v=v,
         q_bias=when(config.qkv_bias, "self_attn.q_proj.bias"),
         k_bias=when(config.qkv_bias, "self_attn.k_proj.bias"),
         v_bias=when(config.qkv_bias, "self_attn.v_proj.bias"),
@@ -38,9 +53,9 @@ def _assemble_layer(config: ModelConfig, prefix: str, get: Callable[[str], Tenso
         output=get(prefix + "self_attn.o_proj.weight"),
         output_bias=when(config.output_bias, "self_attn.o_proj.bias"),
         post_attention_norm=get(prefix + "post_attention_layernorm.weight"),
-        gate=get(prefix + "mlp.gate_proj.weight"),
+        gate=gate,
         gate_bias=when(config.mlp_bias, "mlp.gate_proj.bias"),
-        up=get(prefix + "mlp.up_proj.weight"),
+        up=up,
         up_bias=when(config.mlp_bias, "mlp.up_proj.bias"),
         down=get(prefix + "mlp.down_proj.weight"),
         down_bias=when(config.mlp_bias, "mlp.down_proj.bias"),

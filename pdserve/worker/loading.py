@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,8 +11,10 @@ from kernels.choice import KernelChoice, KernelOptions
 from kernels.cpu.decoder import Borrowing
 from pdserve.base.core_leases import CoreLeases
 from pdserve.base.layout import KvLayout
+from pdserve.base.logs import get_logger
 from pdserve.base.worker_config import WorkerConfig
 from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.graphs import CudaRecorder, DeviceDecoder
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.runner import Runner
 from pdserve.engine.sampler import Sampler
@@ -20,9 +23,16 @@ from pdserve.model.batch import Batch
 from pdserve.model.checkpoint import fingerprint
 from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
-from pdserve.model.loader import load_decoder
+from pdserve.model.loader import load_decoder, load_weights, make_decoder
 from pdserve.worker.cores import open_core_leases, require_cpus
-from pdserve.worker.memory import plan_kv
+from pdserve.worker.device import CudaMemory, measure_use, open_device
+from pdserve.worker.device_memory import plan_device_kv
+from pdserve.worker.memory import KvBudget, plan_kv
+
+if TYPE_CHECKING:
+    from pdserve.engine.device_sampler import DeviceSampler
+
+log = get_logger(__name__)
 
 #: Rows of the warm-up step: enough to take the paths that a prompt takes.
 _WARM_UP_TOKENS = 32
@@ -44,44 +54,23 @@ class LoadedModel:
 
 
 def load_model(config: WorkerConfig) -> LoadedModel:
-    """Maps the weights, allocates the KV cache. Blocks for some seconds. Raises `SetupError` with the numbers."""
+    """Reads the weights, allocates the KV cache. Blocks for some seconds. Raises `SetupError` with the numbers."""
+    device = open_device(config.device)
     require_cpus(config)
-    leases = open_core_leases(config)
+    leases = open_core_leases(config) if device.type == "cpu" else None
     model = ModelConfig.from_dir(config.model_dir)
-
-    # Rounded weights make another model: its blocks must not be mixed with those of the original.
-    name = "/".join(filter(None, (fingerprint(config.model_dir), config.quantization)))
-
-    def layout_for(max_model_len: int | None) -> KvLayout:
-        return model.kv_layout(
-            fingerprint=name,
-            dtype=config.dtype,
-            block_size=config.block_size,
-            max_model_len=max_model_len,
-        )
-
-    budget = plan_kv(
-        layout_for(config.max_model_len),
-        kv_cache_memory=config.kv_cache_memory,
-        wanted_model_len=config.max_model_len,
-        model_limit=model.max_position_embeddings,
+    options = KernelOptions(
+        implementation=config.kernels,
+        instruction_set=config.instruction_set,
+        num_threads=config.threads,
+        cpus=config.cpus,
+        borrowing=_borrowing(config, leases),
+        quantization=config.quantization,
+        deterministic=config.deterministic,
     )
-    # Some models rotate by the length that is served: the layout names the one decided above.
-    layout = layout_for(budget.max_model_len)
-    decoder = load_decoder(
-        config.model_dir,
-        dtype=config.dtype,
-        max_model_len=budget.max_model_len,
-        kernels=KernelOptions(
-            implementation=config.kernels,
-            instruction_set=config.instruction_set,
-            num_threads=config.threads,
-            cpus=config.cpus,
-            borrowing=_borrowing(config, leases),
-            quantization=config.quantization,
-        ),
-    )
-    kv_cache = KvCache(layout, budget.num_blocks, torch.device("cpu"))
+    load = _load_on_cpu if device.type == "cpu" else _load_on_gpu
+    decoder, layout, budget = load(config, model, options, device)
+    kv_cache = KvCache(layout, budget.num_blocks, device)
     return LoadedModel(
         layout=layout,
         limits=SequenceLimits(
@@ -93,9 +82,86 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         kernels=decoder.kernels,
         kv_cache=kv_cache,
         pool=BlockPool(budget.num_blocks, layout.block_size),
-        runner=Runner(decoder, kv_cache, Sampler()),
+        runner=Runner(_step_decoder(config, decoder, layout, device), kv_cache, _sampler(device)),
         core_leases=leases,
     )
+
+
+def _load_on_cpu(
+    config: WorkerConfig, model: ModelConfig, options: KernelOptions, device: torch.device
+) -> tuple[Decoder, KvLayout, KvBudget]:
+    budget = plan_kv(
+        _layout(config, model, config.max_model_len),
+        kv_cache_memory=config.kv_cache_memory,
+        wanted_model_len=config.max_model_len,
+        model_limit=model.max_position_embeddings,
+    )
+    decoder = load_decoder(
+        config.model_dir, dtype=config.dtype, max_model_len=budget.max_model_len, kernels=options, device=str(device)
+    )
+    return decoder, _layout(config, model, budget.max_model_len), budget
+
+
+def _load_on_gpu(
+    config: WorkerConfig, model: ModelConfig, options: KernelOptions, device: torch.device
+) -> tuple[Decoder, KvLayout, KvBudget]:
+    memory = CudaMemory(device)
+    free_before = memory.free()
+    weights = load_weights(config.model_dir, model, dtype=config.dtype, device=str(device))
+    longest = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
+    layout = _layout(config, model, longest)
+    use = measure_use(
+        make_decoder(model, weights, max_model_len=longest, kernels=options),
+        layout,
+        memory,
+        free_before=free_before,
+        num_rows=config.max_num_batched_tokens + config.max_decoding,
+        num_logits=max(1, config.max_decoding),
+    )
+    budget = plan_device_kv(
+        layout,
+        use,
+        utilization=config.gpu_memory_utilization,
+        kv_cache_memory=config.kv_cache_memory,
+        wanted_model_len=config.max_model_len,
+        model_limit=model.max_position_embeddings,
+    )
+    log.info("gpu_memory", device=str(device), total=use.total, weights=use.weights, activations=use.activations)
+    # Bound once more: what can be served may have become shorter.
+    decoder = make_decoder(model, weights, max_model_len=budget.max_model_len, kernels=options)
+    return decoder, _layout(config, model, budget.max_model_len), budget
+
+
+def _layout(config: WorkerConfig, model: ModelConfig, max_model_len: int | None) -> KvLayout:
+    """Some models rotate by the length that is served: the layout names it."""
+    # Rounded weights make another model: its blocks must not be mixed with those of the original.
+    name = "/".join(filter(None, (fingerprint(config.model_dir), config.quantization)))
+    return model.kv_layout(
+        fingerprint=name, dtype=config.dtype, block_size=config.block_size, max_model_len=max_model_len
+    )
+
+
+def _step_decoder(
+    config: WorkerConfig, decoder: Decoder, layout: KvLayout, device: torch.device
+) -> Decoder | DeviceDecoder:
+    if device.type == "cpu":
+        return decoder
+    return DeviceDecoder(
+        decoder,
+        device,
+        recorder=None if config.enforce_eager or not config.max_decoding else CudaRecorder(),
+        max_num_seqs=max(1, config.max_decoding),
+        max_blocks=-(-decoder.max_model_len // layout.block_size),
+    )
+
+
+def _sampler(device: torch.device) -> Sampler | DeviceSampler:
+    if device.type == "cpu":
+        return Sampler()
+    # Only where it is used: Triton takes a second to import.
+    from pdserve.engine.device_sampler import DeviceSampler
+
+    return DeviceSampler(device)
 
 
 def _borrowing(config: WorkerConfig, leases: CoreLeases | None) -> Borrowing | None:
@@ -120,4 +186,4 @@ def warm_up(loaded: LoadedModel) -> None:
             block_tables=torch.zeros((1, 1), dtype=torch.int64),
             logits_rows=torch.tensor([num_tokens - 1]),
         )
-        loaded.decoder.forward(batch, loaded.kv_cache.tensor)
+        loaded.runner.compute(batch)

@@ -34,23 +34,28 @@ def default_kv_bytes() -> int:
 def plan_kv(
     layout: KvLayout, *, kv_cache_memory: int | None, wanted_model_len: int | None, model_limit: int
 ) -> KvBudget:
-    """Sizes the KV cache.
+    """Sizes the KV cache in the machine's memory.
 
     `wanted_model_len` is the user's limit, `model_limit` the model's own; both in tokens. When the user asked for none
     and the cache is too small for the model's limit, the cache decides. Raises `SetupError` with the numbers.
     """
     budget = default_kv_bytes() if kv_cache_memory is None else kv_cache_memory
+    available = available_memory_bytes()
+    if layout.block_bytes <= budget and budget > available:
+        raise SetupError(
+            f"The KV cache of {show_bytes(budget)} does not fit into the {show_bytes(available)} of free memory. "
+            "Lower --kv-cache-memory."
+        )
+    return kv_budget(layout, budget, wanted_model_len=wanted_model_len, model_limit=model_limit)
+
+
+def kv_budget(layout: KvLayout, budget: int, *, wanted_model_len: int | None, model_limit: int) -> KvBudget:
+    """What a KV cache of `budget` bytes holds. Raises `SetupError` with the numbers, as `plan_kv`."""
     num_blocks = budget // layout.block_bytes
     if num_blocks < 1:
         raise SetupError(
-            f"The KV cache of {_show(budget)} cannot hold one block of {layout.block_size} tokens "
-            f"({_show(layout.block_bytes)}). Raise --kv-cache-memory or lower --block-size."
-        )
-    available = available_memory_bytes()
-    if budget > available:
-        raise SetupError(
-            f"The KV cache of {_show(budget)} does not fit into the {_show(available)} of free memory. "
-            "Lower --kv-cache-memory."
+            f"The KV cache of {show_bytes(budget)} cannot hold one block of {layout.block_size} tokens "
+            f"({show_bytes(layout.block_bytes)}). Raise --kv-cache-memory or lower --block-size."
         )
     if wanted_model_len is not None and wanted_model_len > model_limit:
         raise SetupError(f"--max-model-len {wanted_model_len} exceeds the model's own limit of {model_limit} tokens.")
@@ -58,8 +63,8 @@ def plan_kv(
     if wanted_model_len is not None and wanted_model_len > capacity:
         needed = -(-wanted_model_len // layout.block_size) * layout.block_bytes
         raise SetupError(
-            f"--max-model-len {wanted_model_len} needs a KV cache of {_show(needed)}, but it has {_show(budget)}, "
-            f"which is {capacity} tokens. Raise --kv-cache-memory or lower --max-model-len."
+            f"--max-model-len {wanted_model_len} needs a KV cache of {show_bytes(needed)}, but it has "
+            f"{show_bytes(budget)}, which is {capacity} tokens. Raise --kv-cache-memory or lower --max-model-len."
         )
     limit = wanted_model_len or model_limit
     if capacity < limit:
@@ -67,5 +72,6 @@ def plan_kv(
     return KvBudget(num_blocks=num_blocks, max_model_len=min(limit, capacity))
 
 
-def _show(size: int) -> str:
-    return f"{size / _GIB:.2f} GiB" if size >= _GIB else f"{size / 1024**2:.2f} MiB"
+def show_bytes(size: int) -> str:
+    """In MiB, or GiB from one on."""
+    return f"{size / _GIB:.2f} GiB" if abs(size) >= _GIB else f"{size / 1024**2:.2f} MiB"

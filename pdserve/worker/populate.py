@@ -28,8 +28,11 @@ _PIECE_BYTES = 16 * 1024**2
 
 
 @contextmanager
-def populating(memory: npt.NDArray[np.uint8]) -> Iterator[None]:
+def populating(memory: npt.NDArray[np.uint8] | None) -> Iterator[None]:
     """Populates `memory`, contiguous, from its start, in the background, until done or the block ends."""
+    if memory is None:
+        yield
+        return
     stop = threading.Event()
     thread = threading.Thread(target=_populate, args=(memory, stop), name="populate-kv", daemon=True)
     thread.start()

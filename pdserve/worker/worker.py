@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 import grpc
 
+from kvtransfer.memory import BlockMemory
 from kvtransfer.transport import Transport
 from pdserve.base.block_hash import hash_key
 from pdserve.base.ids import Epoch, WorkerId
@@ -20,6 +21,7 @@ from pdserve.base.tasks import ServiceGroup
 from pdserve.base.worker_config import WorkerConfig
 from pdserve.engine.loop import LoopConfig, StepLoop
 from pdserve.engine.step import Load, Scheduler, StepOutput
+from pdserve.worker.blocks import block_memory
 from pdserve.worker.drain import ActiveCalls
 from pdserve.worker.loading import LoadedModel, warm_up
 from pdserve.worker.metrics import WorkerMetrics
@@ -74,12 +76,15 @@ class Worker:
     tasks: ServiceGroup
     calls: ActiveCalls = field(default_factory=ActiveCalls)
     steps: StepMetrics = field(init=False)
+    #: The KV cache as transports reach it.
+    blocks: BlockMemory = field(init=False)
     _scheduler: Scheduler | None = None
     _loop: StepLoop | None = None
     _told: Mailbox | None = None  # By the step thread.
 
     def __post_init__(self) -> None:
         self.steps = StepMetrics(self.metrics)
+        self.blocks = block_memory(self.model.kv_cache, self.config.staging_memory)
 
     def hash_key(self, salt: bytes) -> bytes:
         """The key of block hashes for prompts of one tenant."""

@@ -108,8 +108,7 @@ def _documented_default(cell: str, field: dataclasses.Field[Any]) -> object:
         ("pdserve trace", TraceConfig, None),
         ("pdserve bench serve", ServeConfig, None),
         ("Router", RouterConfig, None),
-        ("Workers of both tiers", WorkerConfig, None),
-        ("Prefill worker", PrefillConfig, WorkerConfig),
+        ("Workers of both tiers", PrefillConfig, None),
         ("Decode worker", DecodeConfig, WorkerConfig),
     ],
 )

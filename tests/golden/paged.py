@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ class PagedRunner:
     ) -> None:
         config = decoder.config
         shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
-        self.kv_cache = torch.full(shape, fill, dtype=decoder.dtype)
+        self.kv_cache = torch.full(shape, fill, dtype=decoder.dtype, device=decoder.device)
         self._decoder = decoder
         self._block_size = block_size
         self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -39,7 +40,7 @@ class PagedRunner:
 
     def refill(self, value: float) -> None:
         """Overwrites whatever no sequence has written."""
-        unused = torch.ones(self.kv_cache.shape[0], self._block_size, dtype=torch.bool)
+        unused = torch.ones(self.kv_cache.shape[0], self._block_size, dtype=torch.bool, device=self.kv_cache.device)
         for table, length in zip(self._tables, self._lengths, strict=True):
             for index, block in enumerate(table):
                 unused[block, : length - index * self._block_size] = False
@@ -92,14 +93,15 @@ class PagedRunner:
             for row in range(stop - 1 if last_only else start, stop)
             if asked
         ]
+        as_index = partial(torch.tensor, dtype=torch.int64, device=self.kv_cache.device)
         return Batch(
-            token_ids=torch.tensor(tokens),
-            positions=torch.tensor(positions),
-            slot_mapping=torch.tensor(slots),
-            query_starts=torch.tensor(starts),
-            context_lens=torch.tensor([self._lengths[sequence] for sequence, _ in rows]),
-            block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables]),
-            logits_rows=torch.tensor(wanted, dtype=torch.int64),
+            token_ids=as_index(tokens),
+            positions=as_index(positions),
+            slot_mapping=as_index(slots),
+            query_starts=as_index(starts),
+            context_lens=as_index([self._lengths[sequence] for sequence, _ in rows]),
+            block_tables=as_index([table + [0] * (width - len(table)) for table in tables]),
+            logits_rows=as_index(wanted),
         )
 
 

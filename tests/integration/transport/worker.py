@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 
+from kvtransfer.memory import InPlace
 from kvtransfer.receiver import Receiver, ReceiverIdentity, Reservation
 from kvtransfer.sender import Sender
 from kvtransfer.ticket import Commit, commit_from_proto, commit_to_proto, ticket_from_proto, ticket_to_proto
@@ -54,7 +55,7 @@ def reservation(*, lease_s: float) -> Reservation:
 async def prefill(transport_name: str, commands: asyncio.StreamReader) -> None:
     """`push TICKET COUNT` sends that many blocks; `finish` sends the rest and commits through the other side."""
     transport = open_transport(transport_name)
-    sender = Sender(transport=transport, memory=Memory(filled=True), layout=LAYOUT)
+    sender = Sender(transport=transport, memory=InPlace(Memory(filled=True)), layout=LAYOUT)
     _answer("ready")
     _, ticket_hex, count = await _command(commands)
     ticket = ticket_from_proto(decode_pb2.Ticket.FromString(bytes.fromhex(ticket_hex)))
@@ -78,7 +79,7 @@ async def decode(transport_name: str, commands: asyncio.StreamReader) -> None:
     transport, memory = open_transport(transport_name), Memory(filled=False)
     identity = ReceiverIdentity(worker_id=WorkerId("d"), epoch=new_epoch(), grpc_address="d:1", layout=LAYOUT)
     async with service_group() as tasks:
-        receiver = Receiver(transport=transport, memory=memory, identity=identity, tasks=tasks)
+        receiver = Receiver(transport=transport, memory=InPlace(memory), identity=identity, tasks=tasks)
         _answer("ready")
         while command := await _command(commands):
             match command:

@@ -55,10 +55,13 @@ def model_configs(draw: st.DrawFn) -> Fields:
     return fields
 
 
-def make_decoder(fields: Fields, options: KernelOptions, dtype: torch.dtype, *, seed: int = 0) -> Decoder:
+def make_decoder(
+    fields: Fields, options: KernelOptions, dtype: torch.dtype, *, seed: int = 0, device: torch.device | None = None
+) -> Decoder:
     """A decoder of that config with random weights, which depend on config and seed alone."""
     config = ModelConfig.from_hf(fields)
-    return Decoder(config, _random_weights(config, dtype, seed), kernels=options)
+    weights = _random_weights(config, dtype, seed)
+    return Decoder(config, _each(weights, lambda tensor: tensor.to(device)) if device else weights, kernels=options)
 
 
 def make_truth(fields: Fields, dtype: torch.dtype, quantization: str | None, *, seed: int = 0) -> Decoder:

@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 
 from pdserve.base.machine import available_memory_bytes
-from pdserve.cli.machine import available_cores, quota_cores
-from pdserve.cli.placement import Cores, CoreShare, kv_bytes_per_worker, lend_cores, share_cores
+from pdserve.cli.machine import available_cores, num_gpus, quota_cores
+from pdserve.cli.placement import (
+    Cores,
+    CoreShare,
+    GpuShare,
+    kv_bytes_per_worker,
+    lend_cores,
+    share_cores,
+    share_gpus,
+)
 
 GIB = 1024**3
 
@@ -122,3 +130,22 @@ def test_a_containers_memory_limit_counts(tmp_path: Path) -> None:
     assert available_memory_bytes(tmp_path) == 600_000
     (tmp_path / "memory.max").write_text("max\n")
     assert available_memory_bytes(tmp_path) > 1_000_000
+
+
+def test_workers_take_turns_on_gpus_and_share_their_memory() -> None:
+    assert share_gpus(2, num_workers=3, utilization=0.9) == [
+        GpuShare(device="cuda:0", memory=0.45),
+        GpuShare(device="cuda:1", memory=0.9),
+        GpuShare(device="cuda:0", memory=0.45),
+    ]
+    assert [share.memory for share in share_gpus(1, num_workers=4, utilization=0.9)] == [0.22] * 4
+
+
+def test_gpus_are_those_that_processes_will_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for address in ("0000:18:00.0", "0000:2a:00.0"):
+        (tmp_path / address).mkdir()
+    assert num_gpus(tmp_path) == 2
+    assert num_gpus(tmp_path / "absent") == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3,")
+    assert num_gpus(tmp_path) == 2

@@ -10,7 +10,7 @@ import pytest
 
 from decode_svc.config import DecodeConfig
 from pdserve.base.config import add_options, from_arguments
-from pdserve.cli.placement import CoreShare
+from pdserve.cli.placement import CoreShare, GpuShare
 from pdserve.cli.services import ClusterPlan, router_spec, worker_specs
 from pdserve.cli.supervisor.spec import ProcessSpec
 from pdserve.cli.up_config import DEFAULT_MODEL, UpConfig
@@ -60,6 +60,15 @@ def test_a_decode_worker_without_cores_of_its_own_is_not_pinned() -> None:
     config = parsed(spec, DecodeConfig, "decode_svc")
     assert spec.name == config.worker_id == "decode-1"
     assert (config.threads, config.cpus) == (1, ())
+
+
+def test_workers_on_gpus_are_told_which_and_how_much_of_it() -> None:
+    config = UpConfig(prefill=1, decode=2, device="cuda", deterministic=False, enforce_eager=True)
+    gpus = [GpuShare(device=f"cuda:{index}", memory=0.5) for index in range(3)]
+    decode = parsed(worker_specs(plan(config=config, gpus=gpus, kv_cache_bytes=None))[2], DecodeConfig, "decode_svc")
+    assert (decode.device, decode.gpu_memory_utilization, decode.kv_cache_memory) == ("cuda:2", 0.5, None)
+    assert (decode.deterministic, decode.enforce_eager) == (False, True)
+    assert parsed(worker_specs(plan())[2], DecodeConfig, "decode_svc").device == "cpu"
 
 
 def test_workers_are_told_what_they_may_borrow_and_where_to_tell_that_they_do() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli import up
-from pdserve.cli.placement import Cores, CoreShare
+from pdserve.cli.placement import Cores, CoreShare, GpuShare
+from pdserve.cli.up import gpu_shares
 from pdserve.cli.up_config import UpConfig
 from pdserve.cli.up_console import describe_plan
 from pdserve.cli.up_model import PreparedModel
@@ -42,8 +43,19 @@ def test_the_plan_is_told_worker_by_worker() -> None:
         CoreShare(threads=1, cpus=(2,)),
         CoreShare(threads=1),
     ]
-    assert describe_plan(names, told, 1 << 30) == [
+    assert describe_plan(names, told, [], 1 << 30) == [
         "  prefill-0: 2 threads on cores 0,1, and on core 2 when idle, 1.0 GiB of KV cache",
         "  decode-0: 1 thread on core 2, 1.0 GiB of KV cache",
         "  decode-1: 1 thread on any core, 1.0 GiB of KV cache",
     ]
+
+
+def test_workers_on_gpus_are_told_their_part_of_them() -> None:
+    config = UpConfig(device="cuda:3", prefill=1, decode=1)
+    gpus = gpu_shares(config)
+    assert gpus == [GpuShare(device="cuda:3", memory=0.45)] * 2
+    assert describe_plan(["prefill-0", "decode-0"], [CoreShare(threads=1)] * 2, gpus, None) == [
+        "  prefill-0: 45% of cuda:3",
+        "  decode-0: 45% of cuda:3",
+    ]
+    assert gpu_shares(UpConfig()) == []

@@ -16,7 +16,7 @@ from pdserve.base.sampling import ChoiceTokens, SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.pace import Pace
-from pdserve.engine.runner import Decoder, Runner
+from pdserve.engine.runner import Decoder, Runner, TokenSampler
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import Sampled, SampleRow, Sequence, SequenceLimits
 from pdserve.engine.step import Scheduler, StepEvents, StepPlan
@@ -101,14 +101,16 @@ class Worker:
     scheduler: Scheduler
     decoder: Decoder = field(default_factory=FakeDecoder)
     kv_layout: KvLayout = field(default_factory=lambda: layout())
+    sampler: TokenSampler = field(default_factory=Sampler)
+    device: torch.device = CPU
     pace: Pace = field(default_factory=Pace)
     plans: list[StepPlan] = field(default_factory=list)
     seen: list[StepEvents] = field(default_factory=list)
     told: dict[RequestId, dict[int, list[ChoiceTokens]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.cache = KvCache(self.kv_layout, self.pool.num_blocks, CPU)
-        self.runner = Runner(self.decoder, self.cache, Sampler())
+        self.cache = KvCache(self.kv_layout, self.pool.num_blocks, self.device)
+        self.runner = Runner(self.decoder, self.cache, self.sampler)
 
     def step(self) -> StepEvents:
         plan = self.scheduler.schedule(self.pace)

@@ -11,8 +11,9 @@ import torch
 
 from kernels.bench import __main__ as bench
 from kernels.bench import cases
-from kernels.bench.measure import Limits, Work
-from kernels.bench.shapes import SHAPES
+from kernels.bench.measure import Limits
+from kernels.bench.shapes import LLAMA_8B, SHAPES
+from kernels.bench.work import Work, attention_work, decoder_work
 from kernels.choice import instruction_sets
 from kernels.decoder import DecoderShape
 from pdserve.cli.bench import kernels as command
@@ -93,3 +94,28 @@ def test_of_two_looks_at_the_machine_the_best_counts() -> None:
 def test_the_command_passes_arguments_and_exit_code(capfd: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--ops", "linear,dancing"]) == 2
     assert "dancing: not among linear, rows, attention, decoder" in capfd.readouterr().err
+
+
+def test_attention_reads_contexts_once_and_multiplies_what_is_seen() -> None:
+    # One row over 10 tokens, and a chunk of 3 rows behind 5 tokens, which see 6, 7 and 8.
+    work = attention_work(TINY, [(1, 10), (3, 8)], 2)
+    assert work.num_bytes == (10 + 8) * 2 * TINY.num_kv_heads * TINY.head_dim * 2
+    assert work.flops == 4 * (10 + 6 + 7 + 8) * TINY.num_heads * TINY.head_dim
+
+
+def test_the_last_layer_and_the_head_count_for_rows_with_logits_alone() -> None:
+    hidden, width, kv_width = TINY.hidden_size, TINY.num_heads * TINY.head_dim, TINY.num_kv_heads * TINY.head_dim
+    qkv, others = hidden * (width + 2 * kv_width), hidden * width + 3 * hidden * TINY.intermediate_size
+    spans = [(4, 4), (1, 9)]
+    attention = attention_work(TINY, spans, 2)
+    work = decoder_work(TINY, spans, 2, weight_bytes=1000)
+    assert work.num_bytes == 1000 + 2 * attention.num_bytes
+    head = TINY.vocab_size * hidden
+    assert work.flops == 2 * (5 * (2 * qkv + others) + 2 * (others + head)) + 2 * attention.flops
+
+
+def test_the_large_model_is_as_large_as_its_name() -> None:
+    step = decoder_work(LLAMA_8B, [(1, 1)], 2, weight_bytes=0)
+    # Of its 8.03 billion parameters those of the embedding are not multiplied.
+    assert step.flops / 2 == pytest.approx(8.03e9 - LLAMA_8B.vocab_size * LLAMA_8B.hidden_size, rel=0.001)
+    assert attention_work(LLAMA_8B, [(1, 8192)], 2).times(32).num_bytes == 1 << 30

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,11 @@ import pytest
 from kernels.choice import KernelOptions, instruction_sets
 from pdserve.base.errors import SetupError
 from pdserve.model.loader import load_decoder
+from tests.support.devices import gpu_only, needs_triton
 from tests.unit.kernels.cpu_ops import needs_kernels
 from tests.unit.model.tiny import save_model
+
+TRITON = KernelOptions(implementation="triton")
 
 
 @needs_kernels
@@ -29,3 +34,66 @@ def test_what_only_the_kernels_can_do_is_not_dropped_without_them(tmp_path: Path
 def test_an_instruction_set_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"does not run the instruction set 'mmx'; it runs .*portable"):
         load_decoder(save_model(tmp_path), kernels=KernelOptions(instruction_set="mmx"))
+
+
+@needs_triton
+@pytest.mark.parametrize(("deterministic", "mode"), [(True, "deterministic"), (False, "fast")])
+def test_triton_runs_in_its_interpreter_when_that_is_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool, mode: str
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    options = KernelOptions(implementation="triton", deterministic=deterministic)
+    choice = load_decoder(save_model(tmp_path), kernels=options).kernels
+    assert (choice.implementation, choice.instruction_set, choice.reason, choice.mode) == ("triton", "", "", mode)
+
+
+@needs_triton
+def test_triton_is_refused_for_a_model_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(SetupError, match=r"the Triton kernels cannot run: the model is on cpu, .*TRITON_INTERPRET=1"):
+        load_decoder(save_model(tmp_path), kernels=TRITON)
+
+
+def test_triton_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(SetupError, match=r"Triton is not installed; it comes with pdserve\[cuda12\]"):
+        load_decoder(save_model(tmp_path), kernels=TRITON)
+
+
+@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"instruction_set": "portable"}])
+def test_what_triton_cannot_do_is_not_dropped(tmp_path: Path, options: dict[str, str]) -> None:
+    with pytest.raises(SetupError, match=r"(int8|portable) needs the C\+\+ kernels: --kernels triton was asked for"):
+        load_decoder(save_model(tmp_path), kernels=KernelOptions(implementation="triton", **options))
+
+
+@needs_triton
+def test_a_shape_that_triton_cannot_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    expected = "the Triton kernels cannot run: head_dim 320 is odd or above 256; --kernels reference can"
+    with pytest.raises(SetupError, match=expected):
+        load_decoder(save_model(tmp_path, {"head_dim": 320}), kernels=TRITON)
+
+
+def test_triton_is_not_imported_before_it_is_chosen() -> None:
+    """It would make every worker start later."""
+    program = "import sys, kernels.choice; assert not {'triton', 'kernels.triton'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+class TestOnHardware:
+    """Models on a GPU."""
+
+    pytestmark = gpu_only
+
+    def test_a_model_on_a_gpu_is_computed_by_triton(self, tmp_path: Path) -> None:
+        decoder = load_decoder(save_model(tmp_path), device="cuda")
+        assert (decoder.kernels.implementation, decoder.kernels.mode) == ("triton", "deterministic")
+
+    def test_plain_torch_can_be_asked_for(self, tmp_path: Path) -> None:
+        options = KernelOptions(implementation="reference")
+        assert load_decoder(save_model(tmp_path), device="cuda", kernels=options).kernels.implementation == "reference"
+
+    @pytest.mark.parametrize("options", [{"quantization": "int8"}, {"instruction_set": "portable"}])
+    def test_what_only_the_kernels_can_do_is_not_dropped(self, tmp_path: Path, options: dict[str, str]) -> None:
+        with pytest.raises(SetupError, match=r"(int8|portable) needs the C\+\+ kernels: the model is on cuda:0"):
+            load_decoder(save_model(tmp_path), device="cuda", kernels=KernelOptions(**options))

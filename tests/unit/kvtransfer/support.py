@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvtransfer.memory import BlockMemory, InPlace
 from kvtransfer.receiver import Received, Receiver, ReceiverIdentity, Reservation
 from kvtransfer.sender import Sender
 from kvtransfer.ticket import Ticket
@@ -32,6 +33,12 @@ class Memory:
     def block_bytes_view(self, block_id: BlockId) -> Buffer:
         view: Buffer = self.blocks[block_id]
         return view
+
+    def read_block(self, block_id: BlockId, into: Buffer) -> None:
+        into[:] = self.blocks[block_id]
+
+    def write_block(self, block_id: BlockId, data: Buffer) -> None:
+        self.blocks[block_id] = data
 
 
 @dataclass(eq=False)
@@ -66,14 +73,21 @@ def blocks(*ids: int) -> list[BlockId]:
 
 
 @asynccontextmanager
-async def worker_pair(*, num_blocks: int = 16, max_outstanding_bytes: int = 1 << 20) -> AsyncIterator[Pair]:
+async def worker_pair(
+    *,
+    num_blocks: int = 16,
+    max_outstanding_bytes: int = 1 << 20,
+    stage: Callable[[Memory], BlockMemory] = InPlace,
+) -> AsyncIterator[Pair]:
     sending, receiving = InprocTransport(), InprocTransport()
     source, target = Memory(num_blocks, 1), Memory(num_blocks, 2)
     identity = ReceiverIdentity(worker_id=WorkerId("d0"), epoch=EPOCH, grpc_address="d0:1", layout=LAYOUT)
     async with service_group() as tasks:
         pair = Pair(
-            receiver=Receiver(transport=receiving, memory=target, identity=identity, tasks=tasks),
-            sender=Sender(transport=sending, memory=source, layout=LAYOUT, max_outstanding_bytes=max_outstanding_bytes),
+            receiver=Receiver(transport=receiving, memory=stage(target), identity=identity, tasks=tasks),
+            sender=Sender(
+                transport=sending, memory=stage(source), layout=LAYOUT, max_outstanding_bytes=max_outstanding_bytes
+            ),
             source=source,
             target=target,
             sending=sending,

@@ -1,0 +1,1 @@
+"""Triton kernels for NVIDIA GPUs; without one they run in Triton's interpreter, for tests."""

@@ -1,0 +1,213 @@
+"""Packs parts of KV blocks densely for the wire and unpacks them, with the digests computed on the way.
+
+`kernels.reference.blocks` is the truth and says what the digest is worth. One program copies a piece of a few blocks:
+each word is read once, written once, and multiplied into four sums per block while it is in registers. The sums of all
+pieces are added by a second, small kernel, so that no atomics are needed. The stretched key is as long as a packed
+block, is made once for a transfer and comes out of the L2 cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.reference.blocks import DIGEST_BYTES, HEADER_PAIRS, KEY_BYTES, LANES, PartLayout, num_key_pairs
+
+#: Words of 8 bytes that a program has in registers at a time: with more, too few programs fit on a processor.
+_TILE_WORDS = 512
+#: How often it does so: the sums of its threads are added once. Fewer times where that leaves too few programs.
+_TILES = 16
+_FEW_TILES = 4
+_ENOUGH_PROGRAMS = 1024
+#: Blocks of one program: they share each load of the key.
+_MOST_BLOCKS = 2
+_KEYS_PER_PROGRAM = 512
+_ALIGNMENT = 16
+
+_HEADER_PAIRS = tl.constexpr(HEADER_PAIRS)
+_LANES = tl.constexpr(LANES)
+
+
+def digest_keys(key: bytes, packed_bytes: int, device: torch.device) -> Tensor:
+    """Stretches a key of 16 bytes for packed blocks of up to `packed_bytes`: int64 [num_key_pairs].
+
+    Once for a transfer: pair i does not depend on `packed_bytes`, so the keys for whole blocks serve for parts.
+    """
+    assert len(key) == KEY_BYTES
+    keys = torch.empty(num_key_pairs(packed_bytes), dtype=torch.int64, device=device)
+    seed, nonce = (int.from_bytes(key[at : at + 8], "little", signed=True) for at in (0, 8))
+    grid = (triton.cdiv(keys.shape[0], 2 * _KEYS_PER_PROGRAM),)
+    _stretch_kernel[grid](keys, keys.shape[0], seed, nonce, counters=_KEYS_PER_PROGRAM, enable_fp_fusion=False)
+    return keys
+
+
+def pack(
+    cache: Tensor, block_ids: Tensor, out: Tensor, keys: Tensor, *, layers: tuple[int, int], heads: tuple[int, int]
+) -> Tensor:
+    """Copies `layers` and `heads` (half-open) of each block into `out`; returns the digests, uint8 [n, 16].
+
+    cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], contiguous; block_ids: int64 [n], in any
+    order, repeated if wanted; out: uint8 [n, packed_bytes], contiguous, each row the block's
+    [layers, 2, heads, block_size, head_dim]; keys: of `digest_keys`. Cache and `out` begin at multiples of 16 bytes.
+    """
+    return _move(cache, block_ids, out, keys, PartLayout.of(cache, layers, heads), unpacks=False)
+
+
+def unpack(
+    packed: Tensor, cache: Tensor, block_ids: Tensor, keys: Tensor, *, layers: tuple[int, int], heads: tuple[int, int]
+) -> Tensor:
+    """The inverse of `pack`, into different blocks; returns the digests of what it read, for the caller to compare."""
+    return _move(cache, block_ids, packed, keys, PartLayout.of(cache, layers, heads), unpacks=True)
+
+
+def _move(cache: Tensor, block_ids: Tensor, packed: Tensor, keys: Tensor, part: PartLayout, *, unpacks: bool) -> Tensor:
+    num_blocks = block_ids.shape[0]
+    assert block_ids.dtype == torch.int64
+    assert block_ids.is_contiguous()
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (num_blocks, part.packed_bytes)
+    assert packed.is_contiguous()
+    assert keys.dtype == torch.int64
+    assert keys.is_contiguous()
+    assert keys.shape[0] >= num_key_pairs(part.packed_bytes)
+    assert cache.data_ptr() % _ALIGNMENT == 0
+    assert packed.data_ptr() % _ALIGNMENT == 0
+    digests = torch.empty(num_blocks, DIGEST_BYTES // 4, dtype=torch.int32, device=cache.device)
+    if num_blocks == 0:
+        return digests.view(torch.uint8)
+    group = min(_MOST_BLOCKS, num_blocks)
+    words = min(_TILE_WORDS // group, triton.next_power_of_2(part.run_words))
+    is_much = num_blocks * part.packed_words >= _ENOUGH_PROGRAMS * _TILES * _TILE_WORDS
+    tiles = min(_TILES if is_much else _FEW_TILES, triton.next_power_of_2(triton.cdiv(part.run_words, words)))
+    pieces = triton.cdiv(part.run_words, words * tiles)
+    num_parts = part.num_runs * pieces
+    sums = torch.empty(num_blocks, num_parts, LANES, dtype=torch.int64, device=cache.device)
+    _move_kernel[(triton.cdiv(num_blocks, group) * num_parts,)](
+        cache.view(-1).view(torch.int64),
+        packed.view(-1).view(torch.int64),
+        block_ids,
+        keys,
+        sums,
+        num_blocks,
+        num_parts,
+        pieces,
+        part.block_words,
+        part.first_word,
+        part.run_words,
+        part.run_stride,
+        part.packed_words,
+        unpacks=unpacks,
+        group=group,
+        tile_words=words,
+        num_tiles=tiles,
+        enable_fp_fusion=False,
+    )
+    _finish_kernel[(num_blocks,)](
+        sums, keys, digests, num_parts, part.packed_bytes, at_once=32, num_warps=1, enable_fp_fusion=False
+    )
+    return digests.view(torch.uint8)
+
+
+@triton.jit
+def _stretch_kernel(keys, num_pairs, seed: tl.int64, nonce: tl.int64, counters: tl.constexpr):
+    """Counter c gives pairs 2c and 2c + 1."""
+    index = tl.program_id(0) * counters + tl.arange(0, counters)
+    low = index.to(tl.uint32)
+    high = low * 0
+    nonce_low = high + nonce.to(tl.uint32)
+    nonce_high = high + (nonce >> 32).to(tl.uint32)
+    a, b, c, d = tl.philox(seed, low, high, nonce_low, nonce_high)
+    first = a.to(tl.uint64) | (b.to(tl.uint64) << 32)
+    second = c.to(tl.uint64) | (d.to(tl.uint64) << 32)
+    tl.store(keys + 2 * index, first.to(tl.int64, bitcast=True), mask=2 * index < num_pairs)
+    tl.store(keys + 2 * index + 1, second.to(tl.int64, bitcast=True), mask=2 * index + 1 < num_pairs)
+
+
+@triton.jit
+def _products(low, high, pair):
+    """One term of a lane's sum for each pair of words."""
+    left = low + pair.to(tl.uint32)
+    right = high + (pair >> 32).to(tl.uint32)
+    return left.to(tl.uint64) * right.to(tl.uint64)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _move_kernel(
+    cache,
+    packed,
+    block_ids,
+    keys,
+    sums,
+    num_blocks,
+    num_parts,
+    pieces,
+    block_words,
+    first_word,
+    run_words,
+    run_stride,
+    packed_words,
+    unpacks: tl.constexpr,
+    group: tl.constexpr,
+    tile_words: tl.constexpr,
+    num_tiles: tl.constexpr,
+):
+    """A piece of one run, num_tiles * tile_words words or what is left, of `group` blocks; and its part of the sums."""
+    part = tl.program_id(0) % num_parts
+    rows = tl.program_id(0) // num_parts * group + tl.arange(0, group)
+    is_row = rows < num_blocks
+    blocks = tl.load(block_ids + rows, mask=is_row, other=0)
+    run = part // pieces
+    begin = part % pieces * (tile_words * num_tiles)
+    in_cache = cache + blocks * block_words + (first_word + run * run_stride)
+    in_packed = packed + rows.to(tl.int64) * packed_words + run * run_words
+    run_keys = keys + _HEADER_PAIRS + run * run_words
+    sum_0 = tl.zeros([group, tile_words], tl.uint64)
+    sum_1 = tl.zeros([group, tile_words], tl.uint64)
+    sum_2 = tl.zeros([group, tile_words], tl.uint64)
+    sum_3 = tl.zeros([group, tile_words], tl.uint64)
+    for tile in range(num_tiles):
+        words = begin + tile * tile_words + tl.arange(0, tile_words)
+        is_word = words < run_words
+        mask = is_row[:, None] & is_word[None, :]
+        cache_at = in_cache[:, None] + words[None, :]
+        packed_at = in_packed[:, None] + words[None, :]
+        if unpacks:
+            data = tl.load(packed_at, mask=mask, other=0)
+            tl.store(cache_at, data, mask=mask)
+        else:
+            data = tl.load(cache_at, mask=mask, other=0)
+            tl.store(packed_at, data, mask=mask)
+        low = data.to(tl.uint32)
+        high = (data >> 32).to(tl.uint32)
+        # Beyond the run both data and key are 0, and so is their product.
+        at = (run_keys + words)[None, :]
+        is_key = is_word[None, :]
+        sum_0 += _products(low, high, tl.load(at, mask=is_key, other=0))
+        sum_1 += _products(low, high, tl.load(at + 1, mask=is_key, other=0))
+        sum_2 += _products(low, high, tl.load(at + 2, mask=is_key, other=0))
+        sum_3 += _products(low, high, tl.load(at + 3, mask=is_key, other=0))
+    out = sums + (rows.to(tl.int64) * num_parts + part) * _LANES
+    tl.store(out, tl.sum(sum_0, 1).to(tl.int64, bitcast=True), mask=is_row)
+    tl.store(out + 1, tl.sum(sum_1, 1).to(tl.int64, bitcast=True), mask=is_row)
+    tl.store(out + 2, tl.sum(sum_2, 1).to(tl.int64, bitcast=True), mask=is_row)
+    tl.store(out + 3, tl.sum(sum_3, 1).to(tl.int64, bitcast=True), mask=is_row)
+
+
+@triton.jit
+def _finish_kernel(sums, keys, digests, num_parts, packed_bytes, at_once: tl.constexpr):
+    """Adds the sums of a block's pieces; each lane becomes 32 bits of its digest."""
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, _LANES)
+    total = tl.zeros([at_once, _LANES], tl.int64)
+    for start in range(0, num_parts, at_once):
+        parts = start + tl.arange(0, at_once)
+        at = sums + (row * num_parts + parts[:, None]) * _LANES + lanes[None, :]
+        total += tl.load(at, mask=parts[:, None] < num_parts, other=0)
+    lane = (tl.sum(total, 0) + packed_bytes).to(tl.uint64, bitcast=True)
+    constant = tl.load(keys + 3 * lanes).to(tl.uint64, bitcast=True)
+    of_low = tl.load(keys + 3 * lanes + 1).to(tl.uint64, bitcast=True)
+    of_high = tl.load(keys + 3 * lanes + 2).to(tl.uint64, bitcast=True)
+    mixed = constant + of_low * lane.to(tl.uint32).to(tl.uint64) + of_high * (lane >> 32)
+    tl.store(digests + row * _LANES + lanes, (mixed >> 32).to(tl.uint32).to(tl.int32, bitcast=True))

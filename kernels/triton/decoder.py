@@ -1,0 +1,130 @@
+"""The forward pass on a GPU: few launches a layer, and nothing waits for the host, so a CUDA graph can hold it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.decoder import DecoderShape, DecoderWeights, LayerWeights
+from kernels.ops import KvRows
+from kernels.triton.activation import silu_mul_merged
+from kernels.triton.gather import gather_rows
+from kernels.triton.norm import MAX_WIDTH, add_rms_norm, rms_norm
+from kernels.triton.ops import TritonOps
+from kernels.triton.paged_kv import TritonPagedKv
+
+#: What the paged kernels hold of a head in registers.
+MAX_HEAD_DIM = 256
+
+
+def unsupported(shape: DecoderShape) -> str | None:
+    """Why the Triton kernels cannot run a decoder of that shape; None when they can."""
+    if shape.hidden_size > MAX_WIDTH:
+        return f"hidden_size {shape.hidden_size} is above {MAX_WIDTH}"
+    if shape.head_dim > MAX_HEAD_DIM or shape.head_dim % 2:
+        return f"head_dim {shape.head_dim} is odd or above {MAX_HEAD_DIM}"
+    return None
+
+
+def joined(*parts: Tensor) -> Tensor:
+    """The parts one below the other: a view where they lie so in one storage, else a copy."""
+    first, end = parts[0], parts[0].storage_offset()
+    for part in parts:
+        assert part.shape[1:] == first.shape[1:]
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and part.dtype == first.dtype
+        if not (same and part.is_contiguous() and part.storage_offset() == end):
+            return torch.cat(parts)
+        end += part.numel()
+    return first.as_strided((sum(part.shape[0] for part in parts), *first.shape[1:]), first.stride())
+
+
+def _joined_bias(*parts: Tensor | None) -> Tensor | None:
+    """Models have the biases of a group, or none of them."""
+    present = [part for part in parts if part is not None]
+    assert len(present) in (0, len(parts))
+    return joined(*present) if present else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    """One layer's weights as they are multiplied: q, k and v are one matrix, and so are gate and up."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    post_attention_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+    @staticmethod
+    def of(layer: LayerWeights) -> _Layer:
+        return _Layer(
+            input_norm=layer.input_norm,
+            qkv=joined(layer.q, layer.k, layer.v),
+            qkv_bias=_joined_bias(layer.q_bias, layer.k_bias, layer.v_bias),
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            output=layer.output,
+            output_bias=layer.output_bias,
+            post_attention_norm=layer.post_attention_norm,
+            gate_up=joined(layer.gate, layer.up),
+            gate_up_bias=_joined_bias(layer.gate_bias, layer.up_bias),
+            down=layer.down,
+            down_bias=layer.down_bias,
+        )
+
+
+class TritonDecoder:
+    """Implements `kernels.decoder.DecoderKernel`.
+
+    Rounds where `kernels.composed` does, but for the logits: they are float32 sums in deterministic mode.
+    """
+
+    borrowed_core_seconds = 0.0
+    redone_units = 0
+
+    def __init__(self, ops: TritonOps, shape: DecoderShape, weights: DecoderWeights, cos_sin: Tensor) -> None:
+        """`cos_sin`: float32 [max_positions, 2, head_dim]. Keeps no weights that it has copies of."""
+        self._ops = ops
+        self._shape = shape
+        self._embedding = weights.embedding
+        self._layers = [_Layer.of(layer) for layer in weights.layers]
+        self._norm = weights.norm
+        self._lm_head = weights.lm_head
+        self._cos_sin = cos_sin
+        matrices = [matrix for layer in self._layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        self.weight_bytes = sum(matrix.nbytes for matrix in (*matrices, self._lm_head))
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, rows: KvRows, logits_rows: Tensor, kv_cache: Tensor) -> Tensor:
+        eps = self._shape.rms_norm_eps
+        kv = self._ops.paged_kv(rows, kv_cache, self._cos_sin, self._shape.scale)
+        hidden = gather_rows(self._embedding, token_ids)
+        normed = rms_norm(hidden, self._layers[0].input_norm, eps)
+        for index, layer in enumerate(self._layers):
+            attended = self._attention(index, layer, normed, kv)
+            is_last = index + 1 == len(self._layers)
+            if is_last:
+                # From here on a row matters for its own logits only.
+                attended, hidden = gather_rows(attended, logits_rows), gather_rows(hidden, logits_rows)
+            projected = self._ops.linear(attended, layer.output, layer.output_bias)
+            normed, hidden = add_rms_norm(projected, hidden, layer.post_attention_norm, eps, in_place=True)
+            gated = silu_mul_merged(self._ops.linear(normed, layer.gate_up, layer.gate_up_bias))
+            next_norm = self._norm if is_last else self._layers[index + 1].input_norm
+            down = self._ops.linear(gated, layer.down, layer.down_bias)
+            normed, hidden = add_rms_norm(down, hidden, next_norm, eps, in_place=True)
+        return self._ops.linear(normed, self._lm_head, out_dtype=torch.float32)
+
+    def _attention(self, index: int, layer: _Layer, x: Tensor, kv: TritonPagedKv) -> Tensor:
+        shape = self._shape
+        qkv = self._ops.linear(x, layer.qkv, layer.qkv_bias)
+        q = kv.rope_write_qkv(index, qkv, shape.num_heads, layer.q_norm, layer.k_norm, shape.rms_norm_eps)
+        return kv.attention(index, q, shape.windows[index])

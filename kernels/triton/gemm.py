@@ -1,0 +1,145 @@
+"""The linear layer whose bits do not depend on the batch: each sum runs in one order, for any number of rows.
+
+A tile's shape follows from the matrix alone, nothing is split along the depth, and rows of a tile do not meet. So a row
+gives the same bits alone, in a crowd, and in another place of it.
+Source: the idea of batch invariance in "Defeating Nondeterminism in LLM Inference" (Thinking Machines, 2025).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+#: The interpreter takes the bits of bfloat16 for integers where it multiplies. Widened products are exact as well.
+_WIDEN = bool(triton.knobs.runtime.interpret)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmTile:
+    """How one launch is cut into programs."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    #: Row tiles whose programs run side by side, so that they find the matrix in the L2 cache.
+    group_m: int = 16
+
+
+def choose_tile(out_features: int, dtype: torch.dtype) -> GemmTile:
+    """The tile for a matrix, never for a number of rows.
+
+    Few rows are bound by the memory that the matrix is read from: that wants many programs along its rows and many
+    bytes under way in each. 64 rows are what one wgmma instruction takes; more would only be padding there.
+    """
+    if dtype == torch.float32:
+        return GemmTile(block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=3)
+    if out_features >= 128 * 128:
+        return GemmTile(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4)
+    if out_features >= 2048:
+        # Less than one program for each of 132 multiprocessors: deeper queues make up for it.
+        return GemmTile(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=6)
+    return GemmTile(block_m=64, block_n=32, block_k=128, num_warps=4, num_stages=5)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    tile: GemmTile | None = None,
+) -> Tensor:
+    """x @ weight.T + bias, summed in float32 and rounded once, to `out_dtype` (None: x's).
+
+    x: [num_rows, depth], rows at any stride; weight: [out_features, depth]; bias: [out_features]. `tile` replaces the
+    chosen one, for benchmarks: other depths of tiles are other bits.
+    """
+    num_rows, depth = x.shape
+    out_features = weight.shape[0]
+    assert weight.shape == (out_features, depth)
+    assert x.dtype == weight.dtype
+    assert x.stride(1) == weight.stride(1) == 1
+    assert bias is None or (bias.shape == (out_features,) and bias.is_contiguous())
+    out = torch.empty((num_rows, out_features), dtype=out_dtype or x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    tile = tile or choose_tile(out_features, x.dtype)
+    grid = (triton.cdiv(num_rows, tile.block_m) * triton.cdiv(out_features, tile.block_n),)
+    _linear_kernel[grid](
+        x,
+        weight,
+        bias,
+        out,
+        num_rows,
+        out_features,
+        depth,
+        x.stride(0),
+        weight.stride(0),
+        even_k=depth % tile.block_k == 0,
+        widen=_WIDEN and x.dtype != torch.float32,
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        block_k=tile.block_k,
+        group_m=tile.group_m,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+# Compiled for some numbers of rows anew, it would still give the same bits; this way that need not be believed.
+@triton.jit(do_not_specialize=["num_rows"])
+def _linear_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    num_rows,
+    out_features,
+    depth,
+    x_row_stride,
+    weight_row_stride,
+    even_k: tl.constexpr,
+    widen: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    group_m: tl.constexpr,
+):
+    program = tl.program_id(0)
+    tiles_n = tl.cdiv(out_features, block_n)
+    first_m = program // (group_m * tiles_n) * group_m
+    group = tl.minimum(tl.cdiv(num_rows, block_m) - first_m, group_m)
+    within = program % (group_m * tiles_n)
+    rows = (first_m + within % group) * block_m + tl.arange(0, block_m)
+    columns = within // group * block_n + tl.arange(0, block_n)
+    ks = tl.arange(0, block_k)
+    row_inside = rows < num_rows
+    column_inside = columns < out_features
+    x_tile = x + rows.to(tl.int64)[:, None] * x_row_stride + ks[None, :]
+    weight_tile = weight + columns.to(tl.int64)[None, :] * weight_row_stride + ks[:, None]
+    sums = tl.zeros((block_m, block_n), dtype=tl.float32)
+    for k in range(0, depth, block_k):
+        if even_k:
+            left = tl.load(x_tile, mask=row_inside[:, None], other=0.0)
+            right = tl.load(weight_tile, mask=column_inside[None, :], other=0.0)
+        else:
+            left = tl.load(x_tile, mask=row_inside[:, None] & (ks[None, :] < depth - k), other=0.0)
+            right = tl.load(weight_tile, mask=column_inside[None, :] & (ks[:, None] < depth - k), other=0.0)
+        if widen:
+            left = left.to(tl.float32)
+            right = right.to(tl.float32)
+        sums = tl.dot(left, right, sums, input_precision="ieee")
+        x_tile += block_k
+        weight_tile += block_k
+    if bias is not None:
+        sums += tl.load(bias + columns, mask=column_inside, other=0.0).to(tl.float32)[None, :]
+    out_tile = out + rows.to(tl.int64)[:, None] * out_features + columns[None, :]
+    tl.store(out_tile, sums.to(out.dtype.element_ty), mask=row_inside[:, None] & column_inside[None, :])

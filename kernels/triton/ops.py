@@ -1,0 +1,46 @@
+"""The Triton kernels as ops, and the one switch between them and what libraries do faster."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.ops import KvRows
+from kernels.triton import activation, gather, gemm, norm
+from kernels.triton.paged_kv import TritonPagedKv
+
+
+class TritonOps:
+    """Implements `kernels.ops.Ops`.
+
+    `deterministic`: an output row's bits depend on its own inputs alone. Else cuBLAS multiplies, and what it sums in
+    which order follows from the number of rows.
+    """
+
+    def __init__(self, *, deterministic: bool) -> None:
+        self.deterministic = deterministic
+
+    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+        return gather.gather_rows(weight, token_ids)
+
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """x @ weight.T + bias; `out_dtype`: of the result, None: x's."""
+        if self.deterministic:
+            return gemm.linear(x, weight, bias, out_dtype=out_dtype)
+        out = functional.linear(x, weight, bias)
+        return out if out_dtype is None else out.to(out_dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norm.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return norm.add_rms_norm(x, residual, weight, eps)
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        return activation.silu_mul(gate, up)
+
+    def paged_kv(self, rows: KvRows, kv_cache: Tensor, cos_sin: Tensor, scale: float) -> TritonPagedKv:
+        return TritonPagedKv(rows, kv_cache, cos_sin, scale, deterministic=self.deterministic)

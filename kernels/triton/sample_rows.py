@@ -1,0 +1,101 @@
+"""What a batch of rows is sampled with, as device tensors, and what comes back. Nothing here is ever read by the host.
+
+A row is one token to choose: which logits it is drawn from, its random numbers, and what `SamplingParams` say of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenHistory:
+    """The tokens that sequences have had so far, for penalties: one slot a sequence, which outlives the step.
+
+    A slot lists every token of prompt and output once. `penalties.add_to_history` adds a sampled token on the device;
+    the host fills a slot when its sequence starts (ids of the prompt with count 0).
+    """
+
+    #: int32 [num_slots, capacity]: distinct ids, in any order.
+    ids: Tensor
+    #: int32 [num_slots, capacity]: how often in the output; 0: in the prompt only.
+    counts: Tensor
+    #: int32 [num_slots]: how many ids are listed.
+    lens: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRows:
+    """`num_rows` rows, each described by one element of each tensor, and by a piece of the two ragged lists.
+
+    Parameters that the reference computes with in double precision are float64, so that they are the same numbers.
+    For a CUDA graph, the tensors are buffers of fixed shapes; a row that is not used has `logits_index` -1.
+    """
+
+    #: int64: which row of the logits; several rows may share one. -1: no row, its token is -1.
+    logits_index: Tensor
+    #: int64: all 64 bits count.
+    seed: Tensor
+    #: int64: the number of the choice within its request, and that of the token within its completion.
+    choice_index: Tensor
+    position: Tensor
+    #: float64; 0: the most likely token.
+    temperature: Tensor
+    #: int32; 0: not limited.
+    top_k: Tensor
+    #: float64; 1: not limited.
+    top_p: Tensor
+    #: float64; 0: not limited.
+    min_p: Tensor
+    #: float32; 1: none.
+    repetition_penalty: Tensor
+    #: float64; 0: none.
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    #: int32: how many alternatives to report, 0 for the token's own log-probability only, -1 for nothing.
+    num_logprobs: Tensor
+    #: int64: slot in `history`; -1: the row has no penalties.
+    history_slot: Tensor
+    history: TokenHistory
+    #: int64 [num_rows + 1]: row i has `bias_ids[bias_starts[i]:bias_starts[i + 1]]`, each id once (int64), and as many
+    #: `bias_values` (float32).
+    bias_starts: Tensor
+    bias_ids: Tensor
+    bias_values: Tensor
+    #: int64 [num_rows + 1], and the ids that may not be chosen now (int64).
+    banned_starts: Tensor
+    banned_ids: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """Rows, unused ones included."""
+        return self.logits_index.shape[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLogprobs:
+    """Log-probabilities of the raw logits; NaN, rank 0 and ids -1 where a row asked for none, or failed."""
+
+    #: float32 [num_rows], of the chosen token.
+    logprob: Tensor
+    #: int64 [num_rows]; 1 is the most likely token; equals are in the order of their ids.
+    rank: Tensor
+    #: int64 [num_rows, max_logprobs], the most likely first; -1 beyond what the row asked for and the vocabulary.
+    top_ids: Tensor
+    #: float32 [num_rows, max_logprobs].
+    top_logprobs: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTokens:
+    """What was chosen."""
+
+    #: int64 [num_rows]; -1: the logits have no finite maximum.
+    token_ids: Tensor
+    #: What truncation left: all tokens whose logit (edited) is above `threshold` (float32 [num_rows]), and the first
+    #: `num_ties` (int64 [num_rows]) of those equal to it. For tests; rows that fail or are greedy have NaN and 0.
+    threshold: Tensor
+    num_ties: Tensor
+    logprobs: RowLogprobs | None = None

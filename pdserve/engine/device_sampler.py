@@ -1,0 +1,169 @@
+"""Sampling where the logits are: what rows are sampled with goes to the device, and tokens come back, in a copy each.
+
+The kernels choose as `pdserve.engine.sampler` does; only a float32's rounding may differ in log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.triton.sample_rows import RowLogprobs, SampledTokens, SampleRows, TokenHistory
+from kernels.triton.sampling import sample
+from pdserve.base.sampling import TokenLogprobs
+from pdserve.engine.sampler import failure
+from pdserve.engine.sequence import Sampled, SampleResult, SampleRow
+
+Array = npt.NDArray[np.generic]
+
+_ALIGNED = 16
+
+
+class DeviceSampler:
+    """As `Sampler`, for logits on a device. Stateless, but for what it remembers of the last rows' parameters."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rows: list[SampleRow] = []  # Held, so that no other row can take the identity of one of them.
+        self._constant: dict[str, Tensor] = {}
+
+    def sample(self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int]) -> list[SampleResult]:
+        """As `Sampler.sample`. Waits for the device once: when it returns, the step's K and V are stored, too."""
+        if not rows:
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+            return []
+        if not self._goes_on(rows):
+            self._rows = list(rows)
+            self._constant = self._upload(_constant(rows))
+        has_edits = any(row.params.logit_bias or row.penalizes or row.banned for row in rows)
+        told = self._upload(_changing(rows, logits_rows, has_edits=has_edits))
+        history = TokenHistory(ids=told.pop("ids"), counts=told.pop("counts"), lens=told.pop("lens"))
+        asked = [row.params.logprobs for row in rows if row.params.logprobs is not None]
+        chosen = sample(
+            logits,
+            SampleRows(**self._constant, **told, history=history),
+            has_edits=has_edits,
+            max_logprobs=max(asked) if asked else None,
+        )
+        return _results(rows, _to_host(chosen))
+
+    def _goes_on(self, rows: Items[SampleRow]) -> bool:
+        """Whether these are the rows of the last step, each a token further."""
+        return len(rows) == len(self._rows) and all(row is last for row, last in zip(rows, self._rows, strict=True))
+
+    def _upload(self, arrays: dict[str, Array]) -> dict[str, Tensor]:
+        """The arrays on the device, in one copy."""
+        starts, size = {}, 0
+        for name, array in arrays.items():
+            starts[name] = size
+            size += -(-array.nbytes // _ALIGNED) * _ALIGNED
+        # Fresh each time: the copy of the last one may still be under way. Torch keeps pinned memory for reuse.
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        parts = {}
+        for name, array in arrays.items():
+            piece = slice(starts[name], starts[name] + array.nbytes)
+            host[piece].numpy()[:] = array.reshape(-1).view(np.uint8)
+            parts[name] = (piece, torch.from_numpy(array[:0]).dtype, array.shape)
+        there = host.to(self._device, non_blocking=True)
+        return {name: there[piece].view(dtype).view(shape) for name, (piece, dtype, shape) in parts.items()}
+
+
+def _constant(rows: Items[SampleRow]) -> dict[str, Array]:
+    """The fields of `SampleRows` that a row keeps."""
+    params = [row.params for row in rows]
+    logprobs = [-1 if each.logprobs is None else each.logprobs for each in params]
+    biases = [each.logit_bias for each in params]
+    return {
+        "seed": np.array([each.seed & (2**64 - 1) for each in params], np.uint64).view(np.int64),
+        "choice_index": np.array([row.choice_index for row in rows], np.int64),
+        "temperature": np.array([each.temperature for each in params], np.float64),
+        "top_p": np.array([each.top_p for each in params], np.float64),
+        "min_p": np.array([each.min_p for each in params], np.float64),
+        "presence_penalty": np.array([each.presence_penalty for each in params], np.float64),
+        "frequency_penalty": np.array([each.frequency_penalty for each in params], np.float64),
+        "top_k": np.array([each.top_k for each in params], np.int32),
+        "repetition_penalty": np.array([each.repetition_penalty for each in params], np.float32),
+        "num_logprobs": np.array(logprobs, np.int32),
+        "bias_starts": _starts([len(bias) for bias in biases]),
+        "bias_ids": np.array([token for bias in biases for token in bias], np.int64),
+        "bias_values": np.array([value for bias in biases for value in bias.values()], np.float32),
+    }
+
+
+def _changing(rows: Items[SampleRow], logits_rows: Items[int], *, has_edits: bool) -> dict[str, Array]:
+    """The other fields, and those of `TokenHistory`."""
+    banned = [row.banned for row in rows] if has_edits else [()] * len(rows)
+    penalized = [row for row in rows if row.penalizes]
+    histories = [_history(row) for row in penalized]
+    capacity = max((len(ids) for ids, _ in histories), default=0)
+    listed = np.zeros((2, len(histories), max(1, capacity)), np.int32)
+    for slot, (ids, counts) in enumerate(histories):
+        listed[0, slot, : len(ids)], listed[1, slot, : len(ids)] = ids, counts
+    slots = np.full(len(rows), -1, np.int64)
+    slots[[row.penalizes for row in rows]] = np.arange(len(penalized))
+    return {
+        "logits_index": np.array(logits_rows, np.int64),
+        "position": np.array([row.position for row in rows], np.int64),
+        "banned_starts": _starts([len(ids) for ids in banned]),
+        "banned_ids": np.array([token for ids in banned for token in ids], np.int64),
+        "history_slot": slots,
+        "ids": listed[0],
+        "counts": listed[1],
+        "lens": np.array([len(ids) for ids, _ in histories], np.int32),
+    }
+
+
+def _history(row: SampleRow) -> tuple[Array, Array]:
+    """Its distinct tokens, and how often each is in the output."""
+    tokens = np.array(row.tokens, np.int64)  # a copy: a view would keep the array from growing
+    ids, places = np.unique(tokens, return_inverse=True)
+    return ids, np.bincount(places[row.num_prompt :], minlength=len(ids))
+
+
+def _starts(lengths: list[int]) -> npt.NDArray[np.int64]:
+    return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))).astype(np.int64)
+
+
+def _to_host(chosen: SampledTokens) -> SampledTokens:
+    """What is read of it, in host memory. The only wait of a step."""
+    logprobs = chosen.logprobs
+    tensors = [chosen.token_ids]
+    if logprobs is not None:
+        tensors += [logprobs.logprob, logprobs.rank, logprobs.top_ids, logprobs.top_logprobs]
+    host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.device.type == "cuda") for t in tensors]
+    for to, tensor in zip(host, tensors, strict=True):
+        to.copy_(tensor, non_blocking=True)
+    if chosen.token_ids.device.type == "cuda":
+        torch.cuda.current_stream(chosen.token_ids.device).synchronize()
+    told = None
+    if logprobs is not None:
+        told = RowLogprobs(logprob=host[1], rank=host[2], top_ids=host[3], top_logprobs=host[4])
+    return SampledTokens(token_ids=host[0], threshold=chosen.threshold, num_ties=chosen.num_ties, logprobs=told)
+
+
+def _results(rows: Items[SampleRow], chosen: SampledTokens) -> list[SampleResult]:
+    results: list[SampleResult] = []
+    for index, (row, token_id) in enumerate(zip(rows, chosen.token_ids.tolist(), strict=True)):
+        if token_id < 0:
+            results.append(failure(row))
+        else:
+            results.append(Sampled(token_id=token_id, logprobs=_logprobs(row, chosen.logprobs, index)))
+    return results
+
+
+def _logprobs(row: SampleRow, told: RowLogprobs | None, index: int) -> TokenLogprobs | None:
+    count = row.params.logprobs
+    if told is None or count is None:
+        return None
+    top_ids = tuple(token for token in told.top_ids[index, :count].tolist() if token >= 0)
+    return TokenLogprobs(
+        logprob=float(told.logprob[index]),
+        rank=int(told.rank[index]),
+        top_ids=top_ids,
+        top_logprobs=tuple(told.top_logprobs[index, : len(top_ids)].tolist()),
+    )

@@ -1,0 +1,126 @@
+"""Decode steps replayed from CUDA graphs: a launch each instead of hundreds, at which a GPU would wait for the host.
+
+A graph has fixed shapes and addresses, so batches of decoding sequences are padded to one of a few shapes. The bits of
+a row do not depend on the padding beside it. Source: NVIDIA, CUDA C++ Programming Guide, "CUDA Graphs".
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pdserve.engine.device_batch import BatchShape, DeviceBatches
+from pdserve.model.batch import Batch
+
+#: Graphs that are kept; each takes a few MiB beside the memory that they share.
+MAX_GRAPHS = 64
+#: Block tables are padded to a power of two, from here on.
+_LEAST_BLOCKS = 16
+#: Batches of more sequences are padded to a multiple of this, smaller ones to a power of two.
+_STEP = 8
+
+Compute = Callable[[], Tensor]
+
+
+class Recorder(Protocol):
+    """Makes something that can be repeated out of a computation."""
+
+    def record(self, compute: Compute) -> Compute:
+        """A function that does again what `compute` does, on the same memory, and returns the same tensor."""
+
+
+class CudaRecorder:
+    """Captures CUDA graphs, which share their working memory: only the result of the latest replay is valid."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None  # torch does not name the type
+
+    def record(self, compute: Compute) -> Compute:
+        # What is compiled or allocated at first use must not be captured.
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the worker go on meanwhile: what they ask of CUDA is not part of it.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = compute()
+        self._pool = self._pool or graph.pool()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+class Decoder(Protocol):
+    """`pdserve.engine.runner.Decoder`, on a device."""
+
+    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor: ...
+
+
+class DeviceDecoder:
+    """A decoder that takes batches from the host. Without a recorder every step is launched kernel by kernel."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        device: torch.device,
+        *,
+        recorder: Recorder | None,
+        max_num_seqs: int,
+        max_blocks: int,
+        max_graphs: int = MAX_GRAPHS,
+    ) -> None:
+        """`max_num_seqs` sequences of `max_blocks` blocks is the largest batch that is replayed."""
+        self._decoder = decoder
+        self._recorder = recorder
+        self._max_num_seqs = max_num_seqs
+        self._max_graphs = max_graphs
+        # Launches go to the calling thread's current device.
+        self._on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        self._batches = DeviceBatches(device)
+        # Its address is in the graphs.
+        largest = decode_shape(max_num_seqs, max_blocks)
+        self._fixed = DeviceBatches(device, largest.num_elements if recorder else 0)
+        self._graphs: OrderedDict[tuple[BatchShape, int], Compute] = OrderedDict()
+
+    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+        """As `Decoder.forward`, for a batch on the host; the logits are on the device, valid until the next call."""
+        with self._on_device:
+            return self._forward(batch, kv_cache)
+
+    def _forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+        shape = BatchShape.of(batch)
+        if self._recorder is None or not shape.is_decode_only or shape.num_sequences > self._max_num_seqs:
+            return self._decoder.forward(self._batches.upload(batch), kv_cache)
+        padded = decode_shape(shape.num_sequences, shape.num_blocks)
+        there = self._fixed.upload(batch, padded)
+        key = (padded, kv_cache.data_ptr())
+        replay = self._graphs.get(key)
+        if replay is None:
+            replay = self._recorder.record(lambda: self._decoder.forward(there, kv_cache))
+            self._graphs[key] = replay
+            if len(self._graphs) > self._max_graphs:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        return replay()[: shape.num_sequences]
+
+
+def decode_shape(num_sequences: int, num_blocks: int) -> BatchShape:
+    """The padded shape for so many sequences with block tables of that width."""
+    rows = -(-num_sequences // _STEP) * _STEP if num_sequences > _STEP else _power_of_two(num_sequences)
+    return BatchShape(
+        num_tokens=rows, num_sequences=rows, num_logits=rows, num_blocks=max(_LEAST_BLOCKS, _power_of_two(num_blocks))
+    )
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << max(0, least - 1).bit_length()

@@ -1,0 +1,134 @@
+"""Compiles for a Hopper GPU, without having one, the Triton kernels of whole steps and of packing blocks.
+
+    python -m tests.support.compiles
+
+Triton's interpreter takes what its compiler refuses, and knows neither registers nor shared memory. Here every launch
+compiles its kernel with the arguments at hand and computes nothing. Prints a line for each variant; the exit code is 1
+when one does not compile or needs more shared memory than there is.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from array import array
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from kernels.bench.inputs import BLOCK_SIZE, blocks_of, kv_rows, rotations
+from kernels.bench.shapes import LLAMA_8B, random_weights
+from kernels.bench.work import Spans
+from kernels.decoder import DecoderShape
+from kernels.triton import blocks
+from kernels.triton.decoder import TritonDecoder
+from kernels.triton.ops import TritonOps
+from pdserve.base.sampling import SamplingParams
+from pdserve.engine.device_sampler import DeviceSampler
+from pdserve.engine.sequence import SampleRow
+
+#: What a program may take of an H100's or H200's.
+SHARED_BYTES = 227 << 10
+#: One layer with the heads of Llama 3.1 8B, and one with a window and the widest heads.
+_LLAMA = replace(LLAMA_8B, vocab_size=1024, intermediate_size=2048, windows=(None,))
+_WIDE = replace(_LLAMA, hidden_size=512, num_heads=4, num_kv_heads=2, head_dim=256, windows=(64,))
+_STEPS: tuple[Spans, ...] = ([(1, 2048)], [(1, 100)] * 64, [(64, 256), (1, 100)])
+
+
+class _Hopper:
+    """In the place of Triton's driver: a device that is there in name."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+class Compiler:
+    """Takes the place of launching; notes each variant and each failure once."""
+
+    def __init__(self) -> None:
+        self.num_failures = 0
+        self._seen: set[object] = set()
+        self._launch = JITFunction.run
+
+    def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        """Compiles, and computes nothing. Kernels that fail are named, and the others go on."""
+        name = kernel.__name__
+        try:
+            variant = self._launch(kernel, *args, grid=grid, warmup=True, **options)
+        except Exception as error:  # noqa: BLE001 - whatever the compiler raises
+            self._note(name, name, f"{type(error).__name__}: {error}", is_failure=True)
+            return
+        metadata = variant.metadata
+        shared, text = metadata.shared, f"{metadata.num_warps} warps, {metadata.shared} bytes of shared memory"
+        self._note((name, variant.hash), name, text, is_failure=shared > SHARED_BYTES)
+
+    def _note(self, key: object, name: str, text: str, *, is_failure: bool) -> None:
+        if key not in self._seen:
+            self._seen.add(key)
+            self.num_failures += is_failure
+            print(f"{'FAILED' if is_failure else 'compiled'} {name}: {text}", flush=True)
+
+
+def _forward(shape: DecoderShape, spans: Spans, *, deterministic: bool) -> None:
+    dtype, rows = torch.bfloat16, kv_rows(spans)
+    angles = rotations(shape, max(context for _, context in spans))
+    decoder = TritonDecoder(TritonOps(deterministic=deterministic), shape, random_weights(shape, dtype), angles)
+    size = (blocks_of(spans), len(shape.windows), 2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
+    token_ids = torch.zeros_like(rows.positions)
+    decoder.forward(token_ids, rows, rows.query_starts[1:] - 1, torch.zeros(size, dtype=dtype))
+
+
+def _move_blocks(num_layers: int, heads: tuple[int, int]) -> None:
+    cache = torch.zeros(4, num_layers, 2, 8, BLOCK_SIZE, 128, dtype=torch.bfloat16)
+    packed = cache[:2, :, :, heads[0] : heads[1]].reshape(2, -1).view(torch.uint8)
+    keys = blocks.digest_keys(bytes(16), packed.shape[1], cache.device)
+    for ids in (torch.tensor([0, 1]), torch.tensor([3])):
+        for move in (
+            blocks.pack,
+            lambda cache, ids, packed, keys, **part: blocks.unpack(packed, cache, ids, keys, **part),
+        ):
+            move(cache, ids, packed[: len(ids)], keys, layers=(0, num_layers), heads=heads)
+
+
+def _sample() -> None:
+    """What comes back is whatever was in memory."""
+    plain = SamplingParams(temperature=1.0)
+    edited = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.2, logit_bias={1: 1.0}, logprobs=5)
+    for params in (plain, edited):
+        rows = [SampleRow(params=params, choice_index=0, tokens=array("q", [1, 2]), num_prompt=1) for _ in range(4)]
+        DeviceSampler(torch.device("cpu")).sample(torch.zeros(4, LLAMA_8B.vocab_size), rows, range(4))
+
+
+def main() -> int:
+    """Returns the exit code."""
+    assert not triton.knobs.runtime.interpret, "unset TRITON_INTERPRET"
+    triton.runtime.driver.set_active(_Hopper())
+    compiler = Compiler()
+    warnings.simplefilter("error")  # As in tests on a GPU.
+    JITFunction.run = lambda kernel, *args, **options: compiler.run(kernel, *args, **options)
+    with torch.no_grad():
+        for heads in ((0, 8), (2, 4)):
+            _move_blocks(2, heads)
+        for deterministic in (True, False):
+            for spans in _STEPS:
+                _forward(_LLAMA, spans, deterministic=deterministic)
+        _forward(_WIDE, _STEPS[-1], deterministic=True)
+        _sample()
+    return int(compiler.num_failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

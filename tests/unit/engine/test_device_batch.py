@@ -1,0 +1,79 @@
+"""Batches on a device are those of the host, and padding is harmless by construction."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from pdserve.engine.device_batch import BatchShape, DeviceBatches
+from pdserve.model.batch import Batch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def numbers(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def mixed() -> Batch:
+    """A decoding sequence and a chunk of three rows."""
+    return Batch(
+        token_ids=numbers(9, 1, 2, 3),
+        positions=numbers(20, 4, 5, 6),
+        slot_mapping=numbers(100, 52, 53, 54),
+        query_starts=numbers(0, 1, 4),
+        context_lens=numbers(21, 7),
+        block_tables=torch.tensor([[5, 6], [3, 0]]),
+        logits_rows=numbers(0, 3),
+    )
+
+
+def decoding(count: int, num_blocks: int = 3) -> Batch:
+    return Batch(
+        token_ids=torch.arange(count) + 7,
+        positions=torch.arange(count) + 30,
+        slot_mapping=torch.arange(count) * 16,
+        query_starts=torch.arange(count + 1),
+        context_lens=torch.arange(count) + 31,
+        block_tables=torch.arange(count * num_blocks).view(count, num_blocks) + 1,
+        logits_rows=torch.arange(count),
+    )
+
+
+def test_a_batch_arrives_as_it_was() -> None:
+    there = DeviceBatches(DEVICE).upload(mixed())
+    for field in fields(Batch):
+        assert getattr(there, field.name).cpu().equal(getattr(mixed(), field.name)), field.name
+
+
+def test_all_fields_are_aligned_for_kernels() -> None:
+    there = DeviceBatches(DEVICE).upload(mixed())
+    assert all(getattr(there, field.name).data_ptr() % 16 == 0 for field in fields(Batch))
+
+
+def test_padding_rows_write_nothing_and_see_nothing() -> None:
+    shape = BatchShape(num_tokens=8, num_sequences=8, num_blocks=4, num_logits=8)
+    batches = DeviceBatches(DEVICE)
+    batches.upload(decoding(8, num_blocks=4), shape)  # what is left behind must not show
+    there = batches.upload(decoding(3), shape)
+    assert there.token_ids.tolist() == [7, 8, 9, 0, 0, 0, 0, 0]
+    assert there.slot_mapping.tolist() == [0, 16, 32, -1, -1, -1, -1, -1]
+    assert there.context_lens.tolist() == [31, 32, 33, 0, 0, 0, 0, 0]
+    assert there.query_starts.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    assert there.logits_rows.tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
+    assert there.block_tables.tolist() == [[1, 2, 3, 0], [4, 5, 6, 0], [7, 8, 9, 0], *[[0] * 4] * 5]
+
+
+@pytest.mark.parametrize("batch", [decoding(1), decoding(8)])
+def test_only_decoding_sequences_are_decode_only(batch: Batch) -> None:
+    assert BatchShape.of(batch).is_decode_only
+    assert not BatchShape.of(mixed()).is_decode_only
+
+
+def test_the_address_stays_as_long_as_batches_fit() -> None:
+    shape = BatchShape.of(decoding(8))
+    batches = DeviceBatches(DEVICE, shape.num_elements)
+    addresses = {batches.upload(decoding(count)).token_ids.data_ptr() for count in (8, 1, 5, 8)}
+    assert len(addresses) == 1

@@ -1,0 +1,104 @@
+"""Rows sampled on a device get the tokens that the host's sampler gives them."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.devices import DEVICE, needs_triton
+
+pytestmark = needs_triton
+pytest.importorskip("triton")
+
+from pdserve.base.sampling import SamplingParams  # noqa: E402 - the kernels are defined at import
+from pdserve.engine.device_sampler import DeviceSampler  # noqa: E402
+from pdserve.engine.sampler import Sampler  # noqa: E402
+from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow  # noqa: E402
+
+VOCAB = 300
+
+
+def some_params(draw: random.Random) -> SamplingParams:
+    return SamplingParams(
+        temperature=draw.choice([0.0, 0.5, 1.0, 1.7]),
+        top_p=draw.choice([1.0, 0.9, 0.3]),
+        top_k=draw.choice([0, 0, 1, 5, 50]),
+        min_p=draw.choice([0.0, 0.0, 0.1]),
+        repetition_penalty=draw.choice([1.0, 1.0, 1.3]),
+        presence_penalty=draw.choice([0.0, 0.0, 0.7]),
+        frequency_penalty=draw.choice([0.0, 0.0, -0.4]),
+        logit_bias=draw.choice([{}, {}, {3: 4.0, 200: -100.0}]),
+        min_tokens=draw.choice([0, 0, 5]),
+        logprobs=draw.choice([None, None, 0, 3]),
+        seed=draw.choice([0, 7, 2**63 + 11, -3]),
+    )
+
+
+def some_row(draw: random.Random, params: SamplingParams | None = None) -> SampleRow:
+    tokens = array("q", [draw.randrange(VOCAB) for _ in range(draw.randrange(1, 30))])
+    return SampleRow(
+        params=params or some_params(draw),
+        choice_index=draw.randrange(3),
+        tokens=tokens,
+        num_prompt=draw.randrange(1, len(tokens) + 1),
+        stop_ids=frozenset({1, 17}),
+    )
+
+
+def normal(seed: int, rows: int) -> Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def assert_same(ours: list[SampleResult], theirs: list[SampleResult]) -> None:
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        if not isinstance(one, Sampled) or not isinstance(other, Sampled) or one.logprobs is None:
+            assert one == other
+            continue
+        assert other.logprobs is not None
+        assert one.token_id == other.token_id
+        assert (one.logprobs.rank, one.logprobs.top_ids) == (other.logprobs.rank, other.logprobs.top_ids)
+        assert one.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-4)
+        assert one.logprobs.top_logprobs == pytest.approx(other.logprobs.top_logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_of_all_kinds_get_the_same_tokens(seed: int) -> None:
+    draw = random.Random(seed)
+    rows = [some_row(draw) for _ in range(8)]
+    logits = normal(seed, 5)
+    logits[4, 7] = float("nan")
+    places = [draw.randrange(5) for _ in rows]
+    ours = DeviceSampler(DEVICE).sample(logits.to(DEVICE), rows, places)
+    assert_same(ours, Sampler().sample(logits, rows, places))
+
+
+def test_what_is_remembered_of_the_last_step_is_of_the_same_rows() -> None:
+    draw, sampler, plain = random.Random(9), DeviceSampler(DEVICE), Sampler()
+    rows = [some_row(draw, replace(some_params(draw), temperature=1.0, repetition_penalty=1.4)) for _ in range(3)]
+    for step in range(6):
+        if step == 3:  # one ends, another comes
+            rows = [rows[0], some_row(draw), rows[2]]
+        if step == 4:
+            rows = rows[::-1]
+        logits = normal(step, len(rows))
+        places = list(range(len(rows)))
+        ours = sampler.sample(logits.to(DEVICE), rows, places)
+        assert_same(ours, plain.sample(logits, rows, places))
+        for row, result in zip(rows, ours, strict=True):
+            assert isinstance(result, Sampled)
+            row.tokens.append(result.token_id)
+
+
+def test_a_row_without_a_finite_maximum_fails_alone() -> None:
+    draw = random.Random(1)
+    rows = [some_row(draw, SamplingParams(temperature=temperature)) for temperature in (0.0, 1.0, 0.0)]
+    logits = normal(0, 3)
+    logits[1] = float("-inf")
+    ours = DeviceSampler(DEVICE).sample(logits.to(DEVICE), rows, [0, 1, 2])
+    assert [type(result) for result in ours] == [Sampled, SampleFailure, Sampled]

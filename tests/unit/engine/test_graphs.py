@@ -1,0 +1,88 @@
+"""Which steps are replayed, with which padding, and how many recordings are kept. The GPU's part is a stand-in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.engine.graphs import Compute, DeviceDecoder, decode_shape
+from pdserve.model.batch import Batch
+from tests.unit.engine.test_device_batch import DEVICE, decoding, mixed
+
+CACHE = torch.zeros(4)
+
+
+class Double:
+    """Logits that tell the row's token and context."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, int]] = []
+
+    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+        self.shapes.append((len(batch.token_ids), batch.block_tables.shape[1]))
+        rows = batch.logits_rows
+        return torch.stack((2 * batch.token_ids[rows], batch.positions[rows]), dim=1).float()
+
+
+class Recorder:
+    """As `CudaRecorder`: what is recorded runs again on the same memory, and gives the same tensor."""
+
+    def __init__(self) -> None:
+        self.num_recorded = 0
+
+    def record(self, compute: Compute) -> Compute:
+        self.num_recorded += 1
+        result = compute()
+        return lambda: result.copy_(compute())
+
+
+def device_decoder(
+    decoder: Double, recorder: Recorder | None, *, max_num_seqs: int = 16, max_graphs: int = 8
+) -> DeviceDecoder:
+    return DeviceDecoder(
+        decoder, DEVICE, recorder=recorder, max_num_seqs=max_num_seqs, max_blocks=100, max_graphs=max_graphs
+    )
+
+
+def test_a_replayed_step_gives_what_the_decoder_gives_for_its_own_rows() -> None:
+    recorder, plain = Recorder(), Double()
+    replaying = device_decoder(Double(), recorder)
+    for count in (3, 4, 1, 2, 9, 3, 16, 11):
+        batch = decoding(count)
+        assert replaying.forward(batch, CACHE).cpu().equal(plain.forward(batch, CACHE))
+    # 3 and 4, 1, 2, and 9, 11 and 16.
+    assert recorder.num_recorded == 4
+
+
+def test_prompts_and_crowds_are_computed_as_they_are() -> None:
+    recorder, decoder = Recorder(), Double()
+    replaying = device_decoder(decoder, recorder)
+    assert replaying.forward(mixed(), CACHE).tolist() == [[18, 20], [6, 6]]
+    assert len(replaying.forward(decoding(17), CACHE)) == 17
+    assert recorder.num_recorded == 0
+    assert decoder.shapes == [(4, 2), (17, 3)]
+
+
+def test_without_a_recorder_nothing_is_padded() -> None:
+    decoder = Double()
+    device_decoder(decoder, None).forward(decoding(3), CACHE)
+    assert decoder.shapes == [(3, 3)]
+
+
+def test_the_longest_unused_recording_makes_room() -> None:
+    recorder = Recorder()
+    replaying = device_decoder(Double(), recorder, max_graphs=2)
+    for count in (1, 2, 1, 4, 1, 2):  # 4 displaces 2, and 2 then 4
+        replaying.forward(decoding(count), CACHE)
+    assert recorder.num_recorded == 4
+
+
+@pytest.mark.parametrize(
+    ("sequences", "blocks", "padded"),
+    [(1, 1, (1, 16)), (3, 16, (4, 16)), (5, 17, (8, 32)), (9, 33, (16, 64)), (33, 1000, (40, 1024))],
+)
+def test_few_shapes_occur(sequences: int, blocks: int, padded: tuple[int, int]) -> None:
+    shape = decode_shape(sequences, blocks)
+    assert (shape.num_sequences, shape.num_blocks) == padded
+    assert shape.num_tokens == shape.num_logits == shape.num_sequences

@@ -1,0 +1,105 @@
+"""Whole steps on a device, replayed and sampled there, tell what the host tells for the same requests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.devices import DEVICE, HAS_GPU
+
+pytest.importorskip("triton")
+
+from decode_svc.request import DecodeJob, SchedulerConfig
+from decode_svc.scheduler import DecodeScheduler
+from kernels.choice import KernelOptions
+from pdserve.base.ids import RequestId
+from pdserve.base.layout import KvLayout
+from pdserve.base.sampling import SamplingParams
+from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.device_sampler import DeviceSampler
+from pdserve.engine.graphs import Compute, CudaRecorder, DeviceDecoder, Recorder
+from pdserve.engine.runner import Decoder as EngineDecoder
+from pdserve.engine.runner import TokenSampler
+from pdserve.engine.sampler import Sampler
+from pdserve.engine.sequence import SequenceLimits
+from pdserve.model.decoder import Decoder
+from tests.property.model.tiny_models import Fields, make_decoder
+from tests.unit.engine.fakes import KEY, Worker
+
+BLOCK_SIZE = 16
+ALWAYS = 2**32 - 1
+BOUNDS = SequenceLimits(max_model_len=128, vocab_size=97, eos_token_ids=frozenset({2}))
+FIELDS: Fields = {
+    "model_type": "qwen3",
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=5, ignore_eos=True),
+    SamplingParams(n=2, seed=3, temperature=0.8, top_p=0.9, logprobs=2, max_tokens=4, ignore_eos=True),
+    SamplingParams(seed=5, temperature=1.2, top_k=20, repetition_penalty=1.3, max_tokens=5, ignore_eos=True),
+]
+PROMPTS = [[(index * 7 + 3 * place) % 97 for place in range(5 + 7 * index)] for index in range(3)]
+
+
+class Again:
+    """As a CUDA graph: the same computation on the same memory."""
+
+    def record(self, compute: Compute) -> Compute:
+        return compute
+
+
+def recorder() -> Recorder:
+    return CudaRecorder() if HAS_GPU else Again()
+
+
+def told(
+    decoder: EngineDecoder, sampler: TokenSampler, model: Decoder, device: torch.device, *, together: bool
+) -> dict[tuple[int, int], list[int]]:
+    """The tokens of every choice of every request: in one crowd, in chunks of 10, or each request alone."""
+    config = model.config
+    layout = KvLayout(
+        model="tiny",
+        dtype="float32",
+        block_size=BLOCK_SIZE,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+    tokens = {}
+    for crowd in [range(3)] if together else [range(index, index + 1) for index in range(3)]:
+        pool = BlockPool(40, BLOCK_SIZE)
+        scheduler = DecodeScheduler(pool, SchedulerConfig(limits=BOUNDS, max_num_batched_tokens=10 if together else 99))
+        worker = Worker(
+            pool=pool, scheduler=scheduler, decoder=decoder, kv_layout=layout, sampler=sampler, device=device
+        )
+        for index in crowd:
+            scheduler.reserve(
+                DecodeJob(
+                    request_id=RequestId(f"r{index}"),
+                    prompt_token_ids=PROMPTS[index],
+                    params=PARAMS[index],
+                    hash_key=KEY,
+                    local_prefill_threshold=ALWAYS,
+                )
+            )
+        worker.run()
+        for index in crowd:
+            for choice in range(PARAMS[index].n):
+                tokens[index, choice] = worker.tokens(RequestId(f"r{index}"), choice)
+    return tokens
+
+
+def test_a_crowd_on_the_device_is_told_what_each_is_told_alone_on_the_host() -> None:
+    reference = make_decoder(FIELDS, KernelOptions(implementation="reference"), torch.float32)
+    expected = told(reference, Sampler(), reference, torch.device("cpu"), together=False)
+    model = make_decoder(FIELDS, KernelOptions(implementation="triton"), torch.float32, device=DEVICE)
+    replaying = DeviceDecoder(model, DEVICE, recorder=recorder(), max_num_seqs=8, max_blocks=8)
+    assert told(replaying, DeviceSampler(DEVICE), model, DEVICE, together=True) == expected
+    assert [len(tokens) for tokens in expected.values()] == [5, 4, 4, 5]

@@ -1,0 +1,153 @@
+"""The whole forward pass against the reference, for the four families."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.devices import DEVICE, gpu_only
+
+pytest.importorskip("triton")
+
+from kernels.choice import KernelOptions
+from kernels.triton.decoder import joined
+from pdserve.model.decoder import Decoder
+from tests.golden.paged import PagedRunner
+from tests.property.model.plans import Placement, compute
+from tests.property.model.same import assert_close
+from tests.property.model.tiny_models import Fields, make_decoder
+from tests.support.backends import REFERENCE
+
+#: Share of the largest value; bfloat16 twice, for the interpreter cuts off where hardware rounds.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.04, torch.float16: 4e-3}
+FAMILIES: dict[str, Fields] = {
+    "llama": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "mistral": {"sliding_window": 4},
+    "qwen2": {},
+    "qwen3": {"tie_word_embeddings": True},
+}
+
+
+def fields_of(family: str) -> Fields:
+    return {
+        "model_type": family,
+        "vocab_size": 97,
+        "hidden_size": 40,
+        "intermediate_size": 72,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    } | FAMILIES[family]
+
+
+def decoders(family: str, dtype: torch.dtype, *, deterministic: bool = True) -> tuple[Decoder, Decoder]:
+    options = KernelOptions(implementation="triton", deterministic=deterministic)
+    fields = fields_of(family)
+    return make_decoder(fields, options, dtype, device=DEVICE), make_decoder(fields, REFERENCE, dtype, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*itertools.product(FAMILIES, (torch.float32, torch.bfloat16)), ("qwen3", torch.float16)],
+    ids=str,
+)
+def test_prompts_chunks_and_single_rows_give_what_the_reference_gives(family: str, dtype: torch.dtype) -> None:
+    texts = [[3, 1, 4, 1, 5, 9], [2, 7, 1, 8]]
+    plan = [[(0, 4)], [(1, 3), (0, 1)], [(0, 1), (1, 1)]]
+    ours, expected = (compute(decoder, texts, plan, Placement(block_size=4)) for decoder in decoders(family, dtype))
+    assert_close(ours, expected, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_fast_mode_gives_what_the_reference_gives(family: str) -> None:
+    ours, expected = (
+        compute(decoder, [[3, 1, 4, 1, 5]], [[(0, 4)], [(0, 1)]], Placement(block_size=4), every_row=True)
+        for decoder in decoders(family, torch.float32, deterministic=False)
+    )
+    assert_close(ours, expected, 1e-5)
+
+
+def test_logits_come_in_the_order_asked_for_and_as_often() -> None:
+    decoder, _ = decoders("llama", torch.float32)
+    runner = PagedRunner(decoder, num_blocks=4, block_size=4)
+    batch = runner.make_batch([(runner.add_sequence(), [5, 6, 7]), (runner.add_sequence(), [8, 9])], last_only=False)
+    every = decoder.forward(batch, runner.kv_cache)
+    wanted = torch.tensor([4, 0, 4, 2], device=DEVICE)
+    some = decoder.forward(replace(batch, logits_rows=wanted), runner.kv_cache)
+    assert every.dtype == torch.float32
+    assert torch.equal(some, every[wanted])
+    assert decoder.forward(replace(batch, logits_rows=wanted[:0]), runner.kv_cache).shape == (0, 97)
+
+
+def test_a_chunk_whose_logits_nobody_wants_is_written_to_every_layer() -> None:
+    decoder, _ = decoders("qwen3", torch.float32)
+    texts, placement = [[3, 1, 4, 1, 5]], Placement(block_size=4)
+    silent = compute(decoder, texts, [[(0, 4)], [(0, 1)]], placement)
+    asked = compute(decoder, texts, [[(0, 4)], [(0, 1)]], placement, every_row=True)
+    assert torch.equal(silent[0].kv, asked[0].kv)
+    assert silent[0].kv.isfinite().all()
+
+
+def test_what_is_told_about_the_decoder() -> None:
+    decoder, other = decoders("qwen2", torch.bfloat16)
+    assert (decoder.kernels.implementation, decoder.kernels.mode, decoder.kernels.reason) == (
+        "triton",
+        "deterministic",
+        "",
+    )
+    assert decoder.weight_bytes == other.weight_bytes
+    assert decoder.borrowed_core_seconds == decoder.redone_units == 0
+
+
+def test_neighbours_in_one_storage_are_joined_without_a_copy() -> None:
+    storage = torch.arange(60.0).view(10, 6)
+    parts = storage[1:4], storage[4:5], storage[5:9]
+    whole = joined(*parts)
+    assert torch.equal(whole, storage[1:9])
+    assert whole.data_ptr() == parts[0].data_ptr()
+    assert joined(storage[0], storage[1]).data_ptr() == storage.data_ptr()
+
+
+def test_what_does_not_lie_in_order_is_copied() -> None:
+    storage = torch.arange(60.0).view(10, 6)
+    for parts in (
+        (storage[4:6], storage[0:4]),
+        (storage[0:4], storage[5:6]),
+        (storage[0:4], storage[4:6].clone()),
+        (storage[0:4, :3], storage[4:6, :3]),
+        (storage[0:4:2], storage[4:6]),
+    ):
+        whole = joined(*parts)
+        assert torch.equal(whole, torch.cat(parts))
+        assert whole.data_ptr() != parts[0].data_ptr()
+
+
+class TestOnHardware:
+    """What an interpreter has not: graphs."""
+
+    pytestmark = gpu_only
+
+    @pytest.mark.parametrize("deterministic", [False, True])
+    def test_a_graph_of_the_forward_pass_computes_what_it_does(self, deterministic: bool) -> None:
+        decoder, _ = decoders("qwen3", torch.bfloat16, deterministic=deterministic)
+        runner = PagedRunner(decoder, num_blocks=8, block_size=4)
+        sequences = [runner.add_sequence(), runner.add_sequence()]
+        runner.step([(sequences[0], [5, 6, 7]), (sequences[1], [8, 9, 10, 11, 12])])
+        batch = runner.make_batch([(sequences[0], [1]), (sequences[1], [2])])
+        decoder.forward(batch, runner.kv_cache)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = decoder.forward(batch, runner.kv_cache)
+        for tokens in ([3, 4], [90, 17]):
+            batch.token_ids.copy_(torch.tensor(tokens))
+            expected = decoder.forward(batch, runner.kv_cache).clone()
+            captured.zero_()
+            graph.replay()
+            assert torch.equal(captured, expected)

@@ -1,0 +1,85 @@
+"""Devices that are not there are refused by name, and what a model needs is measured by running its largest step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pdserve.base.errors import SetupError
+from pdserve.base.layout import KvLayout
+from pdserve.model.loader import load_decoder
+from pdserve.worker.device import measure_use, open_device
+from tests.unit.model.tiny import save_model
+
+HAS_GPU = torch.cuda.is_available()
+
+
+class Counted:
+    """A device whose allocations are the calls of a decoder: weights 700, each row of a step 10."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.watched = 0
+
+    def total(self) -> int:
+        return 100_000
+
+    def free(self) -> int:
+        return 80_000
+
+    def allocated(self) -> int:
+        return 700
+
+    def peak(self) -> int:
+        return 700 + 10 * max(self.rows[self.watched :])
+
+    def reset_peak(self) -> None:
+        self.watched = len(self.rows)
+
+
+def test_the_cpu_is_always_there() -> None:
+    assert open_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "needle"),
+    [
+        ("gpu", "--device gpu is no device; write cpu, cuda or cuda:1"),
+        ("mps", "supported: cpu and cuda"),
+        pytest.param("cuda", "needs a GPU", marks=pytest.mark.skipif(HAS_GPU, reason="there is one")),
+        pytest.param(
+            "cuda:99", "this machine has", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no GPU")]
+        ),
+    ],
+)
+def test_a_device_that_cannot_be_had_is_refused(name: str, needle: str) -> None:
+    with pytest.raises(SetupError, match=needle):
+        open_device(name)
+
+
+@pytest.mark.parametrize(("num_rows", "measured"), [(40, 40), (10_000, 64)])
+def test_the_largest_step_is_run_and_its_peak_taken(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, num_rows: int, measured: int
+) -> None:
+    decoder = load_decoder(save_model(tmp_path_factory.mktemp("model")), max_model_len=64)
+    memory, forward = Counted(), decoder.forward
+
+    def counted(batch: object, kv_cache: torch.Tensor) -> torch.Tensor:
+        logits = forward(batch, kv_cache)  # type: ignore[arg-type]
+        memory.rows.append(len(batch.token_ids))  # type: ignore[attr-defined]
+        assert len(logits) == 4
+        return logits
+
+    monkeypatch.setattr(decoder, "forward", counted)
+    config = decoder.config
+    layout = KvLayout(
+        model="m",
+        dtype="float32",
+        block_size=16,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+    use = measure_use(decoder, layout, memory, free_before=90_000, num_rows=num_rows, num_logits=4)
+    assert memory.rows == [measured]
+    assert (use.total, use.free, use.weights, use.activations) == (100_000, 90_000, 700, 10 * measured)
