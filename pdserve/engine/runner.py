@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Items
 from typing import Protocol
 
 from torch import Tensor
 
+from pdserve.base.sampling import SamplingParams
 from pdserve.engine.batching import BatchBuilder
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.sequence import SampleResult, SampleRow
@@ -45,11 +47,12 @@ class Runner:
         """Copy blocks first (copy-on-write), then compute: logits float32 [num_logits, vocab]."""
         if plan.copies:
             self.kv_cache.copy_blocks(plan.copies)
-        return None if batch is None else self.compute(batch)
+        return None if batch is None else self._decoder.forward(batch, self.kv_cache.tensor)
 
-    def compute(self, batch: Batch) -> Tensor:
-        """One forward pass: logits float32 [num_logits, vocab]."""
-        return self._decoder.forward(batch, self.kv_cache.tensor)
+    def try_out(self, batch: Batch) -> None:
+        """Computes a batch and draws a token, for the sake of what is set up at first use."""
+        row = SampleRow(params=SamplingParams(), choice_index=0, tokens=array("q", [0]), num_prompt=1)
+        self._sampler.sample(self._decoder.forward(batch, self.kv_cache.tensor), [row], [0])
 
     def sample(self, plan: StepPlan, logits: Tensor | None) -> list[SampleResult]:
         """One result for each decoding sequence and then for each of the chunks' samples, in order."""

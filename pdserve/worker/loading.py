@@ -146,10 +146,12 @@ def _step_decoder(
 ) -> Decoder | DeviceDecoder:
     if device.type == "cpu":
         return decoder
+    # Plain torch asks the device on its way, which cannot be captured.
+    captures = config.max_decoding and not config.enforce_eager and decoder.kernels.implementation == "triton"
     return DeviceDecoder(
         decoder,
         device,
-        recorder=None if config.enforce_eager or not config.max_decoding else CudaRecorder(),
+        recorder=CudaRecorder() if captures else None,
         max_num_seqs=max(1, config.max_decoding),
         max_blocks=-(-decoder.max_model_len // layout.block_size),
     )
@@ -171,7 +173,7 @@ def _borrowing(config: WorkerConfig, leases: CoreLeases | None) -> Borrowing | N
 
 
 def warm_up(loaded: LoadedModel) -> None:
-    """One prompt chunk and one decode row, so that no request pays for mapping the weights in and for lazy set-up.
+    """One prompt chunk and one decode row, so that no request pays for mapping the weights in, compiling, lazy set-up.
 
     Runs on the step thread before anything else; block 0 is free then, and what it holds does not matter.
     """
@@ -186,4 +188,4 @@ def warm_up(loaded: LoadedModel) -> None:
             block_tables=torch.zeros((1, 1), dtype=torch.int64),
             logits_rows=torch.tensor([num_tokens - 1]),
         )
-        loaded.runner.compute(batch)
+        loaded.runner.try_out(batch)

@@ -56,13 +56,13 @@ class WorkerMetrics:
         self.worker_info = Gauge(
             "pdserve_worker_info",
             "Constant 1; what this worker is",
-            [*LABELS, "worker_id", "epoch", "transport", "dtype", "block_size", "version"],
+            [*LABELS, "worker_id", "epoch", "transport", "device", "dtype", "block_size", "version"],
             registry=self.registry,
         )
         self.kernels_info = Gauge(
             "pdserve_kernels_info",
             "Constant 1; what computes, and why it is not C++ when it is not",
-            [*LABELS, "kernels", "instruction_set", "quantization", "reason"],
+            [*LABELS, "kernels", "instruction_set", "quantization", "mode", "reason"],
             registry=self.registry,
         )
 

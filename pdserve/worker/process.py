@@ -170,6 +170,7 @@ def _registered(
         "worker_id": worker.worker_id,
         "epoch": str(worker.epoch),
         "transport": config.transport,
+        "device": config.device,
         "dtype": loaded.layout.dtype,
         "block_size": str(loaded.layout.block_size),
         "version": __version__,
@@ -179,6 +180,7 @@ def _registered(
         "kernels": loaded.kernels.implementation,
         "instruction_set": loaded.kernels.instruction_set,
         "quantization": loaded.kernels.quantization,
+        "mode": loaded.kernels.mode,
     }
     reason = loaded.kernels.reason
     worker.metrics.kernels_info.labels(**worker.metrics.labels(**chosen, reason=reason)).set(1)
