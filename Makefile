@@ -16,7 +16,15 @@ help: ## List the targets
 	@echo
 	@echo '  make up ARGS="--prefill 2 --port 9000"   passes flags to pdserve up'
 
-$(VENV)/.installed: pyproject.toml constraints.txt Makefile $(KERNELS)
+# Other extras are another installation.
+$(VENV)/.extras: force
+	@mkdir -p $(VENV)
+	@echo '$(EXTRAS)' | cmp -s - $@ || echo '$(EXTRAS)' > $@
+
+.PHONY: force
+force:
+
+$(VENV)/.installed: $(VENV)/.extras pyproject.toml constraints.txt Makefile $(KERNELS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else f"pdserve needs Python 3.11 to 3.13; $(PYTHON) is {v[0]}.{v[1]}. Set PYTHON=/path/to/python3.11.")'
 	@echo "Installing pdserve[$(EXTRAS)] into $(VENV) with $(PYTHON) and building its kernels; the first time takes a few minutes."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

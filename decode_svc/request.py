@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
@@ -24,6 +25,8 @@ class SchedulerConfig:
     itl_budget_s: float = 0.05
     #: Share of all blocks that may wait for a transfer; one request may exceed it when nothing else is here.
     max_reserved_share: float = 0.5
+    #: Blocks that can be on their way at a time, whatever the share; prompts with more are computed here.
+    max_receivable_blocks: int = sys.maxsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,7 @@ class DecodeJob:
     #: Hashes of the first full blocks, if already computed; spares the step thread the work.
     hashes: Items[BlockHash] = ()
     #: Compute the prompt here, without a grant, when at most this many of its tokens are not cached here; 0: never.
+    #: A prompt of which more blocks are missing than can be received is computed here in any case.
     local_prefill_threshold: int = 0
 
 

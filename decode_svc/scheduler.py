@@ -48,7 +48,8 @@ class DecodeScheduler:
         capacity = pool.num_blocks * pool.block_size
         self._limits = replace(config.limits, max_model_len=min(config.limits.max_model_len, capacity + 1))
         self._model_limits = config.limits
-        self._max_receiving = int(config.max_reserved_share * pool.num_blocks)
+        self._max_receivable = config.max_receivable_blocks
+        self._max_receiving = min(int(config.max_reserved_share * pool.num_blocks), self._max_receivable)
         self._requests: dict[RequestId, Request] = {}
         self._waiting: deque[Request] = deque()
         self._num_receiving = 0
@@ -223,7 +224,7 @@ class DecodeScheduler:
         num_missing = self._pool.blocks_for(stem.num_prompt) - num_known
         num_uncached = stem.num_prompt - num_known * self._pool.block_size
         is_small = job.local_prefill_threshold > 0 and num_uncached <= job.local_prefill_threshold
-        locally = request.locally or is_small
+        locally = request.locally or is_small or num_missing > self._max_receivable
         if not locally and not self._may_receive(num_missing):
             return False
         if not self._blocks.admit(stem, stem.num_prompt + 1, headroom=self._running.num_active, recompute_last=locally):
@@ -241,8 +242,7 @@ class DecodeScheduler:
         return True
 
     def _may_receive(self, num_blocks: int) -> bool:
-        is_idle = self._pool.num_free == self._pool.num_blocks
-        return is_idle or self._num_receiving + num_blocks <= self._max_receiving
+        return self._num_receiving + num_blocks <= self._max_receiving or self._pool.num_free == self._pool.num_blocks
 
     def _end_reservation(self, request: Request) -> None:
         self._num_receiving -= request.num_receiving

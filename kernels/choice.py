@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
+import sysconfig
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -152,4 +155,8 @@ def _why_not_triton(device: torch.device) -> str:
 
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
         return f"the model is on {device}, and Triton has no back end for it (for tests, TRITON_INTERPRET=1 has one)"
+    if device.type == "cuda" and not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        return "Triton builds its launcher with a C compiler, and there is none: install gcc"
+    if device.type == "cuda" and not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        return "Triton builds its launcher with Python's headers, which are missing: install python3-dev or the like"
     return ""

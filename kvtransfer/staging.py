@@ -48,16 +48,14 @@ class Staged:
         if not self._waiting and count <= len(self._free):
             return self._take(count)
         turn: asyncio.Future[list[Buffer]] = asyncio.get_running_loop().create_future()
-        entry = (count, turn)
-        self._waiting.append(entry)
+        self._waiting.append((count, turn))
         try:
             return await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 for buffer in turn.result():
                     self.give_back(buffer)
-            else:
-                self._waiting.remove(entry)
+            else:  # Those behind it may have been waiting for it alone.
                 self._serve()
             raise
 

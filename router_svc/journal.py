@@ -26,6 +26,8 @@ class Journal:
         self._has_decoded = False
         #: Why the decode worker prefills, if it does.
         self._local_prefill_reason = LocalPrefillReason.SHORT
+        #: So many uncached tokens were to be its own at most.
+        self._local_prefill_threshold = 0
 
     def chose(self, placement: Placement) -> None:
         """A prefill worker was chosen."""
@@ -35,6 +37,7 @@ class Journal:
         """A decode worker was chosen, and which way the prompt is to go."""
         self.record.decide(placement.worker, "; ".join(filter(None, (placement.why, plan.why))))
         self._local_prefill_reason = plan.reason
+        self._local_prefill_threshold = plan.threshold
 
     def granted(self, granted: decode_pb2.TicketGranted, worker: WorkerRecord) -> None:
         """A decode worker holds blocks for the request."""
@@ -47,6 +50,9 @@ class Journal:
         self.record.move(_S.DECODING)
         self.record.reported["decode_queue_s"] = started.queue_s
         if started.prefilled_locally:
+            uncached = self.record.prompt_tokens - started.cached_tokens
+            if self._local_prefill_reason is LocalPrefillReason.SHORT and uncached > self._local_prefill_threshold:
+                self.fall_back("not_receivable", worker)
             self.record.prefilled_by = "decode"
             self.record.local_prefill_reason = self._local_prefill_reason
             self.record.cached_tokens = started.cached_tokens

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import faulthandler
 
+from tests.support import devices
+
+#: Known before any test module is imported: some libraries import Triton, which is when it decides to interpret.
+DEVICE = devices.DEVICE
 _TIME_TO_EXIT_S = 60
 
 

@@ -100,6 +100,7 @@ def _worker_spec(plan: ClusterPlan, tier: str, index: int, share: CoreShare, gpu
         "cpus": _cpu_list(share.cpus),
         "borrow-cpus": _cpu_list(share.borrow_cpus),
         "core-leases": plan.core_leases if share.borrow_cpus else None,
+        "staging-memory": config.staging_memory,
         "transport": config.transport,
     }
     return _service(plan, name, f"{tier}_svc", flags, threads=share.threads, stage=WORKER_STAGE)

@@ -66,7 +66,7 @@ class UpConfig:
     kv_cache_memory: int | None = option(
         None,
         help="size of each worker's KV cache, such as 2GiB; when absent, a fifth of the free memory divided by the "
-        "number of workers, 2GiB at most",
+        "number of workers, 2GiB at most, or what is left of a GPU",
         parse=parse_bytes,
     )
     threads_per_worker: int | None = option(
@@ -87,6 +87,11 @@ class UpConfig:
     )
     transport: str = option(
         default_of(WorkerConfig, "transport"), help="how KV blocks travel between workers", choices=TRANSPORTS
+    )
+    staging_memory: int = option(
+        default_of(WorkerConfig, "staging_memory"),
+        help="on GPUs: host memory of each worker in which blocks stop over on their way, such as 1GiB",
+        parse=parse_bytes,
     )
     redis_url: str | None = option(None, help="Redis to use; a private one is started when absent", metavar="URL")
     cache_dir: str | None = option(

@@ -7,6 +7,7 @@ and writes nothing (slot -1).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +65,11 @@ class BatchShape:
         yield "context_lens", self.num_sequences
         yield "block_tables", self.num_sequences * self.num_blocks
         yield "logits_rows", self.num_logits
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Within it, launches go to this device: which one is current is a matter of each thread. Not to be nested."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class DeviceBatches:

@@ -5,6 +5,7 @@ The kernels choose as `pdserve.engine.sampler` does; only a float32's rounding m
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Items
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 from kernels.triton.sample_rows import RowLogprobs, SampledTokens, SampleRows, TokenHistory
 from kernels.triton.sampling import sample
 from pdserve.base.sampling import TokenLogprobs
+from pdserve.engine.device_batch import current
 from pdserve.engine.sampler import failure
 from pdserve.engine.sequence import Sampled, SampleResult, SampleRow
 
@@ -24,24 +26,34 @@ _ALIGNED = 16
 
 
 class DeviceSampler:
-    """As `Sampler`, for logits on a device. Stateless, but for what it remembers of the last rows' parameters."""
+    """As `Sampler`, for logits on a device. Stateless, but for what it remembers of the last step's rows."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._on_device = current(device)
         self._rows: list[SampleRow] = []  # Held, so that no other row can take the identity of one of them.
         self._constant: dict[str, Tensor] = {}
+        self._histories: dict[int, _History] = {}
 
     def sample(self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int]) -> list[SampleResult]:
         """As `Sampler.sample`. Waits for the device once: when it returns, the step's K and V are stored, too."""
-        if not rows:
-            if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()
-            return []
+        with self._on_device:
+            return self._sample(logits, rows, logits_rows)
+
+    def settle(self) -> None:
+        """Returns when the device has done all that it was told."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _sample(self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int]) -> list[SampleResult]:
         if not self._goes_on(rows):
             self._rows = list(rows)
             self._constant = self._upload(_constant(rows))
+            penalized = {id(row) for row in rows if row.penalizes}
+            self._histories = {key: self._histories.get(key) or _History() for key in penalized}
         has_edits = any(row.params.logit_bias or row.penalizes or row.banned for row in rows)
-        told = self._upload(_changing(rows, logits_rows, has_edits=has_edits))
+        histories = [self._histories[id(row)].of(row) for row in rows if row.penalizes]
+        told = self._upload(_changing(rows, logits_rows, histories, has_edits=has_edits))
         history = TokenHistory(ids=told.pop("ids"), counts=told.pop("counts"), lens=told.pop("lens"))
         asked = [row.params.logprobs for row in rows if row.params.logprobs is not None]
         chosen = sample(
@@ -59,18 +71,39 @@ class DeviceSampler:
     def _upload(self, arrays: dict[str, Array]) -> dict[str, Tensor]:
         """The arrays on the device, in one copy."""
         starts, size = {}, 0
-        for name, array in arrays.items():
+        for name, each in arrays.items():
             starts[name] = size
-            size += -(-array.nbytes // _ALIGNED) * _ALIGNED
+            size += -(-each.nbytes // _ALIGNED) * _ALIGNED
         # Fresh each time: the copy of the last one may still be under way. Torch keeps pinned memory for reuse.
         host = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         parts = {}
-        for name, array in arrays.items():
-            piece = slice(starts[name], starts[name] + array.nbytes)
-            host[piece].numpy()[:] = array.reshape(-1).view(np.uint8)
-            parts[name] = (piece, torch.from_numpy(array[:0]).dtype, array.shape)
+        for name, each in arrays.items():
+            piece = slice(starts[name], starts[name] + each.nbytes)
+            host[piece].numpy()[:] = each.reshape(-1).view(np.uint8)
+            parts[name] = (piece, torch.from_numpy(each[:0]).dtype, each.shape)
         there = host.to(self._device, non_blocking=True)
         return {name: there[piece].view(dtype).view(shape) for name, (piece, dtype, shape) in parts.items()}
+
+
+class _History:
+    """The distinct tokens of one row, and how often each is in the output; taken further token by token."""
+
+    def __init__(self) -> None:
+        self._ids, self._counts = array("i"), array("i")
+        self._places: dict[int, int] = {}
+        self._num_tokens = 0
+
+    def of(self, row: SampleRow) -> tuple[Array, Array]:
+        """Ids and counts, valid until the row has another token."""
+        for index in range(self._num_tokens, len(row.tokens)):
+            token = row.tokens[index]
+            place = self._places.setdefault(token, len(self._ids))
+            if place == len(self._ids):
+                self._ids.append(token)
+                self._counts.append(0)
+            self._counts[place] += index >= row.num_prompt
+        self._num_tokens = len(row.tokens)
+        return np.array(self._ids, np.int32), np.array(self._counts, np.int32)
 
 
 def _constant(rows: Items[SampleRow]) -> dict[str, Array]:
@@ -95,17 +128,17 @@ def _constant(rows: Items[SampleRow]) -> dict[str, Array]:
     }
 
 
-def _changing(rows: Items[SampleRow], logits_rows: Items[int], *, has_edits: bool) -> dict[str, Array]:
-    """The other fields, and those of `TokenHistory`."""
+def _changing(
+    rows: Items[SampleRow], logits_rows: Items[int], histories: Items[tuple[Array, Array]], *, has_edits: bool
+) -> dict[str, Array]:
+    """The other fields, and those of `TokenHistory`: ids and counts of each row with penalties."""
     banned = [row.banned for row in rows] if has_edits else [()] * len(rows)
-    penalized = [row for row in rows if row.penalizes]
-    histories = [_history(row) for row in penalized]
     capacity = max((len(ids) for ids, _ in histories), default=0)
     listed = np.zeros((2, len(histories), max(1, capacity)), np.int32)
     for slot, (ids, counts) in enumerate(histories):
         listed[0, slot, : len(ids)], listed[1, slot, : len(ids)] = ids, counts
     slots = np.full(len(rows), -1, np.int64)
-    slots[[row.penalizes for row in rows]] = np.arange(len(penalized))
+    slots[[row.penalizes for row in rows]] = np.arange(len(histories))
     return {
         "logits_index": np.array(logits_rows, np.int64),
         "position": np.array([row.position for row in rows], np.int64),
@@ -116,13 +149,6 @@ def _changing(rows: Items[SampleRow], logits_rows: Items[int], *, has_edits: boo
         "counts": listed[1],
         "lens": np.array([len(ids) for ids, _ in histories], np.int32),
     }
-
-
-def _history(row: SampleRow) -> tuple[Array, Array]:
-    """Its distinct tokens, and how often each is in the output."""
-    tokens = np.array(row.tokens, np.int64)  # a copy: a view would keep the array from growing
-    ids, places = np.unique(tokens, return_inverse=True)
-    return ids, np.bincount(places[row.num_prompt :], minlength=len(ids))
 
 
 def _starts(lengths: list[int]) -> npt.NDArray[np.int64]:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from pdserve.engine.device_batch import BatchShape, DeviceBatches
+from pdserve.engine.device_batch import BatchShape, DeviceBatches, current
 from pdserve.model.batch import Batch
 
 #: Graphs that are kept; each takes a few MiB beside the memory that they share.
-MAX_GRAPHS = 64
+MAX_GRAPHS = 128
 #: Block tables are padded to a power of two, from here on.
 _LEAST_BLOCKS = 16
 #: Batches of more sequences are padded to a multiple of this, smaller ones to a power of two.
@@ -77,6 +76,7 @@ class DeviceDecoder:
         recorder: Recorder | None,
         max_num_seqs: int,
         max_blocks: int,
+        vocab_size: int,
         max_graphs: int = MAX_GRAPHS,
     ) -> None:
         """`max_num_seqs` sequences of `max_blocks` blocks is the largest batch that is replayed."""
@@ -85,12 +85,15 @@ class DeviceDecoder:
         self._max_num_seqs = max_num_seqs
         self._max_graphs = max_graphs
         # Launches go to the calling thread's current device.
-        self._on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        self._on_device = current(device)
         self._batches = DeviceBatches(device)
         # Its address is in the graphs.
         largest = decode_shape(max_num_seqs, max_blocks)
         self._fixed = DeviceBatches(device, largest.num_elements if recorder else 0)
         self._graphs: OrderedDict[tuple[BatchShape, int], Compute] = OrderedDict()
+        # Of all graphs: what a graph returns is not shared with the others, and logits are large.
+        rows = largest.num_logits if recorder else 0
+        self._logits = torch.empty(rows, vocab_size, dtype=torch.float32, device=device)
 
     def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
         """As `Decoder.forward`, for a batch on the host; the logits are on the device, valid until the next call."""
@@ -106,12 +109,15 @@ class DeviceDecoder:
         key = (padded, kv_cache.data_ptr())
         replay = self._graphs.get(key)
         if replay is None:
-            replay = self._recorder.record(lambda: self._decoder.forward(there, kv_cache))
+            replay = self._recorder.record(lambda: self._compute(there, kv_cache))
             self._graphs[key] = replay
             if len(self._graphs) > self._max_graphs:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         return replay()[: shape.num_sequences]
+
+    def _compute(self, there: Batch, kv_cache: Tensor) -> Tensor:
+        return self._logits[: len(there.logits_rows)].copy_(self._decoder.forward(there, kv_cache))
 
 
 def decode_shape(num_sequences: int, num_blocks: int) -> BatchShape:

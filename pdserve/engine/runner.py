@@ -29,6 +29,9 @@ class TokenSampler(Protocol):
     def sample(self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int]) -> list[SampleResult]:
         """One result per row, in order; row i is drawn from `logits[logits_rows[i]]`. The step has ended then."""
 
+    def settle(self) -> None:
+        """Returns when the step has ended: its K and V, and blocks that were copied, are in their place."""
+
 
 class Runner:
     """Executes plans. Used on the step thread only."""
@@ -57,4 +60,7 @@ class Runner:
     def sample(self, plan: StepPlan, logits: Tensor | None) -> list[SampleResult]:
         """One result for each decoding sequence and then for each of the chunks' samples, in order."""
         rows, logits_rows = plan.sample_rows()
-        return [] if logits is None else self._sampler.sample(logits, rows, logits_rows)
+        if rows and logits is not None:
+            return self._sampler.sample(logits, rows, logits_rows)
+        self._sampler.settle()
+        return []

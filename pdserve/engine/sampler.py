@@ -40,8 +40,6 @@ class Sampler:
 
         `logits`: float32 [num_logits, vocab], not modified; row i is drawn from `logits[logits_rows[i]]`.
         """
-        if not rows:
-            return []
         table: Logits = logits.cpu().numpy()
         best_ids = table.argmax(axis=1).tolist()  # NaN counts as the largest; the first of equals is returned
         results: list[SampleResult] = []
@@ -54,6 +52,9 @@ class Sampler:
             else:
                 results.append(_sample_row(table[index], row))
         return results
+
+    def settle(self) -> None:
+        """On a CPU a step has ended when its call returns."""
 
 
 def _sample_row(raw: Logits, row: SampleRow) -> SampleResult:

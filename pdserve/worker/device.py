@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,11 +10,17 @@ import torch
 
 from pdserve.base.errors import SetupError
 from pdserve.base.layout import KvLayout
+from pdserve.base.sampling import SamplingParams
 from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.runner import TokenSampler
+from pdserve.engine.sequence import SampleRow
 from pdserve.model.batch import Batch
 from pdserve.model.decoder import Decoder
 from pdserve.worker.device_memory import DeviceUse
 from pdserve.worker.memory import show_bytes
+
+#: With edits, truncation and log-probabilities: what sampling needs most memory for.
+_MOST = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=1)
 
 
 class DeviceMemory(Protocol):
@@ -80,41 +87,73 @@ def open_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestSteps:
+    """What the steps of a worker can come to."""
+
+    #: Tokens of prompts in one step, and prompts of which a step computes the last.
+    num_tokens: int
+    num_prompts: int
+    #: Sequences that decode in one step; 0: none do.
+    num_decoding: int
+
+
 def measure_use(
     decoder: Decoder,
+    sampler: TokenSampler,
     layout: KvLayout,
     memory: DeviceMemory,
     *,
     free_before: int,
-    num_rows: int,
-    num_logits: int,
+    steps: LargestSteps,
 ) -> DeviceUse:
-    """Runs the largest step, a chunk of `num_rows` tokens, in a KV cache of one block, which all of them overwrite.
+    """Runs the largest steps, with sampling, in a KV cache of one block, which all rows overwrite.
 
-    `free_before`: before the weights were loaded, when this process had allocated nothing. `num_logits`: rows whose
-    logits are wanted.
+    `free_before`: before the weights were loaded, when this process had allocated nothing. Raises `SetupError` when
+    they do not fit, or cannot run at all.
     """
     weights = memory.allocated()
     cache = KvCache(layout, 1, decoder.device)
     held = memory.allocated()
     memory.reset_peak()
-    num_rows = min(num_rows, decoder.max_model_len)
-    rows = torch.arange(num_rows)
-    batch = Batch(
-        token_ids=torch.zeros(num_rows, dtype=torch.int64),
-        positions=rows,
-        slot_mapping=rows % layout.block_size,
-        query_starts=torch.tensor([0, num_rows]),
-        context_lens=torch.tensor([num_rows]),
-        block_tables=torch.zeros((1, -(-num_rows // layout.block_size)), dtype=torch.int64),
-        logits_rows=rows[-num_logits:],
-    )
+    longest = decoder.max_model_len
+    chunk = _rows_of_block_0(layout, [min(steps.num_tokens, longest)], num_logits=steps.num_prompts)
+    batches = [chunk]
+    if steps.num_decoding:
+        # The width of the tables decides what attention needs, the contexts how long it takes.
+        num_blocks = -(-longest // layout.block_size)
+        batches.append(_rows_of_block_0(layout, [1] * steps.num_decoding, num_blocks=num_blocks))
     try:
-        decoder.forward(batch.to(decoder.device), cache.tensor)
+        for batch in batches:
+            logits = decoder.forward(batch.to(decoder.device), cache.tensor)
+            rows = [SampleRow(params=_MOST, choice_index=0, tokens=array("q", [0]), num_prompt=1) for _ in logits]
+            sampler.sample(logits, rows, range(len(rows)))
         activations = memory.peak() - held
     except torch.OutOfMemoryError as error:
         raise SetupError(
-            f"A step of {num_rows} tokens does not fit into GPU memory beside the weights, {show_bytes(weights)} of "
-            f"{show_bytes(memory.total())}. Lower --max-num-batched-tokens, or use a larger GPU."
+            f"Steps of {steps.num_tokens} prompt tokens and {steps.num_decoding} sequences do not fit into GPU memory "
+            f"beside the weights, {show_bytes(weights)} of {show_bytes(memory.total())}. Lower "
+            "--max-num-batched-tokens or --max-num-seqs, or use a larger GPU."
         ) from error
-    return DeviceUse(total=memory.total(), free=free_before, weights=weights, activations=activations)
+    except RuntimeError as error:
+        raise SetupError(f"The model does not run on {decoder.device}: {error}.") from error
+    # Graphs return logits in memory of their own.
+    graphs = steps.num_decoding * decoder.config.vocab_size * torch.float32.itemsize
+    return DeviceUse(total=memory.total(), free=free_before, weights=weights, activations=activations + graphs)
+
+
+def _rows_of_block_0(layout: KvLayout, lengths: list[int], *, num_blocks: int = 0, num_logits: int = 0) -> Batch:
+    """Sequences of these lengths, all tokens new; `num_logits`: of the last rows, 0: the last of each sequence."""
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    needed = max(-(-length // layout.block_size) for length in lengths)
+    every_row = torch.arange(len(positions))
+    return Batch(
+        token_ids=torch.zeros_like(positions),
+        positions=positions,
+        slot_mapping=positions % layout.block_size,
+        query_starts=starts,
+        context_lens=torch.tensor(lengths),
+        block_tables=torch.zeros((len(lengths), max(needed, num_blocks)), dtype=torch.int64),
+        logits_rows=every_row[-num_logits:] if num_logits else starts[1:] - 1,
+    )

@@ -25,7 +25,7 @@ from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
 from pdserve.model.loader import load_decoder, load_weights, make_decoder
 from pdserve.worker.cores import open_core_leases, require_cpus
-from pdserve.worker.device import CudaMemory, measure_use, open_device
+from pdserve.worker.device import CudaMemory, LargestSteps, measure_use, open_device
 from pdserve.worker.device_memory import plan_device_kv
 from pdserve.worker.memory import KvBudget, plan_kv
 
@@ -36,6 +36,8 @@ log = get_logger(__name__)
 
 #: Rows of the warm-up step: enough to take the paths that a prompt takes.
 _WARM_UP_TOKENS = 32
+#: Of which one step can compute the last token, as far as memory is set aside for it.
+_MOST_PROMPTS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,11 +114,15 @@ def _load_on_gpu(
     layout = _layout(config, model, longest)
     use = measure_use(
         make_decoder(model, weights, max_model_len=longest, kernels=options),
+        _sampler(device),
         layout,
         memory,
         free_before=free_before,
-        num_rows=config.max_num_batched_tokens + config.max_decoding,
-        num_logits=max(1, config.max_decoding),
+        steps=LargestSteps(
+            num_tokens=config.max_num_batched_tokens,
+            num_prompts=min(config.max_num_batched_tokens, _MOST_PROMPTS),
+            num_decoding=config.max_decoding,
+        ),
     )
     budget = plan_device_kv(
         layout,
@@ -154,6 +160,7 @@ def _step_decoder(
         recorder=CudaRecorder() if captures else None,
         max_num_seqs=max(1, config.max_decoding),
         max_blocks=-(-decoder.max_model_len // layout.block_size),
+        vocab_size=decoder.config.vocab_size,
     )
 
 

@@ -369,6 +369,19 @@ def test_a_small_uncached_part_is_computed_here_without_a_grant() -> None:
     assert worker.tokens(C) == oracle(PROMPT)
 
 
+def test_a_prompt_with_more_blocks_than_can_be_received_is_computed_here() -> None:
+    worker = decode(max_receivable_blocks=3)
+    worker.scheduler.reserve(job(A, PROMPT))
+    assert worker.grant(A)  # 10 tokens are 3 blocks
+    worker.scheduler.reserve(job(B, [7, *PROMPT]))
+    worker.scheduler.reserve(job(C, [8, *PROMPT, *PROMPT]))
+    assert not worker.step().grants  # B has to wait for the room that A takes
+    worker.scheduler.abort(A)
+    assert worker.grant(B)
+    worker.run()
+    assert worker.tokens(C) == oracle([8, *PROMPT, *PROMPT])
+
+
 def test_threshold_zero_never_computes_here_even_when_all_is_cached() -> None:
     worker = decode()
     worker.deliver(job(A, PROMPT[:8]))

@@ -41,7 +41,13 @@ def device_decoder(
     decoder: Double, recorder: Recorder | None, *, max_num_seqs: int = 16, max_graphs: int = 8
 ) -> DeviceDecoder:
     return DeviceDecoder(
-        decoder, DEVICE, recorder=recorder, max_num_seqs=max_num_seqs, max_blocks=100, max_graphs=max_graphs
+        decoder,
+        DEVICE,
+        recorder=recorder,
+        max_num_seqs=max_num_seqs,
+        max_blocks=100,
+        vocab_size=2,
+        max_graphs=max_graphs,
     )
 
 

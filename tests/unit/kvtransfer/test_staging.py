@@ -98,6 +98,19 @@ async def test_who_is_cancelled_as_its_turn_comes_gives_it_back() -> None:
     assert stage.num_free == 4
 
 
+async def test_a_waiter_whom_room_and_cancellation_reach_together_is_cancelled() -> None:
+    stage = staged(Memory(8, 1))
+    held = await stage.lend(blocks(0, 1, 2, 3))
+    waiting = asyncio.create_task(stage.lend(blocks(4)))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    for buffer in held:
+        stage.give_back(buffer)
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert stage.num_free == 4
+
+
 async def test_what_can_never_fit_is_refused_with_what_to_do() -> None:
     async with worker_pair(stage=Stages(4, 4)) as pair:
         with pytest.raises(NoFreeBlocks, match=r"5 KV blocks .* room for 4. Raise --staging-memory"):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
+from pathlib import Path
+
 import pytest
 import torch
 
 from pdserve.base.errors import SetupError
 from pdserve.base.layout import KvLayout
+from pdserve.engine.sampler import Sampler
+from pdserve.engine.sequence import SampleResult, SampleRow
+from pdserve.model.batch import Batch
 from pdserve.model.loader import load_decoder
-from pdserve.worker.device import measure_use, open_device
+from pdserve.worker.device import LargestSteps, measure_use, open_device
 from tests.unit.model.tiny import save_model
 
 HAS_GPU = torch.cuda.is_available()
@@ -37,6 +43,17 @@ class Counted:
         self.watched = len(self.rows)
 
 
+class Drawn(Sampler):
+    """Remembers how many rows it was given."""
+
+    def __init__(self) -> None:
+        self.num_rows: list[int] = []
+
+    def sample(self, logits: torch.Tensor, rows: Items[SampleRow], logits_rows: Items[int]) -> list[SampleResult]:
+        self.num_rows.append(len(rows))
+        return super().sample(logits, rows, logits_rows)
+
+
 def test_the_cpu_is_always_there() -> None:
     assert open_device("cpu") == torch.device("cpu")
 
@@ -57,18 +74,17 @@ def test_a_device_that_cannot_be_had_is_refused(name: str, needle: str) -> None:
         open_device(name)
 
 
-@pytest.mark.parametrize(("num_rows", "measured"), [(40, 40), (10_000, 64)])
-def test_the_largest_step_is_run_and_its_peak_taken(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, num_rows: int, measured: int
+@pytest.mark.parametrize(("num_tokens", "measured"), [(40, 40), (10_000, 64)])
+def test_the_largest_steps_are_run_and_their_peak_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_tokens: int, measured: int
 ) -> None:
-    decoder = load_decoder(save_model(tmp_path_factory.mktemp("model")), max_model_len=64)
-    memory, forward = Counted(), decoder.forward
+    decoder = load_decoder(save_model(tmp_path), max_model_len=64)
+    memory, forward, tables = Counted(), decoder.forward, list[torch.Size]()
 
-    def counted(batch: object, kv_cache: torch.Tensor) -> torch.Tensor:
-        logits = forward(batch, kv_cache)  # type: ignore[arg-type]
-        memory.rows.append(len(batch.token_ids))  # type: ignore[attr-defined]
-        assert len(logits) == 4
-        return logits
+    def counted(batch: Batch, kv_cache: torch.Tensor) -> torch.Tensor:
+        memory.rows.append(len(batch.token_ids))
+        tables.append(batch.block_tables.shape)
+        return forward(batch, kv_cache)
 
     monkeypatch.setattr(decoder, "forward", counted)
     config = decoder.config
@@ -80,6 +96,11 @@ def test_the_largest_step_is_run_and_its_peak_taken(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
     )
-    use = measure_use(decoder, layout, memory, free_before=90_000, num_rows=num_rows, num_logits=4)
-    assert memory.rows == [measured]
-    assert (use.total, use.free, use.weights, use.activations) == (100_000, 90_000, 700, 10 * measured)
+    steps = LargestSteps(num_tokens=num_tokens, num_prompts=4, num_decoding=5)
+    sampler = Drawn()
+    use = measure_use(decoder, sampler, layout, memory, free_before=90_000, steps=steps)
+    assert memory.rows == [measured, 5]
+    assert tables == [(1, -(-measured // 16)), (5, 4)]
+    assert sampler.num_rows == [4, 5]
+    logits = 5 * config.vocab_size * 4
+    assert (use.total, use.free, use.weights, use.activations) == (100_000, 90_000, 700, 10 * measured + logits)
