@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.composed import ComposedDecoder
 from kernels.cpu import native
 from kernels.cpu.decoder import Borrowing, CpuDecoder, NativeModule, Threads, unsupported
-from kernels.decoder import DecoderKernel, DecoderShape, DecoderWeights
+from kernels.decoder import ALONE, DecoderKernel, DecoderShape, DecoderWeights, Ranks
 from kernels.reference import ReferenceOps
 
 
@@ -66,22 +66,24 @@ def instruction_sets() -> list[str]:
 
 
 def open_decoder(
-    options: KernelOptions, shape: DecoderShape, weights: DecoderWeights, cos_sin: Tensor
+    options: KernelOptions, shape: DecoderShape, weights: DecoderWeights, cos_sin: Tensor, ranks: Ranks = ALONE
 ) -> tuple[DecoderKernel, KernelChoice]:
     """Binds the chosen kernels to weights. `cos_sin`: float32 [max_positions, 2, head_dim].
+
+    On several ranks `shape` and `weights` are one rank's, and all must choose alike.
 
     Raises `KernelsUnavailable`.
     """
     on_gpu = weights.norm.device.type == "cuda"
     if options.implementation == "triton" or (options.implementation == "auto" and on_gpu):
-        return _open_triton(options, shape, weights, cos_sin)
-    reason = "" if options.implementation == "reference" else _why_not_cpu(options, shape, weights)
+        return _open_triton(options, shape, weights, cos_sin, ranks)
+    reason = "" if options.implementation == "reference" else _why_not_cpu(options, shape, weights, ranks)
     if options.implementation == "reference" or reason:
         wanted = "--kernels cpu" if options.implementation == "cpu" else options.quantization or options.instruction_set
         if wanted:
             raise KernelsUnavailable(f"{wanted} needs the C++ kernels: {reason or 'plain torch was asked for'}.")
         choice = KernelChoice(implementation="reference", instruction_set="", quantization="", reason=reason)
-        return ComposedDecoder(ReferenceOps(), shape, weights, cos_sin), choice
+        return ComposedDecoder(ReferenceOps(), shape, weights, cos_sin, ranks), choice
     found = instruction_sets()
     name = options.instruction_set or found[0]
     if name not in found:
@@ -113,14 +115,16 @@ def open_decoder(
     return kernel, choice
 
 
-def _why_not_cpu(options: KernelOptions, shape: DecoderShape, weights: DecoderWeights) -> str:
+def _why_not_cpu(options: KernelOptions, shape: DecoderShape, weights: DecoderWeights, ranks: Ranks) -> str:
     if weights.norm.device.type != "cpu":
         return f"the model is on {weights.norm.device}"
+    if ranks.size > 1:
+        return f"{ranks.size} ranks share the model, and C++ computes a forward pass without talking to others"
     return native.missing_reason() or unsupported(shape, int8=options.quantization == "int8") or ""
 
 
 def _open_triton(
-    options: KernelOptions, shape: DecoderShape, weights: DecoderWeights, cos_sin: Tensor
+    options: KernelOptions, shape: DecoderShape, weights: DecoderWeights, cos_sin: Tensor, ranks: Ranks
 ) -> tuple[DecoderKernel, KernelChoice]:
     device = weights.norm.device
     cpu_only = options.quantization or options.instruction_set
@@ -145,7 +149,7 @@ def _open_triton(
         reason="",
         mode="deterministic" if options.deterministic else "fast",
     )
-    return TritonDecoder(TritonOps(deterministic=options.deterministic), shape, weights, cos_sin), choice
+    return TritonDecoder(TritonOps(deterministic=options.deterministic), shape, weights, cos_sin, ranks), choice
 
 
 def _why_not_triton(device: torch.device) -> str:

@@ -5,18 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.decoder import DecoderShape, DecoderWeights, LayerWeights
+from kernels.decoder import ALONE, DecoderShape, DecoderWeights, LayerWeights, Ranks
 from kernels.ops import KvRows, Ops, PagedKv
 
 
 class ComposedDecoder:
-    """Implements `kernels.decoder.DecoderKernel`."""
+    """Implements `kernels.decoder.DecoderKernel`.
+
+    On several ranks the output and down products are sums over what the ranks hold. Each rank's part of such a sum is
+    rounded to the dtype, as every product is, before the parts are added up in float32 and rounded once more; rank 0's
+    has the bias in it. Only then the residual is added.
+    """
 
     #: Ops know only the cores they were given.
     borrowed_core_seconds = 0.0
     redone_units = 0
 
-    def __init__(self, ops: Ops, shape: DecoderShape, weights: DecoderWeights, cos_sin: Tensor) -> None:
+    def __init__(
+        self, ops: Ops, shape: DecoderShape, weights: DecoderWeights, cos_sin: Tensor, ranks: Ranks = ALONE
+    ) -> None:
         """`cos_sin`: float32 [max_positions, 2, head_dim]."""
         self._ops = ops
         self._shape = shape
@@ -24,6 +31,7 @@ class ComposedDecoder:
         matrices = [m for w in weights.layers for m in (w.q, w.k, w.v, w.output, w.gate, w.up, w.down)]
         self.weight_bytes = sum(matrix.nbytes for matrix in (*matrices, weights.lm_head))
         self._cos_sin = cos_sin
+        self._ranks = ranks
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, rows: KvRows, logits_rows: Tensor, kv_cache: Tensor) -> Tensor:
@@ -32,11 +40,13 @@ class ComposedDecoder:
         hidden = ops.embedding(token_ids, self._weights.embedding)
         normed = ops.rms_norm(hidden, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
-            attended = self._attention(index, layer, normed, kv)
+            attended = self._ranks.all_reduce(self._attention(index, layer, normed, kv))
             normed, hidden = ops.add_rms_norm(attended, hidden, layer.post_attention_norm, eps)
             next_norm = layers[index + 1].input_norm if index + 1 < len(layers) else self._weights.norm
-            normed, hidden = ops.add_rms_norm(self._mlp(layer, normed), hidden, next_norm, eps)
-        return ops.linear(normed.index_select(0, logits_rows), self._weights.lm_head).float()
+            down = self._ranks.all_reduce(self._mlp(layer, normed))
+            normed, hidden = ops.add_rms_norm(down, hidden, next_norm, eps)
+        logits = ops.linear(normed.index_select(0, logits_rows), self._weights.lm_head)
+        return self._ranks.gather_columns(logits, self._shape.vocab_size).float()
 
     def _attention(self, index: int, layer: LayerWeights, x: Tensor, kv: PagedKv) -> Tensor:
         ops, shape = self._ops, self._shape

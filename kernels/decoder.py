@@ -1,4 +1,4 @@
-"""What a decoder computes with: its shape, its weights, and the forward pass that every sibling offers."""
+"""What a decoder computes with: its shape, its weights, its ranks, and the forward pass that every sibling offers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from kernels.ops import KvRows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """The numbers of a decoder of the llama family."""
+    """The numbers of a decoder of the llama family.
+
+    One of several ranks has heads and an intermediate size of its own; hidden size and vocabulary are the model's.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -56,12 +59,59 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderWeights:
-    """A whole decoder, all of one dtype on one device; `lm_head` is `embedding` when they are tied."""
+    """A whole decoder, all of one dtype on one device; `lm_head` is `embedding` when they are tied.
+
+    One of several ranks has the matrices' rows of its own heads, of its part of the intermediate size, and of its part
+    of the vocabulary (`kernels.split.part_of`) in `lm_head`; of `output` and `down` it has columns, and rank 0 alone
+    has their biases. Norms and the embedding are whole.
+    """
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     lm_head: Tensor
+
+
+class Ranks(Protocol):
+    """Those who compute one model together, seen by one of them. All make the same calls with the same shapes."""
+
+    @property
+    def rank(self) -> int:
+        """This one: from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Adds up all ranks' x [num_rows, features], contiguous, in place: the same bits on every rank.
+
+        The parts are added in float32 by rank, and the sum is rounded once, to x's dtype: a row's bits do not depend on
+        other rows.
+        """
+
+    def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
+        """All ranks' parts side by side, [num_rows, num_columns], on rank 0; what others get has no meaning.
+
+        x: [num_rows, columns of `kernels.split.part_of(num_columns, rank, size)`].
+        """
+
+
+class LoneRank:
+    """Implements `Ranks` for one: there is nobody to talk to."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
+        assert x.shape[1] == num_columns
+        return x
+
+
+ALONE = LoneRank()
 
 
 class DecoderKernel(Protocol):
@@ -85,4 +135,7 @@ class DecoderKernel(Protocol):
         token_ids: int64 [num_tokens]; logits_rows: int64 [num_logits]; kv_cache: [num_blocks, num_layers, 2,
         num_kv_heads, block_size, head_dim], contiguous, of the weights' dtype. The logits may lie in memory that the
         next call overwrites.
+
+        Of several ranks all call it with the same arguments, but for the cache, which has the rank's own heads. Rank 0
+        has the logits; what others return has no meaning.
         """

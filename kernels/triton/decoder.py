@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.decoder import DecoderShape, DecoderWeights, LayerWeights
+from kernels.decoder import ALONE, DecoderShape, DecoderWeights, LayerWeights, Ranks
 from kernels.ops import KvRows
 from kernels.triton.activation import silu_mul_merged
 from kernels.triton.gather import gather_rows
@@ -85,13 +85,16 @@ class _Layer:
 class TritonDecoder:
     """Implements `kernels.decoder.DecoderKernel`.
 
-    Rounds where `kernels.composed` does, but for the logits: they are float32 sums in deterministic mode.
+    Rounds where `kernels.composed` does, on several ranks too, but for the logits: they are float32 sums in
+    deterministic mode.
     """
 
     borrowed_core_seconds = 0.0
     redone_units = 0
 
-    def __init__(self, ops: TritonOps, shape: DecoderShape, weights: DecoderWeights, cos_sin: Tensor) -> None:
+    def __init__(
+        self, ops: TritonOps, shape: DecoderShape, weights: DecoderWeights, cos_sin: Tensor, ranks: Ranks = ALONE
+    ) -> None:
         """`cos_sin`: float32 [max_positions, 2, head_dim]. Keeps no weights that it has copies of."""
         self._ops = ops
         self._shape = shape
@@ -100,6 +103,7 @@ class TritonDecoder:
         self._norm = weights.norm
         self._lm_head = weights.lm_head
         self._cos_sin = cos_sin
+        self._ranks = ranks
         matrices = [matrix for layer in self._layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         self.weight_bytes = sum(matrix.nbytes for matrix in (*matrices, self._lm_head))
 
@@ -115,13 +119,14 @@ class TritonDecoder:
             if is_last:
                 # From here on a row matters for its own logits only.
                 attended, hidden = gather_rows(attended, logits_rows), gather_rows(hidden, logits_rows)
-            projected = self._ops.linear(attended, layer.output, layer.output_bias)
+            projected = self._ranks.all_reduce(self._ops.linear(attended, layer.output, layer.output_bias))
             normed, hidden = add_rms_norm(projected, hidden, layer.post_attention_norm, eps, in_place=True)
             gated = silu_mul_merged(self._ops.linear(normed, layer.gate_up, layer.gate_up_bias))
             next_norm = self._norm if is_last else self._layers[index + 1].input_norm
-            down = self._ops.linear(gated, layer.down, layer.down_bias)
+            down = self._ranks.all_reduce(self._ops.linear(gated, layer.down, layer.down_bias))
             normed, hidden = add_rms_norm(down, hidden, next_norm, eps, in_place=True)
-        return self._ops.linear(normed, self._lm_head, out_dtype=torch.float32)
+        logits = self._ops.linear(normed, self._lm_head, out_dtype=torch.float32)
+        return self._ranks.gather_columns(logits, self._shape.vocab_size)
 
     def _attention(self, index: int, layer: _Layer, x: Tensor, kv: TritonPagedKv) -> Tensor:
         shape = self._shape

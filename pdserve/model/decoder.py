@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kernels.choice import KernelOptions, open_decoder
-from kernels.decoder import DecoderShape, DecoderWeights
+from kernels.decoder import ALONE, DecoderShape, DecoderWeights, Ranks
 from pdserve.model.batch import Batch
 from pdserve.model.config import ModelConfig
 from pdserve.model.rope import make_cos_sin
@@ -21,8 +21,12 @@ class Decoder:
         *,
         max_model_len: int | None = None,
         kernels: KernelOptions | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """Raises `KernelsUnavailable`."""
+        """On several ranks, config and weights are this one's (`pdserve.model.sharding`).
+
+        Raises `KernelsUnavailable`.
+        """
         self.config = config
         #: Positions that can be served; the table of angles ends here.
         self.max_model_len = max_model_len or config.max_position_embeddings
@@ -37,7 +41,7 @@ class Decoder:
             max_model_len=self.max_model_len,
         ).to(self.device)
         #: What computes.
-        self._kernel, self.kernels = open_decoder(kernels or KernelOptions(), _shape(config), weights, cos_sin)
+        self._kernel, self.kernels = open_decoder(kernels or KernelOptions(), _shape(config), weights, cos_sin, ranks)
 
     @property
     def borrowed_core_seconds(self) -> float:
@@ -58,6 +62,7 @@ class Decoder:
         """Float32 logits [num_logits, vocab_size] of the batch's `logits_rows`, valid until the next call.
 
         kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim] of the model's dtype, contiguous.
+        Of several ranks all compute the same batch, each in its own cache; the logits are rank 0's.
         """
         return self._kernel.forward(batch.token_ids, batch.kv_rows(), batch.logits_rows, kv_cache)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol, cast
@@ -13,11 +13,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kernels.choice import KernelOptions, KernelsUnavailable
-from kernels.decoder import DecoderWeights
+from kernels.decoder import ALONE, DecoderWeights, Ranks
 from pdserve.base.errors import SetupError
 from pdserve.model.checkpoint import weight_files
 from pdserve.model.config import DTYPES, ModelConfig
 from pdserve.model.decoder import Decoder
+from pdserve.model.sharding import Part, rank_config, tensor_parts
 from pdserve.model.tensors import Shape, check_tensors
 from pdserve.model.weights import assemble
 
@@ -29,6 +30,7 @@ _FLOATS = ("F64", "F32", "BF16", "F16")
 class _Slice(Protocol):
     def get_dtype(self) -> str: ...
     def get_shape(self) -> list[int]: ...
+    def __getitem__(self, part: Part) -> Tensor: ...
 
 
 class _File(Protocol):
@@ -46,15 +48,16 @@ def load_decoder(
     device: str = "cpu",
     max_model_len: int | None = None,
     kernels: KernelOptions | None = None,
+    ranks: Ranks = ALONE,
 ) -> Decoder:
-    """The decoder of a model directory; "auto" is the dtype of its config.
+    """The decoder of a model directory, or the part of it that one of several ranks computes.
 
-    Raises `SetupError` for a model, dtype or choice of kernels that is not supported and for weights that do not fit
-    the config.
+    `dtype` "auto" is that of its config. Raises `SetupError` for a model, dtype, choice of kernels or number of ranks
+    that is not supported, and for weights that do not fit the config.
     """
     config = ModelConfig.from_dir(model_dir)
-    weights = load_weights(model_dir, config, dtype=dtype, device=device)
-    return make_decoder(config, weights, max_model_len=max_model_len, kernels=kernels)
+    weights = load_weights(model_dir, config, dtype=dtype, device=device, rank=ranks.rank, size=ranks.size)
+    return make_decoder(config, weights, max_model_len=max_model_len, kernels=kernels, ranks=ranks)
 
 
 def make_decoder(
@@ -63,42 +66,68 @@ def make_decoder(
     *,
     max_model_len: int | None = None,
     kernels: KernelOptions | None = None,
+    ranks: Ranks = ALONE,
 ) -> Decoder:
-    """Binds kernels to weights that were loaded. Raises `SetupError` for a choice that cannot be had."""
+    """Binds kernels to weights that were loaded, which on several ranks are a part of what `config` describes.
+
+    Raises `SetupError` for a choice that cannot be had.
+    """
+    own = rank_config(config, ranks.size)
     try:
-        return Decoder(config, weights, max_model_len=max_model_len, kernels=kernels)
+        return Decoder(own, weights, max_model_len=max_model_len, kernels=kernels, ranks=ranks)
     except KernelsUnavailable as error:
         raise SetupError(str(error)) from error
 
 
-def load_weights(model_dir: Path, config: ModelConfig, *, dtype: str = "auto", device: str = "cpu") -> DecoderWeights:
-    """The weights of a model directory.
+def load_weights(
+    model_dir: Path,
+    config: ModelConfig,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    rank: int = 0,
+    size: int = 1,
+) -> DecoderWeights:
+    """The weights of a model directory; of the tensors that `size` ranks split, no more is read than one rank's part.
 
     On the CPU, tensors stored in that dtype stay in the page cache, where all processes share them; others are copies.
     On another device each is read straight into its memory, and matrices that are multiplied together lie side by side.
-    Raises `SetupError` like `load_decoder`.
+    Raises `SetupError` like `load_decoder`, and when the ranks cannot split the model.
     """
     name = config.dtype if dtype == "auto" else dtype
     if name not in DTYPES:
         raise SetupError(f"dtype {name!r} is not supported; supported: auto, {', '.join(DTYPES)}.")
+    parts = tensor_parts(config, rank, size)
     with ExitStack() as stack:
         files = _open_files(model_dir, device, stack)
         check_tensors(config, dict(_shapes(files)), str(model_dir))
         where = {tensor: file for file in files for tensor in list(file.keys())}
 
         def get(tensor: str) -> Tensor:
-            return where[tensor].get_tensor(tensor).to(dtype=_TORCH_DTYPES[name])
+            return _read(where[tensor], tensor, parts[tensor]).to(dtype=_TORCH_DTYPES[name])
 
         try:
-            return assemble(config, get, side_by_side=device != "cpu")
+            return assemble(config, get, side_by_side=device != "cpu", rank=rank, size=size)
         except torch.OutOfMemoryError as error:
-            needed = sum(math.prod(shape) for _, shape in _shapes(files)) * _TORCH_DTYPES[name].itemsize
+            needed = _num_elements(parts) * _TORCH_DTYPES[name].itemsize
             free, total = torch.cuda.mem_get_info(device)
             raise SetupError(
                 f"The weights of {model_dir} need {needed / 2**30:.2f} GiB in {name}, and of {device}'s "
                 f"{total / 2**30:.2f} GiB {free / 2**30:.2f} were left when they did not fit. Use a larger GPU, a "
                 "smaller model, or end what else uses it."
             ) from error
+
+
+def _read(file: _File, name: str, part: Part) -> Tensor:
+    """Rows stay where the file is mapped; columns become a matrix of their own."""
+    view = file.get_slice(name)
+    if all(one == slice(0, length) for one, length in zip(part, view.get_shape(), strict=True)):
+        return file.get_tensor(name)
+    return view[part].contiguous()
+
+
+def _num_elements(parts: Mapping[str, Part]) -> int:
+    return sum(math.prod(one.stop - one.start for one in part) for part in parts.values())
 
 
 def _open_files(model_dir: Path, device: str, stack: ExitStack) -> list[_File]:

@@ -15,7 +15,7 @@ from tests.golden.compare import assert_same, reference_logits
 from tests.golden.paged import generate_greedily
 from tests.golden.prompts import SHORT_PROMPTS, long_prompt
 
-NEW_TOKENS = 64
+NEW_TOKENS = 32
 LONG_TOKENS = 1500
 #: Nats, on average over the 50 likeliest tokens: what rounding to bfloat16 in every op may cost.
 BFLOAT16_TOLERANCE = 0.2

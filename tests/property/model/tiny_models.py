@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.choice import KernelOptions
-from kernels.decoder import DecoderWeights, LayerWeights
+from kernels.decoder import DecoderWeights, LayerWeights, Ranks
 from pdserve.model.config import ARCHITECTURES, ModelConfig
 from pdserve.model.decoder import Decoder
+from pdserve.model.sharding import rank_config, tensor_parts
 from pdserve.model.tensors import tensor_shapes
 from pdserve.model.weights import assemble
 from tests.support.backends import REFERENCE
@@ -64,6 +65,16 @@ def make_decoder(
     return Decoder(config, _each(weights, lambda tensor: tensor.to(device)) if device else weights, kernels=options)
 
 
+def make_rank_decoder(
+    fields: Fields, options: KernelOptions, dtype: torch.dtype, ranks: Ranks, *, seed: int = 0
+) -> Decoder:
+    """What one of several ranks computes of `make_decoder`'s."""
+    config = ModelConfig.from_hf(fields)
+    tensors, parts = _random_tensors(config, dtype, seed), tensor_parts(config, ranks.rank, ranks.size)
+    weights = assemble(config, lambda name: tensors[name][parts[name]], rank=ranks.rank, size=ranks.size)
+    return Decoder(rank_config(config, ranks.size), weights, kernels=options, ranks=ranks)
+
+
 def make_truth(fields: Fields, dtype: torch.dtype, quantization: str | None, *, seed: int = 0) -> Decoder:
     """What such a decoder should compute: the weights as they are stored, all arithmetic the reference's in float32."""
     config = ModelConfig.from_hf(fields)
@@ -75,6 +86,10 @@ def make_truth(fields: Fields, dtype: torch.dtype, quantization: str | None, *, 
 
 
 def _random_weights(config: ModelConfig, dtype: torch.dtype, seed: int) -> DecoderWeights:
+    return assemble(config, _random_tensors(config, dtype, seed).__getitem__)
+
+
+def _random_tensors(config: ModelConfig, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
     """Matrices keep the size of what goes through them, so that no value drowns another."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -84,8 +99,7 @@ def _random_weights(config: ModelConfig, dtype: torch.dtype, seed: int) -> Decod
             return 1 + values * 0.2
         return values * 0.2 if "bias" in name else values if "embed" in name else values * shape[1] ** -0.5
 
-    tensors = {name: random(name, shape).to(dtype) for name, shape in tensor_shapes(config).items()}
-    return assemble(config, tensors.__getitem__)
+    return {name: random(name, shape).to(dtype) for name, shape in tensor_shapes(config).items()}
 
 
 def _rounded_to_int8(matrix: Tensor) -> Tensor:

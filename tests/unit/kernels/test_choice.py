@@ -13,7 +13,7 @@ from pdserve.base.errors import SetupError
 from pdserve.model.loader import load_decoder
 from tests.support.devices import gpu_only, needs_triton
 from tests.unit.kernels.cpu_ops import needs_kernels
-from tests.unit.model.tiny import save_model
+from tests.unit.model.tiny import Second, save_model
 
 TRITON = KernelOptions(implementation="triton")
 
@@ -34,6 +34,14 @@ def test_what_only_the_kernels_can_do_is_not_dropped_without_them(tmp_path: Path
 def test_an_instruction_set_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"does not run the instruction set 'mmx'; it runs .*portable"):
         load_decoder(save_model(tmp_path), kernels=KernelOptions(instruction_set="mmx"))
+
+
+@needs_kernels
+def test_ranks_are_computed_by_plain_torch_which_says_why(tmp_path: Path) -> None:
+    choice = load_decoder(save_model(tmp_path), ranks=Second()).kernels
+    assert (choice.implementation, choice.reason[:23]) == ("reference", "2 ranks share the model")
+    with pytest.raises(SetupError, match=r"--kernels cpu needs the C\+\+ kernels: 2 ranks share the model"):
+        load_decoder(tmp_path, kernels=KernelOptions(implementation="cpu"), ranks=Second())
 
 
 @needs_triton

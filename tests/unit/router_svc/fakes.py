@@ -121,6 +121,8 @@ class World:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.commits: dict[bytes, asyncio.Event] = {}
+        #: Tokens of which a decode worker can have the blocks sent; more it computes itself.
+        self.most_receivable = 1_000_000
         #: Everything routers asked, in order.
         self.decode_starts: list[decode_pb2.DecodeStart] = []
         self.commands: list[str] = []
@@ -213,7 +215,7 @@ class _DecodeSession:
             # It begins before a fault can end it.
             await asyncio.sleep(0)
             await script.reach("decode", self._stream)
-            if uncached <= self._start.local_prefill_threshold:
+            if uncached <= self._start.local_prefill_threshold or uncached > self._world.most_receivable:
                 self._local = decode_pb2.PrefillLocally()
             else:
                 tasks.start(self._grant(), name="grant")

@@ -336,6 +336,19 @@ async def test_a_short_prompt_is_prefilled_by_the_decode_worker(redis_server: Pr
         assert await house.metric("prefills_total", tier="decode") == 1
 
 
+async def test_a_prompt_that_the_decode_worker_cannot_receive_is_a_fallback_and_counted(
+    redis_server: PrivateRedis, model_dir: object
+) -> None:
+    async with open_house(redis_server, model_dir, TWO_OF_EACH, local_prefill_threshold=1) as house:  # type: ignore[arg-type]
+        house.world.most_receivable = 2
+        text, _ = await house.stream()
+        assert text == TEXT
+        record = await house.only_trace()
+        assert (record["prefilled_by"], record["local_prefill_reason"]) == ("decode", "fallback")
+        assert [fallback["reason"] for fallback in record["fallbacks"]] == ["not_receivable"]
+        assert await house.metric("prefill_fallbacks_total", reason="not_receivable") == 1
+
+
 @pytest.mark.parametrize(("mode", "tier", "reason"), [("auto", "decode", "load"), ("threshold", "prefill", None)])
 async def test_while_prompts_queue_at_the_prefill_tier_the_decode_worker_prefills_and_the_record_says_so(
     redis_server: PrivateRedis, model_dir: object, mode: str, tier: str, reason: str | None

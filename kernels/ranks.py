@@ -1,0 +1,64 @@
+"""Ranks that are processes, each with its own device, in a process group of torch.distributed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, distributed
+
+from kernels.split import part_of
+
+#: Torch 2.13 has a new name for it, and a warning in each call of the old one.
+_all_gather = (
+    distributed.all_gather_single if hasattr(distributed, "all_gather_single") else distributed.all_gather_into_tensor
+)
+
+
+class TorchRanks:
+    """Implements `kernels.decoder.Ranks`, with gloo on CPUs and NCCL on GPUs.
+
+    Every rank's parts of a sum travel to every other one, who adds them up by rank. The libraries' own reductions are
+    not used: in which order they add follows from an element's place in the message, so with three ranks and more a
+    row's bits would depend on the batch. For two ranks that is as much to send as in a ring, for n n / 2 times as much.
+
+    Shapes alone decide what is sent, and nothing waits for the host: with NCCL a CUDA graph can hold it, once a first
+    call has connected the ranks.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup) -> None:
+        """The caller makes the group and destroys it."""
+        self._group = group
+        self.rank = group.rank()
+        self.size = group.size()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        assert x.dim() == 2
+        assert x.is_contiguous()
+        if x.numel() == 0:
+            return x
+        gathered = x.new_empty((self.size * x.shape[0], x.shape[1]))
+        _all_gather(gathered, x, group=self._group)
+        first, *others = gathered.chunk(self.size)
+        total = first.float()
+        for part in others:
+            total += part
+        return x.copy_(total)
+
+    def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
+        num_rows = x.shape[0]
+        widths = [_width(num_columns, rank, self.size) for rank in range(self.size)]
+        assert x.shape == (num_rows, widths[self.rank])
+        if num_rows == 0:
+            return x.new_empty((0, num_columns))
+        # Parts in one message have one size. The first rank's is the widest, by one column at most.
+        sent = torch.nn.functional.pad(x, (0, widths[0] - x.shape[1]))
+        if self.rank != 0:
+            distributed.gather(sent, None, group=self._group, group_dst=0)
+            return x
+        parts = [torch.empty_like(sent) for _ in widths]
+        distributed.gather(sent, parts, group=self._group, group_dst=0)
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
+
+
+def _width(num_columns: int, rank: int, size: int) -> int:
+    part = part_of(num_columns, rank, size)
+    return int(part.stop - part.start)
