@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -31,7 +31,7 @@ class _Slice(Protocol):
     def get_shape(self) -> list[int]: ...
 
 
-class _File(Protocol):
+class TensorFile(Protocol):
     """What is used of `safetensors.safe_open`, which has no type hints."""
 
     def keys(self) -> list[str]: ...
@@ -81,10 +81,9 @@ def load_weights(model_dir: Path, config: ModelConfig, *, dtype: str = "auto", d
     name = config.dtype if dtype == "auto" else dtype
     if name not in DTYPES:
         raise SetupError(f"dtype {name!r} is not supported; supported: auto, {', '.join(DTYPES)}.")
-    with ExitStack() as stack:
-        files = _open_files(model_dir, device, stack)
-        check_tensors(config, dict(_shapes(files)), str(model_dir))
-        where = {tensor: file for file in files for tensor in list(file.keys())}
+    with open_checkpoint(model_dir, device) as where:
+        shapes = dict(_shapes(where))
+        check_tensors(config, shapes, str(model_dir))
 
         def get(tensor: str) -> Tensor:
             return where[tensor].get_tensor(tensor).to(dtype=_TORCH_DTYPES[name])
@@ -92,7 +91,7 @@ def load_weights(model_dir: Path, config: ModelConfig, *, dtype: str = "auto", d
         try:
             return assemble(config, get, side_by_side=device != "cpu")
         except torch.OutOfMemoryError as error:
-            needed = sum(math.prod(shape) for _, shape in _shapes(files)) * _TORCH_DTYPES[name].itemsize
+            needed = sum(math.prod(shape) for shape in shapes.values()) * _TORCH_DTYPES[name].itemsize
             free, total = torch.cuda.mem_get_info(device)
             raise SetupError(
                 f"The weights of {model_dir} need {needed / 2**30:.2f} GiB in {name}, and of {device}'s "
@@ -101,21 +100,24 @@ def load_weights(model_dir: Path, config: ModelConfig, *, dtype: str = "auto", d
             ) from error
 
 
-def _open_files(model_dir: Path, device: str, stack: ExitStack) -> list[_File]:
-    files = []
-    for path in weight_files(model_dir):
-        try:
-            files.append(cast(_File, stack.enter_context(safe_open(path, framework="pt", device=device))))
-        except (SafetensorError, OSError) as error:
-            raise SetupError(f"{path} is not a readable safetensors file: {error}.") from error
-    return files
+@contextmanager
+def open_checkpoint(model_dir: Path, device: str = "cpu") -> Iterator[dict[str, TensorFile]]:
+    """Each tensor's name with the file that has it, as long as they are open. Raises `SetupError`."""
+    with ExitStack() as stack:
+        where: dict[str, TensorFile] = {}
+        for path in weight_files(model_dir):
+            try:
+                file = cast(TensorFile, stack.enter_context(safe_open(path, framework="pt", device=device)))
+            except (SafetensorError, OSError) as error:
+                raise SetupError(f"{path} is not a readable safetensors file: {error}.") from error
+            where |= dict.fromkeys(file.keys(), file)
+        yield where
 
 
-def _shapes(files: list[_File]) -> Iterator[tuple[str, Shape]]:
-    for file in files:
-        for name in list(file.keys()):
-            view = file.get_slice(name)
-            if view.get_dtype() not in _FLOATS:
-                supported = ", ".join(_FLOATS)
-                raise SetupError(f"{name} has type {view.get_dtype()}, which is not supported; supported: {supported}.")
-            yield name, tuple(view.get_shape())
+def _shapes(where: Mapping[str, TensorFile]) -> Iterator[tuple[str, Shape]]:
+    for name, file in where.items():
+        view = file.get_slice(name)
+        if view.get_dtype() not in _FLOATS:
+            supported = ", ".join(_FLOATS)
+            raise SetupError(f"{name} has type {view.get_dtype()}, which is not supported; supported: {supported}.")
+        yield name, tuple(view.get_shape())
