@@ -1,9 +1,9 @@
 """What 8-bit weights or 8-bit KV cost in quality: perplexity, the same next token, the same greedy completion.
 
-    python -m benchmarks.quantization [--kv-cache] [--tokens 20000] [--out benchmarks/results]
+    python -m benchmarks.quantization [weights|kv-cache] [--tokens 20000] [--out benchmarks/results]
 
 From the default model. Weights, on the C++ kernels: bfloat16, the same rounded to int8 (`--quantization int8`), and
-float32 as the yardstick for what bfloat16 itself changes. With --kv-cache, in plain torch: bfloat16 weights with KV in
+float32 as the yardstick for what bfloat16 itself changes. KV cache, in plain torch: bfloat16 weights with KV in
 bfloat16 and in float8_e4m3fn (`--kv-cache-dtype fp8_e4m3`), scaled as the checkpoint says.
 
 The text is Python's own reference, which every Python carries; its hash is in the result. Perplexity is over windows of
@@ -36,6 +36,7 @@ from pdserve.model.tokenizer import Tokenizer
 
 STRIDE = 512
 COMPLETION_TOKENS = 64
+COMPARISONS = {"weights": WEIGHTS, "kv-cache": KV_CACHE}
 PROMPTS = (
     "What is the capital of France?",
     "Explain why the sky is blue.",
@@ -189,12 +190,12 @@ def _note(comparison: Comparison, path: Path) -> str:
 def main() -> None:
     """Command line entry."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kv-cache", action="store_true", help="compare types of the KV cache instead of the weights")
+    parser.add_argument("what", nargs="?", choices=COMPARISONS, default="weights", help="what is compared")
     parser.add_argument("--tokens", type=int, default=20_000, help="of text for the perplexity")
     parser.add_argument("--threads", type=int, help="compute threads; default: as many as torch takes")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the result files")
     arguments = parser.parse_args()
-    comparison = KV_CACHE if arguments.kv_cache else WEIGHTS
+    comparison = COMPARISONS[arguments.what]
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     environment = describe()

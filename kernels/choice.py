@@ -137,7 +137,7 @@ def _open_triton(
     if cpu_only:
         why = f"the model is on {device}" if device.type == "cuda" else "--kernels triton was asked for"
         raise KernelsUnavailable(f"{cpu_only} needs the C++ kernels: {why}.")
-    reason = _why_not_triton(device, fp8=options.kv_scales is not None)
+    reason = why_not_triton(device, fp8=options.kv_scales is not None)
     if reason:
         raise KernelsUnavailable(f"the Triton kernels cannot run: {reason}.")
     # Not before they are chosen: Triton takes a while to import.
@@ -159,7 +159,8 @@ def _open_triton(
     return TritonDecoder(ops, shape, weights, cos_sin, kv_scales=kv_scales), choice
 
 
-def _why_not_triton(device: torch.device, *, fp8: bool) -> str:
+def why_not_triton(device: torch.device, *, fp8: bool) -> str:
+    """Why the Triton kernels cannot run there, with an fp8 KV cache or without; empty when they can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; it comes with pdserve[cuda12] and pdserve[cuda13]"
     import triton
