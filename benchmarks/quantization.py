@@ -1,11 +1,14 @@
-"""What `--quantization int8` costs in quality: perplexity, the same next token, the same greedy completion.
+"""What 8-bit weights or 8-bit KV cost in quality: perplexity, the same next token, the same greedy completion.
 
-    python -m benchmarks.quantization [--tokens 20000] [--out benchmarks/results]
+    python -m benchmarks.quantization [weights|kv-cache] [--tokens 20000] [--out benchmarks/results]
 
-All on the C++ kernels, from the default model: bfloat16 weights, the same rounded to int8, and float32 as the yardstick
-for what bfloat16 itself changes. The text is Python's own reference, which every Python carries; its hash is in the
-result. Perplexity is over windows of 1,024 tokens, 512 apart: a token is scored once, with 512 to 1,023 tokens before
-it (those of the first window with what there is). Results do not depend on `--threads`.
+From the default model. Weights, on the C++ kernels: bfloat16, the same rounded to int8 (`--quantization int8`), and
+float32 as the yardstick for what bfloat16 itself changes. KV cache, in plain torch: bfloat16 weights with KV in
+bfloat16 and in float8_e4m3fn (`--kv-cache-dtype fp8_e4m3`), scaled as the checkpoint says.
+
+The text is Python's own reference, which every Python carries; its hash is in the result. Perplexity is over windows of
+1,024 tokens, 512 apart: a token is scored once, with 512 to 1,023 tokens before it (those of the first window with what
+there is). Results of the C++ kernels do not depend on `--threads`.
 """
 
 from __future__ import annotations
@@ -16,31 +19,24 @@ import json
 import math
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from pydoc_data import topics
 
 import torch
-from torch import Tensor
 
 from benchmarks.environment import describe
-from kernels.choice import KernelOptions
-from pdserve.base.layout import KvLayout
-from pdserve.engine.kv_cache import KvCache
-from pdserve.model.batch import Batch
+from benchmarks.quantized_models import KV_CACHE, WEIGHTS, WINDOW, Comparison, Model, Pair
 from pdserve.model.chat_template import ChatTemplate
-from pdserve.model.decoder import Decoder
-from pdserve.model.loader import load_decoder
+from pdserve.model.config import ModelConfig
+from pdserve.model.kv_scales import read_kv_scales
 from pdserve.model.resolve import DEFAULT_MODEL, resolve_model
 from pdserve.model.tokenizer import Tokenizer
 
-WINDOW = 1024
 STRIDE = 512
 COMPLETION_TOKENS = 64
-BLOCK_SIZE = 16
-#: What is compared: (compared, with what).
-PAIRS = (("int8", "bfloat16"), ("bfloat16", "float32"), ("int8", "float32"))
+COMPARISONS = {"weights": WEIGHTS, "kv-cache": KV_CACHE}
 PROMPTS = (
     "What is the capital of France?",
     "Explain why the sky is blue.",
@@ -69,56 +65,6 @@ PROMPTS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """One way to compute, with memory for one sequence."""
-
-    name: str
-    decoder: Decoder
-    kv_cache: KvCache
-
-    @classmethod
-    def load(cls, name: str, path: Path, num_threads: int | None) -> Model:
-        """`name`: bfloat16, float32, or int8 (of the bfloat16 weights)."""
-        quantization = "int8" if name == "int8" else None
-        dtype = "float32" if name == "float32" else "bfloat16"
-        options = KernelOptions(implementation="cpu", quantization=quantization, num_threads=num_threads)
-        decoder = load_decoder(path, dtype=dtype, max_model_len=WINDOW, kernels=options)
-        layout = KvLayout(
-            model=name,
-            dtype=dtype,
-            block_size=BLOCK_SIZE,
-            num_layers=decoder.config.num_layers,
-            num_kv_heads=decoder.config.num_kv_heads,
-            head_dim=decoder.config.head_dim,
-        )
-        return cls(name=name, decoder=decoder, kv_cache=KvCache(layout, WINDOW // BLOCK_SIZE + 1, torch.device("cpu")))
-
-    def forward(self, tokens: list[int], begin: int, logits_rows: range) -> Tensor:
-        """Computes tokens[begin:]; logits of the rows wanted, counted from `begin`. Valid until the next call."""
-        positions = torch.arange(begin, len(tokens))
-        batch = Batch(
-            token_ids=torch.tensor(tokens[begin:]),
-            positions=positions,
-            slot_mapping=positions + BLOCK_SIZE,
-            query_starts=torch.tensor([0, len(positions)]),
-            context_lens=torch.tensor([len(tokens)]),
-            block_tables=torch.arange(1, WINDOW // BLOCK_SIZE + 1).unsqueeze(0),
-            logits_rows=torch.tensor(logits_rows),
-        )
-        return self.decoder.forward(batch, self.kv_cache.tensor)
-
-    def complete(self, prompt: list[int], num_tokens: int) -> list[int]:
-        """The tokens that greedy sampling gives; the end of a text ends nothing."""
-        tokens = list(prompt)
-        begin = 0
-        for _ in range(num_tokens):
-            [logits] = self.forward(tokens, begin, range(len(tokens) - begin - 1, len(tokens) - begin))
-            begin = len(tokens)
-            tokens.append(int(logits.argmax()))
-        return tokens[len(prompt) :]
-
-
 def reference_text() -> str:
     """The language reference that `help()` shows, topic by topic."""
     return "\n\n".join(text for _, text in sorted(topics.topics.items()))
@@ -131,21 +77,21 @@ def windows(num_tokens: int) -> Iterator[tuple[int, int, int]]:
         yield end - WINDOW, end - STRIDE, min(end, num_tokens)
 
 
-def score(models: list[Model], tokens: list[int]) -> tuple[dict[str, object], dict[str, object]]:
+def score(models: list[Model], pairs: Sequence[Pair], tokens: list[int]) -> tuple[dict[str, object], dict[str, object]]:
     """Perplexity of each model; of each pair the share of equal most likely tokens, and the mean KL divergence."""
     loss = {model.name: 0.0 for model in models}
-    equal = dict.fromkeys(PAIRS, 0)
-    divergence = dict.fromkeys(PAIRS, 0.0)
+    equal = dict.fromkeys(pairs, 0)
+    divergence = dict.fromkeys(pairs, 0.0)
     count = 0
     for begin, first, end in windows(len(tokens)):
         wanted = range(first - 1 - begin, end - 1 - begin)
         targets = torch.tensor(tokens[first:end])
         log_probs = {}
         for model in models:
-            logits = model.forward(tokens[begin:end], 0, wanted)
+            logits = model.forward([tokens[begin:end]], [0], wanted)
             log_probs[model.name] = logits.log_softmax(-1)
             loss[model.name] -= float(log_probs[model.name].gather(1, targets[:, None]).sum(dtype=torch.float64))
-        for pair in PAIRS:
+        for pair in pairs:
             compared, base = (log_probs[name] for name in pair)
             equal[pair] += int((compared.argmax(-1) == base.argmax(-1)).sum())
             divergence[pair] += float((base.exp() * (base - compared)).sum(-1).sum(dtype=torch.float64))
@@ -158,7 +104,7 @@ def score(models: list[Model], tokens: list[int]) -> tuple[dict[str, object], di
             "same_most_likely_token": round(equal[pair] / count, 5),
             "mean_kl_divergence_nats": round(divergence[pair] / count, 6),
         }
-        for pair in PAIRS
+        for pair in pairs
     }
     return perplexity, agreement
 
@@ -178,13 +124,13 @@ def common_prefix(one: list[int], other: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
 
 
-def complete_all(models: list[Model], prompts: list[list[int]]) -> dict[str, Agreement]:
+def complete_all(models: list[Model], pairs: Sequence[Pair], prompts: list[list[int]]) -> dict[str, Agreement]:
     """How long each pair's greedy completions are the same."""
-    completions = {model.name: [model.complete(prompt, COMPLETION_TOKENS) for prompt in prompts] for model in models}
+    completions = {model.name: model.complete(prompts, COMPLETION_TOKENS) for model in models}
     result = {}
-    for compared, base in PAIRS:
-        pairs = zip(completions[compared], completions[base], strict=True)
-        common = [common_prefix(*pair) for pair in pairs]
+    for compared, base in pairs:
+        both = zip(completions[compared], completions[base], strict=True)
+        common = [common_prefix(*pair) for pair in both]
         result[f"{compared} / {base}"] = Agreement(
             tokens_until_divergence=round(sum(common) / (len(common) * COMPLETION_TOKENS), 4),
             whole_completions=round(sum(length == COMPLETION_TOKENS for length in common) / len(common), 4),
@@ -192,7 +138,7 @@ def complete_all(models: list[Model], prompts: list[list[int]]) -> dict[str, Agr
     return result
 
 
-def markdown(raw: dict[str, object]) -> str:
+def markdown(raw: dict[str, object], comparison: Comparison) -> str:
     """The result as a page."""
     environment, text = raw["environment"], raw["text"]
     perplexity, agreement, greedy = raw["perplexity"], raw["next_token"], raw["greedy"]
@@ -203,15 +149,15 @@ def markdown(raw: dict[str, object]) -> str:
     assert isinstance(greedy, dict)
     base = perplexity["bfloat16"]
     lines = [
-        f"# Quality of `--quantization int8`, {environment['date']}",
+        f"# Quality of `{comparison.flag}`, {environment['date']}",
         "",
-        f"{DEFAULT_MODEL}, {raw['instruction_set']}, commit {environment['commit']}. Its weights were distributed with "
-        "4 bits (GGUF Q4_1) and are served as bfloat16; that is what int8 is compared with.",
+        f"{DEFAULT_MODEL}, {raw['instruction_set'] or 'plain torch'}, commit {environment['commit']}. Its weights were "
+        f"distributed with 4 bits (GGUF Q4_1) and are served as bfloat16; {raw['note']}.",
         "",
         f"Perplexity over {text['tokens']:,} tokens of {text['name']} (Python {text['python']}, SHA-256 of the text "
         f"`{text['sha256'][:16]}`), windows of {WINDOW:,}, {STRIDE} apart:",
         "",
-        "| weights | perplexity | against bfloat16 |",
+        f"| {comparison.subject} | perplexity | against bfloat16 |",
         "| --- | ---: | ---: |",
         *(f"| {name} | {value:.3f} | {(value / base - 1) * 100:+.2f} % |" for name, value in perplexity.items()),
         "",
@@ -233,13 +179,25 @@ def markdown(raw: dict[str, object]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _note(comparison: Comparison, path: Path) -> str:
+    if comparison is WEIGHTS:
+        return "that is what int8 is compared with"
+    scales = read_kv_scales(path, ModelConfig.from_dir(path))
+    said = "are all 1, for the checkpoint has none" if bool((scales == 1).all()) else "are those of the checkpoint"
+    return f"scales of the fp8 KV cache {said}"
+
+
 def main() -> None:
     """Command line entry."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=COMPARISONS, default="weights", help="what is compared")
     parser.add_argument("--tokens", type=int, default=20_000, help="of text for the perplexity")
     parser.add_argument("--threads", type=int, help="compute threads; default: as many as torch takes")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the result files")
     arguments = parser.parse_args()
+    comparison = COMPARISONS[arguments.what]
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     environment = describe()
     path = resolve_model().path
     tokenizer, template = Tokenizer.from_dir(path), ChatTemplate.from_dir(path)
@@ -251,11 +209,13 @@ def main() -> None:
         tokenizer.encode(template.render([{"role": "user", "content": prompt}]), add_special_tokens=False)
         for prompt in PROMPTS
     ]
-    models = [Model.load(name, path, arguments.threads) for name in ("float32", "bfloat16", "int8")]
-    perplexity, agreement = score(models, tokens)
+    models = [Model.load(name, path, comparison.implementation, arguments.threads) for name in comparison.models]
+    perplexity, agreement = score(models, comparison.pairs, tokens)
+    greedy = complete_all(models, comparison.pairs, prompts)
     raw = {
         "environment": environment,
         "model": DEFAULT_MODEL,
+        "note": _note(comparison, path),
         "instruction_set": models[0].decoder.kernels.instruction_set,
         "text": {
             "name": "pydoc_data.topics",
@@ -267,15 +227,16 @@ def main() -> None:
         "stride": STRIDE,
         "perplexity": perplexity,
         "next_token": agreement,
-        "greedy": {pair: asdict(value) for pair, value in complete_all(models, prompts).items()},
+        "greedy": {pair: asdict(value) for pair, value in greedy.items()},
         "completion_tokens": COMPLETION_TOKENS,
         "prompts": PROMPTS,
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
-    stem = arguments.out / f"quantization-{environment['date']}"
+    stem = arguments.out / f"{comparison.stem}-{environment['date']}"
     stem.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
-    stem.with_suffix(".md").write_text(markdown(raw), encoding="utf-8")
-    print(markdown(raw))
+    page = markdown(raw, comparison)
+    stem.with_suffix(".md").write_text(page, encoding="utf-8")
+    print(page)
     print(f"Written: {stem}.json and {stem}.md")
 
 

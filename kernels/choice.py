@@ -18,6 +18,9 @@ from kernels.cpu.decoder import Borrowing, CpuDecoder, NativeModule, Threads, un
 from kernels.decoder import ALONE, DecoderKernel, DecoderShape, DecoderWeights, Ranks
 from kernels.reference import ReferenceOps
 
+#: The first GPUs that convert 8-bit floats.
+_FP8_CAPABILITY = (8, 9)
+
 
 class KernelsUnavailable(Exception):
     """What was asked for cannot be had here; the text says why."""
@@ -42,6 +45,9 @@ class KernelOptions:
     quantization: str | None = None
     #: Triton only, C++ always is: a token's bits do not depend on the batch. False: faster.
     deterministic: bool = True
+    #: Of a KV cache in float8_e4m3fn: float32 [num_layers, 2, num_kv_heads], what stored numbers are multiplied by.
+    #: None: the cache has the weights' dtype. Triton and plain torch only.
+    kv_scales: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +81,20 @@ def open_decoder(
     Raises `KernelsUnavailable`.
     """
     on_gpu = weights.norm.device.type == "cuda"
+    if options.kv_scales is not None:
+        _require_scales(options.kv_scales, shape, len(weights.layers))
     if options.implementation == "triton" or (options.implementation == "auto" and on_gpu):
         return _open_triton(options, shape, weights, cos_sin, ranks)
     reason = "" if options.implementation == "reference" else _why_not_cpu(options, shape, weights, ranks)
     if options.implementation == "reference" or reason:
         wanted = "--kernels cpu" if options.implementation == "cpu" else options.quantization or options.instruction_set
         if wanted:
-            raise KernelsUnavailable(f"{wanted} needs the C++ kernels: {reason or 'plain torch was asked for'}.")
+            advice = "" if options.kv_scales is None else f" Use either --kv-cache-dtype fp8_e4m3 or {wanted}."
+            why = reason or "plain torch was asked for"
+            raise KernelsUnavailable(f"{wanted} needs the C++ kernels: {why}.{advice}")
         choice = KernelChoice(implementation="reference", instruction_set="", quantization="", reason=reason)
-        return ComposedDecoder(ReferenceOps(), shape, weights, cos_sin, ranks), choice
+        kv_scales = _on_device(options.kv_scales, weights)
+        return ComposedDecoder(ReferenceOps(), shape, weights, cos_sin, ranks, kv_scales=kv_scales), choice
     found = instruction_sets()
     name = options.instruction_set or found[0]
     if name not in found:
@@ -120,6 +131,8 @@ def _why_not_cpu(options: KernelOptions, shape: DecoderShape, weights: DecoderWe
         return f"the model is on {weights.norm.device}"
     if ranks.size > 1:
         return f"{ranks.size} ranks share the model, and C++ computes a forward pass without talking to others"
+    if options.kv_scales is not None:
+        return "the C++ kernels have no fp8 KV cache (--kv-cache-dtype fp8_e4m3)"
     return native.missing_reason() or unsupported(shape, int8=options.quantization == "int8") or ""
 
 
@@ -131,7 +144,7 @@ def _open_triton(
     if cpu_only:
         why = f"the model is on {device}" if device.type == "cuda" else "--kernels triton was asked for"
         raise KernelsUnavailable(f"{cpu_only} needs the C++ kernels: {why}.")
-    reason = _why_not_triton(device)
+    reason = why_not_triton(device, fp8=options.kv_scales is not None)
     if reason:
         raise KernelsUnavailable(f"the Triton kernels cannot run: {reason}.")
     # Not before they are chosen: Triton takes a while to import.
@@ -149,10 +162,12 @@ def _open_triton(
         reason="",
         mode="deterministic" if options.deterministic else "fast",
     )
-    return TritonDecoder(TritonOps(deterministic=options.deterministic), shape, weights, cos_sin, ranks), choice
+    ops, kv_scales = TritonOps(deterministic=options.deterministic), _on_device(options.kv_scales, weights)
+    return TritonDecoder(ops, shape, weights, cos_sin, ranks, kv_scales=kv_scales), choice
 
 
-def _why_not_triton(device: torch.device) -> str:
+def why_not_triton(device: torch.device, *, fp8: bool) -> str:
+    """Why the Triton kernels cannot run there, with an fp8 KV cache or without; empty when they can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; it comes with pdserve[cuda12] and pdserve[cuda13]"
     import triton
@@ -163,4 +178,16 @@ def _why_not_triton(device: torch.device) -> str:
         return "Triton builds its launcher with a C compiler, and there is none: install gcc"
     if device.type == "cuda" and not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
         return "Triton builds its launcher with Python's headers, which are missing: install python3-dev or the like"
+    if fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        return f"{device} has no fp8 (compute capability 8.9 and above): leave --kv-cache-dtype fp8_e4m3 out"
     return ""
+
+
+def _on_device(kv_scales: Tensor | None, weights: DecoderWeights) -> Tensor | None:
+    return None if kv_scales is None else kv_scales.to(weights.norm.device)
+
+
+def _require_scales(kv_scales: Tensor, shape: DecoderShape, num_layers: int) -> None:
+    assert kv_scales.dtype == torch.float32
+    assert kv_scales.shape == (num_layers, 2, shape.num_kv_heads)
+    assert bool((kv_scales > 0).all())

@@ -22,9 +22,19 @@ class ComposedDecoder:
     redone_units = 0
 
     def __init__(
-        self, ops: Ops, shape: DecoderShape, weights: DecoderWeights, cos_sin: Tensor, ranks: Ranks = ALONE
+        self,
+        ops: Ops,
+        shape: DecoderShape,
+        weights: DecoderWeights,
+        cos_sin: Tensor,
+        ranks: Ranks = ALONE,
+        *,
+        kv_scales: Tensor | None = None,
     ) -> None:
-        """`cos_sin`: float32 [max_positions, 2, head_dim]."""
+        """`cos_sin`: float32 [max_positions, 2, head_dim]; `kv_scales`: of an fp8 KV cache, as `Ops.paged_kv` has them.
+
+        Both on the weights' device.
+        """
         self._ops = ops
         self._shape = shape
         self._weights = weights
@@ -32,11 +42,12 @@ class ComposedDecoder:
         self.weight_bytes = sum(matrix.nbytes for matrix in (*matrices, weights.lm_head))
         self._cos_sin = cos_sin
         self._ranks = ranks
+        self._kv_scales = kv_scales
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, rows: KvRows, logits_rows: Tensor, kv_cache: Tensor) -> Tensor:
         ops, layers, eps = self._ops, self._weights.layers, self._shape.rms_norm_eps
-        kv = ops.paged_kv(rows, kv_cache, self._cos_sin, self._shape.scale)
+        kv = ops.paged_kv(rows, kv_cache, self._cos_sin, self._shape.scale, kv_scales=self._kv_scales)
         hidden = ops.embedding(token_ids, self._weights.embedding)
         normed = ops.rms_norm(hidden, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):

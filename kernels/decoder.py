@@ -133,8 +133,8 @@ class DecoderKernel(Protocol):
         """Writes K and V of all rows to their slots; float32 logits [num_logits, vocab_size] of the wanted rows.
 
         token_ids: int64 [num_tokens]; logits_rows: int64 [num_logits]; kv_cache: [num_blocks, num_layers, 2,
-        num_kv_heads, block_size, head_dim], contiguous, of the weights' dtype. The logits may lie in memory that the
-        next call overwrites.
+        num_kv_heads, block_size, head_dim], contiguous, of the weights' dtype, or float8_e4m3fn when the decoder was
+        made with `kv_scales`. The logits may lie in memory that the next call overwrites.
 
         Of several ranks all call it with the same arguments, but for the cache, which has the rank's own heads. Rank 0
         has the logits; what others return has no meaning.

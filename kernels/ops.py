@@ -68,9 +68,13 @@ class Ops(Protocol):
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up."""
 
-    def paged_kv(self, rows: KvRows, kv_cache: Tensor, cos_sin: Tensor, scale: float) -> PagedKv:
+    def paged_kv(
+        self, rows: KvRows, kv_cache: Tensor, cos_sin: Tensor, scale: float, *, kv_scales: Tensor | None = None
+    ) -> PagedKv:
         """Prepares one step over `kv_cache`.
 
-        kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], contiguous; cos_sin: float32
-        [max_positions, 2, head_dim], cosines and then sines of each position's angles; scale: applied to q @ k.T.
+        kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], contiguous, of the model's dtype, or
+        float8_e4m3fn with kv_scales: float32 [num_layers, 2, num_kv_heads], positive. Then stored is x / scale, rounded
+        once from float32 and saturated to +-448, and read back is stored * scale. cos_sin: float32 [max_positions, 2,
+        head_dim], cosines and then sines of each position's angles; scale: applied to q @ k.T.
         """

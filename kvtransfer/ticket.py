@@ -23,7 +23,7 @@ MAX_ADDRESS_BYTES = 1 << 16
 MAX_BLOCK_BYTES = 1 << 30
 MAX_FIRST_TOKENS = 128
 _MAX_DIMENSION = 1 << 20
-_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16", "float16", "fp8_e4m3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,5 +31,7 @@ class ReferenceOps:
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return functional.silu(gate).mul_(up)
 
-    def paged_kv(self, rows: KvRows, kv_cache: Tensor, cos_sin: Tensor, scale: float) -> ReferencePagedKv:
-        return ReferencePagedKv(rows, kv_cache, cos_sin, scale)
+    def paged_kv(
+        self, rows: KvRows, kv_cache: Tensor, cos_sin: Tensor, scale: float, *, kv_scales: Tensor | None = None
+    ) -> ReferencePagedKv:
+        return ReferencePagedKv(rows, kv_cache, cos_sin, scale, kv_scales=kv_scales)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.ops import KvRows
+from kernels.reference.fp8 import FP8, from_fp8, to_fp8
 
 #: Rows of a long chunk are attended in tiles: a tile needs no KV beyond its last row, and its mask stays small.
 _QUERY_TILE = 256
@@ -31,17 +32,25 @@ class _Group:
     tiles: Tensor
     #: Which of the gathered positions are used.
     keys: slice
-    #: Additive, [num_sequences, num_rows, num_keys] in the cache's dtype; None when every row sees every key.
+    #: Additive, [num_sequences, num_rows, num_keys] in q's dtype; None when every row sees every key.
     mask: Tensor | None
 
 
 class ReferencePagedKv:
     """Implements `kernels.ops.PagedKv`. Lives for one step; holds views of the cache."""
 
-    def __init__(self, rows: KvRows, kv_cache: Tensor, cos_sin: Tensor, scale: float) -> None:
+    def __init__(
+        self, rows: KvRows, kv_cache: Tensor, cos_sin: Tensor, scale: float, *, kv_scales: Tensor | None = None
+    ) -> None:
         _, self._num_layers, two, self._num_kv_heads, self._block_size, self._head_dim = kv_cache.shape
         assert two == 2
         assert kv_cache.is_contiguous()
+        assert (kv_cache.dtype == FP8) == (kv_scales is not None)
+        if kv_scales is not None:
+            assert kv_scales.shape == kv_cache.shape[1:4]
+            assert kv_scales.dtype == torch.float32
+            kv_cache = kv_cache.view(torch.uint8)
+        self._kv_scales = kv_scales
         self._scale = scale
         self._rows = rows
         self._tiles = kv_cache.view(-1, self._block_size * self._head_dim)
@@ -61,15 +70,16 @@ class ReferencePagedKv:
     def rope_write_kv(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rotated = self._rotate(torch.cat((q, k), dim=1))
         num_heads = q.shape[1]
+        written = self._stored(layer, rotated[:, num_heads:], v)
         if self._opened is not None:
             self._tiles.index_fill_(0, self._opened + self._layer_offset(layer), 0)
-        vectors = torch.stack((rotated[:, num_heads:], v), dim=1).view(-1, self._head_dim)
+        vectors = written.view(-1, self._head_dim)
         self._vectors.index_copy_(0, self._written + self._layer_offset(layer) * self._block_size, vectors)
-        return rotated[:, :num_heads]
+        return rotated[:, :num_heads].to(q.dtype)
 
     def attention(self, layer: int, q: Tensor, window: int | None) -> Tensor:
         if window not in self._groups:
-            self._groups[window] = self._make_groups(window)
+            self._groups[window] = self._make_groups(window, q.dtype)
         groups = self._groups[window]
         if len(groups) == 1 and isinstance(groups[0].rows, slice):
             return self._attend(layer, q, groups[0])
@@ -79,16 +89,29 @@ class ReferencePagedKv:
         return out
 
     def _rotate(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, heads, head_dim], rotated in float32 and rounded once."""
+        """x: [num_tokens, heads, head_dim], rotated in float32; the caller rounds it, once."""
         wide = x.float()
-        return torch.addcmul(wide * self._cos, wide.roll(self._head_dim // 2, -1), self._signed_sin).to(x.dtype)
+        return torch.addcmul(wide * self._cos, wide.roll(self._head_dim // 2, -1), self._signed_sin)
+
+    def _stored(self, layer: int, rotated_k: Tensor, v: Tensor) -> Tensor:
+        """[num_tokens, 2, num_kv_heads, head_dim] as cached. rotated_k: float32; v: in the model's dtype."""
+        if self._kv_scales is None:
+            return torch.stack((rotated_k.to(v.dtype), v), dim=1)
+        return to_fp8(torch.stack((rotated_k, v.float()), dim=1), self._kv_scales[layer].unsqueeze(-1))
+
+    def _read(self, layer: int, group: _Group, dtype: torch.dtype) -> Tensor:
+        """K and V of the group in `dtype`: [2, num_sequences, num_kv_heads, positions of its blocks, head_dim]."""
+        tiles = self._tiles.index_select(0, group.tiles + self._layer_offset(layer))
+        tiles = tiles.view(2, group.num_sequences, self._num_kv_heads, -1, self._head_dim)
+        if self._kv_scales is None:
+            return tiles
+        return from_fp8(tiles, self._kv_scales[layer][:, None, :, None, None], dtype)
 
     def _attend(self, layer: int, q: Tensor, group: _Group) -> Tensor:
         """q: [num_sequences * num_rows, num_heads, head_dim] -> [num_sequences * num_rows, num_heads * head_dim]."""
         sequences, rows, heads, dim = group.num_sequences, group.num_rows, self._num_kv_heads, self._head_dim
         share = q.shape[1] // heads
-        tiles = self._tiles.index_select(0, group.tiles + self._layer_offset(layer))
-        keys, values = tiles.view(2, sequences, heads, -1, dim)[:, :, :, group.keys]
+        keys, values = self._read(layer, group, q.dtype)[:, :, :, group.keys]
         mask = None if group.mask is None else group.mask.unsqueeze(1)
         if rows == 1:
             # The query heads that share a KV head are the rows of one small product.
@@ -102,8 +125,11 @@ class ReferencePagedKv:
         out = functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self._scale)
         return out.permute(2, 0, 1, 3).reshape(rows, -1)
 
-    def _make_groups(self, window: int | None) -> list[_Group]:
-        """Chunks in tiles of rows; single rows together with those whose context has about as many blocks."""
+    def _make_groups(self, window: int | None, dtype: torch.dtype) -> list[_Group]:
+        """Chunks in tiles of rows; single rows together with those whose context has about as many blocks.
+
+        `dtype`: of the queries.
+        """
         starts, contexts = self._rows.query_starts.tolist(), self._rows.context_lens.tolist()
         groups = []
         single: dict[int, list[int]] = {}
@@ -115,15 +141,17 @@ class ReferencePagedKv:
                 single.setdefault(blocks.bit_length(), []).append(sequence)
             for tile in range(begin, end if end - begin > 1 else begin, _QUERY_TILE):
                 stop = min(tile + _QUERY_TILE, end)
-                groups.append(self._make_group([sequence], slice(tile, stop), context - (end - stop), window))
+                groups.append(self._make_group([sequence], slice(tile, stop), context - (end - stop), window, dtype))
         for sequences in single.values():
             rows = [starts[sequence] for sequence in sequences]
             adjacent = rows[-1] - rows[0] == len(rows) - 1
             index = slice(rows[0], rows[-1] + 1) if adjacent else self._rows.positions.new_tensor(rows)
-            groups.append(self._make_group(sequences, index, max(contexts[s] for s in sequences), window))
+            groups.append(self._make_group(sequences, index, max(contexts[s] for s in sequences), window, dtype))
         return groups
 
-    def _make_group(self, sequences: list[int], rows: Tensor | slice, end: int, window: int | None) -> _Group:
+    def _make_group(
+        self, sequences: list[int], rows: Tensor | slice, end: int, window: int | None, dtype: torch.dtype
+    ) -> _Group:
         """`end`: one beyond the last position of any row."""
         size, device = self._block_size, self._tiles.device
         positions = self._rows.positions[rows].view(len(sequences), -1)
@@ -141,7 +169,7 @@ class ReferencePagedKv:
         hidden = where > positions.unsqueeze(-1)
         if window is not None:
             hidden |= where <= positions.unsqueeze(-1) - window
-        mask = torch.zeros(hidden.shape, dtype=self._tiles.dtype, device=device).masked_fill_(hidden, -torch.inf)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
         return _Group(
             num_sequences=len(sequences),
             num_rows=positions.shape[1],

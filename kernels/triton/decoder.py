@@ -93,9 +93,19 @@ class TritonDecoder:
     redone_units = 0
 
     def __init__(
-        self, ops: TritonOps, shape: DecoderShape, weights: DecoderWeights, cos_sin: Tensor, ranks: Ranks = ALONE
+        self,
+        ops: TritonOps,
+        shape: DecoderShape,
+        weights: DecoderWeights,
+        cos_sin: Tensor,
+        ranks: Ranks = ALONE,
+        *,
+        kv_scales: Tensor | None = None,
     ) -> None:
-        """`cos_sin`: float32 [max_positions, 2, head_dim]. Keeps no weights that it has copies of."""
+        """`cos_sin`: float32 [max_positions, 2, head_dim]; `kv_scales`: of an fp8 KV cache, as `Ops.paged_kv` has them.
+
+        Both on the weights' device. Keeps no weights that it has copies of.
+        """
         self._ops = ops
         self._shape = shape
         self._embedding = weights.embedding
@@ -104,13 +114,14 @@ class TritonDecoder:
         self._lm_head = weights.lm_head
         self._cos_sin = cos_sin
         self._ranks = ranks
+        self._kv_scales = kv_scales
         matrices = [matrix for layer in self._layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         self.weight_bytes = sum(matrix.nbytes for matrix in (*matrices, self._lm_head))
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, rows: KvRows, logits_rows: Tensor, kv_cache: Tensor) -> Tensor:
         eps = self._shape.rms_norm_eps
-        kv = self._ops.paged_kv(rows, kv_cache, self._cos_sin, self._shape.scale)
+        kv = self._ops.paged_kv(rows, kv_cache, self._cos_sin, self._shape.scale, kv_scales=self._kv_scales)
         hidden = gather_rows(self._embedding, token_ids)
         normed = rms_norm(hidden, self._layers[0].input_norm, eps)
         for index, layer in enumerate(self._layers):

@@ -42,5 +42,7 @@ class TritonOps:
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return activation.silu_mul(gate, up)
 
-    def paged_kv(self, rows: KvRows, kv_cache: Tensor, cos_sin: Tensor, scale: float) -> TritonPagedKv:
-        return TritonPagedKv(rows, kv_cache, cos_sin, scale, deterministic=self.deterministic)
+    def paged_kv(
+        self, rows: KvRows, kv_cache: Tensor, cos_sin: Tensor, scale: float, *, kv_scales: Tensor | None = None
+    ) -> TritonPagedKv:
+        return TritonPagedKv(rows, kv_cache, cos_sin, scale, deterministic=self.deterministic, kv_scales=kv_scales)

@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass
 
 from pdserve.base.errors import LayoutMismatch
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
     """Shape and meaning of one block: `[num_layers, 2, num_kv_heads, block_size, head_dim]` of `dtype`.
 
-    `model` is a fingerprint of config and weights, not a name a user chose.
+    `model` is a fingerprint of config and weights, and of the scales of an fp8 cache, not a name a user chose.
     """
 
     model: str

@@ -9,6 +9,8 @@ from pdserve.base.config import option, parse_bytes, parse_ints
 from pdserve.base.logs import LEVELS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+FP8_KV = "fp8_e4m3"
+KV_CACHE_DTYPES = ("auto", FP8_KV)
 TRANSPORTS = ("ucx", "nccl")
 KERNELS = ("auto", "cpu", "triton", "reference")
 QUANTIZATIONS = ("int8",)
@@ -34,6 +36,11 @@ class WorkerConfig:
     )
     enforce_eager: bool = option(False, help="on a GPU: launch every kernel of a decode step instead of CUDA graphs")
     dtype: str = option("auto", help="type of weights, activations and KV", choices=DTYPES)
+    kv_cache_dtype: str = option(
+        "auto",
+        help="type of KV: that of --dtype, or 8-bit floats (not with C++ kernels)",
+        choices=KV_CACHE_DTYPES,
+    )
     kernels: str = option(
         "auto",
         help="what computes: C++ (cpu), Triton (triton), plain torch (reference), or what is best on the device",

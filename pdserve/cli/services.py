@@ -89,6 +89,7 @@ def _worker_spec(plan: ClusterPlan, tier: str, index: int, share: CoreShare, gpu
         "deterministic": config.deterministic,
         "enforce-eager": config.enforce_eager,
         "dtype": config.dtype,
+        "kv-cache-dtype": config.kv_cache_dtype,
         "kernels": config.kernels,
         "quantization": config.quantization,
         "block-size": config.block_size,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from decode_svc.config import DecodeConfig
 from pdserve.base.config import default_of, option, parse_bytes
 from pdserve.base.logs import LEVELS
-from pdserve.base.worker_config import DTYPES, KERNELS, QUANTIZATIONS, TRANSPORTS, WorkerConfig
+from pdserve.base.worker_config import DTYPES, KERNELS, KV_CACHE_DTYPES, QUANTIZATIONS, TRANSPORTS, WorkerConfig
 from prefill_svc.config import PrefillConfig
 from router_svc.config import LOCAL_PREFILL, RouterConfig
 
@@ -45,6 +45,11 @@ class UpConfig:
         help="on GPUs: launch every kernel of a decode step instead of CUDA graphs",
     )
     dtype: str = option("auto", help="type of weights, activations and KV", choices=DTYPES)
+    kv_cache_dtype: str = option(
+        default_of(WorkerConfig, "kv_cache_dtype"),
+        help="type of KV: that of --dtype, or 8-bit floats (not with C++ kernels)",
+        choices=KV_CACHE_DTYPES,
+    )
     kernels: str = option(
         "auto",
         help="what computes: C++ (cpu), Triton (triton), plain torch (reference), or what is best on the device",

@@ -153,13 +153,23 @@ def _model_type(config: Fields) -> str:
 
 def _refuse_unsupported(config: Fields) -> None:
     for name in _REFUSED:
-        if config.has(name):
+        if config.has(name) and not (name == "quantization_config" and _is_kv_only(config.object(name))):
             raise SetupError(f"{config.where}: {name} is not supported; use a checkpoint without it.")
     activation = config.text("hidden_act", "silu")
     if activation != "silu":
         raise SetupError(f"{config.where}: hidden_act {activation!r} is not supported; supported: silu.")
     if config.flag("is_encoder_decoder", False):
         raise SetupError(f"{config.where}: is_encoder_decoder is not supported; supported: decoders.")
+
+
+def _is_kv_only(quantization: Fields) -> bool:
+    """Whether weights and activations are as they were, and there are but scales for an fp8 KV cache."""
+    scheme = quantization.object("kv_cache_scheme")
+    is_fp8 = scheme.raw("num_bits") == 8 and scheme.raw("type") == "float"
+    is_plain = not scheme.raw("dynamic") and scheme.raw("symmetric") is not False
+    others = ("config_groups", "sparsity_config", "transform_config")
+    method = quantization.raw("quant_method")
+    return method == "compressed-tensors" and is_fp8 and is_plain and not any(map(quantization.raw, others))
 
 
 def _layer_windows(config: Fields, model_type: str, num_layers: int) -> tuple[int | None, ...]:

@@ -30,7 +30,7 @@ class Decoder:
         self.config = config
         #: Positions that can be served; the table of angles ends here.
         self.max_model_len = max_model_len or config.max_position_embeddings
-        #: Of weights, activations and the KV cache.
+        #: Of weights and activations.
         self.dtype = weights.norm.dtype
         #: Where the weights are; batches and the cache must be there too.
         self.device = weights.norm.device
@@ -61,7 +61,8 @@ class Decoder:
     def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
         """Float32 logits [num_logits, vocab_size] of the batch's `logits_rows`, valid until the next call.
 
-        kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim] of the model's dtype, contiguous.
+        kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim] contiguous, of the model's dtype, or
+        float8_e4m3fn when the kernels' options have `kv_scales`.
         Of several ranks all compute the same batch, each in its own cache; the logits are rank 0's.
         """
         return self._kernel.forward(batch.token_ids, batch.kv_rows(), batch.logits_rows, kv_cache)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -33,7 +33,7 @@ class _Slice(Protocol):
     def __getitem__(self, part: Part) -> Tensor: ...
 
 
-class _File(Protocol):
+class TensorFile(Protocol):
     """What is used of `safetensors.safe_open`, which has no type hints."""
 
     def keys(self) -> list[str]: ...
@@ -98,10 +98,8 @@ def load_weights(
     if name not in DTYPES:
         raise SetupError(f"dtype {name!r} is not supported; supported: auto, {', '.join(DTYPES)}.")
     parts = tensor_parts(config, rank, size)
-    with ExitStack() as stack:
-        files = _open_files(model_dir, device, stack)
-        check_tensors(config, dict(_shapes(files)), str(model_dir))
-        where = {tensor: file for file in files for tensor in list(file.keys())}
+    with open_checkpoint(model_dir, device) as where:
+        check_tensors(config, dict(_shapes(where)), str(model_dir))
 
         def get(tensor: str) -> Tensor:
             return _read(where[tensor], tensor, parts[tensor]).to(dtype=_TORCH_DTYPES[name])
@@ -118,7 +116,7 @@ def load_weights(
             ) from error
 
 
-def _read(file: _File, name: str, part: Part) -> Tensor:
+def _read(file: TensorFile, name: str, part: Part) -> Tensor:
     """Rows stay where the file is mapped; columns become a matrix of their own."""
     view = file.get_slice(name)
     if all(one == slice(0, length) for one, length in zip(part, view.get_shape(), strict=True)):
@@ -130,21 +128,24 @@ def _num_elements(parts: Mapping[str, Part]) -> int:
     return sum(math.prod(one.stop - one.start for one in part) for part in parts.values())
 
 
-def _open_files(model_dir: Path, device: str, stack: ExitStack) -> list[_File]:
-    files = []
-    for path in weight_files(model_dir):
-        try:
-            files.append(cast(_File, stack.enter_context(safe_open(path, framework="pt", device=device))))
-        except (SafetensorError, OSError) as error:
-            raise SetupError(f"{path} is not a readable safetensors file: {error}.") from error
-    return files
+@contextmanager
+def open_checkpoint(model_dir: Path, device: str = "cpu") -> Iterator[dict[str, TensorFile]]:
+    """Each tensor's name with the file that has it, as long as they are open. Raises `SetupError`."""
+    with ExitStack() as stack:
+        where: dict[str, TensorFile] = {}
+        for path in weight_files(model_dir):
+            try:
+                file = cast(TensorFile, stack.enter_context(safe_open(path, framework="pt", device=device)))
+            except (SafetensorError, OSError) as error:
+                raise SetupError(f"{path} is not a readable safetensors file: {error}.") from error
+            where |= dict.fromkeys(file.keys(), file)
+        yield where
 
 
-def _shapes(files: list[_File]) -> Iterator[tuple[str, Shape]]:
-    for file in files:
-        for name in list(file.keys()):
-            view = file.get_slice(name)
-            if view.get_dtype() not in _FLOATS:
-                supported = ", ".join(_FLOATS)
-                raise SetupError(f"{name} has type {view.get_dtype()}, which is not supported; supported: {supported}.")
-            yield name, tuple(view.get_shape())
+def _shapes(where: Mapping[str, TensorFile]) -> Iterator[tuple[str, Shape]]:
+    for name, file in where.items():
+        view = file.get_slice(name)
+        if view.get_dtype() not in _FLOATS:
+            supported = ", ".join(_FLOATS)
+            raise SetupError(f"{name} has type {view.get_dtype()}, which is not supported; supported: {supported}.")
+        yield name, tuple(view.get_shape())

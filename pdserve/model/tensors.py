@@ -8,6 +8,11 @@ from pdserve.base.errors import SetupError
 from pdserve.model.config import ModelConfig
 
 Shape = tuple[int, ...]
+#: Scales of an fp8 KV cache: as llm-compressor writes them, as vLLM names them, and as ModelOpt writes them.
+_KV_SCALES = (
+    ("self_attn.k_scale", "self_attn.attn.k_scale", "self_attn.k_proj.k_scale"),
+    ("self_attn.v_scale", "self_attn.attn.v_scale", "self_attn.v_proj.v_scale"),
+)
 #: In some old checkpoints, although they are computed from the config.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
@@ -48,11 +53,18 @@ def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
             yield f"{name}.bias", (rows,)
 
 
+def kv_scale_names(layer: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names that scales of a layer's K, and of its V, may have. A model needs none."""
+    k_names, v_names = (tuple(f"model.layers.{layer}.{name}" for name in names) for names in _KV_SCALES)
+    return k_names, v_names
+
+
 def check_tensors(config: ModelConfig, found: Mapping[str, Shape], where: str) -> None:
     """Raises `SetupError` naming what is missing, what is not known, and shapes that the config does not give."""
     expected = tensor_shapes(config)
     missing = sorted(expected.keys() - found.keys())
-    extra = sorted(name for name in found.keys() - expected.keys() if not _is_ignored(config, name))
+    scales = {name for layer in range(config.num_layers) for names in kv_scale_names(layer) for name in names}
+    extra = sorted(name for name in found.keys() - expected.keys() - scales if not _is_ignored(config, name))
     if missing or extra:
         problems = [f"lacks {_listed(missing)}"] if missing else []
         problems += [f"has tensors that {config.model_type} does not: {_listed(extra)}"] if extra else []

@@ -12,7 +12,7 @@ from kernels.cpu.decoder import Borrowing
 from pdserve.base.core_leases import CoreLeases
 from pdserve.base.layout import KvLayout
 from pdserve.base.logs import get_logger
-from pdserve.base.worker_config import WorkerConfig
+from pdserve.base.worker_config import FP8_KV, WorkerConfig
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.graphs import CudaRecorder, DeviceDecoder
 from pdserve.engine.kv_cache import KvCache
@@ -23,6 +23,7 @@ from pdserve.model.batch import Batch
 from pdserve.model.checkpoint import fingerprint
 from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
+from pdserve.model.kv_scales import read_kv_scales, scales_digest
 from pdserve.model.loader import load_decoder, load_weights, make_decoder
 from pdserve.worker.cores import open_core_leases, require_cpus
 from pdserve.worker.device import CudaMemory, LargestSteps, measure_use, open_device
@@ -69,6 +70,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         borrowing=_borrowing(config, leases),
         quantization=config.quantization,
         deterministic=config.deterministic,
+        kv_scales=read_kv_scales(config.model_dir, model) if config.kv_cache_dtype == FP8_KV else None,
     )
     load = _load_on_cpu if device.type == "cpu" else _load_on_gpu
     decoder, layout, budget = load(config, model, options, device)
@@ -93,7 +95,7 @@ def _load_on_cpu(
     config: WorkerConfig, model: ModelConfig, options: KernelOptions, device: torch.device
 ) -> tuple[Decoder, KvLayout, KvBudget]:
     budget = plan_kv(
-        _layout(config, model, config.max_model_len),
+        _layout(config, model, config.max_model_len, options),
         kv_cache_memory=config.kv_cache_memory,
         wanted_model_len=config.max_model_len,
         model_limit=model.max_position_embeddings,
@@ -101,7 +103,7 @@ def _load_on_cpu(
     decoder = load_decoder(
         config.model_dir, dtype=config.dtype, max_model_len=budget.max_model_len, kernels=options, device=str(device)
     )
-    return decoder, _layout(config, model, budget.max_model_len), budget
+    return decoder, _layout(config, model, budget.max_model_len, options), budget
 
 
 def _load_on_gpu(
@@ -111,7 +113,7 @@ def _load_on_gpu(
     free_before = memory.free()
     weights = load_weights(config.model_dir, model, dtype=config.dtype, device=str(device))
     longest = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
-    layout = _layout(config, model, longest)
+    layout = _layout(config, model, longest, options)
     use = measure_use(
         make_decoder(model, weights, max_model_len=longest, kernels=options),
         _sampler(device),
@@ -135,15 +137,22 @@ def _load_on_gpu(
     log.info("gpu_memory", device=str(device), total=use.total, weights=use.weights, activations=use.activations)
     # Bound once more: what can be served may have become shorter.
     decoder = make_decoder(model, weights, max_model_len=budget.max_model_len, kernels=options)
-    return decoder, _layout(config, model, budget.max_model_len), budget
+    return decoder, _layout(config, model, budget.max_model_len, options), budget
 
 
-def _layout(config: WorkerConfig, model: ModelConfig, max_model_len: int | None) -> KvLayout:
+def _layout(config: WorkerConfig, model: ModelConfig, max_model_len: int | None, options: KernelOptions) -> KvLayout:
     """Some models rotate by the length that is served: the layout names it."""
-    # Rounded weights make another model: its blocks must not be mixed with those of the original.
-    name = "/".join(filter(None, (fingerprint(config.model_dir), config.quantization)))
+    # Rounded weights make another model: its blocks must not be mixed with those of the original. Nor must blocks of an
+    # fp8 cache that was computed with other activations, or has other scales.
+    parts, dtype = [fingerprint(config.model_dir), config.quantization], config.dtype
+    if options.kv_scales is not None:
+        computed = model.dtype if dtype == "auto" else dtype
+        parts, dtype = [*parts, computed, f"kv-scales-{scales_digest(options.kv_scales)}"], FP8_KV
     return model.kv_layout(
-        fingerprint=name, dtype=config.dtype, block_size=config.block_size, max_model_len=max_model_len
+        fingerprint="/".join(filter(None, parts)),
+        dtype=dtype,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
     )
 
 

@@ -16,11 +16,19 @@ class PagedRunner:
     """Sequences with block tables in a random order, in a cache that starts full of NaN, or of what `fill` says."""
 
     def __init__(
-        self, decoder: Decoder, *, num_blocks: int, block_size: int = 16, seed: int = 0, fill: float = torch.nan
+        self,
+        decoder: Decoder,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        seed: int = 0,
+        fill: float = torch.nan,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
+        """`kv_dtype`: of the cache; None: the decoder's."""
         config = decoder.config
         shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
-        self.kv_cache = torch.full(shape, fill, dtype=decoder.dtype, device=decoder.device)
+        self.kv_cache = torch.full(shape, fill, dtype=kv_dtype or decoder.dtype, device=decoder.device)
         self._decoder = decoder
         self._block_size = block_size
         self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()

@@ -72,6 +72,23 @@ async def test_handed_over_tokens_are_those_of_local_prefill(
         await house.all_free()
 
 
+async def test_blocks_of_an_fp8_cache_are_handed_over_and_answered_from(model: Path) -> None:
+    # Plain torch's sums depend on the chunk: the same on both workers, so that tokens can be compared.
+    fp8 = {"kv_cache_dtype": "fp8_e4m3", "kernels": "reference", "max_num_batched_tokens": 8}
+    async with running_house(model, prefill=fp8, decode=fp8) as house:
+        assert house.decode.model.layout.dtype == "fp8_e4m3"
+        request = house.request(PROMPT, n=2, temperature=0.9)
+        await request.start()
+        ticket = await request.ticket()
+        assert ticket.layout.dtype == "fp8_e4m3"
+        done = await request.prefill(ticket)
+        assert done.sent_blocks == 12
+        handed_over = await request.finish()
+        await house.all_free()
+    async with running_house(model, prefill=fp8, decode=fp8) as house:
+        assert handed_over == await house.local(PROMPT, n=2, temperature=0.9)
+
+
 async def test_only_missing_blocks_are_granted_and_sent(model: Path) -> None:
     async with running_house(model) as house:
         await _handed_over(house.request(PROMPT[:20]))
@@ -187,6 +204,16 @@ async def test_workers_with_other_layouts_refuse_each_other_by_field(model: Path
         request = house.request(PROMPT)
         await request.start()
         with pytest.raises(LayoutMismatch, match="block_size is 8 here and 4 there"):
+            await request.prefill(await request.ticket())
+        request.cancel()
+        await house.all_free()
+
+
+async def test_an_fp8_cache_refuses_blocks_of_one_that_is_not(model: Path) -> None:
+    async with running_house(model, prefill={"kv_cache_dtype": "fp8_e4m3"}) as house:
+        request = house.request(PROMPT)
+        await request.start()
+        with pytest.raises(LayoutMismatch, match="dtype is 'fp8_e4m3' here and 'float32' there"):
             await request.prefill(await request.ticket())
         request.cancel()
         await house.all_free()

@@ -71,6 +71,14 @@ def test_workers_on_gpus_are_told_which_and_how_much_of_it() -> None:
     assert parsed(worker_specs(plan())[2], DecodeConfig, "decode_svc").device == "cpu"
 
 
+def test_workers_are_told_the_type_of_the_kv_cache() -> None:
+    config = UpConfig(prefill=1, decode=2, kernels="reference", kv_cache_dtype="fp8_e4m3")
+    prefill, _, decode = worker_specs(plan(config=config))
+    assert parsed(prefill, PrefillConfig, "prefill_svc").kv_cache_dtype == "fp8_e4m3"
+    assert parsed(decode, DecodeConfig, "decode_svc").kv_cache_dtype == "fp8_e4m3"
+    assert parsed(worker_specs(plan())[0], PrefillConfig, "prefill_svc").kv_cache_dtype == "auto"
+
+
 def test_workers_are_told_what_they_may_borrow_and_where_to_tell_that_they_do() -> None:
     shares = [CoreShare(threads=2, cpus=(0, 1), borrow_cpus=(2, 3)), CoreShare(threads=1), CoreShare(threads=1)]
     prefill, decode = worker_specs(plan(shares=shares))[:2]

@@ -15,7 +15,7 @@ from tests.unit.engine.fakes import CPU
 LAYOUT = KvLayout(model="m", dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "fp8_e4m3"])
 def test_a_block_is_one_range_of_memory_of_the_layouts_size(dtype: str) -> None:
     layout = replace(LAYOUT, dtype=dtype)
     cache = KvCache(layout, 5, CPU)
@@ -47,6 +47,25 @@ def test_copies_are_made_in_order() -> None:
         cache.tensor[block] = block + 1
     cache.copy_blocks([(BlockId(0), BlockId(1)), (BlockId(1), BlockId(2)), (BlockId(2), BlockId(2))])
     assert [cache.tensor[block].unique().tolist() for block in range(3)] == [[1.0]] * 3
+
+
+def test_blocks_of_8_bit_floats_begin_as_zeros_and_are_copied_and_handed_over_byte_for_byte() -> None:
+    layout = replace(LAYOUT, dtype="fp8_e4m3")
+    source, target = (KvCache(layout, 3, CPU) for _ in range(2))
+    assert source.tensor.dtype == torch.float8_e4m3fn
+    assert layout.block_bytes == LAYOUT.block_bytes // 2
+    assert not source.tensor.view(torch.uint8).any()
+    # Every code, those of NaN and of minus zero too.
+    codes = torch.arange(layout.block_bytes).to(torch.uint8)
+    source.tensor[1].view(torch.uint8).view(-1).copy_(codes)
+    source.copy_blocks([(BlockId(1), BlockId(2))])
+    target.block_bytes_view(BlockId(0))[:] = source.block_bytes_view(BlockId(2))
+    bytes_on_the_way = np.empty(layout.block_bytes, dtype=np.uint8)
+    source.read_block(BlockId(1), bytes_on_the_way)
+    target.write_block(BlockId(2), bytes_on_the_way)
+    for block in (0, 2):
+        assert torch.equal(target.tensor[block].view(torch.uint8).view(-1), codes)
+    assert not target.tensor[1].view(torch.uint8).any()
 
 
 def test_memory_that_cannot_be_had_is_a_setup_error_with_the_size() -> None:

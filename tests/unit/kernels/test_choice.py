@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from kernels.choice import KernelOptions, instruction_sets
+from kernels.choice import KernelOptions, instruction_sets, why_not_triton
 from pdserve.base.errors import SetupError
 from pdserve.model.loader import load_decoder
 from tests.support.devices import gpu_only, needs_triton
@@ -28,6 +29,42 @@ def test_the_best_instruction_set_is_taken(tmp_path: Path) -> None:
 def test_what_only_the_kernels_can_do_is_not_dropped_without_them(tmp_path: Path, options: dict[str, str]) -> None:
     with pytest.raises(SetupError, match=r"(int8|portable) needs the C\+\+ kernels: plain torch was asked for"):
         load_decoder(save_model(tmp_path), kernels=KernelOptions(implementation="reference", **options))
+
+
+FP8 = torch.ones(2, 2, 2)
+
+
+def test_an_fp8_kv_cache_is_computed_by_plain_torch_on_a_cpu_and_the_reason_is_said(tmp_path: Path) -> None:
+    choice = load_decoder(save_model(tmp_path), kernels=KernelOptions(kv_scales=FP8)).kernels
+    expected = "the C++ kernels have no fp8 KV cache (--kv-cache-dtype fp8_e4m3)"
+    assert (choice.implementation, choice.reason) == ("reference", expected)
+    asked = load_decoder(tmp_path, kernels=KernelOptions(implementation="reference", kv_scales=FP8)).kernels
+    assert (asked.implementation, asked.reason) == ("reference", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"implementation": "cpu"}, "--kernels cpu"), ({"quantization": "int8"}, "int8"), ({"instruction_set": "x"}, "x")],
+)
+def test_an_fp8_kv_cache_is_refused_where_only_the_kernels_can_do_the_rest(
+    tmp_path: Path, options: dict[str, str], named: str
+) -> None:
+    expected = (
+        rf"^{named} needs the C\+\+ kernels: .* no fp8 KV cache .* Use either --kv-cache-dtype fp8_e4m3 or {named}\."
+    )
+    with pytest.raises(SetupError, match=expected):
+        load_decoder(save_model(tmp_path), kernels=KernelOptions(kv_scales=FP8, **options))
+
+
+@needs_triton
+def test_an_fp8_kv_cache_is_refused_on_a_gpu_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = (8, 6)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda", 0)
+    assert "cuda:0 has no fp8" in why_not_triton(device, fp8=True)
+    assert why_not_triton(device, fp8=False) == ""
+    capability = (8, 9)
+    assert why_not_triton(device, fp8=True) == ""
 
 
 @needs_kernels

@@ -166,3 +166,122 @@ def test_a_cache_that_is_not_contiguous_is_refused() -> None:
     cache = Cache([sequence], 4)
     with pytest.raises(AssertionError):
         ReferenceOps().paged_kv(cache.rows([(0, 0, 1)]), cache.tensor[:, :, :, :, ::2], angles(1), SCALE)
+
+
+class Fp8Run:
+    """One sequence over an fp8 cache of NaN, in steps of so many rows, with a scale for each layer, side and head."""
+
+    SCALES = torch.tensor([[[1.0, 1.0], [1.0, 1.0]], [[0.5, 0.11], [0.07, 2.0]]])
+    LAYER, BLOCK_SIZE = 1, 4
+
+    def __init__(self, sequence: Sequence, steps: list[int], window: int | None = None) -> None:
+        self.sequence, self.window = sequence, window
+        self.cache = Cache([sequence], self.BLOCK_SIZE)
+        self.tensor = self.cache.tensor.to(torch.float8_e4m3fn)
+        outs, first = [], 0
+        for rows in steps:
+            end = first + rows
+            kv = ReferenceOps().paged_kv(
+                self.cache.rows([(0, first, end)]), self.tensor, angles(end), SCALE, kv_scales=self.SCALES
+            )
+            q, k, v = (side[first:end] for side in (sequence.q, sequence.k, sequence.v))
+            outs.append(kv.attention(self.LAYER, kv.rope_write_kv(self.LAYER, q, k, v), window))
+            first = end
+        self.out = torch.cat(outs)
+
+    def stored(self) -> Tensor:
+        """Float64 [2, context, KV_HEADS, DIM], not scaled."""
+        blocks = self.tensor[self.cache.tables[0], self.LAYER].double()
+        return blocks.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, : self.sequence.context]
+
+    def read_back(self) -> Tensor:
+        return self.stored() * self.SCALES[self.LAYER].double()[:, None, :, None]
+
+
+def attention_over(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """The formula; q rotated, all float64 [context, heads, DIM]."""
+    k, v = (side.repeat_interleave(HEADS // KV_HEADS, 1) for side in (k, v))
+    place = torch.arange(len(q))
+    seen = place[None] <= place[:, None]
+    if window is not None:
+        seen &= place[None] > place[:, None] - window
+    scores = (torch.einsum("qhd,khd->hqk", q, k) * SCALE).masked_fill(~seen, -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("steps", [[23], [1] * 23, [9, 1, 13]])
+def test_an_fp8_cache_is_read_back_as_it_was_stored_times_its_scales(steps: list[int], window: int | None) -> None:
+    sequence = make_sequence(23, 23, torch.Generator().manual_seed(7))
+    run = Fp8Run(sequence, steps, window)
+    expected = attention_over(rotate(sequence.q), *run.read_back(), window)
+    torch.testing.assert_close(run.out.double(), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_an_fp8_cache_stores_what_is_nearest_with_a_scale_for_each_head() -> None:
+    sequence = make_sequence(23, 23, torch.Generator().manual_seed(7))
+    run = Fp8Run(sequence, [23])
+    exact = torch.stack((rotate(sequence.k), sequence.v.double()))
+    scales = Fp8Run.SCALES[Fp8Run.LAYER].double()[:, None, :, None]
+    assert ((run.read_back() - exact).abs() <= torch.maximum(exact.abs() / 16, scales * 2.0**-10) * 1.001).all()
+    assert torch.isnan(run.tensor[:, 1 - Fp8Run.LAYER].float()).all(), "another layer was written"
+
+
+def test_attention_over_fp8_is_off_by_no_more_than_its_roundings_explain() -> None:
+    sequence = make_sequence(40, 40, torch.Generator().manual_seed(8))
+    run = Fp8Run(sequence, [40])
+    q, k, v = rotate(sequence.q), rotate(sequence.k), sequence.v.double()
+    # K is off by a sixteenth at most, so is each score's sum of magnitudes; weights then change by exp(2 * score).
+    magnitudes = torch.einsum("qhd,khd->qhk", q.abs(), k.abs().repeat_interleave(HEADS // KV_HEADS, 1))
+    score = magnitudes.amax(-1, keepdim=True) * SCALE * (1 / 16 + 2.0**-10)
+    largest = v.abs().amax()
+    bound = (largest * (torch.expm1(2 * score) + 1 / 16 + 2.0**-10)).expand(-1, -1, DIM).flatten(1)
+    assert ((run.out.double() - attention_over(q, k, v, None)).abs() <= bound).all()
+    # In the mean they cancel: no scale is missing.
+    assert (run.out.double() - attention_over(q, k, v, None)).abs().mean() < 0.03
+
+
+def test_single_rows_store_the_bytes_of_a_chunk() -> None:
+    sequence = make_sequence(23, 23, torch.Generator().manual_seed(9))
+    whole, single = Fp8Run(sequence, [23]), Fp8Run(sequence, [1] * 23)
+    assert torch.equal(whole.tensor.view(torch.uint8), single.tensor.view(torch.uint8))
+    torch.testing.assert_close(whole.out, single.out, atol=2e-6, rtol=1e-5)
+
+
+def test_a_head_is_saturated_at_448_times_its_own_scale() -> None:
+    sequence = make_sequence(1, 1, torch.Generator().manual_seed(10))
+    sequence.v[0, :, :3] = torch.tensor([1e6, -1e6, 100.0])
+    run = Fp8Run(sequence, [1])
+    limits = 448 * Fp8Run.SCALES[Fp8Run.LAYER, 1].double()
+    v = run.read_back()[1, 0]
+    assert torch.equal(v[:, 0], limits)
+    assert torch.equal(v[:, 1], -limits)
+    assert v[0, 2] == limits[0] < 100.0
+    assert abs(v[1, 2] - 100) <= 100 / 16
+
+
+def test_opening_a_block_of_an_fp8_cache_clears_the_rest_of_it() -> None:
+    run = Fp8Run(make_sequence(5, 5, torch.Generator().manual_seed(11)), [5])
+    opened = run.tensor[run.cache.tables[0][1], run.LAYER].view(torch.uint8)
+    assert opened[:, :, 0].any()
+    assert not opened[:, :, 1:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_queries_in_half_precision_meet_an_fp8_cache(dtype: torch.dtype) -> None:
+    sequence = make_sequence(9, 9, torch.Generator().manual_seed(12))
+    halves = Sequence(9, 9, *(side.to(dtype) for side in (sequence.q, sequence.k, sequence.v)))
+    run = Fp8Run(halves, [9])
+    assert run.out.dtype == dtype
+    expected = attention_over(rotate(halves.q), *run.read_back(), None)
+    torch.testing.assert_close(run.out.double(), expected, atol=3e-2, rtol=2e-2)
+
+
+def test_a_cache_whose_dtype_does_not_fit_the_scales_is_refused() -> None:
+    sequence = make_sequence(1, 1, torch.Generator().manual_seed(6))
+    cache = Cache([sequence], 4)
+    rows = cache.rows([(0, 0, 1)])
+    with pytest.raises(AssertionError):
+        ReferenceOps().paged_kv(rows, cache.tensor, angles(1), SCALE, kv_scales=Fp8Run.SCALES)
+    with pytest.raises(AssertionError):
+        ReferenceOps().paged_kv(rows, cache.tensor.to(torch.float8_e4m3fn), angles(1), SCALE)

@@ -50,8 +50,9 @@ def a_commit(ticket: Ticket) -> Commit:
     )
 
 
-def test_a_ticket_survives_the_wire() -> None:
-    ticket = a_ticket()
+@pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3"])
+def test_a_ticket_survives_the_wire(dtype: str) -> None:
+    ticket = replace(a_ticket(), layout=replace(LAYOUT, dtype=dtype))
     wire = ticket_to_proto(ticket).SerializeToString()
     assert ticket_from_proto(decode_pb2.Ticket.FromString(wire)) == ticket
 

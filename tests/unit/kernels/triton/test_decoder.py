@@ -74,6 +74,19 @@ def test_the_fast_mode_gives_what_the_reference_gives(family: str) -> None:
     assert_close(ours, expected, 1e-5)
 
 
+def test_an_fp8_kv_cache_gives_what_the_reference_gives() -> None:
+    scales, logits = torch.tensor([[[0.5, 0.25], [1.0, 0.125]]] * 2), []
+    for implementation in ("triton", "reference"):
+        options = KernelOptions(implementation=implementation, kv_scales=scales)
+        decoder = make_decoder(fields_of("qwen3"), options, torch.float32, device=DEVICE)
+        runner = PagedRunner(decoder, num_blocks=4, block_size=4, kv_dtype=torch.float8_e4m3fn)
+        sequence = runner.add_sequence()
+        steps = ([3, 1, 4, 1], [5], [9])
+        logits.append(torch.cat([runner.step([(sequence, tokens)], last_only=False) for tokens in steps]))
+    # A rounding that tips to the neighbour is a sixteenth of one number of one key.
+    torch.testing.assert_close(*logits, atol=2e-2, rtol=0)
+
+
 def test_logits_come_in_the_order_asked_for_and_as_often() -> None:
     decoder, _ = decoders("llama", torch.float32)
     runner = PagedRunner(decoder, num_blocks=4, block_size=4)

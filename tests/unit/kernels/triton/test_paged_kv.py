@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.ops import KvRows
 from kernels.reference import ReferenceOps
+from kernels.triton.ops import TritonOps
 from kernels.triton.paged_kv import TritonPagedKv
 from tests.unit.kernels.triton.paged_steps import make_rows
 
@@ -66,6 +67,30 @@ def test_steps_give_what_the_reference_gives(deterministic: bool) -> None:
                 mine.attention(layer, rotated, window), reference.attention(layer, expected, window)
             )
         torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+def test_steps_over_an_fp8_cache_give_what_the_reference_gives() -> None:
+    generator = torch.Generator().manual_seed(4)
+    scales = (torch.rand((LAYERS, 2, KV_HEADS), generator=generator) / 4 + 0.01).to(DEVICE)
+    shape = (20, LAYERS, 2, KV_HEADS, BLOCK_SIZE, DIM)
+    ours, theirs = (torch.full(shape, float("nan"), device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
+    for rows in prompt_in_steps(7, [6]):
+        num_tokens = rows.positions.shape[0]
+        qkv = torch.randn((num_tokens, HEADS + 2 * KV_HEADS, DIM), generator=generator).to(DEVICE)
+        q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+        mine = TritonOps(deterministic=True).paged_kv(rows, ours, angles(), SCALE, kv_scales=scales)
+        reference = ReferenceOps().paged_kv(rows, theirs, angles(), SCALE, kv_scales=scales)
+        for layer, window in ((0, None), (1, 4)):
+            rotated, expected = (kv.rope_write_kv(layer, q, k, v) for kv in (mine, reference))
+            torch.testing.assert_close(rotated, expected)
+            # Rotated in another order, K is now and then rounded to the neighbour: from here on with the same bytes.
+            different = ours.view(torch.uint8) != theirs.view(torch.uint8)
+            assert not different[:, :, 1].any()
+            assert int(different.sum()) <= 2
+            ours.view(torch.uint8).copy_(theirs.view(torch.uint8))
+            torch.testing.assert_close(
+                mine.attention(layer, rotated, window), reference.attention(layer, expected, window)
+            )
 
 
 def test_an_empty_step_passes_through() -> None:

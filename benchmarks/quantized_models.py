@@ -1,0 +1,125 @@
+"""The models that `benchmarks.quantization` compares, and what is compared with what."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels.choice import KernelOptions
+from pdserve.base.layout import KvLayout
+from pdserve.base.worker_config import FP8_KV
+from pdserve.engine.kv_cache import KvCache
+from pdserve.model.batch import Batch
+from pdserve.model.config import ModelConfig
+from pdserve.model.decoder import Decoder
+from pdserve.model.kv_scales import read_kv_scales
+from pdserve.model.loader import load_decoder
+
+#: Tokens of the longest sequence.
+WINDOW = 1024
+_BLOCK_SIZE = 16
+#: For one sequence of `WINDOW` tokens, or for 24 prompts with completions.
+_NUM_BLOCKS = 384
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What is compared; of it all, `bfloat16` is what is served without the flag."""
+
+    flag: str
+    #: What the models differ in.
+    subject: str
+    models: tuple[str, ...]
+    #: (compared, with what).
+    pairs: tuple[Pair, ...]
+    implementation: str
+    #: Of the result files.
+    stem: str
+
+
+WEIGHTS = Comparison(
+    flag="--quantization int8",
+    subject="weights",
+    models=("float32", "bfloat16", "int8"),
+    pairs=(("int8", "bfloat16"), ("bfloat16", "float32"), ("int8", "float32")),
+    implementation="cpu",
+    stem="quantization",
+)
+KV_CACHE = Comparison(
+    flag=f"--kv-cache-dtype {FP8_KV}",
+    subject="KV cache",
+    models=("bfloat16", FP8_KV),
+    pairs=((FP8_KV, "bfloat16"),),
+    implementation="reference",
+    stem="quantization-kv",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """One way to compute, with memory for one long sequence or some short ones."""
+
+    name: str
+    decoder: Decoder
+    kv_cache: KvCache
+
+    @classmethod
+    def load(cls, name: str, path: Path, implementation: str, num_threads: int | None) -> Model:
+        """`name`: bfloat16, float32, or of the bfloat16 weights int8 or fp8_e4m3 (KV)."""
+        dtype = "float32" if name == "float32" else "bfloat16"
+        options = KernelOptions(
+            implementation=implementation,
+            quantization="int8" if name == "int8" else None,
+            num_threads=num_threads,
+            kv_scales=read_kv_scales(path, ModelConfig.from_dir(path)) if name == FP8_KV else None,
+        )
+        decoder = load_decoder(path, dtype=dtype, max_model_len=WINDOW, kernels=options)
+        layout = KvLayout(
+            model=name,
+            dtype=FP8_KV if name == FP8_KV else dtype,
+            block_size=_BLOCK_SIZE,
+            num_layers=decoder.config.num_layers,
+            num_kv_heads=decoder.config.num_kv_heads,
+            head_dim=decoder.config.head_dim,
+        )
+        return cls(name=name, decoder=decoder, kv_cache=KvCache(layout, _NUM_BLOCKS, torch.device("cpu")))
+
+    def forward(self, sequences: Sequence[list[int]], begins: Sequence[int], logits_rows: Sequence[int]) -> Tensor:
+        """Computes tokens[begin:] of each; logits of the rows wanted, counted over all. Valid until the next call.
+
+        Sequences share out the cache evenly: their number must stay the same while what was computed is to be kept.
+        """
+        width = _NUM_BLOCKS // len(sequences)
+        spans = [torch.arange(begin, len(tokens)) for tokens, begin in zip(sequences, begins, strict=True)]
+        batch = Batch(
+            token_ids=torch.tensor(
+                [token for tokens, begin in zip(sequences, begins, strict=True) for token in tokens[begin:]]
+            ),
+            positions=torch.cat(spans),
+            slot_mapping=torch.cat([span + index * width * _BLOCK_SIZE for index, span in enumerate(spans)]),
+            query_starts=torch.tensor([0, *itertools.accumulate(map(len, spans))]),
+            context_lens=torch.tensor([len(tokens) for tokens in sequences]),
+            block_tables=torch.arange(len(sequences) * width).view(len(sequences), width),
+            logits_rows=torch.tensor(logits_rows),
+        )
+        return self.decoder.forward(batch, self.kv_cache.tensor)
+
+    def complete(self, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
+        """The tokens that greedy sampling gives for each, all together; the end of a text ends nothing."""
+        sequences = [list(prompt) for prompt in prompts]
+        assert max(map(len, sequences)) + num_tokens <= _NUM_BLOCKS // len(prompts) * _BLOCK_SIZE
+        begins = [0] * len(prompts)
+        for _ in range(num_tokens):
+            ends = itertools.accumulate(len(tokens) - begin for tokens, begin in zip(sequences, begins, strict=True))
+            chosen = self.forward(sequences, begins, [end - 1 for end in ends]).argmax(-1).tolist()
+            begins = [len(tokens) for tokens in sequences]
+            for tokens, token in zip(sequences, chosen, strict=True):
+                tokens.append(token)
+        return [tokens[len(prompt) :] for tokens, prompt in zip(sequences, prompts, strict=True)]
