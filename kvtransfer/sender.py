@@ -228,11 +228,11 @@ class OutgoingTransfer:
         self._digests.append(self._digest(block))
         self._wire.started(self._loop.time())
         send = self._transport.post_send(self._peer, self._ticket.tag(index), block)
-        send.add_done_callback(partial(self._on_sent, index))
+        send.add_done_callback(partial(self._on_sent, index, block))
         return block.nbytes
 
-    def _on_sent(self, index: int, send: Operation) -> None:
-        self._memory.give_back(send.buffer)
+    def _on_sent(self, index: int, block: Buffer, send: Operation) -> None:
+        self._memory.give_back(block)
         self._wire.done(self._loop.time())
         error = send.error
         if error is not None and not isinstance(error, TransferError):

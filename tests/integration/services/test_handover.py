@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvtransfer.staging import Staged
 from kvtransfer.transport import Buffer, Operation, Peer
 from kvtransfer.transport.inproc import InprocTransport
 from pdserve.base.errors import (
@@ -20,6 +21,7 @@ from pdserve.base.errors import (
     StaleError,
     TransferTimeout,
 )
+from pdserve.engine.kv_cache import KvCache
 from pdserve.v1 import decode_pb2
 from tests.integration.services.house import ALWAYS_LOCAL, Request, running_house
 from tests.unit.model.tiny import save_model
@@ -69,6 +71,52 @@ async def test_handed_over_tokens_are_those_of_local_prefill(
     async with running_house(model) as house:
         prompt = PROMPT[:length]
         assert await _handed_over(house.request(prompt, **params)) == await house.local(prompt, **params)
+        await house.all_free()
+
+
+@pytest.fixture
+def staged(monkeypatch: pytest.MonkeyPatch) -> list[Staged]:
+    """Workers whose blocks stop over in stages of ten slots, as those of a GPU; the decode worker's first."""
+    stages: list[Staged] = []
+
+    def block_memory(kv_cache: KvCache, staging_bytes: int) -> Staged:
+        size = kv_cache.layout.block_bytes
+        stages.append(Staged(kv_cache, np.zeros(10 * size, np.uint8), size))
+        return stages[-1]
+
+    monkeypatch.setattr("pdserve.worker.worker.block_memory", block_memory)
+    return stages
+
+
+async def test_blocks_that_stop_over_in_a_stage_give_the_tokens_of_local_prefill(
+    model: Path, staged: list[Staged]
+) -> None:
+    async with running_house(model) as house:
+        prompts = [[(7 * first + 3 * place) % 97 for place in range(36)] for first in range(4)]  # 9 blocks each
+        requests = [house.request(prompt) for prompt in prompts]
+        for request in requests:
+            await request.start()
+
+        async def hand_over(request: Request) -> dict[int, list[int]]:
+            # Only one of them has room at a time: the others get their tickets when it has received.
+            await request.prefill(await request.ticket())
+            return await request.finish()
+
+        handed_over = await asyncio.gather(*map(hand_over, requests))
+        assert all(stage.num_free == stage.most == 10 for stage in staged)
+        assert handed_over == [await house.local(prompt) for prompt in prompts]
+        await house.all_free()
+
+
+async def test_a_prompt_that_no_stage_could_take_is_computed_by_the_decode_worker(
+    model: Path, staged: list[Staged]
+) -> None:
+    async with running_house(model) as house:
+        request = house.request(PROMPT)  # 12 blocks
+        await request.start()
+        tokens = await request.finish()
+        assert tokens == await house.local(PROMPT)
+        assert staged[0].num_free == 10
         await house.all_free()
 
 
