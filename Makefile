@@ -57,9 +57,22 @@ format: install ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Tests that only compute, beside all others, which mostly wait for processes.
+COMPUTING := tests/unit/kernels tests/unit/engine tests/unit/benchmarks tests/property/kernels
+TESTS := tests
+
 .PHONY: test
 test: lint ## Everything that CI checks: lint and all tests
+ifeq ($(strip $(ARGS)),)
+	@$(BIN)/pytest $(COMPUTING) >$(VENV)/computing.log 2>&1 & computing=$$!; \
+	trap 'kill $$computing 2>/dev/null' EXIT; trap 'exit 130' INT TERM; \
+	$(BIN)/pytest $(TESTS) $(COMPUTING:%=--ignore=%); others=$$?; \
+	wait $$computing; computed=$$?; \
+	echo; echo "$(COMPUTING):"; cat $(VENV)/computing.log; \
+	exit $$(( others > computed ? others : computed ))
+else
 	$(BIN)/pytest $(ARGS)
+endif
 
 .PHONY: bench-handover
 bench-handover: install ## The handover's waterfall against --prefill 0; results under benchmarks/results
