@@ -9,8 +9,7 @@ import torch
 
 from pdserve.engine.device_batch import BatchShape, DeviceBatches
 from pdserve.model.batch import Batch
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+from tests.support.devices import DEVICE
 
 
 def numbers(*values: int) -> torch.Tensor:
