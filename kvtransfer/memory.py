@@ -17,17 +17,21 @@ class BlockMemory(Protocol):
     def most(self) -> int:
         """So many blocks can be lent at a time."""
 
+    @property
+    def copies(self) -> bool:
+        """False: what is lent are the blocks themselves, so there is nothing to load and to store."""
+
     async def lend(self, block_ids: Sequence[BlockId]) -> list[Buffer]:
         """Host memory for these blocks, `[block_bytes]` uint8 each; every one is to be given back.
 
         Waits, first come first served, while others have too much of it. Raises `NoFreeBlocks` for more than `most`.
         """
 
-    def load(self, block_id: BlockId, buffer: Buffer) -> None:
-        """Has the block's bytes in the memory that was lent for it."""
+    async def load(self, block_ids: Sequence[BlockId], buffers: Sequence[Buffer]) -> None:
+        """Has the blocks' bytes in the memory that was lent for them. Raises `TransferError` when it cannot."""
 
-    def store(self, block_id: BlockId, buffer: Buffer) -> None:
-        """Has what is in the memory that was lent for it in the block."""
+    async def store(self, block_ids: Sequence[BlockId], buffers: Sequence[Buffer]) -> None:
+        """Has in the blocks what is in the memory that was lent for them. Raises `TransferError` when it cannot."""
 
     def give_back(self, buffer: Buffer) -> None:
         """Nothing reads or writes it any more."""
@@ -45,6 +49,7 @@ class InPlace:
     """Implements `BlockMemory`: transports read and write the blocks themselves."""
 
     most = sys.maxsize
+    copies = False
 
     def __init__(self, blocks: HostBlocks) -> None:
         self._blocks = blocks
@@ -52,10 +57,10 @@ class InPlace:
     async def lend(self, block_ids: Sequence[BlockId]) -> list[Buffer]:
         return [self._blocks.block_bytes_view(block_id) for block_id in block_ids]
 
-    def load(self, block_id: BlockId, buffer: Buffer) -> None:
+    async def load(self, block_ids: Sequence[BlockId], buffers: Sequence[Buffer]) -> None:
         pass
 
-    def store(self, block_id: BlockId, buffer: Buffer) -> None:
+    async def store(self, block_ids: Sequence[BlockId], buffers: Sequence[Buffer]) -> None:
         pass
 
     def give_back(self, buffer: Buffer) -> None:

@@ -95,6 +95,9 @@ class _Incoming:
     receives: list[Operation] = field(default_factory=list)
     #: Lent for blocks that are still to come, by index.
     buffers: dict[int, Buffer] = field(default_factory=dict)
+    #: Index and digest of what has arrived and is still to be stored, and who is doing it.
+    arrived: list[tuple[int, bytes]] = field(default_factory=list)
+    storing: asyncio.Task[None] | None = None
     timer: asyncio.TimerHandle | None = None
     commit: Commit | None = None
     answers: list[asyncio.Future[Received]] = field(default_factory=list)
@@ -244,7 +247,30 @@ class Receiver:
         incoming.ended_at = now
         # Inline: a block is digested in 13 us from a warm cache, a hop to a thread and back takes five times that.
         digest = incoming.digest(receive.buffer)
-        self._memory.store(incoming.reservation.block_ids[index], receive.buffer)
+        if not self._memory.copies:
+            self._stored(incoming, index, digest)
+            return
+        incoming.arrived.append((index, digest))
+        if incoming.storing is None:
+            name = f"store {incoming.reservation.request_id}"
+            incoming.storing = self._tasks.start(self._store(incoming), name=name)
+
+    async def _store(self, incoming: _Incoming) -> None:
+        """Until nothing is left: what arrives during a copy is copied together in the next."""
+        while incoming.arrived:
+            arrived, incoming.arrived = incoming.arrived, []
+            blocks = [incoming.reservation.block_ids[index] for index, _ in arrived]
+            try:
+                await self._memory.store(blocks, [incoming.buffers[index] for index, _ in arrived])
+            except TransferError as error:
+                for index, _ in arrived:
+                    self._handle(incoming, BlockLost(index=index, error=error))
+            else:
+                for index, digest in arrived:
+                    self._stored(incoming, index, digest)
+        incoming.storing = None
+
+    def _stored(self, incoming: _Incoming, index: int, digest: bytes) -> None:
         self._memory.give_back(incoming.buffers.pop(index))
         self._handle(incoming, BlockReceived(index=index, digest=digest))
 
@@ -279,6 +305,8 @@ class Receiver:
         while incoming.machine.state is ReceiveState.CANCELLING:
             try:
                 await self._transport.cancel(incoming.receives)
+                if incoming.storing is not None:
+                    await asyncio.wait([incoming.storing])
             except asyncio.CancelledError as error:
                 cancelled = error
             else:

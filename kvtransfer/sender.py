@@ -34,6 +34,8 @@ T = TypeVar("T")
 
 #: Enough to keep a fast wire busy, little enough that another transfer gets its turn soon.
 MAX_OUTSTANDING_BYTES = 32 << 20
+#: As many are copied in one go where blocks have to be copied before they are sent.
+_LOAD_BYTES = 8 << 20
 #: The event loop, and with it the wire, gets a turn after this many bytes were digested.
 _TURN_BYTES = 4 << 20
 
@@ -160,23 +162,26 @@ class OutgoingTransfer:
         """
         # No more at a time than may be on the wire: what has been lent to others comes back only when it was sent.
         at_once = min(self._max_outstanding, self._memory.most)
+        if self._memory.copies:  # The first blocks leave while the next are copied.
+            at_once = min(at_once, max(1, _LOAD_BYTES // self._ticket.layout.block_bytes))
         for first in range(0, len(block_ids), at_once):
             group = block_ids[first : first + at_once]
             lent = await self._memory.lend(group)
             try:
-                await self._push_group(group, lent)
+                await self._memory.load(group, lent)
+                await self._push_group(lent)
             finally:
                 for buffer in lent:
                     self._memory.give_back(buffer)
 
-    async def _push_group(self, block_ids: Sequence[BlockId], lent: list[Buffer]) -> None:
+    async def _push_group(self, lent: list[Buffer]) -> None:
         """Takes each buffer off the list when it is on the wire, from where it is given back."""
         since_turn = 0
-        for block_id in block_ids:
+        while lent:
             while self._machine.num_outstanding >= self._max_outstanding and self._machine.state is SendState.SENDING:
                 await self._change()
             self._require_alive()
-            since_turn += self._push_one(block_id, lent[0])
+            since_turn += self._push_one(lent[0])
             del lent[0]
             if since_turn >= _TURN_BYTES:
                 since_turn = 0
@@ -221,8 +226,7 @@ class OutgoingTransfer:
             lost = self._machine.error
             raise lost or TransferTimeout("the decode worker did not answer the commit within the lease") from error
 
-    def _push_one(self, block_id: BlockId, block: Buffer) -> int:
-        self._memory.load(block_id, block)
+    def _push_one(self, block: Buffer) -> int:
         index = len(self._digests)
         self._handle(SendStarted(index=index))
         self._digests.append(self._digest(block))

@@ -12,24 +12,34 @@ from pdserve.base.errors import NoFreeBlocks
 from pdserve.base.ids import BlockId
 
 
-class RemoteBlocks(Protocol):
-    """Blocks in another memory."""
+class BlockCopies(Protocol):
+    """Copies blocks between another memory and the slots of a stage.
 
-    def read_block(self, block_id: BlockId, into: Buffer) -> None:
-        """Copies the block's bytes, `[block_bytes]` uint8; they are there when it returns."""
+    However a call ends, cancelled too, nothing of it touches blocks or slots any more.
+    """
 
-    def write_block(self, block_id: BlockId, data: Buffer) -> None:
-        """Copies bytes to the block; whatever uses the block after it returns finds them."""
+    async def read(self, block_ids: Sequence[BlockId], slots: Sequence[int]) -> None:
+        """Copies each block's bytes to its slot; they are there when it returns. Raises `TransferError`."""
+
+    async def write(self, block_ids: Sequence[BlockId], slots: Sequence[int]) -> None:
+        """Copies each slot's bytes to its block; whatever uses the block after it returns finds them.
+
+        Raises `TransferError`.
+        """
 
 
 class Staged:
     """Implements `BlockMemory`: blocks are copied to or from slots of the stage. Belongs to one event loop."""
 
-    def __init__(self, blocks: RemoteBlocks, stage: Buffer, block_bytes: int) -> None:
+    copies = True
+
+    def __init__(self, copies: BlockCopies, stage: Buffer, block_bytes: int) -> None:
         """`stage`: host memory, uint8, from which a device copies fast; it is divided into slots of `block_bytes`."""
-        self._blocks = blocks
+        self._copies = copies
         self.most = len(stage) // block_bytes
         self._free = [stage[slot * block_bytes : (slot + 1) * block_bytes] for slot in range(self.most)]
+        #: By identity: a slot is lent as the same object each time.
+        self._slots = {id(buffer): slot for slot, buffer in enumerate(self._free)}
         self._lent: dict[int, Buffer] = {}
         self._waiting: deque[tuple[int, asyncio.Future[list[Buffer]]]] = deque()
 
@@ -59,15 +69,18 @@ class Staged:
                 self._serve()
             raise
 
-    def load(self, block_id: BlockId, buffer: Buffer) -> None:
-        self._blocks.read_block(block_id, buffer)
+    async def load(self, block_ids: Sequence[BlockId], buffers: Sequence[Buffer]) -> None:
+        await self._copies.read(block_ids, self._slots_of(buffers))
 
-    def store(self, block_id: BlockId, buffer: Buffer) -> None:
-        self._blocks.write_block(block_id, buffer)
+    async def store(self, block_ids: Sequence[BlockId], buffers: Sequence[Buffer]) -> None:
+        await self._copies.write(block_ids, self._slots_of(buffers))
 
     def give_back(self, buffer: Buffer) -> None:
         self._free.append(self._lent.pop(id(buffer)))
         self._serve()
+
+    def _slots_of(self, buffers: Sequence[Buffer]) -> list[int]:
+        return [self._slots[id(buffer)] for buffer in buffers]
 
     def _take(self, count: int) -> list[Buffer]:
         taken = [self._free.pop() for _ in range(count)]

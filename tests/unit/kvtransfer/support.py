@@ -34,12 +34,6 @@ class Memory:
         view: Buffer = self.blocks[block_id]
         return view
 
-    def read_block(self, block_id: BlockId, into: Buffer) -> None:
-        into[:] = self.blocks[block_id]
-
-    def write_block(self, block_id: BlockId, data: Buffer) -> None:
-        self.blocks[block_id] = data
-
 
 @dataclass(eq=False)
 class Pair:

@@ -3,19 +3,60 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kvtransfer.staging import Staged
-from pdserve.base.errors import NoFreeBlocks, TransferTimeout
+from kvtransfer.transport import Buffer
+from pdserve.base.errors import NoFreeBlocks, TransferError, TransferTimeout
 from pdserve.base.ids import BlockId
 from tests.unit.kvtransfer.support import LAYOUT, REQUEST, Memory, Pair, blocks, worker_pair
 
 
+class Copies:
+    """Implements `BlockCopies` for the blocks of a `Memory`; a copy takes its time."""
+
+    def __init__(self, memory: Memory, stage: Buffer) -> None:
+        self._blocks = memory.blocks
+        self._stage = stage.reshape(-1, LAYOUT.block_bytes)
+        self.fails = False
+        #: Set while copies may end.
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
+        #: Blocks of each copy that was begun.
+        self.begun: list[list[int]] = []
+        self.has_begun = asyncio.Event()
+
+    async def read(self, block_ids: Sequence[BlockId], slots: Sequence[int]) -> None:
+        await self._copy(block_ids)
+        for block_id, slot in zip(block_ids, slots, strict=True):
+            self._stage[slot] = self._blocks[block_id]
+
+    async def write(self, block_ids: Sequence[BlockId], slots: Sequence[int]) -> None:
+        await self._copy(block_ids)
+        for block_id, slot in zip(block_ids, slots, strict=True):
+            self._blocks[block_id] = self._stage[slot]
+
+    async def _copy(self, block_ids: Sequence[BlockId]) -> None:
+        self.begun.append(list(block_ids))
+        self.has_begun.set()
+        await asyncio.sleep(0)
+        await self.goes_on.wait()
+        if self.fails:
+            raise TransferError("a rank is gone")
+
+
 def staged(memory: Memory, num_slots: int = 4) -> Staged:
-    return Staged(memory, np.zeros(num_slots * LAYOUT.block_bytes, np.uint8), LAYOUT.block_bytes)
+    return staged_with_copies(memory, num_slots)[0]
+
+
+def staged_with_copies(memory: Memory, num_slots: int) -> tuple[Staged, Copies]:
+    stage = np.zeros(num_slots * LAYOUT.block_bytes, np.uint8)
+    copies = Copies(memory, stage)
+    return Staged(copies, stage, LAYOUT.block_bytes), copies
 
 
 class Stages:
@@ -24,16 +65,24 @@ class Stages:
     def __init__(self, *num_slots: int) -> None:
         self._num_slots = list(num_slots)
         self.made: list[Staged] = []
+        self.copies: list[Copies] = []
 
     def __call__(self, memory: Memory) -> Staged:
         # `worker_pair` makes the receiver's first.
-        stage = staged(memory, self._num_slots[1 - len(self.made)])
+        stage, copies = staged_with_copies(memory, self._num_slots[1 - len(self.made)])
         self.made.append(stage)
+        self.copies.append(copies)
         return stage
 
     @property
     def are_empty(self) -> bool:
         return all(stage.num_free == stage.most for stage in self.made)
+
+
+async def every_message() -> None:
+    """Returns when nothing is on its way any more: a message within a process takes a few turns of the loop."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 async def hand_over(pair: Pair, sources: list[int], targets: list[int]) -> None:
@@ -151,3 +200,62 @@ async def test_each_buffer_is_lent_to_one_at_a_time() -> None:
     stage.give_back(lent[0])
     with pytest.raises(KeyError):
         stage.give_back(lent[0])
+
+
+async def test_blocks_that_arrive_during_a_copy_are_stored_together() -> None:
+    stages = Stages(8, 8)
+    async with worker_pair(stage=stages) as pair:
+        stages.copies[0].goes_on.clear()
+        ticket = await pair.grant([8, 9, 10, 11])
+        async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
+            await transfer.push(blocks(0))
+            await stages.copies[0].has_begun.wait()
+            await transfer.push(blocks(1, 2, 3))
+            await every_message()
+            stages.copies[0].goes_on.set()
+            await transfer.finish([5], pair.receiver.commit)
+        assert stages.copies[0].begun == [[8], [9, 10, 11]]
+        assert np.array_equal(pair.target.blocks[8:12], pair.source.blocks[:4])
+
+
+async def test_a_copy_that_fails_refuses_the_commit_and_the_stage_is_empty_in_the_end() -> None:
+    stages = Stages(4, 4)
+    async with worker_pair(stage=stages) as pair:
+        stages.copies[0].fails = True
+        ticket = await pair.grant([0, 1])
+        with pytest.raises(TransferError, match="a rank is gone"):
+            async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
+                await transfer.push(blocks(0, 1))
+                await transfer.finish([5], pair.receiver.commit)
+        await pair.receiver.abort(ticket.transfer_id)
+        assert pair.received == []
+        assert stages.are_empty
+
+
+async def test_blocks_that_cannot_be_read_end_the_transfer_and_leave_the_stage_empty() -> None:
+    stages = Stages(4, 4)
+    async with worker_pair(stage=stages) as pair:
+        stages.copies[1].fails = True
+        ticket = await pair.grant([0, 1])
+        with pytest.raises(TransferError, match="a rank is gone"):
+            async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
+                await transfer.push(blocks(0, 1))
+        await pair.receiver.abort(ticket.transfer_id)
+        assert stages.are_empty
+
+
+async def test_an_abort_returns_when_nothing_is_stored_any_more() -> None:
+    stages = Stages(4, 4)
+    async with worker_pair(stage=stages) as pair:
+        stages.copies[0].goes_on.clear()
+        ticket = await pair.grant([8, 9])
+        async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
+            await transfer.push(blocks(0, 1))
+            await stages.copies[0].has_begun.wait()
+            abort = asyncio.create_task(pair.receiver.abort(ticket.transfer_id))
+            await every_message()
+            assert not abort.done()
+            assert stages.made[0].num_free == 2
+            stages.copies[0].goes_on.set()
+            await abort
+            assert stages.made[0].num_free == 4
