@@ -31,6 +31,11 @@ class WorkerConfig:
     gpu_memory_utilization: float = option(
         0.9, help="share of the GPU's memory for this worker: weights, activations and KV", minimum=0.01
     )
+    tensor_parallel_size: int = option(
+        1,
+        help="ranks that share the model, each with its part of heads and weights: GPUs from --device on, or processes",
+        minimum=1,
+    )
     deterministic: bool = option(
         True, help="on a GPU: the same bits for a request whatever is computed beside it, at some cost in speed"
     )

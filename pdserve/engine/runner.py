@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Protocol
 
 from torch import Tensor
 
+from pdserve.base.ids import BlockId
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.batching import BatchBuilder
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.sequence import SampleResult, SampleRow
 from pdserve.engine.step import StepPlan
 from pdserve.model.batch import Batch
+
+CopyBlocks = Callable[[Items[tuple[BlockId, BlockId]]], None]
 
 
 class Decoder(Protocol):
@@ -36,8 +40,12 @@ class TokenSampler(Protocol):
 class Runner:
     """Executes plans. Used on the step thread only."""
 
-    def __init__(self, decoder: Decoder, kv_cache: KvCache, sampler: TokenSampler) -> None:
+    def __init__(
+        self, decoder: Decoder, kv_cache: KvCache, sampler: TokenSampler, *, copy_blocks: CopyBlocks | None = None
+    ) -> None:
+        """`copy_blocks`: instead of the cache's own, where others have parts of the same blocks."""
         self.kv_cache = kv_cache
+        self._copy_blocks = copy_blocks or kv_cache.copy_blocks
         self._decoder = decoder
         self._sampler = sampler
         self._batches = BatchBuilder(kv_cache.layout.block_size)
@@ -49,7 +57,7 @@ class Runner:
     def forward(self, plan: StepPlan, batch: Batch | None) -> Tensor | None:
         """Copy blocks first (copy-on-write), then compute: logits float32 [num_logits, vocab]."""
         if plan.copies:
-            self.kv_cache.copy_blocks(plan.copies)
+            self._copy_blocks(plan.copies)
         return None if batch is None else self._decoder.forward(batch, self.kv_cache.tensor)
 
     def try_out(self, batch: Batch) -> None:

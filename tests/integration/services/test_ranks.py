@@ -1,0 +1,64 @@
+"""Workers of several ranks, each a process with its heads, hand over and answer like those of one."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtransfer.staging import Staged
+from tests.integration.services.house import House, running_house
+from tests.unit.model.tiny import save_model
+
+PROMPTS = [
+    [(7 * place + 11 * which) % 90 + 3 for place in range(length)] for which, length in enumerate((45, 3, 16, 29))
+]
+#: Choices that share a last block and part there; what is drawn depends on more than the largest logit.
+DRAWN: dict[str, Any] = {"n": 3, "temperature": 0.9, "top_p": 0.95, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four KV heads of one query head each, and a vocabulary that does not divide."""
+    changes: dict[str, object] = {"num_key_value_heads": 4, "num_attention_heads": 8, "vocab_size": 101}
+    return save_model(tmp_path_factory.mktemp("ranks"), changes)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[dict[int, list[int]]]:
+    async def of_one_rank() -> list[dict[int, list[int]]]:
+        async with running_house(model, prefill=ranks(1), decode=ranks(1)) as house:
+            return await answers(house)
+
+    return asyncio.run(of_one_rank())
+
+
+def ranks(size: int) -> dict[str, Any]:
+    return {"tensor_parallel_size": size, "kernels": "reference", "staging_memory": 1 << 16}
+
+
+async def answers(house: House) -> list[dict[int, list[int]]]:
+    """Handed over one by one, then computed by the decode worker, drawn and greedy."""
+    told = []
+    for prompt in PROMPTS:
+        for params in ({}, DRAWN):
+            request = house.request(prompt, **params)
+            await request.start()
+            await request.prefill(await request.ticket())
+            told.append(await request.finish())
+            told.append(await house.local(prompt, **params))
+    return told
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (2, 4)])
+async def test_tokens_are_those_of_one_rank(
+    model: Path, expected: list[dict[int, list[int]]], prefill: int, decode: int
+) -> None:
+    async with running_house(model, prefill=ranks(prefill), decode=ranks(decode)) as house:
+        assert await answers(house) == expected
+        await house.all_free()
+        for worker in (house.prefill, house.decode):
+            if isinstance(worker.blocks, Staged):
+                assert worker.blocks.num_free == worker.blocks.most
