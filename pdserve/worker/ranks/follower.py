@@ -147,11 +147,14 @@ def main() -> None:
             send_line(copy_stream, {"error": str(error)})
             sys.exit(1)
         ended = threading.Event()
-        threading.Thread(target=_copy, args=(follower, copy_stream, ended), name="copies", daemon=True).start()
+        copying = threading.Thread(target=_copy, args=(follower, copy_stream, ended), name="copies", daemon=True)
+        copying.start()
         try:
             follower.compute(MessageReader(step_stream))
         finally:
             ended.set()
+        # What it holds must be gone before the interpreter is: gloo's threads do not survive that.
+        copying.join(_END_S)
 
 
 def _copy(follower: Follower, stream: socket.socket, ended: threading.Event) -> None:

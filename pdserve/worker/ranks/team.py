@@ -46,6 +46,7 @@ from pdserve.worker.ranks.stage import make_stage, map_stage, slots_of_rank
 
 log = get_logger(__name__)
 
+_MODULE = "pdserve.worker.ranks.follower"
 #: Followers end when their sockets are closed; one that does not is killed.
 _END_S = 10.0
 #: A follower that has ended has said why before, or never will.
@@ -61,10 +62,9 @@ class Follower:
         self._copies, copies = socket.socketpair()
         passed = (steps.fileno(), copies.fileno(), stage)
         flags = ("-P",) if sys.flags.safe_path else ()
-        module = "pdserve.worker.ranks.follower"
         with steps, copies:
             self.process = subprocess.Popen(
-                [sys.executable, *flags, "-m", module, *map(str, passed)], pass_fds=passed, stdin=subprocess.DEVNULL
+                [sys.executable, *flags, "-m", _MODULE, *map(str, passed)], pass_fds=passed, stdin=subprocess.DEVNULL
             )
         self._turn = asyncio.Lock()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
