@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from kernels.choice import KernelOptions
 from kernels.cpu.decoder import Borrowing
@@ -76,7 +77,7 @@ def load_part(
         borrowing=borrowing,
         quantization=config.quantization,
         deterministic=config.deterministic,
-        kv_scales=None if scales is None else scales[:, :, part_of(model.num_kv_heads, ranks.rank, ranks.size)],
+        kv_scales=None if scales is None else _of_heads(scales, ranks),
     )
     # The digest of the scales is the model's, not the rank's.
     digest = None if scales is None else scales_digest(scales)
@@ -89,6 +90,10 @@ def load_part(
         step_decoder=_step_decoder(config, decoder, layout, device, ranks),
         kv_cache=KvCache(_of_rank(layout, ranks.size), budget.num_blocks, device),
     )
+
+
+def _of_heads(scales: Tensor, ranks: Ranks) -> Tensor:
+    return scales.chunk(ranks.size, dim=2)[ranks.rank].contiguous()
 
 
 def open_sampler(device: torch.device) -> Sampler | DeviceSampler:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvtransfer.staging import Staged
 from tests.integration.services.house import House, running_house
-from tests.unit.model.tiny import save_model
+from tests.unit.model.tiny import save_model, with_scales
 
 PROMPTS = [
     [(7 * place + 11 * which) % 90 + 3 for place in range(length)] for which, length in enumerate((45, 3, 16, 29))
@@ -62,3 +63,14 @@ async def test_tokens_are_those_of_one_rank(
         for worker in (house.prefill, house.decode):
             if isinstance(worker.blocks, Staged):
                 assert worker.blocks.num_free == worker.blocks.most
+
+
+async def test_each_rank_has_the_scales_of_its_heads(tmp_path: Path) -> None:
+    # Far apart: with its neighbour's, a head's numbers would saturate, or vanish.
+    scales = {f"{layer}.{side}_scale": torch.tensor([0.002, 0.2]) for layer in range(2) for side in "kv"}
+    model = with_scales(tmp_path, scales)
+    fp8 = {"kv_cache_dtype": "fp8_e4m3"}
+    async with running_house(model, prefill=ranks(1) | fp8, decode=ranks(1) | fp8) as house:
+        expected = await answers(house)
+    async with running_house(model, prefill=ranks(1) | fp8, decode=ranks(2) | fp8) as house:
+        assert await answers(house) == expected
