@@ -8,6 +8,7 @@ from typing import Protocol
 
 from kvtransfer.transport import Buffer
 from pdserve.base.ids import BlockId
+from pdserve.base.moment import Moment
 
 
 class BlockMemory(Protocol):
@@ -27,11 +28,19 @@ class BlockMemory(Protocol):
         Waits, first come first served, while others have too much of it. Raises `NoFreeBlocks` for more than `most`.
         """
 
-    async def load(self, block_ids: Sequence[BlockId], buffers: Sequence[Buffer]) -> None:
-        """Has the blocks' bytes in the memory that was lent for them. Raises `TransferError` when it cannot."""
+    async def load(
+        self, block_ids: Sequence[BlockId], buffers: Sequence[Buffer], layers: slice, after: Moment | None
+    ) -> None:
+        """Has the bytes of the blocks' layers, as they are `after`, in their place in the memory lent for the blocks.
 
-    async def store(self, block_ids: Sequence[BlockId], buffers: Sequence[Buffer]) -> None:
-        """Has in the blocks what is in the memory that was lent for them. Raises `TransferError` when it cannot."""
+        Raises `TransferError` when it cannot.
+        """
+
+    async def store(self, block_ids: Sequence[BlockId], buffers: Sequence[Buffer], layers: slice) -> None:
+        """Has in the blocks' layers what is in their place in the memory lent for them.
+
+        Raises `TransferError` when it cannot.
+        """
 
     def give_back(self, buffer: Buffer) -> None:
         """Nothing reads or writes it any more."""
@@ -57,10 +66,12 @@ class InPlace:
     async def lend(self, block_ids: Sequence[BlockId]) -> list[Buffer]:
         return [self._blocks.block_bytes_view(block_id) for block_id in block_ids]
 
-    async def load(self, block_ids: Sequence[BlockId], buffers: Sequence[Buffer]) -> None:
-        pass
+    async def load(
+        self, block_ids: Sequence[BlockId], buffers: Sequence[Buffer], layers: slice, after: Moment | None
+    ) -> None:
+        assert after is None, "what computes in host memory has computed when it says so"
 
-    async def store(self, block_ids: Sequence[BlockId], buffers: Sequence[Buffer]) -> None:
+    async def store(self, block_ids: Sequence[BlockId], buffers: Sequence[Buffer], layers: slice) -> None:
         pass
 
     def give_back(self, buffer: Buffer) -> None:

@@ -10,6 +10,7 @@ from typing import Protocol
 from kvtransfer.transport import Buffer
 from pdserve.base.errors import NoFreeBlocks
 from pdserve.base.ids import BlockId
+from pdserve.base.moment import Moment
 
 
 class BlockCopies(Protocol):
@@ -18,11 +19,16 @@ class BlockCopies(Protocol):
     However a call ends, cancelled too, nothing of it touches blocks or slots any more.
     """
 
-    async def read(self, block_ids: Sequence[BlockId], slots: Sequence[int]) -> None:
-        """Copies each block's bytes to its slot; they are there when it returns. Raises `TransferError`."""
+    async def read(
+        self, block_ids: Sequence[BlockId], slots: Sequence[int], layers: slice, after: Moment | None
+    ) -> None:
+        """Copies those layers of each block, as they are `after`, to their place in its slot.
 
-    async def write(self, block_ids: Sequence[BlockId], slots: Sequence[int]) -> None:
-        """Copies each slot's bytes to its block; whatever uses the block after it returns finds them.
+        They are there when it returns. Raises `TransferError`.
+        """
+
+    async def write(self, block_ids: Sequence[BlockId], slots: Sequence[int], layers: slice) -> None:
+        """Copies those layers from each slot to its block; whatever uses the block after it returns finds them.
 
         Raises `TransferError`.
         """
@@ -69,11 +75,13 @@ class Staged:
                 self._serve()
             raise
 
-    async def load(self, block_ids: Sequence[BlockId], buffers: Sequence[Buffer]) -> None:
-        await self._copies.read(block_ids, self._slots_of(buffers))
+    async def load(
+        self, block_ids: Sequence[BlockId], buffers: Sequence[Buffer], layers: slice, after: Moment | None
+    ) -> None:
+        await self._copies.read(block_ids, self._slots_of(buffers), layers, after)
 
-    async def store(self, block_ids: Sequence[BlockId], buffers: Sequence[Buffer]) -> None:
-        await self._copies.write(block_ids, self._slots_of(buffers))
+    async def store(self, block_ids: Sequence[BlockId], buffers: Sequence[Buffer], layers: slice) -> None:
+        await self._copies.write(block_ids, self._slots_of(buffers), layers)
 
     def give_back(self, buffer: Buffer) -> None:
         self._free.append(self._lent.pop(id(buffer)))

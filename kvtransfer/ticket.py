@@ -7,6 +7,7 @@ import secrets
 from dataclasses import dataclass, replace
 
 from kvtransfer.digest import DIGEST_BYTES, MAC_BYTES, commit_mac, same_mac
+from kvtransfer.layer_groups import LayerGroups
 from kvtransfer.transport import TRANSPORTS
 from pdserve.base.errors import DigestMismatch, RequestError
 from pdserve.base.ids import Epoch, RequestId, TransferId, WorkerId
@@ -15,9 +16,9 @@ from pdserve.v1 import common_pb2, decode_pb2
 
 KEY_BYTES = 32
 TRANSFER_ID_BYTES = 16
-#: Message tags of a transfer: the upper bits are random, the lower ones count its blocks.
+#: Message tags of a transfer: the upper bits are random, the lower ones count its messages.
 TAG_INDEX_BITS = 20
-MAX_BLOCKS = 1 << TAG_INDEX_BITS
+MAX_MESSAGES = 1 << TAG_INDEX_BITS
 MAX_LEASE_S = 3600.0
 MAX_ADDRESS_BYTES = 1 << 16
 MAX_BLOCK_BYTES = 1 << 30
@@ -43,9 +44,16 @@ class Ticket:
     lease_s: float
     key: bytes
     tag_base: int
+    #: Messages of which each block consists.
+    layer_groups: int
+
+    @property
+    def groups(self) -> LayerGroups:
+        """Which layers each message of a block has."""
+        return LayerGroups.of(self.layout, self.layer_groups)
 
     def tag(self, index: int) -> int:
-        """The message tag of the transfer's block `index`, counted from its first."""
+        """Of the transfer's message `index`, as `LayerGroups` counts them."""
         return self.tag_base + index
 
 
@@ -105,6 +113,7 @@ def ticket_to_proto(ticket: Ticket) -> decode_pb2.Ticket:
         lease_s=ticket.lease_s,
         key=ticket.key,
         tag_base=ticket.tag_base,
+        layer_groups=ticket.layer_groups,
     )
 
 
@@ -115,11 +124,15 @@ def ticket_from_proto(message: decode_pb2.Ticket) -> Ticket:
     _require(0 < message.epoch < 1 << 63, f"epoch is {message.epoch}")
     _require(message.transport in TRANSPORTS, f"transport {message.transport!r} is unknown")
     _require(0 < len(message.data_address) <= MAX_ADDRESS_BYTES, f"data_address has {len(message.data_address)} bytes")
-    _require(message.num_blocks <= MAX_BLOCKS, f"num_blocks is {message.num_blocks}")
     _require(message.first_block < 1 << 31, f"first_block is {message.first_block}")
     _require(math.isfinite(message.lease_s) and 0 < message.lease_s <= MAX_LEASE_S, f"lease_s is {message.lease_s}")
-    _require(message.tag_base % MAX_BLOCKS == 0, f"tag_base {message.tag_base:#x} leaves no room for block numbers")
+    _require(message.tag_base % MAX_MESSAGES == 0, f"tag_base {message.tag_base:#x} leaves no room for message numbers")
     _require(bool(message.grpc_address), "grpc_address is empty")
+    layout, groups = layout_from_proto(message.layout), message.layer_groups
+    _require(1 <= groups <= layout.num_layers, f"layer_groups is {groups}, with a model of {layout.num_layers} layers")
+    _require(
+        message.num_blocks * groups <= MAX_MESSAGES, f"num_blocks is {message.num_blocks} with {groups} messages each"
+    )
     return Ticket(
         transfer_id=TransferId(message.transfer_id),
         attempt=message.attempt,
@@ -130,10 +143,11 @@ def ticket_from_proto(message: decode_pb2.Ticket) -> Ticket:
         data_address=message.data_address,
         first_block=message.first_block,
         num_blocks=message.num_blocks,
-        layout=layout_from_proto(message.layout),
+        layout=layout,
         lease_s=message.lease_s,
         key=message.key,
         tag_base=message.tag_base,
+        layer_groups=groups,
     )
 
 
@@ -188,7 +202,7 @@ def commit_from_proto(message: decode_pb2.CommitRequest) -> Commit:
     _require(len(message.transfer_id) == TRANSFER_ID_BYTES, f"transfer_id has {len(message.transfer_id)} bytes")
     _require(len(message.mac) == MAC_BYTES, f"mac has {len(message.mac)} bytes")
     _require(0 < message.epoch < 1 << 63, f"epoch is {message.epoch}")
-    _require(len(message.digests) <= MAX_BLOCKS, f"there are {len(message.digests)} digests")
+    _require(len(message.digests) <= MAX_MESSAGES, f"there are {len(message.digests)} digests")
     _require(all(len(digest) == DIGEST_BYTES for digest in message.digests), "a digest is not 16 bytes long")
     _require(0 < len(message.first_tokens) <= MAX_FIRST_TOKENS, f"there are {len(message.first_tokens)} first tokens")
     return Commit(

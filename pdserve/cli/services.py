@@ -97,6 +97,7 @@ def _worker_spec(plan: ClusterPlan, tier: str, index: int, share: CoreShare, gpu
         "kv-cache-memory": plan.kv_cache_bytes,
         "max-model-len": config.max_model_len,
         "max-num-seqs": config.max_num_seqs if tier == "decode" else None,
+        "layer-groups": config.layer_groups if tier == "decode" else None,
         "max-num-batched-tokens": config.max_num_batched_tokens,
         "threads": share.threads,
         "cpus": _cpu_list(share.cpus),

@@ -100,6 +100,12 @@ class UpConfig:
     transport: str = option(
         default_of(WorkerConfig, "transport"), help="how KV blocks travel between workers", choices=TRANSPORTS
     )
+    layer_groups: int | None = option(
+        None,
+        help="messages in which a KV block travels, each some of its layers, sent while later ones are computed; when "
+        "absent 4 on GPUs and 1 on CPUs",
+        minimum=1,
+    )
     staging_memory: int = option(
         default_of(WorkerConfig, "staging_memory"),
         help="on GPUs: host memory of each worker in which blocks stop over on their way, such as 1GiB",

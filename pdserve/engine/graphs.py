@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kernels.decoder import LayerListener
 from pdserve.engine.device_batch import BatchShape, DeviceBatches, current
 from pdserve.model.batch import Batch
 
@@ -62,7 +63,7 @@ class CudaRecorder:
 class Decoder(Protocol):
     """`pdserve.engine.runner.Decoder`, on a device."""
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor: ...
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor: ...
 
 
 class DeviceDecoder:
@@ -95,15 +96,18 @@ class DeviceDecoder:
         rows = largest.num_logits if recorder else 0
         self._logits = torch.empty(rows, vocab_size, dtype=torch.float32, device=device)
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
-        """As `Decoder.forward`, for a batch on the host; the logits are on the device, valid until the next call."""
-        with self._on_device:
-            return self._forward(batch, kv_cache)
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
+        """As `Decoder.forward`, for a batch on the host; the logits are on the device, valid until the next call.
 
-    def _forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+        What is replayed tells `on_layer` nothing.
+        """
+        with self._on_device:
+            return self._forward(batch, kv_cache, on_layer)
+
+    def _forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None) -> Tensor:
         shape = BatchShape.of(batch)
         if self._recorder is None or not shape.is_decode_only or shape.num_sequences > self._max_num_seqs:
-            return self._decoder.forward(self._batches.upload(batch), kv_cache)
+            return self._decoder.forward(self._batches.upload(batch), kv_cache, on_layer)
         padded = decode_shape(shape.num_sequences, shape.num_blocks)
         there = self._fixed.upload(batch, padded)
         key = (padded, kv_cache.data_ptr())

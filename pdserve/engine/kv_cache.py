@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from pdserve.base.errors import SetupError
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
+from pdserve.base.moment import Moment
 
 _DTYPES = {
     "float32": torch.float32,
@@ -20,6 +21,9 @@ _DTYPES = {
     "float16": torch.float16,
     "fp8_e4m3": torch.float8_e4m3fn,
 }
+
+
+ALL_LAYERS = slice(None)
 
 
 class KvCache:
@@ -56,24 +60,42 @@ class KvCache:
         view: npt.NDArray[np.uint8] = self._bytes[block_id]
         return view
 
-    def read_blocks(self, block_ids: Sequence[BlockId], into: Sequence[torch.Tensor]) -> None:
-        """Copies blocks to host memory, each [num_layers, 2, num_kv_heads, block_size, head_dim] with any strides.
+    def moment(self, num_layers: int) -> Moment | None:
+        """When the device will have done what this thread has launched; None: it has. On the step thread."""
+        if self._copies is None:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.tensor.device))
+        return event
 
-        Steps must have ended that write them. On any thread.
+    def read_blocks(
+        self,
+        block_ids: Sequence[BlockId],
+        into: Sequence[torch.Tensor],
+        layers: slice = ALL_LAYERS,
+        after: Moment | None = None,
+    ) -> None:
+        """Copies layers of blocks to host memory, each [layers, 2, num_kv_heads, block_size, head_dim], any strides.
+
+        What writes them must have ended, or end before the moment `after`. On any thread.
         """
-        self._copy(into, [self.tensor[block_id] for block_id in block_ids])
+        self._copy(into, [self.tensor[block_id, layers] for block_id in block_ids], after)
 
-    def write_blocks(self, block_ids: Sequence[BlockId], data: Sequence[torch.Tensor]) -> None:
+    def write_blocks(
+        self, block_ids: Sequence[BlockId], data: Sequence[torch.Tensor], layers: slice = ALL_LAYERS
+    ) -> None:
         """Copies from host memory, as `read_blocks`, to blocks; steps that begin afterwards find it. On any thread."""
-        self._copy([self.tensor[block_id] for block_id in block_ids], data)
+        self._copy([self.tensor[block_id, layers] for block_id in block_ids], data)
 
-    def copy_blocks(self, pairs: Iterable[tuple[BlockId, BlockId]]) -> None:
+    def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
         """Copy each source block onto its destination, one after the other: a later pair may depend on an earlier."""
         for source, destination in pairs:
             self.tensor[destination].copy_(self.tensor[source])
 
-    def _copy(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
+    def _copy(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor], after: Moment | None = None) -> None:
         with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
+            if after is not None:
+                after.wait()
             for each_to, each_source in zip(to, source, strict=True):
                 each_to.copy_(each_source, non_blocking=True)
         if self._copies is not None:

@@ -16,7 +16,7 @@ import torch
 from pdserve.base.errors import Draining, SetupError
 from pdserve.engine.pace import PaceMeter
 from pdserve.engine.runner import Runner
-from pdserve.engine.step import Scheduler, StepDurations, StepOutput
+from pdserve.engine.step import LayersWritten, Scheduler, StepDurations, StepOutput
 
 T = TypeVar("T")
 
@@ -64,13 +64,18 @@ class StepLoop:
         *,
         publish: Callable[[StepOutput], None],
         on_fatal: Callable[[BaseException], None],
+        on_layers: Callable[[LayersWritten], None] | None = None,
         config: LoopConfig | None = None,
     ) -> None:
-        """`publish` and `on_fatal` are called on the step thread; after `on_fatal` the thread is gone."""
+        """`publish`, `on_layers` and `on_fatal` are called on the step thread; after `on_fatal` the thread is gone.
+
+        `on_layers` gets what plans have asked for, during a forward pass; all earlier steps have been published then.
+        """
         self._scheduler = scheduler
         self._runner = runner
         self._publish = publish
         self._on_fatal = on_fatal
+        self._on_layers = on_layers
         self._config = config or LoopConfig()
         self._meter = PaceMeter()
         self._untold: StepOutput | None = None
@@ -131,7 +136,7 @@ class StepLoop:
         batch = self._runner.build(plan)
         built = perf_counter()
         self._tell()
-        logits = self._runner.forward(plan, batch)
+        logits = self._runner.forward(plan, batch, self._on_layers)
         computed = perf_counter()
         sampled = self._runner.sample(plan, logits)
         done = perf_counter()

@@ -5,26 +5,48 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
 
+from kernels.decoder import LayerListener
 from pdserve.base.ids import BlockId
+from pdserve.base.layout import KvLayout
+from pdserve.base.moment import Moment
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.batching import BatchBuilder
-from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.sequence import SampleResult, SampleRow
-from pdserve.engine.step import StepPlan
+from pdserve.engine.step import LayersWritten, StepPlan
 from pdserve.model.batch import Batch
 
-CopyBlocks = Callable[[Items[tuple[BlockId, BlockId]]], None]
+
+class StepCache(Protocol):
+    """`pdserve.engine.kv_cache.KvCache`, or that of a rank whom others follow."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """As `KvCache.tensor`."""
+
+    @property
+    def layout(self) -> KvLayout:
+        """Of the tensor."""
+
+    def copy_blocks(self, pairs: Items[tuple[BlockId, BlockId]]) -> None:
+        """Copies each source block onto its destination, in order."""
+
+    def moment(self, num_layers: int) -> Moment | None:
+        """When that many layers of what is being launched will be written; None: they are."""
 
 
 class Decoder(Protocol):
     """The model, as far as the engine knows it."""
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
-        """Write the K and V of all rows to their slots; logits of the wanted rows, float32 [num_logits, vocab]."""
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
+        """Write the K and V of all rows to their slots; logits of the wanted rows, float32 [num_logits, vocab].
+
+        `on_layer` is told after each layer, or never.
+        """
 
 
 class TokenSampler(Protocol):
@@ -40,12 +62,8 @@ class TokenSampler(Protocol):
 class Runner:
     """Executes plans. Used on the step thread only."""
 
-    def __init__(
-        self, decoder: Decoder, kv_cache: KvCache, sampler: TokenSampler, *, copy_blocks: CopyBlocks | None = None
-    ) -> None:
-        """`copy_blocks`: instead of the cache's own, where others have parts of the same blocks."""
+    def __init__(self, decoder: Decoder, kv_cache: StepCache, sampler: TokenSampler) -> None:
         self.kv_cache = kv_cache
-        self._copy_blocks = copy_blocks or kv_cache.copy_blocks
         self._decoder = decoder
         self._sampler = sampler
         self._batches = BatchBuilder(kv_cache.layout.block_size)
@@ -54,11 +72,29 @@ class Runner:
         """The model's input, valid until the next call; None when the plan has nothing to compute."""
         return self._batches.build(plan) if plan.decoding or plan.chunks else None
 
-    def forward(self, plan: StepPlan, batch: Batch | None) -> Tensor | None:
-        """Copy blocks first (copy-on-write), then compute: logits float32 [num_logits, vocab]."""
+    def forward(
+        self, plan: StepPlan, batch: Batch | None, tell: Callable[[LayersWritten], None] | None = None
+    ) -> Tensor | None:
+        """Copy blocks first (copy-on-write), then compute: logits float32 [num_logits, vocab].
+
+        The plan's reports are told on the way, if the decoder says how far it is.
+        """
         if plan.copies:
-            self._copy_blocks(plan.copies)
-        return None if batch is None else self._decoder.forward(batch, self.kv_cache.tensor)
+            self.kv_cache.copy_blocks(plan.copies)
+        if batch is None:
+            return None
+        if tell is None or not plan.reports:
+            return self._decoder.forward(batch, self.kv_cache.tensor)
+        return self._decoder.forward(batch, self.kv_cache.tensor, self._reporter(plan, tell))
+
+    def _reporter(self, plan: StepPlan, tell: Callable[[LayersWritten], None]) -> LayerListener:
+        def on_layer(num_layers: int) -> None:
+            due = [report for report in plan.reports if report.num_layers == num_layers]
+            moment = self.kv_cache.moment(num_layers) if due else None
+            for report in due:
+                tell(replace(report, moment=moment))
+
+        return on_layer
 
     def try_out(self, batch: Batch) -> None:
         """Computes a batch and draws a token, for the sake of what is set up at first use."""

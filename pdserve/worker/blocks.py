@@ -13,6 +13,7 @@ from kvtransfer.staging import Staged
 from pdserve.base.errors import SetupError
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
+from pdserve.base.moment import Moment
 from pdserve.base.tasks import to_its_end
 from pdserve.engine.kv_cache import KvCache
 
@@ -25,13 +26,15 @@ class CacheCopies:
         self._cache = cache
         self._slots = slots
 
-    async def read(self, block_ids: Sequence[BlockId], slots: Sequence[int]) -> None:
-        parts = [self._slots[slot] for slot in slots]
-        await to_its_end(asyncio.to_thread(self._cache.read_blocks, block_ids, parts))
+    async def read(
+        self, block_ids: Sequence[BlockId], slots: Sequence[int], layers: slice, after: Moment | None
+    ) -> None:
+        parts = [self._slots[slot, layers] for slot in slots]
+        await to_its_end(asyncio.to_thread(self._cache.read_blocks, block_ids, parts, layers, after))
 
-    async def write(self, block_ids: Sequence[BlockId], slots: Sequence[int]) -> None:
-        parts = [self._slots[slot] for slot in slots]
-        await to_its_end(asyncio.to_thread(self._cache.write_blocks, block_ids, parts))
+    async def write(self, block_ids: Sequence[BlockId], slots: Sequence[int], layers: slice) -> None:
+        parts = [self._slots[slot, layers] for slot in slots]
+        await to_its_end(asyncio.to_thread(self._cache.write_blocks, block_ids, parts, layers))
 
 
 def block_memory(kv_cache: KvCache, staging_bytes: int) -> BlockMemory:

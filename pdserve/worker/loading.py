@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -73,9 +72,8 @@ def _load_with_team(config: WorkerConfig, device: torch.device) -> LoadedModel:
         part = team.load()
         runner = Runner(
             team.leads(part.step_decoder),
-            part.kv_cache,
+            team.leads_cache(part.kv_cache),
             team.watches(open_sampler(device)),
-            copy_blocks=partial(team.copy_blocks, part.kv_cache),
         )
         loaded = _loaded(part, runner, team=team)
         stack.pop_all()

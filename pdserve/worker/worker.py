@@ -20,7 +20,7 @@ from pdserve.base.registry import Tier
 from pdserve.base.tasks import ServiceGroup
 from pdserve.base.worker_config import WorkerConfig
 from pdserve.engine.loop import LoopConfig, StepLoop
-from pdserve.engine.step import Load, Scheduler, StepOutput
+from pdserve.engine.step import LayersWritten, Load, Scheduler, StepOutput
 from pdserve.worker.blocks import block_memory
 from pdserve.worker.cores import num_cores
 from pdserve.worker.drain import ActiveCalls
@@ -59,6 +59,9 @@ class TierService(Protocol):
 
     def on_step(self, output: StepOutput) -> None:
         """What a step has to tell, on the event loop, in order."""
+
+    def on_layers(self, written: LayersWritten) -> None:
+        """What a plan asked to be told during its step, on the event loop: between `on_step` of the steps around it."""
 
     async def close(self) -> None:
         """No call is left."""
@@ -146,6 +149,7 @@ class Worker:
                 self.model.runner,
                 publish=lambda output: told.post(on_step, output),
                 on_fatal=die,
+                on_layers=lambda written: told.post(service.on_layers, written),
                 config=self._loop_config(),
             )
             self._loop.start()

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kernels.decoder import LayerListener
 from kernels.ranks import TorchRanks
 from pdserve.base import logs
 from pdserve.base.errors import SetupError
@@ -26,48 +27,48 @@ from pdserve.worker.cores import num_cores
 from pdserve.worker.device import open_device
 from pdserve.worker.part import ModelPart, load_part
 from pdserve.worker.ranks.group import agree, form_group
-from pdserve.worker.ranks.messages import Kind, Message, MessageReader, encode
+from pdserve.worker.ranks.messages import Kind, Mark, Message, MessageReader, encode
 from pdserve.worker.ranks.order import Order, receive_line, send_line
 from pdserve.worker.ranks.split import config_of_rank
 from pdserve.worker.ranks.stage import map_stage, slots_of_rank
 
 log = logs.get_logger(__name__)
 
-#: Steps that may be under way at a time, and one more.
-_KEPT_STEPS = 3
+#: As many as there are layers in two steps that may be under way, about.
+_KEPT_EVENTS = 256
 #: Where the worker is gone, a rank that waits for others on a GPU does not notice.
 _END_S = 5.0
 
 
 class Progress:
-    """Which steps have been launched, and when they have ended: said by one thread, waited for by another."""
+    """How far steps have been launched, and when they were that far: said by one thread, waited for by another."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._changed = threading.Condition()
-        self._launched = 0
-        #: Number and event of the latest steps on a GPU.
-        self._events: deque[tuple[int, torch.cuda.Event]] = deque(maxlen=_KEPT_STEPS)
+        self._launched = Mark(0)
+        #: The latest on a GPU.
+        self._events: deque[tuple[Mark, torch.cuda.Event]] = deque(maxlen=_KEPT_EVENTS)
 
-    def note_launch(self, number: int) -> None:
-        """On a CPU it has also ended."""
+    def note_launch(self, mark: Mark) -> None:
+        """On a CPU it has also been computed."""
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))
         with self._changed:
-            self._launched = number
+            self._launched = mark
             if event is not None:
-                self._events.append((number, event))
+                self._events.append((mark, event))
             self._changed.notify_all()
 
-    def wait_until_ended(self, number: int) -> None:
-        """Returns when that step, and all before it, have ended. Rank 0 has seen the result of it: that is soon."""
+    def wait_for(self, mark: Mark) -> None:
+        """Returns when steps are that far. Rank 0 has seen that it is, or will be, so: that is soon."""
         with self._changed:
-            self._changed.wait_for(lambda: self._launched >= number)
-            # One that is not kept any more ended before the oldest that is.
-            event = next((event for kept, event in self._events if kept >= number), None)
-        if event is not None and number:
+            self._changed.wait_for(lambda: self._launched >= mark)
+            # One that is not kept any more was before the oldest that is.
+            event = next((event for kept, event in self._events if kept >= mark), None)
+        if event is not None:
             event.synchronize()
 
 
@@ -86,11 +87,15 @@ class Follower:
         with torch.inference_mode():
             while (message := steps.receive()) is not None:
                 if message.kind is Kind.FORWARD:
-                    self._part.step_decoder.forward(message.batch(), cache.tensor)
+                    on_layer = self._noter(message.number) if message.notes_layers else None
+                    self._part.step_decoder.forward(message.batch(), cache.tensor, on_layer)
                 else:
                     assert message.kind is Kind.COPY_BLOCKS
-                    cache.copy_blocks((BlockId(a), BlockId(b)) for a, b in message.values.view(-1, 2).tolist())
-                self._progress.note_launch(message.number)
+                    cache.copy_blocks([(BlockId(a), BlockId(b)) for a, b in message.values.view(-1, 2).tolist()])
+                self._progress.note_launch(Mark(message.number))
+
+    def _noter(self, step: int) -> LayerListener:
+        return lambda num_layers: self._progress.note_launch(Mark(step, num_layers))
 
     def copy(self, stream: socket.socket) -> None:
         """Until rank 0 closes the stream."""
@@ -100,15 +105,14 @@ class Follower:
             stream.sendall(encode(Kind.DONE, message.number))
 
     def _copy(self, message: Message) -> None:
-        blocks, slots = message.values.view(2, -1).tolist()
-        block_ids = [BlockId(block) for block in blocks]
-        parts = [self._slots[slot] for slot in slots]
-        self._progress.wait_until_ended(message.number)
+        copy = message.copy()
+        parts = [self._slots[slot, copy.layers] for slot in copy.slots]
+        self._progress.wait_for(copy.after)
         if message.kind is Kind.READ_BLOCKS:
-            self._part.kv_cache.read_blocks(block_ids, parts)
+            self._part.kv_cache.read_blocks(copy.block_ids, parts, copy.layers)
         else:
             assert message.kind is Kind.WRITE_BLOCKS
-            self._part.kv_cache.write_blocks(block_ids, parts)
+            self._part.kv_cache.write_blocks(copy.block_ids, parts, copy.layers)
 
 
 def load(order: Order, stage: int, copies: socket.socket) -> Follower:

@@ -10,30 +10,41 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pdserve.base.ids import BlockId
 from pdserve.engine.device_batch import BatchShape
 from pdserve.model.batch import Batch
 
 _HEADER = 3
 HEADER_BYTES = 8 * _HEADER
-_SHAPE = 4
+_SHAPE = 5
+#: For `Mark`: the whole step.
+ALL_LAYERS = 1 << 30
+
+
+class Mark(NamedTuple):
+    """How far steps are: so many layers of that one are written, and all of those before."""
+
+    step: int
+    num_layers: int = ALL_LAYERS
 
 
 class Kind(IntEnum):
     """What a message is about. Its number is that of the step."""
 
-    #: Values: a shape, then the batch.
+    #: Values: a shape, whether each layer is to be noted, then the batch.
     FORWARD = 1
     #: Values: source and destination of each copy within the cache.
     COPY_BLOCKS = 2
-    #: Values: blocks, then the slots to copy them to. May begin when that step has ended.
+    #: Values: layers of the step that must be written, layers to copy from and to; then blocks, then their slots.
     READ_BLOCKS = 3
-    #: Values: blocks, then the slots to copy them from. May begin when that step has ended.
+    #: The same, from slots to blocks.
     WRITE_BLOCKS = 4
     #: The answer to a copy. No values.
     DONE = 5
@@ -49,11 +60,42 @@ class Message:
 
     def batch(self) -> Batch:
         """Of a `FORWARD`."""
-        num_tokens, num_sequences, num_blocks, num_logits = self.values[:_SHAPE].tolist()
+        num_tokens, num_sequences, num_blocks, num_logits, _ = self.values[:_SHAPE].tolist()
         shape = BatchShape(
             num_tokens=num_tokens, num_sequences=num_sequences, num_blocks=num_blocks, num_logits=num_logits
         )
         return shape.views(self.values[_SHAPE:])
+
+    @property
+    def notes_layers(self) -> bool:
+        """Of a `FORWARD`."""
+        return bool(self.values[_SHAPE - 1])
+
+    def copy(self) -> Copy:
+        """Of `READ_BLOCKS` and `WRITE_BLOCKS`."""
+        num_layers, start, stop, *places = self.values.tolist()
+        half = len(places) // 2
+        return Copy(
+            block_ids=[BlockId(block) for block in places[:half]],
+            slots=places[half:],
+            layers=slice(start, stop),
+            after=Mark(self.number, num_layers),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Layers of blocks, and the slots that they meet in; `after` that mark they may be touched."""
+
+    block_ids: Sequence[BlockId]
+    slots: Sequence[int]
+    layers: slice
+    after: Mark
+
+    def encode(self, kind: Kind) -> bytes:
+        """As a message."""
+        values = [self.after.num_layers, self.layers.start, self.layers.stop, *self.block_ids, *self.slots]
+        return encode(kind, self.after.step, values)
 
 
 def encode(kind: Kind, number: int, values: Sequence[int] = ()) -> bytes:
@@ -68,11 +110,11 @@ class StepWriter:
         self._sockets = sockets
         self._memory = torch.zeros(1024, dtype=torch.int64)
 
-    def forward(self, number: int, batch: Batch) -> None:
+    def forward(self, number: int, batch: Batch, *, notes_layers: bool = False) -> None:
         """Raises `OSError` when a follower is gone."""
         shape = BatchShape.of(batch)
         values = self._values(Kind.FORWARD, number, _SHAPE + shape.num_elements)
-        sizes = (shape.num_tokens, shape.num_sequences, shape.num_blocks, shape.num_logits)
+        sizes = (shape.num_tokens, shape.num_sequences, shape.num_blocks, shape.num_logits, notes_layers)
         values[:_SHAPE] = torch.tensor(sizes)
         there = shape.views(values[_SHAPE:])
         for field in fields(batch):

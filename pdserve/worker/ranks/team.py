@@ -16,21 +16,24 @@ import sys
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from kernels.decoder import LayerListener
 from kernels.ranks import Group, TorchRanks
 from kvtransfer.staging import Staged
 from pdserve.base.errors import PdserveError, PeerLost, SetupError
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
 from pdserve.base.logs import get_logger
+from pdserve.base.moment import Moment
 from pdserve.base.tasks import to_its_end
 from pdserve.base.worker_config import WorkerConfig
 from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.runner import Decoder, TokenSampler
+from pdserve.engine.runner import Decoder, StepCache, TokenSampler
 from pdserve.engine.sequence import SampleResult, SampleRow
 from pdserve.model.batch import Batch
 from pdserve.model.config import ModelConfig
@@ -39,7 +42,7 @@ from pdserve.worker.blocks import CacheCopies, slots_of, stage_bytes
 from pdserve.worker.cores import num_cores
 from pdserve.worker.part import ModelPart, load_part
 from pdserve.worker.ranks.group import agree, form_group
-from pdserve.worker.ranks.messages import HEADER_BYTES, Kind, StepWriter, encode
+from pdserve.worker.ranks.messages import HEADER_BYTES, Copy, Kind, Mark, StepWriter
 from pdserve.worker.ranks.order import Order, receive_line, send_line
 from pdserve.worker.ranks.split import config_of_rank
 from pdserve.worker.ranks.stage import make_stage, map_stage, slots_of_rank
@@ -171,16 +174,24 @@ class Team:
         """The sampler; from what it gives follows that a step has ended."""
         return _WatchedSampler(self, sampler)
 
-    def copy_blocks(self, own: KvCache, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
-        """As `KvCache.copy_blocks`, on all ranks."""
+    def leads_cache(self, own: KvCache) -> StepCache:
+        """The cache, with the blocks of all ranks."""
+        return _LeadingCache(self, own)
+
+    def begin_copies(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
+        """Has the others copy their blocks."""
         self._number += 1
         self._steps.copy_blocks(self._number, pairs)
-        own.copy_blocks(pairs)
 
-    def begin_forward(self, batch: Batch) -> None:
+    def begin_forward(self, batch: Batch, *, notes_layers: bool) -> None:
         """Has the others compute it."""
         self._number += 1
-        self._steps.forward(self._number, batch)
+        self._steps.forward(self._number, batch, notes_layers=notes_layers)
+
+    @property
+    def number(self) -> int:
+        """Of the step that was begun last."""
+        return self._number
 
     def note_end(self) -> None:
         """All that has begun has ended."""
@@ -194,9 +205,14 @@ class Team:
         slots = slots_of(stage, layout, own.tensor.dtype)
         return Staged(_RankCopies(self, own, slots_of_rank(slots, 0, self._size)), stage.numpy(), layout.block_bytes)
 
-    async def copy_on_all(self, kind: Kind, block_ids: Sequence[BlockId], slots: Sequence[int]) -> None:
+    @property
+    def ended(self) -> Mark:
+        """Rank 0 has seen the result of all steps up to here."""
+        return Mark(self._ended)
+
+    async def copy_on_others(self, kind: Kind, copy: Copy) -> None:
         """Has the others copy. Raises `PeerLost`."""
-        request = encode(kind, self._ended, [*block_ids, *slots])
+        request = copy.encode(kind)
         answers = await asyncio.gather(*(each.ask(request) for each in self._followers), return_exceptions=True)
         for answer in answers:
             if answer is not None:
@@ -242,9 +258,39 @@ class _LeadingDecoder:
         self._team = team
         self._decoder = decoder
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
-        self._team.begin_forward(batch)
-        return self._decoder.forward(batch, kv_cache)
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
+        self._team.begin_forward(batch, notes_layers=on_layer is not None)
+        return self._decoder.forward(batch, kv_cache, on_layer)
+
+
+class _LeadingCache:
+    """Implements `pdserve.engine.runner.StepCache`."""
+
+    def __init__(self, team: Team, own: KvCache) -> None:
+        self._team = team
+        self._own = own
+        self.tensor = own.tensor
+        self.layout = own.layout
+
+    def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
+        self._team.begin_copies(pairs)
+        self._own.copy_blocks(pairs)
+
+    def moment(self, num_layers: int) -> RankMoment:
+        return RankMoment(Mark(self._team.number, num_layers), self._own.moment(num_layers))
+
+
+@dataclass(frozen=True, slots=True)
+class RankMoment:
+    """A moment of rank 0, and what the others have to have written by then."""
+
+    mark: Mark
+    own: Moment | None
+
+    def wait(self) -> None:
+        """As `Moment.wait`, of rank 0."""
+        if self.own is not None:
+            self.own.wait()
 
 
 class _WatchedSampler:
@@ -269,20 +315,23 @@ class _RankCopies:
         self._team = team
         self._own = CacheCopies(own, slots)
 
-    async def read(self, block_ids: Sequence[BlockId], slots: Sequence[int]) -> None:
-        await self._all(Kind.READ_BLOCKS, self._own.read, block_ids, slots)
-
-    async def write(self, block_ids: Sequence[BlockId], slots: Sequence[int]) -> None:
-        await self._all(Kind.WRITE_BLOCKS, self._own.write, block_ids, slots)
-
-    async def _all(
-        self,
-        kind: Kind,
-        own: Callable[[Sequence[BlockId], Sequence[int]], Awaitable[None]],
-        block_ids: Sequence[BlockId],
-        slots: Sequence[int],
+    async def read(
+        self, block_ids: Sequence[BlockId], slots: Sequence[int], layers: slice, after: Moment | None
     ) -> None:
-        copies = (own(block_ids, slots), self._team.copy_on_all(kind, block_ids, slots))
+        assert after is None or isinstance(after, RankMoment)
+        mark = self._team.ended if after is None else after.mark
+        await self._all(
+            self._own.read(block_ids, slots, layers, after),
+            self._team.copy_on_others(Kind.READ_BLOCKS, Copy(block_ids, slots, layers, mark)),
+        )
+
+    async def write(self, block_ids: Sequence[BlockId], slots: Sequence[int], layers: slice) -> None:
+        await self._all(
+            self._own.write(block_ids, slots, layers),
+            self._team.copy_on_others(Kind.WRITE_BLOCKS, Copy(block_ids, slots, layers, self._team.ended)),
+        )
+
+    async def _all(self, *copies: Awaitable[None]) -> None:
         for outcome in await to_its_end(asyncio.gather(*copies, return_exceptions=True)):
             if outcome is not None:
                 raise outcome

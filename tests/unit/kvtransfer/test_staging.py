@@ -13,6 +13,7 @@ from kvtransfer.staging import Staged
 from kvtransfer.transport import Buffer
 from pdserve.base.errors import NoFreeBlocks, TransferError, TransferTimeout
 from pdserve.base.ids import BlockId
+from pdserve.base.moment import Moment
 from tests.unit.kvtransfer.support import LAYOUT, REQUEST, Memory, Pair, blocks, worker_pair
 
 
@@ -22,26 +23,37 @@ class Copies:
     def __init__(self, memory: Memory, stage: Buffer) -> None:
         self._blocks = memory.blocks
         self._stage = stage.reshape(-1, LAYOUT.block_bytes)
+        self._layer_bytes = LAYOUT.block_bytes // LAYOUT.num_layers
         self.fails = False
         #: Set while copies may end.
         self.goes_on = asyncio.Event()
         self.goes_on.set()
         #: Blocks of each copy that was begun.
         self.begun: list[list[int]] = []
+        #: And the layers, and for those that read, the moments after which they did.
+        self.layers: list[tuple[int, int]] = []
+        self.moments: list[Moment | None] = []
         self.has_begun = asyncio.Event()
 
-    async def read(self, block_ids: Sequence[BlockId], slots: Sequence[int]) -> None:
-        await self._copy(block_ids)
+    async def read(
+        self, block_ids: Sequence[BlockId], slots: Sequence[int], layers: slice, after: Moment | None
+    ) -> None:
+        await self._copy(block_ids, layers)
+        self.moments.append(after)
         for block_id, slot in zip(block_ids, slots, strict=True):
-            self._stage[slot] = self._blocks[block_id]
+            self._stage[slot, self._span(layers)] = self._blocks[block_id, self._span(layers)]
 
-    async def write(self, block_ids: Sequence[BlockId], slots: Sequence[int]) -> None:
-        await self._copy(block_ids)
+    async def write(self, block_ids: Sequence[BlockId], slots: Sequence[int], layers: slice) -> None:
+        await self._copy(block_ids, layers)
         for block_id, slot in zip(block_ids, slots, strict=True):
-            self._blocks[block_id] = self._stage[slot]
+            self._blocks[block_id, self._span(layers)] = self._stage[slot, self._span(layers)]
 
-    async def _copy(self, block_ids: Sequence[BlockId]) -> None:
+    def _span(self, layers: slice) -> slice:
+        return slice(layers.start * self._layer_bytes, layers.stop * self._layer_bytes)
+
+    async def _copy(self, block_ids: Sequence[BlockId], layers: slice) -> None:
         self.begun.append(list(block_ids))
+        self.layers.append((layers.start, layers.stop))
         self.has_begun.set()
         await asyncio.sleep(0)
         await self.goes_on.wait()
