@@ -51,15 +51,18 @@ class ReceiveState(Enum):
 class ReceiveMachine:
     """One transfer at the decode worker. The lease is renewed by every sign of progress."""
 
-    def __init__(self, *, num_blocks: int, layer_groups: int, attempt: int, lease_s: float, now: float) -> None:
+    def __init__(
+        self, *, num_bundles: int, layer_groups: int, attempt: int, lease_s: float, now: float, unit: str = "block"
+    ) -> None:
         self.state = ReceiveState.RECEIVING
         self.num_received = 0
         self.deadline = now + lease_s
         self._attempt = attempt
         self._lease_s = lease_s
-        self._num_blocks = num_blocks
+        self._num_bundles = num_bundles
         self._layer_groups = layer_groups
-        self._received: list[bytes | None] = [None] * (num_blocks * layer_groups)
+        self._unit = unit
+        self._received: list[bytes | None] = [None] * (num_bundles * layer_groups)
         self._lost: set[int] = set()
         self._commit: CommitArrived | None = None
         self._error: PdserveError | None = None
@@ -152,7 +155,7 @@ class ReceiveMachine:
             return self._break(
                 DigestMismatch(
                     f"{len(wrong)} of {self._messages} are not what was sent, "
-                    f"the first is {message_name(wrong[0], self._layer_groups)}"
+                    f"the first is {message_name(wrong[0], self._layer_groups, self._unit)}"
                 )
             )
         self.state = ReceiveState.COMMITTED
@@ -178,12 +181,12 @@ class ReceiveMachine:
 
     def _require_outstanding(self, index: int) -> None:
         if not 0 <= index < len(self._received) or self._received[index] is not None or index in self._lost:
-            name = message_name(index, self._layer_groups)
+            name = message_name(index, self._layer_groups, self._unit)
             raise InvalidTransition(f"{name} of {self._messages} is not outstanding")
 
     @property
     def _messages(self) -> str:
-        return messages(self._num_blocks, self._layer_groups)
+        return messages(self._num_bundles, self._layer_groups, self._unit)
 
     def _require_attempt(self, event: CommitArrived) -> None:
         if event.attempt != self._attempt:

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 
-from kvtransfer.digest import BlockDigest
+from kvtransfer.digest import HOST_DIGEST, MessageDigest
 from kvtransfer.handover import (
     Aborted,
     AnswerCommit,
@@ -23,8 +24,8 @@ from kvtransfer.handover import (
     TimePassed,
     Verified,
 )
-from kvtransfer.layer_groups import LayerGroups
-from kvtransfer.memory import BlockMemory
+from kvtransfer.layer_groups import Bundles, LayerGroups
+from kvtransfer.memory import BlockMemory, Bundle, Part
 from kvtransfer.receive_machine import ReceiveMachine, ReceiveState
 from kvtransfer.ticket import MAX_MESSAGES, Commit, Ticket, new_key, new_tag_base
 from kvtransfer.transport import Buffer, Operation, Transport
@@ -93,16 +94,17 @@ class _Incoming:
     reservation: Reservation
     ticket: Ticket
     machine: ReceiveMachine
-    digest: BlockDigest
+    digest: MessageDigest
     groups: LayerGroups
     #: Kept: asking for the running loop is a system call.
     loop: asyncio.AbstractEventLoop
     receives: list[Operation] = field(default_factory=list)
-    #: Lent for blocks that are still to come, by their place in the ticket, and how many of their messages are.
+    bundles: list[Bundle] = field(default_factory=list)
+    #: Lent for bundles that are still to come, by their place in the ticket, and how many of their messages are.
     buffers: dict[int, Buffer] = field(default_factory=dict)
     missing: dict[int, int] = field(default_factory=dict)
-    #: Index and digest of what has arrived and is still to be stored, and who is doing it.
-    arrived: list[tuple[int, bytes]] = field(default_factory=list)
+    #: Index, and digest if it is known, of what has arrived and is still to be stored, and who is doing it.
+    arrived: list[tuple[int, bytes | None]] = field(default_factory=list)
     storing: asyncio.Task[None] | None = None
     timer: asyncio.TimerHandle | None = None
     commit: Commit | None = None
@@ -141,7 +143,9 @@ class Receiver:
         if num_messages > MAX_MESSAGES:
             raise ValueError(f"a ticket is for at most {MAX_MESSAGES} messages, not {num_messages}")
         address = await self._transport.listen()
-        buffers = await self._memory.lend(reservation.block_ids)
+        bundles = Bundles(num_blocks=len(reservation.block_ids), size=self._memory.bundle_blocks)
+        lent_for = bundles.of(reservation.block_ids)
+        buffers = await self._memory.lend(lent_for)
         ticket = Ticket(
             transfer_id=new_transfer_id(),
             attempt=attempt,
@@ -157,22 +161,30 @@ class Receiver:
             key=new_key(),
             tag_base=new_tag_base(),
             layer_groups=self._identity.layer_groups,
+            bundle_blocks=bundles.size,
+            digest=self._memory.digest,
         )
         loop = asyncio.get_running_loop()
         machine = ReceiveMachine(
-            num_blocks=ticket.num_blocks,
+            num_bundles=bundles.count,
             layer_groups=ticket.layer_groups,
             attempt=attempt,
             lease_s=ticket.lease_s,
             now=loop.time(),
+            unit=bundles.unit,
         )
-        incoming = _Incoming(reservation, ticket, machine, BlockDigest(ticket.key), ticket.groups, loop)
+        incoming = _Incoming(reservation, ticket, machine, MessageDigest(ticket.key), ticket.groups, loop)
+        incoming.bundles = lent_for
         self._incoming[ticket.transfer_id] = incoming
         incoming.buffers = dict(enumerate(buffers))
         incoming.missing = dict.fromkeys(incoming.buffers, ticket.layer_groups)
-        parts = (buffer[span] for buffer in buffers for span in incoming.groups.spans)
-        for index, part in enumerate(parts):
-            receive = self._transport.post_receive(ticket.tag(index), part)
+        messages = (
+            buffer[incoming.groups.span(group, len(bundle))]
+            for bundle, buffer in zip(lent_for, buffers, strict=True)
+            for group in range(incoming.groups.count)
+        )
+        for index, message in enumerate(messages):
+            receive = self._transport.post_receive(ticket.tag(index), message)
             incoming.receives.append(receive)
             receive.add_done_callback(partial(self._on_receive_done, incoming, index))
         self._watch_lease(incoming)
@@ -262,8 +274,8 @@ class Receiver:
         incoming.started_at = now if incoming.started_at is None else incoming.started_at
         incoming.ended_at = now
         # Inline: a block is digested in 13 us from a warm cache, a hop to a thread and back takes five times that.
-        digest = incoming.digest(receive.buffer)
-        if not self._memory.copies:
+        digest = incoming.digest(receive.buffer) if self._memory.digest == HOST_DIGEST else None
+        if digest is not None and not self._memory.copies:
             self._stored(incoming, index, digest)
             return
         incoming.arrived.append((index, digest))
@@ -279,16 +291,16 @@ class Receiver:
             arrived = [each for each in incoming.arrived if each[0] % count == group]
             incoming.arrived = [each for each in incoming.arrived if each[0] % count != group]
             places = [index // count for index, _ in arrived]
-            blocks = [incoming.reservation.block_ids[place] for place in places]
+            bundles = [incoming.bundles[place] for place in places]
+            part = Part(layers=incoming.groups.layers[group], digest=incoming.digest)
             try:
-                buffers = [incoming.buffers[place] for place in places]
-                await self._memory.store(blocks, buffers, incoming.groups.layers[group])
+                given = await self._memory.store(bundles, [incoming.buffers[place] for place in places], part)
             except TransferError as error:
                 for index, _ in arrived:
                     self._handle(incoming, MessageLost(index=index, error=error))
             else:
-                for index, digest in arrived:
-                    self._stored(incoming, index, digest)
+                for (index, digest), stored in zip_longest(arrived, given):
+                    self._stored(incoming, index, stored if digest is None else digest)
         incoming.storing = None
 
     def _stored(self, incoming: _Incoming, index: int, digest: bytes) -> None:

@@ -38,19 +38,20 @@ class SendState(Enum):
 class SendMachine:
     """One transfer at the prefill worker: blocks are its to read until `Released`.
 
-    A group of layers goes out block by block; how far one group is does not bind another.
+    A group of layers goes out bundle by bundle; how far one group is does not bind another.
     """
 
-    def __init__(self, *, num_blocks: int, layer_groups: int, lease_s: float, now: float) -> None:
+    def __init__(self, *, num_bundles: int, layer_groups: int, lease_s: float, now: float, unit: str = "block") -> None:
         self.state = SendState.SENDING
         self.deadline = now + lease_s
         self.num_sent = 0
         self.error: PdserveError | None = None
-        self._num_blocks = num_blocks
+        self._num_bundles = num_bundles
         self._layer_groups = layer_groups
+        self._unit = unit
         self._lease_s = lease_s
         #: Of each group.
-        self._next_block = [0] * layer_groups
+        self._next_bundle = [0] * layer_groups
         self._outstanding: set[int] = set()
         self._disconnected = False
 
@@ -62,7 +63,7 @@ class SendMachine:
     @property
     def num_unsent(self) -> int:
         """Messages that were not handed to the transport yet."""
-        return self._num_blocks * self._layer_groups - sum(self._next_block)
+        return self._num_bundles * self._layer_groups - sum(self._next_bundle)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Moves on.
@@ -76,18 +77,20 @@ class SendMachine:
 
     def _on_started(self, event: Event, now: float) -> list[Effect]:
         assert isinstance(event, SendStarted)
-        block, group = divmod(event.index, self._layer_groups)
-        if block != self._next_block[group] or block >= self._num_blocks:
-            name = message_name(event.index, self._layer_groups)
-            raise InvalidTransition(f"block {self._next_block[group]} of {self._num_blocks} is next, not {name}")
-        self._next_block[group] += 1
+        bundle, group = divmod(event.index, self._layer_groups)
+        if bundle != self._next_bundle[group] or bundle >= self._num_bundles:
+            name = message_name(event.index, self._layer_groups, self._unit)
+            raise InvalidTransition(
+                f"{self._unit} {self._next_bundle[group]} of {self._num_bundles} is next, not {name}"
+            )
+        self._next_bundle[group] += 1
         self._outstanding.add(event.index)
         return []
 
     def _on_done(self, event: Event, now: float) -> list[Effect]:
         assert isinstance(event, SendDone)
         if event.index not in self._outstanding:
-            raise InvalidTransition(f"{message_name(event.index, self._layer_groups)} is not outstanding")
+            raise InvalidTransition(f"{message_name(event.index, self._layer_groups, self._unit)} is not outstanding")
         self._outstanding.remove(event.index)
         if event.error is None:
             self.num_sent += 1
@@ -150,7 +153,7 @@ class SendMachine:
 
     @property
     def _messages(self) -> str:
-        return messages(self._num_blocks, self._layer_groups)
+        return messages(self._num_bundles, self._layer_groups, self._unit)
 
     def _renew(self, now: float) -> None:
         self.deadline = max(self.deadline, now + self._lease_s)

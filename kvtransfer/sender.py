@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain
 from typing import TypeVar
 
-from kvtransfer.digest import BlockDigest
+from kvtransfer.digest import MessageDigest
 from kvtransfer.handover import (
     Aborted,
     AllSent,
@@ -22,7 +22,7 @@ from kvtransfer.handover import (
     SendStarted,
     TimePassed,
 )
-from kvtransfer.memory import BlockMemory
+from kvtransfer.memory import BlockMemory, Part
 from kvtransfer.peers import PeerTable
 from kvtransfer.send_machine import SendMachine, SendState
 from kvtransfer.ticket import Commit, Ticket, signed_commit
@@ -85,11 +85,17 @@ class Sender:
                 f"the ticket is for transport {ticket.transport!r} and this worker uses {self._transport.name!r}. "
                 "Start both tiers with the same --transport."
             )
+        if ticket.digest != self._memory.digest:
+            raise TransferError(
+                f"the ticket asks for digests {ticket.digest!r}, and this worker's memory has {self._memory.digest!r}. "
+                "Start both tiers with the same --handover-memory."
+            )
         machine = SendMachine(
-            num_blocks=ticket.num_blocks,
+            num_bundles=ticket.bundles.count,
             layer_groups=ticket.layer_groups,
             lease_s=ticket.lease_s,
             now=asyncio.get_running_loop().time(),
+            unit=ticket.bundles.unit,
         )
         async with self._peers.use(ticket.data_address, deadline=machine.deadline) as peer:
             transfer = OutgoingTransfer(
@@ -99,7 +105,9 @@ class Sender:
                 ticket=ticket,
                 request_id=request_id,
                 machine=machine,
-                max_outstanding=max(1, self._max_outstanding_bytes // ticket.groups.most_bytes),
+                max_outstanding=max(
+                    1, self._max_outstanding_bytes // (ticket.groups.most_bytes * ticket.bundle_blocks)
+                ),
             )
             try:
                 yield transfer
@@ -128,9 +136,9 @@ class OutgoingTransfer:
         self._request_id = request_id
         self._machine = machine
         self._max_outstanding = max_outstanding
-        self._digest = BlockDigest(ticket.key)
+        self._digest = MessageDigest(ticket.key)
         self._groups = ticket.groups
-        #: Of each group, in the order of the blocks.
+        #: Of each group, in the order of the bundles.
         self._digests: list[list[bytes]] = [[] for _ in range(ticket.layer_groups)]
         self._sent_bytes = 0
         self._changed = asyncio.Event()
@@ -153,7 +161,7 @@ class OutgoingTransfer:
     def stats(self) -> SendStats:
         """So far."""
         return SendStats(
-            sent_blocks=self._machine.num_sent // self._groups.count,
+            sent_blocks=self._sent_bytes // self._ticket.layout.block_bytes,
             sent_bytes=self._sent_bytes,
             busy_s=self._wire.busy_s(self._loop.time()),
             first_started_at=self._wire.first_started_at,
@@ -167,31 +175,35 @@ class OutgoingTransfer:
     async def push(self, block_ids: Sequence[BlockId], *, group: int = 0, after: Moment | None = None) -> None:
         """Sends a group of layers of the next blocks of the ticket, in its order, as they are `after`.
 
-        Each group goes through all blocks by itself. Returns when the last block's is on the wire.
+        Each group goes through all bundles by itself; only the ticket's last may be cut short. Returns when the last
+        one's is on the wire.
         Raises: TransferTimeout when the lease ended, PeerLost; nothing more can be sent then.
         """
+        bundles = self._ticket.bundles.of(block_ids)
+        part = Part(layers=self._groups.layers[group], digest=self._digest, after=after)
         # No more at a time than may be on the wire: what has been lent to others comes back only when it was sent.
-        at_once = min(self._max_outstanding, self._memory.most)
-        if self._memory.copies:  # The first blocks leave while the next are copied.
-            at_once = min(at_once, max(1, _LOAD_BYTES // self._groups.most_bytes))
-        for first in range(0, len(block_ids), at_once):
-            some = block_ids[first : first + at_once]
+        at_once = min(self._max_outstanding, max(1, self._memory.most // self._ticket.bundle_blocks))
+        if self._memory.copies:  # The first leave while the next are copied.
+            message_bytes = self._groups.most_bytes * self._ticket.bundle_blocks
+            at_once = min(at_once, max(1, _LOAD_BYTES // message_bytes))
+        for first in range(0, len(bundles), at_once):
+            some = bundles[first : first + at_once]
             lent = await self._memory.lend(some)
             try:
-                await self._memory.load(some, lent, self._groups.layers[group], after)
-                await self._push_lent(lent, group)
+                digests = await self._memory.load(some, lent, part)
+                await self._push_lent(lent, group, [len(bundle) for bundle in some], digests)
             finally:
                 for buffer in lent:
                     self._memory.give_back(buffer)
 
-    async def _push_lent(self, lent: list[Buffer], group: int) -> None:
+    async def _push_lent(self, lent: list[Buffer], group: int, sizes: list[int], digests: list[bytes]) -> None:
         """Takes each buffer off the list when it is on the wire, from where it is given back."""
         since_turn = 0
-        while lent:
+        for place, size in enumerate(sizes):
             while self._machine.num_outstanding >= self._max_outstanding and self._machine.state is SendState.SENDING:
                 await self._change()
             self._require_alive()
-            since_turn += self._push_one(lent[0], group)
+            since_turn += self._push_one(lent[0], group, size, digests[place] if digests else None)
             del lent[0]
             if since_turn >= _TURN_BYTES:
                 since_turn = 0
@@ -236,18 +248,18 @@ class OutgoingTransfer:
             lost = self._machine.error
             raise lost or TransferTimeout("the decode worker did not answer the commit within the lease") from error
 
-    def _push_one(self, block: Buffer, group: int) -> int:
-        digests, part = self._digests[group], block[self._groups.spans[group]]
+    def _push_one(self, bundle: Buffer, group: int, num_blocks: int, digest: bytes | None) -> int:
+        digests, message = self._digests[group], bundle[self._groups.span(group, num_blocks)]
         index = len(digests) * self._groups.count + group
         self._handle(SendStarted(index=index))
-        digests.append(self._digest(part))
+        digests.append(self._digest(message) if digest is None else digest)
         self._wire.started(self._loop.time())
-        send = self._transport.post_send(self._peer, self._ticket.tag(index), part)
-        send.add_done_callback(partial(self._on_sent, index, block))
-        return part.nbytes
+        send = self._transport.post_send(self._peer, self._ticket.tag(index), message)
+        send.add_done_callback(partial(self._on_sent, index, bundle))
+        return message.nbytes
 
-    def _on_sent(self, index: int, block: Buffer, send: Operation) -> None:
-        self._memory.give_back(block)
+    def _on_sent(self, index: int, bundle: Buffer, send: Operation) -> None:
+        self._memory.give_back(bundle)
         self._wire.done(self._loop.time())
         error = send.error
         if error is None:

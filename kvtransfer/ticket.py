@@ -6,8 +6,8 @@ import math
 import secrets
 from dataclasses import dataclass, replace
 
-from kvtransfer.digest import DIGEST_BYTES, MAC_BYTES, commit_mac, same_mac
-from kvtransfer.layer_groups import LayerGroups
+from kvtransfer.digest import DIGEST_BYTES, DIGESTS, HOST_DIGEST, MAC_BYTES, commit_mac, same_mac
+from kvtransfer.layer_groups import Bundles, LayerGroups
 from kvtransfer.transport import TRANSPORTS
 from pdserve.base.errors import DigestMismatch, RequestError
 from pdserve.base.ids import Epoch, RequestId, TransferId, WorkerId
@@ -44,13 +44,20 @@ class Ticket:
     lease_s: float
     key: bytes
     tag_base: int
-    #: Messages of which each block consists.
+    #: Messages of which each bundle consists, and blocks of which it does.
     layer_groups: int
+    bundle_blocks: int = 1
+    digest: str = HOST_DIGEST
 
     @property
     def groups(self) -> LayerGroups:
-        """Which layers each message of a block has."""
+        """Which layers each message of a bundle has."""
         return LayerGroups.of(self.layout, self.layer_groups)
+
+    @property
+    def bundles(self) -> Bundles:
+        """Which blocks travel together."""
+        return Bundles(num_blocks=self.num_blocks, size=self.bundle_blocks)
 
     def tag(self, index: int) -> int:
         """Of the transfer's message `index`, as `LayerGroups` counts them."""
@@ -114,6 +121,8 @@ def ticket_to_proto(ticket: Ticket) -> decode_pb2.Ticket:
         key=ticket.key,
         tag_base=ticket.tag_base,
         layer_groups=ticket.layer_groups,
+        bundle_blocks=ticket.bundle_blocks,
+        digest=ticket.digest,
     )
 
 
@@ -133,6 +142,9 @@ def ticket_from_proto(message: decode_pb2.Ticket) -> Ticket:
     _require(
         message.num_blocks * groups <= MAX_MESSAGES, f"num_blocks is {message.num_blocks} with {groups} messages each"
     )
+    most = max(1, MAX_BLOCK_BYTES // layout.block_bytes)
+    _require(1 <= message.bundle_blocks <= most, f"bundle_blocks is {message.bundle_blocks}, not 1 to {most}")
+    _require(message.digest in DIGESTS, f"digest {message.digest!r} is not one of {', '.join(DIGESTS)}")
     return Ticket(
         transfer_id=TransferId(message.transfer_id),
         attempt=message.attempt,
@@ -148,6 +160,8 @@ def ticket_from_proto(message: decode_pb2.Ticket) -> Ticket:
         key=message.key,
         tag_base=message.tag_base,
         layer_groups=groups,
+        bundle_blocks=message.bundle_blocks,
+        digest=message.digest,
     )
 
 

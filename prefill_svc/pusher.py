@@ -30,6 +30,8 @@ class Pusher:
     def __init__(self, transfer: OutgoingTransfer, ticket: Ticket) -> None:
         self.transfer = transfer
         self._groups = ticket.groups
+        self._bundle_blocks = ticket.bundle_blocks
+        self._first_block = ticket.first_block
         self._end = ticket.first_block + ticket.num_blocks
         #: Of each group: the first of the prompt's blocks that was not queued, and is not there already.
         self._next_block = [ticket.first_block] * ticket.layer_groups
@@ -56,7 +58,7 @@ class Pusher:
 
         Without `num_layers` they have all.
         """
-        stop = min(num_blocks, self._end)
+        stop = self._whole_bundles(num_blocks)
         count = self._groups.count if num_layers is None else self._groups.num_within(num_layers)
         for group, first in enumerate(self._next_block[:count]):
             if stop > first:
@@ -64,6 +66,12 @@ class Pusher:
                 self._next_block[group] = stop
                 self._idle.clear()
                 self._more.set()
+
+    def _whole_bundles(self, num_blocks: int) -> int:
+        """The last bundle may be cut short; the others leave when all of their blocks are there."""
+        if num_blocks >= self._end:
+            return self._end
+        return num_blocks - max(0, num_blocks - self._first_block) % self._bundle_blocks
 
     async def run(self) -> None:
         """Sends until it is cancelled. Raises what `OutgoingTransfer.push` does."""

@@ -321,6 +321,8 @@ class Ticket(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     TAG_BASE_FIELD_NUMBER: _builtins.int
     LAYER_GROUPS_FIELD_NUMBER: _builtins.int
+    BUNDLE_BLOCKS_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     """16 random bytes."""
     attempt: _builtins.int
@@ -340,10 +342,14 @@ class Ticket(_message.Message):
     tag_base: _builtins.int
     """Message tags of the transfer are tag_base + index of the message in it."""
     layer_groups: _builtins.int
-    """Each block is sent in so many messages, 1 to the layout's num_layers: groups
+    """Each bundle is sent in so many messages, 1 to the layout's num_layers: groups
     of neighbouring layers, as even as they can be, larger ones first. Message
-    `index` is group index % layer_groups of block index / layer_groups.
+    `index` is group index % layer_groups of bundle index / layer_groups.
     """
+    bundle_blocks: _builtins.int
+    """Blocks of a bundle, 1 or more; the last bundle has what is left."""
+    digest: _builtins.str
+    """Of messages: "xxh3", or "nh" where GPUs compute it."""
     @_builtins.property
     def layout(self) -> Global___KvLayout: ...
     def __init__(
@@ -363,10 +369,12 @@ class Ticket(_message.Message):
         key: _builtins.bytes = ...,
         tag_base: _builtins.int = ...,
         layer_groups: _builtins.int = ...,
+        bundle_blocks: _builtins.int = ...,
+        digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "data_address", b"data_address", "epoch", b"epoch", "first_block", b"first_block", "grpc_address", b"grpc_address", "key", b"key", "layer_groups", b"layer_groups", "layout", b"layout", "lease_s", b"lease_s", "num_blocks", b"num_blocks", "tag_base", b"tag_base", "transfer_id", b"transfer_id", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bundle_blocks", b"bundle_blocks", "data_address", b"data_address", "digest", b"digest", "epoch", b"epoch", "first_block", b"first_block", "grpc_address", b"grpc_address", "key", b"key", "layer_groups", b"layer_groups", "layout", b"layout", "lease_s", b"lease_s", "num_blocks", b"num_blocks", "tag_base", b"tag_base", "transfer_id", b"transfer_id", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,54 +8,73 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvtransfer.memory import BlockMemory, InPlace
-from kvtransfer.staging import Staged
+from kvtransfer.digest import HOST_DIGEST
+from kvtransfer.memory import BlockMemory, Bundle, InPlace, Part
+from kvtransfer.staging import Staged, best_bundle
 from pdserve.base.errors import SetupError
-from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
-from pdserve.base.moment import Moment
 from pdserve.base.tasks import to_its_end
 from pdserve.engine.kv_cache import KvCache
+
+
+class Stage:
+    """Memory in whose slots blocks stop over, seen as numbers."""
+
+    def __init__(self, memory: Tensor, layout: KvLayout, dtype: torch.dtype, heads: slice = slice(None)) -> None:
+        """`memory`: uint8; `layout`: of blocks with all heads; `heads`: those of one of several ranks."""
+        self._numbers = memory.view(dtype)
+        self._layout = layout
+        self._heads = heads
+
+    def part(self, slot: int, num_blocks: int, layers: slice) -> Tensor:
+        """Layers of a bundle in slots from `slot` on: [num_blocks, layers, 2, heads, block_size, head_dim]."""
+        layout = self._layout
+        shape = (layers.stop - layers.start, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        layer_size = 2 * layout.num_kv_heads * layout.block_size * layout.head_dim
+        first = layer_size * (slot * layout.num_layers + num_blocks * layers.start)
+        size = layer_size * num_blocks * shape[0]
+        return self._numbers[first : first + size].view(num_blocks, *shape)[:, :, :, self._heads]
+
+    def parts(self, bundles: Sequence[Bundle], slots: Sequence[int], layers: slice) -> list[Tensor]:
+        """Of all blocks, one by one."""
+        places = zip(bundles, slots, strict=True)
+        return [block for bundle, slot in places for block in self.part(slot, len(bundle), layers)]
 
 
 class CacheCopies:
     """Implements `kvtransfer.staging.BlockCopies` for the blocks of a cache."""
 
-    def __init__(self, cache: KvCache, slots: Tensor) -> None:
-        """`slots`: as `slots_of`; of one of several ranks, its heads."""
+    digest = HOST_DIGEST
+
+    def __init__(self, cache: KvCache, stage: Stage) -> None:
         self._cache = cache
-        self._slots = slots
+        self._stage = stage
 
-    async def read(
-        self, block_ids: Sequence[BlockId], slots: Sequence[int], layers: slice, after: Moment | None
-    ) -> None:
-        parts = [self._slots[slot, layers] for slot in slots]
-        await to_its_end(asyncio.to_thread(self._cache.read_blocks, block_ids, parts, layers, after))
+    async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+        into = self._stage.parts(bundles, slots, part.layers)
+        block_ids = [block_id for bundle in bundles for block_id in bundle]
+        await to_its_end(asyncio.to_thread(self._cache.read_blocks, block_ids, into, part.layers, part.after))
+        return []
 
-    async def write(self, block_ids: Sequence[BlockId], slots: Sequence[int], layers: slice) -> None:
-        parts = [self._slots[slot, layers] for slot in slots]
-        await to_its_end(asyncio.to_thread(self._cache.write_blocks, block_ids, parts, layers))
+    async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+        data = self._stage.parts(bundles, slots, part.layers)
+        block_ids = [block_id for bundle in bundles for block_id in bundle]
+        await to_its_end(asyncio.to_thread(self._cache.write_blocks, block_ids, data, part.layers))
+        return []
 
 
 def block_memory(kv_cache: KvCache, staging_bytes: int) -> BlockMemory:
     """Raises `SetupError` when the stage cannot be had or is too small for a block."""
     if kv_cache.memory is not None:
-        return InPlace(kv_cache)
+        return InPlace(kv_cache, kv_cache.layout.num_layers)
     return staged(kv_cache, pinned_stage(kv_cache.layout, staging_bytes))
 
 
-def staged(kv_cache: KvCache, stage: Tensor) -> Staged:
-    """Blocks stop over in `stage`, uint8 in host memory."""
+def staged(kv_cache: KvCache, memory: Tensor, bundle_blocks: int | None = None) -> Staged:
+    """Blocks stop over in `memory`, uint8 of the host."""
     layout = kv_cache.layout
-    copies = CacheCopies(kv_cache, slots_of(stage, layout, kv_cache.tensor.dtype))
-    return Staged(copies, stage.numpy(), layout.block_bytes)
-
-
-def slots_of(stage: Tensor, layout: KvLayout, dtype: torch.dtype) -> Tensor:
-    """The stage as blocks: [num_slots, num_layers, 2, num_kv_heads, block_size, head_dim]."""
-    num_slots = stage.nbytes // layout.block_bytes
-    shape = (num_slots, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-    return stage[: num_slots * layout.block_bytes].view(dtype).view(shape)
+    copies = CacheCopies(kv_cache, Stage(memory, layout, kv_cache.tensor.dtype))
+    return Staged(copies, memory.numpy(), layout.block_bytes, bundle_blocks)
 
 
 def pinned_stage(layout: KvLayout, staging_bytes: int) -> Tensor:
@@ -70,7 +89,11 @@ def pinned_stage(layout: KvLayout, staging_bytes: int) -> Tensor:
 
 
 def stage_bytes(layout: KvLayout, staging_bytes: int) -> int:
-    """Bytes of whole slots. Raises `SetupError` when there is none."""
-    if staging_bytes < layout.block_bytes:
-        raise SetupError(f"--staging-memory {staging_bytes} is too small for a KV block of {layout.block_bytes} bytes.")
+    """Bytes of whole slots. Raises `SetupError` when they are too few."""
+    together = best_bundle(layout.block_bytes)
+    if staging_bytes < together * layout.block_bytes:
+        raise SetupError(
+            f"--staging-memory {staging_bytes} is too small for {together} KV blocks of {layout.block_bytes} bytes, "
+            "which travel together."
+        )
     return staging_bytes // layout.block_bytes * layout.block_bytes

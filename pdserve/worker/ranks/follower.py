@@ -15,14 +15,13 @@ from collections import deque
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from kernels.decoder import LayerListener
 from kernels.ranks import TorchRanks
 from pdserve.base import logs
 from pdserve.base.errors import SetupError
 from pdserve.base.ids import BlockId
-from pdserve.worker.blocks import slots_of, stage_bytes
+from pdserve.worker.blocks import Stage, stage_bytes
 from pdserve.worker.cores import num_cores
 from pdserve.worker.device import open_device
 from pdserve.worker.part import ModelPart, load_part
@@ -30,7 +29,7 @@ from pdserve.worker.ranks.group import agree, form_group
 from pdserve.worker.ranks.messages import Kind, Mark, Message, MessageReader, encode
 from pdserve.worker.ranks.order import Order, receive_line, send_line
 from pdserve.worker.ranks.split import config_of_rank
-from pdserve.worker.ranks.stage import map_stage, slots_of_rank
+from pdserve.worker.ranks.stage import heads_of_rank, map_stage
 
 log = logs.get_logger(__name__)
 
@@ -75,10 +74,10 @@ class Progress:
 class Follower:
     """The rank, once it is loaded."""
 
-    def __init__(self, part: ModelPart, slots: Tensor, device: torch.device) -> None:
-        """`slots`: its heads of all slots of the stage."""
+    def __init__(self, part: ModelPart, stage: Stage, device: torch.device) -> None:
+        """`stage`: its heads."""
         self._part = part
-        self._slots = slots
+        self._stage = stage
         self._progress = Progress(device)
 
     def compute(self, steps: MessageReader) -> None:
@@ -106,13 +105,14 @@ class Follower:
 
     def _copy(self, message: Message) -> None:
         copy = message.copy()
-        parts = [self._slots[slot, copy.layers] for slot in copy.slots]
+        parts = self._stage.parts(copy.bundles, copy.slots, copy.layers)
+        block_ids = [block_id for bundle in copy.bundles for block_id in bundle]
         self._progress.wait_for(copy.after)
         if message.kind is Kind.READ_BLOCKS:
-            self._part.kv_cache.read_blocks(copy.block_ids, parts, copy.layers)
+            self._part.kv_cache.read_blocks(block_ids, parts, copy.layers)
         else:
             assert message.kind is Kind.WRITE_BLOCKS
-            self._part.kv_cache.write_blocks(copy.block_ids, parts, copy.layers)
+            self._part.kv_cache.write_blocks(block_ids, parts, copy.layers)
 
 
 def load(order: Order, stage: int, copies: socket.socket) -> Follower:
@@ -128,8 +128,8 @@ def load(order: Order, stage: int, copies: socket.socket) -> Follower:
     group = form_group(Path(order.rendezvous), order.rank, size, device)
     part = load_part(config, device, ranks=TorchRanks(group), agree=lambda budget: agree(group, device, budget))
     memory = map_stage(stage, stage_bytes(part.layout, config.staging_memory), device)
-    slots = slots_of(memory, part.layout, part.kv_cache.tensor.dtype)
-    return Follower(part, slots_of_rank(slots, order.rank, size), device)
+    heads = heads_of_rank(part.layout, order.rank, size)
+    return Follower(part, Stage(memory, part.layout, part.kv_cache.tensor.dtype, heads), device)
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvtransfer.memory import Bundle
 from pdserve.base.ids import BlockId
 from pdserve.engine.device_batch import BatchShape
 from pdserve.model.batch import Batch
@@ -42,7 +43,8 @@ class Kind(IntEnum):
     FORWARD = 1
     #: Values: source and destination of each copy within the cache.
     COPY_BLOCKS = 2
-    #: Values: layers of the step that must be written, layers to copy from and to; then blocks, then their slots.
+    #: Values: layers of the step that must be written, layers to copy from and to; then of each bundle its number of
+    #: blocks, its first slot, and the blocks.
     READ_BLOCKS = 3
     #: The same, from slots to blocks.
     WRITE_BLOCKS = 4
@@ -73,28 +75,30 @@ class Message:
 
     def copy(self) -> Copy:
         """Of `READ_BLOCKS` and `WRITE_BLOCKS`."""
-        num_layers, start, stop, *places = self.values.tolist()
-        half = len(places) // 2
-        return Copy(
-            block_ids=[BlockId(block) for block in places[:half]],
-            slots=places[half:],
-            layers=slice(start, stop),
-            after=Mark(self.number, num_layers),
-        )
+        num_layers, start, stop, *rest = self.values.tolist()
+        bundles, slots = [], []
+        while rest:
+            size, slot, *rest = rest
+            bundles.append([BlockId(block) for block in rest[:size]])
+            slots.append(slot)
+            rest = rest[size:]
+        return Copy(bundles=bundles, slots=slots, layers=slice(start, stop), after=Mark(self.number, num_layers))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """Layers of blocks, and the slots that they meet in; `after` that mark they may be touched."""
+    """Layers of bundles, and the first slot that each meets in; `after` that mark they may be touched."""
 
-    block_ids: Sequence[BlockId]
+    bundles: Sequence[Bundle]
     slots: Sequence[int]
     layers: slice
     after: Mark
 
     def encode(self, kind: Kind) -> bytes:
         """As a message."""
-        values = [self.after.num_layers, self.layers.start, self.layers.stop, *self.block_ids, *self.slots]
+        values = [self.after.num_layers, self.layers.start, self.layers.stop]
+        for bundle, slot in zip(self.bundles, self.slots, strict=True):
+            values += [len(bundle), slot, *bundle]
         return encode(kind, self.after.step, values)
 
 

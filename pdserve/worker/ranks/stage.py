@@ -8,7 +8,9 @@ import os
 import torch
 from torch import Tensor
 
+from kernels.split import part_of
 from pdserve.base.errors import SetupError
+from pdserve.base.layout import KvLayout
 
 
 def make_stage(size: int) -> int:
@@ -38,6 +40,6 @@ def map_stage(stage: int, size: int, device: torch.device) -> Tensor:
     return memory
 
 
-def slots_of_rank(slots: Tensor, rank: int, size: int) -> Tensor:
-    """A rank's heads of `pdserve.worker.blocks.slots_of`."""
-    return slots.chunk(size, dim=3)[rank]
+def heads_of_rank(layout: KvLayout, rank: int, size: int) -> slice:
+    """A rank's heads of a block."""
+    return part_of(layout.num_kv_heads, rank, size)

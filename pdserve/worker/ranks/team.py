@@ -24,6 +24,8 @@ from torch import Tensor
 
 from kernels.decoder import LayerListener
 from kernels.ranks import Group, TorchRanks
+from kvtransfer.digest import HOST_DIGEST
+from kvtransfer.memory import Bundle, Part
 from kvtransfer.staging import Staged
 from pdserve.base.errors import PdserveError, PeerLost, SetupError
 from pdserve.base.ids import BlockId
@@ -38,14 +40,14 @@ from pdserve.engine.sequence import SampleResult, SampleRow
 from pdserve.model.batch import Batch
 from pdserve.model.config import ModelConfig
 from pdserve.model.sharding import rank_config
-from pdserve.worker.blocks import CacheCopies, slots_of, stage_bytes
+from pdserve.worker.blocks import CacheCopies, Stage, stage_bytes
 from pdserve.worker.cores import num_cores
 from pdserve.worker.part import ModelPart, load_part
 from pdserve.worker.ranks.group import agree, form_group
 from pdserve.worker.ranks.messages import HEADER_BYTES, Copy, Kind, Mark, StepWriter
 from pdserve.worker.ranks.order import Order, receive_line, send_line
 from pdserve.worker.ranks.split import config_of_rank
-from pdserve.worker.ranks.stage import make_stage, map_stage, slots_of_rank
+from pdserve.worker.ranks.stage import heads_of_rank, make_stage, map_stage
 
 log = get_logger(__name__)
 
@@ -202,8 +204,8 @@ class Team:
         """Blocks of all heads. Raises `SetupError`."""
         size = stage_bytes(layout, staging_bytes)
         stage = map_stage(self._stage, size, self._device)
-        slots = slots_of(stage, layout, own.tensor.dtype)
-        return Staged(_RankCopies(self, own, slots_of_rank(slots, 0, self._size)), stage.numpy(), layout.block_bytes)
+        part = Stage(stage, layout, own.tensor.dtype, heads_of_rank(layout, 0, self._size))
+        return Staged(_RankCopies(self, own, part), stage.numpy(), layout.block_bytes)
 
     @property
     def ended(self) -> Mark:
@@ -311,27 +313,27 @@ class _WatchedSampler:
 class _RankCopies:
     """Implements `kvtransfer.staging.BlockCopies`: a block is there when every rank has copied its heads."""
 
-    def __init__(self, team: Team, own: KvCache, slots: Tensor) -> None:
+    digest = HOST_DIGEST
+
+    def __init__(self, team: Team, own: KvCache, stage: Stage) -> None:
         self._team = team
-        self._own = CacheCopies(own, slots)
+        self._own = CacheCopies(own, stage)
 
-    async def read(
-        self, block_ids: Sequence[BlockId], slots: Sequence[int], layers: slice, after: Moment | None
-    ) -> None:
-        assert after is None or isinstance(after, RankMoment)
-        mark = self._team.ended if after is None else after.mark
-        await self._all(
-            self._own.read(block_ids, slots, layers, after),
-            self._team.copy_on_others(Kind.READ_BLOCKS, Copy(block_ids, slots, layers, mark)),
+    async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+        assert part.after is None or isinstance(part.after, RankMoment)
+        mark = self._team.ended if part.after is None else part.after.mark
+        copy = Copy(bundles=bundles, slots=slots, layers=part.layers, after=mark)
+        return await self._all(self._own.read(bundles, slots, part), self._team.copy_on_others(Kind.READ_BLOCKS, copy))
+
+    async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+        copy = Copy(bundles=bundles, slots=slots, layers=part.layers, after=self._team.ended)
+        return await self._all(
+            self._own.write(bundles, slots, part), self._team.copy_on_others(Kind.WRITE_BLOCKS, copy)
         )
 
-    async def write(self, block_ids: Sequence[BlockId], slots: Sequence[int], layers: slice) -> None:
-        await self._all(
-            self._own.write(block_ids, slots, layers),
-            self._team.copy_on_others(Kind.WRITE_BLOCKS, Copy(block_ids, slots, layers, self._team.ended)),
-        )
-
-    async def _all(self, *copies: Awaitable[None]) -> None:
-        for outcome in await to_its_end(asyncio.gather(*copies, return_exceptions=True)):
-            if outcome is not None:
+    async def _all(self, own: Awaitable[list[bytes]], others: Awaitable[None]) -> list[bytes]:
+        outcomes = await to_its_end(asyncio.gather(own, others, return_exceptions=True))
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
                 raise outcome
+        return []

@@ -82,7 +82,9 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> list[Staged]:
     stages: list[Staged] = []
 
     def block_memory(kv_cache: KvCache, staging_bytes: int) -> Staged:
-        stages.append(worker_blocks.staged(kv_cache, torch.zeros(10 * kv_cache.layout.block_bytes, dtype=torch.uint8)))
+        stages.append(
+            worker_blocks.staged(kv_cache, torch.zeros(10 * kv_cache.layout.block_bytes, dtype=torch.uint8), 4)
+        )
         return stages[-1]
 
     monkeypatch.setattr("pdserve.worker.worker.block_memory", block_memory)

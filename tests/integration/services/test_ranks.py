@@ -57,7 +57,7 @@ async def answers(house: House) -> list[dict[int, list[int]]]:
 async def test_tokens_are_those_of_one_rank(
     model: Path, expected: list[dict[int, list[int]]], prefill: int, decode: int
 ) -> None:
-    async with running_house(model, prefill=ranks(prefill), decode=ranks(decode)) as house:
+    async with running_house(model, prefill=ranks(prefill), decode=ranks(decode) | {"layer_groups": 2}) as house:
         assert await answers(house) == expected
         await house.all_free()
         for worker in (house.prefill, house.decode):

@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from kvtransfer.memory import InPlace
 from kvtransfer.receiver import Receiver, ReceiverIdentity
 from kvtransfer.sender import Sender
 from kvtransfer.ticket import Commit, commit_from_proto, commit_to_proto, ticket_from_proto, ticket_to_proto
@@ -16,7 +15,7 @@ from pdserve.base.ids import BlockId, WorkerId, new_epoch
 from pdserve.base.tasks import service_group
 from pdserve.v1 import decode_pb2
 from tests.integration.transport.conftest import OpenTransport, RemotePeer, StartWorker
-from tests.integration.transport.worker import LAYOUT, NUM_BLOCKS, REQUEST, Memory, reservation
+from tests.integration.transport.worker import LAYOUT, NUM_BLOCKS, REQUEST, Memory, in_place, reservation
 
 pytestmark = pytest.mark.parametrize("transport_name", ["ucx", "nccl"])
 
@@ -43,7 +42,7 @@ async def test_a_decode_worker_killed_in_the_middle_costs_the_prefill_worker_one
     start_transport: OpenTransport, start_worker: StartWorker
 ) -> None:
     victim, survivor = await start_worker("decode"), await start_worker("decode")
-    sender = Sender(transport=start_transport(), memory=InPlace(Memory(filled=True)), layout=LAYOUT)
+    sender = Sender(transport=start_transport(), memory=in_place(Memory(filled=True)), layout=LAYOUT)
     ticket_hex = await victim.tell("grant 1")
     ticket = ticket_from_proto(decode_pb2.Ticket.FromString(bytes.fromhex(ticket_hex)))
 
@@ -71,7 +70,7 @@ async def test_a_prefill_worker_killed_in_the_middle_is_replaced_on_the_same_blo
     memory = Memory(filled=False)
     identity = ReceiverIdentity(worker_id=WorkerId("d"), epoch=new_epoch(), grpc_address="d:1", layout=LAYOUT)
     async with service_group() as tasks:
-        receiver = Receiver(transport=start_transport(), memory=InPlace(memory), identity=identity, tasks=tasks)
+        receiver = Receiver(transport=start_transport(), memory=in_place(memory), identity=identity, tasks=tasks)
         ticket = await receiver.grant(reservation(lease_s=30), attempt=1)
         assert await victim.tell(f"push {ticket_to_proto(ticket).SerializeToString().hex()} 20") == "pushed"
         victim.say("finish")

@@ -41,6 +41,10 @@ class Memory:
         return all(np.array_equal(self.blocks[block], payload_of(block, LAYOUT.block_bytes)) for block in (0, 20, 47))
 
 
+def in_place(memory: Memory) -> InPlace:
+    return InPlace(memory, LAYOUT.num_layers)
+
+
 def reservation(*, lease_s: float) -> Reservation:
     return Reservation(
         request_id=REQUEST,
@@ -55,7 +59,7 @@ def reservation(*, lease_s: float) -> Reservation:
 async def prefill(transport_name: str, commands: asyncio.StreamReader) -> None:
     """`push TICKET COUNT` sends that many blocks; `finish` sends the rest and commits through the other side."""
     transport = open_transport(transport_name)
-    sender = Sender(transport=transport, memory=InPlace(Memory(filled=True)), layout=LAYOUT)
+    sender = Sender(transport=transport, memory=in_place(Memory(filled=True)), layout=LAYOUT)
     _answer("ready")
     _, ticket_hex, count = await _command(commands)
     ticket = ticket_from_proto(decode_pb2.Ticket.FromString(bytes.fromhex(ticket_hex)))
@@ -79,7 +83,7 @@ async def decode(transport_name: str, commands: asyncio.StreamReader) -> None:
     transport, memory = open_transport(transport_name), Memory(filled=False)
     identity = ReceiverIdentity(worker_id=WorkerId("d"), epoch=new_epoch(), grpc_address="d:1", layout=LAYOUT)
     async with service_group() as tasks:
-        receiver = Receiver(transport=transport, memory=InPlace(memory), identity=identity, tasks=tasks)
+        receiver = Receiver(transport=transport, memory=in_place(memory), identity=identity, tasks=tasks)
         _answer("ready")
         while command := await _command(commands):
             match command:

@@ -38,14 +38,14 @@ class DecodeSide(RuleBasedStateMachine):
     """The machine, and a world of receives around it that keeps its own books."""
 
     @initialize(
-        num_blocks=st.integers(0, 3), layer_groups=st.integers(1, 3), corrupt=st.sets(st.integers(0, 8), max_size=1)
+        num_bundles=st.integers(0, 3), layer_groups=st.integers(1, 3), corrupt=st.sets(st.integers(0, 8), max_size=1)
     )
-    def start(self, num_blocks: int, layer_groups: int, corrupt: set[int]) -> None:
+    def start(self, num_bundles: int, layer_groups: int, corrupt: set[int]) -> None:
         self.now = 100.0
         self.machine = ReceiveMachine(
-            num_blocks=num_blocks, layer_groups=layer_groups, attempt=ATTEMPT, lease_s=LEASE_S, now=self.now
+            num_bundles=num_bundles, layer_groups=layer_groups, attempt=ATTEMPT, lease_s=LEASE_S, now=self.now
         )
-        self.num_messages = num_blocks * layer_groups
+        self.num_messages = num_bundles * layer_groups
         self.corrupt = corrupt
         #: Messages that may still be written to their blocks.
         self.outstanding = set(range(self.num_messages))

@@ -28,11 +28,11 @@ LEASE_S = 10.0
 class PrefillSide(RuleBasedStateMachine):
     """The machine, and a wire that keeps its own books."""
 
-    @initialize(num_blocks=st.integers(0, 4), layer_groups=st.integers(1, 3))
-    def start(self, num_blocks: int, layer_groups: int) -> None:
+    @initialize(num_bundles=st.integers(0, 4), layer_groups=st.integers(1, 3))
+    def start(self, num_bundles: int, layer_groups: int) -> None:
         self.now = 100.0
-        self.machine = SendMachine(num_blocks=num_blocks, layer_groups=layer_groups, lease_s=LEASE_S, now=self.now)
-        self.num_blocks = num_blocks
+        self.machine = SendMachine(num_bundles=num_bundles, layer_groups=layer_groups, lease_s=LEASE_S, now=self.now)
+        self.num_bundles = num_bundles
         #: Of each group of layers.
         self.next_block = [0] * layer_groups
         self.on_the_wire: set[int] = set()
@@ -51,13 +51,13 @@ class PrefillSide(RuleBasedStateMachine):
 
     @property
     def num_unsent(self) -> int:
-        return self.num_blocks * len(self.next_block) - sum(self.next_block)
+        return self.num_bundles * len(self.next_block) - sum(self.next_block)
 
     @rule(data=st.data())
     def a_group_of_a_block_is_pushed(self, data: st.DataObject) -> None:
         group = data.draw(st.integers(0, len(self.next_block) - 1))
         index = self.next_block[group] * len(self.next_block) + group
-        if self.machine.state is SendState.SENDING and self.next_block[group] < self.num_blocks:
+        if self.machine.state is SendState.SENDING and self.next_block[group] < self.num_bundles:
             self.on_the_wire.add(index)
             self.take(SendStarted(index=index))
             self.next_block[group] += 1
@@ -69,7 +69,7 @@ class PrefillSide(RuleBasedStateMachine):
     def a_group_goes_through_the_blocks_in_their_order_and_once(self, data: st.DataObject) -> None:
         count = len(self.next_block)
         group = data.draw(st.integers(0, count - 1))
-        block = data.draw(st.integers(0, self.num_blocks + 1).filter(lambda block: block != self.next_block[group]))
+        block = data.draw(st.integers(0, self.num_bundles + 1).filter(lambda block: block != self.next_block[group]))
         with pytest.raises(InvalidTransition):
             self.take(SendStarted(index=block * count + group))
 
@@ -91,7 +91,7 @@ class PrefillSide(RuleBasedStateMachine):
     @rule()
     def a_send_cannot_end_twice(self) -> None:
         with pytest.raises(StaleError):
-            self.take(SendDone(index=self.num_blocks * len(self.next_block)))
+            self.take(SendDone(index=self.num_bundles * len(self.next_block)))
 
     @rule()
     def all_is_sent(self) -> None:

@@ -35,6 +35,10 @@ class Memory:
         return view
 
 
+def in_place(memory: Memory) -> InPlace:
+    return InPlace(memory, LAYOUT.num_layers)
+
+
 @dataclass(eq=False)
 class Pair:
     """A prefill worker, a decode worker, and what the decode worker was told."""
@@ -78,7 +82,7 @@ async def worker_pair(
     num_blocks: int = 16,
     max_outstanding_bytes: int = 1 << 20,
     layer_groups: int = 1,
-    stage: Callable[[Memory], BlockMemory] = InPlace,
+    stage: Callable[[Memory], BlockMemory] = in_place,
 ) -> AsyncIterator[Pair]:
     sending, receiving = InprocTransport(), InprocTransport()
     source, target = Memory(num_blocks, 1), Memory(num_blocks, 2)

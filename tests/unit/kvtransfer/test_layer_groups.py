@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from kvtransfer.layer_groups import LayerGroups, message_name, messages
-from kvtransfer.memory import InPlace
 from kvtransfer.ticket import signed_commit
 from kvtransfer.transport import Buffer, Operation, Peer
 from pdserve.base.errors import DigestMismatch, InvalidTransition, TransferTimeout
+from tests.unit.kvtransfer import support
 from tests.unit.kvtransfer.support import LAYOUT, REQUEST, blocks, push_all, worker_pair
 from tests.unit.kvtransfer.test_staging import Stages, every_message
 
@@ -48,15 +48,18 @@ def test_layers_complete_the_groups_that_end_with_them() -> None:
 
 
 def test_messages_are_called_what_they_are() -> None:
-    assert (message_name(7, 1), messages(12, 1)) == ("block 7", "12 blocks")
-    assert (message_name(7, 3), messages(12, 3)) == ("group 1 of block 2", "36 parts of 12 blocks")
+    assert (message_name(7, 1, "block"), messages(12, 1, "block")) == ("block 7", "12 blocks")
+    assert (message_name(7, 3, "bundle"), messages(12, 3, "bundle")) == (
+        "group 1 of bundle 2",
+        "36 parts of 12 bundles",
+    )
 
 
 @pytest.mark.parametrize("layer_groups", [1, 2, 3, 4])
 @pytest.mark.parametrize("in_place", [True, False])
 async def test_blocks_arrive_whole_however_many_groups_they_travel_in(layer_groups: int, in_place: bool) -> None:
     stages = Stages(2, 5)
-    async with worker_pair(layer_groups=layer_groups, stage=InPlace if in_place else stages) as pair:
+    async with worker_pair(layer_groups=layer_groups, stage=support.in_place if in_place else stages) as pair:
         ticket = await pair.grant([8, 9, 10, 11, 12])
         assert ticket.layer_groups == layer_groups
         async with pair.sender.open(ticket, request_id=REQUEST) as transfer:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.digest import BlockDigest
+from kvtransfer.digest import MessageDigest
 from kvtransfer.ticket import (
     MAX_MESSAGES,
     Commit,
@@ -160,7 +160,7 @@ def test_the_mac_needs_the_tickets_key() -> None:
 
 def test_a_digest_depends_on_every_byte_and_on_the_key() -> None:
     block = Memory(1, 3).block_bytes_view(blocks(0)[0])
-    digest, key = BlockDigest(b"k" * 32), BlockDigest(b"l" * 32)
+    digest, key = MessageDigest(b"k" * 32), MessageDigest(b"l" * 32)
     before = digest(block)
     assert digest(block) == before != key(block)
     for position in (0, block.nbytes // 2, block.nbytes - 1):
