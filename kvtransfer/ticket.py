@@ -76,14 +76,13 @@ def layout_to_proto(layout: KvLayout) -> decode_pb2.KvLayout:
         num_layers=layout.num_layers,
         num_kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
-        tp_size=layout.tp_size,
     )
 
 
 def layout_from_proto(message: decode_pb2.KvLayout) -> KvLayout:
     """Raises: RequestError when it is not a layout a worker could have."""
     _require(message.dtype in _DTYPES, f"layout.dtype {message.dtype!r} is not one of {', '.join(_DTYPES)}")
-    for name in ("block_size", "num_layers", "num_kv_heads", "head_dim", "tp_size"):
+    for name in ("block_size", "num_layers", "num_kv_heads", "head_dim"):
         value: int = getattr(message, name)
         _require(0 < value <= _MAX_DIMENSION, f"layout.{name} is {value}")
     layout = KvLayout(
@@ -93,7 +92,6 @@ def layout_from_proto(message: decode_pb2.KvLayout) -> KvLayout:
         num_layers=message.num_layers,
         num_kv_heads=message.num_kv_heads,
         head_dim=message.head_dim,
-        tp_size=message.tp_size,
     )
     _require(layout.block_bytes <= MAX_BLOCK_BYTES, f"a block of {layout.block_bytes} bytes is beyond any model")
     return layout

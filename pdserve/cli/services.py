@@ -84,6 +84,7 @@ def _worker_spec(plan: ClusterPlan, tier: str, index: int, share: CoreShare, gpu
     flags = {
         **_common_flags(plan),
         "worker-id": plan.id_prefix + name,
+        "tensor-parallel-size": config.num_ranks[tier],
         "device": None if gpu is None else gpu.device,
         "gpu-memory-utilization": None if gpu is None else gpu.memory,
         "deterministic": config.deterministic,

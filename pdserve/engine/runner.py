@@ -12,12 +12,15 @@ from typing import Protocol
 from torch import Tensor
 
 from kernels.decoder import LayerListener
+from pdserve.base.ids import BlockId
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.batching import BatchBuilder
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.sequence import SampleResult, SampleRow
 from pdserve.engine.step import LayersWritten, StepPlan
 from pdserve.model.batch import Batch
+
+CopyBlocks = Callable[[Items[tuple[BlockId, BlockId]]], None]
 
 
 class Decoder(Protocol):
@@ -43,8 +46,12 @@ class TokenSampler(Protocol):
 class Runner:
     """Executes plans. Used on the step thread only."""
 
-    def __init__(self, decoder: Decoder, kv_cache: KvCache, sampler: TokenSampler) -> None:
+    def __init__(
+        self, decoder: Decoder, kv_cache: KvCache, sampler: TokenSampler, *, copy_blocks: CopyBlocks | None = None
+    ) -> None:
+        """`copy_blocks`: instead of the cache's own, where others have parts of the same blocks."""
         self.kv_cache = kv_cache
+        self._copy_blocks = copy_blocks or kv_cache.copy_blocks
         self._decoder = decoder
         self._sampler = sampler
         self._batches = BatchBuilder(kv_cache.layout.block_size)
@@ -61,7 +68,7 @@ class Runner:
         The plan's reports are told on the way, if the decoder says how far it is.
         """
         if plan.copies:
-            self.kv_cache.copy_blocks(plan.copies)
+            self._copy_blocks(plan.copies)
         if batch is None:
             return None
         if tell is None or not plan.reports:

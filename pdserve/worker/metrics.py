@@ -63,7 +63,17 @@ class WorkerMetrics:
         self.worker_info = Gauge(
             "pdserve_worker_info",
             "Constant 1; what this worker is",
-            [*LABELS, "worker_id", "epoch", "transport", "device", "dtype", "block_size", "version"],
+            [
+                *LABELS,
+                "worker_id",
+                "epoch",
+                "transport",
+                "device",
+                "tensor_parallel_size",
+                "dtype",
+                "block_size",
+                "version",
+            ],
             registry=self.registry,
         )
         self.kernels_info = Gauge(

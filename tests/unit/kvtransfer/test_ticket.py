@@ -101,7 +101,7 @@ def test_a_ticket_with_an_impossible_number_is_refused_by_name(field: str, value
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("dtype", "int3"), ("block_size", 0), ("num_layers", (1 << 20) + 1), ("head_dim", 0), ("tp_size", 0)],
+    [("dtype", "int3"), ("block_size", 0), ("num_layers", (1 << 20) + 1), ("head_dim", 0)],
 )
 def test_a_ticket_with_an_impossible_layout_is_refused_by_name(field: str, value: object) -> None:
     message = ticket_to_proto(a_ticket())
