@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.decoder import LayerListener
 from pdserve.base.ids import BlockId
+from pdserve.base.moment import Moment
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.batching import BatchBuilder
 from pdserve.engine.kv_cache import KvCache
@@ -47,11 +48,18 @@ class Runner:
     """Executes plans. Used on the step thread only."""
 
     def __init__(
-        self, decoder: Decoder, kv_cache: KvCache, sampler: TokenSampler, *, copy_blocks: CopyBlocks | None = None
+        self,
+        decoder: Decoder,
+        kv_cache: KvCache,
+        sampler: TokenSampler,
+        *,
+        copy_blocks: CopyBlocks | None = None,
+        moment: Callable[[], Moment | None] | None = None,
     ) -> None:
-        """`copy_blocks`: instead of the cache's own, where others have parts of the same blocks."""
+        """`copy_blocks` and `moment`: instead of the cache's own, where others have parts of the same blocks."""
         self.kv_cache = kv_cache
         self._copy_blocks = copy_blocks or kv_cache.copy_blocks
+        self._moment = moment or kv_cache.moment
         self._decoder = decoder
         self._sampler = sampler
         self._batches = BatchBuilder(kv_cache.layout.block_size)
@@ -82,7 +90,7 @@ class Runner:
 
         def on_layer(num_layers: int) -> None:
             if num_layers in due:
-                moment = self.kv_cache.moment()
+                moment = self._moment()
                 for report in due[num_layers]:
                     tell(replace(report, moment=moment))
 

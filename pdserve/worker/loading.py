@@ -76,6 +76,7 @@ def _load_with_team(config: WorkerConfig, device: torch.device) -> LoadedModel:
             part.kv_cache,
             team.watches(open_sampler(device)),
             copy_blocks=partial(team.copy_blocks, part.kv_cache),
+            moment=partial(team.moment, part.kv_cache),
         )
         loaded = _loaded(part, runner, team=team)
         stack.pop_all()

@@ -48,13 +48,38 @@ class Progress:
         self._launched = 0
         #: Number and event of the latest steps on a GPU.
         self._events: deque[tuple[int, torch.cuda.Event]] = deque(maxlen=_KEPT_STEPS)
+        #: The step that is launched layer by layer, or was last; its layers so far; and on a GPU, their events.
+        self._by_layers = self._num_layers = 0
+        self._layer_events: dict[int, torch.cuda.Event] = {}
+
+    def begin_by_layers(self, number: int) -> None:
+        """`note_layer` follows for each of its layers."""
+        with self._changed:
+            self._by_layers, self._num_layers = number, 0
+            self._layer_events.clear()
+
+    def note_layer(self, num_layers: int) -> None:
+        """K and V of so many layers were launched; on a CPU they are written."""
+        event = self._event()
+        with self._changed:
+            self._num_layers = num_layers
+            if event is not None:
+                self._layer_events[num_layers] = event
+            self._changed.notify_all()
+
+    def layers_launched(self, number: int, num_layers: int) -> torch.cuda.Event | None:
+        """Returns when so many layers of that step were launched; the event is when they are written, None: now."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._launched >= number or (self._by_layers == number and self._num_layers >= num_layers)
+            )
+            if self._by_layers == number and num_layers in self._layer_events:
+                return self._layer_events[num_layers]
+            return next((event for kept, event in self._events if kept >= number), None)
 
     def note_launch(self, number: int) -> None:
         """On a CPU it has also ended."""
-        event = None
-        if self._device.type == "cuda":
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self._device))
+        event = self._event()
         with self._changed:
             self._launched = number
             if event is not None:
@@ -69,6 +94,13 @@ class Progress:
             event = next((event for kept, event in self._events if kept >= number), None)
         if event is not None and number:
             event.synchronize()
+
+    def _event(self) -> torch.cuda.Event | None:
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
 
 class Follower:
@@ -87,6 +119,9 @@ class Follower:
             while (message := steps.receive()) is not None:
                 if message.kind is Kind.FORWARD:
                     self._part.step_decoder.forward(message.batch(), cache.tensor)
+                elif message.kind is Kind.FORWARD_BY_LAYERS:
+                    self._progress.begin_by_layers(message.number)
+                    self._part.step_decoder.forward(message.batch(), cache.tensor, self._progress.note_layer)
                 else:
                     assert message.kind is Kind.COPY_BLOCKS
                     cache.copy_blocks((BlockId(a), BlockId(b)) for a, b in message.values.view(-1, 2).tolist())
@@ -100,13 +135,18 @@ class Follower:
             stream.sendall(encode(Kind.DONE, message.number))
 
     def _copy(self, message: Message) -> None:
-        layers = slice(*message.values[:2].tolist())
-        blocks, slots = message.values[2:].view(2, -1).tolist()
+        num_layers, first, stop = message.values[:3].tolist()
+        layers = slice(first, stop)
+        blocks, slots = message.values[3:].view(2, -1).tolist()
         block_ids = [BlockId(block) for block in blocks]
         parts = [self._slots[slot, layers] for slot in slots]
-        self._progress.wait_until_ended(message.number)
+        after = None
+        if num_layers:
+            after = self._progress.layers_launched(message.number, num_layers)
+        else:
+            self._progress.wait_until_ended(message.number)
         if message.kind is Kind.READ_BLOCKS:
-            self._part.kv_cache.read_blocks(block_ids, parts, layers)
+            self._part.kv_cache.read_blocks(block_ids, parts, layers, after)
         else:
             assert message.kind is Kind.WRITE_BLOCKS
             self._part.kv_cache.write_blocks(block_ids, parts, layers)

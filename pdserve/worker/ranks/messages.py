@@ -31,13 +31,15 @@ class Kind(IntEnum):
     FORWARD = 1
     #: Values: source and destination of each copy within the cache.
     COPY_BLOCKS = 2
-    #: Values: the layers' first and the one after the last; blocks; the slots to copy them to. May begin when that step
-    #: has ended.
+    #: Values: after how many layers of that step it may begin, 0: when it has ended; the first layer to copy
+    #: and the one after the last; blocks; the slots to copy them to.
     READ_BLOCKS = 3
-    #: Values: as above, the slots to copy them from. May begin when that step has ended.
+    #: Values: as above, with the slots to copy them from.
     WRITE_BLOCKS = 4
     #: The answer to a copy. No values.
     DONE = 5
+    #: A `FORWARD` of which layers are copied before it ends.
+    FORWARD_BY_LAYERS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Message:
     values: Tensor
 
     def batch(self) -> Batch:
-        """Of a `FORWARD`."""
+        """Of a `FORWARD`, either kind."""
         num_tokens, num_sequences, num_blocks, num_logits = self.values[:_SHAPE].tolist()
         shape = BatchShape(
             num_tokens=num_tokens, num_sequences=num_sequences, num_blocks=num_blocks, num_logits=num_logits
@@ -69,10 +71,11 @@ class StepWriter:
         self._sockets = sockets
         self._memory = torch.zeros(1024, dtype=torch.int64)
 
-    def forward(self, number: int, batch: Batch) -> None:
+    def forward(self, number: int, batch: Batch, *, by_layers: bool = False) -> None:
         """Raises `OSError` when a follower is gone."""
         shape = BatchShape.of(batch)
-        values = self._values(Kind.FORWARD, number, _SHAPE + shape.num_elements)
+        kind = Kind.FORWARD_BY_LAYERS if by_layers else Kind.FORWARD
+        values = self._values(kind, number, _SHAPE + shape.num_elements)
         sizes = (shape.num_tokens, shape.num_sequences, shape.num_blocks, shape.num_logits)
         values[:_SHAPE] = torch.tensor(sizes)
         there = shape.views(values[_SHAPE:])

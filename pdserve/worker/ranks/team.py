@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -126,7 +127,8 @@ class Team:
         self._lost: PdserveError | None = None
         self._on_lost: Callable[[PdserveError], None] = lambda error: None
         self._group: Group | None = None
-        self._number = 0
+        #: Of the latest step, and of its layers when it is computed by layers.
+        self._number = self._num_layers = 0
         #: The last step whose result rank 0 has seen.
         self._ended = 0
         self._directory = tempfile.TemporaryDirectory(prefix="pdserve-ranks-")
@@ -179,10 +181,18 @@ class Team:
         self._steps.copy_blocks(self._number, pairs)
         own.copy_blocks(pairs)
 
-    def begin_forward(self, batch: Batch) -> None:
-        """Has the others compute it."""
+    def begin_forward(self, batch: Batch, *, by_layers: bool = False) -> None:
+        """Has the others compute it. `by_layers`: there will be moments after its layers."""
         self._number += 1
-        self._steps.forward(self._number, batch)
+        self._steps.forward(self._number, batch, by_layers=by_layers)
+
+    def note_layer(self, num_layers: int) -> None:
+        """Rank 0 has launched so many layers of what has begun."""
+        self._num_layers = num_layers
+
+    def moment(self, own: KvCache) -> Moment:
+        """As `KvCache.moment`, of all ranks: after the layer that was noted last."""
+        return _RanksMoment(self._number, self._num_layers, own.moment())
 
     def note_end(self) -> None:
         """All that has begun has ended."""
@@ -196,9 +206,17 @@ class Team:
         slots = slots_of(stage, layout, own.tensor.dtype)
         return Staged(_RankCopies(self, own, slots_of_rank(slots, 0, self._size)), stage.numpy(), layout.block_bytes)
 
-    async def copy_on_all(self, kind: Kind, block_ids: Sequence[BlockId], slots: Sequence[int], layers: slice) -> None:
+    async def copy_on_all(
+        self,
+        kind: Kind,
+        block_ids: Sequence[BlockId],
+        slots: Sequence[int],
+        layers: slice,
+        after: _RanksMoment | None = None,
+    ) -> None:
         """Has the others copy. Raises `PeerLost`."""
-        request = encode(kind, self._ended, [layers.start, layers.stop, *block_ids, *slots])
+        at = after or _RanksMoment(self._ended, 0, None)
+        request = encode(kind, at.number, [at.num_layers, layers.start, layers.stop, *block_ids, *slots])
         answers = await asyncio.gather(*(each.ask(request) for each in self._followers), return_exceptions=True)
         for answer in answers:
             if answer is not None:
@@ -239,15 +257,35 @@ class Team:
         self._on_lost(self._lost)
 
 
+@dataclass(frozen=True, slots=True)
+class _RanksMoment:
+    """Implements `Moment` for rank 0; the others are told what it is after."""
+
+    number: int
+    #: Of that step; 0: all, and the step has ended.
+    num_layers: int
+    own: Moment | None
+
+    def wait(self) -> None:
+        if self.own is not None:
+            self.own.wait()
+
+
 class _LeadingDecoder:
     def __init__(self, team: Team, decoder: Decoder) -> None:
         self._team = team
         self._decoder = decoder
 
     def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
-        """Tells `on_layer` nothing: of how far the others are, a step's end is the first that is known."""
-        self._team.begin_forward(batch)
-        return self._decoder.forward(batch, kv_cache)
+        self._team.begin_forward(batch, by_layers=on_layer is not None)
+        if on_layer is None:
+            return self._decoder.forward(batch, kv_cache)
+
+        def noted(num_layers: int) -> None:
+            self._team.note_layer(num_layers)
+            on_layer(num_layers)
+
+        return self._decoder.forward(batch, kv_cache, noted)
 
 
 class _WatchedSampler:
@@ -275,8 +313,8 @@ class _RankCopies:
     async def read(
         self, block_ids: Sequence[BlockId], slots: Sequence[int], layers: slice, after: Moment | None
     ) -> None:
-        assert after is None, "nothing is told before a step has ended"
-        others = self._team.copy_on_all(Kind.READ_BLOCKS, block_ids, slots, layers)
+        assert after is None or isinstance(after, _RanksMoment), "moments of all ranks are the team's"
+        others = self._team.copy_on_all(Kind.READ_BLOCKS, block_ids, slots, layers, after)
         await _both(self._own.read(block_ids, slots, layers, after), others)
 
     async def write(self, block_ids: Sequence[BlockId], slots: Sequence[int], layers: slice) -> None:

@@ -149,6 +149,21 @@ async def test_a_group_is_on_the_wire_before_the_next_layers_are_computed(
         assert tokens == await house.local(PROMPT)
 
 
+async def test_a_group_of_several_ranks_is_on_the_wire_before_the_next_layers_are_computed(model: Path) -> None:
+    wire = Observed()
+    ranks = ONE_CHUNK | {"tensor_parallel_size": 2, "staging_memory": 16 * 2048}
+    async with running_house(
+        model, prefill_transport=wire, prefill=ranks, decode=ONE_CHUNK | {"layer_groups": 3}
+    ) as house:
+        assert house.prefill.model.team is not None
+        # Of the runner's decoder, which leads the other rank: its half of the heads comes from another process.
+        decoder = stopping(house, wire, {2: NUM_BLOCKS, 3: 2 * NUM_BLOCKS})
+        _, tokens = await handed_over(house.request(PROMPT))
+        assert decoder.waited == {2: True, 3: True}
+        await house.all_free()
+        assert tokens == await house.local(PROMPT)
+
+
 async def test_each_chunk_sends_its_full_blocks_while_it_is_computed(model: Path) -> None:
     wire = Observed()
     common = LAYERED | {"max_num_batched_tokens": 30}

@@ -26,6 +26,20 @@ def batch(num_sequences: int, num_blocks: int) -> Batch:
     )
 
 
+def one_token() -> Batch:
+    """That a small model can compute."""
+    first = torch.zeros(1, dtype=torch.int64)
+    return Batch(
+        token_ids=first,
+        positions=first,
+        slot_mapping=first,
+        query_starts=torch.tensor([0, 1]),
+        context_lens=first + 1,
+        block_tables=first.view(1, 1),
+        logits_rows=first,
+    )
+
+
 def received(reader: MessageReader) -> Message:
     message = reader.receive()
     assert message is not None
@@ -59,6 +73,15 @@ def test_batches_arrive_on_every_socket_whole_and_in_order() -> None:
     for ours, theirs in pairs:
         ours.close()
         theirs.close()
+
+
+def test_a_step_of_which_layers_are_copied_on_the_way_says_so() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        StepWriter([ours]).forward(4, batch(2, 1), by_layers=True)
+        message = received(MessageReader(theirs))
+        assert (message.kind, message.number) == (Kind.FORWARD_BY_LAYERS, 4)
+        assert torch.equal(message.batch().token_ids, batch(2, 1).token_ids)
 
 
 def test_small_messages_may_be_encoded_at_once() -> None:

@@ -6,17 +6,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
 from pdserve.base.errors import SetupError
+from pdserve.base.ids import BlockId, RequestId
+from pdserve.engine.step import LayersWritten, StepPlan
 from pdserve.worker.loading import load_model
 from pdserve.worker.ranks import team as teams
+from pdserve.worker.ranks.messages import Kind
 from pdserve.worker.ranks.team import Team
 from prefill_svc.config import PrefillConfig
 from tests.unit.model.tiny import save_model
 from tests.unit.worker.ranks import failing_follower
+from tests.unit.worker.ranks.test_messages import one_token
 
 
 @pytest.fixture(autouse=True)
@@ -82,4 +87,28 @@ def test_a_lost_rank_is_told_to_who_watches_then_or_later(tmp_path: Path) -> Non
     assert str(error) == "rank 1 of this worker ended with exit code -9"
     loaded.team.watch(told.put)
     assert told.get(timeout=0) is error
+    loaded.close()
+
+
+async def test_a_copy_during_a_step_tells_the_others_after_which_layer_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_model(config_of(save_model(tmp_path)))
+    assert loaded.team is not None
+    asked: list[list[int]] = []
+
+    async def ask(request: bytes) -> None:
+        asked.append(np.frombuffer(request, np.int64).tolist())
+
+    monkeypatch.setattr(loaded.team._followers[0], "ask", ask)
+    told: list[LayersWritten] = []
+    report = LayersWritten(request_id=RequestId("r"), num_layers=1, num_computed=1, block_table=(BlockId(0),))
+    loaded.runner.forward(StepPlan(reports=(report,)), one_token(), told.append)
+    memory = loaded.team.block_memory(loaded.layout, loaded.kv_cache, 1 << 16)
+    lent = await memory.lend([BlockId(1)])
+    await memory.load([BlockId(1)], lent, slice(0, 1), told[0].moment)
+    await memory.load([BlockId(1)], lent, slice(0, 1), None)
+    slot = memory.most - 1
+    # The first step, and none that has ended.
+    assert asked == [[Kind.READ_BLOCKS, 1, 5, 1, 0, 1, 1, slot], [Kind.READ_BLOCKS, 0, 5, 0, 0, 1, 1, slot]]
     loaded.close()
