@@ -99,7 +99,8 @@ class KvCache:
             for each_to, each_source in zip(to, source, strict=True):
                 each_to.copy_(each_source, non_blocking=True)
         if self._copies is not None:
-            self._copies.synchronize()
+            # Not the stream: behind these there may be copies of others, who wait for a step.
+            self._copies.record_event().synchronize()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

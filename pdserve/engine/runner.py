@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
@@ -88,11 +89,15 @@ class Runner:
         return self._decoder.forward(batch, self.kv_cache.tensor, self._reporter(plan, tell))
 
     def _reporter(self, plan: StepPlan, tell: Callable[[LayersWritten], None]) -> LayerListener:
+        due: defaultdict[int, list[LayersWritten]] = defaultdict(list)
+        for report in plan.reports:
+            due[report.num_layers].append(report)
+
         def on_layer(num_layers: int) -> None:
-            due = [report for report in plan.reports if report.num_layers == num_layers]
-            moment = self.kv_cache.moment(num_layers) if due else None
-            for report in due:
-                tell(replace(report, moment=moment))
+            if num_layers in due:
+                moment = self.kv_cache.moment(num_layers)
+                for report in due[num_layers]:
+                    tell(replace(report, moment=moment))
 
         return on_layer
 

@@ -53,11 +53,12 @@ async def answers(house: House) -> list[dict[int, list[int]]]:
     return told
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (2, 4)])
+@pytest.mark.parametrize(("prefill", "decode", "layer_groups"), [(2, 1, 1), (1, 2, 2), (2, 4, 2)])
 async def test_tokens_are_those_of_one_rank(
-    model: Path, expected: list[dict[int, list[int]]], prefill: int, decode: int
+    model: Path, expected: list[dict[int, list[int]]], prefill: int, decode: int, layer_groups: int
 ) -> None:
-    async with running_house(model, prefill=ranks(prefill), decode=ranks(decode) | {"layer_groups": 2}) as house:
+    receiving = ranks(decode) | {"layer_groups": layer_groups}
+    async with running_house(model, prefill=ranks(prefill), decode=receiving) as house:
         assert await answers(house) == expected
         await house.all_free()
         for worker in (house.prefill, house.decode):

@@ -86,6 +86,14 @@ def test_workers_are_told_the_type_of_the_kv_cache() -> None:
     assert parsed(worker_specs(plan())[0], PrefillConfig, "prefill_svc").kv_cache_dtype == "auto"
 
 
+def test_decode_workers_are_told_how_many_groups_of_layers_blocks_come_in() -> None:
+    config = UpConfig(prefill=1, decode=2, layer_groups=3)
+    prefill, *decode = worker_specs(plan(config=config))
+    assert not any("layer-groups" in argument for argument in prefill.argv)
+    assert [parsed(spec, DecodeConfig, "decode_svc").layer_groups for spec in decode] == [3, 3]
+    assert parsed(worker_specs(plan())[2], DecodeConfig, "decode_svc").layer_groups is None
+
+
 def test_workers_are_told_what_they_may_borrow_and_where_to_tell_that_they_do() -> None:
     shares = [CoreShare(threads=2, cpus=(0, 1), borrow_cpus=(2, 3)), CoreShare(threads=1), CoreShare(threads=1)]
     prefill, decode = worker_specs(plan(shares=shares))[:2]

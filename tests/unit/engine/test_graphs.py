@@ -54,6 +54,15 @@ def device_decoder(
     )
 
 
+def test_a_step_that_is_launched_tells_its_layers_and_one_that_is_replayed_does_not() -> None:
+    replaying = device_decoder(Double(), Recorder())
+    told: list[int] = []
+    replaying.forward(mixed(), CACHE, told.append)
+    assert told == [1]
+    replaying.forward(decoding(3), CACHE, told.append)
+    assert told == [1]
+
+
 def test_a_replayed_step_gives_what_the_decoder_gives_for_its_own_rows() -> None:
     recorder, plain = Recorder(), Double()
     replaying = device_decoder(Double(), recorder)
