@@ -333,7 +333,7 @@ async def test_groups_go_through_stages_that_hold_fewer_blocks_than_the_prompts_
 
     def block_memory(kv_cache: Any, staging_bytes: int) -> Staged:
         stage = torch.zeros(next(num_slots) * kv_cache.layout.block_bytes, dtype=torch.uint8)
-        stages.append(worker_blocks.staged(kv_cache, stage))
+        stages.append(worker_blocks.staged(kv_cache, stage, bundle_blocks=1))
         return stages[-1]
 
     monkeypatch.setattr("pdserve.worker.worker.block_memory", block_memory)
