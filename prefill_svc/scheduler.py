@@ -162,6 +162,10 @@ class PrefillScheduler:
             budget -= self._plan_chunk(active, budget, chunks)
         return StepPlan(chunks=tuple(chunks))
 
+    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """Never: beside a step of chunks, the time between two steps is short."""
+        return None
+
     def update(self, plan: StepPlan, sampled: Items[SampleResult]) -> StepEvents:
         """Note what was computed; tell the first tokens of prompts that are complete."""
         results = iter(sampled)

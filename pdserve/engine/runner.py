@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Items
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -14,6 +16,9 @@ from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.sequence import SampleResult, SampleRow
 from pdserve.engine.step import StepPlan
 from pdserve.model.batch import Batch
+
+#: Waits until a step has ended, and returns a result for each of its samples, in order. To be called once.
+Results = Callable[[], list[SampleResult]]
 
 
 class Decoder(Protocol):
@@ -36,6 +41,9 @@ class TokenSampler(Protocol):
 class Runner:
     """Executes plans. Used on the step thread only."""
 
+    #: `launch` returns while the step is computed, and another can be launched behind it.
+    overlaps = False
+
     def __init__(self, decoder: Decoder, kv_cache: KvCache, sampler: TokenSampler) -> None:
         self.kv_cache = kv_cache
         self._decoder = decoder
@@ -45,6 +53,10 @@ class Runner:
     def build(self, plan: StepPlan) -> Batch | None:
         """The model's input, valid until the next call; None when the plan has nothing to compute."""
         return self._batches.build(plan) if plan.decoding or plan.chunks else None
+
+    def launch(self, plan: StepPlan, batch: Batch | None) -> Results:
+        """Begin the step. Its result is to be taken before the next but one is launched, in the order of launches."""
+        return partial(self.sample, plan, self.forward(plan, batch))
 
     def forward(self, plan: StepPlan, batch: Batch | None) -> Tensor | None:
         """Copy blocks first (copy-on-write), then compute: logits float32 [num_logits, vocab]."""

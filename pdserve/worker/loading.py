@@ -14,6 +14,7 @@ from pdserve.base.layout import KvLayout
 from pdserve.base.logs import get_logger
 from pdserve.base.worker_config import FP8_KV, WorkerConfig
 from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.device_runner import DeviceRunner
 from pdserve.engine.graphs import CudaRecorder, DeviceDecoder
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.runner import Runner
@@ -86,7 +87,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         kernels=decoder.kernels,
         kv_cache=kv_cache,
         pool=BlockPool(budget.num_blocks, layout.block_size),
-        runner=Runner(_step_decoder(config, decoder, layout, device), kv_cache, _sampler(device)),
+        runner=_runner(_step_decoder(config, decoder, layout, device), kv_cache, _sampler(device)),
         core_leases=leases,
     )
 
@@ -171,6 +172,12 @@ def _step_decoder(
         max_blocks=-(-decoder.max_model_len // layout.block_size),
         vocab_size=decoder.config.vocab_size,
     )
+
+
+def _runner(decoder: Decoder | DeviceDecoder, kv_cache: KvCache, sampler: Sampler | DeviceSampler) -> Runner:
+    if isinstance(decoder, Decoder) or isinstance(sampler, Sampler):
+        return Runner(decoder, kv_cache, sampler)
+    return DeviceRunner(decoder, kv_cache, sampler)
 
 
 def _sampler(device: torch.device) -> Sampler | DeviceSampler:
