@@ -117,11 +117,15 @@ class Worker:
         self.plans.append(plan)
         logits = self.runner.forward(plan, self.runner.build(plan))
         events = self.scheduler.update(plan, self.runner.sample(plan, logits))
+        self.note(events)
+        return events
+
+    def note(self, events: StepEvents) -> None:
+        """These were told."""
         self.seen.append(events)
         for tokens in events.tokens:
             for choice in tokens.choices:
                 self.told.setdefault(tokens.request_id, {}).setdefault(choice.choice_index, []).append(choice)
-        return events
 
     def run(self, max_steps: int = 500) -> list[StepEvents]:
         """Step until nothing is left to do."""
