@@ -1,4 +1,4 @@
-"""Crowds of which steps are launched ahead get the tokens of lone runs, whoever comes, leaves, ends or fails meanwhile."""
+"""Crowds that run ahead get the tokens of lone runs, whoever comes, leaves, ends or fails meanwhile."""
 
 from __future__ import annotations
 

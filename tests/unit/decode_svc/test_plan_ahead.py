@@ -190,7 +190,7 @@ def test_a_block_is_published_when_its_tokens_are_known() -> None:
         plan = begun(worker)
         ahead = ahead_of(worker, plan)
         assert ahead is not None
-        for each in (plan, ahead):
-            published.append(len(worker.scheduler.update(each, [Sampled(token_id=1)]).cache.added))
+        events = [worker.scheduler.update(each, [Sampled(token_id=1)]) for each in (plan, ahead)]
+        published += [len(each.cache.added) for each in events]
     # Of 11 tokens at first: two blocks of the prompt, the third with the 12th token, the fourth with the 16th.
     assert published == [2, 1, 0, 0, 0, 1]

@@ -55,10 +55,12 @@ class Rig:
 
 
 @contextmanager
-def rig(decoder: Decoder | None = None, config: LoopConfig | None = None) -> Iterator[Rig]:
+def rig(
+    decoder: Decoder | None = None, config: LoopConfig | None = None, runner: Runner | None = None
+) -> Iterator[Rig]:
     pool = BlockPool(16, BLOCK_SIZE)
     scheduler = DecodeScheduler(pool, SchedulerConfig(limits=limits()))
-    runner = Runner(decoder or FakeDecoder(), KvCache(layout(), 16, CPU), Sampler())
+    runner = runner or Runner(decoder or FakeDecoder(), KvCache(layout(), 16, CPU), Sampler())
     outputs: SimpleQueue[StepOutput] = SimpleQueue()
     fatal: SimpleQueue[BaseException] = SimpleQueue()
     loop = StepLoop(scheduler, runner, publish=outputs.put, on_fatal=fatal.put, config=config)
