@@ -45,7 +45,7 @@ class BatchBuilder:
     def build(self, plan: StepPlan) -> Batch:
         """Logits are wanted for each decoding sequence, and for the last row of each chunk that has samples.
 
-        A plan made ahead has no token ids yet: the batch has any.
+        Of a plan made ahead the token ids are not known yet: those of the batch mean nothing.
         """
         tables = [sequence.block_table for sequence in plan.scheduled()]
         positions = [sequence.num_computed for sequence in plan.decoding]
@@ -54,8 +54,7 @@ class BatchBuilder:
         goes_on = not plan.chunks and positions == self._next_positions and tables == self._next_tables
         if not (goes_on and self._advance(tables, positions)):
             self._restart(plan, tables, positions)
-        if not plan.is_ahead:
-            self._rows.token_ids[: len(positions)] = [sequence.tokens[-1] for sequence in plan.decoding]
+        self._rows.token_ids[: len(positions)] = [sequence.tokens[-1] for sequence in plan.decoding]
         self._next_tables = tables
         self._next_positions = [] if plan.chunks else [position + 1 for position in positions]
         assert self._batch is not None
