@@ -23,7 +23,7 @@ from pdserve.engine.runner import Results, Runner
 from pdserve.engine.step import Scheduler, StepDurations, StepOutput, StepPlan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)  # Not frozen: one is made in every step, and that would take longer.
 class _InFlight:
     """A step that was launched, and when what began."""
 
@@ -79,14 +79,7 @@ class Stepper:
         if not self._runner.overlaps:
             self.tell()
         results = self._runner.launch(plan, batch)
-        return _InFlight(
-            plan=plan,
-            results=results,
-            scheduling_at=began,
-            building_at=scheduled,
-            launching_at=built,
-            launched_at=perf_counter(),
-        )
+        return _InFlight(plan, results, began, scheduled, built, perf_counter())
 
     def _complete(self, step: _InFlight) -> None:
         """Wait for the oldest step in flight, and take in what it computed."""
