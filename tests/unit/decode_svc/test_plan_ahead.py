@@ -194,3 +194,18 @@ def test_a_block_is_published_when_its_tokens_are_known() -> None:
         published += [len(each.cache.added) for each in events]
     # Of 11 tokens at first: two blocks of the prompt, the third with the 12th token, the fourth with the 16th.
     assert published == [2, 1, 0, 0, 0, 1]
+
+
+def test_who_waits_gets_the_blocks_of_one_that_ended_only_when_no_step_writes_to_them_any_more() -> None:
+    worker = decoding(LONG, replace(LONG, ignore_eos=False), num_blocks=9)
+    worker.scheduler.reserve(job(C, [20] * 15))
+    plan = begun(worker)
+    ahead = ahead_of(worker, plan)
+    assert ahead is not None
+    written = {sequence.block_table[len(sequence.tokens) // BLOCK_SIZE] for sequence in plan.decoding}
+    first = worker.scheduler.update(plan, [Sampled(token_id=1), Sampled(token_id=EOS)])
+    second = worker.scheduler.update(ahead, [Sampled(token_id=1)] * 2)
+    assert (first.finished, first.grants, second.grants) == ((B,), (), ())
+    begun(worker)
+    (grant,) = worker.scheduler.update(StepPlan(), []).grants
+    assert written & set(grant.block_table)
