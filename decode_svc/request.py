@@ -7,9 +7,10 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pdserve.base.ids import BlockHash, RequestId
+from pdserve.base.ids import BlockHash, BlockId, RequestId
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.sequence import Sequence, SequenceLimits
+from pdserve.engine.step import Started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,15 @@ class Request:
     stopped: set[int] = field(default_factory=set)
     #: Sequences that are active or preempted, by choice; the stem alone while the prompt is computed.
     sequences: dict[int, Sequence] = field(default_factory=dict)
+
+    def started(self, block_table: tuple[BlockId, ...]) -> Started:
+        """What is told when the first step computes something of it; `block_table`: of the prompt."""
+        return Started(
+            request_id=self.job.request_id,
+            prefilled_locally=self.locally,
+            num_cached=self.num_cached,
+            block_table=block_table,
+        )
 
     def open_choices(self) -> tuple[int, ...]:
         """Choices whose first token is to be sampled here."""

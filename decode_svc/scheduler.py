@@ -25,7 +25,7 @@ from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.pace import Pace
 from pdserve.engine.running import RunningLimits, RunningSet
 from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow, Sequence
-from pdserve.engine.step import Chunk, EventLog, Failure, Grant, Load, PrefillProgress, Started, StepEvents, StepPlan
+from pdserve.engine.step import Chunk, EventLog, Failure, Grant, Load, PrefillProgress, StepEvents, StepPlan
 
 
 class DecodeScheduler:
@@ -169,6 +169,13 @@ class DecodeScheduler:
             self._note_started(plan.scheduled())
         return plan
 
+    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """The same sequences again. Those who wait were looked at, and get nothing before something ends."""
+        if self._stirred or plan.chunks or not all(map(self._limits.can_go_ahead, plan.decoding)):
+            return None
+        has_room = plan.decoding and self._running.make_room_ahead(plan.decoding)
+        return StepPlan(decoding=plan.decoding, is_ahead=True) if has_room else None
+
     def update(self, plan: StepPlan, sampled: Items[SampleResult]) -> StepEvents:
         """Note what was computed, tell new tokens, end what is complete."""
         for sequence, result in zip(plan.decoding, sampled, strict=False):
@@ -236,9 +243,8 @@ class DecodeScheduler:
         request.num_cached = stem.num_computed
         request.num_receiving = num_missing
         self._num_receiving += num_missing
-        self._log.grants.append(
-            Grant(request_id=job.request_id, block_table=self._prompt_blocks(stem), num_cached_blocks=num_known)
-        )
+        table = self._blocks.prompt_blocks(stem)
+        self._log.grants.append(Grant(request_id=job.request_id, block_table=table, num_cached_blocks=num_known))
         return True
 
     def _may_receive(self, num_blocks: int) -> bool:
@@ -287,14 +293,7 @@ class DecodeScheduler:
         for sequence in sequences:
             request = self._unstarted.pop(sequence.request_id, None)
             if request is not None:
-                self._log.started.append(
-                    Started(
-                        request_id=sequence.request_id,
-                        prefilled_locally=request.locally,
-                        num_cached=request.num_cached,
-                        block_table=self._prompt_blocks(sequence),
-                    )
-                )
+                self._log.started.append(request.started(self._blocks.prompt_blocks(sequence)))
 
     def _chunk(self, sequence: Sequence, stop: int) -> Chunk:
         """A chunk of a prompt, or of a choice that was preempted; samples follow its last one."""
@@ -308,9 +307,9 @@ class DecodeScheduler:
         return Chunk(sequence=sequence, start=sequence.num_computed, stop=stop, samples=samples)
 
     def _take_decoded(self, sequence: Sequence, result: SampleResult) -> None:
-        request = self._requests.get(sequence.request_id)
-        if request is None:  # another choice of it failed, earlier in this step
+        if not sequence.block_table:  # it ended in the step before, or another choice failed earlier in this one
             return
+        request = self._requests[sequence.request_id]
         self._blocks.advance(sequence, len(sequence.tokens))
         if isinstance(result, Sampled):
             self._take_token(request, sequence, result)
@@ -394,7 +393,3 @@ class DecodeScheduler:
         for sequence in request.sequences.values():
             self._stop_running(sequence)
         self._remove(request)
-
-    def _prompt_blocks(self, sequence: Sequence) -> tuple[BlockId, ...]:
-        num_blocks = self._pool.blocks_for(sequence.num_prompt)
-        return tuple(BlockId(block) for block in sequence.block_table[:num_blocks])

@@ -168,6 +168,10 @@ class PrefillScheduler:
         reports = [report for chunk in chunks for report in self._reports(chunk)]
         return StepPlan(chunks=tuple(chunks), reports=tuple(reports))
 
+    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """Never: beside a step of chunks, the time between two steps is short."""
+        return None
+
     def update(self, plan: StepPlan, sampled: Items[SampleResult]) -> StepEvents:
         """Note what was computed; tell the first tokens of prompts that are complete."""
         results = iter(sampled)

@@ -87,7 +87,7 @@ def _some(known: Sequence[str]) -> Callable[[str], list[str]]:
 
 def _measures(setting: Setting) -> Mapping[str, Callable[[], Finding]]:
     """How each row is measured."""
-    from benchmarks.gpu import block_rows, model_rows, transformers_peer
+    from benchmarks.gpu import block_rows, model_rows, step_rows, transformers_peer
 
     sizes = setting.sizes
     return {
@@ -102,6 +102,8 @@ def _measures(setting: Setting) -> Mapping[str, Callable[[], Finding]]:
         "handover": block_rows.handover,
         "handover-exposed": block_rows.handover,
         "pack": partial(block_rows.packing, setting, unpacks=False),
+        "idle-1": partial(step_rows.idle_share, setting, 1),
+        "idle-64": partial(step_rows.idle_share, setting, sizes.batch),
         "unpack": partial(block_rows.packing, setting, unpacks=True),
     }
 

@@ -79,6 +79,8 @@ class Figure(Enum):
     TIMES_FASTER = "times faster"
     #: Our time over the other's.
     TIMES_SLOWER = "times slower"
+    #: What the other's time leaves of ours.
+    IDLE = "share of the time"
     #: Nothing can be computed from what is measured so far.
     NONE = "none"
 
@@ -111,6 +113,8 @@ class Row:
                 return statistics.median(measured.against_ms) / ms
             case Figure.TIMES_SLOWER:
                 return ms / statistics.median(measured.against_ms)
+            case Figure.IDLE:
+                return 1 - statistics.median(measured.against_ms) / ms
             case Figure.NONE:
                 raise AssertionError(self.key)
 
@@ -123,7 +127,7 @@ class Row:
     def show(self, value: float) -> str:
         """For people."""
         match self.figure:
-            case Figure.OF_COPY | Figure.OF_MATMUL:
+            case Figure.OF_COPY | Figure.OF_MATMUL | Figure.IDLE:
                 return f"{100 * value:.0f} %"
             case Figure.TIMES_FASTER | Figure.TIMES_SLOWER:
                 return f"{value:.2f}x"
@@ -200,7 +204,7 @@ ROWS: tuple[Row, ...] = (
         bound=None,
         bound_text="one layer group",
     ),
-    # Not in the issue: parts of others.
+    # Not in the issue: parts of others, and what is only watched.
     Row(
         key="pack",
         what="packing KV blocks of 8k tokens (1 GiB) with digests: share of the copy bandwidth",
@@ -211,6 +215,18 @@ ROWS: tuple[Row, ...] = (
         key="unpack",
         what="unpacking them, with digests: share of the copy bandwidth",
         figure=Figure.OF_COPY,
+        bound=None,
+    ),
+    Row(
+        key="idle-1",
+        what="decode steps of the engine, batch 1, context 2k, deterministic: share of the time in which the GPU idles",
+        figure=Figure.IDLE,
+        bound=None,
+    ),
+    Row(
+        key="idle-64",
+        what="the same, batch 64",
+        figure=Figure.IDLE,
         bound=None,
     ),
 )

@@ -43,9 +43,14 @@ class BatchBuilder:
         self._next_positions: list[int] = []
 
     def build(self, plan: StepPlan) -> Batch:
-        """Logits are wanted for each decoding sequence, and for the last row of each chunk that has samples."""
+        """Logits are wanted for each decoding sequence, and for the last row of each chunk that has samples.
+
+        Of a plan made ahead the token ids are not known yet: those of the batch mean nothing.
+        """
         tables = [sequence.block_table for sequence in plan.scheduled()]
         positions = [sequence.num_computed for sequence in plan.decoding]
+        if plan.is_ahead:
+            positions = [position + 1 for position in positions]
         goes_on = not plan.chunks and positions == self._next_positions and tables == self._next_tables
         if not (goes_on and self._advance(tables, positions)):
             self._restart(plan, tables, positions)

@@ -113,6 +113,11 @@ class BlockManager:
         sequence.num_computed = last * self.pool.block_size
         sequence.num_registered = last
 
+    def prompt_blocks(self, sequence: Sequence) -> tuple[BlockId, ...]:
+        """Those of the prompt, in order."""
+        num_blocks = self.pool.blocks_for(sequence.num_prompt)
+        return tuple(BlockId(block) for block in sequence.block_table[:num_blocks])
+
     def free(self, sequence: Sequence) -> None:
         """Give all blocks back; the tokens stay, so the sequence can be admitted again and recompute."""
         self.pool.release(_back_to_front(sequence.block_table))

@@ -81,19 +81,27 @@ class DeviceBatches:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._reserve(num_elements)
 
-    def upload(self, batch: Batch, shape: BatchShape | None = None) -> Batch:
-        """The batch on the device, padded to `shape`; valid until the next call. Does not wait for the copy."""
+    def upload(self, batch: Batch, shape: BatchShape | None = None, token_ids: Tensor | None = None) -> Batch:
+        """The batch on the device, padded to `shape`; valid until the next call. Does not wait for the copy.
+
+        `token_ids`: int64 [num_tokens] on the device, to take the place of the batch's; -1, where nothing could be
+        drawn, becomes 0. A step that reads the last batch may be under way: copies and steps follow in one stream.
+        """
         shape = shape or BatchShape.of(batch)
         size = shape.num_elements
         if size > len(self._host):
             self._reserve(2 * size)
         if self._copied is not None:
-            self._copied.synchronize()  # the last copy has long been made: steps end with a result
+            # Made long ago, or about to be: the only step that can be under way is the one that it was made for.
+            self._copied.synchronize()
         _fill(shape.views(self._host), batch)
         self._there[:size].copy_(self._host[:size], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
-        return shape.views(self._there)
+        there = shape.views(self._there)
+        if token_ids is not None:
+            torch.clamp(token_ids, min=0, out=there.token_ids[: len(token_ids)])
+        return there
 
     def _reserve(self, num_elements: int) -> None:
         self._host = torch.zeros(num_elements, dtype=torch.int64, pin_memory=self._device.type == "cuda")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,44 +26,106 @@ Array = npt.NDArray[np.generic]
 _ALIGNED = 16
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draws:
+    """Tokens that are being drawn."""
+
+    rows: list[SampleRow]
+    #: On the device; held until they have been copied, so that nothing else gets their memory.
+    there: SampledTokens
+    #: Pinned, and to be read when `copied` has happened; None: now.
+    here: SampledTokens
+    copied: torch.cuda.Event | None
+
+    @property
+    def token_ids(self) -> Tensor:
+        """On the device: int64 [num_rows], -1 for a row that failed. For what is launched in the same stream."""
+        return self.there.token_ids
+
+    def results(self) -> list[SampleResult]:
+        """One per row. Waits for the device: then the step's K and V are stored, too."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return _results(self.rows, self.here)
+
+
 class DeviceSampler:
     """As `Sampler`, for logits on a device. Stateless, but for what it remembers of the last step's rows."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._on_device = current(device)
+        # Of their own: what is launched behind a step does not wait until its tokens are copied.
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._rows: list[SampleRow] = []  # Held, so that no other row can take the identity of one of them.
         self._constant: dict[str, Tensor] = {}
         self._histories: dict[int, _History] = {}
 
     def sample(self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int]) -> list[SampleResult]:
         """As `Sampler.sample`. Waits for the device once: when it returns, the step's K and V are stored, too."""
+        return self.launch(logits, rows, logits_rows).results()
+
+    def launch(
+        self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int], *, is_ahead: bool = False
+    ) -> Draws:
+        """As `sample`, without waiting. `is_ahead`: each row is drawn a token further than it tells.
+
+        That works for rows without penalties only. Nothing here is overwritten while the device may still read it: what
+        goes up and down is in memory of its own for each call, and what stays, of the same rows, does not change.
+        """
         with self._on_device:
-            return self._sample(logits, rows, logits_rows)
+            chosen = self._launch(logits, rows, logits_rows, is_ahead=is_ahead)
+            here, copied = self._to_host(chosen)
+        return Draws(rows=list(rows), there=chosen, here=here, copied=copied)
 
     def settle(self) -> None:
         """Returns when the device has done all that it was told."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def _sample(self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int]) -> list[SampleResult]:
+    def _launch(
+        self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int], *, is_ahead: bool
+    ) -> SampledTokens:
         if not self._goes_on(rows):
             self._rows = list(rows)
             self._constant = self._upload(_constant(rows))
             penalized = {id(row) for row in rows if row.penalizes}
             self._histories = {key: self._histories.get(key) or _History() for key in penalized}
-        has_edits = any(row.params.logit_bias or row.penalizes or row.banned for row in rows)
+        positions = [row.position + is_ahead for row in rows]
+        banned = [row.banned_at(position) for row, position in zip(rows, positions, strict=True)]
+        has_edits = any(banned) or any(row.params.logit_bias or row.penalizes for row in rows)
+        assert not (is_ahead and self._histories), "a penalty needs the token that is not known yet"
         histories = [self._histories[id(row)].of(row) for row in rows if row.penalizes]
-        told = self._upload(_changing(rows, logits_rows, histories, has_edits=has_edits))
+        told = self._upload(_changing(rows, logits_rows, positions, banned, histories))
         history = TokenHistory(ids=told.pop("ids"), counts=told.pop("counts"), lens=told.pop("lens"))
         asked = [row.params.logprobs for row in rows if row.params.logprobs is not None]
-        chosen = sample(
+        return sample(
             logits,
             SampleRows(**self._constant, **told, history=history),
             has_edits=has_edits,
             max_logprobs=max(asked) if asked else None,
         )
-        return _results(rows, _to_host(chosen))
+
+    def _to_host(self, chosen: SampledTokens) -> tuple[SampledTokens, torch.cuda.Event | None]:
+        """What is read of it, in host memory, and when it has come there."""
+        logprobs = chosen.logprobs
+        tensors = [chosen.token_ids]
+        if logprobs is not None:
+            tensors += [logprobs.logprob, logprobs.rank, logprobs.top_ids, logprobs.top_logprobs]
+        host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=self._copies is not None) for t in tensors]
+        copied = None
+        if self._copies is None:
+            _copy_all(host, tensors)
+        else:
+            self._copies.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._copies):
+                _copy_all(host, tensors)
+                copied = self._copies.record_event()
+        told = None
+        if logprobs is not None:
+            told = RowLogprobs(logprob=host[1], rank=host[2], top_ids=host[3], top_logprobs=host[4])
+        here = SampledTokens(token_ids=host[0], threshold=chosen.threshold, num_ties=chosen.num_ties, logprobs=told)
+        return here, copied
 
     def _goes_on(self, rows: Items[SampleRow]) -> bool:
         """Whether these are the rows of the last step, each a token further."""
@@ -129,10 +192,13 @@ def _constant(rows: Items[SampleRow]) -> dict[str, Array]:
 
 
 def _changing(
-    rows: Items[SampleRow], logits_rows: Items[int], histories: Items[tuple[Array, Array]], *, has_edits: bool
+    rows: Items[SampleRow],
+    logits_rows: Items[int],
+    positions: list[int],
+    banned: Items[tuple[int, ...]],
+    histories: Items[tuple[Array, Array]],
 ) -> dict[str, Array]:
     """The other fields, and those of `TokenHistory`: ids and counts of each row with penalties."""
-    banned = [row.banned for row in rows] if has_edits else [()] * len(rows)
     capacity = max((len(ids) for ids, _ in histories), default=0)
     listed = np.zeros((2, len(histories), max(1, capacity)), np.int32)
     for slot, (ids, counts) in enumerate(histories):
@@ -141,7 +207,7 @@ def _changing(
     slots[[row.penalizes for row in rows]] = np.arange(len(histories))
     return {
         "logits_index": np.array(logits_rows, np.int64),
-        "position": np.array([row.position for row in rows], np.int64),
+        "position": np.array(positions, np.int64),
         "banned_starts": _starts([len(ids) for ids in banned]),
         "banned_ids": np.array([token for ids in banned for token in ids], np.int64),
         "history_slot": slots,
@@ -155,21 +221,9 @@ def _starts(lengths: list[int]) -> npt.NDArray[np.int64]:
     return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))).astype(np.int64)
 
 
-def _to_host(chosen: SampledTokens) -> SampledTokens:
-    """What is read of it, in host memory. The only wait of a step."""
-    logprobs = chosen.logprobs
-    tensors = [chosen.token_ids]
-    if logprobs is not None:
-        tensors += [logprobs.logprob, logprobs.rank, logprobs.top_ids, logprobs.top_logprobs]
-    host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.device.type == "cuda") for t in tensors]
+def _copy_all(host: Items[Tensor], tensors: Items[Tensor]) -> None:
     for to, tensor in zip(host, tensors, strict=True):
         to.copy_(tensor, non_blocking=True)
-    if chosen.token_ids.device.type == "cuda":
-        torch.cuda.current_stream(chosen.token_ids.device).synchronize()
-    told = None
-    if logprobs is not None:
-        told = RowLogprobs(logprob=host[1], rank=host[2], top_ids=host[3], top_logprobs=host[4])
-    return SampledTokens(token_ids=host[0], threshold=chosen.threshold, num_ties=chosen.num_ties, logprobs=told)
 
 
 def _results(rows: Items[SampleRow], chosen: SampledTokens) -> list[SampleResult]:

@@ -1,4 +1,4 @@
-"""The step thread: schedule -> build batch -> forward -> sample -> publish, and calls from outside in between."""
+"""The step thread: one step after the other while there is work, and calls from outside in between."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from time import perf_counter
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from pdserve.base.errors import Draining, SetupError
-from pdserve.engine.pace import PaceMeter
 from pdserve.engine.runner import Runner
-from pdserve.engine.step import LayersWritten, Scheduler, StepDurations, StepOutput
+from pdserve.engine.step import LayersWritten, Scheduler, StepOutput
+from pdserve.engine.stepper import Stepper
 
 T = TypeVar("T")
 
@@ -72,13 +71,9 @@ class StepLoop:
         `on_layers` gets what plans have asked for, during a forward pass; all earlier steps have been published then.
         """
         self._scheduler = scheduler
-        self._runner = runner
-        self._publish = publish
+        self._stepper = Stepper(scheduler, runner, publish, on_layers)
         self._on_fatal = on_fatal
-        self._on_layers = on_layers
         self._config = config or LoopConfig()
-        self._meter = PaceMeter()
-        self._untold: StepOutput | None = None
         self._calls: SimpleQueue[_Call[Any]] = SimpleQueue()
         self._gate = threading.Lock()
         self._closed = False
@@ -106,7 +101,10 @@ class StepLoop:
         self._close()
 
     def call(self, fn: Callable[[], T]) -> Future[T]:
-        """Run `fn` on the step thread between steps, waking it if asleep; its result or exception is the future's."""
+        """Run `fn` on the step thread between steps, waking it if asleep; its result or exception is the future's.
+
+        No step is in flight then, on a device neither.
+        """
         call = _Call(fn)
         with self._gate:
             if self._closed:
@@ -122,52 +120,12 @@ class StepLoop:
                 while not self._stopping:
                     self._run_calls()
                     if self._scheduler.has_work() and not self._stopping:
-                        self._step()
+                        self._stepper.step(self._calls.empty)
         except BaseException as error:  # noqa: BLE001 - nothing can be attributed any more: the worker ends, loudly
             self._on_fatal(error)
         finally:
             self._config.on_busy(False)
             self._close()
-
-    def _step(self) -> None:
-        started = perf_counter()
-        plan = self._scheduler.schedule(self._meter.pace)
-        scheduled = perf_counter()
-        batch = self._runner.build(plan)
-        built = perf_counter()
-        self._tell()
-        logits = self._runner.forward(plan, batch, self._on_layers)
-        computed = perf_counter()
-        sampled = self._runner.sample(plan, logits)
-        done = perf_counter()
-        events = self._scheduler.update(plan, sampled)
-        num_decoding, num_prefill_tokens = len(plan.decoding), plan.num_prefill_tokens
-        self._meter.observe(
-            num_decoding=num_decoding, num_prefill_tokens=num_prefill_tokens, step_s=perf_counter() - started
-        )
-        self._untold = StepOutput(
-            events=events,
-            load=self._scheduler.load(),
-            durations=StepDurations(
-                schedule_s=scheduled - started,
-                build_s=built - scheduled,
-                forward_s=computed - built,
-                sample_s=done - computed,
-            ),
-            pace=self._meter.pace,
-            num_sequences=num_decoding + len(plan.chunks),
-            num_tokens=num_decoding + num_prefill_tokens,
-            num_prefill_tokens=num_prefill_tokens,
-        )
-
-    def _tell(self) -> None:
-        """Publish the last step: as late as the next forward pass, in which nobody else needs the interpreter's lock.
-
-        Whoever is told then finds it free, instead of holding up what this thread does between two passes.
-        """
-        if self._untold is not None:
-            output, self._untold = self._untold, None
-            self._publish(output)
 
     def _run_calls(self) -> None:
         """Run what was asked for; sleep until something is when there is nothing else to do."""
@@ -175,7 +133,7 @@ class StepLoop:
         if has_work and self._calls.empty():
             return
         # What a call tells must not overtake what the step before it told.
-        self._tell()
+        self._stepper.tell()
         if not has_work:
             self._next_call().run()
         try:

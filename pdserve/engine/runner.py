@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -20,6 +21,12 @@ from pdserve.engine.batching import BatchBuilder
 from pdserve.engine.sequence import SampleResult, SampleRow
 from pdserve.engine.step import LayersWritten, StepPlan
 from pdserve.model.batch import Batch
+
+#: Waits until a step has ended, and returns a result for each of its samples, in order. To be called once.
+Results = Callable[[], list[SampleResult]]
+
+
+TellLayers = Callable[[LayersWritten], None]
 
 
 class StepCache(Protocol):
@@ -63,6 +70,9 @@ class TokenSampler(Protocol):
 class Runner:
     """Executes plans. Used on the step thread only."""
 
+    #: `launch` returns while the step is computed, and another can be launched behind it.
+    overlaps = False
+
     def __init__(self, decoder: Decoder, kv_cache: StepCache, sampler: TokenSampler) -> None:
         self.kv_cache = kv_cache
         self._decoder = decoder
@@ -73,22 +83,25 @@ class Runner:
         """The model's input, valid until the next call; None when the plan has nothing to compute."""
         return self._batches.build(plan) if plan.decoding or plan.chunks else None
 
-    def forward(
-        self, plan: StepPlan, batch: Batch | None, tell: Callable[[LayersWritten], None] | None = None
-    ) -> Tensor | None:
-        """Copy blocks first (copy-on-write), then compute: logits float32 [num_logits, vocab].
+    def launch(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Results:
+        """Begin the step. Its result is to be taken before the next but one is launched, in the order of launches.
 
         The plan's reports are told on the way, if the decoder says how far it is.
         """
+        return partial(self.sample, plan, self.forward(plan, batch, tell))
+
+    def forward(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Tensor | None:
+        """Copy blocks first (copy-on-write), then compute: logits float32 [num_logits, vocab]."""
         if plan.copies:
             self.kv_cache.copy_blocks(plan.copies)
         if batch is None:
             return None
-        if tell is None or not plan.reports:
-            return self._decoder.forward(batch, self.kv_cache.tensor)
         return self._decoder.forward(batch, self.kv_cache.tensor, self._reporter(plan, tell))
 
-    def _reporter(self, plan: StepPlan, tell: Callable[[LayersWritten], None]) -> LayerListener:
+    def _reporter(self, plan: StepPlan, tell: TellLayers | None) -> LayerListener | None:
+        """None: nobody wants to hear."""
+        if tell is None or not plan.reports:
+            return None
         due: defaultdict[int, list[LayersWritten]] = defaultdict(list)
         for report in plan.reports:
             due[report.num_layers].append(report)

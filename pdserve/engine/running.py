@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from pdserve.engine.block_manager import BlockManager
@@ -131,6 +132,15 @@ class RunningSet:
             if stop > sequence.num_computed and self._make_room(sequence, stop, preempted):
                 chunks.append((sequence, stop))
         return Planned(decoding=tuple(decoding), chunks=tuple(chunks), preempted=tuple(preempted))
+
+    def make_room_ahead(self, decoding: Items[Sequence]) -> bool:
+        """Give each the slot after the one it writes now, while nobody has to give way; else change nothing."""
+        short = [sequence for sequence in decoding if sequence.num_slots <= len(sequence.tokens)]
+        if len(short) > self._blocks.pool.num_free:
+            return False
+        for sequence in short:
+            self._blocks.extend(sequence, len(sequence.tokens) + 1)
+        return True
 
     def check_integrity(self) -> None:
         """Assert the order of both queues, and that blocks are held by the active ones only."""

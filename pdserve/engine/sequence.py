@@ -41,14 +41,18 @@ class SampleRow:
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """Ids that may not be chosen: before `min_tokens` nothing may end the choice."""
-        return tuple(sorted(self.stop_ids)) if self.position < self.params.min_tokens else ()
+        """Ids that may not be chosen."""
+        return self.banned_at(self.position)
 
     @property
     def penalizes(self) -> bool:
         """Whether tokens so far make the same tokens less or more likely."""
         params = self.params
         return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+    def banned_at(self, position: int) -> tuple[int, ...]:
+        """Ids that may not be chosen there: before `min_tokens` nothing may end the choice."""
+        return tuple(sorted(self.stop_ids)) if position < self.params.min_tokens else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +201,7 @@ class SequenceLimits:
         reason: FinishReason | None = None
         if token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos):
             reason = FinishReason.STOP
-        elif index + 1 >= params.max_tokens or num_tokens + 1 >= self.max_model_len:
+        elif self._is_last(params, index, num_tokens):
             reason = FinishReason.LENGTH
         return ChoiceTokens(
             choice_index=choice_index,
@@ -207,6 +211,13 @@ class SequenceLimits:
             finish_reason=reason,
             stop_token_id=token if reason is FinishReason.STOP else None,
         )
+
+    def can_go_ahead(self, sequence: Sequence) -> bool:
+        """Whether the token after the next can be drawn without a word to the host, if the next does not end it."""
+        row = sequence.sampling
+        if row is None or row.penalizes:
+            return False
+        return not self._is_last(row.params, row.position, len(row.tokens))
 
     def sample_row(self, sequence: Sequence, choice_index: int) -> SampleRow:
         """What is needed to sample the token that follows the sequence's present ones, now and later."""
@@ -222,3 +233,7 @@ class SequenceLimits:
         """Token ids that end a sequence; none of them may be sampled before `min_tokens`."""
         own = frozenset(params.stop_token_ids)
         return own if params.ignore_eos else own | self.eos_token_ids
+
+    def _is_last(self, params: SamplingParams, index: int, num_tokens: int) -> bool:
+        """Whether the output's token `index`, which comes after `num_tokens`, is the last, whatever it is."""
+        return index + 1 >= params.max_tokens or num_tokens + 1 >= self.max_model_len

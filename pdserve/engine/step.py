@@ -55,6 +55,8 @@ class StepPlan:
     copies: tuple[tuple[BlockId, BlockId], ...] = ()
     #: What to tell as soon as it is so.
     reports: tuple[LayersWritten, ...] = ()
+    #: Made before the tokens of the step before were known: the same sequences, each a token further than it tells.
+    is_ahead: bool = False
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -221,6 +223,8 @@ class StepOutput:
     durations: StepDurations
     #: As measured up to this step.
     pace: Pace
+    #: It was launched before the step before had ended.
+    is_ahead: bool
     #: Rows of the batch: sequences, and their tokens.
     num_sequences: int
     num_tokens: int
@@ -235,10 +239,19 @@ class Scheduler(Protocol):
         """Whether a step would do or tell anything. False: only an outside call can change that."""
 
     def schedule(self, pace: Pace) -> StepPlan:
-        """Decide on the next step, which will go at `pace`; `update` must follow before anything else is called."""
+        """Decide on the next step, which will go at `pace`; `update` must follow before anything but `plan_ahead`."""
+
+    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """The step after `plan`, which is in flight, whatever its tokens will be; None when it cannot be told yet.
+
+        `update` must follow for both, in order. Sequences may end in the first; what the second has of them is dropped.
+        """
 
     def update(self, plan: StepPlan, sampled: Items[SampleResult]) -> StepEvents:
-        """Take in what the step computed: a result for each decoding sequence, then for each of the chunks' samples."""
+        """Take in what the step computed: a result for each decoding sequence, then for each of the chunks' samples.
+
+        Hands out no block: a step in flight may still write those that are freed here.
+        """
 
     def load(self) -> Load:
         """The present load."""

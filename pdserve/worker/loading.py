@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,8 +14,11 @@ from pdserve.base.core_leases import CoreLeases
 from pdserve.base.layout import KvLayout
 from pdserve.base.worker_config import WorkerConfig
 from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.device_runner import DeviceRunner
+from pdserve.engine.graphs import DeviceDecoder
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.runner import Runner
+from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import SequenceLimits
 from pdserve.model.batch import Batch
 from pdserve.model.decoder import Decoder
@@ -22,6 +26,9 @@ from pdserve.worker.cores import open_core_leases, require_cpus
 from pdserve.worker.device import open_device
 from pdserve.worker.part import ModelPart, load_part, open_sampler
 from pdserve.worker.ranks.team import Team
+
+if TYPE_CHECKING:
+    from pdserve.engine.device_sampler import DeviceSampler
 
 #: Rows of the warm-up step: enough to take the paths that a prompt takes.
 _WARM_UP_TOKENS = 32
@@ -61,8 +68,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         return _load_with_team(config, device)
     leases = open_core_leases(config) if device.type == "cpu" else None
     part = load_part(config, device, borrowing=_borrowing(config, leases))
-    runner = Runner(part.step_decoder, part.kv_cache, open_sampler(device))
-    return _loaded(part, runner, leases=leases)
+    return _loaded(part, _runner(part, open_sampler(device)), leases=leases)
 
 
 def _load_with_team(config: WorkerConfig, device: torch.device) -> LoadedModel:
@@ -98,6 +104,12 @@ def _loaded(
         core_leases=leases,
         team=team,
     )
+
+
+def _runner(part: ModelPart, sampler: Sampler | DeviceSampler) -> Runner:
+    if isinstance(part.step_decoder, DeviceDecoder) and not isinstance(sampler, Sampler):
+        return DeviceRunner(part.step_decoder, part.kv_cache, sampler)
+    return Runner(part.step_decoder, part.kv_cache, sampler)
 
 
 def _borrowing(config: WorkerConfig, leases: CoreLeases | None) -> Borrowing | None:

@@ -39,6 +39,7 @@ class WorkerMetrics:
         HistogramReader(self.registry, "engine_step_seconds", "Duration of a step's phase", *phases)
         self.iteration_tokens = TokenHistogram(_TOKEN_BUCKETS, self._labels)
         HistogramReader(self.registry, "iteration_tokens", "Tokens of a step", self.iteration_tokens)
+        self.steps_ahead = self._counter("steps_ahead", "Steps launched while the one before was still computed")
         # Handover
         self.kv_transfer_bytes = self._counter(
             "kv_transfer_bytes", "KV bytes sent or received", "direction", "transport"

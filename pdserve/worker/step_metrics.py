@@ -87,6 +87,8 @@ class StepMetrics:
             metrics.build_s.observe(durations.build_s)
             metrics.forward_s.observe(durations.forward_s)
             metrics.sample_s.observe(durations.sample_s)
+        if output.is_ahead:
+            metrics.steps_ahead.inc()
         if output.num_prefill_tokens:
             metrics.prompt_tokens.inc(output.num_prefill_tokens)
         if events.tokens:

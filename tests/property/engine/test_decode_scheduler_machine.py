@@ -12,11 +12,11 @@ from decode_svc.scheduler import DecodeScheduler
 from pdserve.base.errors import InvalidTransition
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
-from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.pace import Pace
 from pdserve.engine.sequence import SequenceLimits
-from pdserve.engine.step import Grant
-from tests.unit.engine.fakes import BLOCK_SIZE, EOS, KEY, VOCAB, Worker, expected, limits, write_prompt
+from pdserve.engine.step import Grant, StepEvents
+from tests.unit.engine.fakes import BLOCK_SIZE, EOS, KEY, VOCAB, expected, limits, write_prompt
+from tests.unit.engine.late import LateWorker, WatchedPool
 
 NUM_BLOCKS = 7
 CAPACITY = NUM_BLOCKS * BLOCK_SIZE
@@ -31,7 +31,7 @@ params = st.builds(
     max_tokens=st.integers(1, 20),
     min_tokens=st.sampled_from([0, 3]),
     ignore_eos=st.booleans(),
-    repetition_penalty=st.sampled_from([1.0, 1.2]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.0, 1.2]),
 )
 #: Few different prompts of many lengths, so that prefixes meet.
 prompts = st.builds(
@@ -44,10 +44,10 @@ prompts = st.builds(
 class DecodeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+        pool = WatchedPool(NUM_BLOCKS, BLOCK_SIZE)
         config = SchedulerConfig(limits=limits(), max_num_seqs=3, max_num_batched_tokens=7, itl_budget_s=0.01)
         self.scheduler = DecodeScheduler(pool, config)
-        self.worker = Worker(pool=pool, scheduler=self.scheduler)
+        self.worker = LateWorker(pool=pool, scheduler=self.scheduler, check=self.scheduler.check_integrity)
         self.jobs: dict[RequestId, DecodeJob] = {}
         self.granted: dict[RequestId, Grant] = {}
         #: Where the telling of each choice starts: 1 when the client has the first tokens already.
@@ -140,8 +140,19 @@ class DecodeMachine(RuleBasedStateMachine):
             if self.scheduler.has_work():
                 self.take_step()
 
+    @rule(most=st.integers(2, 12))
+    def step_ahead(self, most: int) -> None:
+        if self.scheduler.has_work():
+            self.run_ahead(most)
+
+    def run_ahead(self, most: int) -> None:
+        for events in self.worker.run_ahead(most):
+            self.take_in(events)
+
     def take_step(self) -> None:
-        events = self.worker.step()
+        self.take_in(self.worker.step())
+
+    def take_in(self, events: StepEvents) -> None:
         self.scheduler.check_integrity()
         for grant in events.grants:
             assert grant.request_id not in self.over
@@ -184,7 +195,7 @@ class DecodeMachine(RuleBasedStateMachine):
             if not self.scheduler.has_work() and not self.granted:
                 break
             if self.scheduler.has_work():
-                self.take_step()
+                self.run_ahead(5)
             for request_id in sorted(self.granted):
                 grant, job = self.granted.pop(request_id), self.jobs[request_id]
                 write_prompt(self.worker.cache, grant.block_table, grant.num_cached_blocks, job.prompt_token_ids)

@@ -46,6 +46,7 @@ def _measured(*samples_ms: float, num_bytes: float = 0.0, flops: float = 0.0, ag
         (Figure.GB_PER_S, _measured(4.0, num_bytes=1e9), 250.0),
         (Figure.TIMES_FASTER, _measured(2.0, against=7.0), 3.5),
         (Figure.TIMES_SLOWER, _measured(3.0, against=2.0), 1.5),
+        (Figure.IDLE, _measured(4.0, against=3.0), 0.25),
     ],
 )
 def test_a_figure_is_made_of_median_work_and_ceilings(figure: Figure, measured: Measured, value: float) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.decoder import LayerListener
 from pdserve.base.ids import BlockId, RequestId
 from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import ChoiceTokens, SamplingParams
@@ -45,7 +46,7 @@ class FakeDecoder:
     So a wrong slot, a lost copy, a stale or foreign block changes the logits, or trips an assertion.
     """
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
         keys = kv_cache[:, 0, 0, 0, :, 0]
         values = kv_cache[:, 0, 1, 0, :, 0]
         blocks, offsets = batch.slot_mapping // BLOCK_SIZE, batch.slot_mapping % BLOCK_SIZE
@@ -117,11 +118,15 @@ class Worker:
         self.plans.append(plan)
         logits = self.runner.forward(plan, self.runner.build(plan))
         events = self.scheduler.update(plan, self.runner.sample(plan, logits))
+        self.note(events)
+        return events
+
+    def note(self, events: StepEvents) -> None:
+        """These were told."""
         self.seen.append(events)
         for tokens in events.tokens:
             for choice in tokens.choices:
                 self.told.setdefault(tokens.request_id, {}).setdefault(choice.choice_index, []).append(choice)
-        return events
 
     def run(self, max_steps: int = 500) -> list[StepEvents]:
         """Step until nothing is left to do."""

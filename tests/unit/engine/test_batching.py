@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
@@ -115,3 +116,22 @@ def test_a_batch_larger_than_the_buffers_makes_them_grow() -> None:
     assert batch.token_ids.tolist() == tokens[5:]
     assert batch.positions.tolist() == tokens[5:]
     assert batch.slot_mapping.tolist() == tokens[5:]
+
+
+def test_a_batch_made_ahead_is_the_next_one_but_for_its_tokens() -> None:
+    builder = BatchBuilder(4)
+    a, b = decoding([1, 2, 3], [6, 7]), decoding([4, 5, 6, 7, 8], [2, 5])
+    plan = StepPlan(decoding=(a, b))
+    for builds_before in (True, False):
+        if builds_before:
+            builder.build(plan)
+        ahead = builder.build(replace(plan, is_ahead=True))
+        advance(a)
+        advance(b)
+        fresh = BatchBuilder(4).build(plan)
+        for name in set(Batch.__dataclass_fields__) - {"token_ids"}:
+            assert getattr(ahead, name).tolist() == getattr(fresh, name).tolist(), name
+        # It was collected before another was planned: the same batch again, with its tokens.
+        assert builder.build(plan).token_ids.tolist() == fresh.token_ids.tolist()
+        assert builder.build(plan).positions.tolist() == fresh.positions.tolist()
+        builder = BatchBuilder(4)

@@ -76,3 +76,12 @@ def test_the_address_stays_as_long_as_batches_fit() -> None:
     batches = DeviceBatches(DEVICE, shape.num_elements)
     addresses = {batches.upload(decoding(count)).token_ids.data_ptr() for count in (8, 1, 5, 8)}
     assert len(addresses) == 1
+
+
+def test_token_ids_that_are_there_take_the_place_of_the_batchs_and_failed_ones_are_0() -> None:
+    shape = BatchShape(num_tokens=8, num_sequences=8, num_blocks=4, num_logits=8)
+    drawn = numbers(41, -1, 43).to(DEVICE)
+    there = DeviceBatches(DEVICE).upload(decoding(3), shape, drawn)
+    assert there.token_ids.tolist() == [41, 0, 43, 0, 0, 0, 0, 0]
+    assert there.positions.tolist()[:3] == [30, 31, 32]
+    assert drawn.tolist() == [41, -1, 43]

@@ -102,3 +102,32 @@ def test_a_row_without_a_finite_maximum_fails_alone() -> None:
     logits[1] = float("-inf")
     ours = DeviceSampler(DEVICE).sample(logits.to(DEVICE), rows, [0, 1, 2])
     assert [type(result) for result in ours] == [Sampled, SampleFailure, Sampled]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_row_drawn_ahead_is_drawn_as_if_the_token_before_were_known(seed: int) -> None:
+    draw, sampler, plain = random.Random(seed), DeviceSampler(DEVICE), Sampler()
+    unpenalized = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    rows = [some_row(draw, replace(some_params(draw), temperature=1.0, **unpenalized)) for _ in range(6)]
+    # Banned once more; not banned any more.
+    for row, min_tokens in zip(rows, (2, 1), strict=False):
+        object.__setattr__(row, "params", replace(row.params, min_tokens=row.position + min_tokens))
+    logits = [normal(10 * seed + step, len(rows)) for step in range(2)]
+    logits[0][3] = float("nan")
+    logits[1][:, 17] = 40.0
+    places = list(range(len(rows)))
+    first = sampler.launch(logits[0].to(DEVICE), rows, places)
+    second = sampler.launch(logits[1].to(DEVICE), rows, places, is_ahead=True)
+    assert_same(first.results(), plain.sample(logits[0], rows, places))
+    assert first.token_ids[3] == -1
+    for row, result in zip(rows, first.results(), strict=True):
+        row.tokens.append(result.token_id if isinstance(result, Sampled) else 0)
+    results = second.results()
+    assert_same(results, plain.sample(logits[1], rows, places))
+    assert [result.token_id == 17 for result in results[:2] if isinstance(result, Sampled)] == [False, True]
+
+
+def test_rows_with_penalties_are_not_drawn_ahead() -> None:
+    row = some_row(random.Random(0), SamplingParams(presence_penalty=0.5))
+    with pytest.raises(AssertionError, match="not known yet"):
+        DeviceSampler(DEVICE).launch(normal(0, 1).to(DEVICE), [row], [0], is_ahead=True)

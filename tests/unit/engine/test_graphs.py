@@ -104,3 +104,13 @@ def test_few_shapes_occur(sequences: int, blocks: int, padded: tuple[int, int]) 
     shape = decode_shape(sequences, blocks)
     assert (shape.num_sequences, shape.num_blocks) == padded
     assert shape.num_tokens == shape.num_logits == shape.num_sequences
+
+
+@pytest.mark.parametrize("recorder", [Recorder(), None])
+def test_tokens_of_the_device_are_computed_with_whether_recorded_now_or_replayed(recorder: Recorder | None) -> None:
+    replaying = device_decoder(Double(), recorder)
+    for first in (20, 30):
+        drawn = torch.tensor([first, -1, first + 2], device=DEVICE)
+        logits = replaying.forward(decoding(3), CACHE, drawn)
+        assert logits.tolist() == [[2 * first, 30], [0, 31], [2 * first + 4, 32]]
+    assert replaying.forward(decoding(3), CACHE).tolist() == [[14, 30], [16, 31], [18, 32]]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.decoder import LayerListener
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import InvalidTransition, NoFreeBlocks, RequestError
 from pdserve.base.ids import RequestId
@@ -267,7 +268,7 @@ class NanFor(FakeDecoder):
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
         logits = super().forward(batch, kv_cache)
         logits[batch.context_lens == self._num_tokens] = float("nan")
         return logits

@@ -1,0 +1,146 @@
+"""Decode steps as the engine takes them, scheduled, sampled and told: how much of the time the GPU idles."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.rows import Measured
+from benchmarks.gpu.setting import DTYPE, Setting
+from decode_svc.request import DecodeJob, SchedulerConfig
+from decode_svc.scheduler import DecodeScheduler
+from kernels.bench.inputs import BLOCK_SIZE
+from kernels.bench.work import decoder_work
+from kernels.decoder import DecoderKernel, LayerListener
+from pdserve.base.ids import RequestId
+from pdserve.base.layout import KvLayout
+from pdserve.base.sampling import SamplingParams
+from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.device_runner import DeviceRunner
+from pdserve.engine.graphs import CudaRecorder, DeviceDecoder
+from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.runner import Results, TellLayers
+from pdserve.engine.sequence import SequenceLimits
+from pdserve.engine.step import StepPlan
+from pdserve.engine.stepper import Stepper
+from pdserve.model.batch import Batch
+
+if TYPE_CHECKING:
+    from pdserve.engine.device_sampler import DeviceSampler
+
+#: The first of the steps that decode, in which a graph is captured.
+_WARM_UP = 4
+#: Prompts are not held up by sequences that decode already.
+_NO_BUDGET_S = 1e9
+
+
+def idle_share(setting: Setting, batch: int) -> Measured:
+    """Of `batch` sequences: from the begin of a step on the GPU to that of the next, against the step itself."""
+    sizes = setting.sizes
+    num_steps = _WARM_UP + sizes.repeats + 1
+    # While the last prompts are computed, the first sequences decode.
+    output_tokens = num_steps + -(-batch * sizes.step_context // sizes.prefill_tokens) + 2
+    scheduler, runner = _engine(setting, batch, sizes.step_context + output_tokens)
+    for index in range(batch):
+        scheduler.reserve(_job(setting, index, output_tokens))
+    stepper = Stepper(scheduler, runner, lambda output: None)
+    while scheduler.has_work():
+        stepper.step(lambda: True)
+    setting.clock.synchronize()
+    steps = runner.decoding[_WARM_UP:num_steps]
+    weight_bytes = setting.decoder(deterministic=True).weight_bytes
+    return Measured(
+        samples_ms=tuple(begin.until(following) for (begin, _), (following, _) in pairwise(steps)),
+        against_ms=tuple(begin.until(end) for begin, end in steps[:-1]),
+        work=decoder_work(setting.shape, [(1, sizes.step_context)] * batch, DTYPE.itemsize, weight_bytes),
+        how="CUDA graph" if setting.has_graphs else "launched one by one",
+    )
+
+
+def _engine(setting: Setting, batch: int, length: int) -> tuple[DecodeScheduler, _Timed]:
+    """A scheduler for `batch` sequences of `length` tokens, and what computes its steps, in deterministic mode."""
+    from pdserve.engine.device_sampler import DeviceSampler
+
+    shape, max_blocks = setting.shape, -(-length // BLOCK_SIZE)
+    pool = BlockPool(batch * (max_blocks + 1), BLOCK_SIZE)
+    limits = SequenceLimits(max_model_len=length + 1, vocab_size=shape.vocab_size)
+    config = SchedulerConfig(
+        limits=limits,
+        max_num_seqs=batch,
+        max_num_batched_tokens=setting.sizes.prefill_tokens,
+        itl_budget_s=_NO_BUDGET_S,
+    )
+    layout = KvLayout(
+        model="random",
+        dtype=str(DTYPE).removeprefix("torch."),
+        block_size=BLOCK_SIZE,
+        num_layers=len(shape.windows),
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )
+    decoder = DeviceDecoder(
+        _Kernel(setting.decoder(deterministic=True)),
+        setting.device,
+        recorder=CudaRecorder() if setting.has_graphs else None,
+        max_num_seqs=batch,
+        max_blocks=max_blocks,
+        vocab_size=shape.vocab_size,
+    )
+    runner = _Timed(decoder, KvCache(layout, pool.num_blocks, setting.device), DeviceSampler(setting.device))
+    return DecodeScheduler(pool, config), runner
+
+
+def _job(setting: Setting, index: int, output_tokens: int) -> DecodeJob:
+    vocab_size = setting.shape.vocab_size
+    return DecodeJob(
+        request_id=RequestId(f"r{index:03}"),
+        prompt_token_ids=[(index * 31 + place) % vocab_size for place in range(setting.sizes.step_context)],
+        params=SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True),
+        hash_key=index.to_bytes(32, "big"),  # no two share a prefix
+        local_prefill_threshold=2**32 - 1,
+    )
+
+
+class _Kernel:
+    """A decoder's kernel, as the engine calls it."""
+
+    def __init__(self, kernel: DecoderKernel) -> None:
+        self._kernel = kernel
+
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
+        return self._kernel.forward(batch.token_ids, batch.kv_rows(), batch.logits_rows, kv_cache)
+
+
+class _Moment:
+    """When the GPU came so far; without one, when the host did."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self._at = time.perf_counter()
+        if self._event is not None:
+            self._event.record()
+
+    def until(self, later: _Moment) -> float:
+        """Milliseconds."""
+        if self._event is None or later._event is None:
+            return (later._at - self._at) * 1e3
+        return float(self._event.elapsed_time(later._event))
+
+
+class _Timed(DeviceRunner):
+    """Notes begin and end, on the GPU, of the steps that only decode."""
+
+    def __init__(self, decoder: DeviceDecoder, kv_cache: KvCache, sampler: DeviceSampler) -> None:
+        super().__init__(decoder, kv_cache, sampler)
+        self.decoding: list[tuple[_Moment, _Moment]] = []
+
+    def launch(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Results:
+        begin = _Moment(self.kv_cache.tensor.device)
+        results = super().launch(plan, batch, tell)
+        if plan.decoding and not plan.chunks:
+            self.decoding.append((begin, _Moment(self.kv_cache.tensor.device)))
+        return results

@@ -1,0 +1,80 @@
+"""Runs steps on a device without waiting for them: the next one is launched while the present one is computed.
+
+All that steps do there is in one stream. So a step finds what those before it wrote, and may write over what they read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+
+from kernels.decoder import LayerListener
+from pdserve.engine.runner import Results, Runner, StepCache, TellLayers, TokenSampler
+from pdserve.engine.sequence import SampleResult, SampleRow
+from pdserve.engine.step import StepPlan
+from pdserve.model.batch import Batch
+
+
+class LaunchingDecoder(Protocol):
+    """`pdserve.engine.graphs.DeviceDecoder`: nothing is waited for."""
+
+    def forward(
+        self,
+        batch: Batch,
+        kv_cache: Tensor,
+        on_layer: LayerListener | None = None,
+        *,
+        token_ids: Tensor | None = None,
+    ) -> Tensor:
+        """As `Decoder.forward`, with token ids of the device, -1 being one that failed, in place of the batch's."""
+
+
+class Draws(Protocol):
+    """`pdserve.engine.device_sampler.Draws`: tokens that are being drawn."""
+
+    @property
+    def token_ids(self) -> Tensor:
+        """On the device: int64 [num_rows], -1 for a row that failed."""
+
+    def results(self) -> list[SampleResult]:
+        """Waits until the step has ended."""
+
+
+class LaunchingSampler(TokenSampler, Protocol):
+    """`pdserve.engine.device_sampler.DeviceSampler`."""
+
+    def launch(
+        self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int], *, is_ahead: bool = False
+    ) -> Draws:
+        """As `sample`, without waiting; `is_ahead`: each row is drawn a token further than it tells."""
+
+
+class DeviceRunner(Runner):
+    """A `Runner` of which at most two steps are in flight."""
+
+    overlaps = True
+
+    def __init__(self, decoder: LaunchingDecoder, kv_cache: StepCache, sampler: LaunchingSampler) -> None:
+        super().__init__(decoder, kv_cache, sampler)
+        self._launching = decoder
+        self._drawing = sampler
+        #: Of the step launched last, in the order of its rows.
+        self._token_ids: Tensor | None = None
+
+    def launch(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Results:
+        """As `Runner.launch`. A step planned ahead takes its tokens from the step before, on the device."""
+        rows, logits_rows = plan.sample_rows()
+        if batch is None or not rows:
+            self.forward(plan, batch, tell)
+            return partial(self.sample, plan, None)
+        if plan.copies:
+            self.kv_cache.copy_blocks(plan.copies)
+        token_ids = self._token_ids if plan.is_ahead else None
+        on_layer = self._reporter(plan, tell)
+        logits = self._launching.forward(batch, self.kv_cache.tensor, on_layer, token_ids=token_ids)
+        draws = self._drawing.launch(logits, rows, logits_rows, is_ahead=plan.is_ahead)
+        self._token_ids = draws.token_ids
+        return draws.results

@@ -1,0 +1,169 @@
+"""Crowds that run ahead get the tokens of lone runs, whoever comes, leaves, ends or fails meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from decode_svc.request import DecodeJob, SchedulerConfig
+from decode_svc.scheduler import DecodeScheduler
+from kernels.decoder import LayerListener
+from pdserve.base.ids import RequestId
+from pdserve.base.sampling import FinishReason, SamplingParams
+from pdserve.engine.sequence import SequenceLimits
+from pdserve.model.batch import Batch
+from tests.unit.engine.fakes import BLOCK_SIZE, EOS, KEY, VOCAB, FakeDecoder, expected, limits
+from tests.unit.engine.late import LateWorker, WatchedPool
+
+ALWAYS = 2**32 - 1
+MAX_MODEL_LEN = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """One request."""
+
+    prompt: list[int]
+    params: SamplingParams
+    #: So many runs of steps later than the one before.
+    after: int
+    #: It is aborted so many runs after its arrival.
+    leaves_after: int | None
+
+
+arrivals = st.builds(
+    Arrival,
+    prompt=st.builds(
+        lambda start, length: [(start + index) % VOCAB for index in range(length)],
+        st.integers(8, 10),
+        st.integers(1, 14),
+    ),
+    params=st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0.0, 1.0]),
+        seed=st.integers(0, 3),
+        n=st.sampled_from([1, 1, 2, 3]),
+        max_tokens=st.integers(1, 30),
+        min_tokens=st.sampled_from([0, 0, 9]),
+        ignore_eos=st.booleans(),
+        logprobs=st.sampled_from([None, 2]),
+        logit_bias=st.sampled_from([{}, {5: 3.0}, {EOS: 6.0}]),
+        repetition_penalty=st.sampled_from([*[1.0] * 9, 1.2]),
+    ),
+    after=st.integers(0, 3),
+    leaves_after=st.sampled_from([None, None, None, 1, 3]),
+)
+
+
+class Fragile(FakeDecoder):
+    """Nothing can be drawn from the logits of some rows."""
+
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
+        logits = super().forward(batch, kv_cache)
+        broken = [token_id % 7 == 3 and position > 18 for token_id, position in _last_rows(batch)]
+        logits[torch.tensor(broken, dtype=torch.bool)] = float("nan")
+        return logits
+
+
+def _last_rows(batch: Batch) -> list[tuple[int, int]]:
+    rows = batch.logits_rows
+    return list(zip(batch.token_ids[rows].tolist(), batch.positions[rows].tolist(), strict=True))
+
+
+def _survives(prompt: list[int], tokens: list[int]) -> int:
+    """How many of the tokens `Fragile` lets a choice have."""
+    context = [*prompt, *tokens]
+    for index in range(len(tokens)):
+        position = len(prompt) + index - 1
+        if context[position] % 7 == 3 and position > 18:
+            return index
+    return len(tokens)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    crowd=st.lists(arrivals, min_size=1, max_size=5),
+    num_blocks=st.sampled_from([11, 16, 60]),
+    max_num_seqs=st.sampled_from([2, 8]),
+    most=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    is_fragile=st.booleans(),
+)
+def test_crowds_get_what_each_gets_alone(
+    crowd: list[Arrival], num_blocks: int, max_num_seqs: int, most: list[int], is_fragile: bool
+) -> None:
+    pool = WatchedPool(num_blocks, BLOCK_SIZE)
+    scheduler = DecodeScheduler(
+        pool, SchedulerConfig(limits=limits(MAX_MODEL_LEN), max_num_seqs=max_num_seqs, max_num_batched_tokens=9)
+    )
+    decoder = Fragile() if is_fragile else FakeDecoder()
+    worker = LateWorker(pool=pool, scheduler=scheduler, decoder=decoder, check=scheduler.check_integrity)
+    arrives, leaves = _timetable(crowd)
+    run = 0
+    while scheduler.has_work() or run <= max([*arrives, *leaves]):
+        assert run < 1000, "the scheduler does not come to rest"
+        for index in arrives.get(run, []):
+            scheduler.reserve(_job(index, crowd[index]))
+        for index in leaves.get(run, []):
+            scheduler.abort(_id(index))
+        if scheduler.has_work():
+            worker.run_ahead(most[run % len(most)])
+        run += 1
+    failed = {failure.request_id for events in worker.seen for failure in events.failures}
+    assert pool.num_free == num_blocks
+    for index, arrival in enumerate(crowd):
+        _check(worker, _id(index), arrival, has_failed=_id(index) in failed, is_fragile=is_fragile)
+
+
+def _timetable(crowd: list[Arrival]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Who comes, and who leaves, before which run of steps."""
+    arrives: dict[int, list[int]] = {}
+    leaves: dict[int, list[int]] = {}
+    run = 0
+    for index, arrival in enumerate(crowd):
+        run += arrival.after
+        arrives.setdefault(run, []).append(index)
+        if arrival.leaves_after is not None:
+            leaves.setdefault(run + arrival.leaves_after, []).append(index)
+    return arrives, leaves
+
+
+def _id(index: int) -> RequestId:
+    return RequestId(f"r{index}")
+
+
+def _job(index: int, arrival: Arrival) -> DecodeJob:
+    return DecodeJob(
+        request_id=_id(index),
+        prompt_token_ids=arrival.prompt,
+        params=arrival.params,
+        hash_key=KEY,
+        local_prefill_threshold=ALWAYS,
+    )
+
+
+def _check(worker: LateWorker, request_id: RequestId, arrival: Arrival, *, has_failed: bool, is_fragile: bool) -> None:
+    """One request's tokens are those of a lone run; all of them, if it was left to end."""
+    bounds: SequenceLimits = limits(min(MAX_MODEL_LEN, worker.pool.num_blocks * BLOCK_SIZE + 1))
+    lone = [expected(arrival.prompt, arrival.params, choice, bounds) for choice in range(arrival.params.n)]
+    survive = [_survives(arrival.prompt, tokens) if is_fragile else len(tokens) for tokens in lone]
+    must_fail = survive != [len(tokens) for tokens in lone]
+    assert must_fail or not has_failed
+    for choice, tokens in enumerate(lone):
+        got = worker.tokens(request_id, choice)
+        assert got == tokens[: min(len(got), survive[choice])]
+        pieces = worker.told.get(request_id, {}).get(choice, [])
+        assert all(piece.finish_reason is None for piece in pieces[:-1])
+        if arrival.leaves_after is None and not must_fail:
+            assert got == tokens
+            assert pieces[-1].finish_reason is _reason(tokens, arrival.params)
+    if arrival.leaves_after is None:
+        assert has_failed == must_fail
+
+
+def _reason(tokens: list[int], params: SamplingParams) -> FinishReason:
+    is_stop = tokens[-1] == EOS and not params.ignore_eos
+    return FinishReason.STOP if is_stop else FinishReason.LENGTH

@@ -1,0 +1,172 @@
+"""A stand-in for a device, as late as can be, and a worker that runs ahead on it, step by step under watch."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field, fields
+from functools import partial
+
+import torch
+
+from pdserve.base.ids import BlockHash, BlockId
+from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.pace import Pace
+from pdserve.engine.runner import Decoder, Results, Runner, TellLayers, TokenSampler
+from pdserve.engine.sequence import Sampled, SampleResult, SampleRow
+from pdserve.engine.step import Load, Scheduler, StepEvents, StepPlan
+from pdserve.engine.stepper import Stepper
+from pdserve.model.batch import Batch
+from tests.unit.engine.fakes import Worker
+
+
+@dataclass(eq=False, kw_only=True)
+class _Launched:
+    """All that a device knows of a step: nothing that the host changes later."""
+
+    plan: StepPlan
+    batch: Batch | None
+    rows: list[SampleRow]
+    logits_rows: list[int]
+
+
+class LateRunner(Runner):
+    """Computes a step when somebody waits for it, and not before: what the host does meanwhile must not matter."""
+
+    overlaps = True
+
+    def __init__(self, decoder: Decoder, kv_cache: KvCache, sampler: TokenSampler) -> None:
+        super().__init__(decoder, kv_cache, sampler)
+        self.in_flight: list[_Launched] = []
+        self._token_ids = torch.empty(0, dtype=torch.int64)
+
+    def launch(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Results:
+        assert len(self.in_flight) < 2, "a third step is launched"
+        assert plan.is_ahead == bool(self.in_flight), "a step was launched behind one that it does not follow"
+        rows, logits_rows = plan.sample_rows()
+        launched = _Launched(
+            plan=plan,
+            batch=None if batch is None else Batch(**{f.name: getattr(batch, f.name).clone() for f in fields(batch)}),
+            rows=[_as_launched(row, is_ahead=plan.is_ahead) for row in rows],
+            logits_rows=logits_rows,
+        )
+        self.in_flight.append(launched)
+        return partial(self._collect, launched)
+
+    def blocks_written(self) -> set[int]:
+        """By steps in flight."""
+        batches = (launched.batch for launched in self.in_flight)
+        size = self.kv_cache.layout.block_size
+        return {slot // size for batch in batches if batch is not None for slot in batch.slot_mapping.tolist()}
+
+    def _collect(self, launched: _Launched) -> list[SampleResult]:
+        assert self.in_flight[0] is launched, "steps are not collected in order"
+        batch, is_ahead = launched.batch, launched.plan.is_ahead
+        if batch is not None and is_ahead:
+            batch.token_ids.copy_(self._token_ids.clamp(min=0))
+        logits = self.forward(launched.plan, batch)
+        results: list[SampleResult] = []
+        if logits is not None and launched.rows:
+            results = self._sampler.sample(logits, launched.rows, launched.logits_rows)
+            self._token_ids = torch.tensor([r.token_id if isinstance(r, Sampled) else -1 for r in results])
+        del self.in_flight[0]
+        return results
+
+
+def _as_launched(row: SampleRow, *, is_ahead: bool) -> SampleRow:
+    tokens = array("q", row.tokens)
+    if is_ahead:
+        assert not row.penalizes, "a penalty needs the token that is not known yet"
+        tokens.append(0)
+    return SampleRow(
+        params=row.params,
+        choice_index=row.choice_index,
+        tokens=tokens,
+        num_prompt=row.num_prompt,
+        stop_ids=row.stop_ids,
+    )
+
+
+class WatchedPool(BlockPool):
+    """Asserts that nobody gets a block that a step in flight writes to."""
+
+    #: Blocks that steps in flight write to.
+    written: Callable[[], set[int]] = staticmethod(set)
+
+    def allocate(self, count: int) -> list[BlockId] | None:
+        blocks = super().allocate(count)
+        self._watch(blocks or [])
+        return blocks
+
+    def match_prefix(self, hashes: Items[BlockHash]) -> list[BlockId]:  # type: ignore[override]
+        blocks = super().match_prefix(hashes)
+        self._watch(blocks)
+        return blocks
+
+    def _watch(self, blocks: Items[BlockId]) -> None:
+        assert not self.written().intersection(blocks), "a block is handed out that a step in flight writes to"
+
+
+@dataclass
+class WatchedScheduler:
+    """A scheduler whose soundness is checked after everything that a step does with it."""
+
+    scheduler: Scheduler
+    check: Callable[[], None]
+    #: Instead of the measured one.
+    pace: Callable[[], Pace]
+    plans: list[StepPlan] = field(default_factory=list)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def schedule(self, pace: Pace) -> StepPlan:
+        return self._planned(self.scheduler.schedule(self.pace()))
+
+    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        ahead = self.scheduler.plan_ahead(plan)
+        return None if ahead is None else self._planned(ahead)
+
+    def update(self, plan: StepPlan, sampled: Items[SampleResult]) -> StepEvents:
+        events = self.scheduler.update(plan, sampled)
+        self.check()
+        return events
+
+    def load(self) -> Load:
+        return self.scheduler.load()
+
+    def _planned(self, plan: StepPlan) -> StepPlan:
+        self.check()
+        self.plans.append(plan)
+        return plan
+
+
+@dataclass
+class LateWorker(Worker):
+    """A `Worker` that can also run ahead. Its pool is watched if it is a `WatchedPool`."""
+
+    check: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.late = self.runner = LateRunner(self.decoder, self.cache, self.sampler)
+        if isinstance(self.pool, WatchedPool):
+            self.pool.written = self.late.blocks_written
+        watched = WatchedScheduler(self.scheduler, self.check, lambda: self.pace, self.plans)
+        self.stepper = Stepper(watched, self.late, lambda output: self.note(output.events))
+
+    def run_ahead(self, most: int) -> list[StepEvents]:
+        """Steps until `most` are launched, or the scheduler does not go on ahead of them."""
+        left, before = most, len(self.seen)
+
+        def may_go_on() -> bool:
+            nonlocal left
+            left -= 1
+            return left > 0
+
+        self.stepper.step(may_go_on)
+        self.stepper.tell()
+        assert not self.late.in_flight, "a step is still in flight"
+        return self.seen[before:]

@@ -1,0 +1,57 @@
+"""Launches on a real device do not wait for it, and two in flight do not disturb each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.devices import DEVICE, gpu_only
+
+pytest.importorskip("triton")
+
+from pdserve.base.sampling import SamplingParams
+from pdserve.engine.device_batch import DeviceBatches
+from pdserve.engine.device_sampler import DeviceSampler
+from pdserve.engine.sampler import Sampler
+from tests.unit.engine.fakes import row
+from tests.unit.engine.test_device_batch import decoding, numbers
+
+pytestmark = gpu_only
+
+#: For which the device is kept busy: some tenths of a second.
+_BUSY_CYCLES = 500_000_000
+
+
+def test_two_draws_behind_a_busy_device_are_drawn_from_what_each_was_given() -> None:
+    sampler, plain = DeviceSampler(DEVICE), Sampler()
+    rows = [row(SamplingParams(seed=seed, temperature=1.0, logprobs=2)) for seed in range(4)]
+    logits = [torch.randn(4, 5000, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    there = [each.to(DEVICE) for each in logits]
+    sampler.sample(there[0], rows, range(4))  # what is compiled at first use waits
+    torch.cuda._sleep(_BUSY_CYCLES)
+    first = sampler.launch(there[0], rows, range(4))
+    second = sampler.launch(there[1], rows, range(4), is_ahead=True)
+    assert first.copied is not None
+    assert not first.copied.query()
+    for draws, table in ((first, logits[0]), (second, logits[1])):
+        expected = plain.sample(table, rows, range(4))
+        results = draws.results()
+        assert [getattr(result, "token_id", None) for result in results] == [
+            getattr(result, "token_id", None) for result in expected
+        ]
+        for each in rows:
+            each.tokens.append(0)
+
+
+def test_a_batch_goes_up_while_the_step_of_the_last_one_is_computed() -> None:
+    batches, seen = DeviceBatches(DEVICE, 10_000), []
+    drawn = numbers(41, -1, 43).to(DEVICE)
+    there = batches.upload(decoding(3))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_BUSY_CYCLES)
+    seen.append(there.token_ids.clone())  # the step
+    computed = torch.cuda.current_stream().record_event()
+    there = batches.upload(decoding(3), token_ids=drawn)
+    assert not computed.query()
+    seen.append(there.token_ids.clone())
+    assert [each.tolist() for each in seen] == [[7, 8, 9], [41, 0, 43]]

@@ -1,0 +1,191 @@
+"""Whole crowds on a device, with and without steps that are launched ahead, are told the same to the last bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.devices import DEVICE
+
+pytest.importorskip("triton")
+
+from decode_svc.request import DecodeJob, SchedulerConfig
+from decode_svc.scheduler import DecodeScheduler
+from kernels.choice import KernelOptions
+from kernels.decoder import LayerListener
+from pdserve.base.ids import RequestId
+from pdserve.base.layout import KvLayout
+from pdserve.base.sampling import ChoiceTokens, FinishReason, SamplingParams
+from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.device_runner import DeviceRunner
+from pdserve.engine.device_sampler import DeviceSampler
+from pdserve.engine.graphs import DeviceDecoder
+from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.pace import Pace
+from pdserve.engine.step import StepOutput
+from pdserve.engine.stepper import Stepper
+from pdserve.model.batch import Batch
+from pdserve.model.decoder import Decoder
+from tests.property.model.tiny_models import make_decoder
+from tests.unit.engine.fakes import KEY
+from tests.unit.engine.late import WatchedScheduler
+from tests.unit.engine.test_step_on_device import ALWAYS, BLOCK_SIZE, BOUNDS, FIELDS, recorder
+
+LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
+EOS = 2
+PLAIN = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
+#: Of the token of which nothing can be drawn.
+NAN_POSITION = 45
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guest:
+    """One request of a crowd."""
+
+    prompt_length: int
+    params: SamplingParams
+    #: How many runs of steps before it comes, and after which it is aborted.
+    comes: int = 0
+    leaves: int | None = None
+
+
+class NanAt:
+    """The logits of one position are NaN."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
+        is_broken = batch.positions[batch.logits_rows] == NAN_POSITION
+        return self._decoder.forward(batch, kv_cache).masked_fill(is_broken.unsqueeze(1), float("nan"))
+
+
+@dataclass
+class Told:
+    """All that was told of a crowd."""
+
+    choices: dict[tuple[RequestId, int], list[ChoiceTokens]] = field(default_factory=dict)
+    failed: dict[RequestId, str] = field(default_factory=dict)
+    num_steps: int = 0
+    num_ahead: int = 0
+    num_preempted: int = 0
+
+    def take(self, output: StepOutput) -> None:
+        self.num_steps += 1
+        self.num_ahead += output.is_ahead
+        self.num_preempted += len(output.events.preempted)
+        for tokens in output.events.tokens:
+            for choice in tokens.choices:
+                self.choices.setdefault((tokens.request_id, choice.choice_index), []).append(choice)
+        for failure in output.events.failures:
+            self.failed[failure.request_id] = str(failure.error)
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return make_decoder(FIELDS, KernelOptions(implementation="triton"), torch.float32, device=DEVICE)
+
+
+def tell(model: Decoder, guests: list[Guest], *, num_blocks: int, is_ahead: bool, is_replayed: bool) -> Told:
+    """Runs a crowd to its end, in runs of up to 4 steps."""
+    config = model.config
+    layout = KvLayout(
+        model="tiny",
+        dtype="float32",
+        block_size=BLOCK_SIZE,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+    pool = BlockPool(num_blocks, BLOCK_SIZE)
+    scheduler = DecodeScheduler(pool, SchedulerConfig(limits=BOUNDS))
+    decoder = DeviceDecoder(
+        NanAt(model), DEVICE, recorder=recorder() if is_replayed else None, max_num_seqs=8, max_blocks=8, vocab_size=97
+    )
+    runner, told = DeviceRunner(decoder, KvCache(layout, num_blocks, DEVICE), DeviceSampler(DEVICE)), Told()
+    watched = WatchedScheduler(scheduler, scheduler.check_integrity, Pace)
+    stepper = Stepper(watched, runner, told.take)
+    run = 0
+    while scheduler.has_work() or run <= max(guest.comes for guest in guests):
+        for index, guest in enumerate(guests):
+            if guest.comes == run:
+                scheduler.reserve(_job(index, guest))
+            if guest.leaves == run:
+                scheduler.abort(RequestId(f"r{index}"))
+        answers = iter([is_ahead] * 3)
+        if scheduler.has_work():
+            stepper.step(lambda answers=answers: next(answers, False))
+            stepper.tell()
+        run += 1
+    assert pool.num_free == num_blocks
+    return told
+
+
+def _job(index: int, guest: Guest) -> DecodeJob:
+    return DecodeJob(
+        request_id=RequestId(f"r{index}"),
+        prompt_token_ids=[(index * 7 + 3 * place) % 97 for place in range(guest.prompt_length)],
+        params=guest.params,
+        hash_key=KEY,
+        local_prefill_threshold=ALWAYS,
+    )
+
+
+CROWDS = {
+    "of all kinds": [
+        Guest(prompt_length=13, params=PLAIN),
+        Guest(prompt_length=16, params=replace(PLAIN, n=2, seed=3, temperature=0.8, top_p=0.9, logprobs=2)),
+        Guest(prompt_length=3, params=replace(PLAIN, seed=5, temperature=1.2, top_k=20, max_tokens=4), comes=1),
+        Guest(prompt_length=21, params=replace(PLAIN, repetition_penalty=1.3, max_tokens=2), comes=3),
+    ],
+    "that end": [
+        Guest(prompt_length=10, params=replace(PLAIN, max_tokens=10)),
+        Guest(
+            prompt_length=8,
+            params=SamplingParams(seed=1, temperature=1.0, logit_bias={EOS: 4.0}, min_tokens=2, max_tokens=10),
+        ),
+        Guest(
+            prompt_length=9,
+            params=replace(PLAIN, seed=2, temperature=1.0, stop_token_ids=tuple(range(60)), min_tokens=2),
+        ),
+        Guest(prompt_length=20, params=replace(PLAIN, max_tokens=20), leaves=2),
+    ],
+    "of which some fail": [
+        Guest(prompt_length=41, params=replace(PLAIN, n=2, seed=4, temperature=1.0)),
+        Guest(prompt_length=6, params=replace(PLAIN, logprobs=0)),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("crowd", "is_replayed"), [("of all kinds", True), ("that end", False), ("of which some fail", True)]
+)
+def test_a_crowd_is_told_the_same(model: Decoder, crowd: str, is_replayed: bool) -> None:
+    ahead = tell(model, CROWDS[crowd], num_blocks=40, is_ahead=True, is_replayed=is_replayed)
+    waiting = tell(model, CROWDS[crowd], num_blocks=40, is_ahead=False, is_replayed=is_replayed)
+    if crowd == "that end":
+        ended = {choice[0]: told[-1].finish_reason for choice, told in waiting.choices.items()}
+        assert [ended.get(RequestId(f"r{index}")) for index in range(4)] == [LENGTH, STOP, STOP, None]
+        # Who leaves has been told more by then.
+        told, less = ahead.choices.pop((RequestId("r3"), 0)), waiting.choices.pop((RequestId("r3"), 0))
+        assert told[: len(less)] == less
+    assert ahead.choices == waiting.choices
+    assert ahead.failed == waiting.failed
+    assert list(ahead.failed) == ([RequestId("r0")] if crowd == "of which some fail" else [])
+    assert waiting.num_ahead == 0
+    assert ahead.num_ahead > ahead.num_steps / 4
+
+
+def test_blocks_that_run_out_change_nothing(model: Decoder) -> None:
+    guests = [
+        Guest(prompt_length=12, params=PLAIN),
+        Guest(prompt_length=12, params=replace(PLAIN, seed=1, temperature=1.0)),
+    ]
+    scarce = tell(model, guests, num_blocks=3, is_ahead=True, is_replayed=True)
+    plenty = tell(model, guests, num_blocks=40, is_ahead=False, is_replayed=True)
+    assert scarce.choices == plenty.choices
+    assert scarce.num_preempted == 1
+    assert scarce.num_ahead > 3

@@ -1,0 +1,237 @@
+"""In which order steps are launched, collected and told; what calls find; and that times are told as they were."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from torch import Tensor
+
+from decode_svc.request import DecodeJob, SchedulerConfig
+from decode_svc.scheduler import DecodeScheduler
+from kernels.decoder import LayerListener
+from pdserve.base.ids import RequestId
+from pdserve.base.sampling import SamplingParams
+from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.runner import Results, Runner, TellLayers
+from pdserve.engine.sampler import Sampler
+from pdserve.engine.sequence import SampleResult
+from pdserve.engine.step import StepOutput, StepPlan
+from pdserve.engine.stepper import Stepper
+from pdserve.model.batch import Batch
+from tests.unit.engine.fakes import BLOCK_SIZE, CPU, KEY, FakeDecoder, expected, layout, limits
+from tests.unit.engine.late import LateRunner
+from tests.unit.engine.test_loop import WAIT_S, rig
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+A, B = RequestId("a"), RequestId("b")
+
+
+def job(request_id: RequestId, prompt: list[int], params: SamplingParams = PARAMS) -> DecodeJob:
+    return DecodeJob(
+        request_id=request_id, prompt_token_ids=prompt, params=params, hash_key=KEY, local_prefill_threshold=99
+    )
+
+
+class Clock:
+    """Seconds that pass only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Diary(LateRunner):
+    """Writes down what happens, and how long it takes: to launch a step 1 s, to wait for its end 10 s."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(FakeDecoder(), KvCache(layout(), 16, CPU), Sampler())
+        self.lines: list[str] = []
+        self._clock = clock
+        self._num_launched = 0
+
+    def launch(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Results:
+        self._num_launched += 1
+        self._clock.now += 1
+        self.lines.append(f"launch {self._num_launched}")
+        return partial(self._note_end, self._num_launched, super().launch(plan, batch, tell))
+
+    def _note_end(self, number: int, results: Results) -> list[SampleResult]:
+        self._clock.now += 10
+        self.lines.append(f"collect {number}")
+        return results()
+
+
+def stepper(*jobs: DecodeJob, clock: Clock) -> tuple[Stepper, Diary, list[StepOutput]]:
+    scheduler = DecodeScheduler(BlockPool(16, BLOCK_SIZE), SchedulerConfig(limits=limits()))
+    for each in jobs:
+        scheduler.reserve(each)
+    diary, told = Diary(clock), list[StepOutput]()
+
+    def publish(output: StepOutput) -> None:
+        told.append(output)
+        diary.lines.append(f"tell {len(told)}")
+
+    return Stepper(scheduler, diary, publish), diary, told
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("pdserve.engine.stepper.perf_counter", made)
+    return made
+
+
+def test_a_step_is_launched_before_the_one_before_is_collected_and_told_when_there_is_time(clock: Clock) -> None:
+    steps, diary, _ = stepper(job(A, [1, 2, 3]), clock=clock)
+    steps.step(lambda: True)  # the prompt
+    steps.step(lambda: True)
+    steps.tell()
+    assert diary.lines == [
+        *("launch 1", "collect 1"),
+        *("launch 2", "launch 3", "tell 1", "collect 2"),
+        *("launch 4", "tell 2", "collect 3"),
+        *("launch 5", "tell 3", "collect 4"),
+        *("tell 4", "collect 5", "tell 5"),
+    ]
+
+
+def test_nothing_is_launched_ahead_of_what_is_to_happen_first(clock: Clock) -> None:
+    steps, diary, _ = stepper(job(A, [1, 2, 3]), clock=clock)
+    for _ in range(2):
+        steps.step(lambda: False)
+    assert diary.lines == ["launch 1", "collect 1", "launch 2", "tell 1", "collect 2"]
+    answers = [False, True]
+    steps.step(answers.pop)
+    assert diary.lines[5:] == ["launch 3", "launch 4", "tell 2", "collect 3", "tell 3", "collect 4"]
+
+
+def test_a_step_takes_from_result_to_result(clock: Clock) -> None:
+    steps, _, told = stepper(job(A, [1, 2, 3]), clock=clock)
+    steps.step(lambda: True)
+    clock.now += 1000  # in which nobody wanted anything
+    steps.step(lambda: True)
+    steps.tell()
+    # The prompt; a step with the launch of the next, which hides no step before it; two that hide; the last.
+    paces = [output.pace.decode_step_s for output in told]
+    assert paces[1:] == pytest.approx([12.0, 12.0 - 0.2 * 1, 11.8 - 0.2 * 0.8, 11.64 - 0.2 * 1.64])
+    assert told[0].pace.prefill_token_s == pytest.approx(11 / 3)
+    assert [output.is_ahead for output in told] == [False, False, True, True, True]
+    assert {(output.durations.forward_s, output.durations.sample_s) for output in told} == {(1.0, 10.0)}
+
+
+class Eager(Runner):
+    """As on a CPU."""
+
+    def launch(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Results:
+        assert not plan.is_ahead
+        return super().launch(plan, batch, tell)
+
+
+def test_where_launching_is_computing_nothing_is_planned_ahead() -> None:
+    scheduler = DecodeScheduler(BlockPool(16, BLOCK_SIZE), SchedulerConfig(limits=limits()))
+    scheduler.reserve(job(A, [1, 2, 3]))
+    told: list[StepOutput] = []
+    steps = Stepper(scheduler, Eager(FakeDecoder(), KvCache(layout(), 16, CPU), Sampler()), told.append)
+    while scheduler.has_work():
+        steps.step(lambda: True)
+    steps.tell()
+    assert len(told) == PARAMS.max_tokens
+
+
+class Gated(LateRunner):
+    """Holds the step thread when it waits for the end of a step behind which another is in flight."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeDecoder(), KvCache(layout(), 16, CPU), Sampler())
+        self.entered, self.gate = threading.Event(), threading.Event()
+
+    def launch(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Results:
+        return partial(self._hold, super().launch(plan, batch, tell))
+
+    def _hold(self, results: Results) -> list[SampleResult]:
+        if len(self.in_flight) == 2:
+            self.entered.set()
+            assert self.gate.wait(WAIT_S)
+        return results()
+
+
+def test_a_call_finds_nothing_in_flight_and_everything_told() -> None:
+    runner = Gated()
+    with rig(runner=runner) as it:
+        it.submit([1, 2, 3])
+        assert runner.entered.wait(WAIT_S)
+        call = it.loop.call(lambda: (len(runner.in_flight), it.outputs.qsize()))
+        runner.gate.set()
+        # The prompt, and the two steps that were in flight.
+        assert call.result(WAIT_S) == (0, 3)
+        assert it.tokens() == expected([1, 2, 3], PARAMS, 0, limits())
+
+
+def test_what_is_aborted_while_two_steps_are_in_flight_leaves_nothing() -> None:
+    runner = Gated()
+    with rig(runner=runner) as it:
+        it.submit([1, 2, 3])
+        assert runner.entered.wait(WAIT_S)
+        call = it.loop.call(lambda: (it.scheduler.abort(RequestId("r")), it.scheduler.load().free_blocks))
+        runner.gate.set()
+        assert call.result(WAIT_S) == (True, 16)
+        assert it.loop.call(it.scheduler.has_work).result(WAIT_S) is False
+
+
+def test_who_arrives_while_two_steps_are_in_flight_gets_its_own_tokens() -> None:
+    runner, other = Gated(), [4, 5, 6, 7, 8]
+    with rig(runner=runner) as it:
+        it.submit([1, 2, 3])
+        assert runner.entered.wait(WAIT_S)
+        params = replace(PARAMS, max_tokens=9)
+        it.loop.call(lambda: it.scheduler.reserve(job(B, other, params)))
+        runner.gate.set()
+        told: dict[RequestId, list[int]] = {}
+        finished: set[RequestId] = set()
+        while len(finished) < 2:
+            events = it.outputs.get(timeout=WAIT_S).events
+            for tokens in events.tokens:
+                told.setdefault(tokens.request_id, []).extend(tokens.choices[0].token_ids)
+            finished.update(events.finished)
+    assert told["r"] == expected([1, 2, 3], PARAMS, 0, limits())
+    assert told[B] == expected(other, params, 0, limits())
+
+
+def test_stopping_waits_for_what_is_in_flight() -> None:
+    runner = Gated()
+    with rig(runner=runner) as it:
+        it.submit([1, 2, 3])
+        assert runner.entered.wait(WAIT_S)
+        stopper = threading.Thread(target=it.loop.stop)
+        stopper.start()
+        runner.gate.set()
+        stopper.join(WAIT_S)
+        assert not stopper.is_alive()
+        assert runner.in_flight == []
+        assert it.fatal.empty()
+
+
+class BreaksLater(FakeDecoder):
+    def __init__(self) -> None:
+        self._count = 0
+
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
+        self._count += 1
+        if self._count == 3:
+            raise RuntimeError("the accelerator fell off the bus")
+        return super().forward(batch, kv_cache)
+
+
+def test_an_error_in_a_step_that_was_launched_ahead_ends_the_loop_loudly() -> None:
+    runner = LateRunner(BreaksLater(), KvCache(layout(), 16, CPU), Sampler())
+    with rig(runner=runner) as it:
+        it.submit([1, 2, 3])
+        assert "fell off the bus" in str(it.fatal.get(timeout=WAIT_S))
+        # What the step before it told is told, as far as there was time for it.
+        assert [bool(it.outputs.get(timeout=WAIT_S).events.tokens) for _ in range(2)] == [True, True]
