@@ -40,7 +40,7 @@ arrivals = st.builds(
     prompt=st.builds(
         lambda start, length: [(start + index) % VOCAB for index in range(length)],
         st.integers(8, 10),
-        st.integers(1, 14),
+        st.integers(3, 14),
     ),
     params=st.builds(
         SamplingParams,
@@ -49,9 +49,10 @@ arrivals = st.builds(
         n=st.sampled_from([1, 1, 2, 3]),
         max_tokens=st.integers(1, 30),
         min_tokens=st.sampled_from([0, 0, 9]),
-        ignore_eos=st.booleans(),
+        ignore_eos=st.sampled_from([False, False, True]),
+        stop_token_ids=st.sampled_from([(), (4, 13, 22)]),
         logprobs=st.sampled_from([None, 2]),
-        logit_bias=st.sampled_from([{}, {5: 3.0}, {EOS: 6.0}]),
+        logit_bias=st.sampled_from([{}, {}, {5: 3.0}]),
         repetition_penalty=st.sampled_from([*[1.0] * 9, 1.2]),
     ),
     after=st.integers(0, 3),
@@ -86,10 +87,10 @@ def _survives(prompt: list[int], tokens: list[int]) -> int:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    crowd=st.lists(arrivals, min_size=1, max_size=5),
-    num_blocks=st.sampled_from([11, 16, 60]),
+    crowd=st.lists(arrivals, min_size=2, max_size=7),
+    num_blocks=st.sampled_from([9, 12, 60]),
     max_num_seqs=st.sampled_from([2, 8]),
-    most=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    most=st.lists(st.integers(2, 12), min_size=1, max_size=5),
     is_fragile=st.booleans(),
 )
 def test_crowds_get_what_each_gets_alone(
@@ -165,5 +166,5 @@ def _check(worker: LateWorker, request_id: RequestId, arrival: Arrival, *, has_f
 
 
 def _reason(tokens: list[int], params: SamplingParams) -> FinishReason:
-    is_stop = tokens[-1] == EOS and not params.ignore_eos
+    is_stop = tokens[-1] in params.stop_token_ids or (tokens[-1] == EOS and not params.ignore_eos)
     return FinishReason.STOP if is_stop else FinishReason.LENGTH
