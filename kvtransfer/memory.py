@@ -14,6 +14,9 @@ from kvtransfer.transport import Buffer
 from pdserve.base.ids import BlockId
 from pdserve.base.moment import Moment
 
+#: Enough to keep a fast wire busy, little enough that another transfer gets its turn soon. Within a GPU all is faster.
+HOST_WINDOW_BYTES, DEVICE_WINDOW_BYTES = 32 << 20, 256 << 20
+
 #: Blocks that travel together, in order.
 Bundle = Sequence[BlockId]
 
@@ -46,6 +49,10 @@ class BlockMemory(Protocol):
     @property
     def digest(self) -> str:
         """Which one messages have. Where it is not `HOST_DIGEST`, `load` and `store` give it."""
+
+    @property
+    def window_bytes(self) -> int:
+        """As much of a transfer may be on the wire at a time."""
 
     async def lend(self, bundles: Sequence[Bundle]) -> list[Buffer]:
         """Memory for these bundles, uint8 [blocks * block_bytes] each; every one is to be given back.
@@ -84,6 +91,7 @@ class InPlace:
     bundle_blocks = 1
     copies = False
     digest = HOST_DIGEST
+    window_bytes = HOST_WINDOW_BYTES
 
     def __init__(self, blocks: HostBlocks, num_layers: int) -> None:
         self._blocks = blocks

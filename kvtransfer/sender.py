@@ -34,10 +34,8 @@ from pdserve.base.moment import Moment
 
 T = TypeVar("T")
 
-#: Enough to keep a fast wire busy, little enough that another transfer gets its turn soon.
-MAX_OUTSTANDING_BYTES = 32 << 20
-#: As many are copied in one go where blocks have to be copied before they are sent.
-_LOAD_BYTES = 8 << 20
+#: Of what may be on the wire, as much is copied in one go where blocks have to be copied before they are sent.
+_LOADED_AT_ONCE = 1 / 4
 #: The event loop, and with it the wire, gets a turn after this many bytes were digested.
 _TURN_BYTES = 4 << 20
 
@@ -64,12 +62,12 @@ class Sender:
         transport: Transport,
         memory: BlockMemory,
         layout: KvLayout,
-        max_outstanding_bytes: int = MAX_OUTSTANDING_BYTES,
+        max_outstanding_bytes: int | None = None,
     ) -> None:
         self._transport = transport
         self._memory = memory
         self._layout = layout
-        self._max_outstanding_bytes = max_outstanding_bytes
+        self._max_outstanding_bytes = max_outstanding_bytes or memory.window_bytes
         self._peers = PeerTable(transport)
 
     @asynccontextmanager
@@ -184,8 +182,7 @@ class OutgoingTransfer:
         # No more at a time than may be on the wire: what has been lent to others comes back only when it was sent.
         at_once = min(self._max_outstanding, max(1, self._memory.most // self._ticket.bundle_blocks))
         if self._memory.copies:  # The first leave while the next are copied.
-            message_bytes = self._groups.most_bytes * self._ticket.bundle_blocks
-            at_once = min(at_once, max(1, _LOAD_BYTES // message_bytes))
+            at_once = min(at_once, max(1, int(_LOADED_AT_ONCE * self._max_outstanding)))
         for first in range(0, len(bundles), at_once):
             some = bundles[first : first + at_once]
             lent = await self._memory.lend(some)

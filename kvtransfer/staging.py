@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvtransfer.memory import Bundle, Part
+from kvtransfer.digest import HOST_DIGEST
+from kvtransfer.memory import DEVICE_WINDOW_BYTES, HOST_WINDOW_BYTES, Bundle, Part
 from kvtransfer.transport import Buffer
 from pdserve.base.errors import NoFreeBlocks
 
@@ -62,6 +63,7 @@ class Staged:
         self.bundle_blocks = bundle_blocks or best_bundle(block_bytes)
         assert self.bundle_blocks <= self.most
         self.digest = copies.digest
+        self.window_bytes = HOST_WINDOW_BYTES if copies.digest == HOST_DIGEST else DEVICE_WINDOW_BYTES
         #: Free runs of slots, first and number, ascending; neighbours are one run.
         self._free = [(0, self.most)]
         #: What is lent, by identity, with its first slot.

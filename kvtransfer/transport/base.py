@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from pdserve.base.errors import PdserveError
 
-#: What travels: a contiguous, one-dimensional array of bytes. Receives need it writable.
+#: What travels: a contiguous, one-dimensional array of bytes. Receives need it writable. UCX also takes what lies in a
+#: GPU's memory and says so by `__cuda_array_interface__`.
 Buffer = npt.NDArray[np.uint8]
 
 TAG_LIMIT = 1 << 64
@@ -31,7 +32,9 @@ class Operation:
     def __init__(self, tag: int, buffer: Buffer) -> None:
         if not 0 <= tag < TAG_LIMIT:
             raise ValueError(f"tag {tag} does not fit 64 bits")
-        if buffer.ndim != 1 or buffer.dtype != np.uint8 or not buffer.flags.c_contiguous:
+        # What is in a GPU's memory is contiguous whenever it is a buffer.
+        in_host_memory = not hasattr(buffer, "__cuda_array_interface__")
+        if buffer.ndim != 1 or buffer.dtype != np.uint8 or (in_host_memory and not buffer.flags.c_contiguous):
             raise ValueError(f"a buffer is a contiguous vector of bytes, not {buffer.dtype} {buffer.shape}")
         self.tag = tag
         self.buffer = buffer

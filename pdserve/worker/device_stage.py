@@ -1,0 +1,143 @@
+"""Blocks that stay in a GPU's memory on their way: packed, with digests, into a stage there that UCX can reach."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from threading import Lock
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.triton import blocks as kernels
+from kvtransfer.digest import DEVICE_DIGEST
+from kvtransfer.memory import Bundle, Part
+from kvtransfer.staging import Staged
+from kvtransfer.transport import Buffer
+from pdserve.base.errors import SetupError
+from pdserve.base.tasks import to_its_end
+from pdserve.engine.kv_cache import KvCache
+
+#: Stretched keys of the latest transfers, each as large as a block.
+_KEPT_KEYS = 8
+
+#: Copies of several transfers are launched on several threads, one at a time: Triton's interpreter has one grid.
+_LAUNCHING = Lock()
+
+Packed = Callable[[Tensor, Tensor, Tensor, tuple[int, int]], Tensor]
+
+
+class DeviceBytes:
+    """A range of a GPU's memory, as transports see a `Buffer`: whatever looks at its bytes itself cannot have them."""
+
+    ndim = 1
+    dtype = np.dtype(np.uint8)
+
+    def __init__(self, memory: Tensor) -> None:
+        """`memory`: uint8 [n], contiguous; kept alive."""
+        self._memory = memory
+        self.nbytes = memory.nbytes
+        #: Version 3; what it says is there when it is handed out, so there is no stream to wait for.
+        self.__cuda_array_interface__ = {
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "data": (memory.data_ptr(), False),
+            "version": 3,
+        }
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def __getitem__(self, part: slice) -> DeviceBytes:
+        return DeviceBytes(self._memory[part])
+
+
+class DeviceCopies:
+    """Implements `kvtransfer.staging.BlockCopies` between a cache and a stage in the same GPU's memory."""
+
+    digest = DEVICE_DIGEST
+
+    def __init__(self, cache: KvCache, stage: Tensor) -> None:
+        """`stage`: uint8. Both on one device."""
+        self._cache = cache
+        self._stage = stage
+        self._device = cache.tensor.device
+        on_gpu = self._device.type == "cuda"
+        # Of its own: neither waits for steps that are being computed, nor holds them up more than its bytes do.
+        self._stream = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._keys: OrderedDict[bytes, Tensor] = OrderedDict()
+
+    async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+        return await to_its_end(asyncio.to_thread(self._move, self._pack, bundles, slots, part))
+
+    async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+        return await to_its_end(asyncio.to_thread(self._move, self._unpack, bundles, slots, part))
+
+    def _move(self, move: Packed, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+        layers = (part.layers.start, part.layers.stop)
+        with _LAUNCHING, nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if part.after is not None:
+                part.after.wait()
+            keys = self._keys_of(part.digest.device_key)
+            digests = []
+            for bundle, slot in zip(bundles, slots, strict=True):
+                ids = torch.tensor(bundle).to(self._device, non_blocking=True)
+                digests.append(move(self._message(slot, len(bundle), part.layers), ids, keys, layers))
+            # The one wait: when digests are here, bytes are in their place.
+            together = torch.cat(digests).cpu().numpy()
+        given, first = [], 0
+        for bundle in bundles:
+            given.append(part.digest.of_blocks(together[first : first + len(bundle)].tobytes()))
+            first += len(bundle)
+        return given
+
+    def _pack(self, message: Tensor, ids: Tensor, keys: Tensor, layers: tuple[int, int]) -> Tensor:
+        heads = (0, self._cache.layout.num_kv_heads)
+        return kernels.pack(self._cache.tensor, ids, message, keys, layers=layers, heads=heads)
+
+    def _unpack(self, message: Tensor, ids: Tensor, keys: Tensor, layers: tuple[int, int]) -> Tensor:
+        heads = (0, self._cache.layout.num_kv_heads)
+        return kernels.unpack(message, self._cache.tensor, ids, keys, layers=layers, heads=heads)
+
+    def _message(self, slot: int, num_blocks: int, layers: slice) -> Tensor:
+        """Of a bundle in slots from `slot` on, uint8 [num_blocks, bytes of the layers]."""
+        layout = self._cache.layout
+        layer_bytes = layout.block_bytes // layout.num_layers
+        first = slot * layout.block_bytes + num_blocks * layers.start * layer_bytes
+        size = num_blocks * (layers.stop - layers.start) * layer_bytes
+        return self._stage[first : first + size].view(num_blocks, -1)
+
+    def _keys_of(self, key: bytes) -> Tensor:
+        keys = self._keys.get(key)
+        if keys is None:
+            keys = kernels.digest_keys(key, self._cache.layout.block_bytes, self._device)
+            self._keys[key] = keys
+            if len(self._keys) > _KEPT_KEYS:
+                self._keys.popitem(last=False)
+        self._keys.move_to_end(key)
+        return keys
+
+
+def staged_on_device(kv_cache: KvCache, stage: Tensor, bundle_blocks: int | None = None) -> Staged:
+    """Blocks stop over in `stage`, uint8 on the cache's device. Belongs to the calling thread's event loop."""
+    buffer: Buffer = stage.numpy() if stage.device.type == "cpu" else cast(Buffer, DeviceBytes(stage))
+    if stage.device.type == "cuda":
+        # UCX looks for the context of the thread that drives it.
+        torch.cuda.set_device(stage.device)
+        torch.cuda.synchronize(stage.device)
+    return Staged(DeviceCopies(kv_cache, stage), buffer, kv_cache.layout.block_bytes, bundle_blocks)
+
+
+def device_stage(kv_cache: KvCache, size: int) -> Tensor:
+    """uint8 [size] beside the cache. Raises `SetupError`."""
+    try:
+        return torch.zeros(size, dtype=torch.uint8, device=kv_cache.tensor.device)
+    except torch.OutOfMemoryError as error:
+        raise SetupError(
+            f"--staging-memory {size} does not fit into GPU memory beside weights and KV: lower it, or use "
+            "--handover-memory host."
+        ) from error
