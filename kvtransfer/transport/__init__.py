@@ -11,8 +11,10 @@ __all__ = ["TRANSPORTS", "Buffer", "Operation", "Peer", "Transport", "open_trans
 TRANSPORTS = ("ucx", "nccl", "inproc")
 
 
-def open_transport(name: str, *, host: str = "127.0.0.1") -> Transport:
+def open_transport(name: str, *, host: str = "127.0.0.1", device_memory: bool = False) -> Transport:
     """The transport of that name; `host` is where peers reach this process, for those that open a port.
+
+    With `device_memory` buffers are in a GPU's memory: UCX only.
 
     Raises: SetupError when it is unknown or its library is not installed.
     """
@@ -23,7 +25,7 @@ def open_transport(name: str, *, host: str = "127.0.0.1") -> Transport:
             set_default_variable("UCX_MEMTYPE_CACHE", "n")
             from kvtransfer.transport.ucx import UcxTransport
 
-            return UcxTransport()
+            return UcxTransport(device_memory=device_memory)
         if name == "nccl":
             from kvtransfer.transport.nccl import NcclTransport
 

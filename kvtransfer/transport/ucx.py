@@ -44,6 +44,13 @@ _DEFAULTS = {
     "CMA_MEMORY_INVALIDATE": "y",
     "KEEPALIVE_INTERVAL": "1s",
 }
+#: Besides, for buffers in a GPU's memory. UCX knows it only where its CUDA module could be loaded.
+_CUDA_DEFAULTS = {
+    # A receiver reads from the sender's memory, as with CMA. By itself UCX does so only where it finds NVLink, which
+    # two processes on one GPU do not need.
+    "CUDA_IPC_ENABLE_GET_ZCOPY": "on",
+}
+_CUDA_ADVICE = " This UCX has no CUDA here: use --handover-memory host."
 
 
 @dataclass(eq=False, slots=True)
@@ -91,8 +98,10 @@ class UcxTransport:
 
     name = "ucx"
 
-    def __init__(self, *, drain_timeout_s: float = 5.0) -> None:
+    def __init__(self, *, drain_timeout_s: float = 5.0, device_memory: bool = False) -> None:
+        """`device_memory`: buffers are in the memory of this process's GPU."""
         self._drain_timeout_s = drain_timeout_s
+        self._defaults = _DEFAULTS | _CUDA_DEFAULTS if device_memory else _DEFAULTS
         self._live: _Incarnation | None = None
         self._mailbox: Mailbox[ucx.TagProbeResult] = Mailbox(self._drain)
         self._turn: asyncio.Handle | None = None
@@ -177,13 +186,14 @@ class UcxTransport:
     def _up(self) -> _Incarnation:
         if self._live is not None:
             return self._live
-        options = {name: value for name, value in _DEFAULTS.items() if variable(f"UCX_{name}") is None}
+        options = {name: value for name, value in self._defaults.items() if variable(f"UCX_{name}") is None}
         try:
             context = ucx.UCXContext(options)
             worker = ucx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
             worker.init_blocking_progress_mode()
         except UCXError as error:
-            raise SetupError(f"UCX does not start with options {options}: {error}") from error
+            advice = "" if self._defaults is _DEFAULTS else _CUDA_ADVICE
+            raise SetupError(f"UCX does not start with options {options}: {error}.{advice}") from error
         self._live = _Incarnation(context, worker, pack_address(worker.address.tobytes()))
         asyncio.get_running_loop().add_reader(worker.epoll_file_descriptor, self._progress)
         self._kick()

@@ -11,6 +11,7 @@ from pdserve.base.logs import LEVELS
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FP8_KV = "fp8_e4m3"
 KV_CACHE_DTYPES = ("auto", FP8_KV)
+HANDOVER_MEMORIES = ("host", "device")
 TRANSPORTS = ("ucx", "nccl")
 KERNELS = ("auto", "cpu", "triton", "reference")
 QUANTIZATIONS = ("int8",)
@@ -73,6 +74,11 @@ class WorkerConfig:
     max_num_batched_tokens: int = option(512, help="prompt tokens computed in one step at most", minimum=1)
     staging_memory: int = option(
         1 << 30, help="on a GPU: host memory in which blocks stop over on their way, such as 1GiB", parse=parse_bytes
+    )
+    handover_memory: str = option(
+        "host",
+        help="on a GPU: where blocks stop over on their way, host memory or the GPU's",
+        choices=HANDOVER_MEMORIES,
     )
     transport: str = option("ucx", help="how KV blocks travel", choices=TRANSPORTS)
     drain_timeout_s: float = option(45.0, help="seconds that running requests get to finish on SIGTERM", minimum=0)

@@ -104,6 +104,7 @@ def _worker_spec(plan: ClusterPlan, tier: str, index: int, share: CoreShare, gpu
         "borrow-cpus": _cpu_list(share.borrow_cpus),
         "core-leases": plan.core_leases if share.borrow_cpus else None,
         "staging-memory": config.staging_memory,
+        "handover-memory": config.handover_memory,
         "transport": config.transport,
     }
     return _service(plan, name, f"{tier}_svc", flags, threads=share.threads, stage=WORKER_STAGE)

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from decode_svc.config import DecodeConfig
 from pdserve.base.config import default_of, option, parse_bytes
 from pdserve.base.logs import LEVELS
-from pdserve.base.worker_config import DTYPES, KERNELS, KV_CACHE_DTYPES, QUANTIZATIONS, TRANSPORTS, WorkerConfig
+from pdserve.base.worker_config import (
+    DTYPES,
+    HANDOVER_MEMORIES,
+    KERNELS,
+    KV_CACHE_DTYPES,
+    QUANTIZATIONS,
+    TRANSPORTS,
+    WorkerConfig,
+)
 from prefill_svc.config import PrefillConfig
 from router_svc.config import LOCAL_PREFILL, RouterConfig
 
@@ -110,6 +118,11 @@ class UpConfig:
         default_of(WorkerConfig, "staging_memory"),
         help="on GPUs: host memory of each worker in which blocks stop over on their way, such as 1GiB",
         parse=parse_bytes,
+    )
+    handover_memory: str = option(
+        default_of(WorkerConfig, "handover_memory"),
+        help="on GPUs: where blocks stop over on their way, host memory or the GPU's",
+        choices=HANDOVER_MEMORIES,
     )
     redis_url: str | None = option(None, help="Redis to use; a private one is started when absent", metavar="URL")
     cache_dir: str | None = option(

@@ -70,6 +70,14 @@ def block_memory(kv_cache: KvCache, staging_bytes: int) -> BlockMemory:
     return staged(kv_cache, pinned_stage(kv_cache.layout, staging_bytes))
 
 
+def device_block_memory(kv_cache: KvCache, staging_bytes: int) -> BlockMemory:
+    """The stage is in the memory of the GPU that computes. Raises `SetupError` as `block_memory`."""
+    # Only where it is used: Triton takes a second to import.
+    from pdserve.worker.device_stage import device_stage, staged_on_device
+
+    return staged_on_device(kv_cache, device_stage(kv_cache, stage_bytes(kv_cache.layout, staging_bytes)))
+
+
 def staged(kv_cache: KvCache, memory: Tensor, bundle_blocks: int | None = None) -> Staged:
     """Blocks stop over in `memory`, uint8 of the host."""
     layout = kv_cache.layout

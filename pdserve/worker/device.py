@@ -11,6 +11,7 @@ import torch
 from pdserve.base.errors import SetupError
 from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import SamplingParams
+from pdserve.base.worker_config import WorkerConfig
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.runner import TokenSampler
 from pdserve.engine.sequence import SampleRow
@@ -64,6 +65,20 @@ class CudaMemory:
     def reset_peak(self) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
+
+
+def require_handover_memory(config: WorkerConfig) -> None:
+    """Raises `SetupError` where blocks cannot stay in a GPU's memory on their way."""
+    if config.handover_memory == "host":
+        return
+    others = {
+        "--device cuda": config.device.startswith("cuda"),
+        "--transport ucx": config.transport == "ucx",
+        "--tensor-parallel-size 1": config.tensor_parallel_size == 1,
+    }
+    missing = [name for name, is_so in others.items() if not is_so]
+    if missing:
+        raise SetupError(f"--handover-memory device needs {', '.join(missing)}; leave it out for host memory.")
 
 
 def open_device(name: str, num_ranks: int = 1) -> torch.device:

@@ -36,11 +36,12 @@ def plan_device_kv(
     kv_cache_memory: int | None,
     wanted_model_len: int | None,
     model_limit: int,
+    staging: int = 0,
 ) -> KvBudget:
     """Sizes the KV cache on a GPU of which this worker may take the share `utilization`, 0 to 1.
 
-    `kv_cache_memory`: what the user wants; None: all that is left. Raises `SetupError` with the numbers, which say
-    what would fit.
+    `kv_cache_memory`: what the user wants; None: all that is left. `staging`: bytes of the stage, if it is there, too.
+    Raises `SetupError` with the numbers, which say what would fit.
     """
     share = int(use.total * utilization)
     if share > use.free:
@@ -49,18 +50,19 @@ def plan_device_kv(
             f"but only {show_bytes(use.free)} were free: other processes have the rest. Stop them, or give this worker "
             f"at most {int(100 * use.free / use.total) / 100:g}."
         )
-    left = share - use.weights - use.activations - int(share * _MARGIN)
+    left = share - use.weights - use.activations - int(share * _MARGIN) - staging
+    taken = f"{use}, staging memory {show_bytes(staging)}" if staging else str(use)
     if left < layout.block_bytes:
         raise SetupError(
             f"The model does not fit into {show_bytes(share)} of GPU memory (--gpu-memory-utilization {utilization:g} "
-            f"of {show_bytes(use.total)}): {use}, one KV block {show_bytes(layout.block_bytes)}. Raise the share, "
+            f"of {show_bytes(use.total)}): {taken}, one KV block {show_bytes(layout.block_bytes)}. Raise the share, "
             "lower --max-num-batched-tokens, or use a larger GPU."
         )
     if kv_cache_memory is not None and kv_cache_memory > left:
         tokens = left // layout.block_bytes * layout.block_size
         raise SetupError(
             f"--kv-cache-memory {show_bytes(kv_cache_memory)} does not fit into {show_bytes(share)} of GPU memory "
-            f"beside {use}: {show_bytes(left)} are left, which is {tokens} tokens."
+            f"beside {taken}: {show_bytes(left)} are left, which is {tokens} tokens."
         )
     wanted = left if kv_cache_memory is None else kv_cache_memory
     return kv_budget(layout, wanted, wanted_model_len=wanted_model_len, model_limit=model_limit)

@@ -23,7 +23,7 @@ from pdserve.engine.sequence import SequenceLimits
 from pdserve.model.batch import Batch
 from pdserve.model.decoder import Decoder
 from pdserve.worker.cores import open_core_leases, require_cpus
-from pdserve.worker.device import open_device
+from pdserve.worker.device import open_device, require_handover_memory
 from pdserve.worker.part import ModelPart, load_part, open_sampler
 from pdserve.worker.ranks.team import Team
 
@@ -62,6 +62,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
 
     With several ranks it starts the other processes, too; who calls it closes what it returns.
     """
+    require_handover_memory(config)
     device = open_device(config.device, config.tensor_parallel_size)
     require_cpus(config)
     if config.tensor_parallel_size > 1:

@@ -170,6 +170,7 @@ def _load_on_gpu(
         kv_cache_memory=None if config.kv_cache_memory is None else config.kv_cache_memory // ranks.size,
         wanted_model_len=config.max_model_len,
         model_limit=model.max_position_embeddings,
+        staging=config.staging_memory if config.handover_memory == "device" else 0,
     )
     log.info("gpu_memory", device=str(device), total=use.total, weights=use.weights, activations=use.activations)
     budget = agree(budget)

@@ -95,7 +95,8 @@ def _model_name(config: WorkerConfig) -> str:
 
 @asynccontextmanager
 async def _opened_transport(config: WorkerConfig) -> AsyncIterator[Transport]:
-    transport = open_transport(config.transport, host=config.host)
+    on_device = config.handover_memory == "device"
+    transport = open_transport(config.transport, host=config.host, device_memory=on_device)
     try:
         # Brought up now: a machine on which it cannot be is told at start, not at the first request.
         await transport.listen()

@@ -21,7 +21,7 @@ from pdserve.base.tasks import ServiceGroup
 from pdserve.base.worker_config import WorkerConfig
 from pdserve.engine.loop import LoopConfig, StepLoop
 from pdserve.engine.step import LayersWritten, Load, Scheduler, StepOutput
-from pdserve.worker.blocks import block_memory
+from pdserve.worker.blocks import block_memory, device_block_memory
 from pdserve.worker.cores import num_cores
 from pdserve.worker.drain import ActiveCalls
 from pdserve.worker.loading import LoadedModel, warm_up
@@ -90,10 +90,12 @@ class Worker:
     def __post_init__(self) -> None:
         self.steps = StepMetrics(self.metrics)
         model, staging_bytes = self.model, self.config.staging_memory
-        if model.team is None:
-            self.blocks = block_memory(model.kv_cache, staging_bytes)
-        else:
+        if model.team is not None:
             self.blocks = model.team.block_memory(model.layout, model.kv_cache, staging_bytes)
+        elif self.config.handover_memory == "device":
+            self.blocks = device_block_memory(model.kv_cache, staging_bytes)
+        else:
+            self.blocks = block_memory(model.kv_cache, staging_bytes)
 
     def hash_key(self, salt: bytes) -> bytes:
         """The key of block hashes for prompts of one tenant."""

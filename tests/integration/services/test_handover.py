@@ -26,6 +26,7 @@ from pdserve.engine.kv_cache import KvCache
 from pdserve.v1 import decode_pb2
 from pdserve.worker import blocks as worker_blocks
 from tests.integration.services.house import ALWAYS_LOCAL, Request, running_house
+from tests.support.devices import needs_triton
 from tests.unit.model.tiny import save_model
 
 PROMPT = [(7 * place) % 90 + 3 for place in range(45)]
@@ -76,15 +77,22 @@ async def test_handed_over_tokens_are_those_of_local_prefill(
         await house.all_free()
 
 
-@pytest.fixture
-def staged(monkeypatch: pytest.MonkeyPatch) -> list[Staged]:
-    """Workers whose blocks stop over in stages of ten slots, as those of a GPU; the decode worker's first."""
+@pytest.fixture(params=["host", pytest.param("device", marks=needs_triton)])
+def staged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Staged]:
+    """Workers whose blocks stop over in stages of ten slots, as those of a GPU; the decode worker's first.
+
+    In memory of the host, or of the device, which here is the host's and packs in Triton's interpreter.
+    """
     stages: list[Staged] = []
 
     def block_memory(kv_cache: KvCache, staging_bytes: int) -> Staged:
-        stages.append(
-            worker_blocks.staged(kv_cache, torch.zeros(10 * kv_cache.layout.block_bytes, dtype=torch.uint8), 4)
-        )
+        memory = torch.zeros(10 * kv_cache.layout.block_bytes, dtype=torch.uint8)
+        if request.param == "host":
+            stages.append(worker_blocks.staged(kv_cache, memory, bundle_blocks=4))
+        else:
+            from pdserve.worker.device_stage import staged_on_device
+
+            stages.append(staged_on_device(kv_cache, memory, bundle_blocks=4))
         return stages[-1]
 
     monkeypatch.setattr("pdserve.worker.worker.block_memory", block_memory)

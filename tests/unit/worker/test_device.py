@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from kvtransfer.transport import open_transport
 from pdserve.base.errors import SetupError
 from pdserve.base.layout import KvLayout
+from pdserve.base.worker_config import WorkerConfig
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import SampleResult, SampleRow
 from pdserve.model.batch import Batch
 from pdserve.model.loader import load_decoder
-from pdserve.worker.device import LargestSteps, measure_use, open_device
+from pdserve.worker.device import LargestSteps, measure_use, open_device, require_handover_memory
 from tests.unit.model.tiny import save_model
 
 HAS_GPU = torch.cuda.is_available()
@@ -104,3 +108,31 @@ def test_the_largest_steps_are_run_and_their_peak_taken(
     assert sampler.num_rows == [4, 5]
     logits = 5 * config.vocab_size * 4
     assert (use.total, use.free, use.weights, use.activations) == (100_000, 90_000, 700, 10 * measured + logits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({"device": "cpu"}, "--device cuda;"),
+        ({"device": "cuda", "transport": "nccl"}, "--transport ucx;"),
+        ({"device": "cuda:1", "tensor_parallel_size": 2}, "--tensor-parallel-size 1;"),
+        ({"device": "cpu", "transport": "nccl"}, "--device cuda, --transport ucx;"),
+    ],
+)
+def test_blocks_stay_on_a_gpu_only_where_all_that_takes_is_there(changes: dict[str, Any], missing: str) -> None:
+    config = WorkerConfig(model="m", redis_url="", handover_memory="device", **changes)
+    with pytest.raises(SetupError, match=f"--handover-memory device needs {missing} leave it out"):
+        require_handover_memory(config)
+    require_handover_memory(replace(config, handover_memory="host"))
+
+
+def test_blocks_may_stay_on_a_gpu() -> None:
+    require_handover_memory(WorkerConfig(model="m", redis_url="", handover_memory="device", device="cuda:1"))
+
+
+@pytest.mark.skipif(HAS_GPU, reason="UCX may have CUDA here")
+async def test_ucx_without_cuda_says_so_at_start() -> None:
+    transport = open_transport("ucx", device_memory=True)
+    with pytest.raises(SetupError, match=r"This UCX has no CUDA here: use --handover-memory host\."):
+        await transport.listen()
+    await transport.close()

@@ -63,3 +63,14 @@ def test_what_does_not_fit_is_refused_with_all_numbers(
         plan(use, share=share, memory=memory, length=length)
     for needle in needles:
         assert needle in str(refusal.value)
+
+
+def test_a_stage_in_gpu_memory_is_part_of_the_workers_share() -> None:
+    def plan_with(staging: int) -> KvBudget:
+        return plan_device_kv(
+            LAYOUT, USE, utilization=0.9, kv_cache_memory=None, wanted_model_len=None, model_limit=8192, staging=staging
+        )
+
+    assert plan_with(0).num_blocks - plan_with(GIB).num_blocks == GIB // LAYOUT.block_bytes
+    with pytest.raises(SetupError, match=r"activations of the largest step 2\.00 GiB, staging memory 60\.00 GiB"):
+        plan_with(60 * GIB)
