@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import partial
+import statistics
+from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 
-from benchmarks.gpu.rows import Finding, NotMeasured
+from benchmarks.gpu.handover import DEVICE, HOST, LAYER_GROUPS, Case, Times, measure
+from benchmarks.gpu.rows import Finding, Measured, NotMeasured
 from benchmarks.gpu.setting import Setting
 from kernels.bench.inputs import BLOCK_SIZE
 from kernels.bench.work import Work
+from pdserve.base.errors import PdserveError
+from pdserve.base.layout import KvLayout
 
 _KEY = bytes(range(16))
 
@@ -33,6 +38,63 @@ def packing(setting: Setting, *, unpacks: bool) -> Finding:
     return setting.measure(call, Work(num_bytes=2.0 * packed.nbytes, flops=0.0), in_graph=False)
 
 
-def handover() -> Finding:
-    """Two processes on one GPU."""
-    return NotMeasured(why="no transport moves blocks between two processes' GPU memory yet")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Handovers:
+    """Of the faster memory, and what is to be said of both."""
+
+    times: Times
+    layout: KvLayout
+    num_blocks: int
+    how: str
+
+
+def handover(setting: Setting) -> Finding:
+    """Two processes on one device, blocks of a whole prompt; counted once, as the promise does."""
+    found = _handovers(setting)
+    work = Work(num_bytes=float(found.num_blocks * found.layout.block_bytes), flops=0.0)
+    return Measured(samples_ms=found.times.whole_ms, work=work, how=found.how)
+
+
+def exposed(setting: Setting) -> Finding:
+    """The same, when all groups of layers but the last have gone already."""
+    found = _handovers(setting)
+    groups = min(LAYER_GROUPS, found.layout.num_layers)
+    work = Work(num_bytes=found.num_blocks * found.layout.block_bytes / groups, flops=0.0)
+    return Measured(samples_ms=found.times.exposed_ms, work=work, how=f"one of {groups} groups; {found.how}")
+
+
+@cache
+def _handovers(setting: Setting) -> _Handovers:
+    """By way of host memory and of the device's: the choice is made by measuring."""
+    shape = setting.shape
+    layout = KvLayout(
+        model="bench",
+        dtype="bfloat16",
+        block_size=BLOCK_SIZE,
+        num_layers=len(shape.windows),
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )
+    num_blocks = setting.sizes.prefill_tokens // BLOCK_SIZE
+    times: dict[str, Times] = {}
+    said = []
+    for memory in (DEVICE, HOST):
+        case = Case(
+            layout=layout,
+            num_blocks=num_blocks,
+            rounds=setting.sizes.repeats,
+            device=str(setting.device),
+            memory=memory,
+        )
+        try:
+            times[memory] = measure(case)
+        except (RuntimeError, PdserveError) as error:
+            said.append(f"{memory} memory failed: {error}")
+        else:
+            rate = num_blocks * layout.block_bytes / statistics.median(times[memory].whole_ms) / 1e6
+            said.append(f"{memory} memory {rate:.3g} GB/s")
+    if not times:
+        raise RuntimeError("; ".join(said))
+    best = min(times, key=lambda memory: statistics.median(times[memory].whole_ms))
+    how = f"by way of {best} memory ({', '.join(said)})"
+    return _Handovers(times=times[best], layout=layout, num_blocks=num_blocks, how=how)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from benchmarks.gpu.rows import Ceilings, Figure, Finding, Measured, NotMeasured, Row
+from benchmarks.gpu.rows import Ceilings, Finding, Measured, NotMeasured, Row
 
 _NO_FIGURE = "–"
 _REACHED = {True: "reached", False: "**not reached**", None: ""}
@@ -63,7 +63,7 @@ def raw(rows: Sequence[Row], findings: Mapping[str, Finding], ceilings: Ceilings
 
 def _raw(row: Row, finding: Finding, ceilings: Ceilings) -> dict[str, object]:
     about: dict[str, object] = {"key": row.key, "what": row.what, "figure": row.figure.value, "bound": row.bound}
-    if isinstance(finding, NotMeasured) or row.figure is Figure.NONE:
+    if isinstance(finding, NotMeasured):
         return about | {"value": None, "is_reached": None, "not_measured": asdict(finding)}
     value = row.value(finding, ceilings)
     roofline = {"least_ms": ceilings.least_ms(finding.work), "median_ms": finding.median_ms}

@@ -1,0 +1,175 @@
+"""Handovers between two processes on one device: whole ones, and what is left after the last layers are computed.
+
+    python -m benchmarks.gpu.handover FD MEMORY BLOCKS ROUNDS DEVICE LAYOUT
+
+is the other process, which receives; the measuring one starts it. Both use what workers use: the protocol over UCX, with
+digests and commit, and blocks that stop over in host memory or in that of the device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from benchmarks.transfer import REQUEST, Link
+from kvtransfer.memory import BlockMemory
+from kvtransfer.receiver import Receiver, ReceiverIdentity, Reservation
+from kvtransfer.sender import Sender
+from kvtransfer.staging import best_bundle
+from kvtransfer.ticket import Commit, commit_from_proto, commit_to_proto, ticket_from_proto, ticket_to_proto
+from kvtransfer.transport import open_transport
+from pdserve.base.ids import BlockId, WorkerId, new_epoch
+from pdserve.base.layout import KvLayout
+from pdserve.base.tasks import service_group
+from pdserve.engine.kv_cache import KvCache
+from pdserve.v1 import decode_pb2
+from pdserve.worker.blocks import block_memory, device_block_memory, staged
+
+HOST, DEVICE = "host", "device"
+LAYER_GROUPS = 4
+#: The first connect, compile, and touch what was not touched yet.
+_WARM_UP_ROUNDS = 2
+#: For the groups before the last to be over: so they would be while a model computes.
+_SETTLE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is handed over, and by way of which memory."""
+
+    layout: KvLayout
+    num_blocks: int
+    rounds: int
+    device: str
+    memory: str
+
+    def to_arguments(self) -> list[str]:
+        """As `from_arguments` reads them."""
+        return [self.memory, str(self.num_blocks), str(self.rounds), self.device, json.dumps(asdict(self.layout))]
+
+    @classmethod
+    def from_arguments(cls, arguments: Sequence[str]) -> Case:
+        """Of a command line."""
+        memory, num_blocks, rounds, device, layout = arguments
+        return cls(
+            layout=KvLayout(**json.loads(layout)),
+            num_blocks=int(num_blocks),
+            rounds=int(rounds),
+            device=device,
+            memory=memory,
+        )
+
+    def open_memory(self) -> tuple[KvCache, BlockMemory]:
+        """A cache with all blocks, and a stage with room for as many."""
+        cache = KvCache(self.layout, self.num_blocks, torch.device(self.device))
+        size = max(self.num_blocks, best_bundle(self.layout.block_bytes)) * self.layout.block_bytes
+        if self.memory == DEVICE:
+            return cache, device_block_memory(cache, size)
+        if self.device == "cpu":
+            return cache, staged(cache, torch.zeros(size, dtype=torch.uint8))
+        return cache, block_memory(cache, size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Of each round, in milliseconds."""
+
+    #: From the first block to the answer to the commit, with all blocks computed.
+    whole_ms: tuple[float, ...]
+    #: The same, when only the last group of layers is left to send.
+    exposed_ms: tuple[float, ...]
+
+
+def measure(case: Case) -> Times:
+    """Raises `RuntimeError` with what the other process said when it fails."""
+    here, there = socket.socketpair()
+    command = [sys.executable, "-m", "benchmarks.gpu.handover", str(there.fileno()), *case.to_arguments()]
+    with subprocess.Popen(command, pass_fds=[there.fileno()], stderr=subprocess.PIPE, text=True) as child:
+        there.close()
+        try:
+            return asyncio.run(_send(case, here))
+        except (OSError, asyncio.IncompleteReadError) as error:
+            child.kill()
+            said = child.communicate()[1].strip().splitlines()
+            raise RuntimeError(f"the receiving process ended: {said[-1] if said else error!r}") from error
+        finally:
+            here.close()
+            child.kill()
+
+
+async def _send(case: Case, stream: socket.socket) -> Times:
+    link = Link(*await asyncio.open_connection(sock=stream))
+    cache, memory = case.open_memory()
+    cache.tensor.view(torch.uint8).random_(0, 64)
+    transport = open_transport("ucx", device_memory=case.memory == DEVICE and case.device != "cpu")
+    sender = Sender(transport=transport, memory=memory, layout=case.layout)
+    blocks = [BlockId(block) for block in range(case.num_blocks)]
+
+    async def commit(message: Commit) -> bytes:
+        link.write(commit_to_proto(message).SerializeToString())
+        return await link.read()
+
+    async def hand_over(settle_s: float) -> float:
+        """From when the last group may be sent."""
+        ticket = ticket_from_proto(decode_pb2.Ticket.FromString(await link.read()))
+        began = time.perf_counter()
+        async with sender.open(ticket, request_id=REQUEST) as transfer:
+            for group in range(ticket.layer_groups - 1):
+                await transfer.push(blocks, group=group)
+            if settle_s:
+                await asyncio.sleep(settle_s)
+                began = time.perf_counter()
+            await transfer.push(blocks, group=ticket.layer_groups - 1)
+            await transfer.finish([1], commit)
+        return 1e3 * (time.perf_counter() - began)
+
+    try:
+        rounds = _WARM_UP_ROUNDS + case.rounds
+        whole = [await hand_over(0.0) for _ in range(rounds)]
+        exposed = [await hand_over(_SETTLE_S) for _ in range(rounds)]
+    finally:
+        await transport.close()
+    return Times(whole_ms=tuple(whole[_WARM_UP_ROUNDS:]), exposed_ms=tuple(exposed[_WARM_UP_ROUNDS:]))
+
+
+async def _receive(case: Case, stream: socket.socket) -> None:
+    link = Link(*await asyncio.open_connection(sock=stream))
+    _, memory = case.open_memory()
+    transport = open_transport("ucx", device_memory=case.memory == DEVICE and case.device != "cpu")
+    identity = ReceiverIdentity(
+        worker_id=WorkerId("d"),
+        epoch=new_epoch(),
+        grpc_address="-",
+        layout=case.layout,
+        layer_groups=min(LAYER_GROUPS, case.layout.num_layers),
+    )
+    reservation = Reservation(
+        request_id=REQUEST,
+        block_ids=[BlockId(block) for block in range(case.num_blocks)],
+        first_block=0,
+        lease_s=60,
+        on_received=lambda received: None,
+        on_expired=lambda error: None,
+    )
+    async with service_group() as tasks:
+        receiver = Receiver(transport=transport, memory=memory, identity=identity, tasks=tasks)
+        for attempt in range(2 * (_WARM_UP_ROUNDS + case.rounds)):
+            ticket = await receiver.grant(reservation, attempt=attempt)
+            link.write(ticket_to_proto(ticket).SerializeToString())
+            await receiver.commit(commit_from_proto(decode_pb2.CommitRequest.FromString(await link.read())))
+            link.write(b"committed")
+        await receiver.close()
+    await transport.close()
+
+
+if __name__ == "__main__":
+    descriptor, *rest = sys.argv[1:]
+    asyncio.run(_receive(Case.from_arguments(rest), socket.socket(fileno=int(descriptor))))
