@@ -1,6 +1,7 @@
 """The handover's waterfall at idle, against a cluster without prefill workers in the same run.
 
-    python -m benchmarks.handover [--prompts 128,1024,4000] [--repeats 5] [--out benchmarks/results]
+    python -m benchmarks.handover [--prompts 128,1024,4000] [--repeats 5] [--kernels auto] [--layer-groups 1]
+        [--out benchmarks/results]
 
 One request at a time, each with a prompt of its own (random token ids, seeded), greedy, 16 tokens, through the OpenAI
 API. Phases come from the request's trace (router's clock), gaps from the client. Medians over the repeats.
@@ -137,6 +138,7 @@ def rows(
                 "first_decode_after_commit_ms": phase("commit", "first_decode"),
                 "kv_mb": round(bytes_sent / 1e6, 1),
                 "wire_ms": round(1000 * wire_s, 2),
+                "exposed_ms": ms([sample.reported.get("exposed_s") for sample in ours]),
                 "wire_gb_per_s": round(bytes_sent / wire_s / 1e9, 2) if wire_s else None,
                 "ttft_ms": ms([sample.ttft_s for sample in ours]),
                 "second_token_gap_ms": gap,
@@ -166,17 +168,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", default="128,1024,4000", help="prompt lengths in tokens")
     parser.add_argument("--repeats", type=int, default=5, help="counted requests per length")
+    parser.add_argument("--kernels", default="auto", help="what computes; groups of layers need reference")
+    parser.add_argument("--layer-groups", type=int, default=1, help="messages in which a block travels")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the result files")
     arguments = parser.parse_args()
     lengths = [int(length) for length in arguments.prompts.split(",")]
     shared = (lengths, arguments.repeats, arguments.seed)
-    disaggregated = run("1 prefill + 1 decode", ["--local-prefill-threshold", "0"], *shared)
-    monolithic = run("--prefill 0", ["--prefill", "0"], *shared)
+    kernels, groups = ["--kernels", arguments.kernels], ["--layer-groups", str(arguments.layer_groups)]
+    disaggregated = run("1 prefill + 1 decode", ["--local-prefill-threshold", "0", *kernels, *groups], *shared)
+    monolithic = run("--prefill 0", ["--prefill", "0", *kernels], *shared)
     results = rows(disaggregated, monolithic, lengths)
     environment = describe()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    stem = arguments.out / f"handover-{environment['date']}"
+    which = "" if arguments.layer_groups == 1 else f"-{arguments.layer_groups}-layer-groups"
+    stem = arguments.out / f"handover{which}-{environment['date']}"
     raw = {
         "environment": environment,
         "workload": {"model": MODEL, "dtype": "bfloat16", "max_tokens": NUM_TOKENS, **vars(arguments)} | {"out": None},
@@ -190,6 +196,7 @@ def main() -> None:
     stem.with_suffix(".md").write_text(
         f"# Handover at idle, {environment['date']}\n\n{environment['cpu']}, {environment['cores']} cores, "
         f"torch {environment['packages']['torch']}, commit {environment['commit']}; {MODEL}, bfloat16; "  # type: ignore[index]
+        f"kernels {arguments.kernels}, layer groups {arguments.layer_groups}; "
         f"medians of {arguments.repeats}, seed {arguments.seed}.\n\n{table(results)}\n",
         encoding="utf-8",
     )

@@ -27,6 +27,7 @@ from torch import Tensor
 from benchmarks import environment
 from decode_svc.request import DecodeJob, SchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
+from kernels.decoder import LayerListener
 from pdserve.base.ids import RequestId
 from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import SamplingParams
@@ -61,7 +62,7 @@ class NullDecoder:
         generator = torch.Generator().manual_seed(1)
         self._logits = torch.randn(max_num_seqs, VOCABULARY, generator=generator) * 3
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
         """Float32 [num_logits, VOCABULARY]."""
         return self._logits[: len(batch.logits_rows)]
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from benchmarks import environment
 from decode_svc.config import DecodeConfig
 from decode_svc.service import DecodeService
+from kernels.decoder import LayerListener
 from kvtransfer.transport.inproc import InprocTransport
 from pdserve.base.ids import WorkerId, new_epoch
 from pdserve.base.layout import KvLayout
@@ -62,7 +63,7 @@ class SleepingDecoder:
         self._logits = torch.zeros(batch_size, VOCABULARY)
         self.spans: list[tuple[float, float]] = []
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
         """Float32 [num_logits, VOCABULARY]."""
         began = time.perf_counter()
         time.sleep(FORWARD_S)

@@ -21,7 +21,7 @@ from pdserve.base.ids import RequestId
 from pdserve.base.logs import get_logger, request_id_var
 from pdserve.base.streams import MessageStream, PeerLeft, serve_streams
 from pdserve.base.wire import error_to_wire, sampling_from_wire
-from pdserve.engine.step import Grant, RequestTokens, Started, StepOutput
+from pdserve.engine.step import Grant, LayersWritten, RequestTokens, Started, StepOutput
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.v1 import decode_pb2_grpc as pb_grpc
 from pdserve.worker.sessions import Failed, Sessions
@@ -42,6 +42,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         self.max_num_seqs = config.max_num_seqs
         self.itl_budget_s = config.itl_budget_ms / 1000
         self._lease_s = config.lease_s
+        self._layer_groups = config.groups_of(worker.model.layout.num_layers)
         self.scheduler = DecodeScheduler(
             worker.model.pool,
             SchedulerConfig(
@@ -69,7 +70,11 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         """Tickets can be handed out once it is known where commits are called."""
         worker = self._worker
         identity = ReceiverIdentity(
-            worker_id=worker.worker_id, epoch=worker.epoch, grpc_address=grpc_address, layout=worker.model.layout
+            worker_id=worker.worker_id,
+            epoch=worker.epoch,
+            grpc_address=grpc_address,
+            layout=worker.model.layout,
+            layer_groups=self._layer_groups,
         )
         self._receiver = Receiver(
             transport=worker.transport, memory=worker.blocks, identity=identity, tasks=worker.tasks
@@ -90,6 +95,9 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             self._sessions.put(failure.request_id, Failed(error=failure.error))
         for request_id in events.finished:
             self._sessions.put(request_id, Finished())
+
+    def on_layers(self, written: LayersWritten) -> None:
+        """Nothing is sent from here: plans do not ask for it."""
 
     async def close(self) -> None:
         """Ends what is still being served."""
@@ -140,7 +148,8 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             metrics.ended(reason_of(error))
             log.warning("commit_refused", reason=error)
             raise
-        metrics.received(received.received_bytes, len(commit.digests), received.receive_s, self._worker.transport.name)
+        transport = self._worker.transport.name
+        metrics.received(received.received_bytes, received.received_blocks, received.receive_s, transport)
         return pb.CommitResponse(receive_s=received.receive_s)
 
     @property

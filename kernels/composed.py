@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.decoder import ALONE, DecoderShape, DecoderWeights, LayerWeights, Ranks
+from kernels.decoder import ALONE, DecoderShape, DecoderWeights, LayerListener, LayerWeights, Ranks
 from kernels.ops import KvRows, Ops, PagedKv
 
 
@@ -45,13 +45,20 @@ class ComposedDecoder:
         self._kv_scales = kv_scales
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, rows: KvRows, logits_rows: Tensor, kv_cache: Tensor) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        rows: KvRows,
+        logits_rows: Tensor,
+        kv_cache: Tensor,
+        on_layer: LayerListener | None = None,
+    ) -> Tensor:
         ops, layers, eps = self._ops, self._weights.layers, self._shape.rms_norm_eps
         kv = ops.paged_kv(rows, kv_cache, self._cos_sin, self._shape.scale, kv_scales=self._kv_scales)
         hidden = ops.embedding(token_ids, self._weights.embedding)
         normed = ops.rms_norm(hidden, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
-            attended = self._ranks.all_reduce(self._attention(index, layer, normed, kv))
+            attended = self._ranks.all_reduce(self._attention(index, layer, normed, kv, on_layer))
             normed, hidden = ops.add_rms_norm(attended, hidden, layer.post_attention_norm, eps)
             next_norm = layers[index + 1].input_norm if index + 1 < len(layers) else self._weights.norm
             down = self._ranks.all_reduce(self._mlp(layer, normed))
@@ -59,7 +66,9 @@ class ComposedDecoder:
         logits = ops.linear(normed.index_select(0, logits_rows), self._weights.lm_head)
         return self._ranks.gather_columns(logits, self._shape.vocab_size).float()
 
-    def _attention(self, index: int, layer: LayerWeights, x: Tensor, kv: PagedKv) -> Tensor:
+    def _attention(
+        self, index: int, layer: LayerWeights, x: Tensor, kv: PagedKv, on_layer: LayerListener | None
+    ) -> Tensor:
         ops, shape = self._ops, self._shape
         q = ops.linear(x, layer.q, layer.q_bias).view(-1, shape.num_heads, shape.head_dim)
         k = ops.linear(x, layer.k, layer.k_bias).view(-1, shape.num_kv_heads, shape.head_dim)
@@ -68,6 +77,8 @@ class ComposedDecoder:
             q = ops.rms_norm(q, layer.q_norm, shape.rms_norm_eps)
             k = ops.rms_norm(k, layer.k_norm, shape.rms_norm_eps)
         q = kv.rope_write_kv(index, q, k, v)
+        if on_layer is not None:
+            on_layer(index + 1)
         return ops.linear(kv.attention(index, q, shape.windows[index]), layer.output, layer.output_bias)
 
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:

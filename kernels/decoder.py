@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -114,6 +115,11 @@ class LoneRank:
 ALONE = LoneRank()
 
 
+#: Told during a forward pass: K and V of so many layers, from the first on, are written, or will be when the device has
+#: done what was launched so far.
+LayerListener = Callable[[int], None]
+
+
 class DecoderKernel(Protocol):
     """The forward pass, bound to weights."""
 
@@ -129,12 +135,20 @@ class DecoderKernel(Protocol):
     def weight_bytes(self) -> int:
         """Of the matrices, which a step reads at least once, as they lie in memory."""
 
-    def forward(self, token_ids: Tensor, rows: KvRows, logits_rows: Tensor, kv_cache: Tensor) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        rows: KvRows,
+        logits_rows: Tensor,
+        kv_cache: Tensor,
+        on_layer: LayerListener | None = None,
+    ) -> Tensor:
         """Writes K and V of all rows to their slots; float32 logits [num_logits, vocab_size] of the wanted rows.
 
         token_ids: int64 [num_tokens]; logits_rows: int64 [num_logits]; kv_cache: [num_blocks, num_layers, 2,
         num_kv_heads, block_size, head_dim], contiguous, of the weights' dtype, or float8_e4m3fn when the decoder was
-        made with `kv_scales`. The logits may lie in memory that the next call overwrites.
+        made with `kv_scales`. The logits may lie in memory that the next call overwrites. `on_layer` is told after each
+        layer, or never where a pass is computed in one call.
 
         Of several ranks all call it with the same arguments, but for the cache, which has the rank's own heads. Rank 0
         has the logits; what others return has no meaning.

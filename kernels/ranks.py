@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 
 from kernels.split import part_of
 
-#: Torch 2.13 has a new name for it, and a warning in each call of the old one.
-_all_gather = (
-    distributed.all_gather_single if hasattr(distributed, "all_gather_single") else distributed.all_gather_into_tensor
-)
+
+class Group(Protocol):
+    """What is used of a process group of torch, whose stubs know less of it."""
+
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def _allgather_base(self, output: Tensor, part: Tensor) -> c10d.Work: ...
+    def gather(self, outputs: list[list[Tensor]], parts: list[Tensor], options: c10d.GatherOptions) -> c10d.Work: ...
+    def allreduce(self, tensors: list[Tensor], options: c10d.AllreduceOptions) -> c10d.Work: ...
+    def abort(self) -> None: ...
+
+
+_TO_FIRST = c10d.GatherOptions()
+_TO_FIRST.rootRank = 0
 
 
 class TorchRanks:
@@ -24,7 +37,7 @@ class TorchRanks:
     call has connected the ranks.
     """
 
-    def __init__(self, group: distributed.ProcessGroup) -> None:
+    def __init__(self, group: Group) -> None:
         """The caller makes the group and destroys it."""
         self._group = group
         self.rank = group.rank()
@@ -36,7 +49,7 @@ class TorchRanks:
         if x.numel() == 0:
             return x
         gathered = x.new_empty((self.size * x.shape[0], x.shape[1]))
-        _all_gather(gathered, x, group=self._group)
+        self._group._allgather_base(gathered, x).wait()
         first, *others = gathered.chunk(self.size)
         total = first.float()
         for part in others:
@@ -52,10 +65,10 @@ class TorchRanks:
         # Parts in one message have one size. The first rank's is the widest, by one column at most.
         sent = torch.nn.functional.pad(x, (0, widths[0] - x.shape[1]))
         if self.rank != 0:
-            distributed.gather(sent, None, group=self._group, group_dst=0)
+            self._group.gather([], [sent], _TO_FIRST).wait()
             return x
         parts = [torch.empty_like(sent) for _ in widths]
-        distributed.gather(sent, parts, group=self._group, group_dst=0)
+        self._group.gather([parts], [sent], _TO_FIRST).wait()
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
 
 

@@ -12,22 +12,35 @@ from kvtransfer.transport.base import Buffer
 from pdserve.base.ids import Epoch, RequestId, TransferId
 
 DIGEST_BYTES = 16
+#: Of messages in host memory: `MessageDigest`. Of those in a GPU's: `kernels.triton.blocks`, of each block.
+HOST_DIGEST, DEVICE_DIGEST = "xxh3", "nh"
+DIGESTS = (HOST_DIGEST, DEVICE_DIGEST)
 MAC_BYTES = 32
 
 
-class BlockDigest:
-    """xxh3-128 of a block, seeded by the ticket's key: at memory speed, and of no use in another transfer."""
+class MessageDigest:
+    """xxh3-128 of a message, seeded by the ticket's key: at memory speed, and of no use in another transfer."""
 
-    __slots__ = ("_seed",)
+    __slots__ = ("_key", "_seed")
 
     def __init__(self, key: bytes) -> None:
+        self._key = key
         self._seed = int.from_bytes(
             hashlib.blake2b(key=key, digest_size=8, person=b"pdserve.digest").digest(), "little"
         )
 
-    def __call__(self, block: Buffer) -> bytes:
-        """16 bytes. The GIL is released for large blocks."""
-        return xxhash.xxh3_128_digest(block.data, self._seed)
+    def __call__(self, message: Buffer) -> bytes:
+        """16 bytes. The GIL is released for large messages."""
+        return xxhash.xxh3_128_digest(message.data, self._seed)
+
+    @property
+    def device_key(self) -> bytes:
+        """16 bytes for digests of blocks that a GPU computes."""
+        return hashlib.blake2b(key=self._key, digest_size=16, person=b"pdserve.device").digest()
+
+    def of_blocks(self, digests: bytes) -> bytes:
+        """Of a message whose blocks have these digests, one after the other."""
+        return xxhash.xxh3_128_digest(digests, self._seed)
 
 
 def commit_mac(

@@ -1,6 +1,6 @@
 """What happens to a handover and what is to be done about it: the events and effects of its two state machines.
 
-Block granularity: a later issue that sends groups of layers makes `index` a (block, group) pair and nothing else here.
+`index` numbers messages, as `kvtransfer.layer_groups` does.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from pdserve.base.errors import PdserveError, TransferError
 
 # Events of the decode side.
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockReceived:
-    """Block `index` is in memory; `digest` is of what arrived."""
+class MessageReceived:
+    """Message `index` is in memory; `digest` is of what arrived."""
 
     index: int
     digest: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockLost:
-    """The receive of block `index` failed; nothing will write to it any more."""
+class MessageLost:
+    """The receive of message `index` failed; nothing will write to its bytes any more."""
 
     index: int
     error: TransferError
@@ -37,7 +37,7 @@ class CommitArrived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseKept:
-    """The other side made progress that no block shows."""
+    """The other side made progress that no message shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +58,14 @@ class Quiet:
 # Events of the prefill side; LeaseKept, Aborted and TimePassed are shared.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendStarted:
-    """Block `index` was handed to the transport."""
+    """Message `index` was handed to the transport."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendDone:
-    """The transport no longer reads block `index`; `error` says that it did not get through."""
+    """The transport no longer reads message `index`; `error` says that it did not get through."""
 
     index: int
     error: TransferError | None = None
@@ -73,7 +73,7 @@ class SendDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllSent:
-    """No further block follows; the first tokens are known."""
+    """Nothing follows; the first tokens are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +84,8 @@ class CommitAnswered:
 
 
 Event = (
-    BlockReceived
-    | BlockLost
+    MessageReceived
+    | MessageLost
     | CommitArrived
     | LeaseKept
     | Aborted

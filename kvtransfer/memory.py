@@ -1,13 +1,31 @@
-"""Where blocks live, as far as moving them is concerned: host memory that transports read and write."""
+"""Where blocks live, as far as moving them is concerned: memory that transports read and write."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
+from kvtransfer.digest import HOST_DIGEST, MessageDigest
 from kvtransfer.transport import Buffer
 from pdserve.base.ids import BlockId
+from pdserve.base.moment import Moment
+
+#: Blocks that travel together, in order.
+Bundle = Sequence[BlockId]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What is loaded or stored of bundles: one message of each."""
+
+    layers: slice
+    digest: MessageDigest
+    #: The blocks have these layers then; None: they have them.
+    after: Moment | None = None
 
 
 class BlockMemory(Protocol):
@@ -17,17 +35,32 @@ class BlockMemory(Protocol):
     def most(self) -> int:
         """So many blocks can be lent at a time."""
 
-    async def lend(self, block_ids: Sequence[BlockId]) -> list[Buffer]:
-        """Host memory for these blocks, `[block_bytes]` uint8 each; every one is to be given back.
+    @property
+    def bundle_blocks(self) -> int:
+        """So many are best received together."""
+
+    @property
+    def copies(self) -> bool:
+        """False: what is lent for bundles of one block are the blocks themselves, and nothing has to be stored."""
+
+    @property
+    def digest(self) -> str:
+        """Which one messages have. Where it is not `HOST_DIGEST`, `load` and `store` give it."""
+
+    async def lend(self, bundles: Sequence[Bundle]) -> list[Buffer]:
+        """Memory for these bundles, uint8 [blocks * block_bytes] each; every one is to be given back.
 
         Waits, first come first served, while others have too much of it. Raises `NoFreeBlocks` for more than `most`.
         """
 
-    def load(self, block_id: BlockId, buffer: Buffer) -> None:
-        """Has the block's bytes in the memory that was lent for it."""
+    async def load(self, bundles: Sequence[Bundle], buffers: Sequence[Buffer], part: Part) -> list[bytes]:
+        """Has that part of the bundles in its place in the memory lent for them.
 
-    def store(self, block_id: BlockId, buffer: Buffer) -> None:
-        """Has what is in the memory that was lent for it in the block."""
+        Gives the messages' digests, or nothing when they are to be computed from the bytes. Raises `TransferError`.
+        """
+
+    async def store(self, bundles: Sequence[Bundle], buffers: Sequence[Buffer], part: Part) -> list[bytes]:
+        """Has in the bundles' blocks what is in its place in the memory lent for them. Else as `load`."""
 
     def give_back(self, buffer: Buffer) -> None:
         """Nothing reads or writes it any more."""
@@ -42,21 +75,43 @@ class HostBlocks(Protocol):
 
 
 class InPlace:
-    """Implements `BlockMemory`: transports read and write the blocks themselves."""
+    """Implements `BlockMemory`: transports read and write the blocks themselves.
+
+    Only larger bundles, which a worker on a GPU may ask for, are put together in memory of their own to be sent.
+    """
 
     most = sys.maxsize
+    bundle_blocks = 1
+    copies = False
+    digest = HOST_DIGEST
 
-    def __init__(self, blocks: HostBlocks) -> None:
+    def __init__(self, blocks: HostBlocks, num_layers: int) -> None:
         self._blocks = blocks
+        self._num_layers = num_layers
 
-    async def lend(self, block_ids: Sequence[BlockId]) -> list[Buffer]:
-        return [self._blocks.block_bytes_view(block_id) for block_id in block_ids]
+    async def lend(self, bundles: Sequence[Bundle]) -> list[Buffer]:
+        return [self._lend(bundle) for bundle in bundles]
 
-    def load(self, block_id: BlockId, buffer: Buffer) -> None:
-        pass
+    async def load(self, bundles: Sequence[Bundle], buffers: Sequence[Buffer], part: Part) -> list[bytes]:
+        assert part.after is None, "what computes in host memory has computed when it says so"
+        for bundle, buffer in zip(bundles, buffers, strict=True):
+            if len(bundle) > 1:
+                self._gather(bundle, buffer, part.layers)
+        return []
 
-    def store(self, block_id: BlockId, buffer: Buffer) -> None:
-        pass
+    async def store(self, bundles: Sequence[Bundle], buffers: Sequence[Buffer], part: Part) -> list[bytes]:
+        return []
 
     def give_back(self, buffer: Buffer) -> None:
         pass
+
+    def _lend(self, bundle: Bundle) -> Buffer:
+        first = self._blocks.block_bytes_view(bundle[0])
+        return first if len(bundle) == 1 else np.empty(len(bundle) * first.nbytes, np.uint8)
+
+    def _gather(self, bundle: Bundle, buffer: Buffer, layers: slice) -> None:
+        layer_bytes = buffer.nbytes // len(bundle) // self._num_layers
+        span = slice(layers.start * layer_bytes, layers.stop * layer_bytes)
+        there = buffer[len(bundle) * span.start : len(bundle) * span.stop].reshape(len(bundle), -1)
+        for row, block_id in enumerate(bundle):
+            there[row] = self._blocks.block_bytes_view(block_id)[span]

@@ -1,7 +1,7 @@
 """One transfer at the decode worker, free of I/O: events in, effects out, time is an argument.
 
-RECEIVING --commit--> COMMITTING --all blocks, digests equal--> COMMITTED
-    |  block lost        | block lost, digests differ
+RECEIVING --commit--> COMMITTING --all is here, digests equal--> COMMITTED
+    |  message lost      | message lost, digests differ
     +-----> BROKEN <-----+            BROKEN: no commit can succeed; the reservation waits for a new ticket
 any of the three --abort, lease over--> CANCELLING --quiet--> RELEASED
 """
@@ -14,18 +14,19 @@ from enum import Enum
 from kvtransfer.handover import (
     Aborted,
     AnswerCommit,
-    BlockLost,
-    BlockReceived,
     CancelReceives,
     CommitArrived,
     Effect,
     Event,
     LeaseKept,
+    MessageLost,
+    MessageReceived,
     Quiet,
     Released,
     TimePassed,
     Verified,
 )
+from kvtransfer.layer_groups import message_name, messages
 from pdserve.base.errors import (
     DigestMismatch,
     InvalidTransition,
@@ -50,20 +51,25 @@ class ReceiveState(Enum):
 class ReceiveMachine:
     """One transfer at the decode worker. The lease is renewed by every sign of progress."""
 
-    def __init__(self, *, num_blocks: int, attempt: int, lease_s: float, now: float) -> None:
+    def __init__(
+        self, *, num_bundles: int, layer_groups: int, attempt: int, lease_s: float, now: float, unit: str = "block"
+    ) -> None:
         self.state = ReceiveState.RECEIVING
         self.num_received = 0
         self.deadline = now + lease_s
         self._attempt = attempt
         self._lease_s = lease_s
-        self._received: list[bytes | None] = [None] * num_blocks
+        self._num_bundles = num_bundles
+        self._layer_groups = layer_groups
+        self._unit = unit
+        self._received: list[bytes | None] = [None] * (num_bundles * layer_groups)
         self._lost: set[int] = set()
         self._commit: CommitArrived | None = None
         self._error: PdserveError | None = None
 
     @property
     def num_outstanding(self) -> int:
-        """Blocks whose receive has neither completed nor failed."""
+        """Messages whose receive has neither completed nor failed."""
         return len(self._received) - self.num_received - len(self._lost)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -77,7 +83,7 @@ class ReceiveMachine:
         return handler(self, event, now)
 
     def _on_received(self, event: Event, now: float) -> list[Effect]:
-        assert isinstance(event, BlockReceived)
+        assert isinstance(event, MessageReceived)
         self._require_outstanding(event.index)
         self._received[event.index] = event.digest
         self.num_received += 1
@@ -87,7 +93,7 @@ class ReceiveMachine:
         return self._try_commit() if self.state is ReceiveState.COMMITTING else []
 
     def _on_lost(self, event: Event, now: float) -> list[Effect]:
-        assert isinstance(event, BlockLost)
+        assert isinstance(event, MessageLost)
         self._require_outstanding(event.index)
         self._lost.add(event.index)
         return [] if self.state is ReceiveState.CANCELLING else self._break(event.error)
@@ -97,9 +103,7 @@ class ReceiveMachine:
         self._require_attempt(event)
         self._renew(now)
         if len(event.digests) != len(self._received):
-            return self._break(
-                DigestMismatch(f"the commit has {len(event.digests)} digests for {len(self._received)} blocks")
-            )
+            return self._break(DigestMismatch(f"the commit has {len(event.digests)} digests for {self._messages}"))
         self._commit = event
         self.state = ReceiveState.COMMITTING
         return self._try_commit()
@@ -128,9 +132,7 @@ class ReceiveMachine:
         if now < self.deadline:
             return []
         return self._cancel(
-            TransferTimeout(
-                f"no progress for {self._lease_s:g} s; {self.num_received} of {len(self._received)} blocks had arrived"
-            )
+            TransferTimeout(f"no progress for {self._lease_s:g} s; {self.num_received} of {self._messages} had arrived")
         )
 
     def _on_quiet(self, event: Event, now: float) -> list[Effect]:
@@ -152,7 +154,8 @@ class ReceiveMachine:
         if wrong:
             return self._break(
                 DigestMismatch(
-                    f"{len(wrong)} of {len(self._received)} blocks are not what was sent, the first is block {wrong[0]}"
+                    f"{len(wrong)} of {self._messages} are not what was sent, "
+                    f"the first is {message_name(wrong[0], self._layer_groups, self._unit)}"
                 )
             )
         self.state = ReceiveState.COMMITTED
@@ -178,7 +181,12 @@ class ReceiveMachine:
 
     def _require_outstanding(self, index: int) -> None:
         if not 0 <= index < len(self._received) or self._received[index] is not None or index in self._lost:
-            raise InvalidTransition(f"block {index} of {len(self._received)} is not outstanding")
+            name = message_name(index, self._layer_groups, self._unit)
+            raise InvalidTransition(f"{name} of {self._messages} is not outstanding")
+
+    @property
+    def _messages(self) -> str:
+        return messages(self._num_bundles, self._layer_groups, self._unit)
 
     def _require_attempt(self, event: CommitArrived) -> None:
         if event.attempt != self._attempt:
@@ -199,8 +207,8 @@ _RECEIVE_TABLE: dict[tuple[ReceiveState, type[Event]], _ReceiveHandler] = (
     _rows(
         [ReceiveState.RECEIVING, ReceiveState.COMMITTING, ReceiveState.BROKEN],
         {
-            BlockReceived: _R._on_received,
-            BlockLost: _R._on_lost,
+            MessageReceived: _R._on_received,
+            MessageLost: _R._on_lost,
             LeaseKept: _R._on_kept,
             Aborted: _R._on_abort,
             TimePassed: _R._on_time,
@@ -212,8 +220,8 @@ _RECEIVE_TABLE: dict[tuple[ReceiveState, type[Event]], _ReceiveHandler] = (
     | _rows(
         [ReceiveState.CANCELLING],
         {
-            BlockReceived: _R._on_received,
-            BlockLost: _R._on_lost,
+            MessageReceived: _R._on_received,
+            MessageLost: _R._on_lost,
             CommitArrived: _R._on_commit_refused,
             LeaseKept: _R._ignore,
             Aborted: _R._ignore,

@@ -6,26 +6,28 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 
-from kvtransfer.digest import BlockDigest
+from kvtransfer.digest import HOST_DIGEST, MessageDigest
 from kvtransfer.handover import (
     Aborted,
     AnswerCommit,
-    BlockLost,
-    BlockReceived,
     CancelReceives,
     CommitArrived,
     Effect,
     Event,
     LeaseKept,
+    MessageLost,
+    MessageReceived,
     Quiet,
     Released,
     TimePassed,
     Verified,
 )
-from kvtransfer.memory import BlockMemory
+from kvtransfer.layer_groups import Bundles, LayerGroups
+from kvtransfer.memory import BlockMemory, Bundle, Part
 from kvtransfer.receive_machine import ReceiveMachine, ReceiveState
-from kvtransfer.ticket import MAX_BLOCKS, Commit, Ticket, new_key, new_tag_base
+from kvtransfer.ticket import MAX_MESSAGES, Commit, Ticket, new_key, new_tag_base
 from kvtransfer.transport import Buffer, Operation, Transport
 from pdserve.base.errors import (
     PdserveError,
@@ -51,6 +53,8 @@ class ReceiverIdentity:
     epoch: Epoch
     grpc_address: str
     layout: KvLayout
+    #: Messages in which each block is to be sent, at most one for each layer.
+    layer_groups: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +64,9 @@ class Received:
     request_id: RequestId
     transfer_id: TransferId
     first_tokens: tuple[int, ...]
+    received_blocks: int
     received_bytes: int
-    #: From the first to the last received block.
+    #: From the first to the last received message.
     receive_s: float
 
 
@@ -89,12 +94,18 @@ class _Incoming:
     reservation: Reservation
     ticket: Ticket
     machine: ReceiveMachine
-    digest: BlockDigest
+    digest: MessageDigest
+    groups: LayerGroups
     #: Kept: asking for the running loop is a system call.
     loop: asyncio.AbstractEventLoop
     receives: list[Operation] = field(default_factory=list)
-    #: Lent for blocks that are still to come, by index.
+    bundles: list[Bundle] = field(default_factory=list)
+    #: Lent for bundles that are still to come, by their place in the ticket, and how many of their messages are.
     buffers: dict[int, Buffer] = field(default_factory=dict)
+    missing: dict[int, int] = field(default_factory=dict)
+    #: Index, and digest if it is known, of what has arrived and is still to be stored, and who is doing it.
+    arrived: list[tuple[int, bytes | None]] = field(default_factory=list)
+    storing: asyncio.Task[None] | None = None
     timer: asyncio.TimerHandle | None = None
     commit: Commit | None = None
     answers: list[asyncio.Future[Received]] = field(default_factory=list)
@@ -124,14 +135,17 @@ class Receiver:
         return sum(incoming.machine.state not in open_states for incoming in self._incoming.values())
 
     async def grant(self, reservation: Reservation, *, attempt: int) -> Ticket:
-        """Posts a receive for every block, then returns the ticket for them.
+        """Posts a receive for every message, then returns the ticket for them.
 
         Raises: SetupError when the transport does not come up; NoFreeBlocks when the blocks can never be received.
         """
-        if len(reservation.block_ids) > MAX_BLOCKS:
-            raise ValueError(f"a ticket is for at most {MAX_BLOCKS} blocks, not {len(reservation.block_ids)}")
+        num_messages = len(reservation.block_ids) * self._identity.layer_groups
+        if num_messages > MAX_MESSAGES:
+            raise ValueError(f"a ticket is for at most {MAX_MESSAGES} messages, not {num_messages}")
         address = await self._transport.listen()
-        buffers = await self._memory.lend(reservation.block_ids)
+        bundles = Bundles(num_blocks=len(reservation.block_ids), size=self._memory.bundle_blocks)
+        lent_for = bundles.of(reservation.block_ids)
+        buffers = await self._memory.lend(lent_for)
         ticket = Ticket(
             transfer_id=new_transfer_id(),
             attempt=attempt,
@@ -146,14 +160,31 @@ class Receiver:
             lease_s=reservation.lease_s,
             key=new_key(),
             tag_base=new_tag_base(),
+            layer_groups=self._identity.layer_groups,
+            bundle_blocks=bundles.size,
+            digest=self._memory.digest,
         )
         loop = asyncio.get_running_loop()
-        machine = ReceiveMachine(num_blocks=ticket.num_blocks, attempt=attempt, lease_s=ticket.lease_s, now=loop.time())
-        incoming = _Incoming(reservation, ticket, machine, BlockDigest(ticket.key), loop)
+        machine = ReceiveMachine(
+            num_bundles=bundles.count,
+            layer_groups=ticket.layer_groups,
+            attempt=attempt,
+            lease_s=ticket.lease_s,
+            now=loop.time(),
+            unit=bundles.unit,
+        )
+        incoming = _Incoming(reservation, ticket, machine, MessageDigest(ticket.key), ticket.groups, loop)
+        incoming.bundles = lent_for
         self._incoming[ticket.transfer_id] = incoming
         incoming.buffers = dict(enumerate(buffers))
-        for index, buffer in enumerate(buffers):
-            receive = self._transport.post_receive(ticket.tag(index), buffer)
+        incoming.missing = dict.fromkeys(incoming.buffers, ticket.layer_groups)
+        messages = (
+            buffer[incoming.groups.span(group, len(bundle))]
+            for bundle, buffer in zip(lent_for, buffers, strict=True)
+            for group in range(incoming.groups.count)
+        )
+        for index, message in enumerate(messages):
+            receive = self._transport.post_receive(ticket.tag(index), message)
             incoming.receives.append(receive)
             receive.add_done_callback(partial(self._on_receive_done, incoming, index))
         self._watch_lease(incoming)
@@ -166,7 +197,7 @@ class Receiver:
             self._handle(incoming, LeaseKept())
 
     async def commit(self, commit: Commit) -> Received:
-        """Waits, at most for the lease, for blocks that the commit has overtaken, and verifies all of them.
+        """Waits, at most for the lease, for messages that the commit has overtaken, and verifies all of them.
 
         `Reservation.on_received` has been called when it returns. A repeated commit gets the same answer.
         Raises: StaleEpoch, StaleAttempt, StaleError for a transfer that is over; DigestMismatch for a wrong MAC (the
@@ -237,16 +268,47 @@ class Receiver:
             return
         if receive.error is not None:
             error = receive.error if isinstance(receive.error, TransferError) else PeerLost(str(receive.error))
-            self._handle(incoming, BlockLost(index=index, error=error))
+            self._handle(incoming, MessageLost(index=index, error=error))
             return
         now = incoming.loop.time()
         incoming.started_at = now if incoming.started_at is None else incoming.started_at
         incoming.ended_at = now
         # Inline: a block is digested in 13 us from a warm cache, a hop to a thread and back takes five times that.
-        digest = incoming.digest(receive.buffer)
-        self._memory.store(incoming.reservation.block_ids[index], receive.buffer)
-        self._memory.give_back(incoming.buffers.pop(index))
-        self._handle(incoming, BlockReceived(index=index, digest=digest))
+        digest = incoming.digest(receive.buffer) if self._memory.digest == HOST_DIGEST else None
+        if digest is not None and not self._memory.copies:
+            self._stored(incoming, index, digest)
+            return
+        incoming.arrived.append((index, digest))
+        if incoming.storing is None:
+            name = f"store {incoming.reservation.request_id}"
+            incoming.storing = self._tasks.start(self._store(incoming), name=name)
+
+    async def _store(self, incoming: _Incoming) -> None:
+        """Until nothing is left: what arrives of a group during a copy is copied together in one of the next."""
+        count = incoming.groups.count
+        while incoming.arrived:
+            group = incoming.arrived[0][0] % count
+            arrived = [each for each in incoming.arrived if each[0] % count == group]
+            incoming.arrived = [each for each in incoming.arrived if each[0] % count != group]
+            places = [index // count for index, _ in arrived]
+            bundles = [incoming.bundles[place] for place in places]
+            part = Part(layers=incoming.groups.layers[group], digest=incoming.digest)
+            try:
+                given = await self._memory.store(bundles, [incoming.buffers[place] for place in places], part)
+            except TransferError as error:
+                for index, _ in arrived:
+                    self._handle(incoming, MessageLost(index=index, error=error))
+            else:
+                for (index, digest), stored in zip_longest(arrived, given):
+                    self._stored(incoming, index, stored if digest is None else digest)
+        incoming.storing = None
+
+    def _stored(self, incoming: _Incoming, index: int, digest: bytes) -> None:
+        place = index // incoming.groups.count
+        incoming.missing[place] -= 1
+        if not incoming.missing[place]:
+            self._memory.give_back(incoming.buffers.pop(place))
+        self._handle(incoming, MessageReceived(index=index, digest=digest))
 
     def _watch_lease(self, incoming: _Incoming) -> None:
         incoming.timer = incoming.loop.call_at(incoming.machine.deadline, self._on_timer, incoming)
@@ -279,6 +341,8 @@ class Receiver:
         while incoming.machine.state is ReceiveState.CANCELLING:
             try:
                 await self._transport.cancel(incoming.receives)
+                if incoming.storing is not None:
+                    await asyncio.wait([incoming.storing])
             except asyncio.CancelledError as error:
                 cancelled = error
             else:
@@ -295,6 +359,7 @@ class Receiver:
             request_id=incoming.reservation.request_id,
             transfer_id=incoming.ticket.transfer_id,
             first_tokens=incoming.commit.first_tokens,
+            received_blocks=incoming.ticket.num_blocks,
             received_bytes=sum(receive.buffer.nbytes for receive in incoming.receives),
             receive_s=incoming.ended_at - began,
         )

@@ -22,6 +22,7 @@ from kvtransfer.handover import (
     SendStarted,
     TimePassed,
 )
+from kvtransfer.layer_groups import message_name, messages
 from pdserve.base.errors import InvalidTransition, PdserveError, PeerLost, TransferTimeout
 
 
@@ -35,28 +36,34 @@ class SendState(Enum):
 
 
 class SendMachine:
-    """One transfer at the prefill worker: blocks are its to read until `Released`."""
+    """One transfer at the prefill worker: blocks are its to read until `Released`.
 
-    def __init__(self, *, num_blocks: int, lease_s: float, now: float) -> None:
+    A group of layers goes out bundle by bundle; how far one group is does not bind another.
+    """
+
+    def __init__(self, *, num_bundles: int, layer_groups: int, lease_s: float, now: float, unit: str = "block") -> None:
         self.state = SendState.SENDING
         self.deadline = now + lease_s
         self.num_sent = 0
         self.error: PdserveError | None = None
-        self._num_blocks = num_blocks
+        self._num_bundles = num_bundles
+        self._layer_groups = layer_groups
+        self._unit = unit
         self._lease_s = lease_s
-        self._next_index = 0
+        #: Of each group.
+        self._next_bundle = [0] * layer_groups
         self._outstanding: set[int] = set()
         self._disconnected = False
 
     @property
     def num_outstanding(self) -> int:
-        """Blocks the transport reads at the moment."""
+        """Messages the transport reads at the moment."""
         return len(self._outstanding)
 
     @property
     def num_unsent(self) -> int:
-        """Blocks that were not handed to the transport yet."""
-        return self._num_blocks - self._next_index
+        """Messages that were not handed to the transport yet."""
+        return self._num_bundles * self._layer_groups - sum(self._next_bundle)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Moves on.
@@ -70,16 +77,20 @@ class SendMachine:
 
     def _on_started(self, event: Event, now: float) -> list[Effect]:
         assert isinstance(event, SendStarted)
-        if event.index != self._next_index or event.index >= self._num_blocks:
-            raise InvalidTransition(f"block {self._next_index} of {self._num_blocks} is next, not {event.index}")
-        self._next_index += 1
+        bundle, group = divmod(event.index, self._layer_groups)
+        if bundle != self._next_bundle[group] or bundle >= self._num_bundles:
+            name = message_name(event.index, self._layer_groups, self._unit)
+            raise InvalidTransition(
+                f"{self._unit} {self._next_bundle[group]} of {self._num_bundles} is next, not {name}"
+            )
+        self._next_bundle[group] += 1
         self._outstanding.add(event.index)
         return []
 
     def _on_done(self, event: Event, now: float) -> list[Effect]:
         assert isinstance(event, SendDone)
         if event.index not in self._outstanding:
-            raise InvalidTransition(f"block {event.index} is not outstanding")
+            raise InvalidTransition(f"{message_name(event.index, self._layer_groups, self._unit)} is not outstanding")
         self._outstanding.remove(event.index)
         if event.error is None:
             self.num_sent += 1
@@ -92,7 +103,7 @@ class SendMachine:
 
     def _on_all_sent(self, event: Event, now: float) -> list[Effect]:
         if self.num_unsent:
-            raise InvalidTransition(f"{self.num_unsent} of {self._num_blocks} blocks were not sent")
+            raise InvalidTransition(f"{self.num_unsent} of {self._messages} were not sent")
         self._renew(now)
         self.state = SendState.COMMITTING
         return []
@@ -112,9 +123,7 @@ class SendMachine:
         if now < self.deadline:
             return []
         return self._drain(
-            TransferTimeout(
-                f"no progress for {self._lease_s:g} s; {self.num_sent} of {self._num_blocks} blocks had got through"
-            )
+            TransferTimeout(f"no progress for {self._lease_s:g} s; {self.num_sent} of {self._messages} had got through")
         )
 
     def _on_time_draining(self, event: Event, now: float) -> list[Effect]:
@@ -141,6 +150,10 @@ class SendMachine:
             return []
         self.state = SendState.CLOSED
         return [Released(error=self.error)]
+
+    @property
+    def _messages(self) -> str:
+        return messages(self._num_bundles, self._layer_groups, self._unit)
 
     def _renew(self, now: float) -> None:
         self.deadline = max(self.deadline, now + self._lease_s)

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
-from kvtransfer.digest import BlockDigest
+from kvtransfer.digest import MessageDigest
 from kvtransfer.handover import (
     Aborted,
     AllSent,
@@ -21,7 +22,7 @@ from kvtransfer.handover import (
     SendStarted,
     TimePassed,
 )
-from kvtransfer.memory import BlockMemory
+from kvtransfer.memory import BlockMemory, Part
 from kvtransfer.peers import PeerTable
 from kvtransfer.send_machine import SendMachine, SendState
 from kvtransfer.ticket import Commit, Ticket, signed_commit
@@ -29,11 +30,14 @@ from kvtransfer.transport import Buffer, Operation, Peer, Transport
 from pdserve.base.errors import PdserveError, PeerLost, TransferError, TransferTimeout
 from pdserve.base.ids import BlockId, RequestId
 from pdserve.base.layout import KvLayout
+from pdserve.base.moment import Moment
 
 T = TypeVar("T")
 
 #: Enough to keep a fast wire busy, little enough that another transfer gets its turn soon.
 MAX_OUTSTANDING_BYTES = 32 << 20
+#: As many are copied in one go where blocks have to be copied before they are sent.
+_LOAD_BYTES = 8 << 20
 #: The event loop, and with it the wire, gets a turn after this many bytes were digested.
 _TURN_BYTES = 4 << 20
 
@@ -42,9 +46,10 @@ _TURN_BYTES = 4 << 20
 class SendStats:
     """What one transfer put on the wire. Times are the event loop's, in seconds; None before the first block."""
 
+    #: Whole ones.
     sent_blocks: int
     sent_bytes: int
-    #: Time in which at least one block was on its way.
+    #: Time in which at least a part of a block was on its way.
     busy_s: float
     first_started_at: float | None
     last_done_at: float | None
@@ -64,7 +69,7 @@ class Sender:
         self._transport = transport
         self._memory = memory
         self._layout = layout
-        self._max_outstanding = max(1, max_outstanding_bytes // layout.block_bytes)
+        self._max_outstanding_bytes = max_outstanding_bytes
         self._peers = PeerTable(transport)
 
     @asynccontextmanager
@@ -80,8 +85,17 @@ class Sender:
                 f"the ticket is for transport {ticket.transport!r} and this worker uses {self._transport.name!r}. "
                 "Start both tiers with the same --transport."
             )
+        if ticket.digest != self._memory.digest:
+            raise TransferError(
+                f"the ticket asks for digests {ticket.digest!r}, and this worker's memory has {self._memory.digest!r}. "
+                "Start both tiers with the same --handover-memory."
+            )
         machine = SendMachine(
-            num_blocks=ticket.num_blocks, lease_s=ticket.lease_s, now=asyncio.get_running_loop().time()
+            num_bundles=ticket.bundles.count,
+            layer_groups=ticket.layer_groups,
+            lease_s=ticket.lease_s,
+            now=asyncio.get_running_loop().time(),
+            unit=ticket.bundles.unit,
         )
         async with self._peers.use(ticket.data_address, deadline=machine.deadline) as peer:
             transfer = OutgoingTransfer(
@@ -91,7 +105,9 @@ class Sender:
                 ticket=ticket,
                 request_id=request_id,
                 machine=machine,
-                max_outstanding=self._max_outstanding,
+                max_outstanding=max(
+                    1, self._max_outstanding_bytes // (ticket.groups.most_bytes * ticket.bundle_blocks)
+                ),
             )
             try:
                 yield transfer
@@ -120,8 +136,11 @@ class OutgoingTransfer:
         self._request_id = request_id
         self._machine = machine
         self._max_outstanding = max_outstanding
-        self._digest = BlockDigest(ticket.key)
-        self._digests: list[bytes] = []
+        self._digest = MessageDigest(ticket.key)
+        self._groups = ticket.groups
+        #: Of each group, in the order of the bundles.
+        self._digests: list[list[bytes]] = [[] for _ in range(ticket.layer_groups)]
+        self._sent_bytes = 0
         self._changed = asyncio.Event()
         self._wire = _WireClock()
         self._commit_timeout: asyncio.Timeout | None = None
@@ -135,15 +154,15 @@ class OutgoingTransfer:
 
     @property
     def num_unsent(self) -> int:
-        """Blocks of the ticket that were not pushed yet."""
+        """Messages of the ticket that were not pushed yet."""
         return self._machine.num_unsent
 
     @property
     def stats(self) -> SendStats:
         """So far."""
         return SendStats(
-            sent_blocks=self._machine.num_sent,
-            sent_bytes=self._machine.num_sent * self._ticket.layout.block_bytes,
+            sent_blocks=self._sent_bytes // self._ticket.layout.block_bytes,
+            sent_bytes=self._sent_bytes,
             busy_s=self._wire.busy_s(self._loop.time()),
             first_started_at=self._wire.first_started_at,
             last_done_at=self._wire.last_done_at,
@@ -153,30 +172,38 @@ class OutgoingTransfer:
         """The prompt is being computed, and the decode worker is told so by another way."""
         self._handle(LeaseKept())
 
-    async def push(self, block_ids: Sequence[BlockId]) -> None:
-        """Sends the next blocks of the ticket, in its order; returns when the last of them is on the wire.
+    async def push(self, block_ids: Sequence[BlockId], *, group: int = 0, after: Moment | None = None) -> None:
+        """Sends a group of layers of the next blocks of the ticket, in its order, as they are `after`.
 
+        Each group goes through all bundles by itself; only the ticket's last may be cut short. Returns when the last
+        one's is on the wire.
         Raises: TransferTimeout when the lease ended, PeerLost; nothing more can be sent then.
         """
+        bundles = self._ticket.bundles.of(block_ids)
+        part = Part(layers=self._groups.layers[group], digest=self._digest, after=after)
         # No more at a time than may be on the wire: what has been lent to others comes back only when it was sent.
-        at_once = min(self._max_outstanding, self._memory.most)
-        for first in range(0, len(block_ids), at_once):
-            group = block_ids[first : first + at_once]
-            lent = await self._memory.lend(group)
+        at_once = min(self._max_outstanding, max(1, self._memory.most // self._ticket.bundle_blocks))
+        if self._memory.copies:  # The first leave while the next are copied.
+            message_bytes = self._groups.most_bytes * self._ticket.bundle_blocks
+            at_once = min(at_once, max(1, _LOAD_BYTES // message_bytes))
+        for first in range(0, len(bundles), at_once):
+            some = bundles[first : first + at_once]
+            lent = await self._memory.lend(some)
             try:
-                await self._push_group(group, lent)
+                digests = await self._memory.load(some, lent, part)
+                await self._push_lent(lent, group, [len(bundle) for bundle in some], digests)
             finally:
                 for buffer in lent:
                     self._memory.give_back(buffer)
 
-    async def _push_group(self, block_ids: Sequence[BlockId], lent: list[Buffer]) -> None:
+    async def _push_lent(self, lent: list[Buffer], group: int, sizes: list[int], digests: list[bytes]) -> None:
         """Takes each buffer off the list when it is on the wire, from where it is given back."""
         since_turn = 0
-        for block_id in block_ids:
+        for place, size in enumerate(sizes):
             while self._machine.num_outstanding >= self._max_outstanding and self._machine.state is SendState.SENDING:
                 await self._change()
             self._require_alive()
-            since_turn += self._push_one(block_id, lent[0])
+            since_turn += self._push_one(lent[0], group, size, digests[place] if digests else None)
             del lent[0]
             if since_turn >= _TURN_BYTES:
                 since_turn = 0
@@ -193,7 +220,7 @@ class OutgoingTransfer:
         message = signed_commit(
             self._ticket,
             request_id=self._request_id,
-            digests=tuple(self._digests),
+            digests=tuple(chain.from_iterable(zip(*self._digests, strict=True))),
             first_tokens=tuple(first_tokens),
         )
         try:
@@ -221,21 +248,23 @@ class OutgoingTransfer:
             lost = self._machine.error
             raise lost or TransferTimeout("the decode worker did not answer the commit within the lease") from error
 
-    def _push_one(self, block_id: BlockId, block: Buffer) -> int:
-        self._memory.load(block_id, block)
-        index = len(self._digests)
+    def _push_one(self, bundle: Buffer, group: int, num_blocks: int, digest: bytes | None) -> int:
+        digests, message = self._digests[group], bundle[self._groups.span(group, num_blocks)]
+        index = len(digests) * self._groups.count + group
         self._handle(SendStarted(index=index))
-        self._digests.append(self._digest(block))
+        digests.append(self._digest(message) if digest is None else digest)
         self._wire.started(self._loop.time())
-        send = self._transport.post_send(self._peer, self._ticket.tag(index), block)
-        send.add_done_callback(partial(self._on_sent, index, block))
-        return block.nbytes
+        send = self._transport.post_send(self._peer, self._ticket.tag(index), message)
+        send.add_done_callback(partial(self._on_sent, index, bundle))
+        return message.nbytes
 
-    def _on_sent(self, index: int, block: Buffer, send: Operation) -> None:
-        self._memory.give_back(block)
+    def _on_sent(self, index: int, bundle: Buffer, send: Operation) -> None:
+        self._memory.give_back(bundle)
         self._wire.done(self._loop.time())
         error = send.error
-        if error is not None and not isinstance(error, TransferError):
+        if error is None:
+            self._sent_bytes += send.buffer.nbytes
+        elif not isinstance(error, TransferError):
             error = PeerLost(str(error))
         self._handle(SendDone(index=index, error=error))
 
@@ -280,7 +309,7 @@ class OutgoingTransfer:
 
 
 class _WireClock:
-    """The union of the intervals in which at least one block was on its way."""
+    """The union of the intervals in which at least one message was on its way."""
 
     def __init__(self) -> None:
         self.first_started_at: float | None = None

@@ -6,7 +6,8 @@ import math
 import secrets
 from dataclasses import dataclass, replace
 
-from kvtransfer.digest import DIGEST_BYTES, MAC_BYTES, commit_mac, same_mac
+from kvtransfer.digest import DIGEST_BYTES, DIGESTS, HOST_DIGEST, MAC_BYTES, commit_mac, same_mac
+from kvtransfer.layer_groups import Bundles, LayerGroups
 from kvtransfer.transport import TRANSPORTS
 from pdserve.base.errors import DigestMismatch, RequestError
 from pdserve.base.ids import Epoch, RequestId, TransferId, WorkerId
@@ -15,9 +16,9 @@ from pdserve.v1 import common_pb2, decode_pb2
 
 KEY_BYTES = 32
 TRANSFER_ID_BYTES = 16
-#: Message tags of a transfer: the upper bits are random, the lower ones count its blocks.
+#: Message tags of a transfer: the upper bits are random, the lower ones count its messages.
 TAG_INDEX_BITS = 20
-MAX_BLOCKS = 1 << TAG_INDEX_BITS
+MAX_MESSAGES = 1 << TAG_INDEX_BITS
 MAX_LEASE_S = 3600.0
 MAX_ADDRESS_BYTES = 1 << 16
 MAX_BLOCK_BYTES = 1 << 30
@@ -43,9 +44,23 @@ class Ticket:
     lease_s: float
     key: bytes
     tag_base: int
+    #: Messages of which each bundle consists, and blocks of which it does.
+    layer_groups: int
+    bundle_blocks: int = 1
+    digest: str = HOST_DIGEST
+
+    @property
+    def groups(self) -> LayerGroups:
+        """Which layers each message of a bundle has."""
+        return LayerGroups.of(self.layout, self.layer_groups)
+
+    @property
+    def bundles(self) -> Bundles:
+        """Which blocks travel together."""
+        return Bundles(num_blocks=self.num_blocks, size=self.bundle_blocks)
 
     def tag(self, index: int) -> int:
-        """The message tag of the transfer's block `index`, counted from its first."""
+        """Of the transfer's message `index`, as `LayerGroups` counts them."""
         return self.tag_base + index
 
 
@@ -68,14 +83,13 @@ def layout_to_proto(layout: KvLayout) -> decode_pb2.KvLayout:
         num_layers=layout.num_layers,
         num_kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
-        tp_size=layout.tp_size,
     )
 
 
 def layout_from_proto(message: decode_pb2.KvLayout) -> KvLayout:
     """Raises: RequestError when it is not a layout a worker could have."""
     _require(message.dtype in _DTYPES, f"layout.dtype {message.dtype!r} is not one of {', '.join(_DTYPES)}")
-    for name in ("block_size", "num_layers", "num_kv_heads", "head_dim", "tp_size"):
+    for name in ("block_size", "num_layers", "num_kv_heads", "head_dim"):
         value: int = getattr(message, name)
         _require(0 < value <= _MAX_DIMENSION, f"layout.{name} is {value}")
     layout = KvLayout(
@@ -85,7 +99,6 @@ def layout_from_proto(message: decode_pb2.KvLayout) -> KvLayout:
         num_layers=message.num_layers,
         num_kv_heads=message.num_kv_heads,
         head_dim=message.head_dim,
-        tp_size=message.tp_size,
     )
     _require(layout.block_bytes <= MAX_BLOCK_BYTES, f"a block of {layout.block_bytes} bytes is beyond any model")
     return layout
@@ -107,6 +120,9 @@ def ticket_to_proto(ticket: Ticket) -> decode_pb2.Ticket:
         lease_s=ticket.lease_s,
         key=ticket.key,
         tag_base=ticket.tag_base,
+        layer_groups=ticket.layer_groups,
+        bundle_blocks=ticket.bundle_blocks,
+        digest=ticket.digest,
     )
 
 
@@ -117,11 +133,18 @@ def ticket_from_proto(message: decode_pb2.Ticket) -> Ticket:
     _require(0 < message.epoch < 1 << 63, f"epoch is {message.epoch}")
     _require(message.transport in TRANSPORTS, f"transport {message.transport!r} is unknown")
     _require(0 < len(message.data_address) <= MAX_ADDRESS_BYTES, f"data_address has {len(message.data_address)} bytes")
-    _require(message.num_blocks <= MAX_BLOCKS, f"num_blocks is {message.num_blocks}")
     _require(message.first_block < 1 << 31, f"first_block is {message.first_block}")
     _require(math.isfinite(message.lease_s) and 0 < message.lease_s <= MAX_LEASE_S, f"lease_s is {message.lease_s}")
-    _require(message.tag_base % MAX_BLOCKS == 0, f"tag_base {message.tag_base:#x} leaves no room for block numbers")
+    _require(message.tag_base % MAX_MESSAGES == 0, f"tag_base {message.tag_base:#x} leaves no room for message numbers")
     _require(bool(message.grpc_address), "grpc_address is empty")
+    layout, groups = layout_from_proto(message.layout), message.layer_groups
+    _require(1 <= groups <= layout.num_layers, f"layer_groups is {groups}, with a model of {layout.num_layers} layers")
+    _require(
+        message.num_blocks * groups <= MAX_MESSAGES, f"num_blocks is {message.num_blocks} with {groups} messages each"
+    )
+    most = max(1, MAX_BLOCK_BYTES // layout.block_bytes)
+    _require(1 <= message.bundle_blocks <= most, f"bundle_blocks is {message.bundle_blocks}, not 1 to {most}")
+    _require(message.digest in DIGESTS, f"digest {message.digest!r} is not one of {', '.join(DIGESTS)}")
     return Ticket(
         transfer_id=TransferId(message.transfer_id),
         attempt=message.attempt,
@@ -132,10 +155,13 @@ def ticket_from_proto(message: decode_pb2.Ticket) -> Ticket:
         data_address=message.data_address,
         first_block=message.first_block,
         num_blocks=message.num_blocks,
-        layout=layout_from_proto(message.layout),
+        layout=layout,
         lease_s=message.lease_s,
         key=message.key,
         tag_base=message.tag_base,
+        layer_groups=groups,
+        bundle_blocks=message.bundle_blocks,
+        digest=message.digest,
     )
 
 
@@ -190,7 +216,7 @@ def commit_from_proto(message: decode_pb2.CommitRequest) -> Commit:
     _require(len(message.transfer_id) == TRANSFER_ID_BYTES, f"transfer_id has {len(message.transfer_id)} bytes")
     _require(len(message.mac) == MAC_BYTES, f"mac has {len(message.mac)} bytes")
     _require(0 < message.epoch < 1 << 63, f"epoch is {message.epoch}")
-    _require(len(message.digests) <= MAX_BLOCKS, f"there are {len(message.digests)} digests")
+    _require(len(message.digests) <= MAX_MESSAGES, f"there are {len(message.digests)} digests")
     _require(all(len(digest) == DIGEST_BYTES for digest in message.digests), "a digest is not 16 bytes long")
     _require(0 < len(message.first_tokens) <= MAX_FIRST_TOKENS, f"there are {len(message.first_tokens)} first tokens")
     return Commit(

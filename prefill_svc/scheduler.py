@@ -6,6 +6,7 @@ until `release`, because they are still being sent). `abort` ends it anywhere.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from pdserve.engine.step import (
     Chunk,
     EventLog,
     Failure,
+    LayersWritten,
     Load,
     PrefillProgress,
     Started,
@@ -50,6 +52,8 @@ class PrefillJob:
     hashes: Items[BlockHash] = ()
     #: First tokens that were already streamed, one per choice, to be told instead of sampling.
     forced_first_tokens: tuple[int, ...] = ()
+    #: Told, in every chunk, as soon as so many layers have their KV: ascending, at most the model's number.
+    told_layers: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -57,7 +61,8 @@ class _Active:
     job: PrefillJob
     sequence: Sequence
     num_cached: int = 0
-    started: bool = False
+    #: Of the whole prompt; empty before the first chunk.
+    block_table: tuple[BlockId, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -160,7 +165,8 @@ class PrefillScheduler:
             active.num_cached = active.sequence.num_computed
             self._queues.computing[request_id] = self._queues.waiting.pop(request_id)
             budget -= self._plan_chunk(active, budget, chunks)
-        return StepPlan(chunks=tuple(chunks))
+        reports = [report for chunk in chunks for report in self._reports(chunk)]
+        return StepPlan(chunks=tuple(chunks), reports=tuple(reports))
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """Never: beside a step of chunks, the time between two steps is short."""
@@ -221,14 +227,14 @@ class PrefillScheduler:
         size = min(budget, sequence.num_pending)
         if size <= 0:
             return 0
-        if not active.started:
-            active.started = True
+        if not active.block_table:
+            active.block_table = self.block_table(active.job.request_id)
             self._log.started.append(
                 Started(
                     request_id=active.job.request_id,
                     prefilled_locally=True,
                     num_cached=active.num_cached,
-                    block_table=self.block_table(active.job.request_id),
+                    block_table=active.block_table,
                 )
             )
         is_last = size == sequence.num_pending
@@ -241,6 +247,16 @@ class PrefillScheduler:
             )
         )
         return size
+
+    def _reports(self, chunk: Chunk) -> Iterator[LayersWritten]:
+        active = self._queues.computing[chunk.sequence.request_id]
+        for num_layers in active.job.told_layers:
+            yield LayersWritten(
+                request_id=active.job.request_id,
+                num_layers=num_layers,
+                num_computed=chunk.stop,
+                block_table=active.block_table,
+            )
 
     def _first_token_rows(self, sequence: Sequence) -> tuple[SampleRow, ...]:
         return tuple(self._config.limits.sample_row(sequence, choice) for choice in range(sequence.params.n))

@@ -7,14 +7,14 @@ import asyncio
 import grpc
 
 from kvtransfer.sender import Sender
-from kvtransfer.ticket import ticket_from_proto
+from kvtransfer.ticket import Ticket, ticket_from_proto
 from pdserve.base import rpc
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import PdserveError, reason_of
 from pdserve.base.ids import RequestId
 from pdserve.base.logs import get_logger, request_id_var
 from pdserve.base.wire import sampling_from_wire
-from pdserve.engine.step import StepOutput
+from pdserve.engine.step import LayersWritten, StepOutput
 from pdserve.v1 import prefill_pb2 as pb
 from pdserve.v1 import prefill_pb2_grpc as pb_grpc
 from pdserve.worker.sessions import Failed, Sessions
@@ -66,6 +66,10 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
         for failure in events.failures:
             self._sessions.put(failure.request_id, Failed(error=failure.error))
 
+    def on_layers(self, written: LayersWritten) -> None:
+        """Hands it to its prompt."""
+        self._sessions.put(written.request_id, written)
+
     async def close(self) -> None:
         """No call is left."""
         await self._channels.close()
@@ -85,7 +89,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
                     self._worker, self.scheduler, self._sender, self._channels, inbox, context.write
                 )
                 try:
-                    await session.run(self._job(request), ticket)
+                    await session.run(self._job(request, ticket), ticket)
                 except PdserveError as error:
                     session.outcome = reason_of(error)
                     log.warning("prefill_failed", reason=error)
@@ -94,7 +98,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
                     if ticket is not None:
                         self._worker.metrics.ended(session.outcome)
 
-    def _job(self, request: pb.PrefillRequest) -> PrefillJob:
+    def _job(self, request: pb.PrefillRequest, ticket: Ticket | None) -> PrefillJob:
         prompt = tuple(request.prompt_token_ids)
         key = self._worker.hash_key(request.cache_salt)
         return PrefillJob(
@@ -104,6 +108,8 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
             hash_key=key,
             hashes=hash_blocks(key, prompt, self._worker.model.layout.block_size),
             forced_first_tokens=tuple(request.forced_first_tokens),
+            # One message for all layers can go no sooner than at the step's end, of which every prompt is told.
+            told_layers=ticket.groups.ends if ticket is not None and ticket.layer_groups > 1 else (),
         )
 
 

@@ -7,18 +7,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from kvtransfer.sender import OutgoingTransfer, Sender
+from kvtransfer.sender import Sender
 from kvtransfer.ticket import Commit, Ticket, commit_to_proto
 from pdserve.base.ids import BlockId, RequestId
 from pdserve.base.rpc import mapped_rpc_errors
 from pdserve.base.sampling import ChoiceTokens
 from pdserve.base.wire import tokens_to_wire
-from pdserve.engine.step import PrefillProgress, RequestTokens, Started
+from pdserve.engine.step import LayersWritten, PrefillProgress, RequestTokens, Started
 from pdserve.v1 import decode_pb2, decode_pb2_grpc
 from pdserve.v1 import prefill_pb2 as pb
 from pdserve.worker.sessions import Session
 from pdserve.worker.worker import Worker
 from prefill_svc.decode_channels import DecodeChannels
+from prefill_svc.pusher import Pusher, pushing
 from prefill_svc.scheduler import PrefillJob, PrefillScheduler
 
 #: How often a waiting prompt says that it is still alive; well below any lease.
@@ -38,7 +39,7 @@ class Begun:
         return self.started.request_id
 
 
-Event = Begun | PrefillProgress | RequestTokens
+Event = Begun | LayersWritten | PrefillProgress | RequestTokens
 
 
 @dataclass(slots=True)
@@ -58,8 +59,6 @@ class _State:
     num_computed: int = 0
     num_chunks: int = 0
     first_tokens: tuple[ChoiceTokens, ...] = ()
-    #: Blocks of the prompt that were pushed or were there already.
-    next_block: int = 0
     times: _Times = field(default_factory=lambda: _Times(accepted=_now()))
 
 
@@ -89,36 +88,38 @@ class PrefillSession:
     async def run(self, job: PrefillJob, ticket: Ticket | None) -> None:
         """Raises what ended the prompt before it was handed over."""
         try:
-            async with self._transfer(ticket) as transfer:
+            async with self._transfer(ticket) as pusher:
                 await self._worker.run(lambda: self._scheduler.add(job))
-                await self._compute(job, ticket, transfer)
+                await self._compute(job, pusher)
                 # Nothing is left to decode when every choice ended with its first token: the ticket stays unused.
                 if all(choice.finish_reason for choice in self._state.first_tokens):
                     self.outcome = "not_needed"
-                elif transfer is not None:
+                elif pusher is not None:
                     assert ticket is not None
-                    await self._push_computed(ticket, transfer, final=True)
-                    await transfer.finish(
+                    await pusher.drained()
+                    await pusher.transfer.finish(
                         [choice.token_ids[0] for choice in self._state.first_tokens],
                         lambda commit: self._commit(ticket, commit),
                     )
                     self._state.times.committed = _now()
                     self.outcome = "committed"
-            await self._write(pb.PrefillResponse(done=self._summary(transfer)))
+            await self._write(pb.PrefillResponse(done=self._summary(pusher)))
         finally:
             await self._worker.run(lambda: self._scheduler.abort(self._request_id))
 
     @asynccontextmanager
-    async def _transfer(self, ticket: Ticket | None) -> AsyncIterator[OutgoingTransfer | None]:
+    async def _transfer(self, ticket: Ticket | None) -> AsyncIterator[Pusher | None]:
         if ticket is None:
             yield None
             return
-        self._state.next_block = ticket.first_block
         with self._worker.metrics.kv_transfers_active.track_inprogress():
-            async with self._sender.open(ticket, request_id=self._request_id) as transfer:
-                yield transfer
+            async with (
+                self._sender.open(ticket, request_id=self._request_id) as transfer,
+                pushing(transfer, ticket) as pusher,
+            ):
+                yield pusher
 
-    async def _compute(self, job: PrefillJob, ticket: Ticket | None, transfer: OutgoingTransfer | None) -> None:
+    async def _compute(self, job: PrefillJob, pusher: Pusher | None) -> None:
         """Until the first tokens are told; blocks go out meanwhile."""
         state = self._state
         while not (state.first_tokens and state.num_computed == len(job.prompt_token_ids)):
@@ -128,9 +129,16 @@ class PrefillSession:
                     state.times.started = at
                     state.block_table = started.block_table
                     state.num_cached = state.num_computed = started.num_cached
+                case LayersWritten():
+                    if pusher is not None:
+                        stop = self._num_complete(job, event.num_computed)
+                        pusher.stored(event.block_table, stop, num_layers=event.num_layers, at=event.moment)
+                    continue
                 case PrefillProgress():
                     state.num_computed = event.num_computed
                     state.num_chunks += 1
+                    if pusher is not None:
+                        pusher.stored(state.block_table, self._num_complete(job, event.num_computed))
                 case RequestTokens():
                     state.times.computed = _now()
                     state.first_tokens = event.choices
@@ -138,22 +146,16 @@ class PrefillSession:
                     continue
                 case None:
                     pass
-            if transfer is not None:
-                assert ticket is not None
-                transfer.keep_lease()
-                await self._push_computed(ticket, transfer)
+            # What waits for the wire has its progress to go by.
+            if pusher is not None and pusher.is_idle:
+                pusher.transfer.keep_lease()
             await self._tell_progress()
 
-    async def _push_computed(self, ticket: Ticket, transfer: OutgoingTransfer, *, final: bool = False) -> None:
-        """Sends the blocks that became full; with `final` also the last, partial one."""
-        state = self._state
-        end = ticket.first_block + ticket.num_blocks
-        num_full = state.num_computed // self._worker.model.layout.block_size
-        stop = end if final else min(num_full, end)
-        if stop > state.next_block:
-            blocks = state.block_table[state.next_block : stop]
-            state.next_block = stop
-            await transfer.push(blocks)
+    def _num_complete(self, job: PrefillJob, num_computed: int) -> int:
+        """Blocks to which nothing is added any more: full ones, and the prompt's last."""
+        block_size = self._worker.model.layout.block_size
+        is_all = num_computed == len(job.prompt_token_ids)
+        return -(-num_computed // block_size) if is_all else num_computed // block_size
 
     async def _commit(self, ticket: Ticket, commit: Commit) -> decode_pb2.CommitResponse:
         peer = f"decode worker {ticket.worker_id}"
@@ -181,7 +183,7 @@ class PrefillSession:
         )
         await self._write(pb.PrefillResponse(progress=message))
 
-    def _summary(self, transfer: OutgoingTransfer | None) -> pb.PrefillDone:
+    def _summary(self, pusher: Pusher | None) -> pb.PrefillDone:
         state, times = self._state, self._state.times
         done = pb.PrefillDone(
             queue_s=times.started - times.accepted,
@@ -189,13 +191,15 @@ class PrefillSession:
             chunks=state.num_chunks,
             cached_tokens=state.num_cached,
         )
-        if transfer is not None:
-            stats = transfer.stats
+        if pusher is not None:
+            stats = pusher.transfer.stats
             done.transfer_s = stats.busy_s
             done.sent_bytes = stats.sent_bytes
             done.sent_blocks = stats.sent_blocks
             if times.committed:
                 done.commit_s = times.committed - times.computed
+                done.exposed_s = max(0.0, (stats.last_done_at or 0.0) - times.computed)
+                self._worker.metrics.kv_transfer_exposed_seconds.observe(done.exposed_s)
             self._worker.metrics.sent(stats.sent_bytes, stats.sent_blocks, stats.busy_s, self._worker.transport.name)
         return done
 

@@ -81,6 +81,7 @@ class Journal:
             prefill_compute_s=done.compute_s,
             transfer_s=done.transfer_s,
             commit_s=done.commit_s,
+            exposed_s=done.exposed_s,
             sent_bytes=done.sent_bytes,
             sent_blocks=done.sent_blocks,
             chunks=done.chunks,

@@ -20,7 +20,8 @@ measured themselves.
       "prefilled_by": "prefill",      prefill|decode|null
       "local_prefill_reason": null,   short|load|fallback|no_prefill_tier, where prefilled_by is "decode"
       "reported": {"reserve_s": 0.001, "prefill_queue_s": 0.0, "prefill_compute_s": 0.07, "transfer_s": 0.003,
-                   "commit_s": 0.004, "decode_queue_s": 0.001, "sent_bytes": 1234, "sent_blocks": 19, "chunks": 2}
+                   "commit_s": 0.004, "exposed_s": 0.002, "decode_queue_s": 0.001, "sent_bytes": 1234,
+                   "sent_blocks": 19, "chunks": 2}
     }
 
 Every phase, decision and list entry is there only once it has happened.

@@ -15,7 +15,7 @@ from decode_svc.request import DecodeJob, SchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
 from kernels.bench.inputs import BLOCK_SIZE
 from kernels.bench.work import decoder_work
-from kernels.decoder import DecoderKernel
+from kernels.decoder import DecoderKernel, LayerListener
 from pdserve.base.ids import RequestId
 from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import SamplingParams
@@ -23,7 +23,7 @@ from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.device_runner import DeviceRunner
 from pdserve.engine.graphs import CudaRecorder, DeviceDecoder
 from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.runner import Results
+from pdserve.engine.runner import Results, TellLayers
 from pdserve.engine.sequence import SequenceLimits
 from pdserve.engine.step import StepPlan
 from pdserve.engine.stepper import Stepper
@@ -111,7 +111,7 @@ class _Kernel:
     def __init__(self, kernel: DecoderKernel) -> None:
         self._kernel = kernel
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
         return self._kernel.forward(batch.token_ids, batch.kv_rows(), batch.logits_rows, kv_cache)
 
 
@@ -138,9 +138,9 @@ class _Timed(DeviceRunner):
         super().__init__(decoder, kv_cache, sampler)
         self.decoding: list[tuple[_Moment, _Moment]] = []
 
-    def launch(self, plan: StepPlan, batch: Batch | None) -> Results:
+    def launch(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Results:
         begin = _Moment(self.kv_cache.tensor.device)
-        results = super().launch(plan, batch)
+        results = super().launch(plan, batch, tell)
         if plan.decoding and not plan.chunks:
             self.decoding.append((begin, _Moment(self.kv_cache.tensor.device)))
         return results

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.decoder import DecoderShape, DecoderWeights, LayerWeights
+from kernels.decoder import DecoderShape, DecoderWeights, LayerListener, LayerWeights
 from kernels.ops import KvRows
 
 #: Codes that `src/module.cpp` shares: types in memory, and formats that weights are packed in.
@@ -148,7 +148,14 @@ class CpuDecoder:
     def weight_bytes(self) -> int:
         return self._decoder.weight_bytes
 
-    def forward(self, token_ids: Tensor, rows: KvRows, logits_rows: Tensor, kv_cache: Tensor) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        rows: KvRows,
+        logits_rows: Tensor,
+        kv_cache: Tensor,
+        on_layer: LayerListener | None = None,
+    ) -> Tensor:
         indices = (
             token_ids,
             rows.positions,

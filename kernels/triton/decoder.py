@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.decoder import ALONE, DecoderShape, DecoderWeights, LayerWeights, Ranks
+from kernels.decoder import ALONE, DecoderShape, DecoderWeights, LayerListener, LayerWeights, Ranks
 from kernels.ops import KvRows
 from kernels.triton.activation import silu_mul_merged
 from kernels.triton.gather import gather_rows
@@ -119,13 +119,20 @@ class TritonDecoder:
         self.weight_bytes = sum(matrix.nbytes for matrix in (*matrices, self._lm_head))
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, rows: KvRows, logits_rows: Tensor, kv_cache: Tensor) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        rows: KvRows,
+        logits_rows: Tensor,
+        kv_cache: Tensor,
+        on_layer: LayerListener | None = None,
+    ) -> Tensor:
         eps = self._shape.rms_norm_eps
         kv = self._ops.paged_kv(rows, kv_cache, self._cos_sin, self._shape.scale, kv_scales=self._kv_scales)
         hidden = gather_rows(self._embedding, token_ids)
         normed = rms_norm(hidden, self._layers[0].input_norm, eps)
         for index, layer in enumerate(self._layers):
-            attended = self._attention(index, layer, normed, kv)
+            attended = self._attention(index, layer, normed, kv, on_layer)
             is_last = index + 1 == len(self._layers)
             if is_last:
                 # From here on a row matters for its own logits only.
@@ -139,8 +146,12 @@ class TritonDecoder:
         logits = self._ops.linear(normed, self._lm_head, out_dtype=torch.float32)
         return self._ranks.gather_columns(logits, self._shape.vocab_size)
 
-    def _attention(self, index: int, layer: _Layer, x: Tensor, kv: TritonPagedKv) -> Tensor:
+    def _attention(
+        self, index: int, layer: _Layer, x: Tensor, kv: TritonPagedKv, on_layer: LayerListener | None
+    ) -> Tensor:
         shape = self._shape
         qkv = self._ops.linear(x, layer.qkv, layer.qkv_bias)
         q = kv.rope_write_qkv(index, qkv, shape.num_heads, layer.q_norm, layer.k_norm, shape.rms_norm_eps)
+        if on_layer is not None:
+            on_layer(index + 1)
         return kv.attention(index, q, shape.windows[index])

@@ -13,7 +13,8 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
 class KvLayout:
     """Shape and meaning of one block: `[num_layers, 2, num_kv_heads, block_size, head_dim]` of `dtype`.
 
-    `model` is a fingerprint of config and weights, and of the scales of an fp8 cache, not a name a user chose.
+    `model` is a fingerprint of config and weights, and of the scales of an fp8 cache, not a name a user chose. How many
+    ranks a worker has is not part of it: a block has all heads.
     """
 
     model: str
@@ -22,7 +23,6 @@ class KvLayout:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    tp_size: int = 1
 
     @property
     def block_bytes(self) -> int:

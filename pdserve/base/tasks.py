@@ -6,6 +6,9 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class _Stop(Exception):
@@ -55,6 +58,22 @@ async def service_group() -> AsyncIterator[ServiceGroup]:
         if len(errors.exceptions) == 1:
             raise errors.exceptions[0] from None
         raise
+
+
+async def to_its_end(work: Awaitable[T]) -> T:
+    """What `work` gives. When the caller is cancelled meanwhile, that shows only after `work` has ended."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # Seen: the cancellation is what the caller hears of.
+        raise cancelled
+    return task.result()
 
 
 def stop_event_on_signals() -> asyncio.Event:

@@ -28,6 +28,11 @@ class WorkerConfig:
     grpc_port: int = option(0, help="port of the internal gRPC service; 0 takes a free one", minimum=0)
     http_port: int = option(0, help="port of /livez, /readyz, /health and /metrics; 0 takes a free one", minimum=0)
     device: str = option("cpu", help="where the model computes: cpu, cuda, or cuda:1 for one of several GPUs")
+    tensor_parallel_size: int = option(
+        1,
+        help="ranks that share the model, each with its part of heads and weights: GPUs from --device on, or processes",
+        minimum=1,
+    )
     gpu_memory_utilization: float = option(
         0.9, help="share of the GPU's memory for this worker: weights, activations and KV", minimum=0.01
     )

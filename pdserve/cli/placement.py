@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pdserve.base.errors import SetupError
+
 _MIB = 1024**2
 _MAX_KV_BYTES = 2 * 1024**3
 _KV_SHARE = 0.2
@@ -34,16 +36,38 @@ class GpuShare:
 
     device: str
     memory: float
+    #: The worker has this GPU and the next ones, one for each rank.
+    num_ranks: int = 1
+
+    def __str__(self) -> str:
+        ranks = "" if self.num_ranks == 1 else f" and the next {self.num_ranks - 1}"
+        return f"{self.memory:.0%} of {self.device}{ranks}"
 
 
-def share_gpus(num_gpus: int, *, num_workers: int, utilization: float) -> list[GpuShare]:
-    """The workers take turns, prefill first; those that meet on a GPU share its memory evenly, in whole percents."""
-    shares = []
-    for index in range(num_workers):
-        gpu = index % num_gpus
-        num_sharing = len(range(gpu, num_workers, num_gpus))
-        shares.append(GpuShare(device=f"cuda:{gpu}", memory=int(100 * utilization / num_sharing) / 100))
-    return shares
+def share_gpus(num_gpus: int, *, num_ranks: Sequence[int], utilization: float) -> list[GpuShare]:
+    """The workers take turns, prefill first, each with as many neighbouring GPUs as it has ranks.
+
+    Those that meet on a GPU share its memory evenly, in whole percents; a worker has the same share of all its GPUs.
+    Raises `SetupError` for one with more ranks than there are GPUs.
+    """
+    users = [0] * num_gpus
+    places: list[range] = []
+    for size in num_ranks:
+        if size > num_gpus:
+            raise SetupError(f"--tensor-parallel-size {size} needs as many GPUs, and this machine has {num_gpus}.")
+        after = places[-1].stop if places else 0
+        first = after if after + size <= num_gpus else 0
+        places.append(range(first, first + size))
+        for gpu in places[-1]:
+            users[gpu] += 1
+    return [
+        GpuShare(
+            device=f"cuda:{place.start}",
+            memory=int(100 * utilization / max(users[gpu] for gpu in place)) / 100,
+            num_ranks=len(place),
+        )
+        for place in places
+    ]
 
 
 def share_cores(cores: Cores, *, num_prefill: int, num_decode: int, threads_per_worker: int | None) -> list[CoreShare]:

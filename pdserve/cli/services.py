@@ -84,6 +84,7 @@ def _worker_spec(plan: ClusterPlan, tier: str, index: int, share: CoreShare, gpu
     flags = {
         **_common_flags(plan),
         "worker-id": plan.id_prefix + name,
+        "tensor-parallel-size": config.num_ranks[tier],
         "device": None if gpu is None else gpu.device,
         "gpu-memory-utilization": None if gpu is None else gpu.memory,
         "deterministic": config.deterministic,
@@ -96,6 +97,7 @@ def _worker_spec(plan: ClusterPlan, tier: str, index: int, share: CoreShare, gpu
         "kv-cache-memory": plan.kv_cache_bytes,
         "max-model-len": config.max_model_len,
         "max-num-seqs": config.max_num_seqs if tier == "decode" else None,
+        "layer-groups": config.layer_groups if tier == "decode" else None,
         "max-num-batched-tokens": config.max_num_batched_tokens,
         "threads": share.threads,
         "cpus": _cpu_list(share.cpus),

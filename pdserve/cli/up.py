@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -148,8 +148,7 @@ def make_plan(config: UpConfig, model: PreparedModel, redis: RedisPlan, *, run_d
         served_name=config.served_model_name or model.served_name,
         redis_url=redis.url,
         log_dir=log_dir,
-        # Threads that wait for a GPU have nothing to lend that others could use.
-        shares=lend_cores(shares) if config.lend_cores and not gpus else shares,
+        shares=lend_cores(shares) if can_lend(config) else shares,
         gpus=gpus,
         kv_cache_bytes=kv_bytes,
         core_leases=run_dir / "cores",
@@ -159,16 +158,20 @@ def make_plan(config: UpConfig, model: PreparedModel, redis: RedisPlan, *, run_d
     )
 
 
+def can_lend(config: UpConfig) -> bool:
+    """Threads that wait for a GPU have nothing to lend that others could use, and ranks stay where they are."""
+    return config.lend_cores and config.device == "cpu" and max(config.num_ranks.values()) == 1
+
+
 def gpu_shares(config: UpConfig) -> list[GpuShare]:
     """Each worker's part of the GPUs; none when they compute on the CPU."""
     if config.device == "cpu":
         return []
-    shares = share_gpus(
-        num_gpus() if config.device == "cuda" else 1,
-        num_workers=config.num_workers,
-        utilization=config.gpu_memory_utilization,
-    )
-    return shares if config.device == "cuda" else [replace(share, device=config.device) for share in shares]
+    num_ranks = [config.num_ranks["prefill"]] * config.prefill + [config.num_ranks["decode"]] * config.decode
+    if config.device == "cuda":
+        return share_gpus(num_gpus(), num_ranks=num_ranks, utilization=config.gpu_memory_utilization)
+    memory = int(100 * config.gpu_memory_utilization / config.num_workers) / 100
+    return [GpuShare(device=config.device, memory=memory, num_ranks=size) for size in num_ranks]
 
 
 def require_free_ports(config: UpConfig) -> None:

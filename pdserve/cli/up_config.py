@@ -31,6 +31,13 @@ class UpConfig:
     decode: int = option(1, help="number of decode workers", metavar="N", minimum=1)
     served_model_name: str | None = option(None, help="name clients use; the model's own when absent")
     device: str = option("cpu", help="where models compute: cpu, cuda (workers take turns on the GPUs), or cuda:1")
+    tensor_parallel_size: int = option(
+        default_of(WorkerConfig, "tensor_parallel_size"),
+        help="ranks of each worker that share the model: as many GPUs, or on the CPU processes",
+        minimum=1,
+    )
+    prefill_tensor_parallel_size: int | None = option(None, help="the same, of prefill workers only", minimum=1)
+    decode_tensor_parallel_size: int | None = option(None, help="the same, of decode workers only", minimum=1)
     gpu_memory_utilization: float = option(
         default_of(WorkerConfig, "gpu_memory_utilization"),
         help="share of each GPU's memory, for all workers on it together",
@@ -93,6 +100,12 @@ class UpConfig:
     transport: str = option(
         default_of(WorkerConfig, "transport"), help="how KV blocks travel between workers", choices=TRANSPORTS
     )
+    layer_groups: int | None = option(
+        None,
+        help="messages in which a KV block travels, each some of its layers, sent while later ones are computed; when "
+        "absent 4 on GPUs and 1 on CPUs",
+        minimum=1,
+    )
     staging_memory: int = option(
         default_of(WorkerConfig, "staging_memory"),
         help="on GPUs: host memory of each worker in which blocks stop over on their way, such as 1GiB",
@@ -113,6 +126,14 @@ class UpConfig:
     def num_workers(self) -> int:
         """Workers of both tiers."""
         return self.prefill + self.decode
+
+    @property
+    def num_ranks(self) -> dict[str, int]:
+        """Of a worker of each tier."""
+        return {
+            "prefill": self.prefill_tensor_parallel_size or self.tensor_parallel_size,
+            "decode": self.decode_tensor_parallel_size or self.tensor_parallel_size,
+        }
 
     @property
     def effective_grpc_port(self) -> int:

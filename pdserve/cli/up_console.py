@@ -141,7 +141,7 @@ def describe_plan(
     """One line per worker about what it gets."""
     if gpus:
         cache = "" if kv_cache_bytes is None else f", {describe_bytes(kv_cache_bytes)} of KV cache"
-        return [f"  {name}: {gpu.memory:.0%} of {gpu.device}{cache}" for name, gpu in zip(names, gpus, strict=True)]
+        return [f"  {name}: {gpu}{cache}" for name, gpu in zip(names, gpus, strict=True)]
     assert kv_cache_bytes is not None
     return [
         f"  {name}: {describe_share(share)}, {describe_bytes(kv_cache_bytes)} of KV cache"

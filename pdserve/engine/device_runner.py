@@ -11,8 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.runner import Results, Runner, TokenSampler
+from kernels.decoder import LayerListener
+from pdserve.engine.runner import Results, Runner, StepCache, TellLayers, TokenSampler
 from pdserve.engine.sequence import SampleResult, SampleRow
 from pdserve.engine.step import StepPlan
 from pdserve.model.batch import Batch
@@ -21,7 +21,14 @@ from pdserve.model.batch import Batch
 class LaunchingDecoder(Protocol):
     """`pdserve.engine.graphs.DeviceDecoder`: nothing is waited for."""
 
-    def forward(self, batch: Batch, kv_cache: Tensor, token_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        batch: Batch,
+        kv_cache: Tensor,
+        on_layer: LayerListener | None = None,
+        *,
+        token_ids: Tensor | None = None,
+    ) -> Tensor:
         """As `Decoder.forward`, with token ids of the device, -1 being one that failed, in place of the batch's."""
 
 
@@ -50,23 +57,24 @@ class DeviceRunner(Runner):
 
     overlaps = True
 
-    def __init__(self, decoder: LaunchingDecoder, kv_cache: KvCache, sampler: LaunchingSampler) -> None:
+    def __init__(self, decoder: LaunchingDecoder, kv_cache: StepCache, sampler: LaunchingSampler) -> None:
         super().__init__(decoder, kv_cache, sampler)
         self._launching = decoder
         self._drawing = sampler
         #: Of the step launched last, in the order of its rows.
         self._token_ids: Tensor | None = None
 
-    def launch(self, plan: StepPlan, batch: Batch | None) -> Results:
+    def launch(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Results:
         """As `Runner.launch`. A step planned ahead takes its tokens from the step before, on the device."""
         rows, logits_rows = plan.sample_rows()
         if batch is None or not rows:
-            self.forward(plan, batch)
+            self.forward(plan, batch, tell)
             return partial(self.sample, plan, None)
         if plan.copies:
             self.kv_cache.copy_blocks(plan.copies)
         token_ids = self._token_ids if plan.is_ahead else None
-        logits = self._launching.forward(batch, self.kv_cache.tensor, token_ids)
+        on_layer = self._reporter(plan, tell)
+        logits = self._launching.forward(batch, self.kv_cache.tensor, on_layer, token_ids=token_ids)
         draws = self._drawing.launch(logits, rows, logits_rows, is_ahead=plan.is_ahead)
         self._token_ids = draws.token_ids
         return draws.results

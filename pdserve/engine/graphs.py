@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kernels.decoder import LayerListener
 from pdserve.engine.device_batch import BatchShape, DeviceBatches, current
 from pdserve.model.batch import Batch
 
@@ -62,7 +63,7 @@ class CudaRecorder:
 class Decoder(Protocol):
     """`pdserve.engine.runner.Decoder`, on a device."""
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor: ...
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor: ...
 
 
 class DeviceDecoder:
@@ -95,19 +96,29 @@ class DeviceDecoder:
         rows = largest.num_logits if recorder else 0
         self._logits = torch.empty(rows, vocab_size, dtype=torch.float32, device=device)
 
-    def forward(self, batch: Batch, kv_cache: Tensor, token_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        batch: Batch,
+        kv_cache: Tensor,
+        on_layer: LayerListener | None = None,
+        *,
+        token_ids: Tensor | None = None,
+    ) -> Tensor:
         """As `Decoder.forward`, for a batch on the host; the logits are on the device.
 
         `token_ids`, int64 [num_tokens], are on the device and take the place of the batch's. Nothing is waited for. The
         next call writes to the same memory, on the device: what reads the logits has to be in the stream before it.
+        What is replayed tells `on_layer` nothing.
         """
         with self._on_device:
-            return self._forward(batch, kv_cache, token_ids)
+            return self._forward(batch, kv_cache, on_layer, token_ids)
 
-    def _forward(self, batch: Batch, kv_cache: Tensor, token_ids: Tensor | None) -> Tensor:
+    def _forward(
+        self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None, token_ids: Tensor | None
+    ) -> Tensor:
         shape = BatchShape.of(batch)
         if self._recorder is None or not shape.is_decode_only or shape.num_sequences > self._max_num_seqs:
-            return self._decoder.forward(self._batches.upload(batch, token_ids=token_ids), kv_cache)
+            return self._decoder.forward(self._batches.upload(batch, token_ids=token_ids), kv_cache, on_layer)
         padded = decode_shape(shape.num_sequences, shape.num_blocks)
         there = self._fixed.upload(batch, padded, token_ids)
         key = (padded, kv_cache.data_ptr())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ import torch
 from pdserve.base.errors import SetupError
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
+from pdserve.base.moment import Moment
 
 _DTYPES = {
     "float32": torch.float32,
@@ -19,6 +21,9 @@ _DTYPES = {
     "float16": torch.float16,
     "fp8_e4m3": torch.float8_e4m3fn,
 }
+
+
+ALL_LAYERS = slice(None)
 
 
 class KvCache:
@@ -38,8 +43,8 @@ class KvCache:
                 f"{num_blocks} KV blocks need {needed_mib:.0f} MiB on {device}, which cannot be allocated: {error}. "
                 "Lower the size of the KV cache."
             ) from error
-        self._flat = self.tensor.view(num_blocks, -1).view(torch.uint8)
-        self._bytes: npt.NDArray[np.uint8] | None = self._flat.numpy() if device.type == "cpu" else None
+        flat = self.tensor.view(num_blocks, -1).view(torch.uint8)
+        self._bytes: npt.NDArray[np.uint8] | None = flat.numpy() if device.type == "cpu" else None
         # Of their own: copies for transfers must not wait for the steps that are being computed.
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -55,26 +60,47 @@ class KvCache:
         view: npt.NDArray[np.uint8] = self._bytes[block_id]
         return view
 
-    def read_block(self, block_id: BlockId, into: npt.NDArray[np.uint8]) -> None:
-        """Copies the block's bytes to host memory, [layout.block_bytes] uint8. Steps must have ended that write it."""
-        self._copy(torch.from_numpy(into), self._flat[block_id])
+    def moment(self, num_layers: int) -> Moment | None:
+        """When the device will have done what this thread has launched; None: it has. On the step thread."""
+        if self._copies is None:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.tensor.device))
+        return event
 
-    def write_block(self, block_id: BlockId, data: npt.NDArray[np.uint8]) -> None:
-        """Copies bytes of the host, [layout.block_bytes] uint8, to the block; steps that begin afterwards find them."""
-        self._copy(self._flat[block_id], torch.from_numpy(data))
+    def read_blocks(
+        self,
+        block_ids: Sequence[BlockId],
+        into: Sequence[torch.Tensor],
+        layers: slice = ALL_LAYERS,
+        after: Moment | None = None,
+    ) -> None:
+        """Copies layers of blocks to host memory, each [layers, 2, num_kv_heads, block_size, head_dim], any strides.
 
-    def copy_blocks(self, pairs: Iterable[tuple[BlockId, BlockId]]) -> None:
+        What writes them must have ended, or end before the moment `after`. On any thread.
+        """
+        self._copy(into, [self.tensor[block_id, layers] for block_id in block_ids], after)
+
+    def write_blocks(
+        self, block_ids: Sequence[BlockId], data: Sequence[torch.Tensor], layers: slice = ALL_LAYERS
+    ) -> None:
+        """Copies from host memory, as `read_blocks`, to blocks; steps that begin afterwards find it. On any thread."""
+        self._copy([self.tensor[block_id, layers] for block_id in block_ids], data)
+
+    def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
         """Copy each source block onto its destination, one after the other: a later pair may depend on an earlier."""
         for source, destination in pairs:
             self.tensor[destination].copy_(self.tensor[source])
 
-    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        if self._copies is None:
-            to.copy_(source)
-            return
-        with torch.cuda.stream(self._copies):
-            to.copy_(source, non_blocking=True)
-        self._copies.synchronize()
+    def _copy(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor], after: Moment | None = None) -> None:
+        with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
+            if after is not None:
+                after.wait()
+            for each_to, each_source in zip(to, source, strict=True):
+                each_to.copy_(each_source, non_blocking=True)
+        if self._copies is not None:
+            # Not the stream: behind these there may be copies of others, who wait for a step.
+            self._copies.record_event().synchronize()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from pdserve.base.errors import Draining, SetupError
 from pdserve.engine.runner import Runner
-from pdserve.engine.step import Scheduler, StepOutput
+from pdserve.engine.step import LayersWritten, Scheduler, StepOutput
 from pdserve.engine.stepper import Stepper
 
 T = TypeVar("T")
@@ -63,11 +63,15 @@ class StepLoop:
         *,
         publish: Callable[[StepOutput], None],
         on_fatal: Callable[[BaseException], None],
+        on_layers: Callable[[LayersWritten], None] | None = None,
         config: LoopConfig | None = None,
     ) -> None:
-        """`publish` and `on_fatal` are called on the step thread; after `on_fatal` the thread is gone."""
+        """`publish`, `on_layers` and `on_fatal` are called on the step thread; after `on_fatal` the thread is gone.
+
+        `on_layers` gets what plans have asked for, during a forward pass; all earlier steps have been published then.
+        """
         self._scheduler = scheduler
-        self._stepper = Stepper(scheduler, runner, publish)
+        self._stepper = Stepper(scheduler, runner, publish, on_layers)
         self._on_fatal = on_fatal
         self._config = config or LoopConfig()
         self._calls: SimpleQueue[_Call[Any]] = SimpleQueue()

@@ -3,29 +3,58 @@
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
+from kernels.decoder import LayerListener
+from pdserve.base.ids import BlockId
+from pdserve.base.layout import KvLayout
+from pdserve.base.moment import Moment
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.batching import BatchBuilder
-from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.sequence import SampleResult, SampleRow
-from pdserve.engine.step import StepPlan
+from pdserve.engine.step import LayersWritten, StepPlan
 from pdserve.model.batch import Batch
 
 #: Waits until a step has ended, and returns a result for each of its samples, in order. To be called once.
 Results = Callable[[], list[SampleResult]]
 
 
+TellLayers = Callable[[LayersWritten], None]
+
+
+class StepCache(Protocol):
+    """`pdserve.engine.kv_cache.KvCache`, or that of a rank whom others follow."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """As `KvCache.tensor`."""
+
+    @property
+    def layout(self) -> KvLayout:
+        """Of the tensor."""
+
+    def copy_blocks(self, pairs: Items[tuple[BlockId, BlockId]]) -> None:
+        """Copies each source block onto its destination, in order."""
+
+    def moment(self, num_layers: int) -> Moment | None:
+        """When that many layers of what is being launched will be written; None: they are."""
+
+
 class Decoder(Protocol):
     """The model, as far as the engine knows it."""
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
-        """Write the K and V of all rows to their slots; logits of the wanted rows, float32 [num_logits, vocab]."""
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
+        """Write the K and V of all rows to their slots; logits of the wanted rows, float32 [num_logits, vocab].
+
+        `on_layer` is told after each layer, or never.
+        """
 
 
 class TokenSampler(Protocol):
@@ -44,7 +73,7 @@ class Runner:
     #: `launch` returns while the step is computed, and another can be launched behind it.
     overlaps = False
 
-    def __init__(self, decoder: Decoder, kv_cache: KvCache, sampler: TokenSampler) -> None:
+    def __init__(self, decoder: Decoder, kv_cache: StepCache, sampler: TokenSampler) -> None:
         self.kv_cache = kv_cache
         self._decoder = decoder
         self._sampler = sampler
@@ -54,15 +83,36 @@ class Runner:
         """The model's input, valid until the next call; None when the plan has nothing to compute."""
         return self._batches.build(plan) if plan.decoding or plan.chunks else None
 
-    def launch(self, plan: StepPlan, batch: Batch | None) -> Results:
-        """Begin the step. Its result is to be taken before the next but one is launched, in the order of launches."""
-        return partial(self.sample, plan, self.forward(plan, batch))
+    def launch(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Results:
+        """Begin the step. Its result is to be taken before the next but one is launched, in the order of launches.
 
-    def forward(self, plan: StepPlan, batch: Batch | None) -> Tensor | None:
+        The plan's reports are told on the way, if the decoder says how far it is.
+        """
+        return partial(self.sample, plan, self.forward(plan, batch, tell))
+
+    def forward(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Tensor | None:
         """Copy blocks first (copy-on-write), then compute: logits float32 [num_logits, vocab]."""
         if plan.copies:
             self.kv_cache.copy_blocks(plan.copies)
-        return None if batch is None else self._decoder.forward(batch, self.kv_cache.tensor)
+        if batch is None:
+            return None
+        return self._decoder.forward(batch, self.kv_cache.tensor, self._reporter(plan, tell))
+
+    def _reporter(self, plan: StepPlan, tell: TellLayers | None) -> LayerListener | None:
+        """None: nobody wants to hear."""
+        if tell is None or not plan.reports:
+            return None
+        due: defaultdict[int, list[LayersWritten]] = defaultdict(list)
+        for report in plan.reports:
+            due[report.num_layers].append(report)
+
+        def on_layer(num_layers: int) -> None:
+            if num_layers in due:
+                moment = self.kv_cache.moment(num_layers)
+                for report in due[num_layers]:
+                    tell(replace(report, moment=moment))
+
+        return on_layer
 
     def try_out(self, batch: Batch) -> None:
         """Computes a batch and draws a token, for the sake of what is set up at first use."""

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from pdserve.base.errors import PdserveError
 from pdserve.base.ids import BlockId, RequestId
+from pdserve.base.moment import Moment
 from pdserve.base.sampling import ChoiceTokens
 from pdserve.engine.block_pool import CacheEvents
 from pdserve.engine.pace import Pace
@@ -25,6 +26,22 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayersWritten:
+    """KV of prompt tokens `[0, num_computed)` is stored for layers `[0, num_layers)`; told while the step goes on.
+
+    Not told by kernels that compute a step in one call: then the step's end says it for all layers.
+    """
+
+    request_id: RequestId
+    num_layers: int
+    num_computed: int
+    #: All blocks of the prompt, in order.
+    block_table: tuple[BlockId, ...]
+    #: It is stored at that moment; None: already.
+    moment: Moment | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What one step computes: the last token of each decoding sequence, and chunks of those that are prefilled.
 
@@ -36,6 +53,8 @@ class StepPlan:
     chunks: tuple[Chunk, ...] = ()
     #: (source, destination) blocks to copy first, in this order.
     copies: tuple[tuple[BlockId, BlockId], ...] = ()
+    #: What to tell as soon as it is so.
+    reports: tuple[LayersWritten, ...] = ()
     #: Made before the tokens of the step before were known: the same sequences, each a token further than it tells.
     is_ahead: bool = False
 

@@ -20,7 +20,7 @@ from time import perf_counter
 
 from pdserve.engine.pace import PaceMeter
 from pdserve.engine.runner import Results, Runner
-from pdserve.engine.step import Scheduler, StepDurations, StepOutput, StepPlan
+from pdserve.engine.step import LayersWritten, Scheduler, StepDurations, StepOutput, StepPlan
 
 
 @dataclass(slots=True)  # Not frozen: one is made in every step, and that would take longer.
@@ -38,10 +38,17 @@ class _InFlight:
 class Stepper:
     """Takes steps, on one thread. Between two calls nothing is in flight."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, publish: Callable[[StepOutput], None]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        publish: Callable[[StepOutput], None],
+        on_layers: Callable[[LayersWritten], None] | None = None,
+    ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._publish = publish
+        self._on_layers = on_layers
         self._meter = PaceMeter()
         self._untold: StepOutput | None = None
         self._ended_at = 0.0
@@ -76,9 +83,10 @@ class Stepper:
         scheduled = perf_counter()
         batch = self._runner.build(plan)
         built = perf_counter()
-        if not self._runner.overlaps:
+        # What is told in the middle of this step must not overtake the end of the one before.
+        if plan.reports or not self._runner.overlaps:
             self.tell()
-        results = self._runner.launch(plan, batch)
+        results = self._runner.launch(plan, batch, self._on_layers)
         return _InFlight(plan, results, began, scheduled, built, perf_counter())
 
     def _complete(self, step: _InFlight) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kernels.choice import KernelOptions, open_decoder
-from kernels.decoder import ALONE, DecoderShape, DecoderWeights, Ranks
+from kernels.decoder import ALONE, DecoderShape, DecoderWeights, LayerListener, Ranks
 from pdserve.model.batch import Batch
 from pdserve.model.config import ModelConfig
 from pdserve.model.rope import make_cos_sin
@@ -58,14 +58,15 @@ class Decoder:
         """Of the matrices, which a step reads at least once, as they lie in memory."""
         return self._kernel.weight_bytes
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
         """Float32 logits [num_logits, vocab_size] of the batch's `logits_rows`, valid until the next call.
 
         kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim] contiguous, of the model's dtype, or
         float8_e4m3fn when the kernels' options have `kv_scales`.
+        `on_layer` is told after each layer, or never (`kernels.decoder.DecoderKernel`).
         Of several ranks all compute the same batch, each in its own cache; the logits are rank 0's.
         """
-        return self._kernel.forward(batch.token_ids, batch.kv_rows(), batch.logits_rows, kv_cache)
+        return self._kernel.forward(batch.token_ids, batch.kv_rows(), batch.logits_rows, kv_cache, on_layer)
 
 
 def _shape(config: ModelConfig) -> DecoderShape:

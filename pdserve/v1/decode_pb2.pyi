@@ -320,6 +320,9 @@ class Ticket(_message.Message):
     LEASE_S_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     TAG_BASE_FIELD_NUMBER: _builtins.int
+    LAYER_GROUPS_FIELD_NUMBER: _builtins.int
+    BUNDLE_BLOCKS_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     """16 random bytes."""
     attempt: _builtins.int
@@ -337,7 +340,16 @@ class Ticket(_message.Message):
     key: _builtins.bytes
     """32 random bytes; keys the digests and the commit's MAC."""
     tag_base: _builtins.int
-    """Message tags of the transfer are tag_base + index of the block in it."""
+    """Message tags of the transfer are tag_base + index of the message in it."""
+    layer_groups: _builtins.int
+    """Each bundle is sent in so many messages, 1 to the layout's num_layers: groups
+    of neighbouring layers, as even as they can be, larger ones first. Message
+    `index` is group index % layer_groups of bundle index / layer_groups.
+    """
+    bundle_blocks: _builtins.int
+    """Blocks of a bundle, 1 or more; the last bundle has what is left."""
+    digest: _builtins.str
+    """Of messages: "xxh3", or "nh" where GPUs compute it."""
     @_builtins.property
     def layout(self) -> Global___KvLayout: ...
     def __init__(
@@ -356,10 +368,13 @@ class Ticket(_message.Message):
         lease_s: _builtins.float = ...,
         key: _builtins.bytes = ...,
         tag_base: _builtins.int = ...,
+        layer_groups: _builtins.int = ...,
+        bundle_blocks: _builtins.int = ...,
+        digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "data_address", b"data_address", "epoch", b"epoch", "first_block", b"first_block", "grpc_address", b"grpc_address", "key", b"key", "layout", b"layout", "lease_s", b"lease_s", "num_blocks", b"num_blocks", "tag_base", b"tag_base", "transfer_id", b"transfer_id", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bundle_blocks", b"bundle_blocks", "data_address", b"data_address", "digest", b"digest", "epoch", b"epoch", "first_block", b"first_block", "grpc_address", b"grpc_address", "key", b"key", "layer_groups", b"layer_groups", "layout", b"layout", "lease_s", b"lease_s", "num_blocks", b"num_blocks", "tag_base", b"tag_base", "transfer_id", b"transfer_id", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -377,14 +392,12 @@ class KvLayout(_message.Message):
     NUM_LAYERS_FIELD_NUMBER: _builtins.int
     NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
     HEAD_DIM_FIELD_NUMBER: _builtins.int
-    TP_SIZE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     dtype: _builtins.str
     block_size: _builtins.int
     num_layers: _builtins.int
     num_kv_heads: _builtins.int
     head_dim: _builtins.int
-    tp_size: _builtins.int
     def __init__(
         self,
         *,
@@ -394,11 +407,10 @@ class KvLayout(_message.Message):
         num_layers: _builtins.int = ...,
         num_kv_heads: _builtins.int = ...,
         head_dim: _builtins.int = ...,
-        tp_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "tp_size", b"tp_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -422,7 +434,7 @@ class CommitRequest(_message.Message):
     def ref(self) -> _common_pb2.RequestRef: ...
     @_builtins.property
     def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """16 bytes for each block, in the ticket's order."""
+        """16 bytes for each message, by its index."""
 
     @_builtins.property
     def first_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -168,16 +168,21 @@ class PrefillDone(_message.Message):
     SENT_BLOCKS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    EXPOSED_S_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     compute_s: _builtins.float
     transfer_s: _builtins.float
-    """Time in which at least one block was on the wire."""
+    """Time in which at least a part of a block was on the wire."""
     commit_s: _builtins.float
     """From the end of the last kernel to the decode worker's answer to Commit."""
     sent_bytes: _builtins.int
     sent_blocks: _builtins.int
     chunks: _builtins.int
     cached_tokens: _builtins.int
+    exposed_s: _builtins.float
+    """From the end of the last kernel to when the last byte had left: the part of
+    the transfer that no computing hid.
+    """
     def __init__(
         self,
         *,
@@ -189,10 +194,11 @@ class PrefillDone(_message.Message):
         sent_blocks: _builtins.int = ...,
         chunks: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        exposed_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "chunks", b"chunks", "commit_s", b"commit_s", "compute_s", b"compute_s", "queue_s", b"queue_s", "sent_blocks", b"sent_blocks", "sent_bytes", b"sent_bytes", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "chunks", b"chunks", "commit_s", b"commit_s", "compute_s", b"compute_s", "exposed_s", b"exposed_s", "queue_s", b"queue_s", "sent_blocks", b"sent_blocks", "sent_bytes", b"sent_bytes", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,25 +2,98 @@
 
 from __future__ import annotations
 
-import torch
+import asyncio
+from collections.abc import Sequence
 
-from kvtransfer.memory import BlockMemory, InPlace
-from kvtransfer.staging import Staged
+import torch
+from torch import Tensor
+
+from kvtransfer.digest import HOST_DIGEST
+from kvtransfer.memory import BlockMemory, Bundle, InPlace, Part
+from kvtransfer.staging import Staged, best_bundle
 from pdserve.base.errors import SetupError
+from pdserve.base.layout import KvLayout
+from pdserve.base.tasks import to_its_end
 from pdserve.engine.kv_cache import KvCache
+
+
+class Stage:
+    """Memory in whose slots blocks stop over, seen as numbers."""
+
+    def __init__(self, memory: Tensor, layout: KvLayout, dtype: torch.dtype, heads: slice = slice(None)) -> None:
+        """`memory`: uint8; `layout`: of blocks with all heads; `heads`: those of one of several ranks."""
+        self._numbers = memory.view(dtype)
+        self._layout = layout
+        self._heads = heads
+
+    def part(self, slot: int, num_blocks: int, layers: slice) -> Tensor:
+        """Layers of a bundle in slots from `slot` on: [num_blocks, layers, 2, heads, block_size, head_dim]."""
+        layout = self._layout
+        shape = (layers.stop - layers.start, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        layer_size = 2 * layout.num_kv_heads * layout.block_size * layout.head_dim
+        first = layer_size * (slot * layout.num_layers + num_blocks * layers.start)
+        size = layer_size * num_blocks * shape[0]
+        return self._numbers[first : first + size].view(num_blocks, *shape)[:, :, :, self._heads]
+
+    def parts(self, bundles: Sequence[Bundle], slots: Sequence[int], layers: slice) -> list[Tensor]:
+        """Of all blocks, one by one."""
+        places = zip(bundles, slots, strict=True)
+        return [block for bundle, slot in places for block in self.part(slot, len(bundle), layers)]
+
+
+class CacheCopies:
+    """Implements `kvtransfer.staging.BlockCopies` for the blocks of a cache."""
+
+    digest = HOST_DIGEST
+
+    def __init__(self, cache: KvCache, stage: Stage) -> None:
+        self._cache = cache
+        self._stage = stage
+
+    async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+        into = self._stage.parts(bundles, slots, part.layers)
+        block_ids = [block_id for bundle in bundles for block_id in bundle]
+        await to_its_end(asyncio.to_thread(self._cache.read_blocks, block_ids, into, part.layers, part.after))
+        return []
+
+    async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+        data = self._stage.parts(bundles, slots, part.layers)
+        block_ids = [block_id for bundle in bundles for block_id in bundle]
+        await to_its_end(asyncio.to_thread(self._cache.write_blocks, block_ids, data, part.layers))
+        return []
 
 
 def block_memory(kv_cache: KvCache, staging_bytes: int) -> BlockMemory:
     """Raises `SetupError` when the stage cannot be had or is too small for a block."""
     if kv_cache.memory is not None:
-        return InPlace(kv_cache)
-    block_bytes = kv_cache.layout.block_bytes
-    if staging_bytes < block_bytes:
-        raise SetupError(f"--staging-memory {staging_bytes} is too small for a KV block of {block_bytes} bytes.")
+        return InPlace(kv_cache, kv_cache.layout.num_layers)
+    return staged(kv_cache, pinned_stage(kv_cache.layout, staging_bytes))
+
+
+def staged(kv_cache: KvCache, memory: Tensor, bundle_blocks: int | None = None) -> Staged:
+    """Blocks stop over in `memory`, uint8 of the host."""
+    layout = kv_cache.layout
+    copies = CacheCopies(kv_cache, Stage(memory, layout, kv_cache.tensor.dtype))
+    return Staged(copies, memory.numpy(), layout.block_bytes, bundle_blocks)
+
+
+def pinned_stage(layout: KvLayout, staging_bytes: int) -> Tensor:
+    """Whole slots, uint8. Raises `SetupError`."""
+    size = stage_bytes(layout, staging_bytes)
     try:
-        stage = torch.empty(staging_bytes // block_bytes * block_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
         raise SetupError(
             f"{staging_bytes / 2**20:.0f} MiB of pinned host memory cannot be had: {error}. Lower --staging-memory."
         ) from error
-    return Staged(kv_cache, stage.numpy(), block_bytes)
+
+
+def stage_bytes(layout: KvLayout, staging_bytes: int) -> int:
+    """Bytes of whole slots. Raises `SetupError` when they are too few."""
+    together = best_bundle(layout.block_bytes)
+    if staging_bytes < together * layout.block_bytes:
+        raise SetupError(
+            f"--staging-memory {staging_bytes} is too small for {together} KV blocks of {layout.block_bytes} bytes, "
+            "which travel together."
+        )
+    return staging_bytes // layout.block_bytes * layout.block_bytes

@@ -10,6 +10,11 @@ from pdserve.base.errors import SetupError
 from pdserve.base.worker_config import WorkerConfig
 
 
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def require_cpus(config: WorkerConfig) -> None:
     """Threads of kernels are pinned one by one, where a core that is not to be had would go unnoticed.
 

@@ -66,8 +66,8 @@ class CudaMemory:
         torch.cuda.reset_peak_memory_stats(self.device)
 
 
-def open_device(name: str) -> torch.device:
-    """The device of that name. Raises `SetupError` when this machine does not have it."""
+def open_device(name: str, num_ranks: int = 1) -> torch.device:
+    """The device of that name, the first of `num_ranks`. Raises `SetupError` when this machine does not have them."""
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -81,8 +81,9 @@ def open_device(name: str) -> torch.device:
         raise SetupError(f"--device {name} needs a GPU: {why}.")
     count = torch.cuda.device_count()
     index = device.index or 0
-    if index >= count:
-        raise SetupError(f"--device {name}: this machine has {count} GPUs, cuda:0 to cuda:{count - 1}.")
+    if index + num_ranks > count:
+        wanted = "" if num_ranks == 1 else f" and --tensor-parallel-size {num_ranks} need cuda:{index} and the next"
+        raise SetupError(f"--device {name}{wanted}: this machine has {count} GPUs, cuda:0 to cuda:{count - 1}.")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -100,7 +101,7 @@ class LargestSteps:
 
 def measure_use(
     decoder: Decoder,
-    sampler: TokenSampler,
+    sampler: TokenSampler | None,
     layout: KvLayout,
     memory: DeviceMemory,
     *,
@@ -109,8 +110,8 @@ def measure_use(
 ) -> DeviceUse:
     """Runs the largest steps, with sampling, in a KV cache of one block, which all rows overwrite.
 
-    `free_before`: before the weights were loaded, when this process had allocated nothing. Raises `SetupError` when
-    they do not fit, or cannot run at all.
+    `free_before`: before the weights were loaded, when this process had allocated nothing. `sampler`: None on ranks
+    that draw no tokens. Raises `SetupError` when they do not fit, or cannot run at all.
     """
     weights = memory.allocated()
     cache = KvCache(layout, 1, decoder.device)
@@ -126,6 +127,8 @@ def measure_use(
     try:
         for batch in batches:
             logits = decoder.forward(batch.to(decoder.device), cache.tensor)
+            if sampler is None:
+                continue
             rows = [SampleRow(params=_MOST, choice_index=0, tokens=array("q", [0]), num_prompt=1) for _ in logits]
             sampler.sample(logits, rows, range(len(rows)))
         activations = memory.peak() - held

@@ -54,10 +54,27 @@ class WorkerMetrics:
             buckets=_TRANSFER_BUCKETS,
             registry=self.registry,
         ).labels(**self._labels)
+        self.kv_transfer_exposed_seconds = Histogram(
+            "pdserve_kv_transfer_exposed_seconds",
+            "Prefill: from the end of a prompt's last step to its last byte having left",
+            LABELS,
+            buckets=_TRANSFER_BUCKETS,
+            registry=self.registry,
+        ).labels(**self._labels)
         self.worker_info = Gauge(
             "pdserve_worker_info",
             "Constant 1; what this worker is",
-            [*LABELS, "worker_id", "epoch", "transport", "device", "dtype", "block_size", "version"],
+            [
+                *LABELS,
+                "worker_id",
+                "epoch",
+                "transport",
+                "device",
+                "tensor_parallel_size",
+                "dtype",
+                "block_size",
+                "version",
+            ],
             registry=self.registry,
         )
         self.kernels_info = Gauge(

@@ -7,7 +7,7 @@ import gc
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from kvtransfer.kv_events import KvEventPublisher
 from kvtransfer.transport import Transport, open_transport
@@ -38,9 +38,10 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
     health = Health()
     metrics = WorkerMetrics(model_name=_model_name(config), tier=tier)
     admin = bound_socket(config.host, config.http_port, flag="--http-port")
-    async with serve_admin(health, metrics.registry, admin) as http_address:
+    async with serve_admin(health, metrics.registry, admin) as http_address, AsyncExitStack() as stack:
         notify.status("loading the model")
         loaded = await asyncio.to_thread(load_model, config)
+        stack.callback(loaded.close)
         async with (
             _opened_transport(config) as transport,
             Store(config.redis_url, on_change=health.watch("redis")) as store,
@@ -171,6 +172,7 @@ def _registered(
         "epoch": str(worker.epoch),
         "transport": config.transport,
         "device": config.device,
+        "tensor_parallel_size": str(config.tensor_parallel_size),
         "dtype": loaded.layout.dtype,
         "block_size": str(loaded.layout.block_size),
         "version": __version__,

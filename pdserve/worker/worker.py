@@ -20,11 +20,13 @@ from pdserve.base.registry import Tier
 from pdserve.base.tasks import ServiceGroup
 from pdserve.base.worker_config import WorkerConfig
 from pdserve.engine.loop import LoopConfig, StepLoop
-from pdserve.engine.step import Load, Scheduler, StepOutput
+from pdserve.engine.step import LayersWritten, Load, Scheduler, StepOutput
 from pdserve.worker.blocks import block_memory
+from pdserve.worker.cores import num_cores
 from pdserve.worker.drain import ActiveCalls
 from pdserve.worker.loading import LoadedModel, warm_up
 from pdserve.worker.metrics import WorkerMetrics
+from pdserve.worker.ranks.split import config_of_rank
 from pdserve.worker.step_metrics import StepMetrics
 
 T = TypeVar("T")
@@ -58,6 +60,9 @@ class TierService(Protocol):
     def on_step(self, output: StepOutput) -> None:
         """What a step has to tell, on the event loop, in order."""
 
+    def on_layers(self, written: LayersWritten) -> None:
+        """What a plan asked to be told during its step, on the event loop: between `on_step` of the steps around it."""
+
     async def close(self) -> None:
         """No call is left."""
 
@@ -84,7 +89,11 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.steps = StepMetrics(self.metrics)
-        self.blocks = block_memory(self.model.kv_cache, self.config.staging_memory)
+        model, staging_bytes = self.model, self.config.staging_memory
+        if model.team is None:
+            self.blocks = block_memory(model.kv_cache, staging_bytes)
+        else:
+            self.blocks = model.team.block_memory(model.layout, model.kv_cache, staging_bytes)
 
     def hash_key(self, salt: bytes) -> bytes:
         """The key of block hashes for prompts of one tenant."""
@@ -125,25 +134,39 @@ class Worker:
             self.steps.observe(output)
             service.on_step(output)
 
+        def end(error: BaseException) -> None:
+            if not fatal.done():  # A lost rank is heard of in two ways.
+                fatal.set_result(error)
+
         with closing(Mailbox()) as told:
+
+            def die(error: BaseException) -> None:
+                told.post(end, error)
+
             self._told, self._scheduler = told, service.scheduler
             self._loop = StepLoop(
                 service.scheduler,
                 self.model.runner,
                 publish=lambda output: told.post(on_step, output),
-                on_fatal=lambda error: told.post(fatal.set_result, error),
+                on_fatal=die,
+                on_layers=lambda written: told.post(service.on_layers, written),
                 config=self._loop_config(),
             )
             self._loop.start()
+            if self.model.team is not None:
+                self.model.team.watch(die)
             try:
                 await self.run(lambda: warm_up(self.model))
                 yield fatal
             finally:
+                if self.model.team is not None:
+                    self.model.team.watch(lambda error: None)
                 await asyncio.to_thread(self._loop.stop)
 
     def _loop_config(self) -> LoopConfig:
         """C++ kernels bring threads of their own, pinned to the other cores: torch's would only be in their way."""
-        cpus, threads = self.config.cpus, self.config.threads or len(self.config.cpus)
+        own = config_of_rank(self.config, 0, num_cores=num_cores())
+        cpus, threads = own.cpus, own.threads or len(own.cpus)
         if self.model.kernels.implementation == "cpu":
             cpus, threads = cpus[:1], 1
         config = LoopConfig(compute_cpus=cpus or None, num_threads=threads or None, name=f"{self.tier}-step")

@@ -40,13 +40,15 @@ async def running_worker(
 ) -> AsyncIterator[tuple[Worker, str, str]]:
     """A worker as `serve_worker` runs it, without a registry and without signals."""
     metrics = WorkerMetrics(model_name="tiny", tier=tier)
-    async with service_group() as tasks:
+    async with AsyncExitStack() as stack, service_group() as tasks:
+        model = await asyncio.to_thread(load_model, config)
+        stack.callback(model.close)
         worker = Worker(
             config=config,
             tier=tier,
             worker_id=WorkerId(tier),
             epoch=new_epoch(),
-            model=await asyncio.to_thread(load_model, config),
+            model=model,
             transport=transport,
             metrics=metrics,
             tasks=tasks,

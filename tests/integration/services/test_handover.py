@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from kvtransfer.staging import Staged
 from kvtransfer.transport import Buffer, Operation, Peer
@@ -23,6 +24,7 @@ from pdserve.base.errors import (
 )
 from pdserve.engine.kv_cache import KvCache
 from pdserve.v1 import decode_pb2
+from pdserve.worker import blocks as worker_blocks
 from tests.integration.services.house import ALWAYS_LOCAL, Request, running_house
 from tests.unit.model.tiny import save_model
 
@@ -80,8 +82,9 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> list[Staged]:
     stages: list[Staged] = []
 
     def block_memory(kv_cache: KvCache, staging_bytes: int) -> Staged:
-        size = kv_cache.layout.block_bytes
-        stages.append(Staged(kv_cache, np.zeros(10 * size, np.uint8), size))
+        stages.append(
+            worker_blocks.staged(kv_cache, torch.zeros(10 * kv_cache.layout.block_bytes, dtype=torch.uint8), 4)
+        )
         return stages[-1]
 
     monkeypatch.setattr("pdserve.worker.worker.block_memory", block_memory)

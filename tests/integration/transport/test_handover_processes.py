@@ -7,44 +7,43 @@ import time
 
 import pytest
 
-from kvtransfer.memory import InPlace
 from kvtransfer.receiver import Receiver, ReceiverIdentity
 from kvtransfer.sender import Sender
 from kvtransfer.ticket import Commit, commit_from_proto, commit_to_proto, ticket_from_proto, ticket_to_proto
 from pdserve.base.errors import StaleError, TransferError
-from pdserve.base.ids import BlockId, WorkerId, new_epoch
+from pdserve.base.ids import WorkerId, new_epoch
 from pdserve.base.tasks import service_group
 from pdserve.v1 import decode_pb2
 from tests.integration.transport.conftest import OpenTransport, RemotePeer, StartWorker
-from tests.integration.transport.worker import LAYOUT, NUM_BLOCKS, REQUEST, Memory, reservation
+from tests.integration.transport.worker import LAYOUT, NUM_BLOCKS, REQUEST, Memory, in_place, reservation
+from tests.unit.kvtransfer.support import push_all
 
-pytestmark = pytest.mark.parametrize("transport_name", ["ucx", "nccl"])
+pytestmark = [
+    pytest.mark.parametrize("transport_name", ["ucx", "nccl"]),
+    pytest.mark.parametrize("layer_groups", [1, 4]),
+]
 
 
-def some(first: int, end: int) -> list[BlockId]:
-    return [BlockId(block) for block in range(first, end)]
-
-
-async def deliver(sender: Sender, decode: RemotePeer) -> None:
+async def deliver(sender: Sender, decode: RemotePeer, layer_groups: int) -> None:
     """One whole handover to that worker."""
-    ticket_hex = await decode.tell("grant 10")
+    ticket_hex = await decode.tell(f"grant 10 {layer_groups}")
 
     async def commit(message: Commit) -> str:
         return await decode.tell(f"commit {commit_to_proto(message).SerializeToString().hex()}")
 
     ticket = ticket_from_proto(decode_pb2.Ticket.FromString(bytes.fromhex(ticket_hex)))
     async with sender.open(ticket, request_id=REQUEST) as transfer:
-        await transfer.push(some(0, 10))
-        await transfer.push(some(10, NUM_BLOCKS))
+        await push_all(transfer, *range(10))
+        await push_all(transfer, *range(10, NUM_BLOCKS))
         assert await transfer.finish([7], commit) == "right"
 
 
 async def test_a_decode_worker_killed_in_the_middle_costs_the_prefill_worker_one_lease(
-    start_transport: OpenTransport, start_worker: StartWorker
+    start_transport: OpenTransport, start_worker: StartWorker, layer_groups: int
 ) -> None:
     victim, survivor = await start_worker("decode"), await start_worker("decode")
-    sender = Sender(transport=start_transport(), memory=InPlace(Memory(filled=True)), layout=LAYOUT)
-    ticket_hex = await victim.tell("grant 1")
+    sender = Sender(transport=start_transport(), memory=in_place(Memory(filled=True)), layout=LAYOUT)
+    ticket_hex = await victim.tell(f"grant 1 {layer_groups}")
     ticket = ticket_from_proto(decode_pb2.Ticket.FromString(bytes.fromhex(ticket_hex)))
 
     async def unanswered(message: Commit) -> str:
@@ -53,25 +52,27 @@ async def test_a_decode_worker_killed_in_the_middle_costs_the_prefill_worker_one
 
     with pytest.raises(TransferError):
         async with sender.open(ticket, request_id=REQUEST) as transfer:
-            await transfer.push(some(0, 2))
+            await push_all(transfer, 0, 1)
             await victim.kill()
             killed_at = time.monotonic()
-            await transfer.push(some(2, NUM_BLOCKS))
+            await push_all(transfer, *range(2, NUM_BLOCKS))
             await transfer.finish([7], unanswered)
     assert transfer.quiet
     assert time.monotonic() - killed_at < 5
-    await deliver(sender, survivor)
-    await deliver(sender, await start_worker("decode"))
+    await deliver(sender, survivor, layer_groups)
+    await deliver(sender, await start_worker("decode"), layer_groups)
 
 
 async def test_a_prefill_worker_killed_in_the_middle_is_replaced_on_the_same_blocks(
-    start_transport: OpenTransport, start_worker: StartWorker
+    start_transport: OpenTransport, start_worker: StartWorker, layer_groups: int
 ) -> None:
     victim, other = await start_worker("prefill"), await start_worker("prefill")
     memory = Memory(filled=False)
-    identity = ReceiverIdentity(worker_id=WorkerId("d"), epoch=new_epoch(), grpc_address="d:1", layout=LAYOUT)
+    identity = ReceiverIdentity(
+        worker_id=WorkerId("d"), epoch=new_epoch(), grpc_address="d:1", layout=LAYOUT, layer_groups=layer_groups
+    )
     async with service_group() as tasks:
-        receiver = Receiver(transport=start_transport(), memory=InPlace(memory), identity=identity, tasks=tasks)
+        receiver = Receiver(transport=start_transport(), memory=in_place(memory), identity=identity, tasks=tasks)
         ticket = await receiver.grant(reservation(lease_s=30), attempt=1)
         assert await victim.tell(f"push {ticket_to_proto(ticket).SerializeToString().hex()} 20") == "pushed"
         victim.say("finish")

@@ -18,6 +18,7 @@ from pdserve.base.layout import KvLayout
 from pdserve.base.tasks import service_group
 from pdserve.v1 import decode_pb2
 from tests.integration.transport.peer import payload_of
+from tests.unit.kvtransfer.support import push_all
 
 LAYOUT = KvLayout(model="m", dtype="bfloat16", block_size=16, num_layers=30, num_kv_heads=3, head_dim=64)
 NUM_BLOCKS = 48
@@ -41,6 +42,10 @@ class Memory:
         return all(np.array_equal(self.blocks[block], payload_of(block, LAYOUT.block_bytes)) for block in (0, 20, 47))
 
 
+def in_place(memory: Memory) -> InPlace:
+    return InPlace(memory, LAYOUT.num_layers)
+
+
 def reservation(*, lease_s: float) -> Reservation:
     return Reservation(
         request_id=REQUEST,
@@ -55,7 +60,7 @@ def reservation(*, lease_s: float) -> Reservation:
 async def prefill(transport_name: str, commands: asyncio.StreamReader) -> None:
     """`push TICKET COUNT` sends that many blocks; `finish` sends the rest and commits through the other side."""
     transport = open_transport(transport_name)
-    sender = Sender(transport=transport, memory=InPlace(Memory(filled=True)), layout=LAYOUT)
+    sender = Sender(transport=transport, memory=in_place(Memory(filled=True)), layout=LAYOUT)
     _answer("ready")
     _, ticket_hex, count = await _command(commands)
     ticket = ticket_from_proto(decode_pb2.Ticket.FromString(bytes.fromhex(ticket_hex)))
@@ -65,27 +70,33 @@ async def prefill(transport_name: str, commands: asyncio.StreamReader) -> None:
         return (await _command(commands))[0]
 
     async with sender.open(ticket, request_id=REQUEST) as transfer:
-        await transfer.push([BlockId(block) for block in range(int(count))])
+        await push_all(transfer, *range(int(count)))
         _answer("pushed")
         await _command(commands)
-        await transfer.push([BlockId(block) for block in range(int(count), NUM_BLOCKS)])
+        await push_all(transfer, *range(int(count), NUM_BLOCKS))
         await transfer.finish([7], commit)
         _answer(f"finished {transfer.stats.sent_blocks}")
     await transport.close()
 
 
 async def decode(transport_name: str, commands: asyncio.StreamReader) -> None:
-    """`grant LEASE` answers a ticket; `commit COMMIT` answers whether the blocks are right."""
+    """`grant LEASE GROUPS` answers a ticket; `commit COMMIT` answers whether the blocks are right."""
     transport, memory = open_transport(transport_name), Memory(filled=False)
-    identity = ReceiverIdentity(worker_id=WorkerId("d"), epoch=new_epoch(), grpc_address="d:1", layout=LAYOUT)
     async with service_group() as tasks:
-        receiver = Receiver(transport=transport, memory=InPlace(memory), identity=identity, tasks=tasks)
         _answer("ready")
+        _, lease_s, layer_groups = await _command(commands)
+        identity = ReceiverIdentity(
+            worker_id=WorkerId("d"),
+            epoch=new_epoch(),
+            grpc_address="d:1",
+            layout=LAYOUT,
+            layer_groups=int(layer_groups),
+        )
+        receiver = Receiver(transport=transport, memory=in_place(memory), identity=identity, tasks=tasks)
+        ticket = await receiver.grant(reservation(lease_s=float(lease_s)), attempt=1)
+        _answer(ticket_to_proto(ticket).SerializeToString().hex())
         while command := await _command(commands):
             match command:
-                case ["grant", lease_s]:
-                    ticket = await receiver.grant(reservation(lease_s=float(lease_s)), attempt=1)
-                    _answer(ticket_to_proto(ticket).SerializeToString().hex())
                 case ["commit", commit_hex]:
                     commit = commit_from_proto(decode_pb2.CommitRequest.FromString(bytes.fromhex(commit_hex)))
                     try:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from decode_svc.request import DecodeJob, SchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
+from kernels.decoder import LayerListener
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import FinishReason, SamplingParams
 from pdserve.engine.sequence import SequenceLimits
@@ -62,7 +63,7 @@ arrivals = st.builds(
 class Fragile(FakeDecoder):
     """Nothing can be drawn from the logits of some rows."""
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
         logits = super().forward(batch, kv_cache)
         broken = [token_id % 7 == 3 and position > 18 for token_id, position in _last_rows(batch)]
         logits[torch.tensor(broken, dtype=torch.bool)] = float("nan")

@@ -10,13 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvtransfer.handover import (
     Aborted,
     AnswerCommit,
-    BlockLost,
-    BlockReceived,
     CancelReceives,
     CommitArrived,
     Effect,
     Event,
     LeaseKept,
+    MessageLost,
+    MessageReceived,
     Quiet,
     Released,
     TimePassed,
@@ -27,7 +27,7 @@ from pdserve.base.errors import InvalidTransition, PeerLost, StaleAttempt, Stale
 
 LEASE_S = 10.0
 ATTEMPT = 5
-INDEX = st.integers(0, 5)
+INDEX = st.integers(0, 8)
 
 
 def digest_of(index: int) -> bytes:
@@ -37,14 +37,18 @@ def digest_of(index: int) -> bytes:
 class DecodeSide(RuleBasedStateMachine):
     """The machine, and a world of receives around it that keeps its own books."""
 
-    @initialize(num_blocks=st.integers(0, 6), corrupt=st.sets(st.integers(0, 5), max_size=1))
-    def start(self, num_blocks: int, corrupt: set[int]) -> None:
+    @initialize(
+        num_bundles=st.integers(0, 3), layer_groups=st.integers(1, 3), corrupt=st.sets(st.integers(0, 8), max_size=1)
+    )
+    def start(self, num_bundles: int, layer_groups: int, corrupt: set[int]) -> None:
         self.now = 100.0
-        self.machine = ReceiveMachine(num_blocks=num_blocks, attempt=ATTEMPT, lease_s=LEASE_S, now=self.now)
-        self.num_blocks = num_blocks
+        self.machine = ReceiveMachine(
+            num_bundles=num_bundles, layer_groups=layer_groups, attempt=ATTEMPT, lease_s=LEASE_S, now=self.now
+        )
+        self.num_messages = num_bundles * layer_groups
         self.corrupt = corrupt
-        #: Blocks the transport may still write to.
-        self.outstanding = set(range(num_blocks))
+        #: Messages that may still be written to their blocks.
+        self.outstanding = set(range(self.num_messages))
         self.arrived: set[int] = set()
         self.lost: set[int] = set()
         self.cancels = 0
@@ -59,7 +63,7 @@ class DecodeSide(RuleBasedStateMachine):
             match effect:
                 case Verified():
                     self.verified += 1
-                    assert self.arrived == set(range(self.num_blocks)), "verified without every block"
+                    assert self.arrived == set(range(self.num_messages)), "verified without every message"
                     assert not self.arrived & self.corrupt, "verified wrong bytes"
                 case Released():
                     self.released += 1
@@ -72,32 +76,32 @@ class DecodeSide(RuleBasedStateMachine):
         return effects
 
     @rule(index=INDEX)
-    def block_arrives(self, index: int) -> None:
+    def message_arrives(self, index: int) -> None:
         if index in self.outstanding:
             self.outstanding.remove(index)
             self.arrived.add(index)
             wrong = index in self.corrupt
             self.last_progress = self.now
-            self.take(BlockReceived(index=index, digest=bytes(16) if wrong and index else digest_of(index + wrong)))
+            self.take(MessageReceived(index=index, digest=bytes(16) if wrong and index else digest_of(index + wrong)))
 
     @rule(index=INDEX)
-    def block_is_lost(self, index: int) -> None:
+    def message_is_lost(self, index: int) -> None:
         if index in self.outstanding:
             self.outstanding.remove(index)
             self.lost.add(index)
-            self.take(BlockLost(index=index, error=PeerLost("gone")))
+            self.take(MessageLost(index=index, error=PeerLost("gone")))
 
     @rule(index=INDEX)
     def what_is_over_cannot_happen_again(self, index: int) -> None:
-        if index in self.arrived | self.lost or index >= self.num_blocks:
+        if index in self.arrived | self.lost or index >= self.num_messages:
             before = self.machine.state
             with pytest.raises(InvalidTransition):
-                self.take(BlockReceived(index=index, digest=digest_of(index)))
+                self.take(MessageReceived(index=index, digest=digest_of(index)))
             assert self.machine.state is before
 
     @rule(honest=st.booleans(), attempt=st.sampled_from([ATTEMPT, ATTEMPT, ATTEMPT, ATTEMPT - 1, ATTEMPT + 1]))
     def commit_comes(self, honest: bool, attempt: int) -> None:
-        digests = tuple(digest_of(index) for index in range(self.num_blocks)) if honest else (b"?" * 16,)
+        digests = tuple(digest_of(index) for index in range(self.num_messages)) if honest else (b"?" * 16,)
         before = self.machine.state
         self.waiting_commits += 1
         try:

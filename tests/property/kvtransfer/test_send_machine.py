@@ -28,12 +28,13 @@ LEASE_S = 10.0
 class PrefillSide(RuleBasedStateMachine):
     """The machine, and a wire that keeps its own books."""
 
-    @initialize(num_blocks=st.integers(0, 6))
-    def start(self, num_blocks: int) -> None:
+    @initialize(num_bundles=st.integers(0, 4), layer_groups=st.integers(1, 3))
+    def start(self, num_bundles: int, layer_groups: int) -> None:
         self.now = 100.0
-        self.machine = SendMachine(num_blocks=num_blocks, lease_s=LEASE_S, now=self.now)
-        self.num_blocks = num_blocks
-        self.next_index = 0
+        self.machine = SendMachine(num_bundles=num_bundles, layer_groups=layer_groups, lease_s=LEASE_S, now=self.now)
+        self.num_bundles = num_bundles
+        #: Of each group of layers.
+        self.next_block = [0] * layer_groups
         self.on_the_wire: set[int] = set()
         self.disconnects = 0
         self.released: list[Released] = []
@@ -48,15 +49,29 @@ class PrefillSide(RuleBasedStateMachine):
                 case Disconnect():
                     self.disconnects += 1
 
-    @rule()
-    def a_block_is_pushed(self) -> None:
-        if self.machine.state is SendState.SENDING and self.next_index < self.num_blocks:
-            self.on_the_wire.add(self.next_index)
-            self.take(SendStarted(index=self.next_index))
-            self.next_index += 1
+    @property
+    def num_unsent(self) -> int:
+        return self.num_bundles * len(self.next_block) - sum(self.next_block)
+
+    @rule(data=st.data())
+    def a_group_of_a_block_is_pushed(self, data: st.DataObject) -> None:
+        group = data.draw(st.integers(0, len(self.next_block) - 1))
+        index = self.next_block[group] * len(self.next_block) + group
+        if self.machine.state is SendState.SENDING and self.next_block[group] < self.num_bundles:
+            self.on_the_wire.add(index)
+            self.take(SendStarted(index=index))
+            self.next_block[group] += 1
         else:
             with pytest.raises(InvalidTransition):
-                self.take(SendStarted(index=self.next_index))
+                self.take(SendStarted(index=index))
+
+    @rule(data=st.data())
+    def a_group_goes_through_the_blocks_in_their_order_and_once(self, data: st.DataObject) -> None:
+        count = len(self.next_block)
+        group = data.draw(st.integers(0, count - 1))
+        block = data.draw(st.integers(0, self.num_bundles + 1).filter(lambda block: block != self.next_block[group]))
+        with pytest.raises(InvalidTransition):
+            self.take(SendStarted(index=block * count + group))
 
     @rule(data=st.data())
     def a_block_got_through(self, data: st.DataObject) -> None:
@@ -76,11 +91,11 @@ class PrefillSide(RuleBasedStateMachine):
     @rule()
     def a_send_cannot_end_twice(self) -> None:
         with pytest.raises(StaleError):
-            self.take(SendDone(index=self.num_blocks))
+            self.take(SendDone(index=self.num_bundles * len(self.next_block)))
 
     @rule()
     def all_is_sent(self) -> None:
-        if self.machine.state is SendState.SENDING and self.next_index == self.num_blocks:
+        if self.machine.state is SendState.SENDING and not self.num_unsent:
             self.take(AllSent())
             self.committed = True
         else:
@@ -116,7 +131,7 @@ class PrefillSide(RuleBasedStateMachine):
         assert self.disconnects <= 1
         assert (self.machine.state is SendState.CLOSED) == bool(self.released)
         assert self.machine.num_outstanding == len(self.on_the_wire)
-        assert self.machine.num_unsent == self.num_blocks - self.next_index
+        assert self.machine.num_unsent == self.num_unsent
 
     def teardown(self) -> None:
         """The lease's end alone frees the blocks: first the peer is given up, then its sends fail."""

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, distributed, multiprocessing
 
 from kernels.choice import KernelOptions
+from kernels.decoder import LayerListener
 from kernels.ranks import TorchRanks
 from pdserve.model.batch import Batch
 from pdserve.model.decoder import Decoder
@@ -81,7 +82,7 @@ class Told:
         self._group = group
         self.config, self.dtype, self.device = decoder.config, decoder.dtype, decoder.device
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
         logits = self._decoder.forward(batch, kv_cache)
         if self._group.rank() != 0:
             logits = torch.empty(len(batch.logits_rows), VOCAB_SIZE)

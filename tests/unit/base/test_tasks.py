@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from pdserve.base.tasks import ServiceGroup, service_group
+from pdserve.base.tasks import ServiceGroup, service_group, to_its_end
 
 
 async def _forever(cancelled: list[str], name: str) -> None:
@@ -66,3 +66,30 @@ async def test_stop_ends_a_group_whose_owner_waits_for_something_else() -> None:
     async with asyncio.timeout(5), service_group() as group:
         group.start(stop_soon(group), name="stopper")
         await asyncio.Event().wait()
+
+
+async def test_a_cancellation_waits_for_the_work_to_end() -> None:
+    may_end, ended = asyncio.Event(), []
+
+    async def work() -> None:
+        await may_end.wait()
+        ended.append(True)
+
+    task = asyncio.create_task(to_its_end(work()))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == [True]
+
+
+async def test_work_that_is_not_interrupted_gives_its_result_or_error() -> None:
+    async def fail() -> int:
+        raise ValueError("no")
+
+    assert await to_its_end(asyncio.sleep(0, result=3)) == 3
+    with pytest.raises(ValueError, match="no"):
+        await to_its_end(fail())

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.base.errors import SetupError
 from pdserve.base.machine import available_memory_bytes
 from pdserve.cli.machine import available_cores, num_gpus, quota_cores
 from pdserve.cli.placement import (
@@ -133,12 +134,27 @@ def test_a_containers_memory_limit_counts(tmp_path: Path) -> None:
 
 
 def test_workers_take_turns_on_gpus_and_share_their_memory() -> None:
-    assert share_gpus(2, num_workers=3, utilization=0.9) == [
+    assert share_gpus(2, num_ranks=[1, 1, 1], utilization=0.9) == [
         GpuShare(device="cuda:0", memory=0.45),
         GpuShare(device="cuda:1", memory=0.9),
         GpuShare(device="cuda:0", memory=0.45),
     ]
-    assert [share.memory for share in share_gpus(1, num_workers=4, utilization=0.9)] == [0.22] * 4
+    assert [share.memory for share in share_gpus(1, num_ranks=[1] * 4, utilization=0.9)] == [0.22] * 4
+
+
+def test_ranks_of_a_worker_are_on_neighbouring_gpus() -> None:
+    assert share_gpus(4, num_ranks=[1, 2, 2], utilization=0.9) == [
+        GpuShare(device="cuda:0", memory=0.45),
+        GpuShare(device="cuda:1", memory=0.45, num_ranks=2),
+        # There is one left, which is not enough.
+        GpuShare(device="cuda:0", memory=0.45, num_ranks=2),
+    ]
+    assert [str(share) for share in share_gpus(8, num_ranks=[4, 1], utilization=0.9)] == [
+        "90% of cuda:0 and the next 3",
+        "90% of cuda:4",
+    ]
+    with pytest.raises(SetupError, match="--tensor-parallel-size 4 needs as many GPUs, and this machine has 2"):
+        share_gpus(2, num_ranks=[1, 4], utilization=0.9)
 
 
 def test_gpus_are_those_that_processes_will_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

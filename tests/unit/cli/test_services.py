@@ -71,12 +71,27 @@ def test_workers_on_gpus_are_told_which_and_how_much_of_it() -> None:
     assert parsed(worker_specs(plan())[2], DecodeConfig, "decode_svc").device == "cpu"
 
 
+def test_each_tier_has_its_number_of_ranks() -> None:
+    config = UpConfig(prefill=1, decode=2, tensor_parallel_size=2, decode_tensor_parallel_size=4)
+    first, *_, last = worker_specs(plan(config=config))
+    assert parsed(first, PrefillConfig, "prefill_svc").tensor_parallel_size == 2
+    assert parsed(last, DecodeConfig, "decode_svc").tensor_parallel_size == 4
+
+
 def test_workers_are_told_the_type_of_the_kv_cache() -> None:
     config = UpConfig(prefill=1, decode=2, kernels="reference", kv_cache_dtype="fp8_e4m3")
     prefill, _, decode = worker_specs(plan(config=config))
     assert parsed(prefill, PrefillConfig, "prefill_svc").kv_cache_dtype == "fp8_e4m3"
     assert parsed(decode, DecodeConfig, "decode_svc").kv_cache_dtype == "fp8_e4m3"
     assert parsed(worker_specs(plan())[0], PrefillConfig, "prefill_svc").kv_cache_dtype == "auto"
+
+
+def test_decode_workers_are_told_how_many_groups_of_layers_blocks_come_in() -> None:
+    config = UpConfig(prefill=1, decode=2, layer_groups=3)
+    prefill, *decode = worker_specs(plan(config=config))
+    assert not any("layer-groups" in argument for argument in prefill.argv)
+    assert [parsed(spec, DecodeConfig, "decode_svc").layer_groups for spec in decode] == [3, 3]
+    assert parsed(worker_specs(plan())[2], DecodeConfig, "decode_svc").layer_groups is None
 
 
 def test_workers_are_told_what_they_may_borrow_and_where_to_tell_that_they_do() -> None:

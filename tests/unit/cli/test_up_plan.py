@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.cli import up
 from pdserve.cli.placement import Cores, CoreShare, GpuShare
-from pdserve.cli.up import gpu_shares
+from pdserve.cli.up import can_lend, gpu_shares
 from pdserve.cli.up_config import UpConfig
 from pdserve.cli.up_console import describe_plan
 from pdserve.cli.up_model import PreparedModel
@@ -59,3 +59,15 @@ def test_workers_on_gpus_are_told_their_part_of_them() -> None:
         "  decode-0: 45% of cuda:3",
     ]
     assert gpu_shares(UpConfig()) == []
+
+
+def test_workers_of_several_ranks_lend_no_cores_and_have_several_gpus() -> None:
+    config = UpConfig(device="cuda:2", tensor_parallel_size=4, prefill_tensor_parallel_size=2, decode=2)
+    assert gpu_shares(config) == [
+        GpuShare(device="cuda:2", memory=0.3, num_ranks=2),
+        *[GpuShare(device="cuda:2", memory=0.3, num_ranks=4)] * 2,
+    ]
+    assert can_lend(UpConfig())
+    assert not can_lend(UpConfig(lend_cores=False))
+    assert not can_lend(UpConfig(device="cuda"))
+    assert not can_lend(UpConfig(decode_tensor_parallel_size=2))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from decode_svc.request import DecodeJob, SchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
+from kernels.decoder import LayerListener
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import InvalidTransition, NoFreeBlocks, RequestError
 from pdserve.base.ids import RequestId
@@ -700,7 +701,7 @@ class NanAfter(FakeDecoder):
     def __init__(self, poison: int) -> None:
         self._poison = poison
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
         logits = super().forward(batch, kv_cache)
         first_blocks = batch.block_tables[:, 0]
         is_poisoned = kv_cache[first_blocks, 0, 0, 0, 0, 0] == self._poison

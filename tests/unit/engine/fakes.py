@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.decoder import LayerListener
 from pdserve.base.ids import BlockId, RequestId
 from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import ChoiceTokens, SamplingParams
@@ -45,7 +46,7 @@ class FakeDecoder:
     So a wrong slot, a lost copy, a stale or foreign block changes the logits, or trips an assertion.
     """
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
         keys = kv_cache[:, 0, 0, 0, :, 0]
         values = kv_cache[:, 0, 1, 0, :, 0]
         blocks, offsets = batch.slot_mapping // BLOCK_SIZE, batch.slot_mapping % BLOCK_SIZE

@@ -14,7 +14,7 @@ from pdserve.base.ids import BlockHash, BlockId
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.pace import Pace
-from pdserve.engine.runner import Decoder, Results, Runner, TokenSampler
+from pdserve.engine.runner import Decoder, Results, Runner, TellLayers, TokenSampler
 from pdserve.engine.sequence import Sampled, SampleResult, SampleRow
 from pdserve.engine.step import Load, Scheduler, StepEvents, StepPlan
 from pdserve.engine.stepper import Stepper
@@ -42,7 +42,7 @@ class LateRunner(Runner):
         self.in_flight: list[_Launched] = []
         self._token_ids = torch.empty(0, dtype=torch.int64)
 
-    def launch(self, plan: StepPlan, batch: Batch | None) -> Results:
+    def launch(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Results:
         assert len(self.in_flight) < 2, "a third step is launched"
         assert plan.is_ahead == bool(self.in_flight), "a step was launched behind one that it does not follow"
         rows, logits_rows = plan.sample_rows()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.decoder import LayerListener
 from pdserve.engine.graphs import Compute, DeviceDecoder, decode_shape
 from pdserve.model.batch import Batch
 from tests.unit.engine.test_device_batch import DEVICE, decoding, mixed
@@ -19,8 +20,10 @@ class Double:
     def __init__(self) -> None:
         self.shapes: list[tuple[int, int]] = []
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
         self.shapes.append((len(batch.token_ids), batch.block_tables.shape[1]))
+        if on_layer is not None:
+            on_layer(1)
         rows = batch.logits_rows
         return torch.stack((2 * batch.token_ids[rows], batch.positions[rows]), dim=1).float()
 
@@ -49,6 +52,15 @@ def device_decoder(
         vocab_size=2,
         max_graphs=max_graphs,
     )
+
+
+def test_a_step_that_is_launched_tells_its_layers_and_one_that_is_replayed_does_not() -> None:
+    replaying = device_decoder(Double(), Recorder())
+    told: list[int] = []
+    replaying.forward(mixed(), CACHE, told.append)
+    assert told == [1]
+    replaying.forward(decoding(3), CACHE, told.append)
+    assert told == [1]
 
 
 def test_a_replayed_step_gives_what_the_decoder_gives_for_its_own_rows() -> None:

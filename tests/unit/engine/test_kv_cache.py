@@ -60,9 +60,9 @@ def test_blocks_of_8_bit_floats_begin_as_zeros_and_are_copied_and_handed_over_by
     source.tensor[1].view(torch.uint8).view(-1).copy_(codes)
     source.copy_blocks([(BlockId(1), BlockId(2))])
     target.block_bytes_view(BlockId(0))[:] = source.block_bytes_view(BlockId(2))
-    bytes_on_the_way = np.empty(layout.block_bytes, dtype=np.uint8)
-    source.read_block(BlockId(1), bytes_on_the_way)
-    target.write_block(BlockId(2), bytes_on_the_way)
+    on_the_way = [torch.empty_like(source.tensor[1])]
+    source.read_blocks([BlockId(1)], on_the_way)
+    target.write_blocks([BlockId(2)], on_the_way)
     for block in (0, 2):
         assert torch.equal(target.tensor[block].view(torch.uint8).view(-1), codes)
     assert not target.tensor[1].view(torch.uint8).any()

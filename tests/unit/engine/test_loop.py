@@ -14,6 +14,7 @@ from torch import Tensor
 
 from decode_svc.request import DecodeJob, SchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
+from kernels.decoder import LayerListener
 from pdserve.base.errors import Draining, SetupError
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
@@ -167,7 +168,7 @@ class Held(FakeDecoder):
     def __init__(self) -> None:
         self.entered, self.gate, self.count = threading.Event(), threading.Event(), 0
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
         self.count += 1
         if self.count == 2:
             self.entered.set()
@@ -197,7 +198,7 @@ def test_a_step_is_told_before_a_call_that_came_after_it_runs() -> None:
 
 
 class Broken(FakeDecoder):
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
         raise RuntimeError("the accelerator fell off the bus")
 
 
@@ -216,7 +217,7 @@ class Witness(FakeDecoder):
     def __init__(self) -> None:
         self.seen: list[tuple[bool, int, set[int]]] = []
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
         affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
         self.seen.append((torch.is_inference_mode_enabled(), torch.get_num_threads(), affinity))
         return super().forward(batch, kv_cache)

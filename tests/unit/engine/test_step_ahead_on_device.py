@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from decode_svc.request import DecodeJob, SchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
 from kernels.choice import KernelOptions
+from kernels.decoder import LayerListener
 from pdserve.base.ids import RequestId
 from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import ChoiceTokens, FinishReason, SamplingParams
@@ -57,7 +58,7 @@ class NanAt:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
         is_broken = batch.positions[batch.logits_rows] == NAN_POSITION
         return self._decoder.forward(batch, kv_cache).masked_fill(is_broken.unsqueeze(1), float("nan"))
 

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from decode_svc.request import DecodeJob, SchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
+from kernels.decoder import LayerListener
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.runner import Results, Runner
+from pdserve.engine.runner import Results, Runner, TellLayers
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import SampleResult
 from pdserve.engine.step import StepOutput, StepPlan
@@ -54,11 +55,11 @@ class Diary(LateRunner):
         self._clock = clock
         self._num_launched = 0
 
-    def launch(self, plan: StepPlan, batch: Batch | None) -> Results:
+    def launch(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Results:
         self._num_launched += 1
         self._clock.now += 1
         self.lines.append(f"launch {self._num_launched}")
-        return partial(self._note_end, self._num_launched, super().launch(plan, batch))
+        return partial(self._note_end, self._num_launched, super().launch(plan, batch, tell))
 
     def _note_end(self, number: int, results: Results) -> list[SampleResult]:
         self._clock.now += 10
@@ -127,9 +128,9 @@ def test_a_step_takes_from_result_to_result(clock: Clock) -> None:
 class Eager(Runner):
     """As on a CPU."""
 
-    def launch(self, plan: StepPlan, batch: Batch | None) -> Results:
+    def launch(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Results:
         assert not plan.is_ahead
-        return super().launch(plan, batch)
+        return super().launch(plan, batch, tell)
 
 
 def test_where_launching_is_computing_nothing_is_planned_ahead() -> None:
@@ -150,8 +151,8 @@ class Gated(LateRunner):
         super().__init__(FakeDecoder(), KvCache(layout(), 16, CPU), Sampler())
         self.entered, self.gate = threading.Event(), threading.Event()
 
-    def launch(self, plan: StepPlan, batch: Batch | None) -> Results:
-        return partial(self._hold, super().launch(plan, batch))
+    def launch(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Results:
+        return partial(self._hold, super().launch(plan, batch, tell))
 
     def _hold(self, results: Results) -> list[SampleResult]:
         if len(self.in_flight) == 2:
@@ -220,7 +221,7 @@ class BreaksLater(FakeDecoder):
     def __init__(self) -> None:
         self._count = 0
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
         self._count += 1
         if self._count == 3:
             raise RuntimeError("the accelerator fell off the bus")

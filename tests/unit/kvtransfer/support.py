@@ -10,7 +10,7 @@ import numpy as np
 
 from kvtransfer.memory import BlockMemory, InPlace
 from kvtransfer.receiver import Received, Receiver, ReceiverIdentity, Reservation
-from kvtransfer.sender import Sender
+from kvtransfer.sender import OutgoingTransfer, Sender
 from kvtransfer.ticket import Ticket
 from kvtransfer.transport import Buffer
 from kvtransfer.transport.inproc import InprocTransport
@@ -19,7 +19,7 @@ from pdserve.base.ids import BlockId, Epoch, RequestId, WorkerId
 from pdserve.base.layout import KvLayout
 from pdserve.base.tasks import service_group
 
-LAYOUT = KvLayout(model="m", dtype="float32", block_size=4, num_layers=2, num_kv_heads=1, head_dim=8)
+LAYOUT = KvLayout(model="m", dtype="float32", block_size=4, num_layers=4, num_kv_heads=1, head_dim=4)
 REQUEST = RequestId("r1")
 EPOCH = Epoch(77)
 
@@ -34,11 +34,9 @@ class Memory:
         view: Buffer = self.blocks[block_id]
         return view
 
-    def read_block(self, block_id: BlockId, into: Buffer) -> None:
-        into[:] = self.blocks[block_id]
 
-    def write_block(self, block_id: BlockId, data: Buffer) -> None:
-        self.blocks[block_id] = data
+def in_place(memory: Memory) -> InPlace:
+    return InPlace(memory, LAYOUT.num_layers)
 
 
 @dataclass(eq=False)
@@ -68,6 +66,12 @@ class Pair:
         return await self.receiver.grant(self.reservation(block_ids, lease_s=lease_s), attempt=attempt)
 
 
+async def push_all(transfer: OutgoingTransfer, *ids: int) -> None:
+    """Every group of layers of these blocks, one group after another."""
+    for group in range(transfer._groups.count):
+        await transfer.push(blocks(*ids), group=group)
+
+
 def blocks(*ids: int) -> list[BlockId]:
     return [BlockId(block_id) for block_id in ids]
 
@@ -77,11 +81,14 @@ async def worker_pair(
     *,
     num_blocks: int = 16,
     max_outstanding_bytes: int = 1 << 20,
-    stage: Callable[[Memory], BlockMemory] = InPlace,
+    layer_groups: int = 1,
+    stage: Callable[[Memory], BlockMemory] = in_place,
 ) -> AsyncIterator[Pair]:
     sending, receiving = InprocTransport(), InprocTransport()
     source, target = Memory(num_blocks, 1), Memory(num_blocks, 2)
-    identity = ReceiverIdentity(worker_id=WorkerId("d0"), epoch=EPOCH, grpc_address="d0:1", layout=LAYOUT)
+    identity = ReceiverIdentity(
+        worker_id=WorkerId("d0"), epoch=EPOCH, grpc_address="d0:1", layout=LAYOUT, layer_groups=layer_groups
+    )
     async with service_group() as tasks:
         pair = Pair(
             receiver=Receiver(transport=receiving, memory=stage(target), identity=identity, tasks=tasks),

@@ -87,7 +87,7 @@ async def test_a_commit_that_overtakes_the_blocks_waits_for_them() -> None:
         ticket = await pair.grant([0, 1])
         async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
             await transfer.push(blocks(0))
-            digests = (*transfer._digests, transfer._digest(pair.source.blocks[1]))
+            digests = (*transfer._digests[0], transfer._digest(pair.source.blocks[1]))
             commit = signed_commit(ticket, request_id=REQUEST, digests=digests, first_tokens=(9,))
             early = asyncio.ensure_future(pair.receiver.commit(commit))
             await asyncio.sleep(0)

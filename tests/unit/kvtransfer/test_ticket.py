@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.digest import BlockDigest
+from kvtransfer.digest import MessageDigest
 from kvtransfer.ticket import (
-    MAX_BLOCKS,
+    MAX_MESSAGES,
     Commit,
     Ticket,
     commit_from_proto,
@@ -41,6 +41,7 @@ def a_ticket() -> Ticket:
         lease_s=20.0,
         key=new_key(),
         tag_base=new_tag_base(),
+        layer_groups=2,
     )
 
 
@@ -76,7 +77,11 @@ def test_a_commit_survives_the_wire() -> None:
         ("transport", "carrier pigeon"),
         ("data_address", b""),
         ("data_address", b"x" * ((1 << 16) + 1)),
-        ("num_blocks", MAX_BLOCKS + 1),
+        ("num_blocks", MAX_MESSAGES // 2 + 1),
+        ("num_blocks", MAX_MESSAGES + 1),
+        ("layer_groups", 0),
+        ("layer_groups", LAYOUT.num_layers + 1),
+        ("layer_groups", (1 << 32) - 1),
         ("first_block", 1 << 31),
         ("lease_s", 0.0),
         ("lease_s", -1.0),
@@ -96,7 +101,7 @@ def test_a_ticket_with_an_impossible_number_is_refused_by_name(field: str, value
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("dtype", "int3"), ("block_size", 0), ("num_layers", (1 << 20) + 1), ("head_dim", 0), ("tp_size", 0)],
+    [("dtype", "int3"), ("block_size", 0), ("num_layers", (1 << 20) + 1), ("head_dim", 0)],
 )
 def test_a_ticket_with_an_impossible_layout_is_refused_by_name(field: str, value: object) -> None:
     message = ticket_to_proto(a_ticket())
@@ -155,7 +160,7 @@ def test_the_mac_needs_the_tickets_key() -> None:
 
 def test_a_digest_depends_on_every_byte_and_on_the_key() -> None:
     block = Memory(1, 3).block_bytes_view(blocks(0)[0])
-    digest, key = BlockDigest(b"k" * 32), BlockDigest(b"l" * 32)
+    digest, key = MessageDigest(b"k" * 32), MessageDigest(b"l" * 32)
     before = digest(block)
     assert digest(block) == before != key(block)
     for position in (0, block.nbytes // 2, block.nbytes - 1):
@@ -165,5 +170,5 @@ def test_a_digest_depends_on_every_byte_and_on_the_key() -> None:
 
 
 def test_tags_of_a_ticket_do_not_leave_its_range() -> None:
-    ticket = replace(a_ticket(), tag_base=((1 << 44) - 1) << 20, num_blocks=MAX_BLOCKS)
-    assert ticket.tag(MAX_BLOCKS - 1) == (1 << 64) - 1
+    ticket = replace(a_ticket(), tag_base=((1 << 44) - 1) << 20, num_blocks=MAX_MESSAGES // 2)
+    assert ticket.tag(MAX_MESSAGES - 1) == (1 << 64) - 1

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.choice import KernelOptions
 from pdserve.model.decoder import Decoder
 from pdserve.model.loader import load_decoder
 from tests.golden.paged import PagedRunner
@@ -112,3 +113,36 @@ def test_half_precision_runs_and_stays_close(tmp_path: Path, dtype: str, toleran
     rounded = logits_in_chunks(decoder, [33, 27])
     assert rounded.dtype == torch.float32
     assert float((rounded.log_softmax(-1) - exact).abs().max()) < tolerance
+
+
+def test_plain_torch_tells_after_each_layer_that_its_kv_is_written(tmp_path: Path) -> None:
+    path = save_model(tmp_path, {"num_hidden_layers": 3})
+    decoder = load_decoder(path, kernels=KernelOptions(implementation="reference"))
+    runner = PagedRunner(decoder, num_blocks=4, block_size=4)
+    runner.kv_cache.zero_()
+    batch = runner.make_batch([(runner.add_sequence(), TOKENS[:9])])
+    seen: list[Tensor] = []
+
+    def on_layer(num_layers: int) -> None:
+        assert num_layers == len(seen) + 1
+        assert not runner.kv_cache[:, num_layers:].any()
+        seen.append(runner.kv_cache[:, :num_layers].clone())
+
+    logits = decoder.forward(batch, runner.kv_cache, on_layer)
+    assert [len(layers[0]) for layers in seen] == [1, 2, 3]
+    for num_layers, layers in enumerate(seen, 1):
+        # Nothing is written to them any more.
+        assert torch.equal(layers, runner.kv_cache[:, :num_layers])
+        assert layers[:, num_layers - 1].any()
+    assert torch.equal(logits, decoder.forward(batch, runner.kv_cache))
+
+
+def test_kernels_that_compute_all_layers_in_one_call_tell_nothing(tmp_path: Path) -> None:
+    decoder = load_decoder(save_model(tmp_path))
+    if decoder.kernels.implementation != "cpu":
+        pytest.skip("the C++ kernels are not built")
+    runner = PagedRunner(decoder, num_blocks=4, block_size=4)
+    batch = runner.make_batch([(runner.add_sequence(), TOKENS[:9])])
+    told: list[int] = []
+    assert torch.equal(decoder.forward(batch, runner.kv_cache, told.append), decoder.forward(batch, runner.kv_cache))
+    assert told == []

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pdserve.base.errors import LayoutMismatch, SetupError
@@ -17,9 +15,9 @@ from pdserve.base.worker_config import FP8_KV, WorkerConfig
 from pdserve.model.config import ModelConfig
 from pdserve.model.kv_scales import read_kv_scales, scales_digest
 from pdserve.model.loader import load_weights
-from pdserve.worker import loading
+from pdserve.worker import part
 from pdserve.worker.loading import load_model
-from tests.unit.model.tiny import save_model
+from tests.unit.model.tiny import save_model, with_scales
 
 #: As llm-compressor writes it when it is asked for nothing but the KV cache.
 KV_ONLY = {
@@ -27,18 +25,6 @@ KV_ONLY = {
     "config_groups": {},
     "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
 }
-
-
-def with_scales(path: Path, scales: dict[str, Tensor], **fields: object) -> Path:
-    """A tiny model whose checkpoint has these tensors too; names begin after `self_attn.` of a layer: "1.k_scale"."""
-    save_model(path)
-    (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | fields))
-    tensors = load_file(path / "model.safetensors")
-    for place, scale in scales.items():
-        layer, _, name = place.partition(".")
-        tensors[f"model.layers.{layer}.self_attn.{name}"] = scale
-    save_file(tensors, path / "model.safetensors")
-    return path
 
 
 def scales_of(path: Path) -> Tensor:
@@ -141,7 +127,7 @@ def test_the_layout_names_the_scales_and_what_kv_was_computed_in(tmp_path: Path)
 
 def test_workers_with_other_scales_refuse_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Even if all else of the two checkpoints were taken to be the same.
-    monkeypatch.setattr(loading, "fingerprint", lambda path: "same")
+    monkeypatch.setattr(part, "fingerprint", lambda path: "same")
     one = layout_of(save_model(tmp_path / "plain"))
     other = layout_of(with_scales(tmp_path / "scaled", {"1.k_scale": torch.tensor(0.5)}))
     with pytest.raises(LayoutMismatch, match=r"model is 'same/float32/kv-scales-\w{16}' here and 'same/"):

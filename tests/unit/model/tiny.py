@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pdserve.model.config import ModelConfig
@@ -46,6 +46,18 @@ def save_model(directory: Path, changes: dict[str, object] | None = None, dtype:
     (directory / "config.json").write_text(json.dumps(config))
     save_file(random_tensors(ModelConfig.from_hf(config), dtype), directory / "model.safetensors")
     return directory
+
+
+def with_scales(path: Path, scales: dict[str, Tensor], **fields: object) -> Path:
+    """A tiny model whose checkpoint has these tensors too; names begin after `self_attn.` of a layer: "1.k_scale"."""
+    save_model(path)
+    (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | fields))
+    tensors = load_file(path / "model.safetensors")
+    for place, scale in scales.items():
+        layer, _, name = place.partition(".")
+        tensors[f"model.layers.{layer}.self_attn.{name}"] = scale
+    save_file(tensors, path / "model.safetensors")
+    return path
 
 
 class Second:

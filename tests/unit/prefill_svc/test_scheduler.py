@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.decoder import LayerListener
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import InvalidTransition, NoFreeBlocks, RequestError
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import FinishReason, SamplingParams
 from pdserve.engine.block_pool import BlockPool
-from pdserve.engine.step import StepEvents
+from pdserve.engine.step import LayersWritten, StepEvents
 from pdserve.model.batch import Batch
 from prefill_svc.scheduler import PrefillJob, PrefillScheduler, SchedulerConfig
 from tests.unit.engine.fakes import BLOCK_SIZE, EOS, KEY, VOCAB, FakeDecoder, Worker, expected, limits, read_prompt
@@ -66,6 +67,21 @@ def test_progress_is_told_after_each_chunk() -> None:
     worker.scheduler.add(job(A, PROMPT))
     progress = [(p.num_computed, p.num_prompt, p.num_cached) for events in worker.run() for p in events.progress]
     assert progress == [(4, 10, 0), (8, 10, 0), (10, 10, 0)]
+
+
+def test_each_chunk_asks_to_be_told_of_the_layers_its_job_names() -> None:
+    worker = prefill(budget=6)
+    worker.scheduler.add(replace(job(A, PROMPT), told_layers=(2, 5)))
+    worker.scheduler.add(job(B, [21, 22, 23]))
+    worker.run()
+    table = worker.scheduler.block_table(A)
+    assert len(table) == 3
+    reports = [plan.reports for plan in worker.plans]
+    assert reports == [
+        tuple(LayersWritten(request_id=A, num_layers=layers, num_computed=stop, block_table=table) for layers in (2, 5))
+        for stop in (6, 10)
+    ] + [()] * (len(reports) - 2)
+    assert {chunk.sequence.request_id for plan in worker.plans for chunk in plan.chunks} == {A, B}
 
 
 def test_started_is_told_once_with_the_blocks_and_what_was_cached() -> None:
@@ -252,7 +268,7 @@ class NanFor(FakeDecoder):
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
         logits = super().forward(batch, kv_cache)
         logits[batch.context_lens == self._num_tokens] = float("nan")
         return logits

@@ -312,7 +312,9 @@ class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):
         if request.HasField("ticket"):
             self._world.commits[request.ticket.transfer_id].set()
             await script.reach("prefill_committed", context)
-        done = prefill_pb2.PrefillDone(queue_s=0.5, compute_s=1.5, sent_bytes=4096, sent_blocks=2, chunks=1)
+        done = prefill_pb2.PrefillDone(
+            queue_s=0.5, compute_s=1.5, exposed_s=0.25, sent_bytes=4096, sent_blocks=2, chunks=1
+        )
         await context.write(prefill_pb2.PrefillResponse(done=done))
 
     def _first(self, request: prefill_pb2.PrefillRequest) -> list[Any]:

@@ -76,6 +76,7 @@ async def test_an_undisturbed_request_has_every_phase_in_order(house: House) -> 
     assert record["retries"] == record["fallbacks"] == []
     assert record["reported"]["reserve_s"] == 0.125
     assert record["reported"]["prefill_compute_s"] == 1.5
+    assert record["reported"]["exposed_s"] == 0.25
     assert record["reported"]["sent_bytes"] == 4096
     assert record["chunks"][0]["computed_tokens"] == 9
 

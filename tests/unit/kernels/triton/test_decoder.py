@@ -108,6 +108,25 @@ def test_a_chunk_whose_logits_nobody_wants_is_written_to_every_layer() -> None:
     assert silent[0].kv.isfinite().all()
 
 
+def test_each_layer_is_told_when_its_kv_is_launched() -> None:
+    decoder, _ = decoders("llama", torch.float32)
+    runner = PagedRunner(decoder, num_blocks=4, block_size=4)
+    runner.kv_cache.zero_()
+    batch = runner.make_batch([(runner.add_sequence(), [5, 6, 7, 8, 9])])
+    seen: list[torch.Tensor] = []
+
+    def on_layer(num_layers: int) -> None:
+        assert num_layers == len(seen) + 1
+        seen.append(runner.kv_cache.clone())  # Launched behind what is told.
+
+    logits = decoder.forward(batch, runner.kv_cache, on_layer)
+    assert len(seen) == 2
+    assert not seen[0][:, 1].any()
+    assert torch.equal(seen[0][:, 0], runner.kv_cache[:, 0])
+    assert torch.equal(seen[1], runner.kv_cache)
+    assert torch.equal(logits, decoder.forward(batch, runner.kv_cache))
+
+
 def test_what_is_told_about_the_decoder() -> None:
     decoder, other = decoders("qwen2", torch.bfloat16)
     assert (decoder.kernels.implementation, decoder.kernels.mode, decoder.kernels.reason) == (

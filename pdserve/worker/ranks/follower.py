@@ -1,0 +1,178 @@
+"""`python -m pdserve.worker.ranks.follower STEPS COPIES STAGE`: a rank that computes what rank 0 tells it to.
+
+Started by a worker with `--tensor-parallel-size`, whose child it is; the arguments are descriptors. It ends when the
+worker closes them, or is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from pathlib import Path
+
+import torch
+
+from kernels.decoder import LayerListener
+from kernels.ranks import TorchRanks
+from pdserve.base import logs
+from pdserve.base.errors import SetupError
+from pdserve.base.ids import BlockId
+from pdserve.worker.blocks import Stage, stage_bytes
+from pdserve.worker.cores import num_cores
+from pdserve.worker.device import open_device
+from pdserve.worker.part import ModelPart, load_part
+from pdserve.worker.ranks.group import agree, form_group
+from pdserve.worker.ranks.messages import Kind, Mark, Message, MessageReader, encode
+from pdserve.worker.ranks.order import Order, receive_line, send_line
+from pdserve.worker.ranks.split import config_of_rank
+from pdserve.worker.ranks.stage import heads_of_rank, map_stage
+
+log = logs.get_logger(__name__)
+
+#: As many as there are layers in two steps that may be under way, about.
+_KEPT_EVENTS = 256
+#: Where the worker is gone, a rank that waits for others on a GPU does not notice.
+_END_S = 5.0
+
+
+class Progress:
+    """How far steps have been launched, and when they were that far: said by one thread, waited for by another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._changed = threading.Condition()
+        self._launched = Mark(0)
+        #: The latest on a GPU.
+        self._events: deque[tuple[Mark, torch.cuda.Event]] = deque(maxlen=_KEPT_EVENTS)
+
+    def note_launch(self, mark: Mark) -> None:
+        """On a CPU it has also been computed."""
+        event = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+        with self._changed:
+            self._launched = mark
+            if event is not None:
+                self._events.append((mark, event))
+            self._changed.notify_all()
+
+    def wait_for(self, mark: Mark) -> None:
+        """Returns when steps are that far. Rank 0 has seen that it is, or will be, so: that is soon."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._launched >= mark)
+            # One that is not kept any more was before the oldest that is.
+            event = next((event for kept, event in self._events if kept >= mark), None)
+        if event is not None:
+            event.synchronize()
+
+
+class Follower:
+    """The rank, once it is loaded."""
+
+    def __init__(self, part: ModelPart, stage: Stage, device: torch.device) -> None:
+        """`stage`: its heads."""
+        self._part = part
+        self._stage = stage
+        self._progress = Progress(device)
+
+    def compute(self, steps: MessageReader) -> None:
+        """Until rank 0 closes the stream."""
+        cache = self._part.kv_cache
+        with torch.inference_mode():
+            while (message := steps.receive()) is not None:
+                if message.kind is Kind.FORWARD:
+                    on_layer = self._noter(message.number) if message.notes_layers else None
+                    self._part.step_decoder.forward(message.batch(), cache.tensor, on_layer)
+                else:
+                    assert message.kind is Kind.COPY_BLOCKS
+                    cache.copy_blocks([(BlockId(a), BlockId(b)) for a, b in message.values.view(-1, 2).tolist()])
+                self._progress.note_launch(Mark(message.number))
+
+    def _noter(self, step: int) -> LayerListener:
+        return lambda num_layers: self._progress.note_launch(Mark(step, num_layers))
+
+    def copy(self, stream: socket.socket) -> None:
+        """Until rank 0 closes the stream."""
+        requests = MessageReader(stream)
+        while (message := requests.receive()) is not None:
+            self._copy(message)
+            stream.sendall(encode(Kind.DONE, message.number))
+
+    def _copy(self, message: Message) -> None:
+        copy = message.copy()
+        parts = self._stage.parts(copy.bundles, copy.slots, copy.layers)
+        block_ids = [block_id for bundle in copy.bundles for block_id in bundle]
+        self._progress.wait_for(copy.after)
+        if message.kind is Kind.READ_BLOCKS:
+            self._part.kv_cache.read_blocks(block_ids, parts, copy.layers)
+        else:
+            assert message.kind is Kind.WRITE_BLOCKS
+            self._part.kv_cache.write_blocks(block_ids, parts, copy.layers)
+
+
+def load(order: Order, stage: int, copies: socket.socket) -> Follower:
+    """Loads in step with the other ranks. Raises `SetupError`."""
+    config = config_of_rank(order.config, order.rank, num_cores=num_cores())
+    size = config.tensor_parallel_size
+    if config.cpus:
+        os.sched_setaffinity(0, config.cpus)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = open_device(config.device)
+    send_line(copies, {"state": "here"})
+    group = form_group(Path(order.rendezvous), order.rank, size, device)
+    part = load_part(config, device, ranks=TorchRanks(group), agree=lambda budget: agree(group, device, budget))
+    memory = map_stage(stage, stage_bytes(part.layout, config.staging_memory), device)
+    heads = heads_of_rank(part.layout, order.rank, size)
+    return Follower(part, Stage(memory, part.layout, part.kv_cache.tensor.dtype, heads), device)
+
+
+def main() -> None:
+    """Command line entry."""
+    # The worker is told to stop, and drains; then it lets go of its ranks.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    steps, copies, stage = map(int, sys.argv[1:])
+    with socket.socket(fileno=steps) as step_stream, socket.socket(fileno=copies) as copy_stream:
+        message = receive_line(copy_stream)
+        if message is None:
+            return
+        order = Order.from_json(message)
+        logs.configure(order.name, order.config.log_level)
+        try:
+            follower = load(order, stage, copy_stream)
+            send_line(copy_stream, {"state": "ready"})
+        except SetupError as error:
+            send_line(copy_stream, {"error": str(error)})
+            sys.exit(1)
+        ended = threading.Event()
+        copying = threading.Thread(target=_copy, args=(follower, copy_stream, ended), name="copies", daemon=True)
+        copying.start()
+        try:
+            follower.compute(MessageReader(step_stream))
+        finally:
+            ended.set()
+        # What it holds must be gone before the interpreter is: gloo's threads do not survive that.
+        copying.join(_END_S)
+
+
+def _copy(follower: Follower, stream: socket.socket, ended: threading.Event) -> None:
+    """Sees to it that this process ends with its worker, too, wherever its main thread may be waiting."""
+    try:
+        follower.copy(stream)
+    except OSError:
+        pass  # The worker is gone.
+    except BaseException as error:  # noqa: BLE001 - the worker has to hear of it: its connection ends
+        log.error("copy_failed", error)
+        os._exit(1)
+    if not ended.wait(_END_S):
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The process group in which ranks meet: gloo between CPUs, NCCL between GPUs, all on one machine."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from kernels.ranks import Group
+from pdserve.base.errors import SetupError
+from pdserve.worker.memory import KvBudget
+
+#: For meeting: all are known to be there.
+_MEETING_TIMEOUT = timedelta(seconds=60)
+#: Ranks wait for each other while one still reads its weights. The end of a process shows at once.
+_TIMEOUT = timedelta(minutes=10)
+
+
+def form_group(rendezvous: Path, rank: int, size: int, device: torch.device) -> Group:
+    """Meets the other ranks at a file that all can write. Raises `SetupError`.
+
+    Not torch's default group, of which a process has only one.
+    """
+    store = c10d.FileStore(str(rendezvous), size)
+    try:
+        if device.type == "cuda":
+            return _nccl(store, rank, size)
+        # Torch's type stubs do not know gloo's options.
+        options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = _MEETING_TIMEOUT
+        group = c10d.ProcessGroupGloo(store, rank, size, options)
+        group.set_timeout(_TIMEOUT)
+        return cast(Group, group)
+    except RuntimeError as error:
+        raise SetupError(f"Rank {rank} of {size} does not reach the others: {error}.") from error
+
+
+def _nccl(store: c10d.Store, rank: int, size: int) -> Group:
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = _TIMEOUT
+    return cast(Group, c10d.ProcessGroupNCCL(store, rank, size, options))
+
+
+def agree(group: Group, device: torch.device, budget: KvBudget) -> KvBudget:
+    """What is possible on every rank, when all of them have called it."""
+    values = torch.tensor([budget.num_blocks, budget.max_model_len], device=device)
+    options = c10d.AllreduceOptions()
+    options.reduceOp = c10d.ReduceOp(c10d.ReduceOp.MIN)
+    group.allreduce([values], options).wait()
+    num_blocks, max_model_len = values.tolist()
+    return KvBudget(num_blocks=num_blocks, max_model_len=max_model_len)

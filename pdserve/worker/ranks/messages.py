@@ -1,0 +1,176 @@
+"""What rank 0 tells the others, as int64 numbers over local sockets: kind, number, how many values, values.
+
+Two sockets lead to each: one for what belongs to steps, in order, which nobody answers; one for copies between blocks
+and the slots of the stage, each of which is answered when it is done.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvtransfer.memory import Bundle
+from pdserve.base.ids import BlockId
+from pdserve.engine.device_batch import BatchShape
+from pdserve.model.batch import Batch
+
+_HEADER = 3
+HEADER_BYTES = 8 * _HEADER
+_SHAPE = 5
+#: For `Mark`: the whole step.
+ALL_LAYERS = 1 << 30
+
+
+class Mark(NamedTuple):
+    """How far steps are: so many layers of that one are written, and all of those before."""
+
+    step: int
+    num_layers: int = ALL_LAYERS
+
+
+class Kind(IntEnum):
+    """What a message is about. Its number is that of the step."""
+
+    #: Values: a shape, whether each layer is to be noted, then the batch.
+    FORWARD = 1
+    #: Values: source and destination of each copy within the cache.
+    COPY_BLOCKS = 2
+    #: Values: layers of the step that must be written, layers to copy from and to; then of each bundle its number of
+    #: blocks, its first slot, and the blocks.
+    READ_BLOCKS = 3
+    #: The same, from slots to blocks.
+    WRITE_BLOCKS = 4
+    #: The answer to a copy. No values.
+    DONE = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """`values`: int64 [count], valid until the next one is received."""
+
+    kind: Kind
+    number: int
+    values: Tensor
+
+    def batch(self) -> Batch:
+        """Of a `FORWARD`."""
+        num_tokens, num_sequences, num_blocks, num_logits, _ = self.values[:_SHAPE].tolist()
+        shape = BatchShape(
+            num_tokens=num_tokens, num_sequences=num_sequences, num_blocks=num_blocks, num_logits=num_logits
+        )
+        return shape.views(self.values[_SHAPE:])
+
+    @property
+    def notes_layers(self) -> bool:
+        """Of a `FORWARD`."""
+        return bool(self.values[_SHAPE - 1])
+
+    def copy(self) -> Copy:
+        """Of `READ_BLOCKS` and `WRITE_BLOCKS`."""
+        num_layers, start, stop, *rest = self.values.tolist()
+        bundles, slots = [], []
+        while rest:
+            size, slot, *rest = rest
+            bundles.append([BlockId(block) for block in rest[:size]])
+            slots.append(slot)
+            rest = rest[size:]
+        return Copy(bundles=bundles, slots=slots, layers=slice(start, stop), after=Mark(self.number, num_layers))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """Layers of bundles, and the first slot that each meets in; `after` that mark they may be touched."""
+
+    bundles: Sequence[Bundle]
+    slots: Sequence[int]
+    layers: slice
+    after: Mark
+
+    def encode(self, kind: Kind) -> bytes:
+        """As a message."""
+        values = [self.after.num_layers, self.layers.start, self.layers.stop]
+        for bundle, slot in zip(self.bundles, self.slots, strict=True):
+            values += [len(bundle), slot, *bundle]
+        return encode(kind, self.after.step, values)
+
+
+def encode(kind: Kind, number: int, values: Sequence[int] = ()) -> bytes:
+    """A message of few values."""
+    return np.array([kind, number, len(values), *values], np.int64).tobytes()
+
+
+class StepWriter:
+    """Tells steps to all followers, from one thread."""
+
+    def __init__(self, sockets: Sequence[socket.socket]) -> None:
+        self._sockets = sockets
+        self._memory = torch.zeros(1024, dtype=torch.int64)
+
+    def forward(self, number: int, batch: Batch, *, notes_layers: bool = False) -> None:
+        """Raises `OSError` when a follower is gone."""
+        shape = BatchShape.of(batch)
+        values = self._values(Kind.FORWARD, number, _SHAPE + shape.num_elements)
+        sizes = (shape.num_tokens, shape.num_sequences, shape.num_blocks, shape.num_logits, notes_layers)
+        values[:_SHAPE] = torch.tensor(sizes)
+        there = shape.views(values[_SHAPE:])
+        for field in fields(batch):
+            getattr(there, field.name).copy_(getattr(batch, field.name))
+        self._send(len(values))
+
+    def copy_blocks(self, number: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Raises `OSError` when a follower is gone."""
+        values = self._values(Kind.COPY_BLOCKS, number, 2 * len(pairs))
+        values[:] = torch.tensor(pairs).view(-1)
+        self._send(len(values))
+
+    def _values(self, kind: Kind, number: int, count: int) -> Tensor:
+        if _HEADER + count > len(self._memory):
+            self._memory = torch.zeros(2 * (_HEADER + count), dtype=torch.int64)
+        self._memory[:_HEADER] = torch.tensor((kind, number, count))
+        return self._memory[_HEADER : _HEADER + count]
+
+    def _send(self, count: int) -> None:
+        message = _bytes(self._memory[: _HEADER + count])
+        for each in self._sockets:
+            each.sendall(message)
+
+
+class MessageReader:
+    """A follower's end of a socket."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self._stream = stream
+        self._memory = torch.zeros(1024, dtype=torch.int64)
+
+    def receive(self) -> Message | None:
+        """Waits for the next message; None when rank 0 has closed the stream, or is gone."""
+        if not self._fill(_HEADER):
+            return None
+        kind, number, count = self._memory[:_HEADER].tolist()
+        if count > len(self._memory):
+            self._memory = torch.zeros(2 * count, dtype=torch.int64)
+        if not self._fill(count):
+            return None
+        return Message(Kind(kind), number, self._memory[:count])
+
+    def _fill(self, count: int) -> bool:
+        left = _bytes(self._memory[:count])
+        while left:
+            received = self._stream.recv_into(left)
+            if not received:
+                return False
+            left = left[received:]
+        return True
+
+
+def _bytes(memory: Tensor) -> memoryview:
+    array: npt.NDArray[np.uint8] = memory.numpy().view(np.uint8)
+    return array.data

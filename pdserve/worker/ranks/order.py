@@ -1,0 +1,84 @@
+"""What a follower is told when it starts, and what it answers: lines of JSON on the socket for copies."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pdserve.base.worker_config import WorkerConfig
+
+#: Not a follower's business, and it may hold a password.
+_KEPT = "redis_url"
+_TUPLES = ("cpus", "borrow_cpus")
+
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowerConfig(WorkerConfig):
+    """A worker's settings, without its tier."""
+
+    num_decoding: int = 0
+
+    @property
+    def max_decoding(self) -> int:
+        """As of the worker."""
+        return self.num_decoding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Everything a follower has to know."""
+
+    rank: int
+    name: str
+    rendezvous: str
+    #: As all ranks have it: each takes its own part.
+    config: WorkerConfig
+
+    def to_json(self) -> Answer:
+        """What `from_json` reads."""
+        config = {field.name: getattr(self.config, field.name) for field in fields(WorkerConfig)}
+        config[_KEPT] = ""
+        config["num_decoding"] = self.config.max_decoding
+        return {"rank": self.rank, "name": self.name, "rendezvous": self.rendezvous, "config": config}
+
+    @classmethod
+    def from_json(cls, message: Mapping[str, Any]) -> Order:
+        """The order, with a `FollowerConfig`."""
+        config = dict(message["config"])
+        for name in _TUPLES:
+            config[name] = tuple(config[name])
+        return cls(
+            rank=message["rank"],
+            name=message["name"],
+            rendezvous=message["rendezvous"],
+            config=FollowerConfig(**config),
+        )
+
+
+def send_line(stream: socket.socket, message: Answer) -> None:
+    """Raises `OSError` when the other end is gone."""
+    stream.sendall(json.dumps(message).encode() + b"\n")
+
+
+def receive_line(stream: socket.socket, timeout_s: float | None = None) -> Answer | None:
+    """The next line; None when the other end is gone. Raises `TimeoutError`."""
+    stream.settimeout(timeout_s)
+    try:
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            # One by one: what comes after the line is not ours.
+            received = stream.recv(1)
+            if not received:
+                return None
+            line += received
+    except ConnectionError:
+        return None
+    finally:
+        stream.settimeout(None)
+    answer: Answer = json.loads(line)
+    return answer

@@ -1,0 +1,77 @@
+"""Workers of several ranks, each a process with its heads, hand over and answer like those of one."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvtransfer.staging import Staged
+from tests.integration.services.house import House, running_house
+from tests.unit.model.tiny import save_model, with_scales
+
+PROMPTS = [
+    [(7 * place + 11 * which) % 90 + 3 for place in range(length)] for which, length in enumerate((45, 3, 16, 29))
+]
+#: Choices that share a last block and part there; what is drawn depends on more than the largest logit.
+DRAWN: dict[str, Any] = {"n": 3, "temperature": 0.9, "top_p": 0.95, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four KV heads of one query head each, and a vocabulary that does not divide."""
+    changes: dict[str, object] = {"num_key_value_heads": 4, "num_attention_heads": 8, "vocab_size": 101}
+    return save_model(tmp_path_factory.mktemp("ranks"), changes)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[dict[int, list[int]]]:
+    async def of_one_rank() -> list[dict[int, list[int]]]:
+        async with running_house(model, prefill=ranks(1), decode=ranks(1)) as house:
+            return await answers(house)
+
+    return asyncio.run(of_one_rank())
+
+
+def ranks(size: int) -> dict[str, Any]:
+    return {"tensor_parallel_size": size, "kernels": "reference", "staging_memory": 1 << 16}
+
+
+async def answers(house: House) -> list[dict[int, list[int]]]:
+    """Handed over one by one, then computed by the decode worker, drawn and greedy."""
+    told = []
+    for prompt in PROMPTS:
+        for params in ({}, DRAWN):
+            request = house.request(prompt, **params)
+            await request.start()
+            await request.prefill(await request.ticket())
+            told.append(await request.finish())
+            told.append(await house.local(prompt, **params))
+    return told
+
+
+@pytest.mark.parametrize(("prefill", "decode", "layer_groups"), [(2, 1, 1), (1, 2, 2), (2, 4, 2)])
+async def test_tokens_are_those_of_one_rank(
+    model: Path, expected: list[dict[int, list[int]]], prefill: int, decode: int, layer_groups: int
+) -> None:
+    receiving = ranks(decode) | {"layer_groups": layer_groups}
+    async with running_house(model, prefill=ranks(prefill), decode=receiving) as house:
+        assert await answers(house) == expected
+        await house.all_free()
+        for worker in (house.prefill, house.decode):
+            if isinstance(worker.blocks, Staged):
+                assert worker.blocks.num_free == worker.blocks.most
+
+
+async def test_each_rank_has_the_scales_of_its_heads(tmp_path: Path) -> None:
+    # Far apart: with its neighbour's, a head's numbers would saturate, or vanish.
+    scales = {f"{layer}.{side}_scale": torch.tensor([0.002, 0.2]) for layer in range(2) for side in "kv"}
+    model = with_scales(tmp_path, scales)
+    fp8 = {"kv_cache_dtype": "fp8_e4m3"}
+    async with running_house(model, prefill=ranks(1) | fp8, decode=ranks(1) | fp8) as house:
+        expected = await answers(house)
+    async with running_house(model, prefill=ranks(1) | fp8, decode=ranks(2) | fp8) as house:
+        assert await answers(house) == expected

@@ -1,0 +1,199 @@
+"""What a plan asks to be told during its forward pass is told then, in order with what steps tell, and holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from queue import SimpleQueue
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.decoder import LayerListener
+from pdserve.base.ids import BlockId, RequestId
+from pdserve.base.layout import KvLayout
+from pdserve.base.moment import Moment
+from pdserve.base.sampling import SamplingParams
+from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.loop import StepLoop
+from pdserve.engine.runner import Runner
+from pdserve.engine.sampler import Sampler
+from pdserve.engine.step import LayersWritten, StepOutput, StepPlan
+from pdserve.model.batch import Batch
+from prefill_svc.scheduler import PrefillJob, PrefillScheduler, SchedulerConfig
+from tests.support.devices import DEVICE, gpu_only
+from tests.unit.engine.fakes import BLOCK_SIZE, CPU, KEY, FakeDecoder, layout, limits
+
+WAIT_S = 20
+LAYERS = KvLayout(model="m", dtype="float32", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
+A, B = RequestId("a"), RequestId("b")
+
+
+class Layered(FakeDecoder):
+    """Tells of three layers."""
+
+    def __init__(self) -> None:
+        self.listeners: list[LayerListener | None] = []
+
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
+        self.listeners.append(on_layer)
+        logits = super().forward(batch, kv_cache)
+        for num_layers in (1, 2, 3) if on_layer is not None else ():
+            on_layer(num_layers)
+        return logits
+
+
+class Past:
+    """A moment that notes that somebody lets what he launches wait for it."""
+
+    def __init__(self) -> None:
+        self.num_waits = 0
+
+    def wait(self) -> None:
+        self.num_waits += 1
+
+
+class Timed(KvCache):
+    """Has a moment for each time it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(layout(), 16, CPU)
+        self.moments: list[Past] = []
+
+    def moment(self, num_layers: int) -> Moment:
+        self.moments.append(Past())
+        return self.moments[-1]
+
+
+def report(request_id: RequestId, num_layers: int) -> LayersWritten:
+    return LayersWritten(request_id=request_id, num_layers=num_layers, num_computed=4, block_table=(BlockId(0),))
+
+
+def one_token() -> Batch:
+    return Batch(
+        token_ids=torch.tensor([3]),
+        positions=torch.tensor([0]),
+        slot_mapping=torch.tensor([0]),
+        query_starts=torch.tensor([0, 1]),
+        context_lens=torch.tensor([1]),
+        block_tables=torch.zeros(1, 1, dtype=torch.int64),
+        logits_rows=torch.tensor([0]),
+    )
+
+
+def test_reports_are_told_after_their_layer_with_the_moment_at_which_they_are_true() -> None:
+    cache, decoder = Timed(), Layered()
+    plan = StepPlan(reports=(report(A, 3), report(A, 2), report(B, 3)))
+    told: list[LayersWritten] = []
+    Runner(decoder, cache, Sampler()).forward(plan, one_token(), told.append)
+    at_2, at_3 = cache.moments  # One for each layer that somebody waits for.
+    assert told == [
+        replace(report(A, 2), moment=at_2),
+        replace(report(A, 3), moment=at_3),
+        replace(report(B, 3), moment=at_3),
+    ]
+    assert all(one.moment is other for one, other in zip(told, (at_2, at_3, at_3), strict=True))
+
+
+def test_a_plan_without_reports_has_no_listener() -> None:
+    decoder, told = Layered(), list[LayersWritten]()
+    Runner(decoder, Timed(), Sampler()).forward(StepPlan(), one_token(), told.append)
+    assert decoder.listeners == [None]
+    assert told == []
+
+
+def test_what_computes_in_host_memory_has_done_it_when_it_says_so() -> None:
+    assert KvCache(layout(), 4, CPU).moment(1) is None
+
+
+def test_what_a_step_tells_on_its_way_comes_behind_the_step_before_and_ahead_of_its_own_end() -> None:
+    scheduler = PrefillScheduler(BlockPool(16, BLOCK_SIZE), SchedulerConfig(limits=limits(), max_num_batched_tokens=4))
+    told: SimpleQueue[StepOutput | LayersWritten] = SimpleQueue()
+    loop = StepLoop(
+        scheduler,
+        Runner(Layered(), KvCache(layout(), 16, CPU), Sampler()),
+        publish=told.put,
+        on_layers=told.put,
+        on_fatal=lambda error: pytest.fail(str(error)),
+    )
+    job = PrefillJob(
+        request_id=A,
+        prompt_token_ids=[1, 2, 3, 4, 5, 6],
+        params=SamplingParams(temperature=0.0, max_tokens=2),
+        hash_key=KEY,
+        told_layers=(1, 3),
+    )
+    loop.start()
+    try:
+        loop.call(lambda: scheduler.add(job)).result(WAIT_S)
+
+        def heard() -> Iterator[tuple[str, int]]:
+            for _ in range(6):
+                match told.get(timeout=WAIT_S):
+                    case LayersWritten(num_layers=num_layers, num_computed=num_computed):
+                        yield f"{num_layers} layers", num_computed
+                    case StepOutput(events=events):
+                        yield "all", events.progress[0].num_computed
+
+        assert list(heard()) == [
+            ("1 layers", 4),
+            ("3 layers", 4),
+            ("all", 4),
+            ("1 layers", 6),
+            ("3 layers", 6),
+            ("all", 6),
+        ]
+    finally:
+        loop.stop()
+
+
+def filled(num_blocks: int, device: torch.device = CPU) -> KvCache:
+    cache = KvCache(LAYERS, num_blocks, device)
+    cache.tensor.copy_(torch.randn(cache.tensor.shape))
+    return cache
+
+
+def blocks(*ids: int) -> Sequence[BlockId]:
+    return [BlockId(each) for each in ids]
+
+
+def test_layers_of_blocks_are_copied_and_no_others() -> None:
+    source, target = filled(3), KvCache(LAYERS, 3, CPU)
+    on_the_way = [torch.zeros(1, 2, 2, 4, 8) for _ in range(2)]
+    source.read_blocks(blocks(2, 0), on_the_way, slice(1, 2))
+    target.write_blocks(blocks(0, 1), on_the_way, slice(1, 2))
+    assert torch.equal(target.tensor[:2, 1], source.tensor[[2, 0], 1])
+    assert not target.tensor[:, [0, 2]].any()
+    assert not target.tensor[2].any()
+
+
+def test_copies_wait_for_the_moment_at_which_what_they_read_is_there() -> None:
+    cache, moment = filled(1), Past()
+    cache.read_blocks(blocks(0), [torch.zeros(3, 2, 2, 4, 8)], slice(None), moment)
+    assert moment.num_waits == 1
+
+
+class TestOnHardware:
+    """What is launched is not there yet."""
+
+    pytestmark = gpu_only
+
+    def test_a_copy_has_what_was_launched_before_its_moment_and_does_not_wait_for_what_came_after(self) -> None:
+        cache = KvCache(LAYERS, 2, DEVICE)
+        slow = torch.randn(4096, 4096, device=DEVICE)
+        into = [torch.zeros(1, 2, 2, 4, 8, pin_memory=True)]
+        for _ in range(20):
+            slow = slow @ slow
+        cache.tensor[1, 0] = 5
+        moment = cache.moment(1)
+        for _ in range(200):
+            slow = slow @ slow
+        cache.tensor[1, 0] = 6
+        done = torch.cuda.Event()
+        done.record()
+        cache.read_blocks(blocks(1), into, slice(0, 1), moment)
+        assert (into[0] == 5).all()
+        assert not done.query()
+        torch.cuda.synchronize()

@@ -1,0 +1,82 @@
+"""What rank 0 tells arrives as it was told, whatever its size, and the end of a stream is seen as such."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from dataclasses import fields
+
+import torch
+
+from pdserve.model.batch import Batch
+from pdserve.worker.ranks.messages import Kind, Message, MessageReader, StepWriter, encode
+
+
+def batch(num_sequences: int, num_blocks: int) -> Batch:
+    """A row of each sequence, with numbers that tell where they belong."""
+    rows = torch.arange(num_sequences)
+    return Batch(
+        token_ids=rows + 1000,
+        positions=rows + 2000,
+        slot_mapping=rows - 1,
+        query_starts=torch.arange(num_sequences + 1),
+        context_lens=rows + 3000,
+        block_tables=torch.arange(num_sequences * num_blocks).view(num_sequences, num_blocks),
+        logits_rows=rows[:1],
+    )
+
+
+def received(reader: MessageReader) -> Message:
+    message = reader.receive()
+    assert message is not None
+    return message
+
+
+def test_batches_arrive_on_every_socket_whole_and_in_order() -> None:
+    pairs = [socket.socketpair() for _ in range(2)]
+    # Beyond what a socket takes at a time, and beyond what was reserved.
+    told = [batch(3, 2), batch(64, 512), batch(1, 1)]
+
+    def tell() -> None:
+        writer = StepWriter([ours for ours, _ in pairs])
+        for number, each in enumerate(told):
+            writer.forward(number, each)
+        writer.copy_blocks(9, [(4, 5), (5, 6)])
+
+    teller = threading.Thread(target=tell)
+    teller.start()
+    readers = [MessageReader(theirs) for _, theirs in pairs]
+    for number, expected in enumerate(told):
+        for reader in readers:
+            message = received(reader)
+            assert (message.kind, message.number) == (Kind.FORWARD, number)
+            for field in fields(Batch):
+                assert torch.equal(getattr(message.batch(), field.name), getattr(expected, field.name)), field.name
+    for reader in readers:
+        message = received(reader)
+        assert (message.kind, message.number, message.values.tolist()) == (Kind.COPY_BLOCKS, 9, [4, 5, 5, 6])
+    teller.join()
+    for ours, theirs in pairs:
+        ours.close()
+        theirs.close()
+
+
+def test_small_messages_may_be_encoded_at_once() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        with ours:
+            ours.sendall(encode(Kind.READ_BLOCKS, 7, [1, 2]) + encode(Kind.DONE, 7))
+        reader = MessageReader(theirs)
+        first = received(reader)
+        assert (first.kind, first.number, first.values.tolist()) == (Kind.READ_BLOCKS, 7, [1, 2])
+        second = received(reader)
+        assert (second.kind, second.values.tolist()) == (Kind.DONE, [])
+        assert reader.receive() is None
+
+
+def test_a_stream_that_ends_within_a_message_has_ended() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        with ours:
+            ours.sendall(encode(Kind.READ_BLOCKS, 7, [1, 2])[:-3])
+        assert MessageReader(theirs).receive() is None

@@ -1,0 +1,85 @@
+"""A rank that cannot do its part keeps the worker from starting, with a reason, and leaves no process behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import psutil
+import pytest
+import torch
+
+from pdserve.base.errors import SetupError
+from pdserve.worker.loading import load_model
+from pdserve.worker.ranks import team as teams
+from pdserve.worker.ranks.team import Team
+from prefill_svc.config import PrefillConfig
+from tests.unit.model.tiny import save_model
+from tests.unit.worker.ranks import failing_follower
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    yield
+    assert psutil.Process().children(recursive=True) == []
+
+
+def config_of(model: Path, size: int = 2) -> PrefillConfig:
+    return PrefillConfig(
+        model=str(model), redis_url="", tensor_parallel_size=size, kv_cache_memory=1 << 20, staging_memory=1 << 16
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("ends-at-once", "Rank 1 ended with exit code 7 while it was started"),
+        ("cannot-load", "Rank 1: no memory"),
+        ("cannot-agree", "Rank 1: no room for one block"),
+        ("is-lost-among-others", "The ranks do not work together: .*"),
+    ],
+)
+def test_a_rank_that_fails_is_named_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, reason: str
+) -> None:
+    monkeypatch.setattr(teams, "_MODULE", failing_follower.__name__)
+    with pytest.raises(SetupError, match=reason):
+        load_model(config_of(save_model(tmp_path / how)))
+
+
+def test_a_rank_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teams, "_MODULE", failing_follower.__name__)
+    monkeypatch.setattr(teams, "_END_S", 0.2)
+    Team(config_of(save_model(tmp_path / "never-ends")), torch.device("cpu")).close()
+
+
+def test_a_model_that_cannot_be_split_is_told_before_any_rank_is_started(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"3 ranks cannot split .* Sizes that work: 1, 2"):
+        load_model(config_of(save_model(tmp_path), 3))
+
+
+def test_quantized_weights_are_refused_with_several_ranks(tmp_path: Path) -> None:
+    config = PrefillConfig(
+        model=str(save_model(tmp_path)),
+        redis_url="",
+        tensor_parallel_size=2,
+        quantization="int8",
+        staging_memory=1 << 16,
+    )
+    with pytest.raises(SetupError, match=r"int8 needs the C\+\+ kernels: 2 ranks share the model"):
+        load_model(config)
+
+
+def test_a_lost_rank_is_told_to_who_watches_then_or_later(tmp_path: Path) -> None:
+    loaded = load_model(config_of(save_model(tmp_path)))
+    assert loaded.team is not None
+    told: SimpleQueue[Exception] = SimpleQueue()
+    loaded.team.watch(told.put)
+    [follower] = psutil.Process().children()
+    follower.kill()
+    error = told.get(timeout=20)
+    assert str(error) == "rank 1 of this worker ended with exit code -9"
+    loaded.team.watch(told.put)
+    assert told.get(timeout=0) is error
+    loaded.close()
