@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.handover FD MEMORY BLOCKS ROUNDS DEVICE LAYOUT
 
-is the other process, which receives; the measuring one starts it. Both use what workers use: the protocol over UCX, with
-digests and commit, and blocks that stop over in host memory or in that of the device.
+is the other process, which receives; the measuring one starts it. Both use what workers use: the protocol over UCX,
+with digests and commit, and blocks that stop over in host memory or in that of the device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Steps: schedule -> build batch -> launch -> collect -> update, each told while the next one is computed.
 
-On a CPU, launching a step is computing it. On a device it is not, so there the next step is launched at once and the
-device never waits for the host:
+On a CPU, launching a step is computing it. On a device it is not, so there the next step is launched at once, and the
+device need not wait for the host:
 
     host    launch 1 | launch 2 | collect 1 | launch 3 | tell 1 | collect 2 | launch 4 | tell 2 | ...
     device           | ---------- 1 --------- | ---------- 2 ---------- | ---------- 3 -----------

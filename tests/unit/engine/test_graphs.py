@@ -111,6 +111,6 @@ def test_tokens_of_the_device_are_computed_with_whether_recorded_now_or_replayed
     replaying = device_decoder(Double(), recorder)
     for first in (20, 30):
         drawn = torch.tensor([first, -1, first + 2], device=DEVICE)
-        logits = replaying.forward(decoding(3), CACHE, drawn)
+        logits = replaying.forward(decoding(3), CACHE, token_ids=drawn)
         assert logits.tolist() == [[2 * first, 30], [0, 31], [2 * first + 4, 32]]
     assert replaying.forward(decoding(3), CACHE).tolist() == [[14, 30], [16, 31], [18, 32]]

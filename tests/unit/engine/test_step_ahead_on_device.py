@@ -117,7 +117,8 @@ def tell(model: Decoder, guests: list[Guest], *, num_blocks: int, is_ahead: bool
                 scheduler.abort(RequestId(f"r{index}"))
         answers = iter([is_ahead] * 3)
         if scheduler.has_work():
-            stepper.step(lambda answers=answers: next(answers, False))
+            with torch.inference_mode():  # as on the step thread
+                stepper.step(lambda answers=answers: next(answers, False))
             stepper.tell()
         run += 1
     assert pool.num_free == num_blocks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from pdserve.engine.sampler import Sampler
 from pdserve.engine.step import StepDurations, StepEvents, StepOutput
 from pdserve.worker.loading import _runner
 from pdserve.worker.metrics import WorkerMetrics
+from pdserve.worker.part import ModelPart
 from pdserve.worker.step_metrics import _EMPTY, StepMetrics
 from tests.property.model.tiny_models import make_decoder
 from tests.unit.engine.fakes import CPU, layout
@@ -50,6 +53,12 @@ def test_steps_that_were_launched_ahead_are_counted() -> None:
 def test_steps_overlap_on_a_device_and_not_on_a_cpu() -> None:
     decoder = make_decoder(FIELDS, KernelOptions(implementation="reference"), torch.float32)
     there = DeviceDecoder(decoder, DEVICE, recorder=None, max_num_seqs=1, max_blocks=1, vocab_size=97)
-    cache = KvCache(layout(), 1, CPU)
-    assert not _runner(decoder, cache, Sampler()).overlaps
-    assert _runner(there, cache, DeviceSampler(DEVICE)).overlaps
+    part = ModelPart(
+        layout=layout(),
+        config=decoder.config,
+        decoder=decoder,
+        step_decoder=decoder,
+        kv_cache=KvCache(layout(), 1, CPU),
+    )
+    assert not _runner(part, Sampler()).overlaps
+    assert _runner(replace(part, step_decoder=there), DeviceSampler(DEVICE)).overlaps
