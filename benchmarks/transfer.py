@@ -73,6 +73,10 @@ class Link:
     def write(self, data: bytes) -> None:
         self._writer.write(len(data).to_bytes(4, "little") + data)
 
+    async def close(self) -> None:
+        self._writer.close()
+        await self._writer.wait_closed()
+
     async def read(self) -> bytes:
         return await self._reader.readexactly(int.from_bytes(await self._reader.readexactly(4), "little"))
 

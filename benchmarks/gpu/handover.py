@@ -137,6 +137,7 @@ async def _send(case: Case, stream: socket.socket) -> Times:
         exposed = [await hand_over(_SETTLE_S) for _ in range(rounds)]
     finally:
         await transport.close()
+        await link.close()
     return Times(whole_ms=tuple(whole[_WARM_UP_ROUNDS:]), exposed_ms=tuple(exposed[_WARM_UP_ROUNDS:]))
 
 
@@ -168,6 +169,7 @@ async def _receive(case: Case, stream: socket.socket) -> None:
             link.write(b"committed")
         await receiver.close()
     await transport.close()
+    await link.close()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,90 @@
+"""Workers on a real GPU: what they hand over, run ahead and split among ranks gives the tokens of one worker alone."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu.handover import DEVICE as IN_GPU_MEMORY
+from benchmarks.gpu.handover import HOST, Case, measure
+from pdserve.base.layout import KvLayout
+from tests.integration.services.house import House, running_house
+from tests.support.devices import HAS_GPU, gpu_only
+from tests.unit.model.tiny import save_model
+
+PROMPTS = [[(7 * place + length) % 90 + 3 for place in range(length)] for length in (45, 3, 16)]
+DRAWN: dict[str, Any] = {"n": 3, "temperature": 0.9, "top_p": 0.95, "max_tokens": 24}
+#: Both workers of a house are on one GPU.
+ON_GPU: dict[str, Any] = {"device": "cuda", "gpu_memory_utilization": 0.4, "staging_memory": 1 << 22}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of 32, as the kernels' products want them, four for K and V."""
+    changes: dict[str, object] = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
+    return save_model(tmp_path_factory.mktemp("gpu"), changes, torch.bfloat16)
+
+
+async def _answers(house: House) -> list[dict[int, list[int]]]:
+    """All at once, handed over: sequences come and go beside each other."""
+
+    async def ask(prompt: list[int], params: dict[str, Any]) -> dict[int, list[int]]:
+        request = house.request(prompt, **params)
+        await request.start()
+        await request.prefill(await request.ticket())
+        return await request.finish()
+
+    return list(await asyncio.gather(*(ask(prompt, params) for prompt in PROMPTS for params in ({}, DRAWN))))
+
+
+async def _alone(house: House) -> list[dict[int, list[int]]]:
+    """One by one, by the decode worker."""
+    return [await house.local(prompt, **params) for prompt in PROMPTS for params in ({}, DRAWN)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="no GPU")
+@pytest.mark.parametrize("layer_groups", [1, 2])
+@pytest.mark.parametrize("eager", [True, False])
+async def test_handed_over_in_a_crowd_tokens_are_those_of_each_alone(
+    model: Path, layer_groups: int, eager: bool
+) -> None:
+    common = ON_GPU | {"enforce_eager": eager}
+    async with running_house(model, prefill=common, decode=common | {"layer_groups": layer_groups}) as house:
+        assert await _answers(house) == await _alone(house)
+        await house.all_free()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+async def test_two_ranks_over_nccl_answer_each_alike_alone_and_in_a_crowd(model: Path) -> None:
+    split = ON_GPU | {"tensor_parallel_size": 2}
+    async with running_house(model, prefill=split, decode=split) as house:
+        assert await _answers(house) == await _alone(house)
+        await house.all_free()
+
+
+LAYOUT = KvLayout(model="m", dtype="bfloat16", block_size=16, num_layers=4, num_kv_heads=2, head_dim=64)
+
+
+@pytest.mark.parametrize(
+    ("device", "memory"),
+    [
+        ("cpu", HOST),
+        pytest.param("cuda", HOST, marks=gpu_only),
+        pytest.param("cuda", IN_GPU_MEMORY, marks=gpu_only),
+    ],
+)
+def test_two_processes_hand_over_and_verify(device: str, memory: str) -> None:
+    # Two whole bundles and a short one.
+    times = measure(Case(layout=LAYOUT, num_blocks=40, rounds=2, device=device, memory=memory))
+    assert len(times.whole_ms) == len(times.exposed_ms) == 2
