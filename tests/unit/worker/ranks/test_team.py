@@ -12,7 +12,7 @@ import torch
 
 from pdserve.base.errors import SetupError
 from pdserve.worker.loading import load_model
-from pdserve.worker.ranks import team as teams
+from pdserve.worker.ranks import processes
 from pdserve.worker.ranks.team import Team
 from prefill_svc.config import PrefillConfig
 from tests.unit.model.tiny import save_model
@@ -43,14 +43,14 @@ def config_of(model: Path, size: int = 2) -> PrefillConfig:
 def test_a_rank_that_fails_is_named_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, reason: str
 ) -> None:
-    monkeypatch.setattr(teams, "_MODULE", failing_follower.__name__)
+    monkeypatch.setattr(processes, "_MODULE", failing_follower.__name__)
     with pytest.raises(SetupError, match=reason):
         load_model(config_of(save_model(tmp_path / how)))
 
 
 def test_a_rank_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teams, "_MODULE", failing_follower.__name__)
-    monkeypatch.setattr(teams, "_END_S", 0.2)
+    monkeypatch.setattr(processes, "_MODULE", failing_follower.__name__)
+    monkeypatch.setattr(processes, "_END_S", 0.2)
     Team(config_of(save_model(tmp_path / "never-ends")), torch.device("cpu")).close()
 
 

@@ -1,0 +1,138 @@
+"""The processes of a worker's other ranks, as rank 0 has them: started, asked, watched, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from pdserve.base.errors import PeerLost, SetupError
+from pdserve.base.logs import get_logger
+from pdserve.base.worker_config import WorkerConfig
+from pdserve.worker.ranks.messages import HEADER_BYTES
+from pdserve.worker.ranks.order import Order, receive_line, send_line
+
+log = get_logger(__name__)
+
+_MODULE = "pdserve.worker.ranks.follower"
+#: Followers end when their sockets are closed; one that does not is killed.
+_END_S = 10.0
+#: A follower that has ended has said why before, or never will.
+_REASON_S = 2.0
+
+
+class RankProcess:
+    """One of the other ranks, and the sockets that lead to it."""
+
+    def __init__(self, rank: int, stage: int) -> None:
+        self.rank = rank
+        self.steps, steps = socket.socketpair()
+        self._copies, copies = socket.socketpair()
+        passed = (steps.fileno(), copies.fileno(), stage)
+        flags = ("-P",) if sys.flags.safe_path else ()
+        with steps, copies:
+            self.process = subprocess.Popen(
+                [sys.executable, *flags, "-m", _MODULE, *map(str, passed)], pass_fds=passed, stdin=subprocess.DEVNULL
+            )
+        self._turn = asyncio.Lock()
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    def order(self, order: Order) -> None:
+        """The first thing it is told."""
+        with contextlib.suppress(OSError):  # `expect` says what happened.
+            send_line(self._copies, order.to_json())
+
+    def expect(self, state: str) -> None:
+        """Waits until it says so. Raises `SetupError` with what it says instead, or that it ended."""
+        answer = receive_line(self._copies)
+        if answer is None:
+            raise SetupError(f"Rank {self.rank} ended with exit code {self.process.wait()} while it was started.")
+        if "error" in answer:
+            raise SetupError(f"Rank {self.rank}: {answer['error']}")
+        assert answer == {"state": state}
+
+    def complaint(self) -> str | None:
+        """What it says has gone wrong, if it says anything soon."""
+        try:
+            answer = receive_line(self._copies, timeout_s=_REASON_S)
+        except TimeoutError:
+            return None
+        return None if answer is None else answer.get("error")
+
+    async def ask(self, request: bytes) -> None:
+        """Returns when it has done what was asked. Raises `PeerLost`. Belongs to one event loop."""
+        async with self._turn:
+            try:
+                if self._streams is None:
+                    self._streams = await asyncio.open_connection(sock=self._copies)
+                reader, writer = self._streams
+                writer.write(request)
+                await reader.readexactly(HEADER_BYTES)
+            except (OSError, asyncio.IncompleteReadError) as error:
+                raise PeerLost(f"rank {self.rank} of this worker has ended") from error
+
+    def close(self) -> None:
+        """Lets it end."""
+        self.steps.close()
+        if self._streams is not None:
+            self._streams[1].transport.abort()
+        self._copies.close()
+
+
+class RankProcesses:
+    """All of them."""
+
+    def __init__(self, config: WorkerConfig, stage: int, rendezvous: Path, on_lost: Callable[[PeerLost], None]) -> None:
+        """Starts them. `on_lost` is called, on a thread of its own, when one has ended that was not told to."""
+        self._on_lost = on_lost
+        self._closing = False
+        self._all = [RankProcess(rank, stage) for rank in range(1, config.tensor_parallel_size)]
+        for each in self._all:
+            name = f"{config.worker_id or 'worker'}-rank-{each.rank}"
+            each.order(Order(rank=each.rank, name=name, rendezvous=str(rendezvous), config=config))
+            threading.Thread(target=self._watch, args=(each,), name=name, daemon=True).start()
+        self.steps = [each.steps for each in self._all]
+
+    def expect(self, state: str) -> None:
+        """Waits until all say so. Raises `SetupError` with what one says instead, or that it ended."""
+        for each in self._all:
+            each.expect(state)
+
+    def complaint(self) -> str | None:
+        """What the first of them that says anything soon says has gone wrong."""
+        for each in self._all:
+            if complaint := each.complaint():
+                return f"Rank {each.rank}: {complaint}"
+        return None
+
+    async def ask(self, request: bytes) -> None:
+        """Returns when all have done what was asked, or will not. Raises `PeerLost`."""
+        answers = await asyncio.gather(*(each.ask(request) for each in self._all), return_exceptions=True)
+        for answer in answers:
+            if answer is not None:
+                raise answer
+
+    def close(self) -> None:
+        """Ends them. No step is computed any more, and nothing copied."""
+        self._closing = True
+        for each in self._all:
+            each.close()
+        for each in self._all:
+            try:
+                each.process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                log.warning("rank_killed", rank=each.rank, reason="it did not end")
+                each.process.kill()
+                each.process.wait()
+
+    def _watch(self, each: RankProcess) -> None:
+        code = each.process.wait()
+        if self._closing:
+            return
+        log.error("rank_lost", rank=each.rank, exit_code=code)
+        self._on_lost(PeerLost(f"rank {each.rank} of this worker ended with exit code {code}"))
