@@ -36,6 +36,9 @@ class Others(Protocol):
     def steps(self) -> Sequence[socket.socket]:
         """Where steps are told, to each."""
 
+    def check(self) -> None:
+        """Raises `PeerLost` when one has ended."""
+
     async def ask(self, request: bytes) -> None:
         """Returns when all have done what was asked, or will not. Raises `PeerLost`."""
 
@@ -79,7 +82,8 @@ class Lead:
         return self._number
 
     def note_end(self) -> None:
-        """All that has begun has ended."""
+        """All that has begun has ended. Raises `PeerLost`: without a rank, a step on GPUs ends with rubbish."""
+        self._others.check()
         self._ended = self._number
 
     # The event loop.

@@ -91,6 +91,7 @@ class RankProcesses:
         """Starts them. `on_lost` is called, on a thread of its own, when one has ended that was not told to."""
         self._on_lost = on_lost
         self._closing = False
+        self._lost: PeerLost | None = None
         self._all = [RankProcess(rank, stage) for rank in range(1, config.tensor_parallel_size)]
         for each in self._all:
             name = f"{config.worker_id or 'worker'}-rank-{each.rank}"
@@ -109,6 +110,11 @@ class RankProcesses:
             if complaint := each.complaint():
                 return f"Rank {each.rank}: {complaint}"
         return None
+
+    def check(self) -> None:
+        """Raises `PeerLost` from the moment on at which one is known to have ended."""
+        if self._lost is not None:
+            raise self._lost
 
     async def ask(self, request: bytes) -> None:
         """Returns when all have done what was asked, or will not. Raises `PeerLost`."""
@@ -135,4 +141,7 @@ class RankProcesses:
         if self._closing:
             return
         log.error("rank_lost", rank=each.rank, exit_code=code)
-        self._on_lost(PeerLost(f"rank {each.rank} of this worker ended with exit code {code}"))
+        error = PeerLost(f"rank {each.rank} of this worker ended with exit code {code}")
+        # First: what `on_lost` does may let a step end that has computed rubbish.
+        self._lost = error
+        self._on_lost(error)
