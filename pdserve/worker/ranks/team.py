@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +30,9 @@ from pdserve.worker.ranks.leading import Lead, RankCopies
 from pdserve.worker.ranks.processes import RankProcesses
 from pdserve.worker.ranks.split import config_of_rank
 from pdserve.worker.ranks.stage import heads_of_rank, make_stage, map_stage
+
+#: For a worker to say why it ends, once a rank on a GPU is lost, and to end.
+_END_S = 30.0
 
 
 class Team:
@@ -93,7 +97,13 @@ class Team:
 
     def _lose(self, error: PdserveError) -> None:
         self._lost = error
-        if self._device.type == "cuda" and self._group is not None:
-            # Whoever waits for it on the GPU would wait for ever. Gloo sees that a connection has ended.
-            self._group.abort()
         self._on_lost(error)
+        if self._device.type != "cuda":
+            return  # Gloo sees that a connection has ended.
+        # Whoever waits on the GPU for the lost rank would wait for ever. To abort may take as long, while there are
+        # graphs; and no group can be aborted that is still being formed.
+        given_up = threading.Timer(_END_S, os._exit, (1,))
+        given_up.daemon = True
+        given_up.start()
+        if self._group is not None:
+            self._group.abort()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -10,9 +11,10 @@ import psutil
 import pytest
 import torch
 
-from pdserve.base.errors import SetupError
+from pdserve.base.errors import PeerLost, SetupError
 from pdserve.worker.loading import load_model
 from pdserve.worker.ranks import processes
+from pdserve.worker.ranks import team as teams
 from pdserve.worker.ranks.team import Team
 from prefill_svc.config import PrefillConfig
 from tests.unit.model.tiny import save_model
@@ -83,3 +85,43 @@ def test_a_lost_rank_is_told_to_who_watches_then_or_later(tmp_path: Path) -> Non
     loaded.team.watch(told.put)
     assert told.get(timeout=0) is error
     loaded.close()
+
+
+class StuckGroup:
+    """A group on GPUs, whose end takes for ever."""
+
+    def __init__(self) -> None:
+        self.aborting = threading.Event()
+        self.may_return = threading.Event()
+
+    def abort(self) -> None:
+        self.aborting.set()
+        assert self.may_return.wait(20)
+
+
+def test_a_lost_rank_on_a_gpu_is_told_before_others_are_let_go_of_and_ends_the_worker_at_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_MODULE", failing_follower.__name__)
+    monkeypatch.setattr(teams, "_END_S", 0.2)
+    events: SimpleQueue[object] = SimpleQueue()
+    monkeypatch.setattr("os._exit", events.put)
+    team = Team(config_of(save_model(tmp_path / "never-ends")), torch.device("cpu"))
+    group = StuckGroup()
+    monkeypatch.setattr(team, "_device", torch.device("cuda"))
+    monkeypatch.setattr(team, "_group", group)
+
+    def on_lost(error: Exception) -> None:
+        assert not group.aborting.is_set()
+        with pytest.raises(PeerLost):  # So a step that ends from now on tells nothing.
+            team.lead.note_end()
+        events.put(error)
+
+    team.watch(on_lost)
+    [follower] = psutil.Process().children()
+    follower.kill()
+    assert isinstance(events.get(timeout=20), PeerLost)
+    assert group.aborting.wait(20)
+    assert events.get(timeout=20) == 1
+    group.may_return.set()
+    team.close()
