@@ -23,9 +23,13 @@ class DeviceUse:
     weights: int
     #: At most, in a step of as many tokens as a step may have, beside weights and KV.
     activations: int
+    #: For what ranks say to each other.
+    group: int = 0
 
     def __str__(self) -> str:
-        return f"weights {show_bytes(self.weights)}, activations of the largest step {show_bytes(self.activations)}"
+        group = f", exchange between ranks {show_bytes(self.group)}" if self.group else ""
+        step = show_bytes(self.activations)
+        return f"weights {show_bytes(self.weights)}, activations of the largest step {step}{group}"
 
 
 def plan_device_kv(
@@ -49,7 +53,7 @@ def plan_device_kv(
             f"but only {show_bytes(use.free)} were free: other processes have the rest. Stop them, or give this worker "
             f"at most {int(100 * use.free / use.total) / 100:g}."
         )
-    left = share - use.weights - use.activations - int(share * _MARGIN)
+    left = share - use.weights - use.activations - use.group - int(share * _MARGIN)
     if left < layout.block_bytes:
         raise SetupError(
             f"The model does not fit into {show_bytes(share)} of GPU memory (--gpu-memory-utilization {utilization:g} "

@@ -125,8 +125,14 @@ def load(order: Order, stage: int, copies: socket.socket) -> Follower:
         torch.set_num_threads(config.threads)
     device = open_device(config.device)
     send_line(copies, {"state": "here"})
-    group = form_group(Path(order.rendezvous), order.rank, size, device)
-    part = load_part(config, device, ranks=TorchRanks(group), agree=lambda budget: agree(group, device, budget))
+    group, device_bytes = form_group(Path(order.rendezvous), order.rank, size, device)
+    part = load_part(
+        config,
+        device,
+        ranks=TorchRanks(group),
+        agree=lambda budget: agree(group, device, budget),
+        group_bytes=device_bytes,
+    )
     memory = map_stage(stage, stage_bytes(part.layout, config.staging_memory), device)
     heads = heads_of_rank(part.layout, order.rank, size)
     return Follower(part, Stage(memory, part.layout, part.kv_cache.tensor.dtype, heads), device)

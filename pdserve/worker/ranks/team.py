@@ -58,12 +58,14 @@ class Team:
         """Rank 0's part, when all have loaded theirs. Blocks. Raises `SetupError`."""
         self._others.expect("here")
         try:
-            group = self._group = form_group(self._rendezvous, 0, self._size, self._device)
+            group, device_bytes = form_group(self._rendezvous, 0, self._size, self._device)
+            self._group = group
             part = load_part(
                 self._config,
                 self._device,
                 ranks=TorchRanks(group),
                 agree=lambda budget: agree(group, self._device, budget),
+                group_bytes=device_bytes,
             )
         except (PdserveError, RuntimeError) as error:
             # What rank 0 sees is often that another is gone.

@@ -63,3 +63,9 @@ def test_what_does_not_fit_is_refused_with_all_numbers(
         plan(use, share=share, memory=memory, length=length)
     for needle in needles:
         assert needle in str(refusal.value)
+
+
+def test_what_ranks_take_to_exchange_parts_is_no_kv() -> None:
+    assert plan(replace(USE, group=GIB)).num_blocks == plan().num_blocks - 512
+    with pytest.raises(SetupError, match=r"exchange between ranks 1\.00 GiB, one KV block"):
+        plan(replace(USE, weights=70 * GIB, group=GIB))

@@ -6,10 +6,11 @@ import os
 import signal
 import socket
 import sys
-from datetime import timedelta
+from pathlib import Path
 
-from torch._C import _distributed_c10d as c10d
+import torch
 
+from pdserve.worker.ranks.group import form_group
 from pdserve.worker.ranks.order import Order, receive_line, send_line
 
 
@@ -30,14 +31,10 @@ def main() -> None:
             send_line(stream, {"error": "no memory"})
             sys.exit(1)
         send_line(stream, {"state": "here"})
-        options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(seconds=20)
-        store = c10d.FileStore(order.rendezvous, 2)
-        group = c10d.ProcessGroupGloo(store, order.rank, 2, options)
+        form_group(Path(order.rendezvous), order.rank, 2, torch.device("cpu"))
         if how == "cannot-agree":
             send_line(stream, {"error": "no room for one block"})
-        os._exit(group.rank())
+        os._exit(1)
 
 
 if __name__ == "__main__":
