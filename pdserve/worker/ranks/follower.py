@@ -6,13 +6,17 @@ worker closes them, or is gone.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
 import socket
 import sys
 import threading
+import time
 from collections import deque
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -35,8 +39,8 @@ log = logs.get_logger(__name__)
 
 #: As many as there are layers in two steps that may be under way, about.
 _KEPT_EVENTS = 256
-#: Where the worker is gone, a rank that waits for others on a GPU does not notice.
-_END_S = 5.0
+#: From the end of the worker to that of a rank that does not notice.
+_END_S = 3.0
 
 
 class Progress:
@@ -144,40 +148,63 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     steps, copies, stage = map(int, sys.argv[1:])
-    with socket.socket(fileno=steps) as step_stream, socket.socket(fileno=copies) as copy_stream:
-        message = receive_line(copy_stream)
-        if message is None:
-            return
-        order = Order.from_json(message)
-        logs.configure(order.name, order.config.log_level)
-        try:
-            follower = load(order, stage, copy_stream)
-            send_line(copy_stream, {"state": "ready"})
-        except SetupError as error:
+    threading.Thread(target=_end_with_worker, args=(steps,), name="worker", daemon=True).start()
+    _leave(_follow(socket.socket(fileno=steps), socket.socket(fileno=copies), stage))
+
+
+def _follow(step_stream: socket.socket, copy_stream: socket.socket, stage: int) -> int:
+    """Until rank 0 closes the streams. The exit code."""
+    message = receive_line(copy_stream)
+    if message is None:
+        return 0
+    order = Order.from_json(message)
+    logs.configure(order.name, order.config.log_level)
+    try:
+        follower = load(order, stage, copy_stream)
+        send_line(copy_stream, {"state": "ready"})
+    except OSError:
+        return 1  # The worker is gone.
+    except SetupError as error:
+        with contextlib.suppress(OSError):
             send_line(copy_stream, {"error": str(error)})
-            sys.exit(1)
-        ended = threading.Event()
-        copying = threading.Thread(target=_copy, args=(follower, copy_stream, ended), name="copies", daemon=True)
-        copying.start()
-        try:
-            follower.compute(MessageReader(step_stream))
-        finally:
-            ended.set()
-        # What it holds must be gone before the interpreter is: gloo's threads do not survive that.
-        copying.join(_END_S)
+        return 1
+    except Exception as error:  # noqa: BLE001 - the worker sees that this process ends, the log why
+        log.error("rank_failed", error)
+        return 1
+    threading.Thread(target=_copy, args=(follower, copy_stream), name="copies", daemon=True).start()
+    try:
+        follower.compute(MessageReader(step_stream))
+    except Exception as error:  # noqa: BLE001 - as above
+        log.error("rank_failed", error)
+        return 1
+    return 0
 
 
-def _copy(follower: Follower, stream: socket.socket, ended: threading.Event) -> None:
-    """Sees to it that this process ends with its worker, too, wherever its main thread may be waiting."""
+def _copy(follower: Follower, stream: socket.socket) -> None:
     try:
         follower.copy(stream)
     except OSError:
         pass  # The worker is gone.
     except BaseException as error:  # noqa: BLE001 - the worker has to hear of it: its connection ends
         log.error("copy_failed", error)
-        os._exit(1)
-    if not ended.wait(_END_S):
-        os._exit(1)
+        _leave(1)
+
+
+def _end_with_worker(steps: int) -> None:
+    """Ends this process when its worker is gone, wherever its main thread may be waiting: for others, on a GPU."""
+    poll = select.poll()
+    poll.register(steps, select.POLLRDHUP)
+    poll.poll()
+    # The main thread sees it, too, between two steps.
+    time.sleep(_END_S)
+    _leave(1)
+
+
+def _leave(code: int) -> NoReturn:
+    """At once: threads of gloo and NCCL do not survive the interpreter, which waits for them or crashes."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

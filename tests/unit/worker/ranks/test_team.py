@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from pdserve.base.errors import PeerLost, SetupError
 from pdserve.worker.loading import load_model
 from pdserve.worker.ranks import processes
 from pdserve.worker.ranks import team as teams
+from pdserve.worker.ranks.order import Order
+from pdserve.worker.ranks.stage import make_stage
 from pdserve.worker.ranks.team import Team
 from prefill_svc.config import PrefillConfig
 from tests.unit.model.tiny import save_model
@@ -125,3 +128,15 @@ def test_a_lost_rank_on_a_gpu_is_told_before_others_are_let_go_of_and_ends_the_w
     assert events.get(timeout=20) == 1
     group.may_return.set()
     team.close()
+
+
+def test_a_rank_ends_soon_after_its_worker_also_while_it_waits_for_others(tmp_path: Path) -> None:
+    config = config_of(save_model(tmp_path))
+    stage = make_stage(config.staging_memory)
+    follower = processes.RankProcess(1, stage)
+    follower.order(Order(rank=1, name="rank-1", rendezvous=str(tmp_path / "nobody-comes"), config=config))
+    follower.expect("here")
+    follower.close()
+    # Whom it waits for would have a minute.
+    assert follower.process.wait(20) != 0
+    os.close(stage)
