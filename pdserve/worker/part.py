@@ -54,6 +54,11 @@ class ModelPart:
     #: Of this rank's heads.
     kv_cache: KvCache
 
+    def close(self) -> None:
+        """Lets go of what the ranks' group cannot end with. No step is computed any more."""
+        if isinstance(self.step_decoder, DeviceDecoder):
+            self.step_decoder.drop_graphs()
+
 
 def load_part(
     config: WorkerConfig,

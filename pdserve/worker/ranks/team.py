@@ -18,6 +18,7 @@ from kernels.ranks import Group, TorchRanks
 from kvtransfer.staging import Staged
 from pdserve.base.errors import PdserveError, SetupError
 from pdserve.base.layout import KvLayout
+from pdserve.base.logs import get_logger
 from pdserve.base.worker_config import WorkerConfig
 from pdserve.engine.kv_cache import KvCache
 from pdserve.model.config import ModelConfig
@@ -33,6 +34,9 @@ from pdserve.worker.ranks.stage import heads_of_rank, make_stage, map_stage
 
 #: For a worker to say why it ends, once a rank on a GPU is lost, and to end.
 _END_S = 30.0
+_GROUP_END_S = 10.0
+
+log = get_logger(__name__)
 
 
 class Team:
@@ -47,6 +51,7 @@ class Team:
         self._lost: PdserveError | None = None
         self._on_lost: Callable[[PdserveError], None] = lambda error: None
         self._group: Group | None = None
+        self._part: ModelPart | None = None
         self._directory = tempfile.TemporaryDirectory(prefix="pdserve-ranks-")
         self._rendezvous = Path(self._directory.name, "rendezvous")
         self._stage = make_stage(config.staging_memory)
@@ -60,7 +65,7 @@ class Team:
         try:
             group, device_bytes = form_group(self._rendezvous, 0, self._size, self._device)
             self._group = group
-            part = load_part(
+            part = self._part = load_part(
                 self._config,
                 self._device,
                 ranks=TorchRanks(group),
@@ -93,6 +98,15 @@ class Team:
     def close(self) -> None:
         """Ends the other ranks. No step is computed any more, and nothing copied."""
         self._others.close()
+        if self._part is not None:
+            self._part.close()
+        if self._device.type == "cuda" and self._group is not None and self._lost is None:
+            # Here, and not when the interpreter ends, where nobody could stop to wait for it.
+            ending = threading.Thread(target=self._group.abort, name="end-of-ranks", daemon=True)
+            ending.start()
+            ending.join(_GROUP_END_S)
+            if ending.is_alive():
+                log.warning("group_left_behind", reason="NCCL does not end")
         self._group = None
         os.close(self._stage)
         self._directory.cleanup()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from pdserve.base.errors import PeerLost, SetupError
+from pdserve.engine.graphs import DeviceDecoder
 from pdserve.worker.loading import load_model
 from pdserve.worker.ranks import processes
 from pdserve.worker.ranks import team as teams
@@ -22,6 +24,8 @@ from pdserve.worker.ranks.team import Team
 from prefill_svc.config import PrefillConfig
 from tests.unit.model.tiny import save_model
 from tests.unit.worker.ranks import failing_follower
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +60,7 @@ def test_a_rank_that_fails_is_named_with_its_reason(
 def test_a_rank_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_MODULE", failing_follower.__name__)
     monkeypatch.setattr(processes, "_END_S", 0.2)
-    Team(config_of(save_model(tmp_path / "never-ends")), torch.device("cpu")).close()
+    Team(config_of(save_model(tmp_path / "never-ends")), CPU).close()
 
 
 def test_a_model_that_cannot_be_split_is_told_before_any_rank_is_started(tmp_path: Path) -> None:
@@ -109,7 +113,7 @@ def test_a_lost_rank_on_a_gpu_is_told_before_others_are_let_go_of_and_ends_the_w
     monkeypatch.setattr(teams, "_END_S", 0.2)
     events: SimpleQueue[object] = SimpleQueue()
     monkeypatch.setattr("os._exit", events.put)
-    team = Team(config_of(save_model(tmp_path / "never-ends")), torch.device("cpu"))
+    team = Team(config_of(save_model(tmp_path / "never-ends")), CPU)
     group = StuckGroup()
     monkeypatch.setattr(team, "_device", torch.device("cuda"))
     monkeypatch.setattr(team, "_group", group)
@@ -140,3 +144,22 @@ def test_a_rank_ends_soon_after_its_worker_also_while_it_waits_for_others(tmp_pa
     # Whom it waits for would have a minute.
     assert follower.process.wait(20) != 0
     os.close(stage)
+
+
+def test_graphs_go_before_the_group_which_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teams, "_GROUP_END_S", 0.2)
+    team = Team(config_of(save_model(tmp_path)), CPU)
+    part = team.load()
+    group = StuckGroup()
+    there: list[bool] = []
+    decoder = DeviceDecoder(part.decoder, CPU, recorder=None, max_num_seqs=1, max_blocks=1, vocab_size=1)
+    monkeypatch.setattr(decoder, "drop_graphs", lambda: there.append(not group.aborting.is_set()))
+    monkeypatch.setattr(team, "_part", replace(part, step_decoder=decoder))
+    monkeypatch.setattr(team, "_device", torch.device("cuda"))
+    monkeypatch.setattr(team, "_group", group)
+    team.close()
+    assert group.aborting.is_set()
+    assert there == [True]
+    group.may_return.set()
