@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,15 +52,18 @@ class RankProcess:
         """Waits until it says so. Raises `SetupError` with what it says instead, or that it ended."""
         answer = receive_line(self._copies)
         if answer is None:
-            raise SetupError(f"Rank {self.rank} ended with exit code {self.process.wait()} while it was started.")
+            raise SetupError(
+                f"Rank {self.rank} ended with exit code {self.end(time.monotonic() + _END_S)} while it was started."
+            )
         if "error" in answer:
             raise SetupError(f"Rank {self.rank}: {answer['error']}")
         assert answer == {"state": state}
 
-    def complaint(self) -> str | None:
-        """What it says has gone wrong, if it says anything soon."""
+    def complaint(self, deadline: float) -> str | None:
+        """What it says has gone wrong, if it says anything until then, by `time.monotonic`."""
         try:
-            answer = receive_line(self._copies, timeout_s=_REASON_S)
+            # Zero is another thing.
+            answer = receive_line(self._copies, timeout_s=max(0.001, deadline - time.monotonic()))
         except TimeoutError:
             return None
         return None if answer is None else answer.get("error")
@@ -75,6 +79,15 @@ class RankProcess:
                 await reader.readexactly(HEADER_BYTES)
             except (OSError, asyncio.IncompleteReadError) as error:
                 raise PeerLost(f"rank {self.rank} of this worker has ended") from error
+
+    def end(self, deadline: float) -> int:
+        """Its exit code, once it has ended, which it is to do until then, by `time.monotonic`."""
+        try:
+            return self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            log.warning("rank_killed", rank=self.rank, reason="it did not end")
+            self.process.kill()
+            return self.process.wait()
 
     def close(self) -> None:
         """Lets it end."""
@@ -106,8 +119,9 @@ class RankProcesses:
 
     def complaint(self) -> str | None:
         """What the first of them that says anything soon says has gone wrong."""
+        deadline = time.monotonic() + _REASON_S
         for each in self._all:
-            if complaint := each.complaint():
+            if complaint := each.complaint(deadline):
                 return f"Rank {each.rank}: {complaint}"
         return None
 
@@ -128,13 +142,9 @@ class RankProcesses:
         self._closing = True
         for each in self._all:
             each.close()
+        deadline = time.monotonic() + _END_S
         for each in self._all:
-            try:
-                each.process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                log.warning("rank_killed", rank=each.rank, reason="it did not end")
-                each.process.kill()
-                each.process.wait()
+            each.end(deadline)
 
     def _watch(self, each: RankProcess) -> None:
         code = each.process.wait()

@@ -25,6 +25,9 @@ def main() -> None:
         how = order.config.model_dir.name
         if how == "never-ends":
             signal.pause()
+        if how == "says-nothing-more":
+            stream.close()
+            signal.pause()
         if how == "ends-at-once":
             sys.exit(7)
         if how == "cannot-load":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +62,28 @@ def test_a_rank_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(processes, "_MODULE", failing_follower.__name__)
     monkeypatch.setattr(processes, "_END_S", 0.2)
     Team(config_of(save_model(tmp_path / "never-ends")), CPU).close()
+
+
+def test_a_rank_that_says_nothing_more_and_does_not_end_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_MODULE", failing_follower.__name__)
+    monkeypatch.setattr(processes, "_END_S", 0.2)
+    with pytest.raises(SetupError, match="Rank 1 ended with exit code -9"):
+        load_model(config_of(save_model(tmp_path / "says-nothing-more")))
+
+
+def test_ranks_have_one_deadline_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_MODULE", failing_follower.__name__)
+    monkeypatch.setattr(processes, "_END_S", 1.0)
+    monkeypatch.setattr(processes, "_REASON_S", 1.0)
+    model = save_model(tmp_path / "never-ends", {"num_key_value_heads": 4, "num_attention_heads": 8})
+    team = Team(config_of(model, 4), CPU)
+    started = time.monotonic()
+    assert team._others.complaint() is None
+    team.close()
+    # Each for itself would take three seconds, twice.
+    assert 2.0 <= time.monotonic() - started < 4.0
 
 
 def test_a_model_that_cannot_be_split_is_told_before_any_rank_is_started(tmp_path: Path) -> None:
