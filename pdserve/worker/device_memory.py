@@ -38,13 +38,14 @@ def plan_device_kv(
     *,
     utilization: float,
     kv_cache_memory: int | None,
+    num_ranks: int = 1,
     wanted_model_len: int | None,
     model_limit: int,
 ) -> KvBudget:
     """Sizes the KV cache on a GPU of which this worker may take the share `utilization`, 0 to 1.
 
-    `kv_cache_memory`: what the user wants; None: all that is left. Raises `SetupError` with the numbers, which say
-    what would fit.
+    `kv_cache_memory`: what the user wants on all of `num_ranks` GPUs together; None: all that is left. Raises
+    `SetupError` with the numbers, which say what would fit.
     """
     share = int(use.total * utilization)
     if share > use.free:
@@ -60,11 +61,12 @@ def plan_device_kv(
             f"of {show_bytes(use.total)}): {use}, one KV block {show_bytes(layout.block_bytes)}. Raise the share, "
             "lower --max-num-batched-tokens, or use a larger GPU."
         )
-    if kv_cache_memory is not None and kv_cache_memory > left:
+    wanted = left if kv_cache_memory is None else kv_cache_memory // num_ranks
+    if kv_cache_memory is not None and wanted > left:
+        part = "" if num_ranks == 1 else f", a rank's part of which is {show_bytes(wanted)},"
         tokens = left // layout.block_bytes * layout.block_size
         raise SetupError(
-            f"--kv-cache-memory {show_bytes(kv_cache_memory)} does not fit into {show_bytes(share)} of GPU memory "
-            f"beside {use}: {show_bytes(left)} are left, which is {tokens} tokens."
+            f"--kv-cache-memory {show_bytes(kv_cache_memory)}{part} does not fit into {show_bytes(share)} of GPU "
+            f"memory beside {use}: {show_bytes(left)} are left, which is {tokens} tokens."
         )
-    wanted = left if kv_cache_memory is None else kv_cache_memory
     return kv_budget(layout, wanted, wanted_model_len=wanted_model_len, model_limit=model_limit)

@@ -178,7 +178,8 @@ def _load_on_gpu(
         layout,
         use,
         utilization=config.gpu_memory_utilization,
-        kv_cache_memory=None if config.kv_cache_memory is None else config.kv_cache_memory // ranks.size,
+        kv_cache_memory=config.kv_cache_memory,
+        num_ranks=ranks.size,
         wanted_model_len=config.max_model_len,
         model_limit=model.max_position_embeddings,
     )

@@ -29,9 +29,9 @@ from pdserve.worker.blocks import Stage, stage_bytes
 from pdserve.worker.cores import num_cores
 from pdserve.worker.device import open_device
 from pdserve.worker.part import ModelPart, load_part
-from pdserve.worker.ranks.group import agree, form_group
+from pdserve.worker.ranks.group import Unreached, agree, form_group
 from pdserve.worker.ranks.messages import Kind, Mark, Message, MessageReader, encode
-from pdserve.worker.ranks.order import Order, receive_line, send_line
+from pdserve.worker.ranks.order import Answer, Order, receive_line, send_line
 from pdserve.worker.ranks.split import config_of_rank
 from pdserve.worker.ranks.stage import heads_of_rank, map_stage
 
@@ -120,7 +120,7 @@ class Follower:
 
 
 def load(order: Order, stage: int, copies: socket.socket) -> Follower:
-    """Loads in step with the other ranks. Raises `SetupError`."""
+    """Loads in step with the other ranks. Raises `SetupError`, `Unreached`."""
     config = config_of_rank(order.config, order.rank, num_cores=num_cores())
     size = config.tensor_parallel_size
     if config.cpus:
@@ -128,7 +128,7 @@ def load(order: Order, stage: int, copies: socket.socket) -> Follower:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = open_device(config.device)
-    send_line(copies, {"state": "here"})
+    send_line(copies, Answer(state="here").to_json())
     group, device_bytes = form_group(Path(order.rendezvous), order.rank, size, device)
     part = load_part(
         config,
@@ -161,12 +161,13 @@ def _follow(step_stream: socket.socket, copy_stream: socket.socket, stage: int) 
     logs.configure(order.name, order.config.log_level)
     try:
         follower = load(order, stage, copy_stream)
-        send_line(copy_stream, {"state": "ready"})
+        send_line(copy_stream, Answer(state="ready").to_json())
     except OSError:
         return 1  # The worker is gone.
-    except SetupError as error:
+    except (SetupError, Unreached) as error:
         with contextlib.suppress(OSError):
-            send_line(copy_stream, {"error": str(error)})
+            answer = Answer(error=str(error), hearsay=isinstance(error, Unreached))
+            send_line(copy_stream, answer.to_json())
         return 1
     except Exception as error:  # noqa: BLE001 - the worker sees that this process ends, the log why
         log.error("rank_failed", error)

@@ -10,7 +10,6 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from kernels.ranks import Group, TorchRanks
-from pdserve.base.errors import SetupError
 from pdserve.worker.device import CudaMemory
 from pdserve.worker.memory import KvBudget
 
@@ -18,6 +17,10 @@ from pdserve.worker.memory import KvBudget
 _MEETING_TIMEOUT = timedelta(seconds=60)
 #: Ranks wait for each other while one still reads its weights. The end of a process shows at once.
 _TIMEOUT = timedelta(minutes=10)
+
+
+class Unreached(RuntimeError):
+    """Other ranks do not answer. Not an error to show, as long as one of them says why."""
 
 
 class Joined(NamedTuple):
@@ -29,7 +32,7 @@ class Joined(NamedTuple):
 
 
 def form_group(rendezvous: Path, rank: int, size: int, device: torch.device) -> Joined:
-    """Meets the other ranks, which are known to be there, at a file that all can write. Raises `SetupError`.
+    """Meets the other ranks, which are known to be there, at a file that all can write. Raises `Unreached`.
 
     Not torch's default group, of which a process has only one.
     """
@@ -40,7 +43,7 @@ def form_group(rendezvous: Path, rank: int, size: int, device: torch.device) -> 
         group = _nccl(store, rank, size) if device.type == "cuda" else _gloo(store, rank, size)
         _connect(TorchRanks(group), device)
     except RuntimeError as error:
-        raise SetupError(f"Rank {rank} of {size} does not reach the others: {error}.") from error
+        raise Unreached(f"Rank {rank} of {size} does not reach the others: {error}") from error
     return Joined(group, free - _free_bytes(device))
 
 

@@ -16,7 +16,8 @@ from pdserve.base.errors import PeerLost, SetupError
 from pdserve.base.logs import get_logger
 from pdserve.base.worker_config import WorkerConfig
 from pdserve.worker.ranks.messages import HEADER_BYTES
-from pdserve.worker.ranks.order import Order, receive_line, send_line
+from pdserve.worker.ranks.order import Answer, Order, receive_line, send_line
+from pdserve.worker.ranks.split import config_of_rank
 
 log = get_logger(__name__)
 
@@ -30,8 +31,9 @@ _REASON_S = 2.0
 class RankProcess:
     """One of the other ranks, and the sockets that lead to it."""
 
-    def __init__(self, rank: int, stage: int) -> None:
+    def __init__(self, rank: int, stage: int, device: str) -> None:
         self.rank = rank
+        self._device = device
         self.steps, steps = socket.socketpair()
         self._copies, copies = socket.socketpair()
         passed = (steps.fileno(), copies.fileno(), stage)
@@ -43,6 +45,9 @@ class RankProcess:
         self._turn = asyncio.Lock()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self._device})"
+
     def order(self, order: Order) -> None:
         """The first thing it is told."""
         with contextlib.suppress(OSError):  # `expect` says what happened.
@@ -50,23 +55,28 @@ class RankProcess:
 
     def expect(self, state: str) -> None:
         """Waits until it says so. Raises `SetupError` with what it says instead, or that it ended."""
-        answer = receive_line(self._copies)
-        if answer is None:
-            raise SetupError(
-                f"Rank {self.rank} ended with exit code {self.end(time.monotonic() + _END_S)} while it was started."
-            )
-        if "error" in answer:
-            raise SetupError(f"Rank {self.rank}: {answer['error']}")
-        assert answer == {"state": state}
+        line = receive_line(self._copies)
+        if line is None:
+            code = self.end(time.monotonic() + _END_S)
+            raise SetupError(self.says(f"ended with exit code {code} while it was started."))
+        answer = Answer(**line)
+        if answer.error:
+            raise SetupError(self.says(answer.error))
+        assert answer.state == state
 
     def complaint(self, deadline: float) -> str | None:
-        """What it says has gone wrong, if it says anything until then, by `time.monotonic`."""
+        """What it says has gone wrong, if it says anything of its own until then, by `time.monotonic`."""
         try:
             # Zero is another thing.
-            answer = receive_line(self._copies, timeout_s=max(0.001, deadline - time.monotonic()))
+            line = receive_line(self._copies, timeout_s=max(0.001, deadline - time.monotonic()))
         except TimeoutError:
             return None
-        return None if answer is None else answer.get("error")
+        answer = Answer() if line is None else Answer(**line)
+        return self.says(answer.error) if answer.error and not answer.hearsay else None
+
+    def says(self, error: str) -> str:
+        """The error, with the rank whose it is."""
+        return f"{str(self).capitalize()}: {error}"
 
     async def ask(self, request: bytes) -> None:
         """Returns when it has done what was asked. Raises `PeerLost`. Belongs to one event loop."""
@@ -78,7 +88,7 @@ class RankProcess:
                 writer.write(request)
                 await reader.readexactly(HEADER_BYTES)
             except (OSError, asyncio.IncompleteReadError) as error:
-                raise PeerLost(f"rank {self.rank} of this worker has ended") from error
+                raise PeerLost(f"{self} of this worker has ended") from error
 
     def end(self, deadline: float) -> int:
         """Its exit code, once it has ended, which it is to do until then, by `time.monotonic`."""
@@ -105,7 +115,10 @@ class RankProcesses:
         self._on_lost = on_lost
         self._closing = False
         self._lost: PeerLost | None = None
-        self._all = [RankProcess(rank, stage) for rank in range(1, config.tensor_parallel_size)]
+        self._all = [
+            RankProcess(rank, stage, config_of_rank(config, rank, num_cores=1).device)
+            for rank in range(1, config.tensor_parallel_size)
+        ]
         for each in self._all:
             name = f"{config.worker_id or 'worker'}-rank-{each.rank}"
             each.order(Order(rank=each.rank, name=name, rendezvous=str(rendezvous), config=config))
@@ -118,11 +131,11 @@ class RankProcesses:
             each.expect(state)
 
     def complaint(self) -> str | None:
-        """What the first of them that says anything soon says has gone wrong."""
+        """What the first of them that says anything of its own soon says has gone wrong."""
         deadline = time.monotonic() + _REASON_S
         for each in self._all:
             if complaint := each.complaint(deadline):
-                return f"Rank {each.rank}: {complaint}"
+                return complaint
         return None
 
     def check(self) -> None:
@@ -151,7 +164,7 @@ class RankProcesses:
         if self._closing:
             return
         log.error("rank_lost", rank=each.rank, exit_code=code)
-        error = PeerLost(f"rank {each.rank} of this worker ended with exit code {code}")
+        error = PeerLost(f"{each} of this worker ended with exit code {code}")
         # First: what `on_lost` does may let a step end that has computed rubbish.
         self._lost = error
         self._on_lost(error)

@@ -77,7 +77,7 @@ class Team:
             if complaint := self._others.complaint():
                 raise SetupError(complaint) from error
             if isinstance(error, PdserveError):
-                raise
+                raise SetupError(f"Rank 0 ({self._device}): {error}") from error
             raise SetupError(f"The ranks do not work together: {error}.") from error
         self._others.expect("ready")
         return part

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from pdserve.worker.ranks.group import form_group
-from pdserve.worker.ranks.order import Order, receive_line, send_line
+from pdserve.worker.ranks.order import Answer, Order, receive_line, send_line
 
 
 def main() -> None:
@@ -31,12 +31,15 @@ def main() -> None:
         if how == "ends-at-once":
             sys.exit(7)
         if how == "cannot-load":
-            send_line(stream, {"error": "no memory"})
+            send_line(stream, Answer(error="no memory").to_json())
             sys.exit(1)
-        send_line(stream, {"state": "here"})
-        form_group(Path(order.rendezvous), order.rank, 2, torch.device("cpu"))
+        send_line(stream, Answer(state="here").to_json())
+        form_group(Path(order.rendezvous), order.rank, order.config.tensor_parallel_size, torch.device("cpu"))
         if how == "cannot-agree":
-            send_line(stream, {"error": "no room for one block"})
+            # The first one has only heard of it.
+            last = order.rank == order.config.tensor_parallel_size - 1
+            error = "no room for one block" if last else "does not reach the others"
+            send_line(stream, Answer(error=error, hearsay=not last).to_json())
         os._exit(1)
 
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from pdserve.base.errors import SetupError
 from pdserve.worker.memory import KvBudget
 from pdserve.worker.ranks import group as groups
-from pdserve.worker.ranks.group import agree, form_group
+from pdserve.worker.ranks.group import Unreached, agree, form_group
 
 CPU = torch.device("cpu")
 
@@ -32,5 +31,5 @@ def test_a_rank_that_has_ended_before_it_met_anyone_is_found(tmp_path: Path) -> 
         formed = threads.submit(form_group, tmp_path / "here", 0, 2, CPU)
         # Known to the others, and gone before it says anything.
         groups._gloo(c10d.FileStore(str(tmp_path / "here"), 2), 1, 2)
-        with pytest.raises(SetupError, match="Rank 0 of 2 does not reach the others"):
+        with pytest.raises(Unreached, match="Rank 0 of 2 does not reach the others"):
             formed.result(timeout=30)

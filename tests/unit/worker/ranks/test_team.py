@@ -44,9 +44,9 @@ def config_of(model: Path, size: int = 2) -> PrefillConfig:
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("ends-at-once", "Rank 1 ended with exit code 7 while it was started"),
-        ("cannot-load", "Rank 1: no memory"),
-        ("cannot-agree", "Rank 1: no room for one block"),
+        ("ends-at-once", r"Rank 1 \(cpu\): ended with exit code 7 while it was started"),
+        ("cannot-load", r"Rank 1 \(cpu\): no memory"),
+        ("cannot-agree", r"Rank 1 \(cpu\): no room for one block"),
         ("is-lost-among-others", "The ranks do not work together: .*"),
     ],
 )
@@ -69,7 +69,7 @@ def test_a_rank_that_says_nothing_more_and_does_not_end_is_killed(
 ) -> None:
     monkeypatch.setattr(processes, "_MODULE", failing_follower.__name__)
     monkeypatch.setattr(processes, "_END_S", 0.2)
-    with pytest.raises(SetupError, match="Rank 1 ended with exit code -9"):
+    with pytest.raises(SetupError, match=r"Rank 1 \(cpu\): ended with exit code -9"):
         load_model(config_of(save_model(tmp_path / "says-nothing-more")))
 
 
@@ -111,7 +111,7 @@ def test_a_lost_rank_is_told_to_who_watches_then_or_later(tmp_path: Path) -> Non
     [follower] = psutil.Process().children()
     follower.kill()
     error = told.get(timeout=20)
-    assert str(error) == "rank 1 of this worker ended with exit code -9"
+    assert str(error) == "rank 1 (cpu) of this worker ended with exit code -9"
     loaded.team.watch(told.put)
     assert told.get(timeout=0) is error
     loaded.close()
@@ -160,7 +160,7 @@ def test_a_lost_rank_on_a_gpu_is_told_before_others_are_let_go_of_and_ends_the_w
 def test_a_rank_ends_soon_after_its_worker_also_while_it_waits_for_others(tmp_path: Path) -> None:
     config = config_of(save_model(tmp_path))
     stage = make_stage(config.staging_memory)
-    follower = processes.RankProcess(1, stage)
+    follower = processes.RankProcess(1, stage, "cpu")
     follower.order(Order(rank=1, name="rank-1", rendezvous=str(tmp_path / "nobody-comes"), config=config))
     follower.expect("here")
     follower.close()
@@ -186,3 +186,35 @@ def test_graphs_go_before_the_group_which_is_not_waited_for_for_ever(
     assert group.aborting.is_set()
     assert there == [True]
     group.may_return.set()
+
+
+def test_a_rank_that_knows_what_went_wrong_is_heard_before_those_that_only_see_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_MODULE", failing_follower.__name__)
+    model = save_model(tmp_path / "cannot-agree", {"num_key_value_heads": 4, "num_attention_heads": 8})
+    with pytest.raises(SetupError, match=r"^Rank 3 \(cpu\): no room for one block$"):
+        load_model(config_of(model, 4))
+
+
+def test_an_error_of_the_first_rank_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_MODULE", failing_follower.__name__)
+    monkeypatch.setattr(processes, "_REASON_S", 0.1)
+
+    def fail(*_: object, **__: object) -> None:
+        raise SetupError("no memory")
+
+    monkeypatch.setattr(teams, "load_part", fail)
+    with pytest.raises(SetupError, match=r"^Rank 0 \(cpu\): no memory$"):
+        load_model(config_of(save_model(tmp_path / "is-lost-among-others")))
+
+
+def test_ranks_are_named_with_their_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_MODULE", failing_follower.__name__)
+    config = replace(config_of(save_model(tmp_path / "cannot-load"), 3), device="cuda:2")
+    stage = make_stage(1)
+    others = processes.RankProcesses(config, stage, tmp_path / "nobody-comes", lambda error: None)
+    with pytest.raises(SetupError, match=r"^Rank 1 \(cuda:3\): no memory$"):
+        others.expect("here")
+    others.close()
+    os.close(stage)
