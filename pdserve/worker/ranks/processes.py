@@ -15,7 +15,7 @@ from pathlib import Path
 from pdserve.base.errors import PeerLost, SetupError
 from pdserve.base.logs import get_logger
 from pdserve.base.worker_config import WorkerConfig
-from pdserve.worker.ranks.messages import HEADER_BYTES
+from pdserve.worker.ranks.messages import HEADER_BYTES, answer_to
 from pdserve.worker.ranks.order import Answer, Order, receive_line, send_line
 from pdserve.worker.ranks.split import config_of_rank
 
@@ -86,9 +86,10 @@ class RankProcess:
                     self._streams = await asyncio.open_connection(sock=self._copies)
                 reader, writer = self._streams
                 writer.write(request)
-                await reader.readexactly(HEADER_BYTES)
+                answer = await reader.readexactly(HEADER_BYTES)
             except (OSError, asyncio.IncompleteReadError) as error:
                 raise PeerLost(f"{self} of this worker has ended") from error
+            assert answer == answer_to(request), f"{self} answers something else"
 
     def end(self, deadline: float) -> int:
         """Its exit code, once it has ended, which it is to do until then, by `time.monotonic`."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from pdserve.worker.ranks.group import form_group
+from pdserve.worker.ranks.messages import Kind, MessageReader, encode
 from pdserve.worker.ranks.order import Answer, Order, receive_line, send_line
 
 
@@ -34,6 +35,11 @@ def main() -> None:
             send_line(stream, Answer(error="no memory").to_json())
             sys.exit(1)
         send_line(stream, Answer(state="here").to_json())
+        if how == "answers-another":
+            asked = MessageReader(stream).receive()
+            assert asked is not None
+            stream.sendall(encode(Kind.DONE, asked.number + 1))
+            signal.pause()
         form_group(Path(order.rendezvous), order.rank, order.config.tensor_parallel_size, torch.device("cpu"))
         if how == "cannot-agree":
             # The first one has only heard of it.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,6 +21,7 @@ from pdserve.engine.graphs import DeviceDecoder
 from pdserve.worker.loading import load_model
 from pdserve.worker.ranks import processes
 from pdserve.worker.ranks import team as teams
+from pdserve.worker.ranks.messages import Kind, encode
 from pdserve.worker.ranks.order import Order
 from pdserve.worker.ranks.stage import make_stage
 from pdserve.worker.ranks.team import Team
@@ -157,16 +160,33 @@ def test_a_lost_rank_on_a_gpu_is_told_before_others_are_let_go_of_and_ends_the_w
     team.close()
 
 
-def test_a_rank_ends_soon_after_its_worker_also_while_it_waits_for_others(tmp_path: Path) -> None:
-    config = config_of(save_model(tmp_path))
+@contextmanager
+def started(model: Path) -> Iterator[processes.RankProcess]:
+    config = config_of(save_model(model))
     stage = make_stage(config.staging_memory)
     follower = processes.RankProcess(1, stage, "cpu")
-    follower.order(Order(rank=1, name="rank-1", rendezvous=str(tmp_path / "nobody-comes"), config=config))
+    follower.order(Order(rank=1, name="rank-1", rendezvous=str(model / "nobody-comes"), config=config))
     follower.expect("here")
+    yield follower
     follower.close()
-    # Whom it waits for would have a minute.
-    assert follower.process.wait(20) != 0
+    follower.end(0.0)
     os.close(stage)
+
+
+async def test_an_answer_to_something_else_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_MODULE", failing_follower.__name__)
+    with started(tmp_path / "answers-another") as follower:
+        with pytest.raises(AssertionError, match="something else"):
+            await follower.ask(encode(Kind.WRITE_BLOCKS, 7))
+        follower.close()
+        await asyncio.sleep(0)  # The transport closes its socket then.
+
+
+def test_a_rank_ends_soon_after_its_worker_also_while_it_waits_for_others(tmp_path: Path) -> None:
+    with started(tmp_path) as follower:
+        follower.close()
+        # Whom it waits for would have a minute.
+        assert follower.process.wait(20) != 0
 
 
 def test_graphs_go_before_the_group_which_is_not_waited_for_for_ever(
