@@ -43,7 +43,7 @@ class Team:
     """All ranks of one worker, seen by the first."""
 
     def __init__(self, config: WorkerConfig, device: torch.device) -> None:
-        """Starts the others. Raises `SetupError` for a model that so many ranks cannot split."""
+        """Starts the others. Raises `SetupError`, for a model that so many ranks cannot split, too."""
         self._size = config.tensor_parallel_size
         rank_config(ModelConfig.from_dir(config.model_dir), self._size)
         self._config = config_of_rank(config, 0, num_cores=num_cores())
@@ -52,7 +52,7 @@ class Team:
         self._on_lost: Callable[[PdserveError], None] = lambda error: None
         self._group: Group | None = None
         self._part: ModelPart | None = None
-        self._directory = tempfile.TemporaryDirectory(prefix="pdserve-ranks-")
+        self._directory = _temporary_directory()
         self._rendezvous = Path(self._directory.name, "rendezvous")
         self._stage = make_stage(config.staging_memory)
         self._others = RankProcesses(config, self._stage, self._rendezvous, self._lose)
@@ -123,3 +123,13 @@ class Team:
         given_up.start()
         if self._group is not None:
             self._group.abort()
+
+
+def _temporary_directory() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="pdserve-ranks-")
+    except OSError as error:
+        raise SetupError(
+            f"Ranks find each other at a file in a temporary directory, which cannot be made: {error}. Name a "
+            "directory that can be written with TMPDIR; in a container with a read-only root, mount one at /tmp."
+        ) from error

@@ -94,6 +94,12 @@ def test_a_model_that_cannot_be_split_is_told_before_any_rank_is_started(tmp_pat
         load_model(config_of(save_model(tmp_path), 3))
 
 
+def test_without_a_temporary_directory_there_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "read-only"))
+    with pytest.raises(SetupError, match=r"temporary directory, which cannot be made: .* TMPDIR"):
+        load_model(config_of(save_model(tmp_path)))
+
+
 def test_quantized_weights_are_refused_with_several_ranks(tmp_path: Path) -> None:
     config = PrefillConfig(
         model=str(save_model(tmp_path)),
