@@ -279,7 +279,8 @@ class Receiver:
             self._stored(incoming, index, digest)
             return
         incoming.arrived.append((index, digest))
-        if incoming.storing is None:
+        # Where nothing is started any more, nobody will want it: `close` comes next.
+        if incoming.storing is None and not self._tasks.stopping:
             name = f"store {incoming.reservation.request_id}"
             incoming.storing = self._tasks.start(self._store(incoming), name=name)
 
@@ -326,7 +327,8 @@ class Receiver:
     # Effects out.
     def _do(self, incoming: _Incoming, effect: Effect) -> None:
         match effect:
-            case CancelReceives() if not incoming.disowned:  # Else `abort` is doing it.
+            # Else `abort` is doing it, or will.
+            case CancelReceives() if not incoming.disowned and not self._tasks.stopping:
                 self._tasks.start(self._cancel(incoming), name=f"cancel {incoming.reservation.request_id}")
             case Verified():
                 self._verified(incoming)

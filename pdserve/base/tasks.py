@@ -22,9 +22,24 @@ class ServiceGroup:
         self._tasks = tasks
         self._stopping = False
 
+    @property
+    def stopping(self) -> bool:
+        """The group is ending, for whatever reason. From a callback, look before `start`."""
+        return self._stopping
+
     def start(self, work: Awaitable[object], *, name: str) -> asyncio.Task[None]:
-        """Runs `work` until it ends or the group does. Its failure ends the whole group with that error."""
-        return self._tasks.create_task(_run(work), name=name)
+        """Runs `work` until it ends or the group does. Its failure ends the whole group with that error.
+
+        Raises `RuntimeError` when the group has begun to cancel its tasks; `work` is not run then.
+        """
+        running = self._run(work)
+        try:
+            return self._tasks.create_task(running, name=name)
+        except RuntimeError:
+            for each in (running, work):
+                if asyncio.iscoroutine(each):
+                    each.close()
+            raise
 
     def stop(self) -> None:
         """Cancels every task of the group; the `async with` then ends. Idempotent."""
@@ -32,9 +47,12 @@ class ServiceGroup:
             self._stopping = True
             self._tasks.create_task(_raise_stop(), name="stop")
 
-
-async def _run(work: Awaitable[object]) -> None:
-    await work
+    async def _run(self, work: Awaitable[object]) -> None:
+        try:
+            await work
+        except Exception:
+            self._stopping = True
+            raise
 
 
 async def _raise_stop() -> None:
@@ -50,8 +68,11 @@ async def service_group() -> AsyncIterator[ServiceGroup]:
     try:
         async with asyncio.TaskGroup() as tasks:
             group = ServiceGroup(tasks)
-            yield group
-            group.stop()
+            try:
+                yield group
+                group.stop()
+            finally:
+                group._stopping = True
     except* _Stop:
         pass
     except* Exception as errors:

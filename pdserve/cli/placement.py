@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -39,6 +40,12 @@ class GpuShare:
     #: The worker has this GPU and the next ones, one for each rank.
     num_ranks: int = 1
 
+    @property
+    def gpus(self) -> range:
+        """The numbers of all its GPUs."""
+        first = int(self.device.partition(":")[2] or 0)
+        return range(first, first + self.num_ranks)
+
     def __str__(self) -> str:
         ranks = "" if self.num_ranks == 1 else f" and the next {self.num_ranks - 1}"
         return f"{self.memory:.0%} of {self.device}{ranks}"
@@ -68,6 +75,12 @@ def share_gpus(num_gpus: int, *, num_ranks: Sequence[int], utilization: float) -
         )
         for place in places
     ]
+
+
+def ranks_share_gpus(shares: Sequence[GpuShare]) -> bool:
+    """Whether a worker of several ranks has a GPU that another worker has, too."""
+    users = Counter(gpu for share in shares for gpu in share.gpus)
+    return any(share.num_ranks > 1 and users[gpu] > 1 for share in shares for gpu in share.gpus)
 
 
 def share_cores(cores: Cores, *, num_prefill: int, num_decode: int, threads_per_worker: int | None) -> list[CoreShare]:

@@ -21,7 +21,7 @@ from pdserve.base.errors import SetupError
 from pdserve.base.machine import available_memory_bytes
 from pdserve.cli.log_watch import watched_logs
 from pdserve.cli.machine import available_cores, num_gpus
-from pdserve.cli.placement import GpuShare, kv_bytes_per_worker, lend_cores, share_cores, share_gpus
+from pdserve.cli.placement import GpuShare, kv_bytes_per_worker, lend_cores, ranks_share_gpus, share_cores, share_gpus
 from pdserve.cli.run_dir import private_directory
 from pdserve.cli.services import ClusterPlan, router_spec, worker_specs
 from pdserve.cli.stop_signals import StopSignals, finished_before
@@ -103,6 +103,8 @@ class _Up:
         self.console.say(f"Starting {model.served_name} from {model.path}")
         for line in describe_plan([spec.name for spec in workers], plan.shares, plan.gpus, plan.kv_cache_bytes):
             self.console.say(line)
+        for line in drawbacks(config, plan.gpus):
+            self.console.say(line, "yellow")
         await supervisor.start(*workers, router_spec(plan))
         host = reachable_host(config.host)
         self.ready_text = describe_ready(
@@ -171,7 +173,32 @@ def gpu_shares(config: UpConfig) -> list[GpuShare]:
     if config.device == "cuda":
         return share_gpus(num_gpus(), num_ranks=num_ranks, utilization=config.gpu_memory_utilization)
     memory = int(100 * config.gpu_memory_utilization / config.num_workers) / 100
-    return [GpuShare(device=config.device, memory=memory, num_ranks=size) for size in num_ranks]
+    shares = [GpuShare(device=config.device, memory=memory, num_ranks=size) for size in num_ranks]
+    largest = max(shares, key=lambda share: share.num_ranks)
+    # A single GPU a worker looks for itself, and it knows better.
+    if largest.num_ranks > 1 and largest.gpus.stop > num_gpus():
+        raise SetupError(
+            f"--device {config.device} and --tensor-parallel-size {largest.num_ranks} need cuda:{largest.gpus.start} "
+            f"to cuda:{largest.gpus.stop - 1}, and this machine has {num_gpus()} GPUs."
+        )
+    return shares
+
+
+def drawbacks(config: UpConfig, gpus: Sequence[GpuShare]) -> list[str]:
+    """What is legal, but hardly wanted: a line each."""
+    lines = []
+    if ranks_share_gpus(gpus):
+        lines.append(
+            "Workers of several ranks share GPUs: a rank keeps its GPU busy while it waits for another, which waits "
+            "for the GPU. That is slow; give every worker GPUs of its own."
+        )
+    if len(set(config.num_ranks.values())) > 1:
+        sizes = ", ".join(f"{tier} {size}" for tier, size in config.num_ranks.items())
+        lines.append(
+            f"The tiers have different numbers of ranks ({sizes}): the last bits of an answer may depend on which of "
+            "them computed its prompt, see docs/exactness.md."
+        )
+    return lines
 
 
 def require_free_ports(config: UpConfig) -> None:

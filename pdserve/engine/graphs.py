@@ -131,6 +131,10 @@ class DeviceDecoder:
         self._graphs.move_to_end(key)
         return replay()[: shape.num_sequences]
 
+    def drop_graphs(self) -> None:
+        """They hold on to what was captured: a process group cannot end before. No step is being computed."""
+        self._graphs.clear()
+
     def _compute(self, there: Batch, kv_cache: Tensor) -> Tensor:
         return self._logits[: len(there.logits_rows)].copy_(self._decoder.forward(there, kv_cache))
 

@@ -75,9 +75,10 @@ class KvCache:
         layers: slice = ALL_LAYERS,
         after: Moment | None = None,
     ) -> None:
-        """Copies layers of blocks to host memory, each [layers, 2, num_kv_heads, block_size, head_dim], any strides.
+        """Copies layers of blocks to host memory, each [layers, 2, num_kv_heads, block_size, head_dim].
 
-        What writes them must have ended, or end before the moment `after`. On any thread.
+        Contiguous, or at least K, and V, of each layer. What writes the blocks must have ended, or end before the
+        moment `after`. On any thread.
         """
         self._copy(into, [self.tensor[block_id, layers] for block_id in block_ids], after)
 
@@ -97,10 +98,27 @@ class KvCache:
             if after is not None:
                 after.wait()
             for each_to, each_source in zip(to, source, strict=True):
-                each_to.copy_(each_source, non_blocking=True)
+                for to_piece, source_piece in _pieces(each_to, each_source):
+                    to_piece.copy_(source_piece, non_blocking=True)
         if self._copies is not None:
             # Not the stream: behind these there may be copies of others, who wait for a step.
             self._copies.record_event().synchronize()
+
+
+def _pieces(to: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What a GPU copies by itself: for what is not contiguous torch makes a copy first, in memory that is not pinned.
+
+    `to` and `source`: [layers, 2, num_kv_heads, block_size, head_dim].
+    """
+    if to.is_contiguous() and source.is_contiguous():
+        return [(to, source)]
+    pieces = [
+        piece
+        for layer in zip(to.unbind(), source.unbind(), strict=True)
+        for piece in zip(layer[0].unbind(), layer[1].unbind(), strict=True)
+    ]
+    assert all(each.is_contiguous() for piece in pieces for each in piece)
+    return pieces
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -121,12 +121,14 @@ def measure_use(
     memory: DeviceMemory,
     *,
     free_before: int,
+    group_bytes: int = 0,
     steps: LargestSteps,
 ) -> DeviceUse:
     """Runs the largest steps, with sampling, in a KV cache of one block, which all rows overwrite.
 
-    `free_before`: before the weights were loaded, when this process had allocated nothing. `sampler`: None on ranks
-    that draw no tokens. Raises `SetupError` when they do not fit, or cannot run at all.
+    `free_before`: before the weights were loaded, when this process had allocated nothing. `group_bytes`: as
+    `DeviceUse.group`. `sampler`: None on ranks that draw no tokens. Raises `SetupError` when they do not fit, or
+    cannot run at all.
     """
     weights = memory.allocated()
     cache = KvCache(layout, 1, decoder.device)
@@ -157,7 +159,13 @@ def measure_use(
         raise SetupError(f"The model does not run on {decoder.device}: {error}.") from error
     # Graphs return logits in memory of their own.
     graphs = steps.num_decoding * decoder.config.vocab_size * torch.float32.itemsize
-    return DeviceUse(total=memory.total(), free=free_before, weights=weights, activations=activations + graphs)
+    return DeviceUse(
+        total=memory.total(),
+        free=free_before,
+        weights=weights,
+        activations=activations + graphs,
+        group=group_bytes,
+    )
 
 
 def _rows_of_block_0(layout: KvLayout, lengths: list[int], *, num_blocks: int = 0, num_logits: int = 0) -> Batch:

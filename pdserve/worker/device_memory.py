@@ -23,9 +23,13 @@ class DeviceUse:
     weights: int
     #: At most, in a step of as many tokens as a step may have, beside weights and KV.
     activations: int
+    #: For what ranks say to each other.
+    group: int = 0
 
     def __str__(self) -> str:
-        return f"weights {show_bytes(self.weights)}, activations of the largest step {show_bytes(self.activations)}"
+        group = f", exchange between ranks {show_bytes(self.group)}" if self.group else ""
+        step = show_bytes(self.activations)
+        return f"weights {show_bytes(self.weights)}, activations of the largest step {step}{group}"
 
 
 def plan_device_kv(
@@ -34,14 +38,15 @@ def plan_device_kv(
     *,
     utilization: float,
     kv_cache_memory: int | None,
+    num_ranks: int = 1,
     wanted_model_len: int | None,
     model_limit: int,
     staging: int = 0,
 ) -> KvBudget:
     """Sizes the KV cache on a GPU of which this worker may take the share `utilization`, 0 to 1.
 
-    `kv_cache_memory`: what the user wants; None: all that is left. `staging`: bytes of the stage, if it is there, too.
-    Raises `SetupError` with the numbers, which say what would fit.
+    `kv_cache_memory`: what the user wants on all of `num_ranks` GPUs together; None: all that is left. `staging`: bytes
+    of the stage, if it is there, too. Raises `SetupError` with the numbers, which say what would fit.
     """
     share = int(use.total * utilization)
     if share > use.free:
@@ -50,7 +55,7 @@ def plan_device_kv(
             f"but only {show_bytes(use.free)} were free: other processes have the rest. Stop them, or give this worker "
             f"at most {int(100 * use.free / use.total) / 100:g}."
         )
-    left = share - use.weights - use.activations - int(share * _MARGIN) - staging
+    left = share - use.weights - use.activations - use.group - int(share * _MARGIN) - staging
     taken = f"{use}, staging memory {show_bytes(staging)}" if staging else str(use)
     if left < layout.block_bytes:
         raise SetupError(
@@ -58,11 +63,12 @@ def plan_device_kv(
             f"of {show_bytes(use.total)}): {taken}, one KV block {show_bytes(layout.block_bytes)}. Raise the share, "
             "lower --max-num-batched-tokens, or use a larger GPU."
         )
-    if kv_cache_memory is not None and kv_cache_memory > left:
+    wanted = left if kv_cache_memory is None else kv_cache_memory // num_ranks
+    if kv_cache_memory is not None and wanted > left:
+        part = "" if num_ranks == 1 else f", a rank's part of which is {show_bytes(wanted)},"
         tokens = left // layout.block_bytes * layout.block_size
         raise SetupError(
-            f"--kv-cache-memory {show_bytes(kv_cache_memory)} does not fit into {show_bytes(share)} of GPU memory "
-            f"beside {taken}: {show_bytes(left)} are left, which is {tokens} tokens."
+            f"--kv-cache-memory {show_bytes(kv_cache_memory)}{part} does not fit into {show_bytes(share)} of GPU "
+            f"memory beside {taken}: {show_bytes(left)} are left, which is {tokens} tokens."
         )
-    wanted = left if kv_cache_memory is None else kv_cache_memory
     return kv_budget(layout, wanted, wanted_model_len=wanted_model_len, model_limit=model_limit)

@@ -78,9 +78,9 @@ def _load_with_team(config: WorkerConfig, device: torch.device) -> LoadedModel:
         stack.callback(team.close)
         part = team.load()
         runner = Runner(
-            team.leads(part.step_decoder),
-            team.leads_cache(part.kv_cache),
-            team.watches(open_sampler(device)),
+            team.lead.decoder(part.step_decoder),
+            team.lead.cache(part.kv_cache),
+            team.lead.sampler(open_sampler(device)),
         )
         loaded = _loaded(part, runner, team=team)
         stack.pop_all()

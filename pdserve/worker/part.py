@@ -54,6 +54,11 @@ class ModelPart:
     #: Of this rank's heads.
     kv_cache: KvCache
 
+    def close(self) -> None:
+        """Lets go of what the ranks' group cannot end with. No step is computed any more."""
+        if isinstance(self.step_decoder, DeviceDecoder):
+            self.step_decoder.drop_graphs()
+
 
 def load_part(
     config: WorkerConfig,
@@ -61,11 +66,13 @@ def load_part(
     *,
     ranks: Ranks = ALONE,
     agree: Agree = lambda budget: budget,
+    group_bytes: int = 0,
     borrowing: Borrowing | None = None,
 ) -> ModelPart:
     """Reads weights, allocates the KV cache. Blocks for some seconds. Raises `SetupError` with the numbers.
 
-    All ranks call it with the same config, but for cores and device.
+    All ranks call it with the same config, but for cores and device. `group_bytes`: of the GPU's memory, for what they
+    say to each other.
     """
     model = ModelConfig.from_dir(config.model_dir)
     scales = read_kv_scales(config.model_dir, model) if config.kv_cache_dtype == FP8_KV else None
@@ -81,8 +88,10 @@ def load_part(
     )
     # The digest of the scales is the model's, not the rank's.
     digest = None if scales is None else scales_digest(scales)
-    load = _load_on_cpu if device.type == "cpu" else _load_on_gpu
-    decoder, layout, budget = load(config, model, options, digest, device, ranks, agree)
+    if device.type == "cpu":
+        decoder, layout, budget = _load_on_cpu(config, model, options, digest, device, ranks, agree)
+    else:
+        decoder, layout, budget = _load_on_gpu(config, model, options, digest, device, ranks, agree, group_bytes)
     return ModelPart(
         layout=layout,
         config=model,
@@ -143,9 +152,10 @@ def _load_on_gpu(
     device: torch.device,
     ranks: Ranks,
     agree: Agree,
+    group_bytes: int,
 ) -> tuple[Decoder, KvLayout, KvBudget]:
     memory = CudaMemory(device)
-    free_before = memory.free()
+    free_before = memory.free() + group_bytes
     weights = load_weights(
         config.model_dir, model, dtype=config.dtype, device=str(device), rank=ranks.rank, size=ranks.size
     )
@@ -157,6 +167,7 @@ def _load_on_gpu(
         layout,
         memory,
         free_before=free_before,
+        group_bytes=group_bytes,
         steps=LargestSteps(
             num_tokens=config.max_num_batched_tokens,
             num_prompts=min(config.max_num_batched_tokens, _MOST_PROMPTS),
@@ -167,12 +178,20 @@ def _load_on_gpu(
         layout,
         use,
         utilization=config.gpu_memory_utilization,
-        kv_cache_memory=None if config.kv_cache_memory is None else config.kv_cache_memory // ranks.size,
+        kv_cache_memory=config.kv_cache_memory,
+        num_ranks=ranks.size,
         wanted_model_len=config.max_model_len,
         model_limit=model.max_position_embeddings,
         staging=config.staging_memory if config.handover_memory == "device" else 0,
     )
-    log.info("gpu_memory", device=str(device), total=use.total, weights=use.weights, activations=use.activations)
+    log.info(
+        "gpu_memory",
+        device=str(device),
+        total=use.total,
+        weights=use.weights,
+        activations=use.activations,
+        group=use.group,
+    )
     budget = agree(budget)
     # Bound once more: what can be served may have become shorter.
     decoder = make_decoder(model, weights, max_model_len=budget.max_model_len, kernels=options, ranks=ranks)

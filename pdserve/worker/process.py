@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from kvtransfer.kv_events import KvEventPublisher
@@ -77,16 +77,13 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
                 gc.freeze()
                 notify.ready()
                 with populating(loaded.kv_cache.memory):
-                    await _wait_for_end(stop, fatal)
-                if fatal.done():
-                    health.dead = f"the step loop failed: {fatal.result()!r}"
-                    raise fatal.result()
+                    await _unless_fatal(stop.wait(), fatal, health)
                 health.not_ready = "draining"
                 worker.calls.drain()
                 await grpc_health.set_serving(False)
                 registrar.announce()
                 notify.stopping()
-                await _drain(worker)
+                await _drain(worker, fatal, health)
 
 
 def _model_name(config: WorkerConfig) -> str:
@@ -219,17 +216,23 @@ def reported_load(load: Load, pace: Pace | None, itl_budget_s: float | None) -> 
     )
 
 
-async def _wait_for_end(stop: asyncio.Event, fatal: asyncio.Future[BaseException]) -> None:
+async def _unless_fatal(
+    work: Coroutine[object, object, object], fatal: asyncio.Future[BaseException], health: Health
+) -> None:
+    """Returns when `work` has ended. Raises what has killed the step loop before."""
     async with asyncio.TaskGroup() as group:
-        stopped = group.create_task(stop.wait())
-        await asyncio.wait((stopped, fatal), return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
+        working = group.create_task(work)
+        await asyncio.wait((working, fatal), return_when=asyncio.FIRST_COMPLETED)
+        working.cancel()
+    if fatal.done():
+        health.dead = f"the step loop failed: {fatal.result()!r}"
+        raise fatal.result()
 
 
-async def _drain(worker: Worker) -> None:
+async def _drain(worker: Worker, fatal: asyncio.Future[BaseException], health: Health) -> None:
     log.info("draining", active=worker.calls.count, timeout_s=worker.config.drain_timeout_s)
     try:
         async with asyncio.timeout(worker.config.drain_timeout_s):
-            await worker.calls.wait_idle()
+            await _unless_fatal(worker.calls.wait_idle(), fatal, health)
     except TimeoutError:
         log.warning("drain_timeout", cancelled=worker.calls.count)

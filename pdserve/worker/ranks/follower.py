@@ -6,13 +6,17 @@ worker closes them, or is gone.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
 import socket
 import sys
 import threading
+import time
 from collections import deque
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -25,9 +29,9 @@ from pdserve.worker.blocks import Stage, stage_bytes
 from pdserve.worker.cores import num_cores
 from pdserve.worker.device import open_device
 from pdserve.worker.part import ModelPart, load_part
-from pdserve.worker.ranks.group import agree, form_group
+from pdserve.worker.ranks.group import Unreached, agree, form_group
 from pdserve.worker.ranks.messages import Kind, Mark, Message, MessageReader, encode
-from pdserve.worker.ranks.order import Order, receive_line, send_line
+from pdserve.worker.ranks.order import Answer, Order, receive_line, send_line
 from pdserve.worker.ranks.split import config_of_rank
 from pdserve.worker.ranks.stage import heads_of_rank, map_stage
 
@@ -35,8 +39,8 @@ log = logs.get_logger(__name__)
 
 #: As many as there are layers in two steps that may be under way, about.
 _KEPT_EVENTS = 256
-#: Where the worker is gone, a rank that waits for others on a GPU does not notice.
-_END_S = 5.0
+#: From the end of the worker to that of a rank that does not notice.
+_END_S = 3.0
 
 
 class Progress:
@@ -116,7 +120,7 @@ class Follower:
 
 
 def load(order: Order, stage: int, copies: socket.socket) -> Follower:
-    """Loads in step with the other ranks. Raises `SetupError`."""
+    """Loads in step with the other ranks. Raises `SetupError`, `Unreached`."""
     config = config_of_rank(order.config, order.rank, num_cores=num_cores())
     size = config.tensor_parallel_size
     if config.cpus:
@@ -124,9 +128,15 @@ def load(order: Order, stage: int, copies: socket.socket) -> Follower:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = open_device(config.device)
-    send_line(copies, {"state": "here"})
-    group = form_group(Path(order.rendezvous), order.rank, size, device)
-    part = load_part(config, device, ranks=TorchRanks(group), agree=lambda budget: agree(group, device, budget))
+    send_line(copies, Answer(state="here").to_json())
+    group, device_bytes = form_group(Path(order.rendezvous), order.rank, size, device)
+    part = load_part(
+        config,
+        device,
+        ranks=TorchRanks(group),
+        agree=lambda budget: agree(group, device, budget),
+        group_bytes=device_bytes,
+    )
     memory = map_stage(stage, stage_bytes(part.layout, config.staging_memory), device)
     heads = heads_of_rank(part.layout, order.rank, size)
     return Follower(part, Stage(memory, part.layout, part.kv_cache.tensor.dtype, heads), device)
@@ -138,40 +148,64 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     steps, copies, stage = map(int, sys.argv[1:])
-    with socket.socket(fileno=steps) as step_stream, socket.socket(fileno=copies) as copy_stream:
-        message = receive_line(copy_stream)
-        if message is None:
-            return
-        order = Order.from_json(message)
-        logs.configure(order.name, order.config.log_level)
-        try:
-            follower = load(order, stage, copy_stream)
-            send_line(copy_stream, {"state": "ready"})
-        except SetupError as error:
-            send_line(copy_stream, {"error": str(error)})
-            sys.exit(1)
-        ended = threading.Event()
-        copying = threading.Thread(target=_copy, args=(follower, copy_stream, ended), name="copies", daemon=True)
-        copying.start()
-        try:
-            follower.compute(MessageReader(step_stream))
-        finally:
-            ended.set()
-        # What it holds must be gone before the interpreter is: gloo's threads do not survive that.
-        copying.join(_END_S)
+    threading.Thread(target=_end_with_worker, args=(steps,), name="worker", daemon=True).start()
+    _leave(_follow(socket.socket(fileno=steps), socket.socket(fileno=copies), stage))
 
 
-def _copy(follower: Follower, stream: socket.socket, ended: threading.Event) -> None:
-    """Sees to it that this process ends with its worker, too, wherever its main thread may be waiting."""
+def _follow(step_stream: socket.socket, copy_stream: socket.socket, stage: int) -> int:
+    """Until rank 0 closes the streams. The exit code."""
+    message = receive_line(copy_stream)
+    if message is None:
+        return 0
+    order = Order.from_json(message)
+    logs.configure(order.name, order.config.log_level)
+    try:
+        follower = load(order, stage, copy_stream)
+        send_line(copy_stream, Answer(state="ready").to_json())
+    except OSError:
+        return 1  # The worker is gone.
+    except (SetupError, Unreached) as error:
+        with contextlib.suppress(OSError):
+            answer = Answer(error=str(error), hearsay=isinstance(error, Unreached))
+            send_line(copy_stream, answer.to_json())
+        return 1
+    except Exception as error:  # noqa: BLE001 - the worker sees that this process ends, the log why
+        log.error("rank_failed", error)
+        return 1
+    threading.Thread(target=_copy, args=(follower, copy_stream), name="copies", daemon=True).start()
+    try:
+        follower.compute(MessageReader(step_stream))
+    except Exception as error:  # noqa: BLE001 - as above
+        log.error("rank_failed", error)
+        return 1
+    return 0
+
+
+def _copy(follower: Follower, stream: socket.socket) -> None:
     try:
         follower.copy(stream)
     except OSError:
         pass  # The worker is gone.
     except BaseException as error:  # noqa: BLE001 - the worker has to hear of it: its connection ends
         log.error("copy_failed", error)
-        os._exit(1)
-    if not ended.wait(_END_S):
-        os._exit(1)
+        _leave(1)
+
+
+def _end_with_worker(steps: int) -> None:
+    """Ends this process when its worker is gone, wherever its main thread may be waiting: for others, on a GPU."""
+    poll = select.poll()
+    poll.register(steps, select.POLLRDHUP)
+    poll.poll()
+    # The main thread sees it, too, between two steps.
+    time.sleep(_END_S)
+    _leave(1)
+
+
+def _leave(code: int) -> NoReturn:
+    """At once: threads of gloo and NCCL do not survive the interpreter, which waits for them or crashes."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from kernels.ranks import Group
-from pdserve.base.errors import SetupError
+from kernels.ranks import Group, TorchRanks
+from pdserve.worker.device import CudaMemory
 from pdserve.worker.memory import KvBudget
 
 #: For meeting: all are known to be there.
@@ -19,30 +19,62 @@ _MEETING_TIMEOUT = timedelta(seconds=60)
 _TIMEOUT = timedelta(minutes=10)
 
 
-def form_group(rendezvous: Path, rank: int, size: int, device: torch.device) -> Group:
-    """Meets the other ranks at a file that all can write. Raises `SetupError`.
+class Unreached(RuntimeError):
+    """Other ranks do not answer. Not an error to show, as long as one of them says why."""
+
+
+class Joined(NamedTuple):
+    """A group whose ranks have met."""
+
+    group: Group
+    #: Of a GPU's memory: taken to send and receive with, torch does not know of it.
+    device_bytes: int
+
+
+def form_group(rendezvous: Path, rank: int, size: int, device: torch.device) -> Joined:
+    """Meets the other ranks, which are known to be there, at a file that all can write. Raises `Unreached`.
 
     Not torch's default group, of which a process has only one.
     """
     store = c10d.FileStore(str(rendezvous), size)
+    store.set_timeout(_MEETING_TIMEOUT)
+    free = _free_bytes(device)
     try:
-        if device.type == "cuda":
-            return _nccl(store, rank, size)
-        # Torch's type stubs do not know gloo's options.
-        options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = _MEETING_TIMEOUT
-        group = c10d.ProcessGroupGloo(store, rank, size, options)
-        group.set_timeout(_TIMEOUT)
-        return cast(Group, group)
+        group = _nccl(store, rank, size) if device.type == "cuda" else _gloo(store, rank, size)
+        _connect(TorchRanks(group), device)
     except RuntimeError as error:
-        raise SetupError(f"Rank {rank} of {size} does not reach the others: {error}.") from error
+        raise Unreached(f"Rank {rank} of {size} does not reach the others: {error}") from error
+    return Joined(group, free - _free_bytes(device))
+
+
+def _gloo(store: c10d.Store, rank: int, size: int) -> Group:
+    # Torch's type stubs do not know gloo's options.
+    options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = _MEETING_TIMEOUT
+    group = c10d.ProcessGroupGloo(store, rank, size, options)
+    group.set_timeout(_TIMEOUT)
+    return cast(Group, group)
 
 
 def _nccl(store: c10d.Store, rank: int, size: int) -> Group:
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = _TIMEOUT
     return cast(Group, c10d.ProcessGroupNCCL(store, rank, size, options))
+
+
+def _connect(ranks: TorchRanks, device: torch.device) -> None:
+    """Makes each kind of call that steps make: NCCL connects nobody before, and takes its memory then.
+
+    Without it that would be after minutes of loading, in which a rank may have ended.
+    """
+    ranks.gather_columns(ranks.all_reduce(torch.zeros((1, 1), device=device)), ranks.size)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _free_bytes(device: torch.device) -> int:
+    return CudaMemory(device).free() if device.type == "cuda" else 0
 
 
 def agree(group: Group, device: torch.device, budget: KvBudget) -> KvBudget:

@@ -107,6 +107,12 @@ def encode(kind: Kind, number: int, values: Sequence[int] = ()) -> bytes:
     return np.array([kind, number, len(values), *values], np.int64).tobytes()
 
 
+def answer_to(request: bytes) -> bytes:
+    """What says that the copy of that message is done."""
+    _, number = np.frombuffer(request, np.int64, 2).tolist()
+    return encode(Kind.DONE, number)
+
+
 class StepWriter:
     """Tells steps to all followers, from one thread."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from pdserve.base.worker_config import WorkerConfig
@@ -13,8 +13,6 @@ from pdserve.base.worker_config import WorkerConfig
 #: Not a follower's business, and it may hold a password.
 _KEPT = "redis_url"
 _TUPLES = ("cpus", "borrow_cpus")
-
-Answer = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +37,7 @@ class Order:
     #: As all ranks have it: each takes its own part.
     config: WorkerConfig
 
-    def to_json(self) -> Answer:
+    def to_json(self) -> dict[str, object]:
         """What `from_json` reads."""
         config = {field.name: getattr(self.config, field.name) for field in fields(WorkerConfig)}
         config[_KEPT] = ""
@@ -60,12 +58,26 @@ class Order:
         )
 
 
-def send_line(stream: socket.socket, message: Answer) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a follower says while it is started: how far it is, or what has gone wrong."""
+
+    state: str = ""
+    error: str = ""
+    #: What has gone wrong is that others do not answer: one of those knows why.
+    hearsay: bool = False
+
+    def to_json(self) -> dict[str, object]:
+        """What `Answer(**...)` takes."""
+        return asdict(self)
+
+
+def send_line(stream: socket.socket, message: Mapping[str, object]) -> None:
     """Raises `OSError` when the other end is gone."""
     stream.sendall(json.dumps(message).encode() + b"\n")
 
 
-def receive_line(stream: socket.socket, timeout_s: float | None = None) -> Answer | None:
+def receive_line(stream: socket.socket, timeout_s: float | None = None) -> dict[str, Any] | None:
     """The next line; None when the other end is gone. Raises `TimeoutError`."""
     stream.settimeout(timeout_s)
     try:
@@ -80,5 +92,5 @@ def receive_line(stream: socket.socket, timeout_s: float | None = None) -> Answe
         return None
     finally:
         stream.settimeout(None)
-    answer: Answer = json.loads(line)
-    return answer
+    message: dict[str, Any] = json.loads(line)
+    return message

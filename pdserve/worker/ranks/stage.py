@@ -24,7 +24,7 @@ def make_stage(size: int) -> int:
 
 
 def map_stage(stage: int, size: int, device: torch.device) -> Tensor:
-    """Its first `size` bytes, uint8; a GPU copies from and to it as fast as it can. Raises `SetupError`."""
+    """Its first `size` bytes, uint8; a GPU copies contiguous pieces of it by itself. Raises `SetupError`."""
     try:
         memory = torch.frombuffer(mmap.mmap(stage, size), dtype=torch.uint8)
     except (OSError, ValueError) as error:

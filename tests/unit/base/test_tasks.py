@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 
 import pytest
 
@@ -66,6 +67,42 @@ async def test_stop_ends_a_group_whose_owner_waits_for_something_else() -> None:
     async with asyncio.timeout(5), service_group() as group:
         group.start(stop_soon(group), name="stopper")
         await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("end", ["left", "stopped", "task fails", "owner fails"])
+async def test_a_group_that_is_ending_says_so_and_starts_nothing(end: str) -> None:
+    ran: list[bool] = []
+
+    async def look(group: ServiceGroup) -> None:
+        assert not group.stopping
+        try:
+            await asyncio.Event().wait()
+        finally:
+            assert group.stopping
+            # Neither raises later, nor is a coroutine left behind: warnings are errors.
+            with pytest.raises(RuntimeError, match="shutting down"):
+                group.start(run(), name="late")
+
+    async def run() -> None:
+        ran.append(True)
+
+    async def fail() -> None:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken") if "fails" in end else nullcontext():
+        async with asyncio.timeout(5), service_group() as group:
+            group.start(look(group), name="look")
+            await asyncio.sleep(0)
+            assert not group.stopping
+            if end == "owner fails":
+                raise ValueError("broken")
+            if end == "task fails":
+                group.start(fail(), name="fail")
+            if end == "stopped":
+                group.stop()
+            if end != "left":
+                await asyncio.Event().wait()
+    assert ran == []
 
 
 async def test_a_cancellation_waits_for_the_work_to_end() -> None:

@@ -74,7 +74,7 @@ def test_the_tables_say_what_was_reached_and_what_is_missing() -> None:
         replace(_row(Figure.OF_COPY), key="good"),
         replace(_row(Figure.OF_MATMUL), key="short"),
         replace(_row(Figure.TIMES_SLOWER, 1.4), key="missing"),
-        replace(_row(Figure.NONE, None), key="broken", bound_text="one layer group"),
+        replace(_row(Figure.MS, None), key="broken", bound_text="one layer group"),
     ]
     findings: dict[str, Finding] = {
         "good": _measured(1.0, num_bytes=3.6e9),

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.base.errors import SetupError
 from pdserve.cli import up
 from pdserve.cli.placement import Cores, CoreShare, GpuShare
-from pdserve.cli.up import can_lend, gpu_shares
+from pdserve.cli.up import can_lend, drawbacks, gpu_shares
 from pdserve.cli.up_config import UpConfig
 from pdserve.cli.up_console import describe_plan
 from pdserve.cli.up_model import PreparedModel
@@ -61,7 +62,8 @@ def test_workers_on_gpus_are_told_their_part_of_them() -> None:
     assert gpu_shares(UpConfig()) == []
 
 
-def test_workers_of_several_ranks_lend_no_cores_and_have_several_gpus() -> None:
+def test_workers_of_several_ranks_lend_no_cores_and_have_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "num_gpus", lambda: 6)
     config = UpConfig(device="cuda:2", tensor_parallel_size=4, prefill_tensor_parallel_size=2, decode=2)
     assert gpu_shares(config) == [
         GpuShare(device="cuda:2", memory=0.3, num_ranks=2),
@@ -71,3 +73,31 @@ def test_workers_of_several_ranks_lend_no_cores_and_have_several_gpus() -> None:
     assert not can_lend(UpConfig(lend_cores=False))
     assert not can_lend(UpConfig(device="cuda"))
     assert not can_lend(UpConfig(decode_tensor_parallel_size=2))
+
+
+def test_ranks_beyond_the_last_gpu_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "num_gpus", lambda: 5)
+    with pytest.raises(SetupError, match="cuda:2 to cuda:5, and this machine has 5 GPUs"):
+        gpu_shares(UpConfig(device="cuda:2", decode_tensor_parallel_size=4))
+    assert len(gpu_shares(UpConfig(device="cuda:1", decode_tensor_parallel_size=4))) == 2
+
+
+@pytest.mark.parametrize(
+    ("gpus", "slow"),
+    [
+        ([("cuda:0", 2), ("cuda:2", 2)], False),
+        ([("cuda:0", 2), ("cuda:1", 2)], True),
+        ([("cuda:0", 2), ("cuda:1", 1)], True),
+        ([("cuda:0", 1), ("cuda:0", 1)], False),
+        ([("cuda:0", 1), ("cuda:0", 1), ("cuda:1", 2)], False),
+    ],
+)
+def test_workers_of_several_ranks_that_share_gpus_are_told_to_be_slow(gpus: list[tuple[str, int]], slow: bool) -> None:
+    told = drawbacks(UpConfig(), [GpuShare(device=device, memory=0.4, num_ranks=size) for device, size in gpus])
+    assert ["share GPUs" in line for line in told] == [True] * slow
+
+
+def test_tiers_of_different_sizes_are_told_what_that_means() -> None:
+    assert drawbacks(UpConfig(tensor_parallel_size=2), []) == []
+    [line] = drawbacks(UpConfig(decode_tensor_parallel_size=2), [])
+    assert "(prefill 1, decode 2)" in line

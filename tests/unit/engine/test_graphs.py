@@ -96,6 +96,15 @@ def test_the_longest_unused_recording_makes_room() -> None:
     assert recorder.num_recorded == 4
 
 
+def test_dropped_graphs_are_recorded_again() -> None:
+    recorder = Recorder()
+    replaying = device_decoder(Double(), recorder)
+    replaying.forward(decoding(1), CACHE)
+    replaying.drop_graphs()
+    replaying.forward(decoding(1), CACHE)
+    assert recorder.num_recorded == 2
+
+
 @pytest.mark.parametrize(
     ("sequences", "blocks", "padded"),
     [(1, 1, (1, 16)), (3, 16, (4, 16)), (5, 17, (8, 32)), (9, 33, (16, 64)), (33, 1000, (40, 1024))],

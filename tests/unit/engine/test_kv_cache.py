@@ -68,6 +68,33 @@ def test_blocks_of_8_bit_floats_begin_as_zeros_and_are_copied_and_handed_over_by
     assert not target.tensor[1].view(torch.uint8).any()
 
 
+@pytest.mark.parametrize("heads", [slice(0, 1), slice(1, 3), slice(0, 4)])
+def test_some_heads_of_blocks_are_copied_in_contiguous_pieces(heads: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KvCache(replace(LAYOUT, num_kv_heads=heads.stop - heads.start), 3, CPU)
+    cache.tensor.copy_(torch.randn(cache.tensor.shape))
+    there = torch.zeros(3, 2, 4, 4, 8, dtype=torch.bfloat16)
+    block, copy = cache.tensor[1].clone(), torch.Tensor.copy_
+    sizes: list[int] = []
+
+    def copy_contiguous(to: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
+        assert to.is_contiguous()
+        assert source.is_contiguous()
+        sizes.append(to.numel())
+        return copy(to, source, non_blocking)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "copy_", copy_contiguous)
+        cache.read_blocks([BlockId(1)], [there[1:, :, heads]], slice(1, 3))
+        cache.write_blocks([BlockId(2)], [there[1:, :, heads]], slice(1, 3))
+    assert torch.equal(there[1:, :, heads], block[1:])
+    assert torch.equal(cache.tensor[2, 1:], block[1:])
+    there[1:, :, heads] = 0
+    assert not there.any()
+    # No more pieces than it takes.
+    whole = cache.tensor[1, 1:].numel()
+    assert sizes == ([whole] * 2 if heads == slice(0, 4) else [whole // 4] * 8)
+
+
 def test_memory_that_cannot_be_had_is_a_setup_error_with_the_size() -> None:
     with pytest.raises(SetupError, match=r"KV blocks need \d+ MiB on cpu"):
         KvCache(LAYOUT, 2**52, CPU)

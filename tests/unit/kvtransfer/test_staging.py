@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.digest import HOST_DIGEST
+from kvtransfer.handover import CancelReceives
 from kvtransfer.memory import BlockMemory, Bundle, Part
 from kvtransfer.staging import Staged
 from kvtransfer.transport import Buffer, Operation, Peer
@@ -370,3 +371,27 @@ async def test_several_bundles_get_room_all_or_none() -> None:
     for buffer in lent:
         stage.give_back(buffer)
     assert stage.num_free == 8
+
+
+async def test_what_arrives_while_the_service_is_ending_is_left_and_given_back() -> None:
+    stages = Stages(4, 4)
+
+    async def fail() -> None:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        async with asyncio.timeout(10), worker_pair(stage=stages) as pair:
+            ticket = await pair.grant([0])
+            pair.receiver._tasks.start(fail(), name="fail")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
+                    await transfer.push(blocks(0))
+                    await every_message()
+                [incoming] = pair.receiver._incoming.values()
+                assert [index for index, _ in incoming.arrived] == [0]
+                pair.receiver._do(incoming, CancelReceives())
+                await pair.receiver.close()
+                assert stages.copies[0].begun == []
+                assert stages.are_empty

@@ -102,12 +102,13 @@ def test_the_largest_steps_are_run_and_their_peak_taken(
     )
     steps = LargestSteps(num_tokens=num_tokens, num_prompts=4, num_decoding=5)
     sampler = Drawn()
-    use = measure_use(decoder, sampler, layout, memory, free_before=90_000, steps=steps)
+    use = measure_use(decoder, sampler, layout, memory, free_before=90_000, group_bytes=30, steps=steps)
     assert memory.rows == [measured, 5]
     assert tables == [(1, -(-measured // 16)), (5, 4)]
     assert sampler.num_rows == [4, 5]
     logits = 5 * config.vocab_size * 4
-    assert (use.total, use.free, use.weights, use.activations) == (100_000, 90_000, 700, 10 * measured + logits)
+    assert (use.total, use.free, use.weights, use.group) == (100_000, 90_000, 700, 30)
+    assert use.activations == 10 * measured + logits
 
 
 @pytest.mark.parametrize(

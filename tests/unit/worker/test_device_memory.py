@@ -74,3 +74,26 @@ def test_a_stage_in_gpu_memory_is_part_of_the_workers_share() -> None:
     assert plan_with(0).num_blocks - plan_with(GIB).num_blocks == GIB // LAYOUT.block_bytes
     with pytest.raises(SetupError, match=r"activations of the largest step 2\.00 GiB, staging memory 60\.00 GiB"):
         plan_with(60 * GIB)
+
+
+def test_what_ranks_take_to_exchange_parts_is_no_kv() -> None:
+    assert plan(replace(USE, group=GIB)).num_blocks == plan().num_blocks - 512
+    with pytest.raises(SetupError, match=r"exchange between ranks 1\.00 GiB, one KV block"):
+        plan(replace(USE, weights=70 * GIB, group=GIB))
+
+
+def test_a_size_that_was_asked_for_is_that_of_all_ranks_together() -> None:
+    def of_two(memory: int) -> KvBudget:
+        return plan_device_kv(
+            LAYOUT,
+            USE,
+            utilization=0.9,
+            kv_cache_memory=memory,
+            num_ranks=2,
+            wanted_model_len=None,
+            model_limit=131_072,
+        )
+
+    assert of_two(8 * GIB) == plan(memory=4 * GIB)
+    with pytest.raises(SetupError, match=r"120\.00 GiB, a rank's part of which is 60\.00 GiB, does not fit"):
+        of_two(120 * GIB)

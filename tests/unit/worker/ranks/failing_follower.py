@@ -6,11 +6,13 @@ import os
 import signal
 import socket
 import sys
-from datetime import timedelta
+from pathlib import Path
 
-from torch._C import _distributed_c10d as c10d
+import torch
 
-from pdserve.worker.ranks.order import Order, receive_line, send_line
+from pdserve.worker.ranks.group import form_group
+from pdserve.worker.ranks.messages import Kind, MessageReader, encode
+from pdserve.worker.ranks.order import Answer, Order, receive_line, send_line
 
 
 def main() -> None:
@@ -24,20 +26,27 @@ def main() -> None:
         how = order.config.model_dir.name
         if how == "never-ends":
             signal.pause()
+        if how == "says-nothing-more":
+            stream.close()
+            signal.pause()
         if how == "ends-at-once":
             sys.exit(7)
         if how == "cannot-load":
-            send_line(stream, {"error": "no memory"})
+            send_line(stream, Answer(error="no memory").to_json())
             sys.exit(1)
-        send_line(stream, {"state": "here"})
-        options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(seconds=20)
-        store = c10d.FileStore(order.rendezvous, 2)
-        group = c10d.ProcessGroupGloo(store, order.rank, 2, options)
+        send_line(stream, Answer(state="here").to_json())
+        if how == "answers-another":
+            asked = MessageReader(stream).receive()
+            assert asked is not None
+            stream.sendall(encode(Kind.DONE, asked.number + 1))
+            signal.pause()
+        form_group(Path(order.rendezvous), order.rank, order.config.tensor_parallel_size, torch.device("cpu"))
         if how == "cannot-agree":
-            send_line(stream, {"error": "no room for one block"})
-        os._exit(group.rank())
+            # The first one has only heard of it.
+            last = order.rank == order.config.tensor_parallel_size - 1
+            error = "no room for one block" if last else "does not reach the others"
+            send_line(stream, Answer(error=error, hearsay=not last).to_json())
+        os._exit(1)
 
 
 if __name__ == "__main__":

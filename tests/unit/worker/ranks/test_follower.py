@@ -1,9 +1,10 @@
-"""A follower copies layers as soon as it has written them itself, however far rank 0 may be."""
+"""A rank copies no block before the step that writes it is that far, as far as it has to be."""
 
 from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import cast
@@ -15,114 +16,226 @@ from torch import Tensor
 from kernels.decoder import LayerListener
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
-from pdserve.engine.kv_cache import KvCache
 from pdserve.model.batch import Batch
 from pdserve.worker.blocks import Stage
 from pdserve.worker.part import ModelPart
-from pdserve.worker.ranks.follower import Follower, Progress
-from pdserve.worker.ranks.messages import HEADER_BYTES, Copy, Kind, Mark, MessageReader, StepWriter
+from pdserve.worker.ranks.follower import _KEPT_EVENTS, Follower, Progress
+from pdserve.worker.ranks.messages import Copy, Kind, Mark, MessageReader, StepWriter
 from tests.support.devices import DEVICE, gpu_only
-from tests.unit.worker.ranks.test_messages import batch
 
-WAIT_S = 20
-LAYOUT = KvLayout(model="m", dtype="float32", block_size=4, num_layers=2, num_kv_heads=1, head_dim=8)
-CPU = torch.device("cpu")
-
-
-class TwoLayers:
-    """Writes one, then waits until it may write the other."""
-
-    def __init__(self) -> None:
-        self.goes_on = threading.Event()
-
-    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> None:
-        assert on_layer is not None
-        kv_cache[1, 0] = 5
-        on_layer(1)
-        assert self.goes_on.wait(WAIT_S)
-        kv_cache[1, 1] = 6
-        on_layer(2)
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+LAYOUT = KvLayout(model="m", dtype="float32", block_size=2, num_layers=2, num_kv_heads=1, head_dim=4)
+DEADLINE_S = 20.0
+#: For what must not happen.
+SOON_S = 0.2
 
 
-def copy_of(layer: int, after: Mark) -> bytes:
-    """Of one layer of block 1, to slot 0."""
-    copy = Copy(bundles=[[BlockId(1)]], slots=[0], layers=slice(layer, layer + 1), after=after)
-    return copy.encode(Kind.READ_BLOCKS)
+class Event:
+    """As `torch.cuda.Event`."""
+
+    waited_for: tuple[Event, ...] = ()
+
+    def record(self, stream: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        Event.waited_for += (self,)
 
 
-def test_a_layer_is_copied_while_its_step_is_computed_and_not_before_it_is_written() -> None:
-    decoder, cache = TwoLayers(), KvCache(LAYOUT, 2, CPU)
-    memory = torch.zeros(LAYOUT.block_bytes, dtype=torch.uint8)
-    stage = Stage(memory, LAYOUT, torch.float32)
-    slot = stage.part(0, 1, slice(0, 2))[0]
-    part = cast(ModelPart, SimpleNamespace(step_decoder=decoder, kv_cache=cache))
-    follower = Follower(part, stage, CPU)
-    with ExitStack() as stack:
-        steps, their_steps, copies, their_copies = (
-            stack.enter_context(each) for pair in (socket.socketpair(), socket.socketpair()) for each in pair
-        )
-        threads = [
-            threading.Thread(target=follower.compute, args=(MessageReader(their_steps),)),
-            threading.Thread(target=follower.copy, args=(their_copies,)),
-        ]
-        for thread in threads:
-            thread.start()
-        try:
-            copies.settimeout(WAIT_S)
-            # Asked for before the step is known here.
-            copies.sendall(copy_of(0, Mark(3, 1)))
-            StepWriter([steps]).forward(3, batch(1, 1), notes_layers=True)
-            assert len(copies.recv(HEADER_BYTES)) == HEADER_BYTES
-            assert (slot[0] == 5).all()
-            copies.sendall(copy_of(1, Mark(3, 2)))
-            copies.settimeout(0.05)
-            with pytest.raises(TimeoutError):
-                copies.recv(HEADER_BYTES)
-            assert not slot[1].any()
-            decoder.goes_on.set()
-            copies.settimeout(WAIT_S)
-            assert len(copies.recv(HEADER_BYTES)) == HEADER_BYTES
-            assert (slot[1] == 6).all()
-        finally:
-            decoder.goes_on.set()
-            for stream in (steps, copies):
-                stream.shutdown(socket.SHUT_WR)
-            for thread in threads:
-                thread.join(WAIT_S)
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    """Those that were made, in order."""
+    made: list[Event] = []
+
+    def event() -> Event:
+        made.append(Event())
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(Event, "waited_for", ())
+    return made
 
 
-@pytest.mark.parametrize(
-    ("launched", "waited_for"),
-    [
-        (Mark(3, 2), Mark(3, 2)),
-        (Mark(3, 2), Mark(3, 1)),
-        (Mark(3), Mark(3, 2)),
-        (Mark(4, 1), Mark(3)),
-        (Mark(4, 1), Mark(3, 9)),
-    ],
-)
-def test_what_was_launched_is_not_waited_for(launched: Mark, waited_for: Mark) -> None:
-    progress = Progress(CPU)
-    progress.wait_for(Mark(0))
-    progress.note_launch(launched)
-    progress.wait_for(waited_for)
+def test_a_mark_is_waited_for_where_it_was_launched(events: list[Event]) -> None:
+    progress = Progress(GPU)
+    for mark in (Mark(1, 1), Mark(1, 2), Mark(1), Mark(2)):
+        progress.note_launch(mark)
+    for mark in (Mark(1, 2), Mark(1), Mark(1, 1), Mark(2, 1), Mark(0)):
+        progress.wait_for(mark)
+    assert Event.waited_for == tuple(events[place] for place in (1, 2, 0, 3, 0))
 
 
-@pytest.mark.parametrize("waited_for", [Mark(3, 3), Mark(3), Mark(4, 1)])
-def test_what_was_not_launched_is_waited_for(waited_for: Mark) -> None:
-    progress, arrived = Progress(CPU), threading.Event()
-    progress.note_launch(Mark(3, 2))
+def test_a_mark_that_is_forgotten_is_before_the_oldest_that_is_not(events: list[Event]) -> None:
+    progress = Progress(GPU)
+    for step in range(1, _KEPT_EVENTS + 3):
+        progress.note_launch(Mark(step))
+    progress.wait_for(Mark(1))
+    assert Event.waited_for == (events[2],)
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_what_is_not_launched_is_waited_for(device: torch.device, events: list[Event]) -> None:
+    progress = Progress(device)
+    progress.note_launch(Mark(1))
+    reached = threading.Event()
 
     def wait() -> None:
-        progress.wait_for(waited_for)
-        arrived.set()
+        progress.wait_for(Mark(2, 1))
+        reached.set()
 
     thread = threading.Thread(target=wait)
     thread.start()
-    assert not arrived.wait(0.05)
-    progress.note_launch(waited_for)
-    assert arrived.wait(WAIT_S)
+    assert not reached.wait(SOON_S)
+    progress.note_launch(Mark(2, 1))
+    assert reached.wait(DEADLINE_S)
     thread.join()
+    assert Event.waited_for == tuple(events[1:])
+
+
+class HeldDecoder:
+    """Writes a layer when it is told to."""
+
+    def __init__(self) -> None:
+        self.may_write = [threading.Event() for _ in range(LAYOUT.num_layers)]
+        self.may_end = threading.Event()
+
+    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
+        for layer, told in enumerate(self.may_write):
+            assert told.wait(DEADLINE_S)
+            kv_cache[:, layer] = 1 + layer
+            if on_layer is not None:
+                on_layer(layer + 1)
+        assert self.may_end.wait(DEADLINE_S)
+        return torch.empty(0)
+
+
+class Cache:
+    """Blocks of one rank, and what was read of them."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.zeros(3, 2, 2, 1, 2, 4)
+        self.written = False
+
+    def read_blocks(self, block_ids: Sequence[BlockId], into: Sequence[Tensor], layers: slice) -> None:
+        for block_id, data in zip(block_ids, into, strict=True):
+            data.copy_(self.tensor[block_id, layers])
+
+    def write_blocks(self, block_ids: Sequence[BlockId], data: Sequence[Tensor], layers: slice) -> None:
+        self.written = True
+
+
+class Led:
+    """A follower on two threads, seen from rank 0."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.decoder, self.cache = HeldDecoder(), Cache()
+        self.stage = torch.zeros(3 * LAYOUT.block_bytes, dtype=torch.uint8)
+        part = cast(ModelPart, SimpleNamespace(step_decoder=self.decoder, kv_cache=self.cache))
+        follower = Follower(part, Stage(self.stage, LAYOUT, torch.float32), CPU)
+        steps, their_steps = socket.socketpair()
+        self.copies, their_copies = socket.socketpair()
+        for each in (their_steps, their_copies):
+            stack.enter_context(each)
+        for target, of in ((follower.compute, MessageReader(their_steps)), (follower.copy, their_copies)):
+            thread = threading.Thread(target=target, args=(of,))
+            thread.start()
+            stack.callback(thread.join)
+        for each in (steps, self.copies):
+            stack.enter_context(each)
+        self.copies.settimeout(DEADLINE_S)
+        self._steps, self._answers = StepWriter([steps]), MessageReader(self.copies)
+
+    def begin(self, number: int, *, notes_layers: bool = False) -> None:
+        row = torch.zeros(1, dtype=torch.int64)
+        batch = Batch(
+            token_ids=row,
+            positions=row,
+            slot_mapping=row,
+            query_starts=torch.tensor([0, 1]),
+            context_lens=row + 1,
+            block_tables=row.view(1, 1),
+            logits_rows=row,
+        )
+        self._steps.forward(number, batch, notes_layers=notes_layers)
+
+    def ask(self, kind: Kind, after: Mark, layers: slice = slice(0, 2)) -> None:
+        copy = Copy(bundles=[[BlockId(1)]], slots=[2], layers=layers, after=after)
+        self.copies.sendall(copy.encode(kind))
+
+    def answer(self) -> tuple[Kind, int]:
+        message = self._answers.receive()
+        assert message is not None
+        return message.kind, message.number
+
+    def does_not_answer(self) -> bool:
+        self.copies.settimeout(SOON_S)
+        try:
+            return not self.copies.recv(1, socket.MSG_PEEK)
+        except TimeoutError:
+            return True
+        finally:
+            self.copies.settimeout(DEADLINE_S)
+
+    def read_back(self) -> list[float]:
+        """The first number of each layer of the slot."""
+        numbers: list[float] = self.stage.view(torch.float32).view(3, 2, -1)[2, :, 0].tolist()
+        return numbers
+
+
+@pytest.fixture
+def led() -> Iterator[Led]:
+    with ExitStack() as stack:
+        led = Led(stack)
+        yield led
+        # A failed test leaves it held.
+        for held in (*led.decoder.may_write, led.decoder.may_end):
+            held.set()
+
+
+def test_a_block_is_read_when_the_step_has_ended(led: Led) -> None:
+    led.begin(1)
+    led.ask(Kind.READ_BLOCKS, Mark(1))
+    for held in led.decoder.may_write:
+        held.set()
+    assert led.does_not_answer()
+    led.decoder.may_end.set()
+    assert led.answer() == (Kind.DONE, 1)
+    assert led.read_back() == [1, 2]
+
+
+def test_a_layer_is_read_when_it_is_written_and_no_later(led: Led) -> None:
+    led.begin(1, notes_layers=True)
+    led.ask(Kind.READ_BLOCKS, Mark(1, 1), slice(0, 1))
+    assert led.does_not_answer()
+    led.decoder.may_write[0].set()
+    assert led.answer() == (Kind.DONE, 1)
+    assert led.read_back() == [1, 0]
+    led.ask(Kind.READ_BLOCKS, Mark(1, 2), slice(1, 2))
+    assert led.does_not_answer()
+    led.decoder.may_write[1].set()
+    assert led.answer() == (Kind.DONE, 1)
+
+
+def test_a_layer_that_is_not_noted_is_written_when_the_step_has_ended(led: Led) -> None:
+    led.begin(1)
+    led.decoder.may_write[0].set()
+    led.ask(Kind.READ_BLOCKS, Mark(1, 1), slice(0, 1))
+    assert led.does_not_answer()
+    led.decoder.may_write[1].set()
+    led.decoder.may_end.set()
+    assert led.answer() == (Kind.DONE, 1)
+
+
+def test_blocks_are_not_overwritten_under_a_step(led: Led) -> None:
+    led.begin(1)
+    led.ask(Kind.WRITE_BLOCKS, Mark(1))
+    assert led.does_not_answer()
+    assert not led.cache.written
+    for held in (*led.decoder.may_write, led.decoder.may_end):
+        held.set()
+    assert led.answer() == (Kind.DONE, 1)
+    assert led.cache.written
 
 
 class TestOnHardware:

@@ -10,7 +10,7 @@ import pytest
 from decode_svc.config import DecodeConfig
 from pdserve.base.errors import SetupError
 from pdserve.base.worker_config import WorkerConfig
-from pdserve.worker.ranks.order import FollowerConfig, Order, receive_line, send_line
+from pdserve.worker.ranks.order import Answer, FollowerConfig, Order, receive_line, send_line
 from pdserve.worker.ranks.split import config_of_rank
 
 CONFIG = DecodeConfig(
@@ -40,6 +40,16 @@ def test_an_order_arrives_with_every_setting_but_the_password() -> None:
     for name in WorkerConfig.__dataclass_fields__:
         assert mine[name] == ("" if name == "redis_url" else getattr(CONFIG, name)), name
     assert order.config.max_decoding == CONFIG.max_decoding == 17
+
+
+def test_an_answer_arrives_as_it_was_said() -> None:
+    said = Answer(error="no", hearsay=True)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        send_line(ours, said.to_json())
+        line = receive_line(theirs)
+        assert line is not None
+        assert Answer(**line) == said
 
 
 def test_a_line_that_does_not_come_is_a_timeout() -> None:
