@@ -162,7 +162,7 @@ def _follow(step_stream: socket.socket, copy_stream: socket.socket, stage: int) 
     try:
         follower = load(order, stage, copy_stream)
         send_line(copy_stream, Answer(state="ready").to_json())
-    except OSError:
+    except ConnectionError:
         return 1  # The worker is gone.
     except (SetupError, Unreached) as error:
         with contextlib.suppress(OSError):
@@ -184,7 +184,7 @@ def _follow(step_stream: socket.socket, copy_stream: socket.socket, stage: int) 
 def _copy(follower: Follower, stream: socket.socket) -> None:
     try:
         follower.copy(stream)
-    except OSError:
+    except ConnectionError:
         pass  # The worker is gone.
     except BaseException as error:  # noqa: BLE001 - the worker has to hear of it: its connection ends
         log.error("copy_failed", error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import selectors
 import socket
 import subprocess
 import sys
@@ -35,7 +36,7 @@ class RankProcess:
         self.rank = rank
         self._device = device
         self.steps, steps = socket.socketpair()
-        self._copies, copies = socket.socketpair()
+        self.copies, copies = socket.socketpair()
         passed = (steps.fileno(), copies.fileno(), stage)
         flags = ("-P",) if sys.flags.safe_path else ()
         with steps, copies:
@@ -51,11 +52,11 @@ class RankProcess:
     def order(self, order: Order) -> None:
         """The first thing it is told."""
         with contextlib.suppress(OSError):  # `expect` says what happened.
-            send_line(self._copies, order.to_json())
+            send_line(self.copies, order.to_json())
 
     def expect(self, state: str) -> None:
         """Waits until it says so. Raises `SetupError` with what it says instead, or that it ended."""
-        line = receive_line(self._copies)
+        line = receive_line(self.copies)
         if line is None:
             code = self.end(time.monotonic() + _END_S)
             raise SetupError(self.says(f"ended with exit code {code} while it was started."))
@@ -68,7 +69,7 @@ class RankProcess:
         """What it says has gone wrong, if it says anything of its own until then, by `time.monotonic`."""
         try:
             # Zero is another thing.
-            line = receive_line(self._copies, timeout_s=max(0.001, deadline - time.monotonic()))
+            line = receive_line(self.copies, timeout_s=max(0.001, deadline - time.monotonic()))
         except TimeoutError:
             return None
         answer = Answer() if line is None else Answer(**line)
@@ -83,7 +84,7 @@ class RankProcess:
         async with self._turn:
             try:
                 if self._streams is None:
-                    self._streams = await asyncio.open_connection(sock=self._copies)
+                    self._streams = await asyncio.open_connection(sock=self.copies)
                 reader, writer = self._streams
                 writer.write(request)
                 answer = await reader.readexactly(HEADER_BYTES)
@@ -105,7 +106,7 @@ class RankProcess:
         self.steps.close()
         if self._streams is not None:
             self._streams[1].transport.abort()
-        self._copies.close()
+        self.copies.close()
 
 
 class RankProcesses:
@@ -128,8 +129,14 @@ class RankProcesses:
 
     def expect(self, state: str) -> None:
         """Waits until all say so. Raises `SetupError` with what one says instead, or that it ended."""
-        for each in self._all:
-            each.expect(state)
+        with selectors.DefaultSelector() as selector:
+            for each in self._all:
+                selector.register(each.copies, selectors.EVENT_READ, each)
+            # Not one after the other: on GPUs the others wait for ever for one that has failed.
+            while selector.get_map():
+                for key, _ in selector.select():
+                    selector.unregister(key.fileobj)
+                    key.data.expect(state)
 
     def complaint(self) -> str | None:
         """What the first of them that says anything of its own soon says has gone wrong."""

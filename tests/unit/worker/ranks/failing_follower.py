@@ -35,6 +35,10 @@ def main() -> None:
             send_line(stream, Answer(error="no memory").to_json())
             sys.exit(1)
         send_line(stream, Answer(state="here").to_json())
+        if how == "last-fails" and order.rank == order.config.tensor_parallel_size - 1:
+            os._exit(7)
+        if how == "last-fails":
+            signal.pause()
         if how == "answers-another":
             asked = MessageReader(stream).receive()
             assert asked is not None

@@ -229,6 +229,19 @@ def test_a_rank_that_knows_what_went_wrong_is_heard_before_those_that_only_see_i
         load_model(config_of(model, 4))
 
 
+def test_a_rank_that_fails_is_heard_while_others_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_MODULE", failing_follower.__name__)
+    monkeypatch.setattr(processes, "_END_S", 1.0)
+    config = config_of(save_model(tmp_path / "last-fails"), 3)
+    stage = make_stage(1)
+    others = processes.RankProcesses(config, stage, tmp_path / "nobody-comes", lambda error: None)
+    others.expect("here")
+    with pytest.raises(SetupError, match=r"^Rank 2 \(cpu\): ended with exit code 7"):
+        others.expect("ready")
+    others.close()
+    os.close(stage)
+
+
 def test_an_error_of_the_first_rank_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_MODULE", failing_follower.__name__)
     monkeypatch.setattr(processes, "_REASON_S", 0.1)
@@ -246,7 +259,7 @@ def test_ranks_are_named_with_their_gpus(tmp_path: Path, monkeypatch: pytest.Mon
     config = replace(config_of(save_model(tmp_path / "cannot-load"), 3), device="cuda:2")
     stage = make_stage(1)
     others = processes.RankProcesses(config, stage, tmp_path / "nobody-comes", lambda error: None)
-    with pytest.raises(SetupError, match=r"^Rank 1 \(cuda:3\): no memory$"):
+    with pytest.raises(SetupError, match=r"^Rank (1 \(cuda:3\)|2 \(cuda:4\)): no memory$"):
         others.expect("here")
     others.close()
     os.close(stage)
