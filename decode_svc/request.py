@@ -28,6 +28,12 @@ class SchedulerConfig:
     max_reserved_share: float = 0.5
     #: Blocks that can be on their way at a time, whatever the share; prompts with more are computed here.
     max_receivable_blocks: int = sys.maxsize
+    #: Blocks that arrive together; fewer take as much of that room.
+    bundle_blocks: int = 1
+
+    def room_for(self, num_blocks: int) -> int:
+        """What blocks that are to be received take of what can be."""
+        return -(-num_blocks // self.bundle_blocks) * self.bundle_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

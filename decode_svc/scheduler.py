@@ -48,6 +48,7 @@ class DecodeScheduler:
         capacity = pool.num_blocks * pool.block_size
         self._limits = replace(config.limits, max_model_len=min(config.limits.max_model_len, capacity + 1))
         self._model_limits = config.limits
+        self._room_for = config.room_for
         self._max_receivable = config.max_receivable_blocks
         self._max_receiving = min(int(config.max_reserved_share * pool.num_blocks), self._max_receivable)
         self._requests: dict[RequestId, Request] = {}
@@ -228,7 +229,7 @@ class DecodeScheduler:
         """
         stem, job = request.stem, request.job
         num_known = self._pool.count_prefix(stem.hash_full_blocks(self._pool.block_size))
-        num_missing = self._pool.blocks_for(stem.num_prompt) - num_known
+        num_missing = self._room_for(self._pool.blocks_for(stem.num_prompt) - num_known)
         num_uncached = stem.num_prompt - num_known * self._pool.block_size
         is_small = job.local_prefill_threshold > 0 and num_uncached <= job.local_prefill_threshold
         locally = request.locally or is_small or num_missing > self._max_receivable

@@ -52,6 +52,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
                 itl_budget_s=self.itl_budget_s,
                 max_reserved_share=config.max_reserved_share,
                 max_receivable_blocks=worker.blocks.most,
+                bundle_blocks=worker.blocks.bundle_blocks,
             ),
         )
         self._worker = worker

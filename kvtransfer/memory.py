@@ -40,7 +40,7 @@ class BlockMemory(Protocol):
 
     @property
     def bundle_blocks(self) -> int:
-        """So many are best received together."""
+        """So many are best received together; fewer take as much room, of what `most` says there is."""
 
     @property
     def copies(self) -> bool:
@@ -48,7 +48,7 @@ class BlockMemory(Protocol):
 
     @property
     def digest(self) -> str:
-        """Which one messages have. Where it is not `HOST_DIGEST`, `load` and `store` give it."""
+        """Which one messages have."""
 
     @property
     def window_bytes(self) -> int:
@@ -63,7 +63,8 @@ class BlockMemory(Protocol):
     async def load(self, bundles: Sequence[Bundle], buffers: Sequence[Buffer], part: Part) -> list[bytes]:
         """Has that part of the bundles in its place in the memory lent for them.
 
-        Gives the messages' digests, or nothing when they are to be computed from the bytes. Raises `TransferError`.
+        Gives the messages' digests where it copies, else nothing: then bytes are digested as they pass. Raises
+        `TransferError`.
         """
 
     async def store(self, bundles: Sequence[Bundle], buffers: Sequence[Buffer], part: Part) -> list[bytes]:

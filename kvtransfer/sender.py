@@ -22,7 +22,7 @@ from kvtransfer.handover import (
     SendStarted,
     TimePassed,
 )
-from kvtransfer.memory import BlockMemory, Part
+from kvtransfer.memory import BlockMemory, Bundle, Part
 from kvtransfer.peers import PeerTable
 from kvtransfer.send_machine import SendMachine, SendState
 from kvtransfer.ticket import Commit, Ticket, signed_commit
@@ -36,6 +36,8 @@ T = TypeVar("T")
 
 #: Of what may be on the wire, as much is copied in one go where blocks have to be copied before they are sent.
 _LOADED_AT_ONCE = 1 / 4
+#: Of memory to copy to: a peer that takes nothing any more leaves the rest to transfers to others.
+_SHARE_OF_MEMORY = 1 / 4
 #: The event loop, and with it the wire, gets a turn after this many bytes were digested.
 _TURN_BYTES = 4 << 20
 
@@ -70,6 +72,12 @@ class Sender:
         self._max_outstanding_bytes = max_outstanding_bytes or memory.window_bytes
         self._peers = PeerTable(transport)
 
+    def _max_outstanding(self, ticket: Ticket) -> int:
+        """Messages: as many as a window of bytes, in at most a share of the memory that all transfers have together."""
+        in_window = self._max_outstanding_bytes // (ticket.groups.most_bytes * ticket.bundle_blocks)
+        lendable = self._memory.most // self._memory.bundle_blocks
+        return max(1, min(in_window, int(_SHARE_OF_MEMORY * lendable)))
+
     @asynccontextmanager
     async def open(self, ticket: Ticket, *, request_id: RequestId) -> AsyncIterator[OutgoingTransfer]:
         """One transfer. When the block is left, however, nothing reads the pushed blocks any more: they may be freed.
@@ -103,9 +111,7 @@ class Sender:
                 ticket=ticket,
                 request_id=request_id,
                 machine=machine,
-                max_outstanding=max(
-                    1, self._max_outstanding_bytes // (ticket.groups.most_bytes * ticket.bundle_blocks)
-                ),
+                max_outstanding=self._max_outstanding(ticket),
             )
             try:
                 yield transfer
@@ -139,6 +145,8 @@ class OutgoingTransfer:
         #: Of each group, in the order of the bundles.
         self._digests: list[list[bytes]] = [[] for _ in range(ticket.layer_groups)]
         self._sent_bytes = 0
+        #: For its own worker's memory, of which others have too much: the peer has nothing to do with it.
+        self.waits_for_memory = False
         self._changed = asyncio.Event()
         self._wire = _WireClock()
         self._commit_timeout: asyncio.Timeout | None = None
@@ -180,18 +188,41 @@ class OutgoingTransfer:
         bundles = self._ticket.bundles.of(block_ids)
         part = Part(layers=self._groups.layers[group], digest=self._digest, after=after)
         # No more at a time than may be on the wire: what has been lent to others comes back only when it was sent.
-        at_once = min(self._max_outstanding, max(1, self._memory.most // self._ticket.bundle_blocks))
+        at_once = self._max_outstanding
         if self._memory.copies:  # The first leave while the next are copied.
-            at_once = min(at_once, max(1, int(_LOADED_AT_ONCE * self._max_outstanding)))
+            at_once = max(1, int(_LOADED_AT_ONCE * at_once))
         for first in range(0, len(bundles), at_once):
             some = bundles[first : first + at_once]
-            lent = await self._memory.lend(some)
+            lent = await self._lend(some)
             try:
                 digests = await self._memory.load(some, lent, part)
                 await self._push_lent(lent, group, [len(bundle) for bundle in some], digests)
             finally:
                 for buffer in lent:
                     self._memory.give_back(buffer)
+
+    async def _lend(self, bundles: Sequence[Bundle]) -> list[Buffer]:
+        """As `BlockMemory.lend`, until the transfer is over."""
+        if not self._memory.copies:
+            return await self._memory.lend(bundles)
+        lending = asyncio.ensure_future(self._memory.lend(bundles))
+        self.waits_for_memory = True
+        try:
+            while not lending.done():
+                change = asyncio.ensure_future(self._change())
+                await asyncio.wait((lending, change), return_when=asyncio.FIRST_COMPLETED)
+                change.cancel()
+                self._require_alive()
+            return lending.result()
+        except BaseException:
+            lending.cancel()
+            await asyncio.wait((lending,))
+            if not lending.cancelled() and lending.exception() is None:
+                for buffer in lending.result():
+                    self._memory.give_back(buffer)
+            raise
+        finally:
+            self.waits_for_memory = False
 
     async def _push_lent(self, lent: list[Buffer], group: int, sizes: list[int], digests: list[bytes]) -> None:
         """Takes each buffer off the list when it is on the wire, from where it is given back."""

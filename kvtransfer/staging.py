@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -36,7 +35,7 @@ class BlockCopies(Protocol):
     async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
         """Copies that part of each bundle to its place in the slots from the given one on, as many as it has blocks.
 
-        It is there when it returns. Gives digests as `BlockMemory.load`. Raises `TransferError`.
+        It is there when it returns. Gives the messages' digests. Raises `TransferError`.
         """
 
     async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
@@ -44,7 +43,7 @@ class BlockCopies(Protocol):
 
 
 class Staged:
-    """Implements `BlockMemory`: bundles are copied to or from neighbouring slots of the stage, one for each block.
+    """Implements `BlockMemory`: bundles are copied to or from frames of the stage, each with room for a whole one.
 
     Belongs to one event loop.
     """
@@ -59,31 +58,33 @@ class Staged:
         self._copies = copies
         self._stage = stage
         self._block_bytes = block_bytes
-        self.most = len(stage) // block_bytes
         self.bundle_blocks = bundle_blocks or best_bundle(block_bytes)
-        assert self.bundle_blocks <= self.most
+        #: First slots.
+        self._free = [*range(0, len(stage) // block_bytes - self.bundle_blocks + 1, self.bundle_blocks)]
+        assert self._free
+        self.most = len(self._free) * self.bundle_blocks
         self.digest = copies.digest
         self.window_bytes = HOST_WINDOW_BYTES if copies.digest == HOST_DIGEST else DEVICE_WINDOW_BYTES
-        #: Free runs of slots, first and number, ascending; neighbours are one run.
-        self._free = [(0, self.most)]
         #: What is lent, by identity, with its first slot.
         self._lent: dict[int, tuple[Buffer, int]] = {}
         self._waiting: deque[tuple[list[int], asyncio.Future[list[Buffer]]]] = deque()
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody has."""
-        return sum(length for _, length in self._free)
+        """Blocks for which there are frames that nobody has."""
+        return len(self._free) * self.bundle_blocks
 
     async def lend(self, bundles: Sequence[Bundle]) -> list[Buffer]:
         sizes = [len(bundle) for bundle in bundles]
-        if sum(sizes) > self.most:
+        num_frames = self.most // self.bundle_blocks
+        if len(sizes) > num_frames or max(sizes, default=0) > self.bundle_blocks:
             raise NoFreeBlocks(
-                f"{sum(sizes)} KV blocks at a time do not fit into the memory in which they stop over between GPU and "
-                f"wire, which has room for {self.most}. Raise --staging-memory."
+                f"{len(sizes)} bundles of up to {max(sizes)} KV blocks at a time do not fit into the memory in which "
+                f"they stop over between GPU and wire, which has room for {num_frames} of {self.bundle_blocks}. "
+                "Raise --staging-memory."
             )
-        if not self._waiting and (taken := self._take(sizes)) is not None:
-            return taken
+        if not self._waiting and len(sizes) <= len(self._free):
+            return self._take(sizes)
         turn: asyncio.Future[list[Buffer]] = asyncio.get_running_loop().create_future()
         self._waiting.append((sizes, turn))
         try:
@@ -103,49 +104,24 @@ class Staged:
         return await self._copies.write(bundles, self._slots_of(buffers), part)
 
     def give_back(self, buffer: Buffer) -> None:
-        buffer, first = self._lent.pop(id(buffer))
-        self._release(first, buffer.nbytes // self._block_bytes)
+        self._free.append(self._lent.pop(id(buffer))[1])
         self._serve()
 
     def _slots_of(self, buffers: Sequence[Buffer]) -> list[int]:
         return [self._lent[id(buffer)][1] for buffer in buffers]
 
-    def _take(self, sizes: Sequence[int]) -> list[Buffer] | None:
-        """Room for each, or None when there is not enough for all, or only in pieces."""
-        firsts: list[int] = []
-        for size in sizes:
-            place = next((place for place, (_, length) in enumerate(self._free) if length >= size), None)
-            if place is None:
-                for taken, given in zip(firsts, sizes, strict=False):
-                    self._release(taken, given)
-                return None
-            first, length = self._free[place]
-            self._free[place : place + 1] = [(first + size, length - size)] if length > size else []
-            firsts.append(first)
+    def _take(self, sizes: Sequence[int]) -> list[Buffer]:
         lent = []
-        for first, size in zip(firsts, sizes, strict=True):
+        for size in sizes:
+            first = self._free.pop()
             buffer = self._stage[first * self._block_bytes : (first + size) * self._block_bytes]
             self._lent[id(buffer)] = (buffer, first)
             lent.append(buffer)
         return lent
 
-    def _release(self, first: int, length: int) -> None:
-        insort(self._free, (first, length))
-        merged: list[tuple[int, int]] = []
-        for start, size in self._free:
-            if merged and sum(merged[-1]) == start:
-                merged[-1] = (merged[-1][0], merged[-1][1] + size)
-            else:
-                merged.append((start, size))
-        self._free = merged
-
     def _serve(self) -> None:
         """Those who wait, in turn, as far as there is room."""
-        while self._waiting:
-            sizes, turn = self._waiting[0]
-            taken = None if turn.done() else self._take(sizes)
-            if taken is None and not turn.done():
-                return
-            self._waiting.popleft()
-            if taken is not None:
-                turn.set_result(taken)
+        while self._waiting and (self._waiting[0][1].done() or len(self._waiting[0][0]) <= len(self._free)):
+            sizes, turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(self._take(sizes))

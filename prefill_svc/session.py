@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from kvtransfer.sender import Sender
@@ -96,7 +96,7 @@ class PrefillSession:
                     self.outcome = "not_needed"
                 elif pusher is not None:
                     assert ticket is not None
-                    await pusher.drained()
+                    await self._drained(pusher)
                     await pusher.transfer.finish(
                         [choice.token_ids[0] for choice in self._state.first_tokens],
                         lambda commit: self._commit(ticket, commit),
@@ -146,10 +146,23 @@ class PrefillSession:
                     continue
                 case None:
                     pass
-            # What waits for the wire has its progress to go by.
-            if pusher is not None and pusher.is_idle:
-                pusher.transfer.keep_lease()
-            await self._tell_progress()
+            await self._keep_alive(pusher)
+
+    async def _drained(self, pusher: Pusher) -> None:
+        """Returns when all that was stored is on the wire."""
+        while not pusher.is_idle:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(KEEP_ALIVE_S):
+                    await pusher.drained()
+                return
+            if pusher.transfer.waits_for_memory:
+                await self._keep_alive(pusher)
+
+    async def _keep_alive(self, pusher: Pusher | None) -> None:
+        """What waits for the wire has its progress to go by; else the router keeps the decode worker's lease."""
+        if pusher is not None and (pusher.is_idle or pusher.transfer.waits_for_memory):
+            pusher.transfer.keep_lease()
+        await self._tell_progress()
 
     def _num_complete(self, job: PrefillJob, num_computed: int) -> int:
         """Blocks to which nothing is added any more: full ones, and the prompt's last."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from kvtransfer.digest import HOST_DIGEST
 from kvtransfer.memory import BlockMemory, Bundle, InPlace, Part
 from kvtransfer.staging import Staged, best_bundle
 from pdserve.base.errors import SetupError
+from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
 from pdserve.base.tasks import to_its_end
 from pdserve.engine.kv_cache import KvCache
@@ -23,6 +26,7 @@ class Stage:
     def __init__(self, memory: Tensor, layout: KvLayout, dtype: torch.dtype, heads: slice = slice(None)) -> None:
         """`memory`: uint8; `layout`: of blocks with all heads; `heads`: those of one of several ranks."""
         self._numbers = memory.view(dtype)
+        self._bytes: npt.NDArray[np.uint8] = memory.numpy()
         self._layout = layout
         self._heads = heads
 
@@ -35,6 +39,17 @@ class Stage:
         size = layer_size * num_blocks * shape[0]
         return self._numbers[first : first + size].view(num_blocks, *shape)[:, :, :, self._heads]
 
+    def message(self, slot: int, num_blocks: int, layers: slice) -> npt.NDArray[np.uint8]:
+        """The bytes of all heads of it."""
+        layer_bytes = self._layout.block_bytes // self._layout.num_layers
+        first = slot * self._layout.block_bytes + num_blocks * layers.start * layer_bytes
+        return self._bytes[first : first + num_blocks * (layers.stop - layers.start) * layer_bytes]
+
+    def digests(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+        """Of the bundles' messages. Takes about 0.1 ms a MiB: not for an event loop."""
+        places = zip(bundles, slots, strict=True)
+        return [part.digest(self.message(slot, len(bundle), part.layers)) for bundle, slot in places]
+
     def parts(self, bundles: Sequence[Bundle], slots: Sequence[int], layers: slice) -> list[Tensor]:
         """Of all blocks, one by one."""
         places = zip(bundles, slots, strict=True)
@@ -46,21 +61,31 @@ class CacheCopies:
 
     digest = HOST_DIGEST
 
-    def __init__(self, cache: KvCache, stage: Stage) -> None:
+    def __init__(self, cache: KvCache, stage: Stage, *, is_whole: bool = True) -> None:
+        """`is_whole`: False for one of several ranks, whose heads alone make no message that could be digested."""
         self._cache = cache
         self._stage = stage
+        self._is_whole = is_whole
 
     async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
-        into = self._stage.parts(bundles, slots, part.layers)
-        block_ids = [block_id for bundle in bundles for block_id in bundle]
-        await to_its_end(asyncio.to_thread(self._cache.read_blocks, block_ids, into, part.layers, part.after))
-        return []
+        return await to_its_end(asyncio.to_thread(self._read, bundles, slots, part))
 
     async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+        return await to_its_end(asyncio.to_thread(self._write, bundles, slots, part))
+
+    def _read(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+        into = self._stage.parts(bundles, slots, part.layers)
+        self._cache.read_blocks(_all_blocks(bundles), into, part.layers, part.after)
+        return self._stage.digests(bundles, slots, part) if self._is_whole else []
+
+    def _write(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
         data = self._stage.parts(bundles, slots, part.layers)
-        block_ids = [block_id for bundle in bundles for block_id in bundle]
-        await to_its_end(asyncio.to_thread(self._cache.write_blocks, block_ids, data, part.layers))
-        return []
+        self._cache.write_blocks(_all_blocks(bundles), data, part.layers)
+        return self._stage.digests(bundles, slots, part) if self._is_whole else []
+
+
+def _all_blocks(bundles: Sequence[Bundle]) -> list[BlockId]:
+    return [block_id for bundle in bundles for block_id in bundle]
 
 
 def block_memory(kv_cache: KvCache, staging_bytes: int) -> BlockMemory:

@@ -159,21 +159,26 @@ class RankCopies:
 
     def __init__(self, lead: Lead, own: KvCache, stage: Stage) -> None:
         self._lead = lead
-        self._own = CacheCopies(own, stage)
+        self._own = CacheCopies(own, stage, is_whole=False)
+        self._stage = stage
 
     async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
         assert part.after is None or isinstance(part.after, RankMoment)
         mark = self._lead.ended if part.after is None else part.after.mark
         copy = Copy(bundles=bundles, slots=slots, layers=part.layers, after=mark)
-        return await self._all(self._own.read(bundles, slots, part), self._lead.have_copied(Kind.READ_BLOCKS, copy))
+        await self._all(self._own.read(bundles, slots, part), self._lead.have_copied(Kind.READ_BLOCKS, copy))
+        return await self._digests(bundles, slots, part)
 
     async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
         copy = Copy(bundles=bundles, slots=slots, layers=part.layers, after=self._lead.ended)
-        return await self._all(self._own.write(bundles, slots, part), self._lead.have_copied(Kind.WRITE_BLOCKS, copy))
+        await self._all(self._own.write(bundles, slots, part), self._lead.have_copied(Kind.WRITE_BLOCKS, copy))
+        return await self._digests(bundles, slots, part)
 
-    async def _all(self, own: Awaitable[list[bytes]], others: Awaitable[None]) -> list[bytes]:
+    async def _digests(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+        return await to_its_end(asyncio.to_thread(self._stage.digests, bundles, slots, part))
+
+    async def _all(self, own: Awaitable[list[bytes]], others: Awaitable[None]) -> None:
         outcomes = await to_its_end(asyncio.gather(own, others, return_exceptions=True))
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
-        return []

@@ -136,9 +136,17 @@ class Request:
         self._stream.close()
 
     async def prefill(
-        self, ticket: decode_pb2.Ticket | None, *, forced: tuple[int, ...] = (), channel: grpc.aio.Channel | None = None
+        self,
+        ticket: decode_pb2.Ticket | None,
+        *,
+        forced: tuple[int, ...] = (),
+        channel: grpc.aio.Channel | None = None,
+        keeps_lease: bool = False,
     ) -> prefill_pb2.PrefillDone:
-        """Has the prompt computed and handed over; takes the first tokens. Raises the worker's error."""
+        """Has the prompt computed and handed over; takes the first tokens. Raises the worker's error.
+
+        `keeps_lease`: progress is passed on to the decode worker, as by a router.
+        """
         request = prefill_pb2.PrefillRequest(
             ref=self.ref(ticket.attempt if ticket is not None else 1),
             prompt_token_ids=self.prompt,
@@ -150,6 +158,8 @@ class Request:
             with mapped_rpc_errors("the prefill worker"):
                 stub = prefill_pb2_grpc.PrefillServiceStub(channel or self._house.prefill_channel)
                 async for event in stub.Prefill(request):
+                    if keeps_lease and event.HasField("progress"):
+                        await self.send(keep_lease=decode_pb2.KeepLease())
                     for choice in event.first_token.choices:
                         if not self.tokens[choice.choice_index]:
                             self.take(choice)

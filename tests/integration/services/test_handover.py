@@ -22,6 +22,7 @@ from pdserve.base.errors import (
     StaleError,
     TransferTimeout,
 )
+from pdserve.base.ids import BlockId
 from pdserve.engine.kv_cache import KvCache
 from pdserve.v1 import decode_pb2
 from pdserve.worker import blocks as worker_blocks
@@ -79,14 +80,14 @@ async def test_handed_over_tokens_are_those_of_local_prefill(
 
 @pytest.fixture(params=["host", pytest.param("device", marks=needs_triton)])
 def staged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Staged]:
-    """Workers whose blocks stop over in stages of ten slots, as those of a GPU; the decode worker's first.
+    """Workers whose blocks stop over in stages of twelve slots, as those of a GPU; the decode worker's first.
 
     In memory of the host, or of the device, which here is the host's and packs in Triton's interpreter.
     """
     stages: list[Staged] = []
 
     def block_memory(kv_cache: KvCache, staging_bytes: int) -> Staged:
-        memory = torch.zeros(10 * kv_cache.layout.block_bytes, dtype=torch.uint8)
+        memory = torch.zeros(12 * kv_cache.layout.block_bytes, dtype=torch.uint8)
         if request.param == "host":
             stages.append(worker_blocks.staged(kv_cache, memory, bundle_blocks=4))
         else:
@@ -114,20 +115,40 @@ async def test_blocks_that_stop_over_in_a_stage_give_the_tokens_of_local_prefill
             return await request.finish()
 
         handed_over = await asyncio.gather(*map(hand_over, requests))
-        assert all(stage.num_free == stage.most == 10 for stage in staged)
+        assert all(stage.num_free == stage.most == 12 for stage in staged)
         assert handed_over == [await house.local(prompt) for prompt in prompts]
+        await house.all_free()
+
+
+async def test_waiting_for_the_own_stage_is_not_taken_for_silence(
+    model: Path, staged: list[Staged], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefill_svc.session.KEEP_ALIVE_S", 0.05)
+    async with running_house(model, decode={"lease_s": 0.5}) as house:
+        stage = staged[1]
+        held = await stage.lend([[BlockId(0)]] * (stage.most // stage.bundle_blocks))
+        request = house.request(PROMPT[:32])
+        await request.start()
+        prefill = asyncio.create_task(request.prefill(await request.ticket(), keeps_lease=True))
+        done, _ = await asyncio.wait([prefill], timeout=1.2)  # More than two leases.
+        assert not done
+        for buffer in held:
+            stage.give_back(buffer)
+        await prefill
+        assert await request.finish() == await house.local(PROMPT[:32])
         await house.all_free()
 
 
 async def test_a_prompt_that_no_stage_could_take_is_computed_by_the_decode_worker(
     model: Path, staged: list[Staged]
 ) -> None:
+    prompt = PROMPT + PROMPT[:4]  # 13 blocks
     async with running_house(model) as house:
-        request = house.request(PROMPT)  # 12 blocks
+        request = house.request(prompt)
         await request.start()
         tokens = await request.finish()
-        assert tokens == await house.local(PROMPT)
-        assert staged[0].num_free == 10
+        assert tokens == await house.local(prompt)
+        assert staged[0].num_free == 12
         await house.all_free()
 
 

@@ -171,7 +171,7 @@ async def test_a_slot_is_kept_until_every_group_of_its_block_is_stored() -> None
 
 
 async def test_only_the_groups_layers_are_copied_and_not_before_they_are_written() -> None:
-    stages = Stages(4, 4)
+    stages = Stages(32, 4)  # Two may be copied at once.
     async with worker_pair(layer_groups=3, stage=stages) as pair:
         stored, loaded = stages.copies
         ticket = await pair.grant([8, 9])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtransfer.digest import HOST_DIGEST
-from kvtransfer.handover import CancelReceives
 from kvtransfer.memory import BlockMemory, Bundle, Part
 from kvtransfer.staging import Staged
 from kvtransfer.transport import Buffer, Operation, Peer
@@ -42,15 +44,19 @@ class Copies:
     async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
         await self._copy(bundles, part.layers)
         self.moments.append(part.after)
+        digests = []
         for there, here in self._places(bundles, slots, part.layers):
             there[:] = here
-        return []
+            digests.append(part.digest(there.reshape(-1)))
+        return digests
 
     async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
         await self._copy(bundles, part.layers)
+        digests = []
         for bundle, (there, _) in zip(bundles, self._places(bundles, slots, part.layers), strict=True):
             self._blocks[list(bundle), self._span(part.layers)] = there
-        return []
+            digests.append(part.digest(there.reshape(-1)))
+        return digests
 
     def _places(
         self, bundles: Sequence[Bundle], slots: Sequence[int], layers: slice
@@ -194,7 +200,7 @@ async def test_a_waiter_whom_room_and_cancellation_reach_together_is_cancelled()
 
 async def test_what_can_never_fit_is_refused_with_what_to_do() -> None:
     async with worker_pair(stage=Stages(4, 4)) as pair:
-        with pytest.raises(NoFreeBlocks, match=r"5 KV blocks .* room for 4. Raise --staging-memory"):
+        with pytest.raises(NoFreeBlocks, match=r"5 bundles of .* room for 4 of 1. Raise --staging-memory"):
             await pair.grant([0, 1, 2, 3, 4])
         await hand_over(pair, [0], [1])
 
@@ -340,58 +346,98 @@ async def test_a_wrong_byte_in_a_bundle_is_found() -> None:
         assert stages.are_empty
 
 
-async def test_a_bundle_waits_until_there_is_room_in_one_piece() -> None:
-    stage, _ = staged_with_copies(Memory(8, 1), 8, 4)
-    first, second, third = await stage.lend([blocks(0, 1), blocks(2, 3, 4), blocks(5, 6)])
-    stage.give_back(second)
-    # Four are free, in pieces of three and one.
-    waiting = asyncio.create_task(stage.lend([blocks(0, 1, 2, 3)]))
+async def test_a_bundle_takes_a_frame_however_short_it_is() -> None:
+    stage, _ = staged_with_copies(Memory(8, 1), 11, 4)
+    assert stage.most == stage.num_free == 8  # Two frames; three slots are too few for another.
+    short, whole = await stage.lend([blocks(0), blocks(1, 2, 3, 4)])
+    assert (short.nbytes, whole.nbytes) == (LAYOUT.block_bytes, 4 * LAYOUT.block_bytes)
+    assert not np.shares_memory(short, whole)
+    waiting = asyncio.create_task(stage.lend([blocks(5)]))
     await asyncio.sleep(0)
     assert not waiting.done()
-    stage.give_back(third)
-    [fourth] = await waiting
-    assert fourth.nbytes == 4 * LAYOUT.block_bytes
-    assert not np.shares_memory(fourth, first)
-    for buffer in (first, fourth):
-        stage.give_back(buffer)
-    assert stage.num_free == 8
-    [everything] = await stage.lend([blocks(*range(8))])
-    assert everything.nbytes == 8 * LAYOUT.block_bytes
-
-
-async def test_several_bundles_get_room_all_or_none() -> None:
-    stage, _ = staged_with_copies(Memory(8, 1), 8, 4)
-    [held] = await stage.lend([blocks(0, 1, 2)])
-    waiting = asyncio.create_task(stage.lend([blocks(0, 1, 2, 3), blocks(4, 5)]))
-    await asyncio.sleep(0)
-    assert stage.num_free == 5
-    stage.give_back(held)
-    lent = await waiting
-    assert stage.num_free == 2
-    for buffer in lent:
+    stage.give_back(short)
+    [third] = await waiting
+    for buffer in (third, whole):
         stage.give_back(buffer)
     assert stage.num_free == 8
 
 
-async def test_what_arrives_while_the_service_is_ending_is_left_and_given_back() -> None:
-    stages = Stages(4, 4)
+async def test_bundles_that_no_frame_holds_are_refused() -> None:
+    stage, _ = staged_with_copies(Memory(8, 1), 8, 2)
+    with pytest.raises(NoFreeBlocks, match=r"1 bundles of up to 3 KV blocks .* room for 4 of 2"):
+        await stage.lend([blocks(0, 1, 2)])
 
-    async def fail() -> None:
-        raise ValueError("broken")
 
-    with pytest.raises(ValueError, match="broken"):
-        async with asyncio.timeout(10), worker_pair(stage=stages) as pair:
-            ticket = await pair.grant([0])
-            pair.receiver._tasks.start(fail(), name="fail")
-            try:
-                await asyncio.Event().wait()
-            finally:
-                async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
+@given(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), max_size=12), st.randoms(use_true_random=False))
+def test_who_counts_whole_bundles_never_waits(transfers: list[list[int]], draw: random.Random) -> None:
+    """As the decode scheduler does; in whatever order room is given back."""
+    stage, _ = staged_with_copies(Memory(8, 1), 24, 3)
+
+    async def run() -> None:
+        lent: list[list[Buffer]] = []
+        for sizes in transfers:
+            while 3 * (sum(map(len, lent)) + len(sizes)) > stage.most:
+                for buffer in lent.pop(draw.randrange(len(lent))):
+                    stage.give_back(buffer)
+            taking = asyncio.ensure_future(stage.lend([blocks(0) * size for size in sizes]))
+            await asyncio.sleep(0)
+            assert taking.done()
+            lent.append(taking.result())
+        for buffers in lent:
+            for buffer in buffers:
+                stage.give_back(buffer)
+        assert stage.num_free == stage.most
+
+    asyncio.run(run())
+
+
+async def test_a_peer_that_takes_nothing_leaves_room_for_transfers_to_others() -> None:
+    stages = Stages(8, 32)
+    async with worker_pair(stage=stages) as pair:
+        stuck, fine = await pair.grant([*range(8)]), await pair.grant([8, 9])
+        nobody = replace(stuck, tag_base=stuck.tag_base ^ (1 << 40))
+        async with (
+            pair.sender.open(nobody, request_id=REQUEST) as blocked,
+            pair.sender.open(fine, request_id=REQUEST) as transfer,
+        ):
+            pushing = asyncio.create_task(blocked.push(blocks(*range(8))))
+            await every_message()
+            assert not pushing.done()
+            assert stages.made[1].num_free == 5  # Two on the wire, and one ready.
+            await transfer.push(blocks(0, 1))
+            await transfer.finish([5], pair.receiver.commit)
+            pushing.cancel()
+            await asyncio.wait([pushing])
+        await pair.receiver.abort(stuck.transfer_id)
+        assert stages.are_empty
+
+
+async def test_a_lease_that_ends_while_memory_is_waited_for_ends_the_push() -> None:
+    stages = Stages(2, 8)
+    async with worker_pair(stage=stages) as pair:
+        held = await stages.made[1].lend(lone(0, 1))
+        ticket = await pair.grant([0], lease_s=0.1)
+        async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
+            with pytest.raises(TransferTimeout):
+                async with asyncio.timeout(10):
                     await transfer.push(blocks(0))
-                    await every_message()
-                [incoming] = pair.receiver._incoming.values()
-                assert [index for index, _ in incoming.arrived] == [0]
-                pair.receiver._do(incoming, CancelReceives())
-                await pair.receiver.close()
-                assert stages.copies[0].begun == []
-                assert stages.are_empty
+            assert not transfer.waits_for_memory
+        for buffer in held:
+            stages.made[1].give_back(buffer)
+        assert stages.made[1].num_free == 2
+
+
+async def test_who_waits_for_memory_says_so_and_goes_on() -> None:
+    stages = Stages(2, 8)
+    async with worker_pair(stage=stages) as pair:
+        held = await stages.made[1].lend(lone(0, 1))
+        ticket = await pair.grant([0])
+        async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
+            pushing = asyncio.create_task(transfer.push(blocks(0)))
+            await every_message()
+            assert transfer.waits_for_memory
+            for buffer in held:
+                stages.made[1].give_back(buffer)
+            await pushing
+            await transfer.finish([5], pair.receiver.commit)
+        assert stages.are_empty
