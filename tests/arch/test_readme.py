@@ -52,7 +52,7 @@ SERVICE_CONFIGS: dict[str, type[Any]] = {
     "decode_svc": DecodeConfig,
 }
 #: Flags in our documents that belong to other programs.
-FOREIGN_FLAGS = {"--appendonly", "--cap-add", "--pid", "--save", "--ulimit"}
+FOREIGN_FLAGS = {"--appendonly", "--cap-add", "--ipc", "--pid", "--save", "--shm-size", "--ulimit"}
 
 
 def _text(path: str) -> str:
