@@ -18,6 +18,7 @@ from pdserve.worker.ranks.order import Answer, Order, receive_line, send_line
 def main() -> None:
     """Reads its order, then fails."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.alarm(60)  # Whatever becomes of the test.
     steps, copies, _ = map(int, sys.argv[1:])
     with socket.socket(fileno=steps), socket.socket(fileno=copies) as stream:
         message = receive_line(stream)
