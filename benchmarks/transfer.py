@@ -27,7 +27,8 @@ from pathlib import Path
 import numpy as np
 
 from kvtransfer.memory import InPlace
-from kvtransfer.receiver import Receiver, ReceiverIdentity, Reservation
+from kvtransfer.receiver import Receiver
+from kvtransfer.reservation import ReceiverIdentity, Reservation
 from kvtransfer.sender import Sender
 from kvtransfer.ticket import Commit, commit_from_proto, commit_to_proto, ticket_from_proto, ticket_to_proto
 from kvtransfer.transport import Buffer, open_transport

@@ -11,7 +11,8 @@ from decode_svc.config import DecodeConfig
 from decode_svc.request import DecodeJob, SchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.session import DecodeSession, Event, Finished
-from kvtransfer.receiver import Receiver, ReceiverIdentity
+from kvtransfer.receiver import Receiver
+from kvtransfer.reservation import ReceiverIdentity
 from kvtransfer.ticket import commit_from_proto
 from pdserve.base import rpc
 from pdserve.base.admin import bound_socket

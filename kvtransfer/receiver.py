@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,6 +25,7 @@ from kvtransfer.handover import (
 from kvtransfer.layer_groups import Bundles, LayerGroups
 from kvtransfer.memory import BlockMemory, Bundle, Part
 from kvtransfer.receive_machine import ReceiveMachine, ReceiveState
+from kvtransfer.reservation import Received, ReceiverIdentity, Reservation
 from kvtransfer.ticket import MAX_MESSAGES, Commit, Ticket, new_key, new_tag_base
 from kvtransfer.transport import Buffer, Operation, Transport
 from pdserve.base.errors import (
@@ -36,54 +36,11 @@ from pdserve.base.errors import (
     StaleError,
     TransferError,
 )
-from pdserve.base.ids import BlockId, Epoch, RequestId, TransferId, WorkerId, new_transfer_id
-from pdserve.base.layout import KvLayout
+from pdserve.base.ids import TransferId, new_transfer_id
 from pdserve.base.logs import get_logger
 from pdserve.base.tasks import ServiceGroup
 
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiverIdentity:
-    """What this worker's tickets say about it."""
-
-    worker_id: WorkerId
-    epoch: Epoch
-    grpc_address: str
-    layout: KvLayout
-    #: Messages in which each block is to be sent, at most one for each layer.
-    layer_groups: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Received:
-    """A verified transfer: the blocks hold what the prefill worker computed."""
-
-    request_id: RequestId
-    transfer_id: TransferId
-    first_tokens: tuple[int, ...]
-    received_blocks: int
-    received_bytes: int
-    #: From the first to the last received message.
-    receive_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reservation:
-    """Blocks that wait to be filled for one request.
-
-    `on_received` or `on_expired` is called exactly once, on the event loop, unless `Receiver.abort` comes first.
-    After `on_expired` nothing writes to the blocks any more and they may be freed. Neither may raise.
-    """
-
-    request_id: RequestId
-    block_ids: Sequence[BlockId]
-    #: Position of the first of them among the prompt's blocks.
-    first_block: int
-    lease_s: float
-    on_received: Callable[[Received], None]
-    on_expired: Callable[[PdserveError], None]
 
 
 @dataclass(eq=False, slots=True)

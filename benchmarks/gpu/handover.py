@@ -21,7 +21,8 @@ import torch
 
 from benchmarks.transfer import REQUEST, Link
 from kvtransfer.memory import BlockMemory
-from kvtransfer.receiver import Receiver, ReceiverIdentity, Reservation
+from kvtransfer.receiver import Receiver
+from kvtransfer.reservation import ReceiverIdentity, Reservation
 from kvtransfer.sender import Sender
 from kvtransfer.staging import best_bundle
 from kvtransfer.ticket import Commit, commit_from_proto, commit_to_proto, ticket_from_proto, ticket_to_proto

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from kvtransfer.receiver import Receiver, ReceiverIdentity
+from kvtransfer.receiver import Receiver
+from kvtransfer.reservation import ReceiverIdentity
 from kvtransfer.sender import Sender
 from kvtransfer.ticket import Commit, commit_from_proto, commit_to_proto, ticket_from_proto, ticket_to_proto
 from pdserve.base.errors import StaleError, TransferError

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvtransfer.memory import BlockMemory, InPlace
-from kvtransfer.receiver import Received, Receiver, ReceiverIdentity, Reservation
+from kvtransfer.receiver import Receiver
+from kvtransfer.reservation import Received, ReceiverIdentity, Reservation
 from kvtransfer.sender import OutgoingTransfer, Sender
 from kvtransfer.ticket import Ticket
 from kvtransfer.transport import Buffer

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvtransfer.receiver import Received
+from kvtransfer.reservation import Received
 from kvtransfer.ticket import Commit, signed_commit
 from pdserve.base.errors import (
     DigestMismatch,

@@ -17,7 +17,8 @@ pytest.importorskip("triton")
 from kernels.reference import blocks as reference
 from kvtransfer.digest import DEVICE_DIGEST, MessageDigest
 from kvtransfer.memory import InPlace, Part
-from kvtransfer.receiver import Received, Receiver, ReceiverIdentity, Reservation
+from kvtransfer.receiver import Receiver
+from kvtransfer.reservation import Received, ReceiverIdentity, Reservation
 from kvtransfer.sender import Sender
 from kvtransfer.staging import Staged
 from kvtransfer.transport import Buffer, Operation, Peer

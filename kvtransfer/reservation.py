@@ -1,0 +1,52 @@
+"""What a decode worker says of itself in tickets, which blocks it waits for, and what it is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pdserve.base.errors import PdserveError
+from pdserve.base.ids import BlockId, Epoch, RequestId, TransferId, WorkerId
+from pdserve.base.layout import KvLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverIdentity:
+    """What this worker's tickets say about it."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    grpc_address: str
+    layout: KvLayout
+    #: Messages in which each block is to be sent, at most one for each layer.
+    layer_groups: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """A verified transfer: the blocks hold what the prefill worker computed."""
+
+    request_id: RequestId
+    transfer_id: TransferId
+    first_tokens: tuple[int, ...]
+    received_blocks: int
+    received_bytes: int
+    #: From the first to the last received message.
+    receive_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """Blocks that wait to be filled for one request.
+
+    `on_received` or `on_expired` is called exactly once, on the event loop, unless `Receiver.abort` comes first.
+    After `on_expired` nothing writes to the blocks any more and they may be freed. Neither may raise.
+    """
+
+    request_id: RequestId
+    block_ids: Sequence[BlockId]
+    #: Position of the first of them among the prompt's blocks.
+    first_block: int
+    lease_s: float
+    on_received: Callable[[Received], None]
+    on_expired: Callable[[PdserveError], None]
