@@ -13,8 +13,9 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -40,6 +41,7 @@ LAYER_GROUPS = 4
 _WARM_UP_ROUNDS = 2
 #: For the groups before the last to be over: so they would be while a model computes.
 _SETTLE_S = 0.05
+_LIMIT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,17 +95,28 @@ def measure(case: Case) -> Times:
     """Raises `RuntimeError` with what the other process said when it fails."""
     here, there = socket.socketpair()
     command = [sys.executable, "-m", "benchmarks.gpu.handover", str(there.fileno()), *case.to_arguments()]
-    with subprocess.Popen(command, pass_fds=[there.fileno()], stderr=subprocess.PIPE, text=True) as child:
+    with (
+        tempfile.TemporaryFile("w+") as said,
+        subprocess.Popen(command, pass_fds=[there.fileno()], stderr=said) as child,
+    ):
         there.close()
         try:
-            return asyncio.run(_send(case, here))
+            return asyncio.run(_within_limit(_send(case, here)))
         except (OSError, asyncio.IncompleteReadError) as error:
             child.kill()
-            said = child.communicate()[1].strip().splitlines()
-            raise RuntimeError(f"the receiving process ended: {said[-1] if said else error!r}") from error
+            child.wait()
+            said.seek(0)
+            lines = said.read().strip().splitlines()
+            raise RuntimeError(f"the receiving process ended: {lines[-1] if lines else error!r}") from error
         finally:
             here.close()
             child.kill()
+
+
+async def _within_limit(work: Awaitable[Times]) -> Times:
+    """A wire that is tried for the first time may be stuck."""
+    async with asyncio.timeout(_LIMIT_S):
+        return await work
 
 
 async def _send(case: Case, stream: socket.socket) -> Times:

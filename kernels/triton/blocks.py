@@ -110,7 +110,7 @@ def _move(cache: Tensor, block_ids: Tensor, packed: Tensor, keys: Tensor, part: 
     return digests.view(torch.uint8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed", "nonce"])
 def _stretch_kernel(keys, num_pairs, seed: tl.int64, nonce: tl.int64, counters: tl.constexpr):
     """Counter c gives pairs 2c and 2c + 1."""
     index = tl.program_id(0) * counters + tl.arange(0, counters)

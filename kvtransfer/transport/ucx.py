@@ -49,6 +49,8 @@ _CUDA_DEFAULTS = {
     # A receiver reads from the sender's memory, as with CMA. By itself UCX does so only where it finds NVLink, which
     # two processes on one GPU do not need.
     "CUDA_IPC_ENABLE_GET_ZCOPY": "on",
+    # What nobody wants is drained to host memory, for which UCX would take 512 MiB of the GPU to copy through.
+    "RNDV_FRAG_MEM_TYPES": "host",
 }
 _CUDA_ADVICE = " This UCX has no CUDA here: use --handover-memory host."
 
@@ -101,6 +103,7 @@ class UcxTransport:
     def __init__(self, *, drain_timeout_s: float = 5.0, device_memory: bool = False) -> None:
         """`device_memory`: buffers are in the memory of this process's GPU."""
         self._drain_timeout_s = drain_timeout_s
+        self._device_memory = device_memory
         self._defaults = _DEFAULTS | _CUDA_DEFAULTS if device_memory else _DEFAULTS
         self._live: _Incarnation | None = None
         self._mailbox: Mailbox[ucx.TagProbeResult] = Mailbox(self._drain)
@@ -192,7 +195,7 @@ class UcxTransport:
             worker = ucx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
             worker.init_blocking_progress_mode()
         except UCXError as error:
-            advice = "" if self._defaults is _DEFAULTS else _CUDA_ADVICE
+            advice = _CUDA_ADVICE if self._device_memory else ""
             raise SetupError(f"UCX does not start with options {options}: {error}.{advice}") from error
         self._live = _Incarnation(context, worker, pack_address(worker.address.tobytes()))
         asyncio.get_running_loop().add_reader(worker.epoll_file_descriptor, self._progress)
@@ -214,6 +217,11 @@ class UcxTransport:
         # UCX writes only while its worker makes progress or exists: first it goes, then the buffers are free.
         live.inflight.clear()
         del live
+        if self._device_memory:
+            # Copies that were queued on the GPU go on without it.
+            import torch
+
+            torch.cuda.synchronize()
         for operation in operations:
             operation.fail(reason)
 

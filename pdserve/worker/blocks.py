@@ -98,9 +98,11 @@ def block_memory(kv_cache: KvCache, staging_bytes: int) -> BlockMemory:
 def device_block_memory(kv_cache: KvCache, staging_bytes: int) -> BlockMemory:
     """The stage is in the memory of the GPU that computes. Raises `SetupError` as `block_memory`."""
     # Only where it is used: Triton takes a second to import.
-    from pdserve.worker.device_stage import device_stage, staged_on_device
+    from pdserve.worker.device_stage import DeviceCopies, device_stage, staged_on_device
 
-    return staged_on_device(kv_cache, device_stage(kv_cache, stage_bytes(kv_cache.layout, staging_bytes)))
+    stage = device_stage(kv_cache, stage_bytes(kv_cache.layout, staging_bytes))
+    DeviceCopies(kv_cache, stage).warm_up()
+    return staged_on_device(kv_cache, stage)
 
 
 def staged(kv_cache: KvCache, memory: Tensor, bundle_blocks: int | None = None) -> Staged:

@@ -81,6 +81,14 @@ def require_handover_memory(config: WorkerConfig) -> None:
         raise SetupError(f"--handover-memory device needs {', '.join(missing)}; leave it out for host memory.")
 
 
+def bind_thread(config: WorkerConfig) -> None:
+    """Gives the calling thread the GPU's context, which UCX looks for in the thread that starts and drives it."""
+    if config.handover_memory == "device":
+        device = torch.device(config.device)
+        torch.cuda.set_device(device.index or 0)
+        torch.cuda.synchronize(device)
+
+
 def open_device(name: str, num_ranks: int = 1) -> torch.device:
     """The device of that name, the first of `num_ranks`. Raises `SetupError` when this machine does not have them."""
     try:

@@ -14,18 +14,23 @@ import torch
 from torch import Tensor
 
 from kernels.triton import blocks as kernels
-from kvtransfer.digest import DEVICE_DIGEST
+from kvtransfer.digest import DEVICE_DIGEST, MessageDigest
+from kvtransfer.layer_groups import LayerGroups
 from kvtransfer.memory import Bundle, Part
-from kvtransfer.staging import Staged
+from kvtransfer.staging import Staged, best_bundle
+from kvtransfer.ticket import KEY_BYTES
 from kvtransfer.transport import Buffer
-from pdserve.base.errors import SetupError
+from pdserve.base.errors import SetupError, TransferError
+from pdserve.base.ids import BlockId
 from pdserve.base.tasks import to_its_end
 from pdserve.engine.kv_cache import KvCache
 
+#: In which decode workers on GPUs receive bundles, unless they are told otherwise.
+_USUAL_GROUPS = 4
 #: Stretched keys of the latest transfers, each as large as a block.
 _KEPT_KEYS = 8
 
-#: Copies of several transfers are launched on several threads, one at a time: Triton's interpreter has one grid.
+#: Copies of several transfers are launched on several threads, one after the other: Triton's interpreter has one grid.
 _LAUNCHING = Lock()
 
 Packed = Callable[[Tensor, Tensor, Tensor, tuple[int, int]], Tensor]
@@ -78,6 +83,24 @@ class DeviceCopies:
         return await to_its_end(asyncio.to_thread(self._move, self._unpack, bundles, slots, part))
 
     def _move(self, move: Packed, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+        try:
+            together = self._launch(move, bundles, slots, part)
+        except torch.OutOfMemoryError as error:
+            # What else goes wrong on a GPU is not this transfer's alone.
+            raise TransferError(f"the GPU has no memory left to pack blocks: {error}") from error
+        if self._stream is not None:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+            done.synchronize()  # When digests are here, bytes are in their place.
+        given, first = [], 0
+        for bundle in bundles:
+            digests = together[first : first + len(bundle)].numpy()
+            given.append(part.digest.of_blocks(digests.tobytes()))
+            first += len(bundle)
+        return given
+
+    def _launch(self, move: Packed, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> Tensor:
+        """Digests of all blocks, uint8 [n, 16] of the host, which are there when the stream has done it all."""
         layers = (part.layers.start, part.layers.stop)
         with _LAUNCHING, nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if part.after is not None:
@@ -87,13 +110,9 @@ class DeviceCopies:
             for bundle, slot in zip(bundles, slots, strict=True):
                 ids = torch.tensor(bundle).to(self._device, non_blocking=True)
                 digests.append(move(self._message(slot, len(bundle), part.layers), ids, keys, layers))
-            # The one wait: when digests are here, bytes are in their place.
-            together = torch.cat(digests).cpu().numpy()
-        given, first = [], 0
-        for bundle in bundles:
-            given.append(part.digest.of_blocks(together[first : first + len(bundle)].tobytes()))
-            first += len(bundle)
-        return given
+            together = torch.cat(digests)
+            host = torch.empty(together.shape, dtype=together.dtype, pin_memory=self._stream is not None)
+            return host.copy_(together, non_blocking=True)
 
     def _pack(self, message: Tensor, ids: Tensor, keys: Tensor, layers: tuple[int, int]) -> Tensor:
         heads = (0, self._cache.layout.num_kv_heads)
@@ -121,14 +140,21 @@ class DeviceCopies:
         self._keys.move_to_end(key)
         return keys
 
+    def warm_up(self) -> None:
+        """Packs and unpacks blocks as they are, so that no request pays for compiling. Takes some seconds."""
+        num_layers = self._cache.layout.num_layers
+        groups = LayerGroups.of(self._cache.layout, min(_USUAL_GROUPS, num_layers))
+        for layers in (slice(0, num_layers), *groups.layers):
+            for count in (1, 2, best_bundle(self._cache.layout.block_bytes)):
+                bundle = [BlockId(block) for block in range(min(count, self._cache.num_blocks))]
+                part = Part(layers=layers, digest=MessageDigest(bytes(KEY_BYTES)))
+                self._move(self._pack, [bundle], [0], part)
+                self._move(self._unpack, [bundle], [0], part)
+
 
 def staged_on_device(kv_cache: KvCache, stage: Tensor, bundle_blocks: int | None = None) -> Staged:
-    """Blocks stop over in `stage`, uint8 on the cache's device. Belongs to the calling thread's event loop."""
+    """Blocks stop over in `stage`, uint8 on the cache's device."""
     buffer: Buffer = stage.numpy() if stage.device.type == "cpu" else cast(Buffer, DeviceBytes(stage))
-    if stage.device.type == "cuda":
-        # UCX looks for the context of the thread that drives it.
-        torch.cuda.set_device(stage.device)
-        torch.cuda.synchronize(stage.device)
     return Staged(DeviceCopies(kv_cache, stage), buffer, kv_cache.layout.block_bytes, bundle_blocks)
 
 

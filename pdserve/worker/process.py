@@ -24,6 +24,7 @@ from pdserve.base.tasks import service_group, stop_event_on_signals
 from pdserve.base.worker_config import WorkerConfig
 from pdserve.engine.pace import Pace
 from pdserve.engine.step import Load
+from pdserve.worker.device import bind_thread
 from pdserve.worker.loading import load_model
 from pdserve.worker.metrics import WorkerMetrics
 from pdserve.worker.populate import populating
@@ -93,6 +94,7 @@ def _model_name(config: WorkerConfig) -> str:
 @asynccontextmanager
 async def _opened_transport(config: WorkerConfig) -> AsyncIterator[Transport]:
     on_device = config.handover_memory == "device"
+    bind_thread(config)
     transport = open_transport(config.transport, host=config.host, device_memory=on_device)
     try:
         # Brought up now: a machine on which it cannot be is told at start, not at the first request.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import pytest
@@ -21,14 +23,14 @@ from kvtransfer.receiver import Receiver
 from kvtransfer.reservation import Received, ReceiverIdentity, Reservation
 from kvtransfer.sender import Sender
 from kvtransfer.staging import Staged
-from kvtransfer.transport import Buffer, Operation, Peer
+from kvtransfer.transport import Buffer, Operation, Peer, open_transport
 from kvtransfer.transport.inproc import InprocTransport
 from pdserve.base.errors import DigestMismatch, PdserveError, TransferError
 from pdserve.base.ids import BlockId, Epoch, RequestId, WorkerId
 from pdserve.base.layout import KvLayout
 from pdserve.base.tasks import service_group
 from pdserve.engine.kv_cache import KvCache
-from pdserve.worker.device_stage import DeviceBytes, staged_on_device
+from pdserve.worker.device_stage import DeviceBytes, DeviceCopies, staged_on_device
 
 LAYOUT = KvLayout(model="m", dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
 REQUEST = RequestId("r1")
@@ -162,3 +164,58 @@ def test_bytes_in_gpu_memory_are_described_as_arrays_are() -> None:
     assert part.__cuda_array_interface__["data"] == (memory.data_ptr() + 10, False)
     assert part.__cuda_array_interface__["shape"] == (20,)
     Operation(1, part)  # type: ignore[arg-type]
+
+
+class Writing:
+    """A moment at which a step has written a block."""
+
+    def __init__(self, cache: KvCache) -> None:
+        self._cache = cache
+
+    def wait(self) -> None:
+        self._cache.tensor[3] = 7
+
+
+async def test_blocks_are_packed_after_the_moment_at_which_they_are_written() -> None:
+    cache = filled(4, 3)
+    memory = staged(cache)
+    bundle = blocks(3)
+    [buffer] = await memory.lend([bundle])
+    await memory.load([bundle], [buffer], Part(layers=slice(0, 3), digest=DIGEST, after=Writing(cache)))
+    assert (torch.from_numpy(buffer).view(torch.bfloat16) == 7).all()
+
+
+def test_trying_the_kernels_out_changes_no_block() -> None:
+    cache = filled(3, 4)
+    before = cache.tensor.clone()
+    stage = torch.zeros(16 * LAYOUT.block_bytes, dtype=torch.uint8, device=DEVICE)
+    DeviceCopies(cache, stage).warm_up()
+    assert stage.any()
+    assert torch.equal(cache.tensor, before)
+
+
+async def test_a_gpu_without_memory_ends_the_transfer_and_not_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = staged(filled(4, 3))
+    bundle = blocks(3)
+    [buffer] = await memory.lend([bundle])
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("kernels.triton.blocks.pack", full)
+    with pytest.raises(TransferError, match="the GPU has no memory left to pack blocks: no room"):
+        await memory.load([bundle], [buffer], Part(layers=slice(0, 3), digest=DIGEST))
+
+
+async def test_ucx_takes_bytes_by_their_address() -> None:
+    # Which UCX finds out to be the host's; its way to a GPU begins the same.
+    sent, landed = torch.arange(1 << 20).to(torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
+    ours, theirs = open_transport("ucx"), open_transport("ucx")
+    receive = theirs.post_receive(5, cast(Buffer, DeviceBytes(landed)))
+    peer = await ours.connect(await theirs.listen())
+    async with asyncio.timeout(20):
+        await ours.post_send(peer, 5, cast(Buffer, DeviceBytes(sent)))
+        await receive
+    assert torch.equal(landed, sent)
+    await ours.close()
+    await theirs.close()
