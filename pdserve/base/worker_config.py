@@ -73,7 +73,9 @@ class WorkerConfig:
     )
     max_num_batched_tokens: int = option(512, help="prompt tokens computed in one step at most", minimum=1)
     staging_memory: int = option(
-        1 << 30, help="on a GPU: host memory in which blocks stop over on their way, such as 1GiB", parse=parse_bytes
+        1 << 30,
+        help="on GPUs and with several ranks: memory in which blocks stop over on their way, such as 1GiB",
+        parse=parse_bytes,
     )
     handover_memory: str = option(
         "host",

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from pdserve.base.config import variable
 from pdserve.base.errors import SetupError
 from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import SamplingParams
@@ -79,6 +80,12 @@ def require_handover_memory(config: WorkerConfig) -> None:
     missing = [name for name, is_so in others.items() if not is_so]
     if missing:
         raise SetupError(f"--handover-memory device needs {', '.join(missing)}; leave it out for host memory.")
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:true" in (variable(name) or "").lower():
+            raise SetupError(
+                f"--handover-memory device does not go with expandable_segments in {name}: other processes cannot map "
+                "such memory. Leave out one of them."
+            )
 
 
 def bind_thread(config: WorkerConfig) -> None:

@@ -131,6 +131,12 @@ def test_blocks_may_stay_on_a_gpu() -> None:
     require_handover_memory(WorkerConfig(model="m", redis_url="", handover_memory="device", device="cuda:1"))
 
 
+def test_memory_that_others_cannot_map_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    with pytest.raises(SetupError, match="does not go with expandable_segments in PYTORCH_CUDA_ALLOC_CONF"):
+        require_handover_memory(WorkerConfig(model="m", redis_url="", handover_memory="device", device="cuda"))
+
+
 @pytest.mark.skipif(HAS_GPU, reason="UCX may have CUDA here")
 async def test_ucx_without_cuda_says_so_at_start() -> None:
     transport = open_transport("ucx", device_memory=True)
