@@ -25,6 +25,7 @@ from pdserve.engine.device_sampler import DeviceSampler
 from pdserve.engine.graphs import DeviceDecoder
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.pace import Pace
+from pdserve.engine.runner import Runner
 from pdserve.engine.step import StepOutput
 from pdserve.engine.stepper import Stepper
 from pdserve.model.batch import Batch
@@ -105,7 +106,9 @@ def tell(model: Decoder, guests: list[Guest], *, num_blocks: int, is_ahead: bool
     decoder = DeviceDecoder(
         NanAt(model), DEVICE, recorder=recorder() if is_replayed else None, max_num_seqs=8, max_blocks=8, vocab_size=97
     )
-    runner, told = DeviceRunner(decoder, KvCache(layout, num_blocks, DEVICE), DeviceSampler(DEVICE)), Told()
+    # What runs ahead is compared with what each step does by itself.
+    runner_type = DeviceRunner if is_ahead else Runner
+    runner, told = runner_type(decoder, KvCache(layout, num_blocks, DEVICE), DeviceSampler(DEVICE)), Told()
     watched = WatchedScheduler(scheduler, scheduler.check_integrity, Pace)
     stepper = Stepper(watched, runner, told.take)
     run = 0
