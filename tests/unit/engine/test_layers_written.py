@@ -166,12 +166,21 @@ def test_what_computes_in_host_memory_has_done_it_when_it_says_so() -> None:
     assert KvCache(layout(), 4, CPU).moment(1) is None
 
 
-def test_what_a_step_tells_on_its_way_comes_behind_the_step_before_and_ahead_of_its_own_end() -> None:
+class Overlapping(Runner):
+    """Could launch steps ahead, and tells no later than another."""
+
+    overlaps = True
+
+
+@pytest.mark.parametrize("runner_type", [Runner, Overlapping])
+def test_what_a_step_tells_on_its_way_comes_behind_the_step_before_and_ahead_of_its_own_end(
+    runner_type: type[Runner],
+) -> None:
     scheduler = PrefillScheduler(BlockPool(16, BLOCK_SIZE), SchedulerConfig(limits=limits(), max_num_batched_tokens=4))
     told: SimpleQueue[StepOutput | LayersWritten] = SimpleQueue()
     loop = StepLoop(
         scheduler,
-        Runner(Layered(), KvCache(layout(), 16, CPU), Sampler()),
+        runner_type(Layered(), KvCache(layout(), 16, CPU), Sampler()),
         publish=told.put,
         on_layers=told.put,
         on_fatal=lambda error: pytest.fail(str(error)),
