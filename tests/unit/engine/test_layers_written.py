@@ -167,7 +167,7 @@ def test_what_computes_in_host_memory_has_done_it_when_it_says_so() -> None:
 
 
 class Overlapping(Runner):
-    """Could launch steps ahead, and tells no later than another."""
+    """Other steps could be launched behind its own."""
 
     overlaps = True
 
