@@ -174,8 +174,11 @@ class DecodeScheduler:
         """The same sequences again. Those who wait were looked at, and get nothing before something ends."""
         if self._stirred or plan.chunks or not all(map(self._limits.can_go_ahead, plan.decoding)):
             return None
-        has_room = plan.decoding and self._running.make_room_ahead(plan.decoding)
-        return StepPlan(decoding=plan.decoding, is_ahead=True) if has_room else None
+        if not plan.decoding or not self._running.make_room_ahead(plan.decoding):
+            return None
+        copies = self._pool.drain_copies()
+        assert not copies, "only prompts are shared: a step behind one that decodes never enters a shared block"
+        return StepPlan(decoding=plan.decoding, is_ahead=True)
 
     def update(self, plan: StepPlan, sampled: Items[SampleResult]) -> StepEvents:
         """Note what was computed, tell new tokens, end what is complete."""

@@ -6,7 +6,6 @@ All that steps do there is in one stream. So a step finds what those before it w
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -56,11 +55,11 @@ class DeviceRunner(Runner):
     """A `Runner` of which at most two steps are in flight."""
 
     overlaps = True
+    _decoder: LaunchingDecoder
+    _sampler: LaunchingSampler
 
     def __init__(self, decoder: LaunchingDecoder, kv_cache: StepCache, sampler: LaunchingSampler) -> None:
         super().__init__(decoder, kv_cache, sampler)
-        self._launching = decoder
-        self._drawing = sampler
         #: Of the step launched last, in the order of its rows.
         self._token_ids: Tensor | None = None
 
@@ -68,13 +67,10 @@ class DeviceRunner(Runner):
         """As `Runner.launch`. A step planned ahead takes its tokens from the step before, on the device."""
         rows, logits_rows = plan.sample_rows()
         if batch is None or not rows:
-            self.forward(plan, batch, tell)
-            return partial(self.sample, plan, None)
-        if plan.copies:
-            self.kv_cache.copy_blocks(plan.copies)
+            return super().launch(plan, batch, tell)
+        on_layer = self._prepare(plan, tell)
         token_ids = self._token_ids if plan.is_ahead else None
-        on_layer = self._reporter(plan, tell)
-        logits = self._launching.forward(batch, self.kv_cache.tensor, on_layer, token_ids=token_ids)
-        draws = self._drawing.launch(logits, rows, logits_rows, is_ahead=plan.is_ahead)
+        logits = self._decoder.forward(batch, self.kv_cache.tensor, on_layer, token_ids=token_ids)
+        draws = self._sampler.launch(logits, rows, logits_rows, is_ahead=plan.is_ahead)
         self._token_ids = draws.token_ids
         return draws.results

@@ -92,14 +92,13 @@ class Runner:
 
     def forward(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Tensor | None:
         """Copy blocks first (copy-on-write), then compute: logits float32 [num_logits, vocab]."""
+        on_layer = self._prepare(plan, tell)
+        return None if batch is None else self._decoder.forward(batch, self.kv_cache.tensor, on_layer)
+
+    def _prepare(self, plan: StepPlan, tell: TellLayers | None) -> LayerListener | None:
+        """Copies the plan's blocks; whom the decoder is to tell of its layers, None: nobody wants to hear."""
         if plan.copies:
             self.kv_cache.copy_blocks(plan.copies)
-        if batch is None:
-            return None
-        return self._decoder.forward(batch, self.kv_cache.tensor, self._reporter(plan, tell))
-
-    def _reporter(self, plan: StepPlan, tell: TellLayers | None) -> LayerListener | None:
-        """None: nobody wants to hear."""
         if tell is None or not plan.reports:
             return None
         due: defaultdict[int, list[LayersWritten]] = defaultdict(list)

@@ -139,7 +139,8 @@ class RunningSet:
         if len(short) > self._blocks.pool.num_free:
             return False
         for sequence in short:
-            self._blocks.extend(sequence, len(sequence.tokens) + 1)
+            is_extended = self._blocks.extend(sequence, len(sequence.tokens) + 1)
+            assert is_extended, "a free block was counted above"
         return True
 
     def check_integrity(self) -> None:

@@ -83,8 +83,9 @@ class Stepper:
         scheduled = perf_counter()
         batch = self._runner.build(plan)
         built = perf_counter()
-        # What is told in the middle of this step must not overtake the end of the one before.
-        if plan.reports or not self._runner.overlaps:
+        # With chunks nothing is in flight and launching takes long: tokens should not wait for it. And what is told in
+        # its middle, of chunks only, must not overtake the end of the step before.
+        if plan.chunks or not self._runner.overlaps:
             self.tell()
         results = self._runner.launch(plan, batch, self._on_layers)
         return _InFlight(plan, results, began, scheduled, built, perf_counter())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -41,6 +43,20 @@ def test_two_draws_behind_a_busy_device_are_drawn_from_what_each_was_given() -> 
         ]
         for each in rows:
             each.tokens.append(0)
+
+
+def test_a_batch_that_waits_behind_a_busy_device_goes_up_as_it_was() -> None:
+    batches = DeviceBatches(DEVICE, 10_000)
+    given = [replace(decoding(3), token_ids=numbers(first, first + 1, first + 2)) for first in (10, 20, 30)]
+    batches.upload(given[0]).token_ids.clone()  # what is allocated at first use waits
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_BUSY_CYCLES)
+    busy = torch.cuda.current_stream().record_event()
+    there = batches.upload(given[1])
+    assert not busy.query()
+    seen = [there.token_ids.clone()]
+    seen.append(batches.upload(given[2]).token_ids.clone())
+    assert [each.tolist() for each in seen] == [[20, 21, 22], [30, 31, 32]]
 
 
 def test_a_batch_goes_up_while_the_step_of_the_last_one_is_computed() -> None:

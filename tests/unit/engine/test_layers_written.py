@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
 import pytest
@@ -16,19 +17,24 @@ from pdserve.base.layout import KvLayout
 from pdserve.base.moment import Moment
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.device_runner import DeviceRunner
+from pdserve.engine.graphs import DeviceDecoder
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.loop import StepLoop
 from pdserve.engine.runner import Runner
 from pdserve.engine.sampler import Sampler
-from pdserve.engine.step import LayersWritten, StepOutput, StepPlan
+from pdserve.engine.sequence import Sampled, SampleResult, SampleRow, Sequence
+from pdserve.engine.step import Chunk, LayersWritten, StepOutput, StepPlan
 from pdserve.model.batch import Batch
 from prefill_svc.scheduler import PrefillJob, PrefillScheduler, SchedulerConfig
 from tests.support.devices import DEVICE, gpu_only
-from tests.unit.engine.fakes import BLOCK_SIZE, CPU, KEY, FakeDecoder, layout, limits
+from tests.unit.engine.fakes import BLOCK_SIZE, CPU, KEY, VOCAB, FakeDecoder, expected, layout, limits
+from tests.unit.engine.test_graphs import Recorder
 
 WAIT_S = 20
 LAYERS = KvLayout(model="m", dtype="float32", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
 A, B = RequestId("a"), RequestId("b")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 class Layered(FakeDecoder):
@@ -104,16 +110,77 @@ def test_a_plan_without_reports_has_no_listener() -> None:
     assert told == []
 
 
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """Tokens that are there."""
+
+    token_ids: Tensor
+    drawn: list[SampleResult]
+
+    def results(self) -> list[SampleResult]:
+        return self.drawn
+
+
+class Drawing(Sampler):
+    """As a device's, but what it launches has ended."""
+
+    def launch(
+        self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int], *, is_ahead: bool = False
+    ) -> Drawn:
+        drawn = self.sample(logits, rows, logits_rows)
+        return Drawn(
+            token_ids=torch.tensor([each.token_id for each in drawn if isinstance(each, Sampled)]), drawn=drawn
+        )
+
+
+def prompt(*token_ids: int) -> StepPlan:
+    """All of it in a chunk, behind which a token is drawn."""
+    sequence = Sequence.from_prompt(A, token_ids, GREEDY, hash_key=KEY)
+    sequence.block_table.append(BlockId(0))
+    chunk = Chunk(sequence=sequence, start=0, stop=len(token_ids), samples=(limits().sample_row(sequence, 0),))
+    return StepPlan(chunks=(chunk,), reports=(report(A, 3), report(A, 2)))
+
+
+def test_a_device_tells_of_the_layers_that_it_launches_and_not_of_those_it_replays() -> None:
+    cache, recorder, told = Timed(), Recorder(), list[LayersWritten]()
+    decoder = DeviceDecoder(Layered(), CPU, recorder=recorder, max_num_seqs=1, max_blocks=1, vocab_size=VOCAB)
+    runner = DeviceRunner(decoder, cache, Drawing())
+
+    def first_token(*token_ids: int) -> list[int]:
+        plan = prompt(*token_ids)
+        results = runner.launch(plan, runner.build(plan), told.append)()
+        return [each.token_id for each in results if isinstance(each, Sampled)]
+
+    assert first_token(5, 6) == expected([5, 6], GREEDY, 0, limits())
+    at_2, at_3 = cache.moments
+    assert told == [replace(report(A, 2), moment=at_2), replace(report(A, 3), moment=at_3)]
+    assert recorder.num_recorded == 0
+    told.clear()
+    for token_id in (7, 8):  # a single row is recorded, and replayed
+        assert first_token(token_id) == expected([token_id], GREEDY, 0, limits())
+    assert recorder.num_recorded == 1
+    assert told == []
+
+
 def test_what_computes_in_host_memory_has_done_it_when_it_says_so() -> None:
     assert KvCache(layout(), 4, CPU).moment(1) is None
 
 
-def test_what_a_step_tells_on_its_way_comes_behind_the_step_before_and_ahead_of_its_own_end() -> None:
+class Overlapping(Runner):
+    """Other steps could be launched behind its own."""
+
+    overlaps = True
+
+
+@pytest.mark.parametrize("runner_type", [Runner, Overlapping])
+def test_what_a_step_tells_on_its_way_comes_behind_the_step_before_and_ahead_of_its_own_end(
+    runner_type: type[Runner],
+) -> None:
     scheduler = PrefillScheduler(BlockPool(16, BLOCK_SIZE), SchedulerConfig(limits=limits(), max_num_batched_tokens=4))
     told: SimpleQueue[StepOutput | LayersWritten] = SimpleQueue()
     loop = StepLoop(
         scheduler,
-        Runner(Layered(), KvCache(layout(), 16, CPU), Sampler()),
+        runner_type(Layered(), KvCache(layout(), 16, CPU), Sampler()),
         publish=told.put,
         on_layers=told.put,
         on_fatal=lambda error: pytest.fail(str(error)),
@@ -155,7 +222,7 @@ def filled(num_blocks: int, device: torch.device = CPU) -> KvCache:
     return cache
 
 
-def blocks(*ids: int) -> Sequence[BlockId]:
+def blocks(*ids: int) -> Items[BlockId]:
     return [BlockId(each) for each in ids]
 
 

@@ -22,10 +22,11 @@ from pdserve.base.sampling import ChoiceTokens, FinishReason, SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.device_runner import DeviceRunner
 from pdserve.engine.device_sampler import DeviceSampler
-from pdserve.engine.graphs import DeviceDecoder
+from pdserve.engine.graphs import Compute, DeviceDecoder
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.pace import Pace
-from pdserve.engine.step import StepOutput
+from pdserve.engine.runner import Runner
+from pdserve.engine.step import StepOutput, StepPlan
 from pdserve.engine.stepper import Stepper
 from pdserve.model.batch import Batch
 from pdserve.model.decoder import Decoder
@@ -64,6 +65,21 @@ class NanAt:
 
 
 @dataclass
+class Noting:
+    """Notes of each recording whether it is made in a step that was launched ahead, with another in flight."""
+
+    plans: list[StepPlan]
+    while_ahead: list[bool] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._recorder = recorder()
+
+    def record(self, compute: Compute) -> Compute:
+        self.while_ahead.append(self.plans[-1].is_ahead)
+        return self._recorder.record(compute)
+
+
+@dataclass
 class Told:
     """All that was told of a crowd."""
 
@@ -72,6 +88,7 @@ class Told:
     num_steps: int = 0
     num_ahead: int = 0
     num_preempted: int = 0
+    recorded_ahead: list[bool] = field(default_factory=list)
 
     def take(self, output: StepOutput) -> None:
         self.num_steps += 1
@@ -89,24 +106,41 @@ def model() -> Decoder:
     return make_decoder(FIELDS, KernelOptions(implementation="triton"), torch.float32, device=DEVICE)
 
 
-def tell(model: Decoder, guests: list[Guest], *, num_blocks: int, is_ahead: bool, is_replayed: bool) -> Told:
+def tell(
+    model: Decoder,
+    guests: list[Guest],
+    *,
+    num_blocks: int,
+    is_ahead: bool,
+    is_replayed: bool,
+    block_size: int = BLOCK_SIZE,
+) -> Told:
     """Runs a crowd to its end, in runs of up to 4 steps."""
     config = model.config
     layout = KvLayout(
         model="tiny",
         dtype="float32",
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
     )
-    pool = BlockPool(num_blocks, BLOCK_SIZE)
+    pool, plans = BlockPool(num_blocks, block_size), list[StepPlan]()
+    noting = Noting(plans)
     scheduler = DecodeScheduler(pool, SchedulerConfig(limits=BOUNDS))
     decoder = DeviceDecoder(
-        NanAt(model), DEVICE, recorder=recorder() if is_replayed else None, max_num_seqs=8, max_blocks=8, vocab_size=97
+        NanAt(model),
+        DEVICE,
+        recorder=noting if is_replayed else None,
+        max_num_seqs=8,
+        max_blocks=pool.blocks_for(BOUNDS.max_model_len),
+        vocab_size=97,
     )
-    runner, told = DeviceRunner(decoder, KvCache(layout, num_blocks, DEVICE), DeviceSampler(DEVICE)), Told()
-    watched = WatchedScheduler(scheduler, scheduler.check_integrity, Pace)
+    # What runs ahead is compared with what each step does by itself.
+    runner_type = DeviceRunner if is_ahead else Runner
+    runner, told = runner_type(decoder, KvCache(layout, num_blocks, DEVICE), DeviceSampler(DEVICE)), Told()
+    told.recorded_ahead = noting.while_ahead
+    watched = WatchedScheduler(scheduler, scheduler.check_integrity, Pace, plans)
     stepper = Stepper(watched, runner, told.take)
     run = 0
     while scheduler.has_work() or run <= max(guest.comes for guest in guests):
@@ -190,3 +224,13 @@ def test_blocks_that_run_out_change_nothing(model: Decoder) -> None:
     assert scarce.choices == plenty.choices
     assert scarce.num_preempted == 1
     assert scarce.num_ahead > 3
+
+
+def test_a_graph_can_be_captured_while_a_step_is_in_flight(model: Decoder) -> None:
+    # In runs of four steps: the third of the second run that decodes begins the 17th block, so tables become wider.
+    guests = [Guest(prompt_length=58, params=replace(PLAIN, seed=6, temperature=1.0, logprobs=0, max_tokens=8))]
+    ahead = tell(model, guests, num_blocks=20, is_ahead=True, is_replayed=True, block_size=4)
+    waiting = tell(model, guests, num_blocks=20, is_ahead=False, is_replayed=False, block_size=4)
+    assert ahead.recorded_ahead == [False, True]
+    assert ahead.choices == waiting.choices
+    assert [len(told) for told in ahead.choices.values()] == [8]

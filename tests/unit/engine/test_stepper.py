@@ -67,10 +67,14 @@ class Diary(LateRunner):
         return results()
 
 
-def stepper(*jobs: DecodeJob, clock: Clock) -> tuple[Stepper, Diary, list[StepOutput]]:
+def scheduler_of(*jobs: DecodeJob) -> DecodeScheduler:
     scheduler = DecodeScheduler(BlockPool(16, BLOCK_SIZE), SchedulerConfig(limits=limits()))
     for each in jobs:
         scheduler.reserve(each)
+    return scheduler
+
+
+def stepper(scheduler: DecodeScheduler, clock: Clock) -> tuple[Stepper, Diary, list[StepOutput]]:
     diary, told = Diary(clock), list[StepOutput]()
 
     def publish(output: StepOutput) -> None:
@@ -88,7 +92,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_a_step_is_launched_before_the_one_before_is_collected_and_told_when_there_is_time(clock: Clock) -> None:
-    steps, diary, _ = stepper(job(A, [1, 2, 3]), clock=clock)
+    steps, diary, _ = stepper(scheduler_of(job(A, [1, 2, 3])), clock)
     steps.step(lambda: True)  # the prompt
     steps.step(lambda: True)
     steps.tell()
@@ -102,7 +106,7 @@ def test_a_step_is_launched_before_the_one_before_is_collected_and_told_when_the
 
 
 def test_nothing_is_launched_ahead_of_what_is_to_happen_first(clock: Clock) -> None:
-    steps, diary, _ = stepper(job(A, [1, 2, 3]), clock=clock)
+    steps, diary, _ = stepper(scheduler_of(job(A, [1, 2, 3])), clock)
     for _ in range(2):
         steps.step(lambda: False)
     assert diary.lines == ["launch 1", "collect 1", "launch 2", "tell 1", "collect 2"]
@@ -111,8 +115,22 @@ def test_nothing_is_launched_ahead_of_what_is_to_happen_first(clock: Clock) -> N
     assert diary.lines[5:] == ["launch 3", "launch 4", "tell 2", "collect 3", "tell 3", "collect 4"]
 
 
+def test_tokens_do_not_wait_for_the_launch_of_a_chunk(clock: Clock) -> None:
+    scheduler = scheduler_of(job(A, [1, 2, 3]))
+    steps, diary, _ = stepper(scheduler, clock)
+    for _ in range(2):
+        steps.step(lambda: False)
+    scheduler.reserve(job(B, [4, 5, 6]))
+    steps.step(lambda: True)
+    assert diary.lines == [
+        *("launch 1", "collect 1"),
+        *("launch 2", "tell 1", "collect 2"),
+        *("tell 2", "launch 3", "collect 3"),
+    ]
+
+
 def test_a_step_takes_from_result_to_result(clock: Clock) -> None:
-    steps, _, told = stepper(job(A, [1, 2, 3]), clock=clock)
+    steps, _, told = stepper(scheduler_of(job(A, [1, 2, 3])), clock)
     steps.step(lambda: True)
     clock.now += 1000  # in which nobody wanted anything
     steps.step(lambda: True)
@@ -134,8 +152,7 @@ class Eager(Runner):
 
 
 def test_where_launching_is_computing_nothing_is_planned_ahead() -> None:
-    scheduler = DecodeScheduler(BlockPool(16, BLOCK_SIZE), SchedulerConfig(limits=limits()))
-    scheduler.reserve(job(A, [1, 2, 3]))
+    scheduler = scheduler_of(job(A, [1, 2, 3]))
     told: list[StepOutput] = []
     steps = Stepper(scheduler, Eager(FakeDecoder(), KvCache(layout(), 16, CPU), Sampler()), told.append)
     while scheduler.has_work():
