@@ -73,7 +73,8 @@ class Case:
     def open_memory(self) -> tuple[KvCache, BlockMemory]:
         """A cache with all blocks, and a stage with room for as many."""
         cache = KvCache(self.layout, self.num_blocks, torch.device(self.device))
-        size = max(self.num_blocks, best_bundle(self.layout.block_bytes)) * self.layout.block_bytes
+        together = best_bundle(self.layout.block_bytes)
+        size = -(-self.num_blocks // together) * together * self.layout.block_bytes
         if self.memory == DEVICE:
             return cache, device_block_memory(cache, size)
         if self.device == "cpu":
