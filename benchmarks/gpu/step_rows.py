@@ -34,34 +34,41 @@ if TYPE_CHECKING:
 
 #: The first of the steps that decode, in which a graph is captured.
 _WARM_UP = 4
+#: For which the GPU waits before a step whose own time is taken, so that the host has launched it by then: some 20 ms.
+_HEAD_START_CYCLES = 40_000_000
 #: Prompts are not held up by sequences that decode already.
 _NO_BUDGET_S = 1e9
 
 
 def idle_share(setting: Setting, batch: int) -> Measured:
-    """Of `batch` sequences: from the begin of a step on the GPU to that of the next, against the step itself."""
+    """Of `batch` sequences: from the begin of a step on the GPU to that of the next, against the step itself.
+
+    A step that the GPU begins while the host still launches it would seem busy for as long as that takes. So the step
+    itself is that of further steps, each of which waits behind a busy GPU until it is launched.
+    """
     sizes = setting.sizes
-    num_steps = _WARM_UP + sizes.repeats + 1
+    num_passing = _WARM_UP + sizes.repeats + 1
+    num_steps = num_passing + sizes.repeats
     # While the last prompts are computed, the first sequences decode.
     output_tokens = num_steps + -(-batch * sizes.step_context // sizes.prefill_tokens) + 2
-    scheduler, runner = _engine(setting, batch, sizes.step_context + output_tokens)
+    scheduler, runner = _engine(setting, batch, sizes.step_context + output_tokens, num_passing)
     for index in range(batch):
         scheduler.reserve(_job(setting, index, output_tokens))
     stepper = Stepper(scheduler, runner, lambda output: None)
     while scheduler.has_work():
         stepper.step(lambda: True)
     setting.clock.synchronize()
-    steps = runner.decoding[_WARM_UP:num_steps]
+    passing, queued = runner.decoding[_WARM_UP:num_passing], runner.decoding[num_passing:num_steps]
     weight_bytes = setting.decoder(deterministic=True).weight_bytes
     return Measured(
-        samples_ms=tuple(begin.until(following) for (begin, _), (following, _) in pairwise(steps)),
-        against_ms=tuple(begin.until(end) for begin, end in steps[:-1]),
+        samples_ms=tuple(begin.until(following) for (begin, _), (following, _) in pairwise(passing)),
+        against_ms=tuple(begin.until(end) for begin, end in queued),
         work=decoder_work(setting.shape, [(1, sizes.step_context)] * batch, DTYPE.itemsize, weight_bytes),
         how="CUDA graph" if setting.has_graphs else "launched one by one",
     )
 
 
-def _engine(setting: Setting, batch: int, length: int) -> tuple[DecodeScheduler, _Timed]:
+def _engine(setting: Setting, batch: int, length: int, num_passing: int) -> tuple[DecodeScheduler, _Timed]:
     """A scheduler for `batch` sequences of `length` tokens, and what computes its steps, in deterministic mode."""
     from pdserve.engine.device_sampler import DeviceSampler
 
@@ -90,7 +97,8 @@ def _engine(setting: Setting, batch: int, length: int) -> tuple[DecodeScheduler,
         max_blocks=max_blocks,
         vocab_size=shape.vocab_size,
     )
-    runner = _Timed(decoder, KvCache(layout, pool.num_blocks, setting.device), DeviceSampler(setting.device))
+    kv_cache = KvCache(layout, pool.num_blocks, setting.device)
+    runner = _Timed(decoder, kv_cache, DeviceSampler(setting.device), num_passing)
     return DecodeScheduler(pool, config), runner
 
 
@@ -132,15 +140,21 @@ class _Moment:
 
 
 class _Timed(DeviceRunner):
-    """Notes begin and end, on the GPU, of the steps that only decode."""
+    """Notes begin and end, on the GPU, of the steps that only decode; the first of them come as they do in service."""
 
-    def __init__(self, decoder: DeviceDecoder, kv_cache: KvCache, sampler: DeviceSampler) -> None:
+    def __init__(self, decoder: DeviceDecoder, kv_cache: KvCache, sampler: DeviceSampler, num_passing: int) -> None:
+        """Before each decode step after `num_passing` the GPU waits."""
         super().__init__(decoder, kv_cache, sampler)
+        self._device = kv_cache.tensor.device
+        self._num_passing = num_passing
         self.decoding: list[tuple[_Moment, _Moment]] = []
 
     def launch(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Results:
-        begin = _Moment(self.kv_cache.tensor.device)
+        only_decodes = bool(plan.decoding) and not plan.chunks
+        if only_decodes and len(self.decoding) >= self._num_passing and self._device.type == "cuda":
+            torch.cuda._sleep(_HEAD_START_CYCLES)
+        begin = _Moment(self._device)
         results = super().launch(plan, batch, tell)
-        if plan.decoding and not plan.chunks:
-            self.decoding.append((begin, _Moment(self.kv_cache.tensor.device)))
+        if only_decodes:
+            self.decoding.append((begin, _Moment(self._device)))
         return results
