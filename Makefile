@@ -58,7 +58,7 @@ format: install ## Format the code
 	$(BIN)/ruff format .
 
 # Tests that only compute, beside all others, which mostly wait for processes.
-COMPUTING := tests/unit/kernels tests/unit/engine tests/unit/benchmarks tests/property/kernels
+COMPUTING := tests/unit/kernels tests/unit/engine tests/unit/benchmarks tests/property tests/golden tests/integration/services
 TESTS := tests
 
 .PHONY: test
