@@ -6,10 +6,7 @@ from dataclasses import dataclass
 
 from pdserve.base.config import option
 from pdserve.base.errors import SetupError
-from pdserve.base.worker_config import WorkerConfig
-
-#: On a GPU, when nothing is said: the last message is a quarter of a block, and copies stay few.
-_GPU_LAYER_GROUPS = 4
+from pdserve.base.worker_config import GPU_LAYER_GROUPS, WorkerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +24,7 @@ class DecodeConfig(WorkerConfig):
     layer_groups: int | None = option(
         None,
         help="messages in which a KV block comes, each some of its layers, sent while later ones are computed; at most "
-        f"one per layer; when absent {_GPU_LAYER_GROUPS} on a GPU and 1 on a CPU",
+        f"one per layer; when absent {GPU_LAYER_GROUPS} on a GPU and 1 on a CPU",
         minimum=1,
     )
     max_reserved_share: float = option(0.5, help="share of the blocks that waiting transfers may hold", minimum=0.01)
@@ -41,7 +38,7 @@ class DecodeConfig(WorkerConfig):
         """In how many groups the layers of a model are received. Raises `SetupError` for more than it has layers."""
         if self.layer_groups is None:
             # C++ computes all layers in one call: there is nothing to send meanwhile.
-            return 1 if self.device.startswith("cpu") else min(_GPU_LAYER_GROUPS, num_layers)
+            return 1 if self.device.startswith("cpu") else min(GPU_LAYER_GROUPS, num_layers)
         if self.layer_groups > num_layers:
             raise SetupError(f"--layer-groups {self.layer_groups} is more than the model has layers, {num_layers}.")
         return self.layer_groups

@@ -17,6 +17,12 @@ from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
 
 
+def span_of(layers: slice, num_layers: int, num_bytes: int) -> slice:
+    """Where layers of `num_layers` are in the memory of a bundle, or of a block, of `num_bytes`."""
+    layer_bytes = num_bytes // num_layers
+    return slice(layers.start * layer_bytes, layers.stop * layer_bytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroups:
     """The groups of one transfer, in the order in which a forward pass completes them; their sizes differ by a layer.
@@ -33,8 +39,8 @@ class LayerGroups:
         """`count` groups, at most one for each layer."""
         assert 1 <= count <= layout.num_layers
         layers = tuple(part_of(layout.num_layers, group, count) for group in range(count))
-        layer_bytes = layout.block_bytes // layout.num_layers
-        return cls(layers=layers, spans=tuple(slice(g.start * layer_bytes, g.stop * layer_bytes) for g in layers))
+        spans = tuple(span_of(group, layout.num_layers, layout.block_bytes) for group in layers)
+        return cls(layers=layers, spans=spans)
 
     @property
     def count(self) -> int:

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from kvtransfer.digest import HOST_DIGEST, MessageDigest
+from kvtransfer.layer_groups import span_of
 from kvtransfer.transport import Buffer
 from pdserve.base.ids import BlockId
 from pdserve.base.moment import Moment
@@ -119,8 +120,7 @@ class InPlace:
         return first if len(bundle) == 1 else np.empty(len(bundle) * first.nbytes, np.uint8)
 
     def _gather(self, bundle: Bundle, buffer: Buffer, layers: slice) -> None:
-        layer_bytes = buffer.nbytes // len(bundle) // self._num_layers
-        span = slice(layers.start * layer_bytes, layers.stop * layer_bytes)
-        there = buffer[len(bundle) * span.start : len(bundle) * span.stop].reshape(len(bundle), -1)
+        there = buffer[span_of(layers, self._num_layers, buffer.nbytes)].reshape(len(bundle), -1)
+        of_block = span_of(layers, self._num_layers, buffer.nbytes // len(bundle))
         for row, block_id in enumerate(bundle):
-            there[row] = self._blocks.block_bytes_view(block_id)[span]
+            there[row] = self._blocks.block_bytes_view(block_id)[of_block]

@@ -9,13 +9,14 @@ from functools import cache, partial
 
 import torch
 
-from benchmarks.gpu.handover import DEVICE, HOST, LAYER_GROUPS, Case, Times, measure
+from benchmarks.gpu.handover import DEVICE, HOST, Case, Times, measure
 from benchmarks.gpu.rows import Finding, Measured, NotMeasured
 from benchmarks.gpu.setting import Setting
 from kernels.bench.inputs import BLOCK_SIZE
 from kernels.bench.work import Work
 from pdserve.base.errors import PdserveError
 from pdserve.base.layout import KvLayout
+from pdserve.base.worker_config import GPU_LAYER_GROUPS
 
 _KEY = bytes(range(16))
 
@@ -58,7 +59,7 @@ def handover(setting: Setting) -> Finding:
 def exposed(setting: Setting) -> Finding:
     """The same, when all groups of layers but the last have gone already."""
     found = _handovers(setting)
-    groups = min(LAYER_GROUPS, found.layout.num_layers)
+    groups = min(GPU_LAYER_GROUPS, found.layout.num_layers)
     work = Work(num_bytes=found.num_blocks * found.layout.block_bytes / groups, flops=0.0)
     return Measured(samples_ms=found.times.exposed_ms, work=work, how=f"one of {groups} groups; {found.how}")
 

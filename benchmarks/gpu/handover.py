@@ -31,12 +31,12 @@ from kvtransfer.transport import open_transport
 from pdserve.base.ids import BlockId, WorkerId, new_epoch
 from pdserve.base.layout import KvLayout
 from pdserve.base.tasks import service_group
+from pdserve.base.worker_config import GPU_LAYER_GROUPS
 from pdserve.engine.kv_cache import KvCache
 from pdserve.v1 import decode_pb2
 from pdserve.worker.blocks import block_memory, device_block_memory, staged
 
 HOST, DEVICE = "host", "device"
-LAYER_GROUPS = 4
 #: The first connect, compile, and touch what was not touched yet.
 _WARM_UP_ROUNDS = 2
 #: For the groups before the last to be over: so they would be while a model computes.
@@ -165,7 +165,7 @@ async def _receive(case: Case, stream: socket.socket) -> None:
         epoch=new_epoch(),
         grpc_address="-",
         layout=case.layout,
-        layer_groups=min(LAYER_GROUPS, case.layout.num_layers),
+        layer_groups=min(GPU_LAYER_GROUPS, case.layout.num_layers),
     )
     reservation = Reservation(
         request_id=REQUEST,

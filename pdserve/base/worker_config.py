@@ -11,6 +11,8 @@ from pdserve.base.logs import LEVELS
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FP8_KV = "fp8_e4m3"
 KV_CACHE_DTYPES = ("auto", FP8_KV)
+#: In which decode workers on a GPU receive, when nothing is said: the last message is a quarter, and copies stay few.
+GPU_LAYER_GROUPS = 4
 HANDOVER_MEMORIES = ("host", "device")
 TRANSPORTS = ("ucx", "nccl")
 KERNELS = ("auto", "cpu", "triton", "reference")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kvtransfer.digest import HOST_DIGEST
+from kvtransfer.layer_groups import span_of
 from kvtransfer.memory import BlockMemory, Bundle, InPlace, Part
 from kvtransfer.staging import Staged, best_bundle
 from pdserve.base.errors import SetupError
@@ -25,30 +24,28 @@ class Stage:
 
     def __init__(self, memory: Tensor, layout: KvLayout, dtype: torch.dtype, heads: slice = slice(None)) -> None:
         """`memory`: uint8; `layout`: of blocks with all heads; `heads`: those of one of several ranks."""
-        self._numbers = memory.view(dtype)
-        self._bytes: npt.NDArray[np.uint8] = memory.numpy()
+        self._memory = memory
+        self._dtype = dtype
         self._layout = layout
         self._heads = heads
 
+    def message(self, slot: int, num_blocks: int, layers: slice) -> Tensor:
+        """Layers of a bundle in slots from `slot` on, with all heads: uint8."""
+        block_bytes = self._layout.block_bytes
+        bundle = self._memory[slot * block_bytes : (slot + num_blocks) * block_bytes]
+        return bundle[span_of(layers, self._layout.num_layers, bundle.nbytes)]
+
     def part(self, slot: int, num_blocks: int, layers: slice) -> Tensor:
-        """Layers of a bundle in slots from `slot` on: [num_blocks, layers, 2, heads, block_size, head_dim]."""
+        """The same, as numbers of the heads: [num_blocks, layers, 2, heads, block_size, head_dim]."""
         layout = self._layout
         shape = (layers.stop - layers.start, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        layer_size = 2 * layout.num_kv_heads * layout.block_size * layout.head_dim
-        first = layer_size * (slot * layout.num_layers + num_blocks * layers.start)
-        size = layer_size * num_blocks * shape[0]
-        return self._numbers[first : first + size].view(num_blocks, *shape)[:, :, :, self._heads]
-
-    def message(self, slot: int, num_blocks: int, layers: slice) -> npt.NDArray[np.uint8]:
-        """The bytes of all heads of it."""
-        layer_bytes = self._layout.block_bytes // self._layout.num_layers
-        first = slot * self._layout.block_bytes + num_blocks * layers.start * layer_bytes
-        return self._bytes[first : first + num_blocks * (layers.stop - layers.start) * layer_bytes]
+        message = self.message(slot, num_blocks, layers)
+        return message.view(self._dtype).view(num_blocks, *shape)[:, :, :, self._heads]
 
     def digests(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
-        """Of the bundles' messages. Takes about 0.1 ms a MiB: not for an event loop."""
+        """Of the bundles' messages, in host memory. They may be large: not for an event loop."""
         places = zip(bundles, slots, strict=True)
-        return [part.digest(self.message(slot, len(bundle), part.layers)) for bundle, slot in places]
+        return [part.digest(self.message(slot, len(bundle), part.layers).numpy()) for bundle, slot in places]
 
     def parts(self, bundles: Sequence[Bundle], slots: Sequence[int], layers: slice) -> list[Tensor]:
         """Of all blocks, one by one."""

@@ -23,10 +23,10 @@ from kvtransfer.transport import Buffer
 from pdserve.base.errors import SetupError, TransferError
 from pdserve.base.ids import BlockId
 from pdserve.base.tasks import to_its_end
+from pdserve.base.worker_config import GPU_LAYER_GROUPS
 from pdserve.engine.kv_cache import KvCache
+from pdserve.worker.blocks import Stage
 
-#: In which decode workers on GPUs receive bundles, unless they are told otherwise.
-_USUAL_GROUPS = 4
 #: Stretched keys of the latest transfers, each as large as a block.
 _KEPT_KEYS = 8
 
@@ -69,7 +69,7 @@ class DeviceCopies:
     def __init__(self, cache: KvCache, stage: Tensor) -> None:
         """`stage`: uint8. Both on one device."""
         self._cache = cache
-        self._stage = stage
+        self._stage = Stage(stage, cache.layout, cache.tensor.dtype)
         self._device = cache.tensor.device
         on_gpu = self._device.type == "cuda"
         # Of its own: neither waits for steps that are being computed, nor holds them up more than its bytes do.
@@ -84,13 +84,13 @@ class DeviceCopies:
 
     def _move(self, move: Packed, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
         try:
-            together = self._launch(move, bundles, slots, part)
+            together, done = self._launch(move, bundles, slots, part)
         except torch.OutOfMemoryError as error:
+            if self._stream is not None:
+                self._stream.synchronize()  # What was launched before still writes to slots or blocks.
             # What else goes wrong on a GPU is not this transfer's alone.
             raise TransferError(f"the GPU has no memory left to pack blocks: {error}") from error
-        if self._stream is not None:
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(self._stream)
+        if done is not None:
             done.synchronize()  # When digests are here, bytes are in their place.
         given, first = [], 0
         for bundle in bundles:
@@ -99,8 +99,10 @@ class DeviceCopies:
             first += len(bundle)
         return given
 
-    def _launch(self, move: Packed, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> Tensor:
-        """Digests of all blocks, uint8 [n, 16] of the host, which are there when the stream has done it all."""
+    def _launch(
+        self, move: Packed, bundles: Sequence[Bundle], slots: Sequence[int], part: Part
+    ) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Digests of all blocks, uint8 [n, 16] of the host, and on a GPU when they will be there."""
         layers = (part.layers.start, part.layers.stop)
         with _LAUNCHING, nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if part.after is not None:
@@ -109,10 +111,12 @@ class DeviceCopies:
             digests = []
             for bundle, slot in zip(bundles, slots, strict=True):
                 ids = torch.tensor(bundle).to(self._device, non_blocking=True)
-                digests.append(move(self._message(slot, len(bundle), part.layers), ids, keys, layers))
+                message = self._stage.message(slot, len(bundle), part.layers).view(len(bundle), -1)
+                digests.append(move(message, ids, keys, layers))
             together = torch.cat(digests)
             host = torch.empty(together.shape, dtype=together.dtype, pin_memory=self._stream is not None)
-            return host.copy_(together, non_blocking=True)
+            host.copy_(together, non_blocking=True)
+            return host, None if self._stream is None else self._stream.record_event()
 
     def _pack(self, message: Tensor, ids: Tensor, keys: Tensor, layers: tuple[int, int]) -> Tensor:
         heads = (0, self._cache.layout.num_kv_heads)
@@ -121,14 +125,6 @@ class DeviceCopies:
     def _unpack(self, message: Tensor, ids: Tensor, keys: Tensor, layers: tuple[int, int]) -> Tensor:
         heads = (0, self._cache.layout.num_kv_heads)
         return kernels.unpack(message, self._cache.tensor, ids, keys, layers=layers, heads=heads)
-
-    def _message(self, slot: int, num_blocks: int, layers: slice) -> Tensor:
-        """Of a bundle in slots from `slot` on, uint8 [num_blocks, bytes of the layers]."""
-        layout = self._cache.layout
-        layer_bytes = layout.block_bytes // layout.num_layers
-        first = slot * layout.block_bytes + num_blocks * layers.start * layer_bytes
-        size = num_blocks * (layers.stop - layers.start) * layer_bytes
-        return self._stage[first : first + size].view(num_blocks, -1)
 
     def _keys_of(self, key: bytes) -> Tensor:
         keys = self._keys.get(key)
@@ -143,7 +139,7 @@ class DeviceCopies:
     def warm_up(self) -> None:
         """Packs and unpacks blocks as they are, so that no request pays for compiling. Takes some seconds."""
         num_layers = self._cache.layout.num_layers
-        groups = LayerGroups.of(self._cache.layout, min(_USUAL_GROUPS, num_layers))
+        groups = LayerGroups.of(self._cache.layout, min(GPU_LAYER_GROUPS, num_layers))
         for layers in (slice(0, num_layers), *groups.layers):
             for count in (1, 2, best_bundle(self._cache.layout.block_bytes)):
                 bundle = [BlockId(block) for block in range(min(count, self._cache.num_blocks))]

@@ -77,11 +77,10 @@ class Message:
         """Of `READ_BLOCKS` and `WRITE_BLOCKS`."""
         num_layers, start, stop, *rest = self.values.tolist()
         bundles, slots = [], []
-        while rest:
-            size, slot, *rest = rest
-            bundles.append([BlockId(block) for block in rest[:size]])
-            slots.append(slot)
-            rest = rest[size:]
+        values = iter(rest)
+        for size in values:
+            slots.append(next(values))
+            bundles.append([BlockId(next(values)) for _ in range(size)])
         return Copy(bundles=bundles, slots=slots, layers=slice(start, stop), after=Mark(self.number, num_layers))
 
 
