@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import faulthandler
 
+from hypothesis import settings
+
 from tests.support import devices
+
+# No test is about how long it takes: a machine that is busy would decide.
+settings.register_profile("pdserve", deadline=None)
+settings.load_profile("pdserve")
 
 #: Known before any test module is imported: some libraries import Triton, which is when it decides to interpret.
 DEVICE = devices.DEVICE
