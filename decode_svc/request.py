@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pdserve.base.ids import BlockHash, BlockId, RequestId
+from pdserve.base.ids import NO_ROUTER, BlockHash, BlockId, RequestId, RouterId
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.sequence import Sequence, SequenceLimits
 from pdserve.engine.step import Started
@@ -50,6 +51,8 @@ class DecodeJob:
     #: Compute the prompt here, without a grant, when at most this many of its tokens are not cached here; 0: never.
     #: A prompt of which more blocks are missing than can be received is computed here in any case.
     local_prefill_threshold: int = 0
+    #: Who sent it.
+    router_id: RouterId = NO_ROUTER
 
 
 class Phase(Enum):
@@ -93,3 +96,18 @@ class Request:
         if self.forced_first_tokens:
             return ()
         return tuple(choice for choice in range(self.job.params.n) if choice not in self.stopped)
+
+
+def queued_by_router(requests: Iterable[Request]) -> dict[RouterId, int]:
+    """Tokens of prompts that are (still) to be computed here.
+
+    Not what preempted sequences compute again: their routers have seen a first token.
+    """
+    queued: dict[RouterId, int] = {}
+    for request in requests:
+        is_queued = request.phase is Phase.COMPUTING or (request.phase is Phase.WAITING and request.locally)
+        # A single token is computed as those of decoding sequences are, and in nobody's way.
+        if is_queued and request.stem.num_pending > 1:
+            router_id = request.job.router_id
+            queued[router_id] = queued.get(router_id, 0) + request.stem.num_pending
+    return queued

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
-from decode_svc.request import DecodeJob, Phase, Request, SchedulerConfig
+from decode_svc.request import DecodeJob, Phase, Request, SchedulerConfig, queued_by_router
 from pdserve.base.errors import InvalidTransition, NoFreeBlocks, PdserveError
 from pdserve.base.ids import BlockId, RequestId
 from pdserve.engine.block_manager import BlockManager
@@ -198,6 +198,7 @@ class DecodeScheduler:
             num_held=sum(request.phase is Phase.RESERVED for request in self._requests.values()),
             queued_prompt_tokens=running.num_pending_tokens
             + sum(r.stem.num_prompt for r in self._waiting if r.locally),
+            queued_by_router=queued_by_router(self._requests.values()),
             free_blocks=self._pool.num_free,
             total_blocks=self._pool.num_blocks,
             num_preemptions=running.num_preemptions,

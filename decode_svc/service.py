@@ -18,7 +18,7 @@ from pdserve.base import rpc
 from pdserve.base.admin import bound_socket
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import PdserveError, RequestError, StaleError, reason_of
-from pdserve.base.ids import RequestId
+from pdserve.base.ids import RequestId, RouterId
 from pdserve.base.logs import get_logger, request_id_var
 from pdserve.base.streams import MessageStream, PeerLeft, serve_streams
 from pdserve.base.wire import error_to_wire, sampling_from_wire
@@ -171,6 +171,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             hash_key=key,
             hashes=hash_blocks(key, prompt, layout.block_size),
             local_prefill_threshold=start.local_prefill_threshold,
+            router_id=RouterId(start.ref.router_id),
         )
 
 

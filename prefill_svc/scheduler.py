@@ -11,7 +11,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from pdserve.base.errors import InvalidTransition, NoFreeBlocks, PdserveError
-from pdserve.base.ids import BlockHash, BlockId, RequestId
+from pdserve.base.ids import NO_ROUTER, BlockHash, BlockId, RequestId, RouterId
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.block_pool import BlockPool
@@ -54,6 +54,8 @@ class PrefillJob:
     forced_first_tokens: tuple[int, ...] = ()
     #: Told, in every chunk, as soon as so many layers have their KV: ascending, at most the model's number.
     told_layers: tuple[int, ...] = ()
+    #: Who sent it.
+    router_id: RouterId = NO_ROUTER
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -194,12 +196,16 @@ class PrefillScheduler:
     def load(self) -> Load:
         """The present load; `num_running` are prompts."""
         queues = self._queues
-        unfinished = (*queues.waiting.values(), *queues.computing.values())
+        by_router: dict[RouterId, int] = {}
+        for active in (*queues.waiting.values(), *queues.computing.values()):
+            router_id = active.job.router_id
+            by_router[router_id] = by_router.get(router_id, 0) + active.sequence.num_pending
         return Load(
             num_running=len(queues.computing),
             num_waiting=len(queues.waiting),
             num_held=len(queues.computed),
-            queued_prompt_tokens=sum(active.sequence.num_pending for active in unfinished),
+            queued_prompt_tokens=sum(by_router.values()),
+            queued_by_router=by_router,
             free_blocks=self._pool.num_free,
             total_blocks=self._pool.num_blocks,
             num_preemptions=0,

@@ -11,7 +11,7 @@ from kvtransfer.ticket import Ticket, ticket_from_proto
 from pdserve.base import rpc
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import PdserveError, reason_of
-from pdserve.base.ids import RequestId
+from pdserve.base.ids import RequestId, RouterId
 from pdserve.base.logs import get_logger, request_id_var
 from pdserve.base.wire import sampling_from_wire
 from pdserve.engine.step import LayersWritten, StepOutput
@@ -110,6 +110,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
             forced_first_tokens=tuple(request.forced_first_tokens),
             # One message for all layers can go no sooner than at the step's end, of which every prompt is told.
             told_layers=ticket.groups.ends if ticket is not None and ticket.layer_groups > 1 else (),
+            router_id=RouterId(request.ref.router_id),
         )
 
 

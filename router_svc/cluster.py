@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdserve.base.block_hash import hash_blocks, hash_key
-from pdserve.base.ids import BlockHash, WorkerId
+from pdserve.base.ids import BlockHash, WorkerId, new_router_id
 from pdserve.base.layout import KvLayout
 from pdserve.base.registry import WorkerDirectory
 from pdserve.base.workers import Tier, WorkerRecord
@@ -44,7 +44,7 @@ class Cluster:
     index: Callable[[Sequence[BlockHash]], Mapping[WorkerId, int]]
     metrics: RouterMetrics
     channels: Channels = field(default_factory=Channels)
-    in_flight: InFlight = field(default_factory=InFlight)
+    in_flight: InFlight = field(default_factory=lambda: InFlight(new_router_id()))
 
     def ready(self, tier: Tier) -> list[WorkerRecord]:
         """Workers of our model that take work."""

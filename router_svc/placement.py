@@ -1,8 +1,8 @@
 """Which worker gets a request: the least work in its way, counting what it has cached. Pure policy.
 
 Costs are in prompt tokens, so that what a worker need not compute (or receive) weighs against what it has to do first.
-Workers report their load once a second; what this router has placed since then is counted by itself, and the larger of
-the two numbers is used.
+A worker's report is up to two seconds old, and says whose prompts it counts. So a router takes the prompts of other
+routers from the report, and for its own goes by what it has placed itself and not yet seen done.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Self
 
-from pdserve.base.ids import Epoch, WorkerId
+from pdserve.base.ids import Epoch, RouterId, WorkerId
 from pdserve.base.workers import WorkerRecord
 
 #: What one running sequence weighs against prompt tokens: a decode worker with this many uncached tokens less may be
@@ -60,9 +60,13 @@ class Placement:
 class InFlight:
     """What this router has placed on workers and not yet seen done."""
 
-    def __init__(self) -> None:
+    def __init__(self, router_id: RouterId) -> None:
+        #: By this name workers report our prompts.
+        self.router_id = router_id
         self._sequences: dict[WorkerId, int] = {}
         self._prompt_tokens: dict[WorkerId, int] = {}
+        #: Workers that may compute prompts of ours that nobody waits for any more.
+        self._doubtful: set[WorkerId] = set()
 
     def sequences(self, worker: WorkerId) -> int:
         """Sequences placed on a decode worker."""
@@ -71,6 +75,24 @@ class InFlight:
     def prompt_tokens(self, worker: WorkerId) -> int:
         """Uncached prompt tokens placed on a worker of either tier."""
         return self._prompt_tokens.get(worker, 0)
+
+    def queued_tokens(self, worker: WorkerRecord) -> int:
+        """Prompt tokens of this router that the worker has to compute.
+
+        What it reports of them counts only where a prompt was given up: nobody tells when the worker has dropped it.
+        """
+        ours = self.prompt_tokens(worker.worker_id)
+        if worker.worker_id in self._doubtful:
+            return max(ours, worker.load.queued_by_router.get(self.router_id, 0))
+        return ours
+
+    def computed(self, worker: WorkerId) -> None:
+        """The worker has computed a prompt: so it has dropped those that were given up before."""
+        self._doubtful.discard(worker)
+
+    def gave_up(self, worker: WorkerId) -> None:
+        """A prompt was placed on the worker and ended without a first token: it failed, or the client left."""
+        self._doubtful.add(worker)
 
     @contextmanager
     def decoding(self, worker: WorkerId, sequences: int) -> Iterator[None]:
@@ -88,28 +110,43 @@ class InFlight:
 class QueuedPrompt:
     """One prompt's uncached tokens, counted on the worker that is to compute them, wherever that is at the moment.
 
-    As a context manager, it is counted nowhere after the block.
+    As a context manager, it is counted nowhere after the block; given up, unless it was computed.
     """
 
     def __init__(self, in_flight: InFlight) -> None:
         self._in_flight = in_flight
         self._counted = ExitStack()
+        #: Where it is counted, and with how many tokens: 0 when only the first token itself is missing.
+        self._placed: tuple[WorkerId, int] | None = None
 
     def on(self, worker: WorkerId, prompt_tokens: int) -> None:
         """Now so many of them are in this worker's way, and in no other's."""
         self.leave()
         if prompt_tokens:
             self._counted.enter_context(self._in_flight.prefilling(worker, prompt_tokens))
+        self._placed = (worker, prompt_tokens)
 
     def leave(self) -> None:
-        """They are computed, or nobody knows by whom they will be."""
+        """Nobody knows by whom they will be computed."""
         self._counted.close()
+        self._placed = None
+
+    def computed(self) -> None:
+        """The first token is there. Of no effect when it came before."""
+        if self._placed is not None:
+            worker, _ = self._placed
+            self._in_flight.computed(worker)
+            self.leave()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.leave()
+        if self._placed is not None:
+            worker, missing = self._placed
+            if missing:
+                self._in_flight.gave_up(worker)
+            self.leave()
 
 
 @contextmanager
@@ -134,8 +171,9 @@ def choose_prefill(workers: Sequence[WorkerRecord], need: Need, in_flight: InFli
 
 
 def queued_tokens(worker: WorkerRecord, in_flight: InFlight) -> int:
-    """Prompt tokens the worker has to compute first."""
-    return max(worker.load.queued_tokens, in_flight.prompt_tokens(worker.worker_id))
+    """Prompt tokens the worker has to compute first: those of other routers as reported, and ours as we know them."""
+    others = worker.load.queued_tokens - worker.load.queued_by_router.get(in_flight.router_id, 0)
+    return others + in_flight.queued_tokens(worker)
 
 
 def num_sequences(worker: WorkerRecord, in_flight: InFlight) -> int:

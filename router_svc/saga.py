@@ -201,10 +201,13 @@ class Saga:
                     reservation.reach(event)
                 case "started":
                     self._journal.started(event.started, reservation.worker)
+                    if event.started.prefilled_locally:
+                        uncached = len(self._generation.prompt) - event.started.cached_tokens
+                        self._queued.on(reservation.worker.worker_id, uncached)
                     reservation.reach(event)
                 case "tokens":
                     self._journal.decoded()
-                    self._queued.leave()
+                    self._queued.computed()
                     await self._deliver(event.tokens.choices, reservation)
 
     # -- handover
@@ -272,6 +275,8 @@ class Saga:
             self._record.move(RequestState.RETRYING)
         self._journal.fall_back(reason, reservation.worker)
         command = decode_pb2.PrefillLocally(attempt=self._record.attempt, forced_first_tokens=self._output.first_tokens)
+        # How much of it is cached there, the worker tells when it starts.
+        self._queued.on(reservation.worker.worker_id, len(self._generation.prompt))
         await reservation.send(decode_pb2.DecodeRequest(prefill_locally=command))
         self._require_first_tokens(await self._begin(reservation), reservation)
 
@@ -322,7 +327,7 @@ class Saga:
                             if reservation is not None:
                                 await reservation.send(decode_pb2.DecodeRequest(keep_lease=decode_pb2.KeepLease()))
                         case "first_token":
-                            self._queued.leave()
+                            self._queued.computed()
                             await self._first_tokens(event.first_token, reservation)
                             if self._output.is_finished:
                                 return
@@ -367,4 +372,8 @@ class Saga:
         return choose_prefill(self._cluster.ready(tier), need, self._cluster.in_flight)
 
     def _ref(self) -> common_pb2.RequestRef:
-        return common_pb2.RequestRef(request_id=self._generation.worker_request_id, attempt=self._record.attempt)
+        return common_pb2.RequestRef(
+            request_id=self._generation.worker_request_id,
+            attempt=self._record.attempt,
+            router_id=self._cluster.in_flight.router_id,
+        )

@@ -7,6 +7,10 @@ from typing import NewType
 
 RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
+#: A router's incarnation: random, new at each start.
+RouterId = NewType("RouterId", str)
+#: Who asks without being a router.
+NO_ROUTER = RouterId("")
 #: A worker's incarnation: random, new at each start.
 Epoch = NewType("Epoch", int)
 #: 16 random bytes naming one transfer.
@@ -22,6 +26,11 @@ SequenceId = NewType("SequenceId", str)
 def new_epoch() -> Epoch:
     """A random positive 63-bit number."""
     return Epoch(secrets.randbits(62) + 1)
+
+
+def new_router_id() -> RouterId:
+    """16 random hexadecimal digits."""
+    return RouterId(secrets.token_hex(8))
 
 
 def new_transfer_id() -> TransferId:

@@ -76,13 +76,18 @@ class Registrar:
         *,
         heartbeat_s: float = 1.0,
         retry_s: float = 0.25,
+        pause_s: float = 0.1,
         on_degraded: Callable[[bool], None] = lambda degraded: None,
     ) -> None:
-        """`current` is asked for the record at each heartbeat; `on_degraded` hears of every change."""
+        """`current` is asked for the record at each heartbeat; `on_degraded` hears of every change.
+
+        At least `pause_s` is between two heartbeats, however often they are announced.
+        """
         self._store = store
         self._current = current
         self._heartbeat_s = heartbeat_s
         self._retry_s = retry_s
+        self._pause_s = pause_s
         self._on_degraded = on_degraded
         self._degraded = False
         self._due = asyncio.Event()
@@ -96,7 +101,7 @@ class Registrar:
         return self._degraded
 
     def announce(self) -> None:
-        """Writes the record now instead of at the next heartbeat: readiness changed."""
+        """Has the record written soon instead of at the next heartbeat: readiness changed, or the queue is empty."""
         self._due.set()
 
     async def run(self) -> None:
@@ -105,7 +110,10 @@ class Registrar:
             while True:
                 self._due.clear()
                 await self._beat()
-                await _wait(self._due, self._retry_s if self._degraded else self._heartbeat_s)
+                period_s = self._retry_s if self._degraded else self._heartbeat_s
+                pause_s = min(self._pause_s, period_s)
+                await asyncio.sleep(pause_s)
+                await _wait(self._due, period_s - pause_s)
         finally:
             await self._remove()
 

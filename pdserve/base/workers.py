@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal, cast, get_args
 
 from pdserve.base.errors import StoreError
-from pdserve.base.ids import Epoch, WorkerId
+from pdserve.base.ids import Epoch, RouterId, WorkerId
 from pdserve.base.layout import KvLayout
 
 Tier = Literal["prefill", "decode"]
@@ -24,6 +24,8 @@ class WorkerLoad:
     waiting: int = 0
     #: Prompt tokens accepted and not computed yet.
     queued_tokens: int = 0
+    #: Of those, the tokens of prompts that have no first token yet, by the router that sent them.
+    queued_by_router: Mapping[RouterId, int] = field(default_factory=dict)
     free_blocks: int = 0
     #: Prompt tokens computed in a second, as measured; None before there were any.
     prefill_tokens_per_s: float | None = None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from pdserve.base.errors import PdserveError
-from pdserve.base.ids import BlockId, RequestId
+from pdserve.base.ids import BlockId, RequestId, RouterId
 from pdserve.base.moment import Moment
 from pdserve.base.sampling import ChoiceTokens
 from pdserve.engine.block_pool import CacheEvents
@@ -197,6 +198,8 @@ class Load:
     num_held: int
     #: Tokens of prompts (and of preempted sequences) that are still to be computed here.
     queued_prompt_tokens: int
+    #: Of those, the tokens of prompts that have no first token yet, by the router that sent them.
+    queued_by_router: Mapping[RouterId, int]
     free_blocks: int
     total_blocks: int
     num_preemptions: int

@@ -143,6 +143,7 @@ def _registered(
     registrar = Registrar(store, record)
     publisher = KvEventPublisher(store, worker.worker_id, worker.epoch)
     worker.steps.on_cache_events = publisher.publish
+    worker.steps.on_queue_empty = registrar.announce
     worker.metrics.read(
         CounterSource(name="registry_failures", text="Heartbeats lost", value=lambda: registrar.failures),
         CounterSource(
@@ -212,6 +213,7 @@ def reported_load(load: Load, pace: Pace | None, itl_budget_s: float | None) -> 
         running=load.num_running,
         waiting=load.num_waiting,
         queued_tokens=load.queued_prompt_tokens,
+        queued_by_router=load.queued_by_router,
         free_blocks=load.free_blocks,
         prefill_tokens_per_s=alone,
         prefill_tokens_per_s_beside_decoding=beside,

@@ -15,6 +15,7 @@ _EMPTY = Load(
     num_waiting=0,
     num_held=0,
     queued_prompt_tokens=0,
+    queued_by_router={},
     free_blocks=0,
     total_blocks=0,
     num_preemptions=0,
@@ -32,6 +33,8 @@ class StepMetrics:
         self._pace: Pace | None = None
         #: Hears which blocks became reusable and which ceased to be.
         self.on_cache_events: Callable[[Sequence[BlockHash], Sequence[BlockHash]], None] = lambda added, removed: None
+        #: Hears that no prompt is left to compute where some were.
+        self.on_queue_empty: Callable[[], None] = lambda: None
         self._show_load()
 
     def _show_load(self) -> None:
@@ -73,12 +76,15 @@ class StepMetrics:
 
     def set_load(self, load: Load) -> None:
         """The load now."""
+        had_prompts = self._load.queued_prompt_tokens > 0
         self._load = load
+        if had_prompts and not load.queued_prompt_tokens:
+            self.on_queue_empty()
 
     def observe(self, output: StepOutput) -> None:
         """One step."""
         metrics, durations, events = self._metrics, output.durations, output.events
-        self._load = output.load
+        self.set_load(output.load)
         if output.num_prefill_tokens or self._pace is not None:
             self._pace = output.pace
         if output.num_tokens:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 
-from pdserve.base.ids import BlockHash, Epoch, WorkerId
+from pdserve.base.ids import BlockHash, Epoch, RouterId, WorkerId
 from pdserve.base.layout import KvLayout
 from pdserve.base.workers import Tier, WorkerLoad, WorkerRecord
 
 LAYOUT = KvLayout(model="fingerprint", dtype="float32", block_size=16, num_layers=2, num_kv_heads=1, head_dim=8)
+
+#: The router that tests look through.
+ME = RouterId("me")
 
 
 def worker_record(

@@ -32,6 +32,7 @@ from prefill_svc.service import PrefillService
 
 ALWAYS_LOCAL = 2**32 - 1
 DEADLINE_S = 20.0
+ROUTER = "router"
 
 
 @asynccontextmanager
@@ -80,7 +81,7 @@ class Request:
         self._ended: set[int] = set()
 
     def ref(self, attempt: int = 1) -> common_pb2.RequestRef:
-        return common_pb2.RequestRef(request_id=self.request_id, attempt=attempt)
+        return common_pb2.RequestRef(request_id=self.request_id, attempt=attempt, router_id=ROUTER)
 
     async def start(self, *, local_prefill_threshold: int = 0, attempt: int = 1) -> None:
         start = decode_pb2.DecodeStart(

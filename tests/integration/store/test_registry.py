@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
+from itertools import pairwise
 
 from pdserve.base.ids import Epoch, WorkerId
 from pdserve.base.private_redis import PrivateRedis
@@ -39,6 +41,24 @@ async def test_an_announced_change_does_not_wait_for_the_heartbeat(worker_store:
         current = replace(current, ready=True)
         registrar.announce()
         await until(directory, lambda: directory.get(DECODE) == current)
+
+
+async def test_announcements_without_end_are_heartbeats_at_a_bounded_rate(worker_store: Store) -> None:
+    times: list[float] = []
+    enough = asyncio.Event()
+
+    def current() -> WorkerRecord:
+        times.append(time.monotonic())
+        if len(times) == 4:
+            enough.set()
+        return worker_record()
+
+    registrar = Registrar(worker_store, current, heartbeat_s=3600, pause_s=0.05)
+    async with running(registrar.run()):
+        while not enough.is_set():
+            registrar.announce()
+            await asyncio.sleep(0)
+    assert all(later - earlier >= 0.049 for earlier, later in pairwise(times[:4]))
 
 
 async def test_heartbeats_keep_the_record_and_carry_the_load(worker_store: Store, router_store: Store) -> None:

@@ -178,6 +178,12 @@ class DecodeMachine(RuleBasedStateMachine):
         self.scheduler.check_integrity()
 
     @invariant()
+    def no_more_is_queued_for_routers_than_in_all(self) -> None:
+        load = self.scheduler.load()
+        assert sum(load.queued_by_router.values()) <= load.queued_prompt_tokens
+        assert all(tokens > 0 for tokens in load.queued_by_router.values())
+
+    @invariant()
     def what_was_told_is_the_head_of_a_lone_run(self) -> None:
         for request_id, choices in self.worker.told.items():
             job = self.jobs[request_id]

@@ -11,7 +11,7 @@ from decode_svc.scheduler import DecodeScheduler
 from kernels.decoder import LayerListener
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import InvalidTransition, NoFreeBlocks, RequestError
-from pdserve.base.ids import RequestId
+from pdserve.base.ids import NO_ROUTER, RequestId, RouterId
 from pdserve.base.sampling import FinishReason, SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.pace import Pace
@@ -734,11 +734,49 @@ def test_the_load_counts_who_runs_who_waits_and_what_is_queued() -> None:
     load = worker.scheduler.load()
     assert (load.num_running, load.num_waiting, load.num_held) == (1, 2, 1)
     # What the prefill tier will compute is not queued here.
-    assert (load.queued_prompt_tokens, load.total_blocks) == (0, 16)
+    assert (load.queued_prompt_tokens, load.queued_by_router, load.total_blocks) == (0, {}, 16)
     worker.scheduler.prefill_locally(RequestId("d"))
     assert worker.scheduler.load().queued_prompt_tokens == 11
+    assert worker.scheduler.load().queued_by_router == {NO_ROUTER: 11}
     assert load.free_blocks == worker.pool.num_free
     assert (load.prefix_query_tokens, load.prefix_hit_tokens) == (31, 8)
+
+
+def test_the_load_tells_whose_prompts_are_queued_until_their_first_token() -> None:
+    worker = decode(16, max_num_batched_tokens=4)
+    for request_id, router in ((A, "one"), (B, "two"), (C, "one")):
+        asked = job(request_id, [11 + ord(request_id) % 3, *PROMPT], threshold=ALWAYS if request_id != C else 0)
+        worker.scheduler.reserve(replace(asked, router_id=RouterId(router)))
+    worker.step()
+    # C waits for what the prefill tier computes, and has it computed here after all.
+    assert worker.scheduler.load().queued_by_router == {"one": 7, "two": 11}
+    worker.scheduler.prefill_locally(C)
+    load = worker.scheduler.load()
+    assert load.queued_by_router == {"one": 7 + 11, "two": 11}
+    assert load.queued_prompt_tokens == 7 + 11 + 11
+    while C not in worker.told:
+        worker.step()
+    assert worker.scheduler.load().num_running > 0
+    assert worker.scheduler.load().queued_by_router == {}
+
+
+def test_a_last_token_is_in_nobodys_way() -> None:
+    worker = decode(max_num_batched_tokens=9)
+    worker.scheduler.reserve(job(A, PROMPT, threshold=ALWAYS))
+    worker.step()
+    load = worker.scheduler.load()
+    assert (load.queued_prompt_tokens, load.queued_by_router) == (0, {})
+
+
+def test_what_a_preempted_sequence_computes_again_is_no_routers_prompt() -> None:
+    worker = decode(8)
+    for name, prompt in ((A, PROMPT), (B, [3, *PROMPT[:7]])):
+        worker.scheduler.reserve(job(name, prompt, replace(GREEDY, max_tokens=16), threshold=ALWAYS))
+    while not worker.scheduler.load().num_preemptions:
+        worker.step()
+    load = worker.scheduler.load()
+    assert load.queued_prompt_tokens > 8
+    assert load.queued_by_router == {}
 
 
 def test_limits_are_those_of_the_model_even_when_the_pool_is_larger() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.decoder import LayerListener
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import InvalidTransition, NoFreeBlocks, RequestError
-from pdserve.base.ids import RequestId
+from pdserve.base.ids import RequestId, RouterId
 from pdserve.base.sampling import FinishReason, SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.step import LayersWritten, StepEvents
@@ -306,6 +306,20 @@ def test_the_load_counts_prompts_and_their_tokens() -> None:
     assert load.queued_prompt_tokens == 6 + 11
     assert (load.free_blocks, load.total_blocks) == (2, 6)
     assert (load.prefix_query_tokens, load.prefix_hit_tokens) == (13, 0)
+
+
+def test_the_load_tells_whose_prompts_are_queued() -> None:
+    worker = prefill(9, budget=4)
+    for request_id, router in ((A, "one"), (B, "two"), (C, "one")):
+        worker.scheduler.add(replace(job(request_id, [11 + ord(request_id) % 3, *PROMPT]), router_id=RouterId(router)))
+    worker.step()
+    load = worker.scheduler.load()
+    assert load.queued_by_router == {"one": 7 + 11, "two": 11}
+    assert load.queued_prompt_tokens == 7 + 11 + 11
+    worker.scheduler.abort(B)
+    assert worker.scheduler.load().queued_by_router == {"one": 7 + 11}
+    worker.run()
+    assert worker.scheduler.load().queued_by_router == {}
 
 
 def test_masked_rows_never_read_what_an_earlier_owner_left() -> None:

@@ -22,7 +22,7 @@ from router_svc.local_prefill import (
     prefill_rates,
 )
 from router_svc.placement import InFlight, Need, Placement, QueuedPrompt, choose_decode, choose_prefill
-from tests.support.records import worker_record
+from tests.support.records import ME, worker_record
 
 THRESHOLD = 64
 LOAD, SHORT = LocalPrefillReason.LOAD, LocalPrefillReason.SHORT
@@ -54,7 +54,7 @@ def placed(
 def plan(
     tokens: int = 256, *, decode: WorkerLoad = MEASURED, prefill: WorkerLoad = MEASURED, **overlap: int
 ) -> PrefillPlan:
-    in_flight = InFlight()
+    in_flight = InFlight(ME)
     return plan_by_load(THRESHOLD, *placed(tokens, workers(decode, prefill), in_flight, **overlap), in_flight)
 
 
@@ -169,7 +169,7 @@ def test_a_burst_leaves_neither_tier_far_behind_the_other(
     beside = decode_rate * share
     decoding = replace(MEASURED, running=1, prefill_tokens_per_s_beside_decoding=beside)
     pair = workers(decoding, replace(MEASURED, prefill_tokens_per_s=prefill_rate))
-    in_flight = InFlight()
+    in_flight = InFlight(ME)
     with ExitStack() as burst:
         for tokens in prompts:
             # No worker tells of anything in between.
@@ -183,7 +183,7 @@ def test_a_burst_leaves_neither_tier_far_behind_the_other(
 
 
 def test_a_burst_is_shared_as_the_rates_are() -> None:
-    pair, in_flight = workers(), InFlight()
+    pair, in_flight = workers(), InFlight(ME)
     with ExitStack() as burst:
         for _ in range(16):
             made = plan_by_load(THRESHOLD, *placed(256, pair, in_flight), in_flight)
@@ -194,7 +194,7 @@ def test_a_burst_is_shared_as_the_rates_are() -> None:
 
 
 def test_a_prompt_is_counted_on_one_worker_at_a_time() -> None:
-    in_flight = InFlight()
+    in_flight = InFlight(ME)
     with QueuedPrompt(in_flight) as queued:
         queued.on(DECODE, 100)
         queued.on(PREFILL, 100)

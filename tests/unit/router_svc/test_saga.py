@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from pdserve.base.errors import Draining, NoFreeBlocks, RequestError, StaleEpoch, TransferTimeout
+from pdserve.base.ids import RouterId, WorkerId
 from pdserve.base.private_redis import PrivateRedis
 from pdserve.base.workers import Tier, WorkerLoad
 from router_svc.local_prefill import ALWAYS_LOCAL
+from router_svc.placement import queued_tokens
 from tests.support.redis import eventually
 from tests.unit.router_svc.conftest import TWO_OF_EACH, House, open_house
 from tests.unit.router_svc.fakes import Context, Fault, failing, hang, leave, vanish
@@ -370,6 +372,79 @@ async def test_while_prompts_queue_at_the_prefill_tier_the_decode_worker_prefill
         assert ("prefills by itself" in record["decisions"][0]["why"]) is (tier == "decode")
         assert await house.metric("local_prefills_total", reason="load") == (tier == "decode")
         assert house.router.cluster.in_flight.prompt_tokens(house.workers[f"{tier}-0"].record.worker_id) == 0
+
+
+@pytest.mark.parametrize(("whose", "tier"), [("mine", "prefill"), ("another's", "decode")])
+async def test_a_report_that_still_counts_a_prompt_of_this_router_keeps_no_prompt_from_an_idle_prefill_tier(
+    redis_server: PrivateRedis, model_dir: object, whose: str, tier: str
+) -> None:
+    async with open_house(redis_server, model_dir, ONE_OF_EACH, local_prefill_threshold=4) as house:  # type: ignore[arg-type]
+        await house.complete()
+        router_id = RouterId(house.world.prefills[0].ref.router_id)
+        assert router_id == house.world.decode_starts[0].ref.router_id != ""
+        await reports_queued(house, router_id if whose == "mine" else RouterId(whose))
+        _, body = await house.complete()
+        assert (await house.trace(body["id"]))["prefilled_by"] == tier
+
+
+async def reports_queued(house: House, router_id: RouterId, tokens: int = 5000) -> None:
+    """The router has a report of prefill-0 by which prompts of one router are queued there."""
+    load = WorkerLoad(queued_tokens=tokens, queued_by_router={router_id: tokens}, prefill_tokens_per_s=1000.0)
+    house.workers["prefill-0"].set(load=load)
+
+    async def is_known() -> bool:
+        return house.router.cluster.ready("prefill")[0].load == load
+
+    await eventually(is_known)
+
+
+async def test_a_prompt_whose_client_left_counts_as_reported_until_another_is_computed(small_house: House) -> None:
+    in_flight = small_house.router.cluster.in_flight
+    reached = asyncio.Event()
+
+    async def reach_and_hang(context: Context) -> None:
+        reached.set()
+        await hang(context)
+
+    small_house.script.fail("prefill", reach_and_hang)
+    request = asyncio.create_task(small_house.complete())
+    await reached.wait()
+    request.cancel()
+    await small_house.world.until(lambda: small_house.world.open_calls == 0)
+    await reports_queued(small_house, in_flight.router_id)
+    [prefill] = small_house.router.cluster.ready("prefill")
+    assert queued_tokens(prefill, in_flight) == 5000
+    await small_house.complete()
+    assert queued_tokens(prefill, in_flight) == 0
+
+
+@pytest.mark.parametrize("fallback", ["no_prefill_worker", "not_receivable"])
+async def test_a_prompt_that_the_decode_worker_has_to_compute_is_counted_there(
+    redis_server: PrivateRedis, model_dir: object, fallback: str
+) -> None:
+    async with open_house(redis_server, model_dir, ONE_OF_EACH, local_prefill_threshold=1) as house:  # type: ignore[arg-type]
+        in_flight = house.router.cluster.in_flight
+        counted: list[tuple[int, int]] = []
+
+        async def count(_: Context) -> None:
+            tokens = len(house.world.decode_starts[0].prompt_token_ids)
+
+            async def is_counted() -> bool:
+                return in_flight.prompt_tokens(WorkerId("decode-0")) == tokens
+
+            await eventually(is_counted)
+            counted.append((tokens, in_flight.prompt_tokens(WorkerId("prefill-0"))))
+
+        if fallback == "not_receivable":
+            house.world.most_receivable = 2
+            house.script.fail("decode_token", count)
+        else:
+            house.script.fail("prefill", failing(NoFreeBlocks("none")))
+            house.script.fail("decode_local", count)
+        text, _ = await house.stream()
+        assert text == TEXT
+        assert [there for _, there in counted] == [0]
+        assert in_flight.prompt_tokens(WorkerId("decode-0")) == 0
 
 
 @pytest.mark.parametrize(("expected", "fallbacks"), [(1, ["no_prefill_worker"]), (0, [])])

@@ -1,0 +1,88 @@
+"""What workers report of their load: whose prompts are queued, and at once when none is left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvtransfer.transport.inproc import InprocTransport
+from pdserve.base.admin import Health
+from pdserve.base.private_redis import PrivateRedis
+from pdserve.base.registry import Registrar
+from pdserve.base.store import Store
+from pdserve.engine.step import Load
+from pdserve.v1 import decode_pb2
+from pdserve.worker.process import _registered
+from pdserve.worker.step_metrics import StepMetrics
+from pdserve.worker.worker import TierService, Worker
+from prefill_svc.config import PrefillConfig
+from prefill_svc.service import PrefillService
+from tests.integration.services.house import ROUTER, running_house, running_worker
+from tests.support.redis import redis_server
+from tests.unit.model.tiny import save_model
+
+__all__ = ["redis_server"]
+
+PROMPT = [(7 * place) % 90 + 3 for place in range(45)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("tiny"))
+
+
+async def test_a_prompt_is_reported_under_its_routers_name_while_it_is_computed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[int, list[Load]] = {}
+    set_load = StepMetrics.set_load
+
+    def hear(steps: StepMetrics, load: Load) -> None:
+        told.setdefault(id(steps), []).append(load)
+        set_load(steps, load)
+
+    monkeypatch.setattr(StepMetrics, "set_load", hear)
+    async with running_house(model) as house:
+        request = house.request(PROMPT)
+        await request.start()
+        ticket = await request.ticket()
+        assert house.decode.load.queued_by_router == {}
+        await request.prefill(ticket)
+        await request.finish()
+        another = house.request([4, *PROMPT])
+        await another.start()
+        await another.ticket()
+        await another.send(prefill_locally=decode_pb2.PrefillLocally(attempt=1))
+        await another.finish()
+        for worker, tokens in ((house.prefill, len(PROMPT)), (house.decode, len(PROMPT) + 1)):
+            assert {ROUTER: tokens} in [load.queued_by_router for load in told[id(worker.steps)]]
+            assert worker.load.queued_by_router == {}
+        await house.all_free()
+
+
+async def test_an_empty_queue_is_announced(
+    model: Path, redis_server: PrivateRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announced: list[Registrar] = []
+    monkeypatch.setattr(Registrar, "announce", lambda registrar: announced.append(registrar))
+    config = PrefillConfig(
+        model=str(model), redis_url=redis_server.url, block_size=4, kv_cache_memory=64 * 1024, threads=1
+    )
+    services: list[TierService] = []
+
+    def build(worker: Worker) -> TierService:
+        services.append(PrefillService(worker, config))
+        return services[0]
+
+    transport = InprocTransport()
+    async with Store(redis_server.url) as store, running_worker(config, "prefill", transport, build) as (worker, at, _):
+        addresses = {"grpc_address": at, "http_address": "", "stream_address": ""}
+        registrar = _registered(worker, Health(), store, services[0], addresses)
+        idle = worker.load
+        worker.steps.set_load(replace(idle, queued_prompt_tokens=45))
+        assert announced == []
+        worker.steps.set_load(idle)
+        assert announced == [registrar]
+    await transport.close()
