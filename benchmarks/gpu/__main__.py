@@ -101,6 +101,7 @@ def _measures(setting: Setting) -> Mapping[str, Callable[[], Finding]]:
         "deterministic": partial(model_rows.deterministic_step, setting),
         "handover": partial(block_rows.handover, setting),
         "handover-exposed": partial(block_rows.exposed, setting),
+        "handover-nccl": partial(block_rows.handover_nccl, setting),
         "pack": partial(block_rows.packing, setting, unpacks=False),
         "idle-1": partial(step_rows.idle_share, setting, 1),
         "idle-64": partial(step_rows.idle_share, setting, sizes.batch),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -64,9 +64,16 @@ def exposed(setting: Setting) -> Finding:
     return Measured(samples_ms=found.times.exposed_ms, work=work, how=f"one of {groups} groups; {found.how}")
 
 
-@cache
-def _handovers(setting: Setting) -> _Handovers:
-    """By way of host memory and of the device's: the choice is made by measuring."""
+def handover_nccl(setting: Setting) -> Finding:
+    """As `handover`, from the first GPU's memory to the second's."""
+    if torch.cuda.device_count() < 2:
+        return NotMeasured(why="fewer than two GPUs, and NCCL does not connect two processes on one")
+    case = replace(_case(setting, DEVICE), device="cuda:0", transport="nccl", peer_device="cuda:1")
+    work = Work(num_bytes=float(case.num_blocks * case.layout.block_bytes), flops=0.0)
+    return Measured(samples_ms=measure(case).whole_ms, work=work, how="from cuda:0 to cuda:1")
+
+
+def _case(setting: Setting, memory: str) -> Case:
     shape = setting.shape
     layout = KvLayout(
         model="bench",
@@ -76,17 +83,23 @@ def _handovers(setting: Setting) -> _Handovers:
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
     )
-    num_blocks = setting.sizes.prefill_tokens // BLOCK_SIZE
+    return Case(
+        layout=layout,
+        num_blocks=setting.sizes.prefill_tokens // BLOCK_SIZE,
+        rounds=setting.sizes.repeats,
+        device=str(setting.device),
+        memory=memory,
+    )
+
+
+@cache
+def _handovers(setting: Setting) -> _Handovers:
+    """By way of host memory and of the device's: the choice is made by measuring."""
     times: dict[str, Times] = {}
     said = []
     for memory in (DEVICE, HOST):
-        case = Case(
-            layout=layout,
-            num_blocks=num_blocks,
-            rounds=setting.sizes.repeats,
-            device=str(setting.device),
-            memory=memory,
-        )
+        case = _case(setting, memory)
+        layout, num_blocks = case.layout, case.num_blocks
         try:
             times[memory] = measure(case)
         except (RuntimeError, PdserveError) as error:

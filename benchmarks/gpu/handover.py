@@ -1,9 +1,9 @@
-"""Handovers between two processes on one device: whole ones, and what is left after the last layers are computed.
+"""Handovers between two processes: whole ones, and what is left after the last layers are computed.
 
-    python -m benchmarks.gpu.handover FD MEMORY BLOCKS ROUNDS DEVICE LAYOUT
+    python -m benchmarks.gpu.handover FD TRANSPORT MEMORY BLOCKS ROUNDS DEVICE LAYOUT
 
-is the other process, which receives; the measuring one starts it. Both use what workers use: the protocol over UCX,
-with digests and commit, and blocks that stop over in host memory or in that of the device.
+is the other process, which receives; the measuring one starts it. Both use what workers use: the protocol over UCX or
+NCCL, with digests and commit, and blocks that stop over in host memory or in that of the device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvtransfer.reservation import ReceiverIdentity, Reservation
 from kvtransfer.sender import Sender
 from kvtransfer.staging import best_bundle
 from kvtransfer.ticket import Commit, commit_from_proto, commit_to_proto, ticket_from_proto, ticket_to_proto
-from kvtransfer.transport import open_transport
+from kvtransfer.transport import Transport, open_transport
 from pdserve.base.ids import BlockId, WorkerId, new_epoch
 from pdserve.base.layout import KvLayout
 from pdserve.base.tasks import service_group
@@ -53,22 +53,33 @@ class Case:
     rounds: int
     device: str
     memory: str
+    transport: str = "ucx"
+    #: Of the process that receives; None: the same.
+    peer_device: str | None = None
 
     def to_arguments(self) -> list[str]:
-        """As `from_arguments` reads them."""
-        return [self.memory, str(self.num_blocks), str(self.rounds), self.device, json.dumps(asdict(self.layout))]
+        """The peer's case, as `from_arguments` reads it."""
+        device = self.peer_device or self.device
+        numbers = [str(self.num_blocks), str(self.rounds)]
+        return [self.transport, self.memory, *numbers, device, json.dumps(asdict(self.layout))]
 
     @classmethod
     def from_arguments(cls, arguments: Sequence[str]) -> Case:
         """Of a command line."""
-        memory, num_blocks, rounds, device, layout = arguments
+        transport, memory, num_blocks, rounds, device, layout = arguments
         return cls(
             layout=KvLayout(**json.loads(layout)),
             num_blocks=int(num_blocks),
             rounds=int(rounds),
             device=device,
             memory=memory,
+            transport=transport,
         )
+
+    def open_transport(self) -> Transport:
+        """Of this process."""
+        is_in_gpu = self.memory == DEVICE and self.device != "cpu"
+        return open_transport(self.transport, device=self.device if is_in_gpu else None)
 
     def open_memory(self) -> tuple[KvCache, BlockMemory]:
         """A cache with all blocks, and a stage with room for as many."""
@@ -124,7 +135,7 @@ async def _send(case: Case, stream: socket.socket) -> Times:
     link = Link(*await asyncio.open_connection(sock=stream))
     cache, memory = case.open_memory()
     cache.tensor.view(torch.uint8).random_(0, 64)
-    transport = open_transport("ucx", device_memory=case.memory == DEVICE and case.device != "cpu")
+    transport = case.open_transport()
     sender = Sender(transport=transport, memory=memory, layout=case.layout)
     blocks = [BlockId(block) for block in range(case.num_blocks)]
 
@@ -159,7 +170,7 @@ async def _send(case: Case, stream: socket.socket) -> Times:
 async def _receive(case: Case, stream: socket.socket) -> None:
     link = Link(*await asyncio.open_connection(sock=stream))
     _, memory = case.open_memory()
-    transport = open_transport("ucx", device_memory=case.memory == DEVICE and case.device != "cpu")
+    transport = case.open_transport()
     identity = ReceiverIdentity(
         worker_id=WorkerId("d"),
         epoch=new_epoch(),

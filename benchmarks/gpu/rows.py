@@ -206,6 +206,12 @@ ROWS: tuple[Row, ...] = (
     ),
     # Not in the issue: parts of others, and what is only watched.
     Row(
+        key="handover-nccl",
+        what="KV handover of 8k tokens (1 GiB) over NCCL, between two GPUs",
+        figure=Figure.GB_PER_S,
+        bound=None,
+    ),
+    Row(
         key="pack",
         what="packing KV blocks of 8k tokens (1 GiB) with digests: share of the copy bandwidth",
         figure=Figure.OF_COPY,

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvtransfer.transport.base import Buffer, Operation, Peer, Transport
 from pdserve.base.config import set_default_variable
 from pdserve.base.errors import SetupError
+
+if TYPE_CHECKING:
+    from kvtransfer.transport.pair import Wires
 
 __all__ = ["TRANSPORTS", "Buffer", "Operation", "Peer", "Transport", "open_transport"]
 
 TRANSPORTS = ("ucx", "nccl", "inproc")
 
 
-def open_transport(name: str, *, host: str = "127.0.0.1", device_memory: bool = False) -> Transport:
+def open_transport(name: str, *, host: str = "127.0.0.1", device: str | None = None) -> Transport:
     """The transport of that name; `host` is where peers reach this process, for those that open a port.
 
-    With `device_memory` buffers are in a GPU's memory: UCX only.
+    Buffers are in the memory of the GPU `device`, "cuda" or "cuda:1", for UCX and NCCL; None: in host memory.
 
-    Raises: SetupError when it is unknown or its library is not installed.
+    Raises: SetupError when it is unknown, its library is not installed, or the machine does not have what it needs.
     """
     # Imported on use: the router imports kvtransfer without having ucxx or torch.
     try:
@@ -25,11 +30,11 @@ def open_transport(name: str, *, host: str = "127.0.0.1", device_memory: bool = 
             set_default_variable("UCX_MEMTYPE_CACHE", "n")
             from kvtransfer.transport.ucx import UcxTransport
 
-            return UcxTransport(device_memory=device_memory)
+            return UcxTransport(device_memory=device is not None)
         if name == "nccl":
             from kvtransfer.transport.nccl import NcclTransport
 
-            return NcclTransport(host=host)
+            return NcclTransport(_nccl_wires(host, device), host=host)
     except ImportError as error:
         raise SetupError(
             f"transport {name!r} needs a library that is not installed ({error}). Install pdserve with an extra: "
@@ -40,3 +45,14 @@ def open_transport(name: str, *, host: str = "127.0.0.1", device_memory: bool = 
 
         return InprocTransport()
     raise SetupError(f"there is no transport {name!r}; there are {', '.join(TRANSPORTS)}")
+
+
+def _nccl_wires(host: str, device: str | None) -> Wires:
+    if device is None:
+        from kvtransfer.transport.pair_gloo import GlooWires
+
+        return GlooWires(host)
+    from kvtransfer.transport.nccl_gpu import CudaGpu
+    from kvtransfer.transport.pair_nccl import NcclWires
+
+    return NcclWires(CudaGpu(device))

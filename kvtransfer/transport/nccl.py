@@ -2,64 +2,63 @@
 
 A plain TCP connection per pair carries the rendezvous and announces each message (tag and size); the group carries
 only payloads, in the order announced. So 64-bit tags need no room in gloo's 32 bits or NCCL's none, and nothing waits
-inside torch but transfers that are really happening. Buffers are host memory, which gloo moves; a pool in GPU memory
-would form its groups with NCCL in `_form_group`.
+inside torch but transfers that are really happening. What carries payloads are `Wires`: gloo's for buffers in host
+memory, NCCL's for those in a GPU's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import struct
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from datetime import timedelta
+from functools import partial
+from typing import Any
 
-import numpy as np
-import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore, Work
+from torch._C._distributed_c10d import TCPStore
 
 from kvtransfer.transport.base import Buffer, Operation, Peer
 from kvtransfer.transport.mailbox import Mailbox
+from kvtransfer.transport.nccl_address import NcclAddress
+from kvtransfer.transport.pair import CONNECTOR_RANK, LISTENER_RANK, Rendezvous, Wire, Wires
 from pdserve.base.errors import PeerLost, SetupError, TransferError
 from pdserve.base.logs import get_logger
 
 log = get_logger(__name__)
 
-_MAGIC = "pdnccl1"
 #: The listener's greeting: number of the pair. The connector's announcements: tag and bytes of the next payload.
 _GREETING = struct.Struct("<Q")
 _ANNOUNCEMENT = struct.Struct("<QQ")
 _MAX_MESSAGE_BYTES = 1 << 30
-#: The store looks up the name of whoever connects, which takes 5 s or 10 s where name service loses questions.
-_RENDEZVOUS_TIMEOUT = timedelta(seconds=20)
-#: For one message. Running into it closes the connection; `_Pair.break_off` is the quicker way.
-_TRANSFER_TIMEOUT = timedelta(seconds=5)
-_AT_ONCE = timedelta(milliseconds=1)
-_LISTENER_RANK, _CONNECTOR_RANK = 0, 1
-_PAYLOAD_TAG, _FUSE_TAG = 0, 1
 
 
 @dataclass(eq=False, slots=True)
 class _Arrival:
     """A message on its way in: into its receive's buffer, or beside it when that is not posted or does not fit."""
 
-    data: Buffer
+    num_bytes: int
     receive: Operation | None = None
-    landed: bool = False
+    #: Nobody will look at it.
+    dropped: bool = False
+    #: Where it is, when it has landed.
+    data: Buffer | None = None
     error: PeerLost | None = None
+
+    @property
+    def landed(self) -> bool:
+        return self.data is not None or self.error is not None
+
+    def drop(self) -> None:
+        self.dropped = True
 
 
 @dataclass(eq=False, slots=True)
 class _Pair:
-    """A process group with one other process, and the thread that waits in it."""
+    """The way to one other process, or from it."""
 
     control: asyncio.Transport
-    thread: ThreadPoolExecutor
-    group: ProcessGroupGloo | None = None
-    #: A receive that nobody answers, there to be timed out.
-    fuse: Work | None = None
+    wire: Wire
     lost: bool = False
     formed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     arrivals: set[_Arrival] = field(default_factory=set)
@@ -69,50 +68,46 @@ class _Pair:
         return self.lost
 
     def report_formed(self, error: PeerLost | None) -> None:
-        """The rendezvous is over."""
+        """The rendezvous is over, or given up."""
+        if self.formed.done():
+            return
         if error is None:
             self.formed.set_result(None)
         else:
             self.formed.set_exception(error)
             self.formed.exception()  # The listener's side has nobody to tell.
 
-    def wait_for(self, start: Callable[[ProcessGroupGloo], Work]) -> None:
-        """On the pair's thread: one transfer, from start to end."""
-        if self.lost or self.group is None:
-            raise RuntimeError("the pair was broken off")
-        start(self.group).wait(_TRANSFER_TIMEOUT)
-
-    def break_off(self) -> None:
-        """Ends what the thread waits for, and lets it start nothing more.
-
-        A wait that times out makes gloo close the connection and wake who waits for a transfer. It is the wait for a
-        transfer of its own: one that joined the thread's could take the completion the thread waits for. Whom gloo
-        forgets to wake (the sender of a message half-way through the socket) its own timeout ends.
-        """
+    def break_off(self) -> Future[None]:
+        """Ends what is under way; done when it is over. The other process sees the control connection end, and follows."""
         self.lost = True
         self.control.abort()
-        if self.fuse is not None:
-            with contextlib.suppress(RuntimeError):
-                self.fuse.wait(_AT_ONCE)
-        self.thread.shutdown(wait=False)
+        over = self.wire.break_off()
+        self.report_formed(PeerLost("the other process hung up while the two were being connected"))
+        return over
 
 
 class NcclTransport:
-    """`Transport` over torch.distributed. `host` is the address at which peers reach this process."""
+    """`Transport` over torch.distributed. `host` is the address at which peers reach this process.
+
+    `drain_timeout_s` bounds how long `cancel` waits for a message that is landing; then its pair is broken off.
+    """
 
     name = "nccl"
 
-    def __init__(self, *, host: str = "127.0.0.1", drain_timeout_s: float = 5.0) -> None:
+    def __init__(self, wires: Wires, *, host: str = "127.0.0.1", drain_timeout_s: float = 5.0) -> None:
+        self._wires = wires
         self._host = host
         self._drain_timeout_s = drain_timeout_s
-        self._mailbox: Mailbox[_Arrival] = Mailbox(lambda arrival: None)
+        self._mailbox: Mailbox[_Arrival] = Mailbox(_Arrival.drop, max_early=wires.max_early)
         self._pairs: set[_Pair] = set()
+        #: Broken off, and not yet over.
+        self._ending: set[_Pair] = set()
         self._next_pair = 0
         self._server: asyncio.Server | None = None
         self._store: TCPStore | None = None
 
     async def listen(self) -> bytes:
-        """Host, control port and store port; the ports are opened by the first call."""
+        """Host, GPU, control port and store port; the ports are opened by the first call."""
         if self._server is None:
             try:
                 loop = asyncio.get_running_loop()
@@ -122,25 +117,32 @@ class NcclTransport:
                 raise SetupError(f"cannot listen on {self._host}: {error}") from error
         assert self._store is not None
         port = self._server.sockets[0].getsockname()[1]
-        return f"{_MAGIC} {self._host} {port} {self._store.port}".encode()
+        return NcclAddress(self._host, self._wires.gpu, port, self._store.port).pack()
 
     async def connect(self, address: bytes) -> _Pair:
         """Forms a group with the listener.
 
-        Raises: PeerLost.
+        Raises: PeerLost, also where NCCL does not connect the two.
         """
-        host, port, store_port = _parse_address(address)
+        there = NcclAddress.unpack(address)
+        there.require_reachable_from(self._wires.gpu)
         try:
-            control, protocol = await asyncio.get_running_loop().create_connection(_ConnectorControl, host, port)
+            control, protocol = await asyncio.get_running_loop().create_connection(
+                _ConnectorControl, there.host, there.control_port
+            )
         except OSError as error:
-            raise PeerLost(f"cannot connect to {host}:{port}: {error}") from error
-        pair = _Pair(control, ThreadPoolExecutor(1, thread_name_prefix="nccl-send"))
+            raise PeerLost(f"cannot connect to {there.host}:{there.control_port}: {error}") from error
+        pair = _Pair(control, self._wires.open("nccl-send"))
         protocol.on_lost = lambda: self._lose(pair)
         self._pairs.add(pair)
         try:
-            number = await protocol.greeting
-            self._form(pair, host, store_port, number, _CONNECTOR_RANK)
-            await asyncio.shield(pair.formed)
+            async with asyncio.timeout(self._wires.form_timeout_s):
+                number = await protocol.greeting
+                self._form(pair, there.host, there.store_port, number, CONNECTOR_RANK)
+                await asyncio.shield(pair.formed)
+        except TimeoutError as error:
+            self._lose(pair)
+            raise PeerLost(f"{there.host} did not answer within {self._wires.form_timeout_s:.0f} s") from error
         except BaseException:
             self._lose(pair)
             raise
@@ -157,7 +159,7 @@ class NcclTransport:
         if early is not None:
             early.receive = receive
             if early.landed:
-                _deliver(early)
+                self._deliver(early)
         return receive
 
     def post_send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
@@ -168,8 +170,7 @@ class NcclTransport:
             send.fail(PeerLost("the peer was disconnected"))
             return send
         pair.control.write(_ANNOUNCEMENT.pack(tag, buffer.nbytes))
-        payload = torch.from_numpy(buffer)
-        self._then(pair, pair.thread.submit(_send, pair, payload), lambda error: _finish(send, error))
+        self._then(pair, pair.wire.send(buffer), partial(_finish, send))
         return send
 
     async def cancel(self, receives: Iterable[Operation]) -> None:
@@ -194,12 +195,11 @@ class NcclTransport:
 
     async def close(self) -> None:
         """Breaks every group and closes the ports."""
-        pairs = list(self._pairs)
-        for pair in pairs:
+        for pair in list(self._pairs):
             self._lose(pair)
-        for pair in pairs:
-            pair.thread.shutdown(wait=True)
-            pair.group = pair.fuse = None
+        for pair in self._ending:
+            pair.wire.join()
+        self._wires.close()
         receives, _ = self._mailbox.clear()
         for receive in receives:
             receive.fail(PeerLost("the transport was closed"))
@@ -214,10 +214,10 @@ class NcclTransport:
     def _accept(self, control: asyncio.Transport) -> _Pair:
         assert self._store is not None, "connections come only while listening"
         self._next_pair += 1
-        pair = _Pair(control, ThreadPoolExecutor(1, thread_name_prefix="nccl-receive"))
+        pair = _Pair(control, self._wires.open("nccl-receive"))
         self._pairs.add(pair)
         control.write(_GREETING.pack(self._next_pair))
-        self._form(pair, self._host, self._store.port, self._next_pair, _LISTENER_RANK)
+        self._form(pair, self._host, self._store.port, self._next_pair, LISTENER_RANK)
         return pair
 
     def _announced(self, pair: _Pair, tag: int, num_bytes: int) -> None:
@@ -225,33 +225,53 @@ class NcclTransport:
             log.warning("nccl_pair_broken", reason="a message was announced that is too large", size_bytes=num_bytes)
             self._lose(pair)
             return
-        arrival = _Arrival(np.empty(0, np.uint8))
-        arrival.receive = self._mailbox.arrive(tag, arrival)
-        fits = arrival.receive is not None and arrival.receive.buffer.nbytes == num_bytes
-        arrival.data = arrival.receive.buffer if fits and arrival.receive else np.empty(num_bytes, np.uint8)
+        arrival = _Arrival(num_bytes)
+        receive = arrival.receive = self._mailbox.arrive(tag, arrival)
         pair.arrivals.add(arrival)
-        payload = torch.from_numpy(arrival.data)
-        self._then(pair, pair.thread.submit(_receive, pair, payload), lambda error: self._landed(pair, arrival, error))
+        if receive is not None and receive.buffer.nbytes == num_bytes:
+            job = pair.wire.receive(receive.buffer)
+        else:
+            job = pair.wire.receive_apart(num_bytes, keeps=receive is None and not arrival.dropped)
+        self._then(pair, job, partial(self._landed, pair, arrival, job))
 
-    def _landed(self, pair: _Pair, arrival: _Arrival, error: PeerLost | None) -> None:
+    def _landed(self, pair: _Pair, arrival: _Arrival, job: Future[Buffer], error: PeerLost | None) -> None:
         pair.arrivals.discard(arrival)
-        arrival.landed, arrival.error = True, error
+        arrival.error = error
+        if error is None:
+            arrival.data = job.result()
         if arrival.receive is not None:
-            _deliver(arrival)
+            self._deliver(arrival)
+
+    def _deliver(self, arrival: _Arrival) -> None:
+        """Tells the receive of a landed message, after copying what did not land in its buffer."""
+        receive = arrival.receive
+        assert receive is not None
+        if arrival.error is not None:
+            receive.fail(arrival.error)
+        elif arrival.num_bytes != receive.buffer.nbytes:
+            receive.fail(TransferError(f"a message of {arrival.num_bytes} bytes came for {receive.buffer.nbytes}"))
+        elif arrival.data is None or arrival.data is receive.buffer:
+            receive.complete()
+        else:
+            copied = self._wires.copy(arrival.data, receive.buffer)
+            if copied.done():
+                _finish_copy(receive, copied)
+            else:
+                self._call_back(copied, partial(_finish_copy, receive, copied))
 
     def _lose(self, pair: _Pair) -> None:
         if pair in self._pairs:
             self._pairs.discard(pair)
-            pair.break_off()
+            self._ending.add(pair)
+            self._call_back(pair.break_off(), partial(self._ending.discard, pair))
 
-    # The pair's thread.
+    # The wire's threads.
     def _form(self, pair: _Pair, host: str, store_port: int, number: int, rank: int) -> None:
-        job = pair.thread.submit(_form_group, pair, self._host, (host, store_port), number, rank)
-        self._then(pair, job, pair.report_formed)
+        rendezvous = Rendezvous(host=host, port=store_port, number=number, rank=rank)
+        self._then(pair, pair.wire.form(rendezvous), pair.report_formed)
 
-    def _then(self, pair: _Pair, job: Future[None], report: Callable[[PeerLost | None], None]) -> None:
+    def _then(self, pair: _Pair, job: Future[Any], report: Callable[[PeerLost | None], None]) -> None:
         """Calls `report` on the event loop when the job is done; a failed job ends the pair."""
-        loop = asyncio.get_running_loop()
 
         def on_loop() -> None:
             error = job.exception()
@@ -260,7 +280,11 @@ class NcclTransport:
                 self._lose(pair)
             report(lost)
 
-        job.add_done_callback(lambda _: loop.call_soon_threadsafe(on_loop))
+        self._call_back(job, on_loop)
+
+    def _call_back(self, job: Future[Any], report: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        job.add_done_callback(lambda _: loop.call_soon_threadsafe(report))
 
 
 class _ListenerControl(asyncio.Protocol):
@@ -308,26 +332,6 @@ class _ConnectorControl(asyncio.Protocol):
         self.on_lost()
 
 
-def _form_group(pair: _Pair, own_host: str, store_address: tuple[str, int], number: int, rank: int) -> None:
-    store = TCPStore(*store_address, is_master=False, wait_for_workers=False, timeout=_RENDEZVOUS_TIMEOUT)
-    # Torch's type stubs do not know gloo's options, nor that its groups send and receive.
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname=own_host)]
-    options._timeout = _RENDEZVOUS_TIMEOUT
-    group = ProcessGroupGloo(PrefixStore(f"pair/{number}", store), rank, 2, options)
-    other = _CONNECTOR_RANK if rank == _LISTENER_RANK else _LISTENER_RANK
-    pair.fuse = group.recv([torch.empty(1)], other, _FUSE_TAG)  # type: ignore[attr-defined]
-    pair.group = group
-
-
-def _send(pair: _Pair, payload: torch.Tensor) -> None:
-    pair.wait_for(lambda group: group.send([payload], _LISTENER_RANK, _PAYLOAD_TAG))  # type: ignore[attr-defined]
-
-
-def _receive(pair: _Pair, payload: torch.Tensor) -> None:
-    pair.wait_for(lambda group: group.recv([payload], _CONNECTOR_RANK, _PAYLOAD_TAG))  # type: ignore[attr-defined]
-
-
 def _finish(operation: Operation, error: PeerLost | None) -> None:
     if error is None:
         operation.complete()
@@ -335,31 +339,18 @@ def _finish(operation: Operation, error: PeerLost | None) -> None:
         operation.fail(error)
 
 
-def _deliver(arrival: _Arrival) -> None:
-    """Tells the receive of a landed message, after copying what did not land in its buffer."""
-    receive = arrival.receive
-    assert receive is not None
-    if arrival.error is not None:
-        receive.fail(arrival.error)
-    elif arrival.data.nbytes != receive.buffer.nbytes:
-        receive.fail(TransferError(f"a message of {arrival.data.nbytes} bytes came for {receive.buffer.nbytes}"))
-    else:
-        if arrival.data is not receive.buffer:
-            receive.buffer[:] = arrival.data
+def _finish_copy(receive: Operation, copied: Future[Buffer]) -> None:
+    error = copied.exception()
+    if error is None:
         receive.complete()
+    else:
+        receive.fail(TransferError(f"a message that came early was not copied: {error}"))
 
 
 def _settled(operation: Operation) -> asyncio.Event:
     done = asyncio.Event()
     operation.add_done_callback(lambda _: done.set())
     return done
-
-
-def _parse_address(address: bytes) -> tuple[str, int, int]:
-    parts = address.decode(errors="replace").split(" ")
-    if len(parts) != 4 or parts[0] != _MAGIC or not (parts[2].isdecimal() and parts[3].isdecimal()):
-        raise PeerLost(f"the data address ({len(address)} bytes) is not one of the nccl transport")
-    return parts[1], int(parts[2]), int(parts[3])
 
 
 def _own(peer: Peer) -> _Pair:

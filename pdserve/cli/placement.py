@@ -83,6 +83,14 @@ def ranks_share_gpus(shares: Sequence[GpuShare]) -> bool:
     return any(share.num_ranks > 1 and users[gpu] > 1 for share in shares for gpu in share.gpus)
 
 
+def gpus_of_both(shares: Sequence[GpuShare], num_prefill: int) -> list[int]:
+    """GPUs that prefill workers, of which the first `num_prefill` shares are, have together with decode workers."""
+    prefill, decode = (
+        {gpu for share in tier for gpu in share.gpus} for tier in (shares[:num_prefill], shares[num_prefill:])
+    )
+    return sorted(prefill & decode)
+
+
 def share_cores(cores: Cores, *, num_prefill: int, num_decode: int, threads_per_worker: int | None) -> list[CoreShare]:
     """Shares for the prefill workers, then the decode workers.
 

@@ -21,7 +21,15 @@ from pdserve.base.errors import SetupError
 from pdserve.base.machine import available_memory_bytes
 from pdserve.cli.log_watch import watched_logs
 from pdserve.cli.machine import available_cores, num_gpus
-from pdserve.cli.placement import GpuShare, kv_bytes_per_worker, lend_cores, ranks_share_gpus, share_cores, share_gpus
+from pdserve.cli.placement import (
+    GpuShare,
+    gpus_of_both,
+    kv_bytes_per_worker,
+    lend_cores,
+    ranks_share_gpus,
+    share_cores,
+    share_gpus,
+)
 from pdserve.cli.run_dir import private_directory
 from pdserve.cli.services import ClusterPlan, router_spec, worker_specs
 from pdserve.cli.stop_signals import StopSignals, finished_before
@@ -141,6 +149,7 @@ def make_plan(config: UpConfig, model: PreparedModel, redis: RedisPlan, *, run_d
         threads_per_worker=config.threads_per_worker,
     )
     gpus = gpu_shares(config)
+    require_gpus_apart(config, gpus)
     kv_bytes = config.kv_cache_memory
     if not gpus and kv_bytes is None:
         kv_bytes = kv_bytes_per_worker(available_memory_bytes(), config.num_workers)
@@ -182,6 +191,19 @@ def gpu_shares(config: UpConfig) -> list[GpuShare]:
             f"to cuda:{largest.gpus.stop - 1}, and this machine has {num_gpus()} GPUs."
         )
     return shares
+
+
+def require_gpus_apart(config: UpConfig, gpus: Sequence[GpuShare]) -> None:
+    """Raises `SetupError` where NCCL would have to connect two processes on one GPU, which it cannot."""
+    if config.transport != "nccl" or config.handover_memory != "device":
+        return
+    if shared := gpus_of_both(gpus, config.prefill):
+        names = " and ".join(f"cuda:{gpu}" for gpu in shared)
+        raise SetupError(
+            f"--transport nccl with --handover-memory device connects different GPUs only, and with --device "
+            f"{config.device}, --prefill {config.prefill} and --decode {config.decode} workers of both tiers are on "
+            f"{names}: use --transport ucx, or --device cuda and no more workers than GPUs."
+        )
 
 
 def drawbacks(config: UpConfig, gpus: Sequence[GpuShare]) -> list[str]:

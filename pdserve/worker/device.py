@@ -74,17 +74,18 @@ def require_handover_memory(config: WorkerConfig) -> None:
         return
     others = {
         "--device cuda": config.device.startswith("cuda"),
-        "--transport ucx": config.transport == "ucx",
         "--tensor-parallel-size 1": config.tensor_parallel_size == 1,
     }
     missing = [name for name, is_so in others.items() if not is_so]
     if missing:
         raise SetupError(f"--handover-memory device needs {', '.join(missing)}; leave it out for host memory.")
+    if config.transport != "ucx":
+        return  # NCCL has other processes map memory of its own only.
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:true" in (variable(name) or "").lower():
             raise SetupError(
                 f"--handover-memory device does not go with expandable_segments in {name}: other processes cannot map "
-                "such memory. Leave out one of them."
+                "such memory. Leave out one of them, or use --transport nccl between GPUs."
             )
 
 

@@ -93,9 +93,9 @@ def _model_name(config: WorkerConfig) -> str:
 
 @asynccontextmanager
 async def _opened_transport(config: WorkerConfig) -> AsyncIterator[Transport]:
-    on_device = config.handover_memory == "device"
     bind_thread(config)
-    transport = open_transport(config.transport, host=config.host, device_memory=on_device)
+    device = config.device if config.handover_memory == "device" else None
+    transport = open_transport(config.transport, host=config.host, device=device)
     try:
         # Brought up now: a machine on which it cannot be is told at start, not at the first request.
         await transport.listen()

@@ -1,4 +1,4 @@
-"""What every transport promises, within one process: the same tests for ucx, nccl and inproc."""
+"""What every transport promises, within one process: the same tests for ucx, nccl (twice) and inproc."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtransfer.transport import TRANSPORTS, Buffer, Transport, open_transport
+from kvtransfer.transport import TRANSPORTS, Buffer, Transport
 from pdserve.base.errors import PeerLost, TransferError
-from tests.integration.transport.conftest import OpenTransport
+from tests.integration.transport.conftest import BETWEEN_GPUS, OpenTransport, open_any
 from tests.integration.transport.peer import payload_of
 
-pytestmark = pytest.mark.parametrize("transport_name", TRANSPORTS)
+pytestmark = pytest.mark.parametrize("transport_name", [*TRANSPORTS, BETWEEN_GPUS])
 
 
 def empty(size: int) -> Buffer:
@@ -222,7 +222,7 @@ async def test_close_fails_what_is_outstanding(start_transport: OpenTransport) -
 
 async def test_close_leaves_no_thread_and_no_descriptor(transport_name: str) -> None:
     async def use() -> None:
-        sender, receiver = open_transport(transport_name), open_transport(transport_name)
+        sender, receiver = open_any(transport_name), open_any(transport_name)
         peer = await sender.connect(await receiver.listen())
         receives = [receiver.post_receive(tag, empty(100_000)) for tag in range(4)]
         for tag in range(3):  # The last receive stays outstanding.

@@ -182,6 +182,7 @@ def test_the_dry_run_runs_every_row_and_leaves_nothing(tmp_path: Path) -> None:
     assert out.returncode == 0, out.stderr
     assert all(row.what in out.stdout for row in ROWS)
     assert "failed" not in out.stdout
-    # What needs a GPU.
-    assert out.stdout.count("| not measured: ") == 1
+    # What needs a GPU, and what needs two.
+    assert out.stdout.count("| not measured: ") == 2
+    assert "not measured: fewer than two GPUs" in out.stdout
     assert not list(tmp_path.iterdir())

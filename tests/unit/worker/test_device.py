@@ -115,9 +115,8 @@ def test_the_largest_steps_are_run_and_their_peak_taken(
     ("changes", "missing"),
     [
         ({"device": "cpu"}, "--device cuda;"),
-        ({"device": "cuda", "transport": "nccl"}, "--transport ucx;"),
         ({"device": "cuda:1", "tensor_parallel_size": 2}, "--tensor-parallel-size 1;"),
-        ({"device": "cpu", "transport": "nccl"}, "--device cuda, --transport ucx;"),
+        ({"device": "cpu", "tensor_parallel_size": 2}, "--device cuda, --tensor-parallel-size 1;"),
     ],
 )
 def test_blocks_stay_on_a_gpu_only_where_all_that_takes_is_there(changes: dict[str, Any], missing: str) -> None:
@@ -127,19 +126,29 @@ def test_blocks_stay_on_a_gpu_only_where_all_that_takes_is_there(changes: dict[s
     require_handover_memory(replace(config, handover_memory="host"))
 
 
-def test_blocks_may_stay_on_a_gpu() -> None:
-    require_handover_memory(WorkerConfig(model="m", redis_url="", handover_memory="device", device="cuda:1"))
+@pytest.mark.parametrize("transport", ["ucx", "nccl"])
+def test_blocks_may_stay_on_a_gpu(transport: str) -> None:
+    config = WorkerConfig(model="m", redis_url="", handover_memory="device", device="cuda:1", transport=transport)
+    require_handover_memory(config)
 
 
 def test_memory_that_others_cannot_map_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    config = WorkerConfig(model="m", redis_url="", handover_memory="device", device="cuda")
     with pytest.raises(SetupError, match="does not go with expandable_segments in PYTORCH_CUDA_ALLOC_CONF"):
-        require_handover_memory(WorkerConfig(model="m", redis_url="", handover_memory="device", device="cuda"))
+        require_handover_memory(config)
+    require_handover_memory(replace(config, transport="nccl"))
 
 
 @pytest.mark.skipif(HAS_GPU, reason="UCX may have CUDA here")
 async def test_ucx_without_cuda_says_so_at_start() -> None:
-    transport = open_transport("ucx", device_memory=True)
+    transport = open_transport("ucx", device="cuda")
     with pytest.raises(SetupError, match=r"This UCX has no CUDA here: use --handover-memory host\."):
         await transport.listen()
     await transport.close()
+
+
+@pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="torch has NCCL here")
+def test_torch_without_nccl_says_so_at_start() -> None:
+    with pytest.raises(SetupError, match=r"'nccl' needs a library that is not installed .*ProcessGroupNCCL"):
+        open_transport("nccl", device="cuda")

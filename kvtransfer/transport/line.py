@@ -1,0 +1,34 @@
+"""A thread that does jobs one after the other, and lets the process exit although a job is stuck in a library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Thread
+
+
+class Line:
+    """Jobs are done in the order in which they were submitted. They do not raise."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # An executor's threads are waited for when the interpreter exits.
+        self._thread = Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Before `close` only: what comes later is never done."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """The thread ends when it has done all jobs."""
+        self._jobs.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """After `close`: whether the thread has ended within that time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()

@@ -1,0 +1,291 @@
+"""The messages of one pair over NCCL, in the memory of GPUs: when transfers are launched, end, and are given up.
+
+Transfers are kernels that wait for those of the other process. They are launched on one thread and waited for on
+another, so that the next one is there when one ends. Nothing but aborting the whole communicator ends a kernel whose
+peer does not come, and its buffer is in use until it has ended. Decision 25 says what torch and NCCL do then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from threading import BoundedSemaphore, Event, Lock, Thread
+from typing import Protocol
+
+from torch._C._distributed_c10d import Store
+
+from kvtransfer.transport.base import Buffer
+from kvtransfer.transport.line import Line
+from kvtransfer.transport.pair import CONNECTOR_RANK, LISTENER_RANK, RENDEZVOUS_TIMEOUT, TRANSFER_TIMEOUT, Rendezvous
+from pdserve.base.logs import get_logger
+
+log = get_logger(__name__)
+
+#: Hides launches, and the time between two looks, behind transfers. So few fit into NCCL's queue: it does not block.
+_MOST_LAUNCHED = 4
+#: CUDA has no wait that ends at a time or when somebody says so. A message of 32 MiB takes about as long.
+_POLL_S = 1e-4
+#: The store has no wait that ends when somebody says so.
+_MEET_POLL_S = 0.01
+#: A call into NCCL takes less, unless it waits for the peer.
+_CALL_S = 1.0
+#: For a call that goes on after the group was aborted: it was still making the communicator.
+_MOST_ABORTS = 30
+#: For threads to end when everything was aborted.
+_JOIN_S = 5.0
+#: Their memory is not planned for. Handovers post first: what comes early is a stray.
+_MAX_EARLY = 8
+
+
+class Flight(Protocol):
+    """A kernel or copy that was launched. Keeps its memory alive."""
+
+    def ended(self) -> bool:
+        """Nothing of it touches its buffer any more, and what it wrote is there. Raises `RuntimeError`."""
+
+
+class Group(Protocol):
+    """A communicator of two ranks, made by the first transfer. Calls raise `RuntimeError` when there is an error."""
+
+    def send(self, payload: Buffer) -> Flight:
+        """Launches; blocks only while the communicator is being made."""
+
+    def receive(self, payload: Buffer) -> Flight:
+        """The same."""
+
+    def abort(self) -> None:
+        """Ends all transfers, however far they are, and takes the communicator down; blocks meanwhile.
+
+        From any thread, any number of times. A communicator that is still being made goes on being made.
+        """
+
+
+class Gpu(Protocol):
+    """What wires need of the GPU in whose memory buffers are."""
+
+    @property
+    def uuid(self) -> str:
+        """Names it, without blanks."""
+
+    def open_group(self, store: Store, rank: int) -> Group:
+        """With the other process that looks into this store. Does not wait for it. Raises `RuntimeError`."""
+
+    def empty(self, num_bytes: int) -> Buffer:
+        """Memory of the GPU. Raises `RuntimeError` when there is none."""
+
+    def copy(self, source: Buffer, target: Buffer) -> Flight:
+        """Launches. Raises `RuntimeError`."""
+
+
+class NcclWire:
+    """Implements `Wire`."""
+
+    def __init__(self, gpu: Gpu, name: str, transfer_timeout_s: float) -> None:
+        self._gpu = gpu
+        self._transfer_timeout_s = transfer_timeout_s
+        self._launching, self._ending = Line(f"{name}-launch"), Line(f"{name}-end")
+        self._slots = BoundedSemaphore(_MOST_LAUNCHED)
+        #: Sends or receives, as the rank does.
+        self._start: Callable[[Buffer], Flight] | None = None
+        self._group: Group | None = None
+        #: Where messages land that nobody wants; all of them, since they come one after the other.
+        self._sink: Buffer | None = None
+        #: Held during calls into NCCL, which frees a communicator that it aborts.
+        self._calling = Lock()
+        self._state = Lock()
+        self._broken = False
+        self._aborting: Thread | None = None
+        self._aborted = Event()
+
+    def form(self, rendezvous: Rendezvous) -> Future[None]:
+        """With a first message, so that the communicator is there and its memory taken when the first block comes."""
+        formed: Future[None] = Future()
+        self._launching.submit(partial(self._form, rendezvous, formed))
+        return formed
+
+    def send(self, payload: Buffer) -> Future[Buffer]:
+        return self._submit(lambda: payload)
+
+    receive = send
+
+    def receive_apart(self, num_bytes: int, *, keeps: bool) -> Future[Buffer]:
+        return self._submit(partial(self._gpu.empty if keeps else self._sink_of, num_bytes))
+
+    def break_off(self) -> Future[None]:
+        self._break()
+        over: Future[None] = Future()
+        self._launching.submit(partial(self._ending.submit, partial(self._finish, over)))
+        self._launching.close()
+        return over
+
+    def join(self) -> None:
+        """Threads that NCCL does not give back within some seconds are left to the end of the process."""
+        until = time.monotonic() + _JOIN_S
+        ended = [line.join(max(0.0, until - time.monotonic())) for line in (self._launching, self._ending)]
+        if self._aborting is not None:
+            self._aborting.join(max(0.0, until - time.monotonic()))
+            ended.append(not self._aborting.is_alive())
+        if not all(ended):
+            log.warning("nccl_pair_left", reason="NCCL did not come back although it was told to abort")
+
+    def _submit(self, memory: Callable[[], Buffer]) -> Future[Buffer]:
+        done: Future[Buffer] = Future()
+        self._launching.submit(partial(self._launch, memory, done, self._transfer_timeout_s))
+        return done
+
+    # The launching thread.
+    def _form(self, rendezvous: Rendezvous, formed: Future[None]) -> None:
+        try:
+            store = rendezvous.open_store()
+            self._group = group = self._gpu.open_group(store, rendezvous.rank)
+            first = self._gpu.empty(1)
+            self._meet(store, rendezvous.rank)
+        except RuntimeError as error:
+            formed.set_exception(error)
+            return
+        self._start = group.send if rendezvous.rank == CONNECTOR_RANK else group.receive
+        hello: Future[Buffer] = Future()
+        hello.add_done_callback(partial(_pass_on, formed))
+        self._launch(lambda: first, hello, RENDEZVOUS_TIMEOUT.total_seconds())
+
+    def _meet(self, store: Store, rank: int) -> None:
+        """When both have what they need: nothing reaches whoever waits in NCCL for a process that does not come."""
+        until = time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
+        here, there = f"here/{rank}", f"here/{LISTENER_RANK if rank == CONNECTOR_RANK else CONNECTOR_RANK}"
+        store.set(here, "")
+        while not store.check([there]):
+            if self._broken or time.monotonic() > until:
+                raise RuntimeError("the other process did not come")
+            time.sleep(_MEET_POLL_S)
+
+    def _launch(self, memory: Callable[[], Buffer], done: Future[Buffer], timeout_s: float) -> None:
+        self._slots.acquire()
+        try:
+            with self._calling:
+                if self._broken or self._start is None:
+                    raise RuntimeError("the pair was broken off")
+                payload = memory()
+                flight = self._start(payload)
+        except RuntimeError as error:
+            self._break()
+            self._ending.submit(partial(self._fail, error, done))
+        else:
+            self._ending.submit(partial(self._end, flight, payload, done, timeout_s))
+
+    def _sink_of(self, num_bytes: int) -> Buffer:
+        if self._sink is None or self._sink.nbytes < num_bytes:
+            self._sink = self._gpu.empty(num_bytes)
+        return self._sink[:num_bytes]
+
+    # The ending thread.
+    def _end(self, flight: Flight, payload: Buffer, done: Future[Buffer], timeout_s: float) -> None:
+        try:
+            self._wait_for(flight, timeout_s)
+        except RuntimeError as error:
+            self._break()
+            self._fail(error, done)
+            return
+        self._slots.release()
+        # What NCCL aborts ends like what has arrived.
+        if self._broken:
+            done.set_exception(RuntimeError("the pair was broken off"))
+        else:
+            done.set_result(payload)
+
+    def _wait_for(self, flight: Flight, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
+        while not flight.ended():
+            if time.monotonic() > until and not self._broken:
+                log.warning("nccl_pair_broken", reason="a message did not get through", after_s=timeout_s)
+                self._break()
+            time.sleep(_POLL_S)
+
+    def _fail(self, error: RuntimeError, done: Future[Buffer]) -> None:
+        """For want of knowing how far NCCL came with the buffer: when everything of the pair is over."""
+        self._aborted.wait()
+        self._slots.release()
+        done.set_exception(error)
+
+    def _finish(self, over: Future[None]) -> None:
+        self._aborted.wait()
+        self._ending.close()
+        over.set_result(None)
+
+    # Giving up.
+    def _break(self) -> None:
+        """From any thread. Aborts on one of its own: that frees memory, for which CUDA waits, also for other pairs."""
+        with self._state:
+            if self._broken:
+                return
+            self._broken = True
+            self._aborting = Thread(target=self._abort, name="nccl-abort", daemon=True)
+        self._aborting.start()
+
+    def _abort(self) -> None:
+        """Between two calls into NCCL, or in the middle of one that does not end by itself."""
+        for _ in range(_MOST_ABORTS):
+            is_between = self._calling.acquire(timeout=_CALL_S)
+            if self._group is not None:
+                try:
+                    self._group.abort()
+                except RuntimeError as error:
+                    log.warning("nccl_abort_failed", reason=str(error))
+            if is_between:
+                self._calling.release()
+                break
+        self._aborted.set()
+
+
+class NcclWires:
+    """Implements `Wires`."""
+
+    max_early = _MAX_EARLY
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        *,
+        form_timeout_s: float = RENDEZVOUS_TIMEOUT.total_seconds(),
+        transfer_timeout_s: float = TRANSFER_TIMEOUT.total_seconds(),
+    ) -> None:
+        self._gpu = gpu
+        self.gpu = gpu.uuid
+        self.form_timeout_s = form_timeout_s
+        self._transfer_timeout_s = transfer_timeout_s
+        self._copying: Line | None = None
+
+    def open(self, name: str) -> NcclWire:
+        return NcclWire(self._gpu, name, self._transfer_timeout_s)
+
+    def copy(self, source: Buffer, target: Buffer) -> Future[Buffer]:
+        """Within the GPU."""
+        self._copying = self._copying or Line("nccl-copy")
+        copied: Future[Buffer] = Future()
+        self._copying.submit(partial(self._copy, source, target, copied))
+        return copied
+
+    def close(self) -> None:
+        if self._copying is not None:
+            self._copying.close()
+            self._copying.join(_JOIN_S)
+            self._copying = None
+
+    def _copy(self, source: Buffer, target: Buffer, copied: Future[Buffer]) -> None:
+        try:
+            flight = self._gpu.copy(source, target)
+            while not flight.ended():
+                time.sleep(_POLL_S)
+        except RuntimeError as error:
+            copied.set_exception(error)
+        else:
+            copied.set_result(target)
+
+
+def _pass_on(formed: Future[None], hello: Future[Buffer]) -> None:
+    error = hello.exception()
+    if error is None:
+        formed.set_result(None)
+    else:
+        formed.set_exception(error)

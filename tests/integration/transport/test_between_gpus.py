@@ -1,0 +1,261 @@
+"""The `nccl` transport between GPUs, beyond what every transport promises: with a stand-in for GPUs and NCCL."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from queue import SimpleQueue
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from kvtransfer.transport import Buffer, open_transport, pair_nccl
+from kvtransfer.transport.nccl import NcclTransport
+from kvtransfer.transport.pair_nccl import NcclWires
+from pdserve.base.errors import PeerLost
+from tests.integration.transport.peer import payload_of
+from tests.support.pretend_gpu import PretendGpu
+
+T = TypeVar("T")
+Start = Callable[..., NcclTransport]
+SIZE = 10_000
+HELLO = 1
+
+
+@pytest.fixture
+def gpus() -> tuple[PretendGpu, PretendGpu]:
+    """The sender's and the receiver's."""
+    return PretendGpu(), PretendGpu()
+
+
+@pytest.fixture
+async def start(gpus: tuple[PretendGpu, PretendGpu], caplog: pytest.LogCaptureFixture) -> AsyncIterator[Start]:
+    """Opens transports, closes them in the end and sees that no thread is left."""
+    opened: list[NcclTransport] = []
+
+    def start(gpu: PretendGpu, *, drain_timeout_s: float = 5.0, **timeouts: float) -> NcclTransport:
+        opened.append(NcclTransport(NcclWires(gpu, **timeouts), drain_timeout_s=drain_timeout_s))
+        return opened[-1]
+
+    yield start
+    for gpu in gpus:
+        for event in (gpu.lets_through, gpu.lets_abort, gpu.lets_make, gpu.lets_copy):
+            event.set()
+    with caplog.at_level(logging.WARNING):
+        for transport in opened:
+            await transport.close()
+    assert "nccl_pair_left" not in caplog.text
+
+
+def empty(size: int = SIZE) -> Buffer:
+    return np.zeros(size, np.uint8)
+
+
+def hold(gpus: tuple[PretendGpu, PretendGpu]) -> None:
+    """From now on messages stop half-way."""
+    for gpu in gpus:
+        gpu.lets_through.clear()
+
+
+def release(gpus: tuple[PretendGpu, PretendGpu]) -> None:
+    for gpu in gpus:
+        gpu.lets_through.set()
+
+
+async def taken(queue: SimpleQueue[T]) -> T:
+    """What another thread puts there, soon."""
+    return await asyncio.to_thread(queue.get, timeout=10)
+
+
+async def test_the_next_messages_are_launched_while_one_is_under_way(
+    start: Start, gpus: tuple[PretendGpu, PretendGpu]
+) -> None:
+    sender, receiver = start(gpus[0]), start(gpus[1])
+    peer = await sender.connect(await receiver.listen())
+    hold(gpus)
+    receives = [receiver.post_receive(tag, empty(SIZE + tag)) for tag in range(6)]
+    sends = [sender.post_send(peer, tag, payload_of(tag, SIZE + tag)) for tag in range(6)]
+    for gpu in gpus:
+        assert [await taken(gpu.launched) for _ in range(5)] == [HELLO, *(SIZE + tag for tag in range(4))]
+    assert not any(operation.done for operation in (*sends, *receives))
+    # The other two have to wait until a message is through.
+    assert gpus[0].launched.empty()
+    release(gpus)
+    for operation in (*sends, *receives):
+        await operation
+    assert all(np.array_equal(receive.buffer, payload_of(receive.tag, SIZE + receive.tag)) for receive in receives)
+
+
+async def test_what_is_under_way_fails_when_nothing_of_it_is_left_on_the_gpu(
+    start: Start, gpus: tuple[PretendGpu, PretendGpu]
+) -> None:
+    sender, receiver = start(gpus[0]), start(gpus[1])
+    peer = await sender.connect(await receiver.listen())
+    hold(gpus)
+    for gpu in gpus:
+        gpu.lets_abort.clear()
+    receives = [receiver.post_receive(tag, empty()) for tag in range(6)]
+    sends = [sender.post_send(peer, tag, payload_of(tag, SIZE)) for tag in range(6)]
+    for gpu in gpus:
+        for _ in range(5):
+            await taken(gpu.launched)
+    sender.disconnect(peer)
+    for gpu in gpus:  # The other side sees the control connection end.
+        await taken(gpu.aborts)
+    assert not any(operation.done for operation in (*sends, *receives))
+    for gpu, operations in zip(gpus, (sends, receives), strict=True):
+        gpu.lets_abort.set()
+        for operation in operations:
+            with pytest.raises(PeerLost):
+                await operation
+    for receive in receives:
+        receive.buffer[:] = 7  # As if the block had been given to somebody else.
+    release(gpus)
+    again = await sender.connect(await receiver.listen())
+    receive = receiver.post_receive(9, empty())
+    await sender.post_send(again, 9, payload_of(9, SIZE))
+    await receive
+    assert all((receive.buffer == 7).all() for receive in receives)
+
+
+async def test_a_message_that_has_begun_to_land_and_stops_is_aborted_by_cancel(
+    start: Start, gpus: tuple[PretendGpu, PretendGpu]
+) -> None:
+    sender, receiver = start(gpus[0]), start(gpus[1], drain_timeout_s=0.05)
+    peer = await sender.connect(await receiver.listen())
+    hold(gpus)
+    receive = receiver.post_receive(1, empty())
+    send = sender.post_send(peer, 1, payload_of(1, SIZE))
+    for gpu in gpus:
+        assert [await taken(gpu.launched), await taken(gpu.launched)] == [HELLO, SIZE]
+    await receiver.cancel([receive])
+    assert isinstance(receive.error, PeerLost)
+    receive.buffer[:] = 7
+    release(gpus)
+    with pytest.raises(PeerLost):
+        await send
+    assert peer.closed
+    assert (receive.buffer == 7).all()
+
+
+async def test_a_message_that_does_not_get_through_costs_the_pair(
+    start: Start, gpus: tuple[PretendGpu, PretendGpu]
+) -> None:
+    sender, receiver = start(gpus[0], transfer_timeout_s=0.05), start(gpus[1])
+    peer = await sender.connect(await receiver.listen())
+    hold(gpus)
+    receive = receiver.post_receive(1, empty())
+    with pytest.raises(PeerLost):
+        await sender.post_send(peer, 1, payload_of(1, SIZE))
+    assert peer.closed
+    with pytest.raises(PeerLost):
+        await receive
+
+
+async def test_two_processes_on_one_gpu_are_told_what_to_do(start: Start) -> None:
+    shared = PretendGpu("GPU-12")
+    sender, receiver = start(shared), start(shared)
+    with pytest.raises(PeerLost, match=r"two processes on one GPU, and 127.0.0.1 is on GPU-12 .* --transport ucx"):
+        await sender.connect(await receiver.listen())
+    assert not receiver._pairs
+
+
+@pytest.mark.parametrize("here", ["host", "a GPU's"])
+async def test_tiers_with_buffers_in_different_memory_are_told_so(
+    start: Start, gpus: tuple[PretendGpu, PretendGpu], here: str
+) -> None:
+    between_gpus, in_host_memory = start(gpus[0]), open_transport("nccl")
+    try:
+        sender, receiver = (in_host_memory, between_gpus) if here == "host" else (between_gpus, in_host_memory)
+        with pytest.raises(PeerLost, match=f"and this process in {here}. .* same --handover-memory"):
+            await sender.connect(await receiver.listen())
+    finally:
+        await in_host_memory.close()
+
+
+async def test_a_first_message_that_fails_fails_the_connecting(
+    start: Start, gpus: tuple[PretendGpu, PretendGpu]
+) -> None:
+    gpus[1].has_memory = False
+    sender, receiver = start(gpus[0]), start(gpus[1])
+    gpus[0].make_limit_s = 10
+    with pytest.raises(PeerLost):
+        async with asyncio.timeout(5):
+            await sender.connect(await receiver.listen())
+    gpus[1].has_memory = True
+    await sender.connect(await receiver.listen())
+
+
+async def test_a_communicator_that_is_made_too_late_is_aborted_after_all(
+    start: Start, gpus: tuple[PretendGpu, PretendGpu], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair_nccl, "_CALL_S", 0.02)
+    gpus[1].lets_make.clear()
+    sender, receiver = start(gpus[0], form_timeout_s=0.2), start(gpus[1])
+    with pytest.raises(PeerLost, match="did not answer within 0 s"):
+        await sender.connect(await receiver.listen())
+    for gpu in gpus:
+        await taken(gpu.aborts)  # In vain: there is nothing yet to abort.
+    gpus[1].lets_make.set()
+    # Closing sees that all threads end: those which wait for the first message as well.
+
+
+async def test_an_early_message_is_there_when_its_copy_is(start: Start, gpus: tuple[PretendGpu, PretendGpu]) -> None:
+    sender, receiver = start(gpus[0]), start(gpus[1])
+    peer = await sender.connect(await receiver.listen())
+    gpus[1].lets_copy.clear()
+    await sender.post_send(peer, 1, payload_of(1, SIZE))
+    posted = receiver.post_receive(2, empty(1))
+    await sender.post_send(peer, 2, payload_of(2, 1))
+    await posted  # So the first has landed, too.
+    receive = receiver.post_receive(1, empty())
+    cancelling = asyncio.ensure_future(receiver.cancel([receive]))
+    await asyncio.sleep(0)
+    assert not receive.done
+    assert not cancelling.done()
+    gpus[1].lets_copy.set()
+    await cancelling
+    assert not receive.cancelled
+    assert np.array_equal(receive.buffer, payload_of(1, SIZE))
+
+
+async def test_messages_that_nobody_wants_share_their_memory(start: Start, gpus: tuple[PretendGpu, PretendGpu]) -> None:
+    sender, receiver = start(gpus[0]), start(gpus[1])
+    peer = await sender.connect(await receiver.listen())
+    receives = [receiver.post_receive(tag, empty()) for tag in range(5)]
+    await receiver.cancel(receives[:4])
+    for tag in range(5):
+        await sender.post_send(peer, tag, payload_of(tag, SIZE))
+    await receives[4]
+    assert gpus[1].allocated == [HELLO, SIZE]
+    assert np.array_equal(receives[4].buffer, payload_of(4, SIZE))
+
+
+async def test_early_messages_take_so_much_memory_and_no_more(
+    start: Start, gpus: tuple[PretendGpu, PretendGpu]
+) -> None:
+    sender, receiver = start(gpus[0]), start(gpus[1])
+    peer = await sender.connect(await receiver.listen())
+    num_early = NcclWires.max_early + 1
+    for tag in range(num_early):
+        await sender.post_send(peer, tag, payload_of(tag, SIZE))
+    posted = receiver.post_receive(100, empty(1))
+    await sender.post_send(peer, 100, payload_of(100, 1))
+    await posted
+    oldest, next_oldest = receiver.post_receive(0, empty()), receiver.post_receive(1, empty())
+    await next_oldest
+    assert np.array_equal(next_oldest.buffer, payload_of(1, SIZE))
+    assert not oldest.done
+
+
+async def test_an_early_message_for_which_there_is_no_memory_costs_the_pair(
+    start: Start, gpus: tuple[PretendGpu, PretendGpu]
+) -> None:
+    sender, receiver = start(gpus[0]), start(gpus[1])
+    peer = await sender.connect(await receiver.listen())
+    gpus[1].has_memory = False
+    with pytest.raises(PeerLost):
+        await sender.post_send(peer, 1, payload_of(1, SIZE))
+    assert peer.closed

@@ -1,0 +1,148 @@
+"""Stands in for GPUs and NCCL in host memory: transfers end late and in order, wait for their peer, and can be aborted.
+
+What it has of NCCL: the first transfer of a group makes its communicator, for which it waits for the other side; only
+an abort ends a transfer whose peer does not come; it ends one's own side alone; what an aborted transfer wrote stays.
+A message is moved by halves, as somebody looks whether it has ended.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Condition, Event
+
+import numpy as np
+from torch._C._distributed_c10d import Store
+
+from kvtransfer.transport import Buffer
+from kvtransfer.transport.pair import CONNECTOR_RANK, LISTENER_RANK
+
+#: For whoever waits in a test that fails.
+_LIMIT_S = 30.0
+
+
+@dataclass(eq=False, slots=True)
+class PretendFlight:
+    """Implements `Flight`."""
+
+    payload: Buffer
+    advance: Callable[[], None]
+    half_done: bool = False
+    is_over: bool = False
+
+    def ended(self) -> bool:
+        self.advance()
+        return self.is_over
+
+
+@dataclass(eq=False, slots=True)
+class _Link:
+    """Two groups that meet. Belongs to whoever holds `changed`."""
+
+    changed: Condition = field(default_factory=Condition)
+    #: By rank; launched and not ended, oldest first.
+    flights: tuple[deque[PretendFlight], deque[PretendFlight]] = field(default_factory=lambda: (deque(), deque()))
+    joined: set[int] = field(default_factory=set)
+
+
+_LINKS: dict[bytes, _Link] = {}
+
+
+class PretendGroup:
+    """Implements `Group`."""
+
+    def __init__(self, gpu: PretendGpu, store: Store, rank: int) -> None:
+        self._gpu = gpu
+        self._rank = rank
+        self._aborted = False
+        # Whoever comes first names it for both.
+        self._link = _LINKS.setdefault(store.compare_set("link", "", uuid.uuid4().hex), _Link())
+
+    def send(self, payload: Buffer) -> PretendFlight:
+        return self._launch(payload)
+
+    def receive(self, payload: Buffer) -> PretendFlight:
+        return self._launch(payload)
+
+    def abort(self) -> None:
+        self._gpu.aborts.put(None)
+        assert self._gpu.lets_abort.wait(_LIMIT_S)
+        with self._link.changed:
+            if self._rank not in self._link.joined:
+                return  # It is still being made.
+            self._aborted = True
+            flights = self._link.flights[self._rank]
+            while flights:
+                flights.popleft().is_over = True
+
+    def _launch(self, payload: Buffer) -> PretendFlight:
+        if not self._gpu.lets_make.wait(self._gpu.make_limit_s):
+            raise RuntimeError("the communicator was not made")
+        flight = PretendFlight(payload, self._advance)
+        with self._link.changed:
+            self._link.joined.add(self._rank)
+            self._link.changed.notify_all()
+            if not self._link.changed.wait_for(lambda: len(self._link.joined) == 2, self._gpu.make_limit_s):
+                raise RuntimeError("the communicator was not made")
+            if self._aborted:
+                raise RuntimeError("the communicator was aborted")
+            self._link.flights[self._rank].append(flight)
+        self._gpu.launched.put(payload.nbytes)
+        return flight
+
+    def _advance(self) -> None:
+        with self._link.changed:
+            sent, received = self._link.flights[CONNECTOR_RANK], self._link.flights[LISTENER_RANK]
+            if not sent or not received:
+                return
+            source, target = sent[0].payload, received[0].payload
+            assert source.nbytes == target.nbytes, "both sides transfer the same message"
+            middle = source.nbytes // 2
+            if not received[0].half_done:
+                target[:middle] = source[:middle]
+                received[0].half_done = True
+            elif self._gpu.lets_through.is_set():
+                target[middle:] = source[middle:]
+                sent.popleft().is_over = received.popleft().is_over = True
+
+
+class PretendGpu:
+    """Implements `Gpu`; as long as one of the events is clear, what it is about does not go on."""
+
+    def __init__(self, name: str | None = None) -> None:
+        self.uuid = name or f"GPU-{uuid.uuid4()}"
+        #: The second half of messages; of both sides, as the one that looks moves them.
+        self.lets_through = Event()
+        self.lets_abort = Event()
+        self.lets_make = Event()
+        self.lets_copy = Event()
+        for event in (self.lets_through, self.lets_abort, self.lets_make, self.lets_copy):
+            event.set()
+        self.make_limit_s = _LIMIT_S
+        #: Bytes of each transfer that was launched, and of each piece of memory that was asked for.
+        self.launched: SimpleQueue[int] = SimpleQueue()
+        self.allocated: list[int] = []
+        #: An entry for each call, as it begins.
+        self.aborts: SimpleQueue[None] = SimpleQueue()
+        self.has_memory = True
+
+    def open_group(self, store: Store, rank: int) -> PretendGroup:
+        return PretendGroup(self, store, rank)
+
+    def empty(self, num_bytes: int) -> Buffer:
+        if not self.has_memory:
+            raise RuntimeError("out of memory")
+        self.allocated.append(num_bytes)
+        return np.zeros(num_bytes, np.uint8)
+
+    def copy(self, source: Buffer, target: Buffer) -> PretendFlight:
+        def advance() -> None:
+            if self.lets_copy.is_set():
+                target[:] = source
+                flight.is_over = True
+
+        flight = PretendFlight(target, advance)
+        return flight
