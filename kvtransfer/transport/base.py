@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from pdserve.base.errors import PdserveError
 
-#: What travels: a contiguous, one-dimensional array of bytes. Receives need it writable. UCX also takes what lies in a
-#: GPU's memory and says so by `__cuda_array_interface__`.
+#: What travels: a contiguous, one-dimensional array of bytes. Receives need it writable. UCX and NCCL take what lies in
+#: a GPU's memory, too, which says so by `__cuda_array_interface__`.
 Buffer = npt.NDArray[np.uint8]
 
 TAG_LIMIT = 1 << 64

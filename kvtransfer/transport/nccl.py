@@ -68,9 +68,7 @@ class _Pair:
         return self.lost
 
     def report_formed(self, error: PeerLost | None) -> None:
-        """The rendezvous is over, or given up."""
-        if self.formed.done():
-            return
+        """The rendezvous is over."""
         if error is None:
             self.formed.set_result(None)
         else:
@@ -78,12 +76,13 @@ class _Pair:
             self.formed.exception()  # The listener's side has nobody to tell.
 
     def break_off(self) -> Future[None]:
-        """Ends what is under way; done when it is over. The other process sees the control connection end, and follows."""
+        """Ends what is under way; done when it is over.
+
+        The other process sees the control connection end, and does the same.
+        """
         self.lost = True
         self.control.abort()
-        over = self.wire.break_off()
-        self.report_formed(PeerLost("the other process hung up while the two were being connected"))
-        return over
+        return self.wire.break_off()
 
 
 class NcclTransport:

@@ -1,4 +1,4 @@
-"""Blocks that stay in a GPU's memory on their way: packed, with digests, into a stage there that UCX can reach."""
+"""Blocks that stay in a GPU's memory on their way: packed, with digests, into a stage that transports can reach."""
 
 from __future__ import annotations
 

@@ -17,3 +17,4 @@ if not HAS_GPU:
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 #: What only real hardware can show: bits, speed, graphs, memory.
 gpu_only = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no GPU")]
+two_gpus = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")]

@@ -79,8 +79,12 @@ class PretendGroup:
                 flights.popleft().is_over = True
 
     def _launch(self, payload: Buffer) -> PretendFlight:
+        if self._rank not in self._link.joined:
+            self._gpu.makes.put(None)
         if not self._gpu.lets_make.wait(self._gpu.make_limit_s):
             raise RuntimeError("the communicator was not made")
+        if not self._gpu.has_working_nccl:
+            raise RuntimeError("unhandled system error")
         flight = PretendFlight(payload, self._advance)
         with self._link.changed:
             self._link.joined.add(self._rank)
@@ -119,20 +123,30 @@ class PretendGpu:
         self.lets_abort = Event()
         self.lets_make = Event()
         self.lets_copy = Event()
-        for event in (self.lets_through, self.lets_abort, self.lets_make, self.lets_copy):
-            event.set()
+        self.lets_allocate = Event()
+        self.let_all()
         self.make_limit_s = _LIMIT_S
         #: Bytes of each transfer that was launched, and of each piece of memory that was asked for.
         self.launched: SimpleQueue[int] = SimpleQueue()
         self.allocated: list[int] = []
         #: An entry for each call, as it begins.
         self.aborts: SimpleQueue[None] = SimpleQueue()
+        #: An entry for each call that has to make a communicator, and for each look at a copy.
+        self.makes: SimpleQueue[None] = SimpleQueue()
+        self.looks: SimpleQueue[None] = SimpleQueue()
         self.has_memory = True
+        self.has_working_nccl = True
+
+    def let_all(self) -> None:
+        """Everything goes on."""
+        for event in (self.lets_through, self.lets_abort, self.lets_make, self.lets_copy, self.lets_allocate):
+            event.set()
 
     def open_group(self, store: Store, rank: int) -> PretendGroup:
         return PretendGroup(self, store, rank)
 
     def empty(self, num_bytes: int) -> Buffer:
+        assert self.lets_allocate.wait(_LIMIT_S)
         if not self.has_memory:
             raise RuntimeError("out of memory")
         self.allocated.append(num_bytes)
@@ -140,6 +154,7 @@ class PretendGpu:
 
     def copy(self, source: Buffer, target: Buffer) -> PretendFlight:
         def advance() -> None:
+            self.looks.put(None)
             if self.lets_copy.is_set():
                 target[:] = source
                 flight.is_over = True

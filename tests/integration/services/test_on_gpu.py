@@ -13,7 +13,7 @@ from benchmarks.gpu.handover import DEVICE as IN_GPU_MEMORY
 from benchmarks.gpu.handover import HOST, Case, measure
 from pdserve.base.layout import KvLayout
 from tests.integration.services.house import House, running_house
-from tests.support.devices import HAS_GPU, gpu_only
+from tests.support.devices import HAS_GPU, gpu_only, two_gpus
 from tests.unit.model.tiny import save_model
 
 PROMPTS = [[(7 * place + length) % 90 + 3 for place in range(length)] for length in (45, 3, 16)]
@@ -77,14 +77,15 @@ LAYOUT = KvLayout(model="m", dtype="bfloat16", block_size=16, num_layers=4, num_
 
 
 @pytest.mark.parametrize(
-    ("device", "memory"),
+    ("device", "memory", "between"),
     [
-        ("cpu", HOST),
-        pytest.param("cuda", HOST, marks=gpu_only),
-        pytest.param("cuda", IN_GPU_MEMORY, marks=gpu_only),
+        ("cpu", HOST, {}),
+        pytest.param("cuda", HOST, {}, marks=gpu_only),
+        pytest.param("cuda", IN_GPU_MEMORY, {}, marks=gpu_only),
+        pytest.param("cuda:0", IN_GPU_MEMORY, {"transport": "nccl", "peer_device": "cuda:1"}, marks=two_gpus),
     ],
 )
-def test_two_processes_hand_over_and_verify(device: str, memory: str) -> None:
+def test_two_processes_hand_over_and_verify(device: str, memory: str, between: dict[str, str]) -> None:
     # Two whole bundles and a short one.
-    times = measure(Case(layout=LAYOUT, num_blocks=40, rounds=2, device=device, memory=memory))
+    times = measure(Case(layout=LAYOUT, num_blocks=40, rounds=2, device=device, memory=memory, **between))
     assert len(times.whole_ms) == len(times.exposed_ms) == 2

@@ -12,6 +12,7 @@ import pytest
 from kvtransfer.transport import Transport, open_transport
 from kvtransfer.transport.nccl import NcclTransport
 from kvtransfer.transport.pair_nccl import NcclWires
+from tests.integration.transport.memory import Memory
 from tests.support.pretend_gpu import PretendGpu
 
 OpenTransport = Callable[[], Transport]
@@ -20,11 +21,21 @@ StartWorker = Callable[[str], Awaitable["RemotePeer"]]
 _ROOT = Path(__file__).parents[3]
 #: The `nccl` transport between GPUs, with a stand-in for these.
 BETWEEN_GPUS = "nccl between GPUs"
+#: The same with real ones: this process is on the first, others are on the second.
+ON_TWO_GPUS = "nccl on two GPUs"
 
 
 def open_any(name: str) -> Transport:
     """Also what no name of the product stands for."""
-    return NcclTransport(NcclWires(PretendGpu())) if name == BETWEEN_GPUS else open_transport(name)
+    if name == BETWEEN_GPUS:
+        return NcclTransport(NcclWires(PretendGpu()))
+    return open_transport("nccl", device="cuda:0") if name == ON_TWO_GPUS else open_transport(name)
+
+
+@pytest.fixture
+def memory(transport_name: str) -> Memory:
+    """This process's."""
+    return Memory("cuda:0" if transport_name == ON_TWO_GPUS else None)
 
 
 class RemotePeer:
@@ -81,7 +92,7 @@ async def start_process(transport_name: str) -> AsyncIterator[Callable[..., Awai
             sys.executable,
             "-m",
             f"tests.integration.transport.{module}",
-            transport_name,
+            *(["nccl", "cuda:1"] if transport_name == ON_TWO_GPUS else [transport_name]),
             *arguments,
             cwd=_ROOT,
             stdin=asyncio.subprocess.PIPE,

@@ -1,27 +1,22 @@
 """A second process with a transport of its own, told what to do line by line; run by `conftest.remote_peer`.
 
-Every command is answered by one line. Payloads are made from their tag, so that both sides know them.
+Every command is answered by one line. Payloads are made from their tag, so that both sides know them. Buffers
+are on the device that is named after the transport, if one is.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import sys
 
 import numpy as np
 
-from kvtransfer.transport import Buffer, Operation, open_transport
+from kvtransfer.transport import Operation, open_transport
+from tests.integration.transport.memory import Memory, payload_of
 
 
-def payload_of(tag: int, size: int) -> Buffer:
-    """The bytes a message of that tag has."""
-    seed = int.from_bytes(hashlib.blake2b(str(tag).encode(), digest_size=8).digest(), "little")
-    return np.random.Generator(np.random.PCG64(seed)).integers(0, 256, size, dtype=np.uint8)
-
-
-async def serve(transport_name: str) -> None:
-    transport = open_transport(transport_name)
+async def serve(transport_name: str, device: str | None) -> None:
+    transport, memory = open_transport(transport_name, device=device), Memory(device)
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     receives: dict[int, Operation] = {}
@@ -31,18 +26,18 @@ async def serve(transport_name: str) -> None:
     while line := (await reader.readline()).decode().split():
         match line:
             case ["receive", tag, size]:
-                receives[int(tag)] = transport.post_receive(int(tag), np.zeros(int(size), np.uint8))
+                receives[int(tag)] = transport.post_receive(int(tag), memory.empty(int(size)))
                 _answer("posted")
             case ["await", tag]:
                 receive = receives.pop(int(tag))
                 await receive
-                right = np.array_equal(receive.buffer, payload_of(int(tag), receive.buffer.nbytes))
+                right = np.array_equal(memory.read(receive.buffer), payload_of(int(tag), receive.buffer.nbytes))
                 _answer("right" if right else "wrong")
             case ["send", address, first, count, size]:
                 if address not in peers:
                     peers[address] = await transport.connect(bytes.fromhex(address))
                 tags = range(int(first), int(first) + int(count))
-                sends.extend(transport.post_send(peers[address], tag, payload_of(tag, int(size))) for tag in tags)
+                sends.extend(transport.post_send(peers[address], tag, memory.payload(tag, int(size))) for tag in tags)
                 _answer("sending")
             case ["flush"]:
                 for send in sends:
@@ -57,4 +52,4 @@ def _answer(text: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1]))
+    asyncio.run(serve(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None))

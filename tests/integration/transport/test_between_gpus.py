@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import threading
 from collections.abc import AsyncIterator, Callable
 from queue import SimpleQueue
 from typing import TypeVar
@@ -15,7 +15,7 @@ from kvtransfer.transport import Buffer, open_transport, pair_nccl
 from kvtransfer.transport.nccl import NcclTransport
 from kvtransfer.transport.pair_nccl import NcclWires
 from pdserve.base.errors import PeerLost
-from tests.integration.transport.peer import payload_of
+from tests.integration.transport.memory import payload_of
 from tests.support.pretend_gpu import PretendGpu
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ def gpus() -> tuple[PretendGpu, PretendGpu]:
 
 
 @pytest.fixture
-async def start(gpus: tuple[PretendGpu, PretendGpu], caplog: pytest.LogCaptureFixture) -> AsyncIterator[Start]:
+async def start(gpus: tuple[PretendGpu, PretendGpu]) -> AsyncIterator[Start]:
     """Opens transports, closes them in the end and sees that no thread is left."""
     opened: list[NcclTransport] = []
 
@@ -41,12 +41,14 @@ async def start(gpus: tuple[PretendGpu, PretendGpu], caplog: pytest.LogCaptureFi
 
     yield start
     for gpu in gpus:
-        for event in (gpu.lets_through, gpu.lets_abort, gpu.lets_make, gpu.lets_copy):
-            event.set()
-    with caplog.at_level(logging.WARNING):
-        for transport in opened:
-            await transport.close()
-    assert "nccl_pair_left" not in caplog.text
+        gpu.let_all()
+    for transport in opened:
+        await transport.close()
+    assert not threads()
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("nccl")]
 
 
 def empty(size: int = SIZE) -> Buffer:
@@ -120,6 +122,40 @@ async def test_what_is_under_way_fails_when_nothing_of_it_is_left_on_the_gpu(
     assert all((receive.buffer == 7).all() for receive in receives)
 
 
+async def test_what_nccl_did_not_launch_fails_when_the_group_is_aborted(
+    start: Start, gpus: tuple[PretendGpu, PretendGpu]
+) -> None:
+    sender, receiver = start(gpus[0]), start(gpus[1])
+    peer = await sender.connect(await receiver.listen())
+    gpus[0].has_working_nccl = False
+    gpus[0].lets_abort.clear()
+    send = sender.post_send(peer, 1, payload_of(1, SIZE))
+    await taken(gpus[0].aborts)
+    assert not send.done
+    gpus[0].lets_abort.set()
+    with pytest.raises(PeerLost, match="unhandled system error"):
+        await send
+    assert peer.closed
+
+
+async def test_closing_waits_for_pairs_that_were_broken_off_before(
+    start: Start, gpus: tuple[PretendGpu, PretendGpu]
+) -> None:
+    sender, receiver = start(gpus[0]), start(gpus[1])
+    peer = await sender.connect(await receiver.listen())
+    gpus[0].lets_abort.clear()
+    sender.disconnect(peer)
+    for gpu in gpus:
+        await taken(gpu.aborts)
+    await receiver.close()
+    assert "nccl-abort" in threads()
+    releasing = threading.Timer(0.05, gpus[0].lets_abort.set)
+    releasing.start()
+    await sender.close()
+    assert not threads()
+    releasing.join()
+
+
 async def test_a_message_that_has_begun_to_land_and_stops_is_aborted_by_cancel(
     start: Start, gpus: tuple[PretendGpu, PretendGpu]
 ) -> None:
@@ -188,6 +224,16 @@ async def test_a_first_message_that_fails_fails_the_connecting(
     await sender.connect(await receiver.listen())
 
 
+async def test_nccl_is_not_called_before_both_sides_have_all_they_need(
+    start: Start, gpus: tuple[PretendGpu, PretendGpu]
+) -> None:
+    gpus[1].lets_allocate.clear()
+    sender, receiver = start(gpus[0], form_timeout_s=0.3), start(gpus[1])
+    with pytest.raises(PeerLost, match="did not answer"):
+        await sender.connect(await receiver.listen())
+    assert gpus[0].makes.empty()
+
+
 async def test_a_communicator_that_is_made_too_late_is_aborted_after_all(
     start: Start, gpus: tuple[PretendGpu, PretendGpu], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,7 +258,8 @@ async def test_an_early_message_is_there_when_its_copy_is(start: Start, gpus: tu
     await posted  # So the first has landed, too.
     receive = receiver.post_receive(1, empty())
     cancelling = asyncio.ensure_future(receiver.cancel([receive]))
-    await asyncio.sleep(0)
+    for _ in range(2):
+        await taken(gpus[1].looks)
     assert not receive.done
     assert not cancelling.done()
     gpus[1].lets_copy.set()

@@ -13,7 +13,7 @@ import pytest
 from kvtransfer.transport import TRANSPORTS, Buffer, Transport
 from pdserve.base.errors import PeerLost, TransferError
 from tests.integration.transport.conftest import BETWEEN_GPUS, OpenTransport, open_any
-from tests.integration.transport.peer import payload_of
+from tests.integration.transport.memory import payload_of
 
 pytestmark = pytest.mark.parametrize("transport_name", [*TRANSPORTS, BETWEEN_GPUS])
 

@@ -18,7 +18,7 @@ from pdserve.base.ids import BlockId, RequestId, WorkerId, new_epoch
 from pdserve.base.layout import KvLayout
 from pdserve.base.tasks import service_group
 from pdserve.v1 import decode_pb2
-from tests.integration.transport.peer import payload_of
+from tests.integration.transport.memory import payload_of
 from tests.unit.kvtransfer.support import push_all
 
 LAYOUT = KvLayout(model="m", dtype="bfloat16", block_size=16, num_layers=30, num_kv_heads=3, head_dim=64)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pdserve.base.errors import SetupError
 from pdserve.cli import up
 from pdserve.cli.placement import Cores, CoreShare, GpuShare
-from pdserve.cli.up import can_lend, drawbacks, gpu_shares
+from pdserve.cli.up import can_lend, drawbacks, gpu_shares, require_gpus_apart
 from pdserve.cli.up_config import UpConfig
 from pdserve.cli.up_console import describe_plan
 from pdserve.cli.up_model import PreparedModel
@@ -95,6 +97,32 @@ def test_ranks_beyond_the_last_gpu_are_refused_before_anything_starts(monkeypatc
 def test_workers_of_several_ranks_that_share_gpus_are_told_to_be_slow(gpus: list[tuple[str, int]], slow: bool) -> None:
     told = drawbacks(UpConfig(), [GpuShare(device=device, memory=0.4, num_ranks=size) for device, size in gpus])
     assert ["share GPUs" in line for line in told] == [True] * slow
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "changes", "shared"),
+    [
+        (2, {}, None),
+        (3, {"prefill": 2}, None),
+        (4, {"device": "cuda:1", "prefill": 0}, None),
+        (1, {}, "cuda:0"),
+        (2, {"prefill": 2, "decode": 2}, "cuda:0 and cuda:1"),
+        (4, {"device": "cuda:1"}, "cuda:1"),
+    ],
+)
+def test_tiers_between_which_nccl_is_to_carry_blocks_share_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, changes: dict[str, Any], shared: str | None
+) -> None:
+    monkeypatch.setattr(up, "num_gpus", lambda: num_gpus)
+    config = UpConfig(**{"device": "cuda", "transport": "nccl", "handover_memory": "device"} | changes)
+    gpus = gpu_shares(config)
+    require_gpus_apart(replace(config, transport="ucx"), gpus)
+    require_gpus_apart(replace(config, handover_memory="host"), gpus)
+    if shared is None:
+        require_gpus_apart(config, gpus)
+    else:
+        with pytest.raises(SetupError, match=f"--transport nccl with --handover-memory device .* are on {shared}: use"):
+            require_gpus_apart(config, gpus)
 
 
 def test_tiers_of_different_sizes_are_told_what_that_means() -> None:
