@@ -249,9 +249,10 @@ class NcclTransport:
             receive.fail(arrival.error)
         elif arrival.num_bytes != receive.buffer.nbytes:
             receive.fail(TransferError(f"a message of {arrival.num_bytes} bytes came for {receive.buffer.nbytes}"))
-        elif arrival.data is None or arrival.data is receive.buffer:
+        elif arrival.data is receive.buffer:
             receive.complete()
         else:
+            assert arrival.data is not None, "what has landed without an error is somewhere"
             copied = self._wires.copy(arrival.data, receive.buffer)
             if copied.done():
                 _finish_copy(receive, copied)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -89,4 +89,7 @@ class CudaGpu:
 
 def _tensor_of(buffer: Buffer, device: torch.device) -> Tensor:
     """uint8, the same memory."""
-    return torch.as_tensor(buffer, device=device)
+    tensor = torch.as_tensor(buffer, device=device)
+    address = cast(Any, buffer).__cuda_array_interface__["data"][0]
+    assert tensor.data_ptr() == address, "all buffers of a transport are on its GPU; others would be copied"
+    return tensor

@@ -62,6 +62,7 @@ class _Up:
         """From the first check to the last process's end."""
         started_at = time.monotonic()
         require_free_ports(self.config)
+        require_gpus_apart(self.config)
         log_dir = make_log_dir(self.config.log_dir)
         self.console.say(f"pdserve {__version__}   logs: {log_dir}")
         with (
@@ -149,7 +150,6 @@ def make_plan(config: UpConfig, model: PreparedModel, redis: RedisPlan, *, run_d
         threads_per_worker=config.threads_per_worker,
     )
     gpus = gpu_shares(config)
-    require_gpus_apart(config, gpus)
     kv_bytes = config.kv_cache_memory
     if not gpus and kv_bytes is None:
         kv_bytes = kv_bytes_per_worker(available_memory_bytes(), config.num_workers)
@@ -193,11 +193,11 @@ def gpu_shares(config: UpConfig) -> list[GpuShare]:
     return shares
 
 
-def require_gpus_apart(config: UpConfig, gpus: Sequence[GpuShare]) -> None:
+def require_gpus_apart(config: UpConfig) -> None:
     """Raises `SetupError` where NCCL would have to connect two processes on one GPU, which it cannot."""
     if config.transport != "nccl" or config.handover_memory != "device":
         return
-    if shared := gpus_of_both(gpus, config.prefill):
+    if shared := gpus_of_both(gpu_shares(config), config.prefill):
         names = " and ".join(f"cuda:{gpu}" for gpu in shared)
         raise SetupError(
             f"--transport nccl with --handover-memory device connects different GPUs only, and with --device "

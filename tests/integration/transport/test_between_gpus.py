@@ -232,6 +232,11 @@ async def test_nccl_is_not_called_before_both_sides_have_all_they_need(
     with pytest.raises(PeerLost, match="did not answer"):
         await sender.connect(await receiver.listen())
     assert gpus[0].makes.empty()
+    # Whom the other side has given up has not called NCCL when it gets what it wants.
+    await taken(gpus[1].aborts)
+    gpus[1].lets_allocate.set()
+    await receiver.close()
+    assert gpus[1].makes.empty()
 
 
 async def test_a_communicator_that_is_made_too_late_is_aborted_after_all(

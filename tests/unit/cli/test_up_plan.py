@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from pdserve.cli import up
 from pdserve.cli.placement import Cores, CoreShare, GpuShare
 from pdserve.cli.up import can_lend, drawbacks, gpu_shares, require_gpus_apart
 from pdserve.cli.up_config import UpConfig
-from pdserve.cli.up_console import describe_plan
+from pdserve.cli.up_console import UpConsole, describe_plan
 from pdserve.cli.up_model import PreparedModel
 from pdserve.cli.up_redis import RedisPlan
 
@@ -115,14 +116,23 @@ def test_tiers_between_which_nccl_is_to_carry_blocks_share_no_gpu(
 ) -> None:
     monkeypatch.setattr(up, "num_gpus", lambda: num_gpus)
     config = UpConfig(**{"device": "cuda", "transport": "nccl", "handover_memory": "device"} | changes)
-    gpus = gpu_shares(config)
-    require_gpus_apart(replace(config, transport="ucx"), gpus)
-    require_gpus_apart(replace(config, handover_memory="host"), gpus)
+    require_gpus_apart(replace(config, transport="ucx"))
+    require_gpus_apart(replace(config, handover_memory="host"))
     if shared is None:
-        require_gpus_apart(config, gpus)
+        require_gpus_apart(config)
     else:
         with pytest.raises(SetupError, match=f"--transport nccl with --handover-memory device .* are on {shared}: use"):
-            require_gpus_apart(config, gpus)
+            require_gpus_apart(config)
+
+
+def test_tiers_on_one_gpu_are_refused_before_a_model_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(up, "require_free_ports", lambda _: None)
+    config = UpConfig(device="cuda:0", transport="nccl", handover_memory="device", log_dir=str(tmp_path / "logs"))
+    with pytest.raises(SetupError, match="are on cuda:0"):
+        asyncio.run(up._Up(config, UpConsole()).run())
+    assert not list(tmp_path.iterdir())
 
 
 def test_tiers_of_different_sizes_are_told_what_that_means() -> None:

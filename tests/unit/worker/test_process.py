@@ -1,4 +1,4 @@
-"""While a worker drains, too, the end of its step loop is its end."""
+"""While a worker drains, too, the end of its step loop is its end; and what its transport is told."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import cast
 
 import pytest
 
+from kvtransfer.transport.inproc import InprocTransport
 from pdserve.base.admin import Health
 from pdserve.base.errors import PeerLost
+from pdserve.base.worker_config import WorkerConfig
+from pdserve.worker import process
 from pdserve.worker.drain import ActiveCalls
-from pdserve.worker.process import _drain
+from pdserve.worker.process import _drain, _opened_transport
 from pdserve.worker.worker import Worker
 
 
@@ -53,3 +56,20 @@ async def test_draining_ends_with_the_last_request_or_with_its_time() -> None:
     impatient = Draining(timeout_s=0.01)
     with impatient.calls.serving():
         await asyncio.wait_for(impatient.drain(), 10)
+
+
+@pytest.mark.parametrize(("memory", "device"), [("device", "cuda:1"), ("host", None)])
+async def test_a_transport_is_told_the_gpu_in_whose_memory_its_buffers_are(
+    monkeypatch: pytest.MonkeyPatch, memory: str, device: str | None
+) -> None:
+    told: list[str | None] = []
+
+    def open_transport(name: str, *, host: str, device: str | None) -> InprocTransport:
+        told.append(device)
+        return InprocTransport()
+
+    monkeypatch.setattr(process, "open_transport", open_transport)
+    monkeypatch.setattr(process, "bind_thread", lambda config: None)
+    config = WorkerConfig(model="m", redis_url="", device="cuda:1", transport="nccl", handover_memory=memory)
+    async with _opened_transport(config):
+        assert told == [device]
