@@ -126,8 +126,9 @@ class PretendGpu:
         self.lets_allocate = Event()
         self.let_all()
         self.make_limit_s = _LIMIT_S
-        #: Bytes of each transfer that was launched, and of each piece of memory that was asked for.
+        #: Bytes of each transfer that was launched, and of each piece of memory that was asked for, and given.
         self.launched: SimpleQueue[int] = SimpleQueue()
+        self.asked: SimpleQueue[int] = SimpleQueue()
         self.allocated: list[int] = []
         #: An entry for each call, as it begins.
         self.aborts: SimpleQueue[None] = SimpleQueue()
@@ -146,6 +147,7 @@ class PretendGpu:
         return PretendGroup(self, store, rank)
 
     def empty(self, num_bytes: int) -> Buffer:
+        self.asked.put(num_bytes)
         assert self.lets_allocate.wait(_LIMIT_S)
         if not self.has_memory:
             raise RuntimeError("out of memory")
