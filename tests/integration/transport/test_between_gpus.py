@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from kvtransfer.transport import Buffer, open_transport, pair_nccl
+from kvtransfer.transport import Buffer, Operation, open_transport, pair_nccl
 from kvtransfer.transport.nccl import NcclTransport
 from kvtransfer.transport.pair_nccl import NcclWires
 from pdserve.base.errors import PeerLost
@@ -75,6 +75,15 @@ async def taken(queue: SimpleQueue[T]) -> T:
     return await asyncio.to_thread(queue.get, timeout=20)
 
 
+async def assert_waits(*operations: Operation) -> None:
+    """For a while."""
+    ended = asyncio.Event()
+    for operation in operations:
+        operation.add_done_callback(lambda _: ended.set())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(ended.wait(), 0.1)
+
+
 @asynccontextmanager
 async def soon(act: Callable[[], None]) -> AsyncIterator[None]:
     """While the event loop is blocked."""
@@ -129,7 +138,7 @@ async def test_what_is_under_way_fails_when_nothing_of_it_is_left_on_the_gpu(
     sender.disconnect(peer)
     for gpu in gpus:  # The other side sees the control connection end.
         await taken(gpu.aborts)
-    assert not any(operation.done for operation in (*sends, *receives))
+    await assert_waits(*sends, *receives)
     for gpu, operations in zip(gpus, (sends, receives), strict=True):
         gpu.lets_abort.set()
         for operation in operations:
@@ -154,7 +163,7 @@ async def test_what_nccl_did_not_launch_fails_when_the_group_is_aborted(
     gpus[0].lets_abort.clear()
     send = sender.post_send(peer, 1, payload_of(1, SIZE))
     await taken(gpus[0].aborts)
-    assert not send.done
+    await assert_waits(send)
     gpus[0].lets_abort.set()
     with pytest.raises(PeerLost, match="unhandled system error"):
         await send
