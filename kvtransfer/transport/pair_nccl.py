@@ -2,7 +2,7 @@
 
 Transfers are kernels that wait for those of the other process. They are launched on one thread and waited for on
 another, so that the next one is there when one ends. Nothing but aborting the whole communicator ends a kernel whose
-peer does not come, and its buffer is in use until it has ended. Decision 25 says what torch and NCCL do then.
+peer does not come, and its buffer is in use until it has ended. Decision 26 says what torch and NCCL do then.
 """
 
 from __future__ import annotations
