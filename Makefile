@@ -59,16 +59,22 @@ format: install ## Format the code
 
 # Tests that only compute, beside all others, which mostly wait for processes.
 COMPUTING := tests/unit/kernels tests/unit/engine tests/unit/benchmarks tests/property tests/golden tests/integration/services
+# Again on a simulated GPU: what only GPUs have.
+SIMULATED := tests/unit/simulated_gpu tests/unit/engine/test_launches_on_device.py tests/unit/engine/test_layers_written.py \
+	tests/unit/engine/test_device_batch.py tests/unit/worker/ranks/test_follower.py tests/unit/worker/test_device_stage.py \
+	tests/integration/services/test_on_gpu.py
 TESTS := tests
 
 .PHONY: test
 test: lint ## Everything that CI checks: lint and all tests
 ifeq ($(strip $(ARGS)),)
-	@$(BIN)/pytest $(COMPUTING) >$(VENV)/computing.log 2>&1 & computing=$$!; \
+	@{ $(BIN)/pytest $(COMPUTING); computed=$$?; \
+	   PDSERVE_TEST_GPU=simulated $(BIN)/pytest $(SIMULATED); simulated=$$?; \
+	   exit $$(( simulated > computed ? simulated : computed )); } >$(VENV)/computing.log 2>&1 & computing=$$!; \
 	trap 'kill $$computing 2>/dev/null' EXIT; trap 'exit 130' INT TERM; \
 	$(BIN)/pytest $(TESTS) $(COMPUTING:%=--ignore=%); others=$$?; \
 	wait $$computing; computed=$$?; \
-	echo; echo "$(COMPUTING):"; cat $(VENV)/computing.log; \
+	echo; echo "$(COMPUTING), and on a simulated GPU:"; cat $(VENV)/computing.log; \
 	exit $$(( others > computed ? others : computed ))
 else
 	$(BIN)/pytest $(ARGS)

@@ -8,6 +8,17 @@ import os
 import pytest
 import torch
 
+#: PDSERVE_TEST_GPU=simulated: `tests.support.simulated_gpu` takes a GPU's place, unless torch could have a real one.
+#: simulated:0.9:7 says how much is done before anybody waits for it, from 0 to 1, and seeds the rest.
+_name, *_how = os.environ.get("PDSERVE_TEST_GPU", "").split(":")
+SIMULATED = _name == "simulated" and torch.version.cuda is None
+if SIMULATED:
+    # Read when a kernel is defined.
+    os.environ["TRITON_INTERPRET"] = "1"
+    from tests.support import simulated_gpu
+
+    simulated_gpu.install(*map(float, _how))
+
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 if not HAS_GPU:
@@ -18,3 +29,8 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 #: What only real hardware can show: bits, speed, graphs, memory.
 gpu_only = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no GPU")]
 two_gpus = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")]
+
+
+def keep_busy() -> None:
+    """Gives the device some hundredths of a second to do, or, when it is simulated, until somebody waits for it."""
+    torch.cuda._sleep(50_000_000)

@@ -13,23 +13,34 @@ from benchmarks.gpu.handover import DEVICE as IN_GPU_MEMORY
 from benchmarks.gpu.handover import HOST, Case, measure
 from pdserve.base.layout import KvLayout
 from tests.integration.services.house import House, running_house
-from tests.support.devices import HAS_GPU, gpu_only, two_gpus
+from tests.support.devices import HAS_GPU, SIMULATED, gpu_only, two_gpus
 from tests.unit.model.tiny import save_model
 
-PROMPTS = [[(7 * place + length) % 90 + 3 for place in range(length)] for length in (45, 3, 16)]
-DRAWN: dict[str, Any] = {"n": 3, "temperature": 0.9, "top_p": 0.95, "max_tokens": 24}
+#: A simulated GPU takes a second for a step.
+LENGTHS, NUM_CHOICES, NUM_TOKENS = ((10, 3), 2, 3) if SIMULATED else ((45, 3, 16), 3, 24)
+PROMPTS = [[(7 * place + length) % 90 + 3 for place in range(length)] for length in LENGTHS]
+GREEDY: dict[str, Any] = {"max_tokens": NUM_TOKENS}
+DRAWN: dict[str, Any] = {"n": NUM_CHOICES, "temperature": 0.9, "top_p": 0.95, "max_tokens": NUM_TOKENS}
 #: Both workers of a house are on one GPU.
-ON_GPU: dict[str, Any] = {"device": "cuda", "gpu_memory_utilization": 0.4, "staging_memory": 1 << 22}
+ON_GPU: dict[str, Any] = {
+    "device": "cuda",
+    "gpu_memory_utilization": 0.4,
+    "kv_cache_memory": 1 << 22,
+    "staging_memory": 1 << 22,
+}
+if SIMULATED:
+    ON_GPU["max_num_batched_tokens"] = 8
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads of 32, as the kernels' products want them, four for K and V."""
+    """Heads of 32, as the kernels' products want them, four for K and V, where they are not interpreted."""
+    heads = 2 if SIMULATED else 8
     changes: dict[str, object] = {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
+        "hidden_size": 32 * heads,
+        "intermediate_size": 64 * heads,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
     }
     return save_model(tmp_path_factory.mktemp("gpu"), changes, torch.bfloat16)
 
@@ -43,12 +54,12 @@ async def _answers(house: House) -> list[dict[int, list[int]]]:
         await request.prefill(await request.ticket())
         return await request.finish()
 
-    return list(await asyncio.gather(*(ask(prompt, params) for prompt in PROMPTS for params in ({}, DRAWN))))
+    return list(await asyncio.gather(*(ask(prompt, params) for prompt in PROMPTS for params in (GREEDY, DRAWN))))
 
 
 async def _alone(house: House) -> list[dict[int, list[int]]]:
     """One by one, by the decode worker."""
-    return [await house.local(prompt, **params) for prompt in PROMPTS for params in ({}, DRAWN)]
+    return [await house.local(prompt, **params) for prompt in PROMPTS for params in (GREEDY, DRAWN)]
 
 
 @pytest.mark.gpu
@@ -59,7 +70,8 @@ async def test_handed_over_in_a_crowd_tokens_are_those_of_each_alone(
     model: Path, layer_groups: int, eager: bool
 ) -> None:
     common = ON_GPU | {"enforce_eager": eager}
-    async with running_house(model, prefill=common, decode=common | {"layer_groups": layer_groups}) as house:
+    decode = common | {"layer_groups": layer_groups, "max_num_seqs": 8}
+    async with running_house(model, prefill=common, decode=decode) as house:
         assert await _answers(house) == await _alone(house)
         await house.all_free()
 
@@ -73,7 +85,8 @@ async def test_two_ranks_over_nccl_answer_each_alike_alone_and_in_a_crowd(model:
         await house.all_free()
 
 
-LAYOUT = KvLayout(model="m", dtype="bfloat16", block_size=16, num_layers=4, num_kv_heads=2, head_dim=64)
+SIZES = {"block_size": 4, "head_dim": 16} if SIMULATED else {"block_size": 16, "head_dim": 64}
+LAYOUT = KvLayout(model="m", dtype="bfloat16", num_layers=4, num_kv_heads=2, **SIZES)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.devices import DEVICE, gpu_only
+from tests.support.devices import DEVICE, gpu_only, keep_busy
 
 pytest.importorskip("triton")
 
@@ -20,9 +20,6 @@ from tests.unit.engine.test_device_batch import decoding, numbers
 
 pytestmark = gpu_only
 
-#: For which the device is kept busy: some tenths of a second.
-_BUSY_CYCLES = 500_000_000
-
 
 def test_two_draws_behind_a_busy_device_are_drawn_from_what_each_was_given() -> None:
     sampler, plain = DeviceSampler(DEVICE), Sampler()
@@ -30,7 +27,7 @@ def test_two_draws_behind_a_busy_device_are_drawn_from_what_each_was_given() -> 
     logits = [torch.randn(4, 5000, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     there = [each.to(DEVICE) for each in logits]
     sampler.sample(there[0], rows, range(4))  # what is compiled at first use waits
-    torch.cuda._sleep(_BUSY_CYCLES)
+    keep_busy()
     first = sampler.launch(there[0], rows, range(4))
     second = sampler.launch(there[1], rows, range(4), is_ahead=True)
     assert first.copied is not None
@@ -50,7 +47,7 @@ def test_a_batch_that_waits_behind_a_busy_device_goes_up_as_it_was() -> None:
     given = [replace(decoding(3), token_ids=numbers(first, first + 1, first + 2)) for first in (10, 20, 30)]
     batches.upload(given[0]).token_ids.clone()  # what is allocated at first use waits
     torch.cuda.synchronize()
-    torch.cuda._sleep(_BUSY_CYCLES)
+    keep_busy()
     busy = torch.cuda.current_stream().record_event()
     there = batches.upload(given[1])
     assert not busy.query()
@@ -64,7 +61,7 @@ def test_a_batch_goes_up_while_the_step_of_the_last_one_is_computed() -> None:
     drawn = numbers(41, -1, 43).to(DEVICE)
     there = batches.upload(decoding(3))
     torch.cuda.synchronize()
-    torch.cuda._sleep(_BUSY_CYCLES)
+    keep_busy()
     seen.append(there.token_ids.clone())  # the step
     computed = torch.cuda.current_stream().record_event()
     there = batches.upload(decoding(3), token_ids=drawn)

@@ -27,7 +27,7 @@ from pdserve.engine.sequence import Sampled, SampleResult, SampleRow, Sequence
 from pdserve.engine.step import Chunk, LayersWritten, StepOutput, StepPlan
 from pdserve.model.batch import Batch
 from prefill_svc.scheduler import PrefillJob, PrefillScheduler, SchedulerConfig
-from tests.support.devices import DEVICE, gpu_only
+from tests.support.devices import DEVICE, gpu_only, keep_busy
 from tests.unit.engine.fakes import BLOCK_SIZE, CPU, KEY, VOCAB, FakeDecoder, expected, layout, limits
 from tests.unit.engine.test_graphs import Recorder
 
@@ -249,14 +249,11 @@ class TestOnHardware:
 
     def test_a_copy_has_what_was_launched_before_its_moment_and_does_not_wait_for_what_came_after(self) -> None:
         cache = KvCache(LAYERS, 2, DEVICE)
-        slow = torch.randn(4096, 4096, device=DEVICE)
         into = [torch.zeros(1, 2, 2, 4, 8, pin_memory=True)]
-        for _ in range(20):
-            slow = slow @ slow
+        keep_busy()
         cache.tensor[1, 0] = 5
         moment = cache.moment(1)
-        for _ in range(200):
-            slow = slow @ slow
+        keep_busy()
         cache.tensor[1, 0] = 6
         done = torch.cuda.Event()
         done.record()

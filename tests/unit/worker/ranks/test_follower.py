@@ -21,7 +21,7 @@ from pdserve.worker.blocks import Stage
 from pdserve.worker.part import ModelPart
 from pdserve.worker.ranks.follower import _KEPT_EVENTS, Follower, Progress
 from pdserve.worker.ranks.messages import Copy, Kind, Mark, MessageReader, StepWriter
-from tests.support.devices import DEVICE, gpu_only
+from tests.support.devices import DEVICE, gpu_only, keep_busy
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 LAYOUT = KvLayout(model="m", dtype="float32", block_size=2, num_layers=2, num_kv_heads=1, head_dim=4)
@@ -244,14 +244,12 @@ class TestOnHardware:
     pytestmark = gpu_only
 
     def test_who_waits_for_layers_goes_on_when_they_are_written_and_not_later(self) -> None:
-        progress, slow = Progress(DEVICE), torch.randn(4096, 4096, device=DEVICE)
-        for _ in range(20):
-            slow = slow @ slow
+        progress = Progress(DEVICE)
+        keep_busy()
         written = torch.cuda.Event()
         written.record()
         progress.note_launch(Mark(3, 1))
-        for _ in range(200):
-            slow = slow @ slow
+        keep_busy()
         ended = torch.cuda.Event()
         ended.record()
         progress.note_launch(Mark(3))

@@ -1,0 +1,279 @@
+"""What a GPU has been told to do and has not done yet: streams, events and graphs, with the names of `torch.cuda`.
+
+Work is done as late, or as early, as a GPU may do it: whoever forgets to wait reads rubbish. What is next is drawn from
+a seeded generator, as far as streams and events leave a choice. Source: NVIDIA, CUDA C++ Programming Guide,
+"Asynchronous Concurrent Execution".
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+
+#: Something a stream does, in order.
+Work = Callable[[], None]
+
+
+class Mark:
+    """A place in a stream's work, and whether it was reached."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.reached = False
+
+
+class _Wait:
+    """A stream goes on when a mark of another one was reached."""
+
+    def __init__(self, mark: Mark) -> None:
+        self.mark = mark
+
+
+class _Sleep:
+    """Nothing behind it is done before somebody waits for it."""
+
+
+_Item = Work | Mark | _Wait | _Sleep
+
+
+class Gpu:
+    """All that is queued, and by whom. One for the process, under one lock: nothing here is about speed."""
+
+    def __init__(self, *, eagerness: float, seed: float) -> None:
+        """`eagerness`: how much is done before anybody waits for it: from 0, nothing, to 1, nearly everything."""
+        self.lock = threading.RLock()
+        self._eagerness = eagerness
+        self._random = random.Random(seed)
+        self._busy: list[Stream] = []
+        self._is_working = False
+        self._here = threading.local()
+        self.default = Stream(gpu=self)
+        #: What the host has waited for: by a call that says so, and by one that only has to.
+        self.num_waits = 0
+
+    @property
+    def stream(self) -> Stream:
+        """The calling thread's current one."""
+        stream: Stream = getattr(self._here, "stream", self.default)
+        return stream
+
+    @stream.setter
+    def stream(self, stream: Stream) -> None:
+        self._here.stream = stream
+
+    def submit(self, work: Work, stream: Stream | None = None) -> None:
+        """Queues work, or records it while the stream is captured."""
+        with self.lock:
+            (stream or self.stream).add(work)
+            # What an item frees is submitted in the middle of it.
+            while not self._is_working and self._random.random() < self._eagerness:
+                awake = [each for each in self._busy if not isinstance(each.queue[0], _Sleep)]
+                if not awake:
+                    break
+                self._advance(self._random.choice(awake))
+
+    def note_busy(self, stream: Stream) -> None:
+        if stream not in self._busy:
+            self._busy.append(stream)
+
+    def finish(self, mark: Mark) -> None:
+        """Does what has to be done for the mark to be reached, and perhaps more."""
+        with self.lock:
+            self.refuse_in_capture("waiting for the device")
+            self.num_waits += 1
+            self._reach(mark)
+
+    def finish_stream(self, stream: Stream) -> None:
+        self.finish(stream.mark())
+
+    def finish_all(self) -> None:
+        with self.lock:
+            self.refuse_in_capture("waiting for the device")
+            for stream in list(self._busy):
+                self._reach(stream.mark())
+
+    def refuse_in_capture(self, what: str) -> None:
+        """Raises `RuntimeError` if the calling thread captures."""
+        if self.stream.recording is not None:
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what}")
+
+    def _reach(self, mark: Mark) -> None:
+        while not mark.reached:
+            blocked = self._advance(mark.stream)
+            if blocked is not None:
+                self._reach(blocked)
+
+    def _advance(self, stream: Stream) -> Mark | None:
+        """Does the next thing of a stream. Returns the mark that has to be reached before, if there is one."""
+        item = stream.queue[0]
+        if isinstance(item, _Wait) and not item.mark.reached:
+            return item.mark
+        stream.queue.popleft()
+        if not stream.queue:
+            self._busy.remove(stream)
+        if isinstance(item, Mark):
+            item.reached = True
+        elif not isinstance(item, _Wait | _Sleep):
+            # Who works on tensors of a forward pass has to be in that mode, too.
+            self._is_working = True
+            try:
+                with torch.inference_mode():
+                    item()
+            finally:
+                self._is_working = False
+        return None
+
+
+_gpu: list[Gpu] = []
+
+
+def gpu() -> Gpu:
+    """The one that is simulated."""
+    return _gpu[0]
+
+
+def start(*, eagerness: float = 0.3, seed: float = 0) -> Gpu:
+    """Takes the place of the one before, whose work must have been done."""
+    _gpu[:] = [Gpu(eagerness=eagerness, seed=seed)]
+    return gpu()
+
+
+class Stream:
+    """As `torch.cuda.Stream`."""
+
+    def __init__(self, device: object = None, priority: int = 0, *, gpu: Gpu | None = None) -> None:
+        self._gpu = gpu
+        self.queue: deque[_Item] = deque()
+        #: What is captured instead of being done.
+        self.recording: list[Work] | None = None
+
+    @property
+    def gpu(self) -> Gpu:
+        return self._gpu or gpu()
+
+    def add(self, item: _Item) -> None:
+        if self.recording is not None:
+            if isinstance(item, Mark):
+                raise RuntimeError("the simulated GPU captures one stream, without events")
+            if isinstance(item, _Wait):
+                raise RuntimeError("CUDA error: dependency created on uncaptured work in another stream")
+            assert not isinstance(item, _Sleep)
+            self.recording.append(item)
+            return
+        self.queue.append(item)
+        self.gpu.note_busy(self)
+
+    def mark(self) -> Mark:
+        mark = Mark(self)
+        with self.gpu.lock:
+            if self.queue or self.recording is not None:
+                self.add(mark)
+            else:
+                mark.reached = True
+        return mark
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        with self.gpu.lock:
+            if event.mark is not None and not event.mark.reached:
+                self.add(_Wait(event.mark))
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        self.gpu.finish_stream(self)
+
+    def query(self) -> bool:
+        return not self.queue
+
+
+class Event:
+    """As `torch.cuda.Event`."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        self.mark: Mark | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.mark = (stream or gpu().stream).mark()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or gpu().stream).wait_event(self)
+
+    def synchronize(self) -> None:
+        if self.mark is not None:
+            gpu().finish(self.mark)
+
+    def query(self) -> bool:
+        return self.mark is None or self.mark.reached
+
+
+class InStream:
+    """As `torch.cuda.stream`."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before = gpu().stream
+        gpu().stream = self._stream
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        gpu().stream = self._before
+
+
+class Graph:
+    """As `torch.cuda.CUDAGraph`."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self._pool = (0, id(self))
+
+    def pool(self) -> tuple[int, int]:
+        return self._pool
+
+    def replay(self) -> None:
+        for work in self.works:
+            gpu().submit(work)
+
+
+class Capture:
+    """As `torch.cuda.graph`: the work of one stream is recorded instead of being done."""
+
+    def __init__(self, graph: Graph, pool: object = None, stream: Stream | None = None, **_: object) -> None:
+        self._graph = graph
+        self._inside = InStream(stream or Stream())
+
+    def __enter__(self) -> None:
+        gpu().finish_all()
+        self._inside.__enter__()
+        gpu().stream.recording = []
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stream = gpu().stream
+        self._graph.works, stream.recording = stream.recording or [], None
+        self._inside.__exit__(kind, error, trace)
+
+
+def sleep(cycles: int) -> None:
+    """As `torch.cuda._sleep`, for as long as nobody waits."""
+    with gpu().lock:
+        gpu().stream.add(_Sleep())
+
+
+def synchronize(device: torch.device | int | None = None) -> None:
+    """As `torch.cuda.synchronize`."""
+    gpu().finish_all()
