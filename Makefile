@@ -59,10 +59,11 @@ format: install ## Format the code
 
 # Tests that only compute, beside all others, which mostly wait for processes.
 COMPUTING := tests/unit/kernels tests/unit/engine tests/unit/benchmarks tests/property tests/golden tests/integration/services
-# Again on a simulated GPU: what only GPUs have.
+# Of these, again on a simulated GPU, what only GPUs have (docs/decisions/0027-a-simulated-gpu.md).
 SIMULATED := tests/unit/simulated_gpu tests/unit/engine/test_launches_on_device.py tests/unit/engine/test_layers_written.py \
-	tests/unit/engine/test_device_batch.py tests/unit/worker/ranks/test_follower.py tests/unit/worker/test_device_stage.py \
-	tests/integration/services/test_on_gpu.py
+	tests/unit/engine/test_device_batch.py tests/unit/kernels/test_choice.py::TestOnHardware \
+	tests/unit/kernels/triton/test_decoder.py::TestOnHardware tests/unit/worker/ranks/test_follower.py::TestOnHardware \
+	tests/unit/worker/test_device_copies_on_device.py tests/integration/services/test_on_gpu.py
 TESTS := tests
 
 .PHONY: test
