@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
@@ -24,7 +25,14 @@ class Mark:
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self.reached = False
+        self.reached_at: float | None = None
+
+    @property
+    def reached(self) -> bool:
+        return self.reached_at is not None
+
+    def reach(self) -> None:
+        self.reached_at = time.monotonic()
 
 
 class _Wait:
@@ -117,7 +125,7 @@ class Gpu:
         if not stream.queue:
             self._busy.remove(stream)
         if isinstance(item, Mark):
-            item.reached = True
+            item.reach()
         elif not isinstance(item, _Wait | _Sleep):
             # Who works on tensors of a forward pass has to be in that mode, too.
             self._is_working = True
@@ -174,7 +182,7 @@ class Stream:
             if self.queue or self.recording is not None:
                 self.add(mark)
             else:
-                mark.reached = True
+                mark.reach()
         return mark
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -215,6 +223,14 @@ class Event:
 
     def query(self) -> bool:
         return self.mark is None or self.mark.reached
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds; says nothing."""
+        marks = [event.mark for event in (self, end)]
+        times = [mark.reached_at for mark in marks if mark is not None and mark.reached_at is not None]
+        if len(times) < 2:
+            raise RuntimeError("Both events must be recorded and completed before calculating elapsed time.")
+        return 1e3 * (times[1] - times[0]) + 1e-3
 
 
 class InStream:
