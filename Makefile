@@ -61,7 +61,7 @@ format: install ## Format the code
 COMPUTING := tests/unit/kernels tests/unit/engine tests/unit/benchmarks tests/property tests/golden tests/integration/services
 # Of these, again on a simulated GPU, what only GPUs have (docs/decisions/0027-a-simulated-gpu.md).
 SIMULATED := tests/unit/simulated_gpu tests/unit/engine/test_launches_on_device.py tests/unit/engine/test_layers_written.py \
-	tests/unit/engine/test_device_batch.py tests/unit/kernels/test_choice.py::TestOnHardware \
+	tests/unit/engine/test_device_batch.py tests/unit/engine/test_waits_on_device.py tests/unit/kernels/test_choice.py::TestOnHardware \
 	tests/unit/kernels/triton/test_decoder.py::TestOnHardware tests/unit/worker/ranks/test_follower.py::TestOnHardware \
 	tests/unit/worker/test_device_copies_on_device.py tests/integration/services/test_on_gpu.py \
 	'tests/unit/benchmarks/test_gpu_simulated.py::test_a_row_is_measured[idle-1]'

@@ -128,6 +128,11 @@ def _let_torch_tell() -> None:
     cuda.empty_cache = lambda: None
     cuda.cudart = lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
 
+    def set_sync_debug_mode(mode: str) -> None:
+        gpu().refuses_hidden_waits = mode == "error"
+
+    cuda.set_sync_debug_mode = set_sync_debug_mode
+
     def reset_peak(device: object = None) -> None:
         Memory.peak = Memory.allocated
 

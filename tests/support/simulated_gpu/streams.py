@@ -61,8 +61,8 @@ class Gpu:
         self._is_working = False
         self._here = threading.local()
         self.default = Stream(gpu=self)
-        #: What the host has waited for: by a call that says so, and by one that only has to.
-        self.num_waits = 0
+        #: Raise where the host waits without having said so.
+        self.refuses_hidden_waits = False
 
     @property
     def stream(self) -> Stream:
@@ -93,11 +93,13 @@ class Gpu:
         """Does what has to be done for the mark to be reached, and perhaps more."""
         with self.lock:
             self.refuse_in_capture("waiting for the device")
-            self.num_waits += 1
             self._reach(mark)
 
-    def finish_stream(self, stream: Stream) -> None:
-        self.finish(stream.mark())
+    def finish_for(self, what: object) -> None:
+        """What the calling thread has launched, for something that needs it without saying so."""
+        if self.refuses_hidden_waits:
+            raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
+        self.finish(self.stream.mark())
 
     def finish_all(self) -> None:
         with self.lock:
@@ -199,7 +201,7 @@ class Stream:
         self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
-        self.gpu.finish_stream(self)
+        self.gpu.finish(self.mark())
 
     def query(self) -> bool:
         return not self.queue

@@ -131,7 +131,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if func is _aten.is_pinned.default:
         return False
     if func in _ANSWERS:
-        gpu().finish_stream(gpu().stream)
+        gpu().finish_for(func)
         answer = func(*_there(args), **_there(kwargs))
         return _brought(answer) if isinstance(answer, torch.Tensor) else answer
     # In inference mode torch leaves that to us.
@@ -214,7 +214,7 @@ def _copy(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) ->
         from_there = source.there
         gpu().submit(lambda: to.copy_(from_there))
     if not is_late and not (non_blocking and isinstance(to, DeviceTensor)):
-        gpu().finish_stream(gpu().stream)
+        gpu().finish_for("a copy")
     return to
 
 

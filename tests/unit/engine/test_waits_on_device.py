@@ -1,0 +1,41 @@
+"""Steps wait for the device where they say so, for their results, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support.devices import DEVICE, gpu_only
+
+pytest.importorskip("triton")
+
+from kernels.choice import KernelOptions
+from pdserve.engine.device_sampler import DeviceSampler
+from pdserve.engine.graphs import CudaRecorder, DeviceDecoder
+from tests.property.model.tiny_models import make_decoder
+from tests.unit.engine.test_step_on_device import FIELDS, told
+
+pytestmark = gpu_only
+
+
+@pytest.fixture
+def no_hidden_waits() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_what_waits_without_saying_so_is_noticed(no_hidden_waits: None) -> None:
+    with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+        torch.zeros(1, device=DEVICE).item()
+
+
+def test_a_crowd_of_prompts_and_graphs_is_computed_without_hidden_waits(request: pytest.FixtureRequest) -> None:
+    model = make_decoder(FIELDS, KernelOptions(implementation="triton"), torch.float32, device=DEVICE)
+    replaying = DeviceDecoder(model, DEVICE, recorder=CudaRecorder(), max_num_seqs=8, max_blocks=8, vocab_size=97)
+    sampler = DeviceSampler(DEVICE)
+    first = told(replaying, sampler, model, DEVICE, together=True)  # what is compiled and captured waits
+    request.getfixturevalue("no_hidden_waits")
+    assert told(replaying, sampler, model, DEVICE, together=True) == first
