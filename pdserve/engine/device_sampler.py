@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.triton.penalties import add_to_history
 from kernels.triton.sample_rows import RowLogprobs, SampledTokens, SampleRows, TokenHistory
 from kernels.triton.sampling import sample
 from pdserve.base.sampling import TokenLogprobs
@@ -24,6 +25,8 @@ from pdserve.engine.sequence import Sampled, SampleResult, SampleRow
 Array = npt.NDArray[np.generic]
 
 _ALIGNED = 16
+#: Tokens that can be added to a history on the device before it is moved to where there is more room.
+_ROOM = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,8 @@ class DeviceSampler:
         self._rows: list[SampleRow] = []  # Held, so that no other row can take the identity of one of them.
         self._constant: dict[str, Tensor] = {}
         self._histories: dict[int, _History] = {}
+        #: Of the last launch, with the tokens that it drew.
+        self._last: _DeviceHistory | None = None
 
     def sample(self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int]) -> list[SampleResult]:
         """As `Sampler.sample`. Waits for the device once: when it returns, the step's K and V are stored, too."""
@@ -70,8 +75,9 @@ class DeviceSampler:
     ) -> Draws:
         """As `sample`, without waiting. `is_ahead`: each row is drawn a token further than it tells.
 
-        That works for rows without penalties only. Nothing here is overwritten while the device may still read it: what
-        goes up and down is in memory of its own for each call, and what stays, of the same rows, does not change.
+        Then they are the rows of the last call, of which each had its token. Nothing here is overwritten while the
+        device may still read it: what goes up and down is in memory of its own for each call, and what stays, of the
+        same rows, changes only on the device.
         """
         with self._on_device:
             chosen = self._launch(logits, rows, logits_rows, is_ahead=is_ahead)
@@ -86,7 +92,8 @@ class DeviceSampler:
     def _launch(
         self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int], *, is_ahead: bool
     ) -> SampledTokens:
-        if not self._goes_on(rows):
+        goes_on = self._goes_on(rows)
+        if not goes_on:
             self._rows = list(rows)
             self._constant = self._upload(_constant(rows))
             penalized = {id(row) for row in rows if row.penalizes}
@@ -94,17 +101,24 @@ class DeviceSampler:
         positions = [row.position + is_ahead for row in rows]
         banned = [row.banned_at(position) for row, position in zip(rows, positions, strict=True)]
         has_edits = any(banned) or any(row.params.logit_bias or row.penalizes for row in rows)
-        assert not (is_ahead and self._histories), "a penalty needs the token that is not known yet"
-        histories = [self._histories[id(row)].of(row) for row in rows if row.penalizes]
-        told = self._upload(_changing(rows, logits_rows, positions, banned, histories))
-        history = TokenHistory(ids=told.pop("ids"), counts=told.pop("counts"), lens=told.pop("lens"))
+        changing = _changing(rows, logits_rows, positions, banned)
+        if is_ahead:
+            assert goes_on, "ahead of other rows"
+            assert self._last is not None
+            told = self._upload(changing)
+            last = self._last.with_room()
+        else:
+            histories = [self._histories[id(row)].of(row) for row in rows if row.penalizes]
+            told = self._upload(changing | _listed(histories))
+            listed = TokenHistory(ids=told.pop("ids"), counts=told.pop("counts"), lens=told.pop("lens"))
+            last = _DeviceHistory(listed, _ROOM)
         asked = [row.params.logprobs for row in rows if row.params.logprobs is not None]
-        return sample(
-            logits,
-            SampleRows(**self._constant, **told, history=history),
-            has_edits=has_edits,
-            max_logprobs=max(asked) if asked else None,
-        )
+        described = SampleRows(**self._constant, **told, history=last.tokens)
+        chosen = sample(logits, described, has_edits=has_edits, max_logprobs=max(asked) if asked else None)
+        if self._histories:
+            add_to_history(described, chosen.token_ids)
+        self._last = last
+        return chosen
 
     def _to_host(self, chosen: SampledTokens) -> tuple[SampledTokens, torch.cuda.Event | None]:
         """What is read of it, in host memory, and when it has come there."""
@@ -169,6 +183,24 @@ class _History:
         return np.array(self._ids, np.int32), np.array(self._counts, np.int32)
 
 
+@dataclass(slots=True)
+class _DeviceHistory:
+    """What rows with penalties have had, on the device, where each draw adds a token."""
+
+    tokens: TokenHistory
+    #: Draws for which there is room.
+    room: int
+
+    def with_room(self) -> _DeviceHistory:
+        """For another draw: itself, or a copy with twice the room."""
+        if self.room > 1:
+            return _DeviceHistory(self.tokens, self.room - 1)
+        ids, counts = (
+            torch.cat((each, torch.empty_like(each)), dim=1) for each in (self.tokens.ids, self.tokens.counts)
+        )
+        return _DeviceHistory(TokenHistory(ids=ids, counts=counts, lens=self.tokens.lens), ids.shape[1] // 2)
+
+
 def _constant(rows: Items[SampleRow]) -> dict[str, Array]:
     """The fields of `SampleRows` that a row keeps."""
     params = [row.params for row in rows]
@@ -192,29 +224,26 @@ def _constant(rows: Items[SampleRow]) -> dict[str, Array]:
 
 
 def _changing(
-    rows: Items[SampleRow],
-    logits_rows: Items[int],
-    positions: list[int],
-    banned: Items[tuple[int, ...]],
-    histories: Items[tuple[Array, Array]],
+    rows: Items[SampleRow], logits_rows: Items[int], positions: list[int], banned: Items[tuple[int, ...]]
 ) -> dict[str, Array]:
-    """The other fields, and those of `TokenHistory`: ids and counts of each row with penalties."""
-    capacity = max((len(ids) for ids, _ in histories), default=0)
-    listed = np.zeros((2, len(histories), max(1, capacity)), np.int32)
-    for slot, (ids, counts) in enumerate(histories):
-        listed[0, slot, : len(ids)], listed[1, slot, : len(ids)] = ids, counts
-    slots = np.full(len(rows), -1, np.int64)
-    slots[[row.penalizes for row in rows]] = np.arange(len(histories))
+    """The other fields, but for the history."""
+    penalize = np.array([row.penalizes for row in rows], bool)
     return {
         "logits_index": np.array(logits_rows, np.int64),
         "position": np.array(positions, np.int64),
         "banned_starts": _starts([len(ids) for ids in banned]),
         "banned_ids": np.array([token for ids in banned for token in ids], np.int64),
-        "history_slot": slots,
-        "ids": listed[0],
-        "counts": listed[1],
-        "lens": np.array([len(ids) for ids, _ in histories], np.int32),
+        "history_slot": np.where(penalize, np.cumsum(penalize) - 1, -1),
     }
+
+
+def _listed(histories: Items[tuple[Array, Array]]) -> dict[str, Array]:
+    """The fields of `TokenHistory`, of ids and counts of each row with penalties; with room for `_ROOM` more."""
+    capacity = max((len(ids) for ids, _ in histories), default=0)
+    listed = np.zeros((2, len(histories), capacity + _ROOM), np.int32)
+    for slot, (ids, counts) in enumerate(histories):
+        listed[0, slot, : len(ids)], listed[1, slot, : len(ids)] = ids, counts
+    return {"ids": listed[0], "counts": listed[1], "lens": np.array([len(ids) for ids, _ in histories], np.int32)}
 
 
 def _starts(lengths: list[int]) -> npt.NDArray[np.int64]:

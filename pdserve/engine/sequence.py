@@ -215,9 +215,7 @@ class SequenceLimits:
     def can_go_ahead(self, sequence: Sequence) -> bool:
         """Whether the token after the next can be drawn without a word to the host, if the next does not end it."""
         row = sequence.sampling
-        if row is None or row.penalizes:
-            return False
-        return not self._is_last(row.params, row.position, len(row.tokens))
+        return row is not None and not self._is_last(row.params, row.position, len(row.tokens))
 
     def sample_row(self, sequence: Sequence, choice_index: int) -> SampleRow:
         """What is needed to sample the token that follows the sequence's present ones, now and later."""

@@ -66,6 +66,8 @@ class LateRunner(Runner):
         batch, is_ahead = launched.batch, launched.plan.is_ahead
         if batch is not None and is_ahead:
             batch.token_ids.copy_(self._token_ids.clamp(min=0))
+            for row, token_id in zip(launched.rows, batch.token_ids.tolist(), strict=True):
+                row.tokens[-1] = token_id
         logits = self.forward(launched.plan, batch)
         results: list[SampleResult] = []
         if logits is not None and launched.rows:
@@ -78,8 +80,7 @@ class LateRunner(Runner):
 def _as_launched(row: SampleRow, *, is_ahead: bool) -> SampleRow:
     tokens = array("q", row.tokens)
     if is_ahead:
-        assert not row.penalizes, "a penalty needs the token that is not known yet"
-        tokens.append(0)
+        tokens.append(0)  # Known when the step is computed.
     return SampleRow(
         params=row.params,
         choice_index=row.choice_index,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -16,9 +17,11 @@ pytestmark = needs_triton
 pytest.importorskip("triton")
 
 from pdserve.base.sampling import SamplingParams  # noqa: E402 - the kernels are defined at import
-from pdserve.engine.device_sampler import DeviceSampler  # noqa: E402
+from pdserve.engine import device_sampler  # noqa: E402
+from pdserve.engine.device_sampler import DeviceSampler, Draws  # noqa: E402
 from pdserve.engine.sampler import Sampler  # noqa: E402
 from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow  # noqa: E402
+from tests.unit.engine.fakes import row  # noqa: E402
 
 VOCAB = 300
 
@@ -90,9 +93,9 @@ def test_what_is_remembered_of_the_last_step_is_of_the_same_rows() -> None:
         places = list(range(len(rows)))
         ours = sampler.sample(logits.to(DEVICE), rows, places)
         assert_same(ours, plain.sample(logits, rows, places))
-        for row, result in zip(rows, ours, strict=True):
+        for each, result in zip(rows, ours, strict=True):
             assert isinstance(result, Sampled)
-            row.tokens.append(result.token_id)
+            each.tokens.append(result.token_id)
 
 
 def test_a_row_without_a_finite_maximum_fails_alone() -> None:
@@ -107,11 +110,10 @@ def test_a_row_without_a_finite_maximum_fails_alone() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_row_drawn_ahead_is_drawn_as_if_the_token_before_were_known(seed: int) -> None:
     draw, sampler, plain = random.Random(seed), DeviceSampler(DEVICE), Sampler()
-    unpenalized = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-    rows = [some_row(draw, replace(some_params(draw), temperature=1.0, **unpenalized)) for _ in range(6)]
+    rows = [some_row(draw, replace(some_params(draw), temperature=1.0)) for _ in range(6)]
     # Banned once more; not banned any more.
-    for row, min_tokens in zip(rows, (2, 1), strict=False):
-        object.__setattr__(row, "params", replace(row.params, min_tokens=row.position + min_tokens))
+    for each, min_tokens in zip(rows, (2, 1), strict=False):
+        object.__setattr__(each, "params", replace(each.params, min_tokens=each.position + min_tokens))
     logits = [normal(10 * seed + step, len(rows)) for step in range(2)]
     logits[0][3] = float("nan")
     logits[1][:, 17] = 40.0
@@ -120,14 +122,44 @@ def test_a_row_drawn_ahead_is_drawn_as_if_the_token_before_were_known(seed: int)
     second = sampler.launch(logits[1].to(DEVICE), rows, places, is_ahead=True)
     assert_same(first.results(), plain.sample(logits[0], rows, places))
     assert first.token_ids[3] == -1
-    for row, result in zip(rows, first.results(), strict=True):
-        row.tokens.append(result.token_id if isinstance(result, Sampled) else 0)
+    for each, result in zip(rows, first.results(), strict=True):
+        each.tokens.append(result.token_id if isinstance(result, Sampled) else 0)
     results = second.results()
     assert_same(results, plain.sample(logits[1], rows, places))
     assert [result.token_id == 17 for result in results[:2] if isinstance(result, Sampled)] == [False, True]
 
 
-def test_rows_with_penalties_are_not_drawn_ahead() -> None:
-    row = some_row(random.Random(0), SamplingParams(presence_penalty=0.5))
-    with pytest.raises(AssertionError, match="not known yet"):
-        DeviceSampler(DEVICE).launch(normal(0, 1).to(DEVICE), [row], [0], is_ahead=True)
+def test_what_rows_are_penalized_for_is_known_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Moved to where there is more room after two draws, and again when that is used up.
+    monkeypatch.setattr(device_sampler, "_ROOM", 2)
+    sampler, plain = DeviceSampler(DEVICE), Sampler()
+    penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.3}
+    rows = [row(SamplingParams(seed=seed, temperature=1.0, **penalties), output=range(seed)) for seed in range(3)]
+    rows.insert(1, row(SamplingParams(seed=9, temperature=1.0)))
+    before: Draws | None = None
+    for step in range(30):
+        is_ahead = step not in (0, 12)  # When it is not, the host tells what it knows.
+        # So few tokens that they come again.
+        logits = normal(step, len(rows))[:, :12].contiguous()
+        if not is_ahead:
+            take(rows, before)
+        drawn = sampler.launch(logits.to(DEVICE), rows, range(len(rows)), is_ahead=is_ahead)
+        if is_ahead:
+            take(rows, before)
+        assert_same(drawn.results(), plain.sample(logits, rows, range(len(rows))))
+        before = drawn
+    assert max(Counter(rows[0].tokens[3:]).values()) > 3
+
+
+def take(rows: list[SampleRow], drawn: Draws | None) -> None:
+    for each, result in zip(rows, drawn.results() if drawn else (), strict=drawn is not None):
+        assert isinstance(result, Sampled)
+        each.tokens.append(result.token_id)
+
+
+def test_nothing_is_drawn_ahead_of_other_rows() -> None:
+    draw, sampler = random.Random(0), DeviceSampler(DEVICE)
+    rows = [some_row(draw) for _ in range(2)]
+    sampler.launch(normal(0, 2).to(DEVICE), rows, range(2))
+    with pytest.raises(AssertionError, match="ahead of other rows"):
+        sampler.launch(normal(1, 2).to(DEVICE), rows[::-1], range(2), is_ahead=True)

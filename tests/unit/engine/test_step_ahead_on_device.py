@@ -174,7 +174,7 @@ CROWDS = {
         Guest(prompt_length=13, params=PLAIN),
         Guest(prompt_length=16, params=replace(PLAIN, n=2, seed=3, temperature=0.8, top_p=0.9, logprobs=2)),
         Guest(prompt_length=3, params=replace(PLAIN, seed=5, temperature=1.2, top_k=20, max_tokens=4), comes=1),
-        Guest(prompt_length=21, params=replace(PLAIN, repetition_penalty=1.3, max_tokens=2), comes=3),
+        Guest(prompt_length=21, params=replace(PLAIN, repetition_penalty=1.3), comes=3),
     ],
     "that end": [
         Guest(prompt_length=10, params=replace(PLAIN, max_tokens=10)),
