@@ -211,8 +211,9 @@ async def serve_streams(
 ) -> AsyncIterator[str]:
     """Has `handle` serve each connection, in a task of its own, until the block ends; yields `host:port`.
 
-    A connection is closed when its handler returns. What the handler raises is the last message, which `failure`
-    makes: our errors as they are, anything else is logged and becomes a `PdserveError`. `PeerLeft` is no failure.
+    A connection is closed when its handler returns, and at once when it comes as the block ends. What the handler
+    raises is the last message, which `failure` makes: our errors as they are, anything else is logged and becomes a
+    `PdserveError`. `PeerLeft` is no failure.
     """
 
     async def serve(stream: MessageStream[Incoming]) -> None:
@@ -226,23 +227,27 @@ async def serve_streams(
             log.error("stream_failed", exc=error)
             told = PdserveError("The call failed unexpectedly; the worker's log has the traceback.")
             await _tell_last(stream, failure(told))
-        finally:
-            stream.close()
 
     async with service_group() as group:
 
-        def protocol() -> MessageStream[Incoming]:
-            return MessageStream(
-                parse,
-                lambda stream: group.start(serve(stream), name="stream"),
-                lost_after_s=_STALLED_AFTER_S,
-            )
+        def opened(stream: MessageStream[Incoming]) -> None:
+            if group.stopping:
+                stream.close()
+                return
+            # Not by `serve` itself: what is cancelled before its first turn never comes to a `finally`.
+            group.start(serve(stream), name="stream").add_done_callback(lambda _: stream.close())
 
-        server = await asyncio.get_running_loop().create_server(protocol, sock=listener)
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(
+            lambda: MessageStream(parse, opened, lost_after_s=_STALLED_AFTER_S), sock=listener
+        )
         host, port = listener.getsockname()[:2]
         try:
             yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         finally:
+            # Of a connection that is accepted and not yet opened when the server closes, asyncio loses hold.
+            loop.remove_reader(listener)
+            await asyncio.sleep(0)
             server.close()
 
 

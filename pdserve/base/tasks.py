@@ -34,12 +34,14 @@ class ServiceGroup:
         """
         running = self._run(work)
         try:
-            return self._tasks.create_task(running, name=name)
+            task = self._tasks.create_task(running, name=name)
         except RuntimeError:
-            for each in (running, work):
-                if asyncio.iscoroutine(each):
-                    each.close()
+            running.close()
+            _close(work)
             raise
+        # A task that is cancelled before its first turn has not begun `work`.
+        task.add_done_callback(lambda _: _close(work))
+        return task
 
     def stop(self) -> None:
         """Cancels every task of the group; the `async with` then ends. Idempotent."""
@@ -53,6 +55,11 @@ class ServiceGroup:
         except Exception:
             self._stopping = True
             raise
+
+
+def _close(work: Awaitable[object]) -> None:
+    if asyncio.iscoroutine(work):
+        work.close()
 
 
 async def _raise_stop() -> None:

@@ -200,6 +200,29 @@ async def test_leaving_the_server_cancels_what_is_being_served() -> None:
     client.close()
 
 
+@pytest.mark.parametrize("turns", range(6))
+@pytest.mark.parametrize("end", ["left", "fails"])
+async def test_who_connects_in_the_moment_the_service_ends_is_hung_up_on(end: str, turns: int) -> None:
+    loop = asyncio.get_running_loop()
+    failed: list[object] = []
+    loop.set_exception_handler(lambda loop, context: failed.append(context))
+    client = socket.socket()
+    with contextlib.suppress(PeerLeft):
+        async with serving(echo) as address:
+            host, port = address.split(":")
+            client.connect((host, int(port)))
+            # After them the connection waits, is accepted, opened, served.
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if end == "fails":
+                raise PeerLeft
+    client.setblocking(False)
+    with client, contextlib.suppress(ConnectionResetError):
+        async with asyncio.timeout(WAIT_S):
+            assert await loop.sock_recv(client, 1) == b""
+    assert failed == []
+
+
 async def test_connecting_to_nobody_is_an_os_error() -> None:
     with pytest.raises(OSError):
         await open_stream("127.0.0.1:9", pb.DecodeResponse.FromString)

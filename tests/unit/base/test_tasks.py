@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from contextlib import nullcontext
 
 import pytest
@@ -103,6 +104,17 @@ async def test_a_group_that_is_ending_says_so_and_starts_nothing(end: str) -> No
             if end != "left":
                 await asyncio.Event().wait()
     assert ran == []
+
+
+async def test_what_is_cancelled_before_its_first_turn_leaves_no_coroutine_behind() -> None:
+    cancelled: list[str] = []
+    work = _forever(cancelled, "a")
+    with pytest.raises(ValueError, match="broken"):
+        async with asyncio.timeout(5), service_group() as group:
+            task = group.start(work, name="a")
+            raise ValueError("broken")
+    assert (task.cancelled(), cancelled) == (True, [])
+    assert inspect.getcoroutinestate(work) == inspect.CORO_CLOSED
 
 
 async def test_a_cancellation_waits_for_the_work_to_end() -> None:
