@@ -101,6 +101,8 @@ async def serve(batch_size: int, num_steps: int) -> None:
         kv_cache=cache,
         pool=pool,
         runner=Runner(decoder, cache, Sampler()),
+        core_leases=None,
+        team=None,
     )
     config = DecodeConfig(model="", redis_url="", threads=1, max_num_seqs=batch_size)
     async with AsyncExitStack() as stack:

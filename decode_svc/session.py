@@ -11,6 +11,7 @@ from kvtransfer.receiver import Receiver
 from kvtransfer.reservation import Received, Reservation
 from kvtransfer.ticket import Ticket, ticket_to_proto
 from pdserve.base.errors import InvalidTransition, PdserveError, RequestError, StaleAttempt, StaleError, reason_of
+from pdserve.base.ids import RequestId
 from pdserve.base.logs import get_logger
 from pdserve.base.streams import MessageStream, PeerLeft
 from pdserve.base.tasks import service_group
@@ -25,6 +26,9 @@ log = get_logger(__name__)
 #: How long a router may leave a stream open that has nothing more to tell.
 #: Longer than a router waits for a prefill worker, whose first token it may still miss when ours have all arrived.
 _CLOSE_TIMEOUT_S = 30.0
+#: Of a router's commands, what may wait to be obeyed; each counts for its bytes and the overhead. A router sends one
+#: for each choice, and one with each sign of life from a prefill worker.
+_MAX_COMMAND_BYTES, _COMMAND_OVERHEAD = 1 << 16, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,7 @@ class DecodeSession:
         self._receiver = receiver
         self._inbox = inbox
         self._stream = stream
+        self._waiting_bytes = 0
         self._request_id = inbox.request_id
         self._attempt = inbox.attempt
         self._ticket: Ticket | None = None
@@ -85,6 +90,10 @@ class DecodeSession:
 
     async def _read(self) -> None:
         while (command := await self._stream.read()) is not None:
+            self._waiting_bytes += _cost(command)
+            if self._waiting_bytes > _MAX_COMMAND_BYTES:
+                self._inbox.put(Failed(error=_flooded(self._request_id, self._waiting_bytes)))
+                return
             self._inbox.put(command)
         # Not raised here: that would cancel what frees blocks, should it be at it.
         self._inbox.put(Left())
@@ -105,6 +114,7 @@ class DecodeSession:
                 tokens = pb.DecodeTokens(choices=map(tokens_to_wire, choices))
                 await self._stream.write(pb.DecodeResponse(tokens=tokens))
             case pb.DecodeRequest() as command:
+                self._waiting_bytes -= _cost(command)
                 await self._obey(command)
             case Left():
                 raise PeerLeft
@@ -212,6 +222,16 @@ class DecodeSession:
         finally:
             self.activated.cancel()
             await self._worker.run(lambda: self._scheduler.abort(self._request_id))
+
+
+def _cost(command: pb.DecodeRequest) -> int:
+    return command.ByteSize() + _COMMAND_OVERHEAD
+
+
+def _flooded(request_id: RequestId, waiting_bytes: int) -> RequestError:
+    return RequestError(
+        f"Request {request_id}: {waiting_bytes} bytes of commands wait to be obeyed, and {_MAX_COMMAND_BYTES} may."
+    )
 
 
 def _now() -> float:

@@ -29,8 +29,8 @@ log = get_logger(__name__)
 Incoming = TypeVar("Incoming")
 
 _LENGTH = struct.Struct(">I")
-#: Messages that may wait to be read before the connection is not read from any more.
-_MAX_WAITING = 64
+#: Messages, and their bytes, that may wait to be read before the connection is not read from any more.
+_MAX_WAITING, _MAX_WAITING_BYTES = 64, 1 << 20
 #: How long connecting may take: the address is that of a worker that was alive a moment ago.
 _CONNECT_TIMEOUT_S = 5.0
 #: How long a peer may leave a stream open after it was told of a failure.
@@ -69,6 +69,8 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._inbox: deque[Incoming] = deque()
+        #: Received since the inbox was found empty: not less than what waits in it.
+        self._waiting_bytes = 0
         self._ended = False
         self._reader: asyncio.Future[None] | None = None
         #: When the reader has waited long enough. One timer looks now and then, instead of one for each message.
@@ -84,6 +86,7 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
             if self._ended:
                 return None
             assert self._transport is not None, "a stream is read once it is open"
+            self._waiting_bytes = 0
             self._transport.resume_reading()
             self._reader = self._loop.create_future()
             self._reader_due = None if silence_s is None else self._loop.time() + silence_s
@@ -138,9 +141,11 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
                 self._abort()
                 return
         del received[:start]
+        self._waiting_bytes += start
         if self._inbox:
             self._wake_reader()
-        if len(self._inbox) >= _MAX_WAITING and self._transport is not None:
+        is_full = len(self._inbox) >= _MAX_WAITING or self._waiting_bytes >= _MAX_WAITING_BYTES
+        if is_full and self._transport is not None:
             self._transport.pause_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -30,7 +30,8 @@ class Session(Generic[Event]):
         self.request_id = request_id
         self.attempt = attempt
         self.closed = asyncio.Event()
-        # Bounded by what a request can cause: its commands, and one event of each kind per step until max_tokens.
+        # Bounded by what a request can cause: one event of each kind per step until max_tokens. What peers send, those
+        # who put it here bound.
         self._inbox: deque[Event | Failed] = deque()
         self._arrived = asyncio.Event()
 

@@ -362,6 +362,22 @@ async def test_requests_that_no_worker_could_serve_are_refused_with_their_reason
         await house.all_free()
 
 
+async def test_a_request_whose_router_floods_it_is_refused_and_the_others_go_on(model: Path) -> None:
+    async with running_house(model) as house:
+        other, flooded = house.request(PROMPT), house.request([4, *PROMPT[:8]])
+        await other.start()
+        ticket = await other.ticket()
+        await flooded.start()
+        await flooded.ticket()
+        await flooded.send(prefill_locally=decode_pb2.PrefillLocally(attempt=2, forced_first_tokens=[5] * 100_000))
+        with pytest.raises(RequestError, match="bytes of commands wait"):
+            await flooded.event()
+        flooded.cancel()
+        await other.prefill(ticket)
+        assert await other.finish() == await house.local(PROMPT)
+        await house.all_free()
+
+
 async def test_many_requests_under_preemption_give_what_each_gives_alone(model: Path) -> None:
     prompts = [[(place * (seed + 2)) % 90 + 3 for place in range(20 + seed)] for seed in range(12)]
     async with running_house(model) as roomy:

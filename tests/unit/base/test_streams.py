@@ -102,6 +102,37 @@ async def test_a_sender_waits_for_a_peer_that_does_not_read_and_nothing_is_lost(
             assert message.ticket.cached_tokens == number
 
 
+async def test_large_messages_that_nobody_reads_hold_back_their_sender_after_a_few() -> None:
+    total, size = 40, 1 << 19
+    gate, streams = asyncio.Event(), list[Server]()
+
+    async def look_away(stream: Server) -> None:
+        streams.append(stream)
+        await gate.wait()
+        for number in range(total):
+            asked = await stream.read()
+            assert asked is not None
+            assert asked.prefill_locally.attempt == number
+        await stream.write(event(total))
+
+    def large(number: int) -> pb.DecodeRequest:
+        return pb.DecodeRequest(prefill_locally=pb.PrefillLocally(attempt=number, forced_first_tokens=[1] * size))
+
+    async with serving(look_away) as address, connected(address) as client:
+
+        async def send() -> None:
+            for number in range(total):
+                await client.write(large(number))
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(send())
+            while not (streams and not streams[0]._transport.is_reading()):  # type: ignore[union-attr]  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            assert len(streams[0]._inbox) in (2, 3)
+            gate.set()
+            assert await client.read() == event(total)
+
+
 async def test_closing_is_seen_by_the_other_side() -> None:
     left = asyncio.Event()
 

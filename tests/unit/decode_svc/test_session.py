@@ -9,7 +9,7 @@ import pytest
 
 from decode_svc.request import DecodeJob
 from decode_svc.session import DecodeSession, Finished
-from pdserve.base.errors import NoFreeBlocks
+from pdserve.base.errors import NoFreeBlocks, RequestError
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import ChoiceTokens, SamplingParams
 from pdserve.base.streams import PeerLeft
@@ -128,3 +128,67 @@ async def test_what_failed_is_freed_though_the_router_leaves_while_that_is_done(
         with pytest.raises(NoFreeBlocks):
             await running
     assert engine.aborted.is_set()
+
+
+class BusyEngine(Engine):
+    """Stops a choice when it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.gate = asyncio.Event(), asyncio.Event()
+
+    def stop_choice(self, request_id: RequestId, choice: int) -> None:
+        self.entered.set()
+
+    async def run(self, fn: Callable[[], Any]) -> Any:
+        result = fn()
+        if self.entered.is_set():
+            await self.gate.wait()
+        return result
+
+
+class TalkingStream(SlowStream):
+    """Its peer stops a choice and then says so often that the lease is to be kept, unless it is held up."""
+
+    def __init__(self, num_commands: int) -> None:
+        super().__init__()
+        self.to_come = num_commands
+        self.silent = asyncio.Event()
+
+    async def read(self) -> pb.DecodeRequest | None:
+        await asyncio.sleep(0)
+        if self.to_come == 0:
+            self.silent.set()
+            return await super().read()
+        self.to_come -= 1
+        return pb.DecodeRequest(keep_lease=pb.KeepLease())
+
+
+async def test_a_router_that_sends_more_than_is_obeyed_is_told_and_what_waits_is_bounded() -> None:
+    inbox: Session[Any] = Session(A, 1)
+    engine, stream = BusyEngine(), TalkingStream(num_commands=100_000)
+    session = DecodeSession(engine, engine, None, inbox, stream, lease_s=1.0)  # type: ignore[arg-type]
+    async with asyncio.timeout(WAIT_S):
+        inbox.put(pb.DecodeRequest(stop_choice=pb.StopChoice(choice_index=0)))
+        running = asyncio.create_task(session.run(JOB))
+        await engine.entered.wait()
+        for _ in range(5000):
+            await asyncio.sleep(0)
+        # As many as would come of 128 choices wait; then nothing is read any more.
+        assert 128 < 100_000 - stream.to_come < 1000
+        engine.gate.set()
+        with pytest.raises(RequestError, match=r"65\d{3} bytes of commands wait"):
+            await running
+    assert engine.aborted.is_set()
+
+
+async def test_a_router_may_send_any_number_of_commands_that_are_obeyed() -> None:
+    inbox: Session[Any] = Session(A, 1)
+    engine, stream = Engine(), TalkingStream(num_commands=2000)
+    session = DecodeSession(engine, engine, None, inbox, stream, lease_s=1.0)  # type: ignore[arg-type]
+    async with asyncio.timeout(WAIT_S):
+        running = asyncio.create_task(session.run(JOB))
+        await stream.silent.wait()
+        stream.left.set()
+        with pytest.raises(PeerLeft):
+            await running
