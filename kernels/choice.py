@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.composed import ComposedDecoder
 from kernels.cpu import native
-from kernels.cpu.decoder import Borrowing, CpuDecoder, NativeModule, Threads, unsupported
+from kernels.cpu.decoder import Borrowing, CpuDecoder, NativeModule, Threads, packed_size, unsupported
 from kernels.decoder import ALONE, DecoderKernel, DecoderShape, DecoderWeights, Ranks
 from kernels.reference import ReferenceOps
 
@@ -71,6 +71,14 @@ def instruction_sets() -> list[str]:
     return [] if module is None else cast(NativeModule, module).instruction_sets()
 
 
+def packed_bytes(options: KernelOptions, shape: DecoderShape, dtype: torch.dtype, ranks: Ranks = ALONE) -> int:
+    """Of the copies of a CPU's weights that `open_decoder` will make, nearly; 0 where weights are read as they are."""
+    if options.implementation not in ("auto", "cpu") or _why_not_cpu(options, shape, torch.device("cpu"), ranks):
+        return 0
+    name = options.instruction_set or instruction_sets()[0]
+    return packed_size(shape, dtype, int8=options.quantization == "int8", instruction_set=name)
+
+
 def open_decoder(
     options: KernelOptions, shape: DecoderShape, weights: DecoderWeights, cos_sin: Tensor, ranks: Ranks = ALONE
 ) -> tuple[DecoderKernel, KernelChoice]:
@@ -85,7 +93,7 @@ def open_decoder(
         _require_scales(options.kv_scales, shape, len(weights.layers))
     if options.implementation == "triton" or (options.implementation == "auto" and on_gpu):
         return _open_triton(options, shape, weights, cos_sin, ranks)
-    reason = "" if options.implementation == "reference" else _why_not_cpu(options, shape, weights, ranks)
+    reason = "" if options.implementation == "reference" else _why_not_cpu(options, shape, weights.norm.device, ranks)
     if options.implementation == "reference" or reason:
         wanted = "--kernels cpu" if options.implementation == "cpu" else options.quantization or options.instruction_set
         if wanted:
@@ -126,9 +134,9 @@ def open_decoder(
     return kernel, choice
 
 
-def _why_not_cpu(options: KernelOptions, shape: DecoderShape, weights: DecoderWeights, ranks: Ranks) -> str:
-    if weights.norm.device.type != "cpu":
-        return f"the model is on {weights.norm.device}"
+def _why_not_cpu(options: KernelOptions, shape: DecoderShape, device: torch.device, ranks: Ranks) -> str:
+    if device.type != "cpu":
+        return f"the model is on {device}"
     if ranks.size > 1:
         return f"{ranks.size} ranks share the model, and C++ computes a forward pass without talking to others"
     if options.kv_scales is not None:

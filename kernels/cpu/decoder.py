@@ -16,6 +16,8 @@ from kernels.ops import KvRows
 TYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 FORMATS = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 1}
 INT8 = 2
+#: Columns of a panel, of how many weights a row's codes are multiples (`src/kernels.h`), and who reads codes.
+_PANEL_COLUMNS, _CODE_DEPTH, _CODED = 32, 8, ("avx512", "avx512_bf16")
 #: `kMaxWidth` and the longest head of `src/isa/rows.h`.
 MAX_HIDDEN_SIZE, MAX_HEAD_DIM = 1 << 15, 1024
 #: Where sums of byte products leave 32 bits.
@@ -81,6 +83,29 @@ def unsupported(shape: DecoderShape, *, int8: bool) -> str | None:
     if int8 and depth > MAX_INT8_DEPTH:
         return f"sums of {depth} int8 products are above {MAX_INT8_DEPTH}"
     return None
+
+
+def packed_size(shape: DecoderShape, dtype: torch.dtype, *, int8: bool, instruction_set: str) -> int:
+    """What the packed copies of all matrices take (`src/pack.cpp`), before there are any.
+
+    With codes it is a little less: weights without one, and a last panel of which some is padding, are kept beside.
+    """
+    itemsize = 1 if int8 else 2 if FORMATS[dtype] == FORMATS[torch.bfloat16] else 4
+    coded = dtype == torch.bfloat16 and not int8 and instruction_set in _CODED
+
+    def matrix(rows: int, depth: int, multiple: int = _PANEL_COLUMNS) -> int:
+        size = -(-rows // multiple) * multiple * (-(-depth * itemsize // 4) * 4)
+        return size * 3 // 4 if coded and depth % _CODE_DEPTH == 0 else size
+
+    hidden, inner, heads = shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_dim
+    layer = (
+        matrix(heads + 2 * shape.num_kv_heads * shape.head_dim, hidden)
+        + matrix(hidden, heads)
+        # Rows of gate and up lie in turns.
+        + 2 * matrix(inner, hidden, _PANEL_COLUMNS // 2)
+        + matrix(hidden, inner)
+    )
+    return len(shape.windows) * layer + matrix(shape.vocab_size, hidden)
 
 
 class CpuDecoder:

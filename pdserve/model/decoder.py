@@ -41,7 +41,9 @@ class Decoder:
             max_model_len=self.max_model_len,
         ).to(self.device)
         #: What computes.
-        self._kernel, self.kernels = open_decoder(kernels or KernelOptions(), _shape(config), weights, cos_sin, ranks)
+        self._kernel, self.kernels = open_decoder(
+            kernels or KernelOptions(), decoder_shape(config), weights, cos_sin, ranks
+        )
 
     @property
     def borrowed_core_seconds(self) -> float:
@@ -69,7 +71,8 @@ class Decoder:
         return self._kernel.forward(batch.token_ids, batch.kv_rows(), batch.logits_rows, kv_cache, on_layer)
 
 
-def _shape(config: ModelConfig) -> DecoderShape:
+def decoder_shape(config: ModelConfig) -> DecoderShape:
+    """The same in the words of kernels."""
     return DecoderShape(
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,

@@ -12,12 +12,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kernels.choice import KernelOptions, KernelsUnavailable
+from kernels.choice import KernelOptions, KernelsUnavailable, packed_bytes
 from kernels.decoder import ALONE, DecoderWeights, Ranks
 from pdserve.base.errors import SetupError
 from pdserve.model.checkpoint import weight_files
 from pdserve.model.config import DTYPES, ModelConfig
-from pdserve.model.decoder import Decoder
+from pdserve.model.decoder import Decoder, decoder_shape
 from pdserve.model.sharding import Part, rank_config, tensor_parts
 from pdserve.model.tensors import Shape, check_tensors
 from pdserve.model.weights import assemble
@@ -94,9 +94,7 @@ def load_weights(
     On another device each is read straight into its memory, and matrices that are multiplied together lie side by side.
     Raises `SetupError` like `load_decoder`, and when the ranks cannot split the model.
     """
-    name = config.dtype if dtype == "auto" else dtype
-    if name not in DTYPES:
-        raise SetupError(f"dtype {name!r} is not supported; supported: auto, {', '.join(DTYPES)}.")
+    name = _dtype(config, dtype)
     parts = tensor_parts(config, rank, size)
     with open_checkpoint(model_dir, device) as where:
         check_tensors(config, dict(_shapes(where)), str(model_dir))
@@ -114,6 +112,28 @@ def load_weights(
                 f"{total / 2**30:.2f} GiB {free / 2**30:.2f} were left when they did not fit. Use a larger GPU, a "
                 "smaller model, or end what else uses it."
             ) from error
+
+
+def memory_of_weights(config: ModelConfig, *, dtype: str, kernels: KernelOptions, ranks: Ranks = ALONE) -> int:
+    """Bytes of a CPU's memory that the weights of all ranks will take, nearly: copies, packed or of another dtype.
+
+    What is computed with where its file is mapped counts nothing. Raises `SetupError` like `load_decoder`.
+    """
+    name = _dtype(config, dtype)
+    wanted = _TORCH_DTYPES[name]
+    packed = packed_bytes(kernels, decoder_shape(rank_config(config, ranks.size)), wanted, ranks)
+    if name == config.dtype:
+        return packed
+    if packed:  # Of what was converted, the embedding alone stays.
+        return packed + config.vocab_size * config.hidden_size * wanted.itemsize
+    return _num_elements(tensor_parts(config, ranks.rank, ranks.size)) * wanted.itemsize * ranks.size
+
+
+def _dtype(config: ModelConfig, dtype: str) -> str:
+    name = config.dtype if dtype == "auto" else dtype
+    if name not in DTYPES:
+        raise SetupError(f"dtype {name!r} is not supported; supported: auto, {', '.join(DTYPES)}.")
+    return name
 
 
 def _read(file: TensorFile, name: str, part: Part) -> Tensor:

@@ -13,7 +13,7 @@ log = get_logger(__name__)
 
 _GIB = 1024**3
 
-#: Taken when nothing is said: a fifth of what the machine has free, 2 GiB at most.
+#: Taken when nothing is said: a fifth of what weights leave of the machine's free memory, 2 GiB at most.
 DEFAULT_SHARE = 0.2
 DEFAULT_CEILING_BYTES = 2 * _GIB
 
@@ -26,25 +26,26 @@ class KvBudget:
     max_model_len: int
 
 
-def default_kv_bytes() -> int:
-    """The KV cache's size when the user gave none."""
-    return min(DEFAULT_CEILING_BYTES, int(available_memory_bytes() * DEFAULT_SHARE))
-
-
 def plan_kv(
-    layout: KvLayout, *, kv_cache_memory: int | None, wanted_model_len: int | None, model_limit: int
+    layout: KvLayout,
+    *,
+    weight_bytes: int,
+    kv_cache_memory: int | None,
+    wanted_model_len: int | None,
+    model_limit: int,
 ) -> KvBudget:
-    """Sizes the KV cache in the machine's memory.
+    """Sizes the KV cache in the machine's memory, of which weights are still to take `weight_bytes`.
 
     `wanted_model_len` is the user's limit, `model_limit` the model's own; both in tokens. When the user asked for none
     and the cache is too small for the model's limit, the cache decides. Raises `SetupError` with the numbers.
     """
-    budget = default_kv_bytes() if kv_cache_memory is None else kv_cache_memory
     available = available_memory_bytes()
-    if layout.block_bytes <= budget and budget > available:
+    left = max(0, available - weight_bytes)
+    budget = min(DEFAULT_CEILING_BYTES, int(left * DEFAULT_SHARE)) if kv_cache_memory is None else kv_cache_memory
+    if max(budget, layout.block_bytes) > left:
         raise SetupError(
-            f"The KV cache of {show_bytes(budget)} does not fit into the {show_bytes(available)} of free memory. "
-            "Lower --kv-cache-memory."
+            f"The KV cache of {show_bytes(budget)} does not fit: {show_bytes(available)} of memory is free, and the "
+            f"weights take {show_bytes(weight_bytes)} of it. Lower --kv-cache-memory, or end what else takes memory."
         )
     return kv_budget(layout, budget, wanted_model_len=wanted_model_len, model_limit=model_limit)
 

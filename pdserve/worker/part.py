@@ -24,7 +24,7 @@ from pdserve.model.checkpoint import fingerprint
 from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
 from pdserve.model.kv_scales import read_kv_scales, scales_digest
-from pdserve.model.loader import load_decoder, load_weights, make_decoder
+from pdserve.model.loader import load_decoder, load_weights, make_decoder, memory_of_weights
 from pdserve.worker.device import CudaMemory, LargestSteps, measure_use
 from pdserve.worker.device_memory import plan_device_kv
 from pdserve.worker.memory import KvBudget, plan_kv
@@ -128,6 +128,7 @@ def _load_on_cpu(
     budget = agree(
         plan_kv(
             _layout(config, model, config.max_model_len, scales),
+            weight_bytes=memory_of_weights(model, dtype=config.dtype, kernels=options, ranks=ranks),
             kv_cache_memory=config.kv_cache_memory,
             wanted_model_len=config.max_model_len,
             model_limit=model.max_position_embeddings,

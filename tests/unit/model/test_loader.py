@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kernels.choice import KernelOptions
 from pdserve.base.errors import SetupError
 from pdserve.model.config import ModelConfig
-from pdserve.model.loader import load_decoder, load_weights
-from tests.unit.model.tiny import save_model
+from pdserve.model.loader import load_decoder, load_weights, memory_of_weights
+from tests.unit.kernels.cpu_ops import INSTRUCTION_SETS, needs_kernels
+from tests.unit.model.tiny import Second, random_tensors, save_model
 
 
 def rewrite(path: Path, **changes: torch.Tensor | None) -> None:
@@ -118,3 +121,42 @@ def test_weights_in_the_files_own_dtype_stay_mapped(tmp_path: Path) -> None:
     for layer in weights.layers:
         for tensor in (layer.q, layer.down, layer.input_norm):
             assert any(start <= tensor.data_ptr() < end for start, end in ranges), "the tensor is a copy"
+
+
+#: Rows that fill no panel, depths that fill no unit; for codes, which padding has none of, whole panels.
+ODD = {"vocab_size": 103, "hidden_size": 42, "intermediate_size": 53, "head_dim": 10}
+WHOLE = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "head_dim": 16}
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_the_memory_that_packed_weights_take_is_known_before_they_are_packed(
+    tmp_path: Path, instruction_set: str, dtype: str, quantization: str | None
+) -> None:
+    has_codes = dtype == "bfloat16" and quantization is None and instruction_set.startswith("avx512")
+    save_model(tmp_path, (WHOLE if has_codes else ODD) | {"torch_dtype": dtype}, getattr(torch, dtype))
+    options = KernelOptions(instruction_set=instruction_set, quantization=quantization)
+    config = ModelConfig.from_dir(tmp_path)
+    counted = memory_of_weights(config, dtype="auto", kernels=options)
+    taken = load_decoder(tmp_path, kernels=options).weight_bytes
+    # Of a whole panel, too, a weight without a code is kept beside.
+    assert counted <= taken <= counted * (1.05 if has_codes else 1)
+
+
+@needs_kernels
+def test_of_weights_in_another_dtype_the_kernels_keep_the_embedding(tmp_path: Path) -> None:
+    config = ModelConfig.from_dir(save_model(tmp_path))  # float32
+    packed = memory_of_weights(replace(config, dtype="bfloat16"), dtype="auto", kernels=KernelOptions())
+    kept = memory_of_weights(config, dtype="bfloat16", kernels=KernelOptions()) - packed
+    assert kept == 2 * config.vocab_size * config.hidden_size
+
+
+def test_plain_torch_takes_no_memory_for_weights_unless_it_converts_them(tmp_path: Path) -> None:
+    config, options = ModelConfig.from_dir(save_model(tmp_path)), KernelOptions(implementation="reference")
+    assert memory_of_weights(config, dtype="auto", kernels=options) == 0
+    whole = 2 * sum(tensor.numel() for tensor in random_tensors(config).values())
+    assert memory_of_weights(config, dtype="bfloat16", kernels=options) == whole
+    assert memory_of_weights(config, dtype="auto", kernels=KernelOptions(), ranks=Second()) == 0
+    assert whole < memory_of_weights(config, dtype="bfloat16", kernels=KernelOptions(), ranks=Second()) < 2 * whole

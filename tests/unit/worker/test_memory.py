@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+from contextlib import nullcontext
+from pathlib import Path
 
+import pytest
+import torch
+
+from decode_svc.config import DecodeConfig
 from pdserve.base.errors import SetupError
 from pdserve.base.layout import KvLayout
+from pdserve.model.config import ModelConfig
+from pdserve.worker import memory
 from pdserve.worker.memory import plan_kv
+from pdserve.worker.part import load_part
+from tests.unit.model.tiny import random_tensors, save_model
 
 LAYOUT = KvLayout(model="m", dtype="bfloat16", block_size=16, num_layers=30, num_kv_heads=3, head_dim=64)
 MIB = 1024**2
@@ -17,12 +26,12 @@ def test_a_block_of_the_default_model_has_368640_bytes() -> None:
 
 
 def test_the_cache_holds_as_many_blocks_as_fit() -> None:
-    budget = plan_kv(LAYOUT, kv_cache_memory=100 * MIB, wanted_model_len=None, model_limit=2048)
+    budget = plan_kv(LAYOUT, weight_bytes=0, kv_cache_memory=100 * MIB, wanted_model_len=None, model_limit=2048)
     assert (budget.num_blocks, budget.max_model_len) == (100 * MIB // 368_640, 2048)
 
 
 def test_a_small_cache_lowers_the_models_limit() -> None:
-    budget = plan_kv(LAYOUT, kv_cache_memory=10 * 368_640, wanted_model_len=None, model_limit=8192)
+    budget = plan_kv(LAYOUT, weight_bytes=0, kv_cache_memory=10 * 368_640, wanted_model_len=None, model_limit=8192)
     assert (budget.num_blocks, budget.max_model_len) == (10, 160)
 
 
@@ -30,11 +39,60 @@ def test_a_small_cache_lowers_the_models_limit() -> None:
     ("memory", "wanted", "needle"),
     [
         (1000, None, "cannot hold one block of 16 tokens"),
-        (2**60, None, "does not fit into"),
+        (2**60, None, "does not fit"),
         (100 * MIB, 9000, "exceeds the model's own limit of 8192"),
         (10 * 368_640, 161, "is 160 tokens"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_numbers(memory: int, wanted: int | None, needle: str) -> None:
     with pytest.raises(SetupError, match=needle):
-        plan_kv(LAYOUT, kv_cache_memory=memory, wanted_model_len=wanted, model_limit=8192)
+        plan_kv(LAYOUT, weight_bytes=0, kv_cache_memory=memory, wanted_model_len=wanted, model_limit=8192)
+
+
+def test_what_weights_take_is_not_free_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 1000 * MIB)
+    for weight_bytes, fits in ((900 * MIB, True), (901 * MIB, False)):
+        with (
+            nullcontext()
+            if fits
+            else pytest.raises(
+                SetupError,
+                match=r"100.00 MiB does not fit: 1000.00 MiB of memory is free, and the weights take 901.00 MiB",
+            )
+        ):
+            plan_kv(
+                LAYOUT,
+                weight_bytes=weight_bytes,
+                kv_cache_memory=100 * MIB,
+                wanted_model_len=None,
+                model_limit=64,
+            )
+
+
+@pytest.mark.parametrize(("weight_mib", "blocks"), [(0, 200 * MIB // 368_640), (500, 100 * MIB // 368_640)])
+def test_the_default_is_a_fifth_of_what_weights_leave(
+    weight_mib: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 1000 * MIB)
+    budget = plan_kv(LAYOUT, weight_bytes=weight_mib * MIB, kv_cache_memory=None, wanted_model_len=None, model_limit=64)
+    assert budget.num_blocks == blocks
+
+
+def test_weights_that_leave_nothing_are_refused_with_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 1000 * MIB)
+    with pytest.raises(SetupError, match=r"weights take 1.17 GiB"):
+        plan_kv(LAYOUT, weight_bytes=1200 * MIB, kv_cache_memory=None, wanted_model_len=None, model_limit=64)
+
+
+def test_a_worker_counts_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # In another dtype than they are stored in, weights are copies whatever computes with them.
+    model = save_model(tmp_path)
+    config = DecodeConfig(
+        model=str(model), redis_url="", dtype="bfloat16", block_size=4, kv_cache_memory=64 * 1024, kernels="reference"
+    )
+    taken = 2 * sum(tensor.numel() for tensor in random_tensors(ModelConfig.from_dir(model)).values())
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 64 * 1024 + taken - 1)
+    with pytest.raises(SetupError, match="does not fit"):
+        load_part(config, torch.device("cpu"))
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 64 * 1024 + taken)
+    load_part(config, torch.device("cpu"))
