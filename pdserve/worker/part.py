@@ -60,6 +60,36 @@ class ModelPart:
             self.step_decoder.drop_graphs()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Order:
+    """What is to be loaded, wherever it is."""
+
+    config: WorkerConfig
+    model: ModelConfig
+    options: KernelOptions
+    device: torch.device
+    ranks: Ranks
+    agree: Agree
+    #: Of an fp8 cache: the digest of its scales, which is the model's, not the rank's.
+    scales: str | None
+
+    def layout(self, max_model_len: int | None) -> KvLayout:
+        """Of blocks with all heads. Some models rotate by the length that is served: the layout names it."""
+        # Rounded weights make another model: its blocks must not be mixed with those of the original. Nor must blocks
+        # of an fp8 cache that was computed with other activations, or has other scales.
+        config, model = self.config, self.model
+        parts, dtype = [fingerprint(config.model_dir), config.quantization], config.dtype
+        if self.scales is not None:
+            computed = model.dtype if dtype == "auto" else dtype
+            parts, dtype = [*parts, computed, f"kv-scales-{self.scales}"], FP8_KV
+        return model.kv_layout(
+            fingerprint="/".join(filter(None, parts)),
+            dtype=dtype,
+            block_size=config.block_size,
+            max_model_len=max_model_len,
+        )
+
+
 def load_part(
     config: WorkerConfig,
     device: torch.device,
@@ -86,12 +116,17 @@ def load_part(
         deterministic=config.deterministic,
         kv_scales=None if scales is None else _of_heads(scales, ranks),
     )
-    # The digest of the scales is the model's, not the rank's.
-    digest = None if scales is None else scales_digest(scales)
-    if device.type == "cpu":
-        decoder, layout, budget = _load_on_cpu(config, model, options, digest, device, ranks, agree)
-    else:
-        decoder, layout, budget = _load_on_gpu(config, model, options, digest, device, ranks, agree, group_bytes)
+    order = _Order(
+        config=config,
+        model=model,
+        options=options,
+        device=device,
+        ranks=ranks,
+        agree=agree,
+        scales=None if scales is None else scales_digest(scales),
+    )
+    decoder, budget = _load_on_cpu(order) if device.type == "cpu" else _load_on_gpu(order, group_bytes)
+    layout = order.layout(budget.max_model_len)
     return ModelPart(
         layout=layout,
         config=model,
@@ -115,19 +150,12 @@ def open_sampler(device: torch.device) -> Sampler | DeviceSampler:
     return DeviceSampler(device)
 
 
-def _load_on_cpu(
-    config: WorkerConfig,
-    model: ModelConfig,
-    options: KernelOptions,
-    scales: str | None,
-    device: torch.device,
-    ranks: Ranks,
-    agree: Agree,
-) -> tuple[Decoder, KvLayout, KvBudget]:
+def _load_on_cpu(order: _Order) -> tuple[Decoder, KvBudget]:
+    config, model, options, ranks = order.config, order.model, order.options, order.ranks
     # Ranks on CPUs share one memory: blocks of all heads are what has to fit.
-    budget = agree(
+    budget = order.agree(
         plan_kv(
-            _layout(config, model, config.max_model_len, scales),
+            order.layout(config.max_model_len),
             weight_bytes=memory_of_weights(model, dtype=config.dtype, kernels=options, ranks=ranks),
             kv_cache_memory=config.kv_cache_memory,
             wanted_model_len=config.max_model_len,
@@ -139,29 +167,21 @@ def _load_on_cpu(
         dtype=config.dtype,
         max_model_len=budget.max_model_len,
         kernels=options,
-        device=str(device),
+        device=str(order.device),
         ranks=ranks,
     )
-    return decoder, _layout(config, model, budget.max_model_len, scales), budget
+    return decoder, budget
 
 
-def _load_on_gpu(
-    config: WorkerConfig,
-    model: ModelConfig,
-    options: KernelOptions,
-    scales: str | None,
-    device: torch.device,
-    ranks: Ranks,
-    agree: Agree,
-    group_bytes: int,
-) -> tuple[Decoder, KvLayout, KvBudget]:
+def _load_on_gpu(order: _Order, group_bytes: int) -> tuple[Decoder, KvBudget]:
+    config, model, options, ranks, device = order.config, order.model, order.options, order.ranks, order.device
     memory = CudaMemory(device)
     free_before = memory.free() + group_bytes
     weights = load_weights(
         config.model_dir, model, dtype=config.dtype, device=str(device), rank=ranks.rank, size=ranks.size
     )
     longest = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
-    layout = _of_rank(_layout(config, model, longest, scales), ranks.size)
+    layout = _of_rank(order.layout(longest), ranks.size)
     use = measure_use(
         make_decoder(model, weights, max_model_len=longest, kernels=options, ranks=ranks),
         _drawing(device, ranks),
@@ -193,30 +213,14 @@ def _load_on_gpu(
         activations=use.activations,
         group=use.group,
     )
-    budget = agree(budget)
+    budget = order.agree(budget)
     # Bound once more: what can be served may have become shorter.
     decoder = make_decoder(model, weights, max_model_len=budget.max_model_len, kernels=options, ranks=ranks)
-    return decoder, _layout(config, model, budget.max_model_len, scales), budget
+    return decoder, budget
 
 
 def _drawing(device: torch.device, ranks: Ranks) -> TokenSampler | None:
     return open_sampler(device) if ranks.rank == 0 else None
-
-
-def _layout(config: WorkerConfig, model: ModelConfig, max_model_len: int | None, scales: str | None) -> KvLayout:
-    """Some models rotate by the length that is served: the layout names it."""
-    # Rounded weights make another model: its blocks must not be mixed with those of the original. Nor must blocks of an
-    # fp8 cache that was computed with other activations, or has other scales.
-    parts, dtype = [fingerprint(config.model_dir), config.quantization], config.dtype
-    if scales is not None:
-        computed = model.dtype if dtype == "auto" else dtype
-        parts, dtype = [*parts, computed, f"kv-scales-{scales}"], FP8_KV
-    return model.kv_layout(
-        fingerprint="/".join(filter(None, parts)),
-        dtype=dtype,
-        block_size=config.block_size,
-        max_model_len=max_model_len,
-    )
 
 
 def _of_rank(layout: KvLayout, size: int) -> KvLayout:

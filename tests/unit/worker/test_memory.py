@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from pdserve.model.config import ModelConfig
 from pdserve.worker import memory
 from pdserve.worker.memory import plan_kv
 from pdserve.worker.part import load_part
+from tests.unit.kernels.cpu_ops import needs_kernels
 from tests.unit.model.tiny import random_tensors, save_model
 
 LAYOUT = KvLayout(model="m", dtype="bfloat16", block_size=16, num_layers=30, num_kv_heads=3, head_dim=64)
@@ -96,3 +98,11 @@ def test_a_worker_counts_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyP
         load_part(config, torch.device("cpu"))
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 64 * 1024 + taken)
     load_part(config, torch.device("cpu"))
+
+
+@needs_kernels
+def test_blocks_of_rounded_weights_are_those_of_another_model(tmp_path: Path) -> None:
+    config = DecodeConfig(model=str(save_model(tmp_path)), redis_url="", block_size=4, kv_cache_memory=64 * 1024)
+    plain = load_part(config, torch.device("cpu")).layout
+    rounded = load_part(replace(config, quantization="int8"), torch.device("cpu")).layout
+    assert rounded.model == f"{plain.model}/int8"
