@@ -76,15 +76,13 @@ class InFlight:
         """Uncached prompt tokens placed on a worker of either tier."""
         return self._prompt_tokens.get(worker, 0)
 
-    def queued_tokens(self, worker: WorkerRecord) -> int:
+    def queued_tokens(self, worker: WorkerRecord, reported: int) -> int:
         """Prompt tokens of this router that the worker has to compute.
 
         What it reports of them counts only where a prompt was given up: nobody tells when the worker has dropped it.
         """
         ours = self.prompt_tokens(worker.worker_id)
-        if worker.worker_id in self._doubtful:
-            return max(ours, worker.load.queued_by_router.get(self.router_id, 0))
-        return ours
+        return max(ours, reported) if worker.worker_id in self._doubtful else ours
 
     def computed(self, worker: WorkerId) -> None:
         """The worker has computed a prompt: so it has dropped those that were given up before."""
@@ -171,9 +169,15 @@ def choose_prefill(workers: Sequence[WorkerRecord], need: Need, in_flight: InFli
 
 
 def queued_tokens(worker: WorkerRecord, in_flight: InFlight) -> int:
-    """Prompt tokens the worker has to compute first: those of other routers as reported, and ours as we know them."""
-    others = worker.load.queued_tokens - worker.load.queued_by_router.get(in_flight.router_id, 0)
-    return others + in_flight.queued_tokens(worker)
+    """Prompt tokens the worker has to compute first: those of other routers as reported, and ours as we know them.
+
+    Of a worker that does not tell whose they are, the larger of its report and of ours.
+    """
+    load = worker.load
+    if load.queued_by_router is None:
+        return max(load.queued_tokens, in_flight.prompt_tokens(worker.worker_id))
+    reported = load.queued_by_router.get(in_flight.router_id, 0)
+    return load.queued_tokens - reported + in_flight.queued_tokens(worker, reported)
 
 
 def num_sequences(worker: WorkerRecord, in_flight: InFlight) -> int:

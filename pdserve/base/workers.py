@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields
 from typing import Literal, cast, get_args
 
 from pdserve.base.errors import StoreError
@@ -24,8 +24,9 @@ class WorkerLoad:
     waiting: int = 0
     #: Prompt tokens accepted and not computed yet.
     queued_tokens: int = 0
-    #: Of those, the tokens of prompts that have no first token yet, by the router that sent them.
-    queued_by_router: Mapping[RouterId, int] = field(default_factory=dict)
+    #: Of those, the tokens of prompts that have no first token yet, by the router that sent them. None: the worker
+    #: does not tell.
+    queued_by_router: Mapping[RouterId, int] | None = None
     free_blocks: int = 0
     #: Prompt tokens computed in a second, as measured; None before there were any.
     prefill_tokens_per_s: float | None = None
@@ -65,7 +66,12 @@ class Sighting:
 
 
 def record_to_fields(record: WorkerRecord) -> dict[str, str]:
-    """The record as fields of a Redis hash; the worker's id is in the key."""
+    """The record as fields of a Redis hash; the worker's id is in the key.
+
+    Whatever a version adds is a field of its own: older readers ignore that.
+    """
+    load = asdict(record.load)
+    queued_by_router = load.pop("queued_by_router")
     return {
         "epoch": str(record.epoch),
         "tier": record.tier,
@@ -79,34 +85,43 @@ def record_to_fields(record: WorkerRecord) -> dict[str, str]:
         "total_blocks": str(record.total_blocks),
         "pid": str(record.pid),
         "ready": str(int(record.ready)),
-        "load": json.dumps(asdict(record.load)),
+        "load": json.dumps(load),
+        "queued_by_router": json.dumps(queued_by_router),
     }
 
 
-def record_from_fields(worker_id: WorkerId, fields: Mapping[str, bytes]) -> WorkerRecord:
-    """The record back from its fields. Raises `StoreError` when it was written by something else."""
+def record_from_fields(worker_id: WorkerId, found: Mapping[str, bytes]) -> WorkerRecord:
+    """The record back from its fields, without what this version does not know.
+
+    Raises `StoreError` when it was written by something else.
+    """
     try:
-        tier = fields["tier"].decode()
+        tier = found["tier"].decode()
         if tier not in get_args(Tier):
             raise ValueError(f"{tier!r} is no tier")
         return WorkerRecord(
             worker_id=worker_id,
-            epoch=Epoch(int(fields["epoch"])),
+            epoch=Epoch(int(found["epoch"])),
             tier=cast(Tier, tier),
-            grpc_address=fields["grpc_address"].decode(),
-            http_address=fields["http_address"].decode(),
-            stream_address=fields["stream_address"].decode(),
-            model=fields["model"].decode(),
-            layout=KvLayout(**json.loads(fields["layout"])),
-            max_num_seqs=int(fields["max_num_seqs"]),
-            max_model_len=int(fields["max_model_len"]),
-            total_blocks=int(fields["total_blocks"]),
-            pid=int(fields["pid"]),
-            ready=fields["ready"] == b"1",
-            load=WorkerLoad(**json.loads(fields["load"])),
+            grpc_address=found["grpc_address"].decode(),
+            http_address=found["http_address"].decode(),
+            stream_address=found["stream_address"].decode(),
+            model=found["model"].decode(),
+            layout=KvLayout(**json.loads(found["layout"])),
+            max_num_seqs=int(found["max_num_seqs"]),
+            max_model_len=int(found["max_model_len"]),
+            total_blocks=int(found["total_blocks"]),
+            pid=int(found["pid"]),
+            ready=found["ready"] == b"1",
+            load=_load_from_fields(found),
         )
     except (KeyError, ValueError, TypeError) as error:
         raise StoreError(f"The record of worker {worker_id} in Redis cannot be read: {error!r}.") from error
+
+
+def _load_from_fields(found: Mapping[str, bytes]) -> WorkerLoad:
+    told = {**json.loads(found["load"]), "queued_by_router": json.loads(found.get("queued_by_router", b"null"))}
+    return WorkerLoad(**{member.name: told[member.name] for member in fields(WorkerLoad) if member.name in told})
 
 
 @dataclass(slots=True)

@@ -60,6 +60,18 @@ def test_prompts_of_other_routers_count_as_reported() -> None:
     assert queued_tokens(report(other=300), InFlight(OTHER)) == 0
 
 
+def test_of_a_worker_that_does_not_tell_whose_prompts_it_counts_the_larger_number_counts() -> None:
+    record = report(me=600)
+    old = replace(record, load=replace(record.load, queued_by_router=None))
+    in_flight = InFlight(ME)
+    with QueuedPrompt(in_flight) as prompt:
+        for placed in (600, 900, 200):
+            prompt.on(PREFILL, placed)
+            assert queued_tokens(old, in_flight) == max(600, placed)
+        prompt.computed()
+    assert queued_tokens(old, in_flight) == 600
+
+
 def test_what_preempted_sequences_compute_again_counts_for_every_router() -> None:
     record = report(me=600)
     again = replace(record, load=replace(record.load, queued_tokens=650))
@@ -183,7 +195,7 @@ class Reports(RuleBasedStateMachine):
         for name, router in self.routers.items():
             record = self.reports[self.seen[name]]
             waited_for = sum(s.tokens for s in self.queue if s.router is router and s.prompt is not None)
-            reported = Counter(record.load.queued_by_router)
+            reported = Counter(record.load.queued_by_router or {})
             ours = queued_tokens(record, router) - (reported.total() - reported[name])
             if self.given_up[name]:
                 assert ours == max(waited_for, reported[name])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from pdserve.base.errors import StoreError
-from pdserve.base.ids import Epoch, WorkerId
-from pdserve.base.workers import Sighting, WorkerView, record_from_fields, record_to_fields
+from pdserve.base.ids import Epoch, RouterId, WorkerId
+from pdserve.base.workers import Sighting, WorkerLoad, WorkerRecord, WorkerView, record_from_fields, record_to_fields
 from tests.support.records import worker_record
 
 A = WorkerId("a")
@@ -20,18 +23,61 @@ def shown(view: WorkerView) -> list[str]:
     return [record.worker_id for record in view.workers_of("decode")]
 
 
-def test_a_record_survives_redis() -> None:
-    record = worker_record(epoch=2**62, ready=False, free_blocks=7)
-    fields = {name: value.encode() for name, value in record_to_fields(record).items()}
+#: Members of "load" that routers know who cannot read a record with more of them.
+OLD_LOAD = {
+    "running",
+    "waiting",
+    "queued_tokens",
+    "free_blocks",
+    "prefill_tokens_per_s",
+    "prefill_tokens_per_s_beside_decoding",
+}
+
+
+def fields_of(record: WorkerRecord) -> dict[str, bytes]:
+    """As Redis gives them."""
+    return {name: value.encode() for name, value in record_to_fields(record).items()}
+
+
+@pytest.mark.parametrize("by_router", [None, {}, {RouterId("me"): 600}])
+def test_a_record_survives_redis(by_router: dict[RouterId, int] | None) -> None:
+    record = worker_record(epoch=2**62, ready=False)
+    record = replace(record, load=WorkerLoad(free_blocks=7, queued_tokens=700, queued_by_router=by_router))
+    assert record_from_fields(record.worker_id, fields_of(record)) == record
+
+
+def test_an_older_router_can_read_the_record() -> None:
+    load = WorkerLoad(queued_by_router={RouterId("me"): 600})
+    assert set(json.loads(fields_of(replace(worker_record(), load=load))["load"])) == OLD_LOAD
+
+
+def test_the_record_of_an_older_worker_does_not_tell_whose_prompts_it_counts() -> None:
+    record = replace(worker_record(), load=WorkerLoad(queued_tokens=700))
+    fields = fields_of(record)
+    del fields["queued_by_router"]
     assert record_from_fields(record.worker_id, fields) == record
+
+
+def test_what_a_newer_worker_adds_is_left_out() -> None:
+    fields = fields_of(worker_record())
+    fields |= {"hue": b"1", "load": json.dumps({**json.loads(fields["load"]), "hue": 1}).encode()}
+    assert record_from_fields(WorkerId("decode-0"), fields) == worker_record()
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("epoch", None), ("epoch", b"one"), ("tier", b"both"), ("layout", b"{"), ("layout", b'{"x": 1}'), ("load", b"[]")],
+    [
+        ("epoch", None),
+        ("epoch", b"one"),
+        ("tier", b"both"),
+        ("layout", b"{"),
+        ("layout", b'{"x": 1}'),
+        ("load", b"[]"),
+        ("queued_by_router", b"{"),
+    ],
 )
 def test_an_unreadable_record_is_a_store_error_that_names_the_worker(field: str, value: bytes | None) -> None:
-    fields = {name: text.encode() for name, text in record_to_fields(worker_record()).items()}
+    fields = fields_of(worker_record())
     if value is None:
         del fields[field]
     else:
