@@ -81,7 +81,7 @@ class Registrar:
     ) -> None:
         """`current` is asked for the record at each heartbeat; `on_degraded` hears of every change.
 
-        At least `pause_s` is between two heartbeats, however often they are announced.
+        At least `pause_s` after a heartbeat comes the next one that only an empty queue is the reason for.
         """
         self._store = store
         self._current = current
@@ -91,6 +91,7 @@ class Registrar:
         self._on_degraded = on_degraded
         self._degraded = False
         self._due = asyncio.Event()
+        self._due_at_once = asyncio.Event()
         self._beats = 0
         #: Heartbeats that did not reach Redis.
         self.failures = 0
@@ -101,7 +102,12 @@ class Registrar:
         return self._degraded
 
     def announce(self) -> None:
-        """Has the record written soon instead of at the next heartbeat: readiness changed, or the queue is empty."""
+        """Has the record written at once instead of at the next heartbeat: readiness changed."""
+        self._due_at_once.set()
+        self._due.set()
+
+    def announce_empty_queue(self) -> None:
+        """Has it written soon: as this may be after each prompt, heartbeats keep their pause."""
         self._due.set()
 
     async def run(self) -> None:
@@ -109,10 +115,11 @@ class Registrar:
         try:
             while True:
                 self._due.clear()
+                self._due_at_once.clear()
                 await self._beat()
                 period_s = self._retry_s if self._degraded else self._heartbeat_s
                 pause_s = min(self._pause_s, period_s)
-                await asyncio.sleep(pause_s)
+                await _wait(self._due_at_once, pause_s)
                 await _wait(self._due, period_s - pause_s)
         finally:
             await self._remove()

@@ -143,7 +143,7 @@ def _registered(
     registrar = Registrar(store, record)
     publisher = KvEventPublisher(store, worker.worker_id, worker.epoch)
     worker.steps.on_cache_events = publisher.publish
-    worker.steps.on_queue_empty = registrar.announce
+    worker.steps.on_queue_empty = registrar.announce_empty_queue
     worker.metrics.read(
         CounterSource(name="registry_failures", text="Heartbeats lost", value=lambda: registrar.failures),
         CounterSource(

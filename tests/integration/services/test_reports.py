@@ -66,7 +66,7 @@ async def test_an_empty_queue_is_announced(
     model: Path, redis_server: PrivateRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     announced: list[Registrar] = []
-    monkeypatch.setattr(Registrar, "announce", lambda registrar: announced.append(registrar))
+    monkeypatch.setattr(Registrar, "announce_empty_queue", lambda registrar: announced.append(registrar))
     config = PrefillConfig(
         model=str(model), redis_url=redis_server.url, block_size=4, kv_cache_memory=64 * 1024, threads=1
     )

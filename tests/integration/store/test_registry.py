@@ -43,7 +43,21 @@ async def test_an_announced_change_does_not_wait_for_the_heartbeat(worker_store:
         await until(directory, lambda: directory.get(DECODE) == current)
 
 
-async def test_announcements_without_end_are_heartbeats_at_a_bounded_rate(worker_store: Store) -> None:
+async def test_readiness_does_not_wait_for_the_pause_after_a_heartbeat(
+    worker_store: Store, router_store: Store
+) -> None:
+    current = worker_record()
+    registrar = Registrar(worker_store, lambda: current, heartbeat_s=3600, pause_s=3600)
+    directory = WorkerDirectory(router_store, refresh_s=0.02)
+    async with running(registrar.run(), directory.run()):
+        await until(directory, lambda: directory.get(DECODE) == current)
+        registrar.announce_empty_queue()
+        current = replace(current, ready=False)
+        registrar.announce()
+        await until(directory, lambda: directory.get(DECODE) == current)
+
+
+async def test_queues_that_become_empty_without_end_are_heartbeats_at_a_bounded_rate(worker_store: Store) -> None:
     times: list[float] = []
     enough = asyncio.Event()
 
@@ -56,7 +70,7 @@ async def test_announcements_without_end_are_heartbeats_at_a_bounded_rate(worker
     registrar = Registrar(worker_store, current, heartbeat_s=3600, pause_s=0.05)
     async with running(registrar.run()):
         while not enough.is_set():
-            registrar.announce()
+            registrar.announce_empty_queue()
             await asyncio.sleep(0)
     assert all(later - earlier >= 0.049 for earlier, later in pairwise(times[:4]))
 
