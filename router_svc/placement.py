@@ -24,6 +24,11 @@ SEQUENCE_TOKENS = 64
 Incarnation = tuple[WorkerId, Epoch]
 
 
+def incarnation_of(worker: WorkerRecord) -> Incarnation:
+    """The worker as something that ends with its process."""
+    return (worker.worker_id, worker.epoch)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
     """What has to be placed. `excluded` are workers that already failed this request."""
@@ -54,7 +59,7 @@ class Placement:
     @property
     def incarnation(self) -> Incarnation:
         """The worker as something to exclude."""
-        return (self.worker.worker_id, self.worker.epoch)
+        return incarnation_of(self.worker)
 
 
 class InFlight:
@@ -65,8 +70,10 @@ class InFlight:
         self.router_id = router_id
         self._sequences: dict[WorkerId, int] = {}
         self._prompt_tokens: dict[WorkerId, int] = {}
-        #: Workers that may compute prompts of ours that nobody waits for any more.
-        self._doubtful: set[WorkerId] = set()
+        #: Prompts that were given up, anywhere: tells what was sent before one of them from what was sent after it.
+        self.num_given_up = 0
+        #: Workers that may compute prompts of ours that nobody waits for any more, with the number of the last one.
+        self._doubtful: dict[Incarnation, int] = {}
 
     def sequences(self, worker: WorkerId) -> int:
         """Sequences placed on a decode worker."""
@@ -82,15 +89,22 @@ class InFlight:
         What it reports of them counts only where a prompt was given up: nobody tells when the worker has dropped it.
         """
         ours = self.prompt_tokens(worker.worker_id)
-        return max(ours, reported) if worker.worker_id in self._doubtful else ours
+        return max(ours, reported) if incarnation_of(worker) in self._doubtful else ours
 
-    def computed(self, worker: WorkerId) -> None:
-        """The worker has computed a prompt: so it has dropped those that were given up before."""
-        self._doubtful.discard(worker)
+    def computed(self, worker: Incarnation, num_given_up: int) -> None:
+        """The worker has computed a prompt that was sent when so many were given up: by now it has dropped those."""
+        if self._doubtful.get(worker, num_given_up) <= num_given_up:
+            self._doubtful.pop(worker, None)
 
-    def gave_up(self, worker: WorkerId) -> None:
-        """A prompt was placed on the worker and ended without a first token: it failed, or the client left."""
-        self._doubtful.add(worker)
+    def gave_up(self, worker: Incarnation) -> None:
+        """A prompt was sent to the worker and ended without a first token: it failed, or the client left."""
+        self.num_given_up += 1
+        self._doubtful[worker] = self.num_given_up
+
+    def sweep(self, current: Collection[Incarnation]) -> None:
+        """Forgets what was given up on other workers than these."""
+        for worker in self._doubtful.keys() - current:
+            del self._doubtful[worker]
 
     @contextmanager
     def decoding(self, worker: WorkerId, sequences: int) -> Iterator[None]:
@@ -108,43 +122,55 @@ class InFlight:
 class QueuedPrompt:
     """One prompt's uncached tokens, counted on the worker that is to compute them, wherever that is at the moment.
 
-    As a context manager, it is counted nowhere after the block; given up, unless it was computed.
+    As a context manager, it is counted nowhere after the block; given up, if it was sent and not computed.
     """
 
     def __init__(self, in_flight: InFlight) -> None:
         self._in_flight = in_flight
         self._counted = ExitStack()
-        #: Where it is counted, and with how many tokens: 0 when only the first token itself is missing.
-        self._placed: tuple[WorkerId, int] | None = None
+        #: Who has got it, and how many prompts had been given up by then.
+        self._sent: tuple[Incarnation, int] | None = None
+        #: Of those it has to compute; 0 when only the first token itself is missing.
+        self._missing = 0
 
-    def on(self, worker: WorkerId, prompt_tokens: int) -> None:
-        """Now so many of them are in this worker's way, and in no other's."""
+    def plan(self, worker: WorkerRecord, prompt_tokens: int) -> None:
+        """So many of them will be in this worker's way, and in no other's: it has not got the prompt yet."""
         self.leave()
-        if prompt_tokens:
-            self._counted.enter_context(self._in_flight.prefilling(worker, prompt_tokens))
-        self._placed = (worker, prompt_tokens)
+        self._count(worker, prompt_tokens)
+
+    def on(self, worker: WorkerRecord, prompt_tokens: int) -> None:
+        """Now so many of them are in this worker's way, and in no other's: it is sent the prompt, or has it."""
+        incarnation = incarnation_of(worker)
+        if self._sent is None or self._sent[0] != incarnation:
+            self._sent = (incarnation, self._in_flight.num_given_up)
+        self._count(worker, prompt_tokens)
+        self._missing = prompt_tokens
 
     def leave(self) -> None:
         """Nobody knows by whom they will be computed."""
-        self._counted.close()
-        self._placed = None
+        self._count(None, 0)
+        self._sent = None
+        self._missing = 0
 
     def computed(self) -> None:
-        """The first token is there. Of no effect when it came before."""
-        if self._placed is not None:
-            worker, _ = self._placed
-            self._in_flight.computed(worker)
-            self.leave()
+        """The first token is there."""
+        if self._sent is not None:
+            self._in_flight.computed(*self._sent)
+        self._count(None, 0)
+        self._missing = 0
+
+    def _count(self, worker: WorkerRecord | None, prompt_tokens: int) -> None:
+        self._counted.close()
+        if worker is not None and prompt_tokens:
+            self._counted.enter_context(self._in_flight.prefilling(worker.worker_id, prompt_tokens))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._placed is not None:
-            worker, missing = self._placed
-            if missing:
-                self._in_flight.gave_up(worker)
-            self.leave()
+        if self._sent is not None and self._missing:
+            self._in_flight.gave_up(self._sent[0])
+        self.leave()
 
 
 @contextmanager

@@ -188,7 +188,7 @@ class Saga:
             plan = plan_by_load(self._policy.local_prefill_threshold, decode, prefill, self._cluster.in_flight)
         computing = decode if decode.uncached_tokens <= plan.threshold else prefill
         if computing is not None:
-            self._queued.on(computing.worker.worker_id, computing.uncached_tokens)
+            self._queued.plan(computing.worker, computing.uncached_tokens)
         return plan
 
     async def _relay(self, reservation: Reservation) -> None:
@@ -203,7 +203,7 @@ class Saga:
                     self._journal.started(event.started, reservation.worker)
                     if event.started.prefilled_locally:
                         uncached = len(self._generation.prompt) - event.started.cached_tokens
-                        self._queued.on(reservation.worker.worker_id, uncached)
+                        self._queued.on(reservation.worker, uncached)
                     reservation.reach(event)
                 case "tokens":
                     self._journal.decoded()
@@ -276,7 +276,7 @@ class Saga:
         self._journal.fall_back(reason, reservation.worker)
         command = decode_pb2.PrefillLocally(attempt=self._record.attempt, forced_first_tokens=self._output.first_tokens)
         # How much of it is cached there, the worker tells when it starts.
-        self._queued.on(reservation.worker.worker_id, len(self._generation.prompt))
+        self._queued.on(reservation.worker, len(self._generation.prompt))
         await reservation.send(decode_pb2.DecodeRequest(prefill_locally=command))
         self._require_first_tokens(await self._begin(reservation), reservation)
 
@@ -315,7 +315,7 @@ class Saga:
             cache_salt=self._generation.cache_salt,
         )
         silence_s = ticket.lease_s * _SILENCE_SHARE if ticket is not None else self._policy.token_timeout_s
-        self._queued.on(worker.worker_id, placement.uncached_tokens)
+        self._queued.on(worker, placement.uncached_tokens)
         with self._queued:
             async with prefill_call(self._cluster.channels, worker, request) as call:
                 while (event := await call.next_event(silence_s)) is not None:
@@ -323,7 +323,7 @@ class Saga:
                         case "progress":
                             self._journal.progressed(event.progress)
                             if computed := event.progress.computed_tokens:
-                                self._queued.on(worker.worker_id, max(placement.prompt_tokens - computed, 0))
+                                self._queued.on(worker, max(placement.prompt_tokens - computed, 0))
                             if reservation is not None:
                                 await reservation.send(decode_pb2.DecodeRequest(keep_lease=decode_pb2.KeepLease()))
                         case "first_token":

@@ -27,6 +27,7 @@ from router_svc.http_app import make_app
 from router_svc.metrics import RouterMetrics
 from router_svc.openai.api import GenerationApi
 from router_svc.openai.info import ModelApi, OperatorApi
+from router_svc.placement import incarnation_of
 from router_svc.record import Ring
 from router_svc.request_store import RequestStore
 from router_svc.requests import Requests
@@ -151,7 +152,8 @@ class Router:
             self.health.watch("prefill")(NO_PREFILL_WORKER if missing_prefill else None)
             for tier, count in ready.items():
                 self.metrics.set_workers(tier, count)
-            known = {(worker.worker_id, worker.epoch) for tier in ready for worker in self._directory.workers_of(tier)}
+            known = {incarnation_of(worker) for tier in ready for worker in self._directory.workers_of(tier)}
+            self.cluster.in_flight.sweep(known)
             await self.cluster.channels.sweep(known)
             await self._directory.wait_for_change(version)
 

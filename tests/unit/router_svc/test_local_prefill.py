@@ -174,7 +174,7 @@ def test_a_burst_leaves_neither_tier_far_behind_the_other(
         for tokens in prompts:
             # No worker tells of anything in between.
             made = plan_by_load(THRESHOLD, *placed(tokens, pair, in_flight), in_flight)
-            burst.enter_context(QueuedPrompt(in_flight)).on(DECODE if made.reason is LOAD else PREFILL, tokens)
+            burst.enter_context(QueuedPrompt(in_flight)).on(pair[made.reason is not LOAD], tokens)
         here, there = in_flight.prompt_tokens(DECODE) / beside, in_flight.prompt_tokens(PREFILL) / prefill_rate
         one_here, one_there = max(prompts) / beside, max(prompts) / prefill_rate
         assert here <= CLEARLY_SOONER * (there + one_there)
@@ -187,21 +187,21 @@ def test_a_burst_is_shared_as_the_rates_are() -> None:
     with ExitStack() as burst:
         for _ in range(16):
             made = plan_by_load(THRESHOLD, *placed(256, pair, in_flight), in_flight)
-            burst.enter_context(QueuedPrompt(in_flight)).on(DECODE if made.reason is LOAD else PREFILL, 256)
+            burst.enter_context(QueuedPrompt(in_flight)).on(pair[made.reason is not LOAD], 256)
             burst.enter_context(in_flight.decoding(DECODE, 1))
         assert in_flight.prompt_tokens(DECODE) == 4 * 256
         assert in_flight.prompt_tokens(PREFILL) == 12 * 256
 
 
 def test_a_prompt_is_counted_on_one_worker_at_a_time() -> None:
-    in_flight = InFlight(ME)
+    (decode, prefill), in_flight = workers(), InFlight(ME)
     with QueuedPrompt(in_flight) as queued:
-        queued.on(DECODE, 100)
-        queued.on(PREFILL, 100)
-        queued.on(PREFILL, 30)
+        queued.plan(decode, 100)
+        queued.plan(prefill, 100)
+        queued.on(prefill, 30)
         assert (in_flight.prompt_tokens(DECODE), in_flight.prompt_tokens(PREFILL)) == (0, 30)
-        queued.on(PREFILL, 0)
+        queued.on(prefill, 0)
         assert in_flight.prompt_tokens(PREFILL) == 0
         queued.leave()
-        queued.on(DECODE, 5)
+        queued.on(decode, 5)
     assert in_flight.prompt_tokens(DECODE) == 0

@@ -12,7 +12,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pdserve.base.ids import RouterId, WorkerId
 from pdserve.base.workers import WorkerLoad, WorkerRecord
 from router_svc.local_prefill import LocalPrefillReason, plan_by_load
-from router_svc.placement import InFlight, Need, QueuedPrompt, choose_decode, choose_prefill, queued_tokens
+from router_svc.placement import (
+    InFlight,
+    Need,
+    QueuedPrompt,
+    choose_decode,
+    choose_prefill,
+    incarnation_of,
+    queued_tokens,
+)
 from tests.support.records import ME, worker_record
 
 OTHER = RouterId("other")
@@ -34,7 +42,7 @@ IDLE = report()
 def test_a_prompt_whose_first_token_came_is_not_queued_whatever_the_report_says() -> None:
     in_flight = InFlight(ME)
     with QueuedPrompt(in_flight) as prompt:
-        prompt.on(PREFILL, 600)
+        prompt.on(IDLE, 600)
         assert queued_tokens(IDLE, in_flight) == queued_tokens(report(me=600), in_flight) == 600
         prompt.computed()
         assert queued_tokens(report(me=600), in_flight) == 0
@@ -55,7 +63,7 @@ def test_back_to_back_prompts_find_the_prefill_tier_idle() -> None:
 def test_prompts_of_other_routers_count_as_reported() -> None:
     in_flight = InFlight(ME)
     with QueuedPrompt(in_flight) as prompt:
-        prompt.on(PREFILL, 100)
+        prompt.on(IDLE, 100)
         assert queued_tokens(report(me=600, other=300), in_flight) == 400
     assert queued_tokens(report(other=300), InFlight(OTHER)) == 0
 
@@ -66,7 +74,7 @@ def test_of_a_worker_that_does_not_tell_whose_prompts_it_counts_the_larger_numbe
     in_flight = InFlight(ME)
     with QueuedPrompt(in_flight) as prompt:
         for placed in (600, 900, 200):
-            prompt.on(PREFILL, placed)
+            prompt.on(IDLE, placed)
             assert queued_tokens(old, in_flight) == max(600, placed)
         prompt.computed()
     assert queued_tokens(old, in_flight) == 600
@@ -81,11 +89,11 @@ def test_what_preempted_sequences_compute_again_counts_for_every_router() -> Non
 def test_a_prompt_that_was_given_up_counts_until_the_worker_is_known_to_have_dropped_it() -> None:
     in_flight = InFlight(ME)
     with QueuedPrompt(in_flight) as prompt:
-        prompt.on(PREFILL, 600)
+        prompt.on(IDLE, 600)
     assert queued_tokens(report(me=600), in_flight) == 600
     assert queued_tokens(IDLE, in_flight) == 0
     with QueuedPrompt(in_flight) as another:
-        another.on(PREFILL, 200)
+        another.on(IDLE, 200)
         # One report has both, another neither: nothing counts twice.
         assert [queued_tokens(report(me=tokens), in_flight) for tokens in (800, 600, 0)] == [800, 600, 200]
         another.computed()
@@ -95,21 +103,59 @@ def test_a_prompt_that_was_given_up_counts_until_the_worker_is_known_to_have_dro
 def test_a_prompt_that_moved_on_or_had_all_computed_was_not_given_up() -> None:
     in_flight = InFlight(ME)
     with QueuedPrompt(in_flight) as prompt:
-        prompt.on(PREFILL, 600)
-        prompt.on(WorkerId("decode-0"), 600)
+        prompt.on(IDLE, 600)
+        prompt.on(worker_record(), 600)
         prompt.leave()
-        prompt.on(PREFILL, 600)
+        prompt.on(IDLE, 600)
         prompt.computed()
         # What tells of progress may come behind the first token.
-        prompt.on(PREFILL, 0)
+        prompt.on(IDLE, 0)
     assert queued_tokens(report(me=600), in_flight) == 0
+
+
+def test_a_prompt_that_the_worker_never_got_was_not_given_up() -> None:
+    in_flight = InFlight(ME)
+    with QueuedPrompt(in_flight) as prompt:
+        prompt.plan(IDLE, 600)
+        assert queued_tokens(IDLE, in_flight) == 600
+    with QueuedPrompt(in_flight) as prompt:
+        prompt.on(IDLE, 600)
+        prompt.plan(worker_record(), 600)
+    assert queued_tokens(report(me=600), in_flight) == 0
+
+
+def test_a_prompt_that_was_sent_before_another_was_given_up_tells_nothing_of_that() -> None:
+    in_flight = InFlight(ME)
+    with QueuedPrompt(in_flight) as before, QueuedPrompt(in_flight) as after:
+        before.on(IDLE, 100)
+        with QueuedPrompt(in_flight) as prompt:
+            prompt.on(IDLE, 600)
+        after.on(IDLE, 200)
+        before.on(IDLE, 50)
+        before.computed()
+        before.on(IDLE, 0)
+        before.computed()
+        assert queued_tokens(report(me=800), in_flight) == 800
+        after.computed()
+        assert queued_tokens(report(me=600), in_flight) == 0
+
+
+def test_what_was_given_up_on_a_worker_is_forgotten_when_it_is_gone_and_on_no_other() -> None:
+    in_flight = InFlight(ME)
+    successor = report(epoch=2, me=600)
+    for worker in (IDLE, successor):
+        with QueuedPrompt(in_flight) as prompt:
+            prompt.on(worker, 600)
+    in_flight.sweep({incarnation_of(successor)})
+    assert queued_tokens(report(me=600), in_flight) == 0
+    assert queued_tokens(successor, in_flight) == 600
 
 
 def test_a_worker_that_died_leaves_nothing_to_its_successor() -> None:
     in_flight = InFlight(ME)
     with QueuedPrompt(in_flight) as prompt:
-        prompt.on(PREFILL, 600)
-    assert queued_tokens(report(epoch=2), in_flight) == 0
+        prompt.on(IDLE, 600)
+    assert queued_tokens(report(epoch=2, me=300), in_flight) == 0
 
 
 @dataclass(eq=False)
@@ -119,6 +165,8 @@ class Sent:
     router: InFlight
     tokens: int
     prompt: QueuedPrompt | None
+    #: Number of the step of the story in which it was sent.
+    at: int
 
 
 class Reports(RuleBasedStateMachine):
@@ -130,9 +178,10 @@ class Reports(RuleBasedStateMachine):
         self.queue: list[Sent] = []
         self.reports = [IDLE]
         self.seen = dict.fromkeys(self.routers, 0)
-        #: Prompts that were given up since a first token was last seen.
-        self.given_up = dict.fromkeys(self.routers, False)
+        #: When the last prompt was given up of which no later one has been computed.
+        self.given_up: dict[RouterId, int | None] = dict.fromkeys(self.routers)
         self.epoch = 1
+        self.now = 0
 
     def queued(self) -> Counter[RouterId]:
         return sum((Counter({sent.router.router_id: sent.tokens}) for sent in self.queue), Counter())
@@ -140,8 +189,9 @@ class Reports(RuleBasedStateMachine):
     @rule(name=st.sampled_from([ME, OTHER]), tokens=st.integers(1, 900))
     def send(self, name: RouterId, tokens: int) -> None:
         prompt = QueuedPrompt(self.routers[name])
-        prompt.on(PREFILL, tokens)
-        self.queue.append(Sent(self.routers[name], tokens, prompt))
+        prompt.on(report(self.epoch), tokens)
+        self.now += 1
+        self.queue.append(Sent(self.routers[name], tokens, prompt, self.now))
 
     @precondition(lambda self: self.queue)
     @rule(tokens=st.integers(1, 900))
@@ -152,10 +202,12 @@ class Reports(RuleBasedStateMachine):
         if not first.tokens:
             del self.queue[0]
         if first.prompt is not None and first.tokens:
-            first.prompt.on(PREFILL, first.tokens)
+            first.prompt.on(report(self.epoch), first.tokens)
         elif first.prompt is not None:
             first.prompt.computed()
-            self.given_up[first.router.router_id] = False
+            given_up = self.given_up[first.router.router_id]
+            if given_up is not None and given_up < first.at:
+                self.given_up[first.router.router_id] = None
 
     @precondition(lambda self: self.queue)
     @rule(data=st.data(), at_once=st.booleans())
@@ -165,7 +217,8 @@ class Reports(RuleBasedStateMachine):
         if sent.prompt is not None:
             sent.prompt.__exit__(None, None, None)
             sent.prompt = None
-            self.given_up[sent.router.router_id] = True
+            self.now += 1
+            self.given_up[sent.router.router_id] = self.now
         if at_once:
             self.queue.remove(sent)
 
@@ -175,8 +228,8 @@ class Reports(RuleBasedStateMachine):
         for sent in list(self.queue):
             if sent.prompt is not None:
                 sent.prompt.__exit__(None, None, None)
-                self.given_up[sent.router.router_id] = True
         self.queue.clear()
+        self.given_up = dict.fromkeys(self.given_up)
         self.epoch += 1
         self.make_report()
         self.seen = dict.fromkeys(self.seen, len(self.reports) - 1)
@@ -197,7 +250,7 @@ class Reports(RuleBasedStateMachine):
             waited_for = sum(s.tokens for s in self.queue if s.router is router and s.prompt is not None)
             reported = Counter(record.load.queued_by_router or {})
             ours = queued_tokens(record, router) - (reported.total() - reported[name])
-            if self.given_up[name]:
+            if self.given_up[name] is not None:
                 assert ours == max(waited_for, reported[name])
             else:
                 assert ours == waited_for

@@ -398,7 +398,10 @@ async def reports_queued(house: House, router_id: RouterId, tokens: int = 5000) 
     await eventually(is_known)
 
 
-async def test_a_prompt_whose_client_left_counts_as_reported_until_another_is_computed(small_house: House) -> None:
+@pytest.mark.parametrize("is_dead", [False, True])
+async def test_a_prompt_whose_client_left_counts_as_reported_until_another_is_computed_or_the_worker_is_gone(
+    small_house: House, is_dead: bool
+) -> None:
     in_flight = small_house.router.cluster.in_flight
     reached = asyncio.Event()
 
@@ -414,8 +417,28 @@ async def test_a_prompt_whose_client_left_counts_as_reported_until_another_is_co
     await reports_queued(small_house, in_flight.router_id)
     [prefill] = small_house.router.cluster.ready("prefill")
     assert queued_tokens(prefill, in_flight) == 5000
-    await small_house.complete()
-    assert queued_tokens(prefill, in_flight) == 0
+    if is_dead:
+        small_house.router.cluster.directory.mark_lost(prefill.worker_id, prefill.epoch)
+
+        async def is_forgotten() -> bool:
+            return queued_tokens(prefill, in_flight) == 0
+
+        await eventually(is_forgotten)
+    else:
+        await small_house.complete()
+        assert queued_tokens(prefill, in_flight) == 0
+
+
+async def test_a_prompt_that_no_prefill_worker_got_was_not_given_up_there(
+    redis_server: PrivateRedis, model_dir: object
+) -> None:
+    async with open_house(redis_server, model_dir, ONE_OF_EACH, reserve_timeout_s=0.1) as house:  # type: ignore[arg-type]
+        in_flight = house.router.cluster.in_flight
+        house.script.fail("decode", *[failing(NoFreeBlocks("full"))] * 100)
+        status, _ = await house.complete()
+        assert (status, house.world.prefills) == (503, [])
+        await reports_queued(house, in_flight.router_id)
+        assert queued_tokens(house.router.cluster.ready("prefill")[0], in_flight) == 0
 
 
 @pytest.mark.parametrize("fallback", ["no_prefill_worker", "not_receivable"])
