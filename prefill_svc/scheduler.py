@@ -62,9 +62,15 @@ class PrefillJob:
 class _Active:
     job: PrefillJob
     sequence: Sequence
-    num_cached: int = 0
+    #: While it waits: what the prefix cache had of it when it came.
+    num_cached: int
     #: Of the whole prompt; empty before the first chunk.
     block_table: tuple[BlockId, ...] = ()
+
+    @property
+    def num_missing(self) -> int:
+        """Prompt tokens to compute, or to be expected."""
+        return self.sequence.num_prompt - max(self.sequence.num_computed, self.num_cached)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,7 +118,8 @@ class PrefillScheduler:
         sequence = Sequence.from_prompt(
             job.request_id, job.prompt_token_ids, job.params, hash_key=job.hash_key, hashes=job.hashes
         )
-        self._queues.waiting[job.request_id] = _Active(job=job, sequence=sequence)
+        num_cached = self._blocks.count_cached(sequence)
+        self._queues.waiting[job.request_id] = _Active(job=job, sequence=sequence, num_cached=num_cached)
         self._stirred = True
 
     def abort(self, request_id: RequestId) -> bool:
@@ -143,7 +150,10 @@ class PrefillScheduler:
         return self._find(request_id).sequence.num_computed
 
     def num_cached(self, request_id: RequestId) -> int:
-        """Prompt tokens that the prefix cache had. Raises `InvalidTransition` for an unknown request."""
+        """Prompt tokens that the prefix cache had; while the job waits, when it came.
+
+        Raises `InvalidTransition` for an unknown request.
+        """
         return self._find(request_id).num_cached
 
     def has_work(self) -> bool:
@@ -199,7 +209,7 @@ class PrefillScheduler:
         by_router: dict[RouterId, int] = {}
         for active in (*queues.waiting.values(), *queues.computing.values()):
             router_id = active.job.router_id
-            by_router[router_id] = by_router.get(router_id, 0) + active.sequence.num_pending
+            by_router[router_id] = by_router.get(router_id, 0) + active.num_missing
         return Load(
             num_running=len(queues.computing),
             num_waiting=len(queues.waiting),

@@ -89,7 +89,7 @@ class PrefillSession:
         """Raises what ended the prompt before it was handed over."""
         try:
             async with self._transfer(ticket) as pusher:
-                await self._worker.run(lambda: self._scheduler.add(job))
+                self._state.num_cached = await self._worker.run(lambda: self._add(job))
                 await self._compute(job, pusher)
                 # Nothing is left to decode when every choice ended with its first token: the ticket stays unused.
                 if all(choice.finish_reason for choice in self._state.first_tokens):
@@ -106,6 +106,11 @@ class PrefillSession:
             await self._write(pb.PrefillResponse(done=self._summary(pusher)))
         finally:
             await self._worker.run(lambda: self._scheduler.abort(self._request_id))
+
+    def _add(self, job: PrefillJob) -> int:
+        """On the step thread. The prompt tokens that need not be computed, as it seems now."""
+        self._scheduler.add(job)
+        return self._scheduler.num_cached(job.request_id)
 
     @asynccontextmanager
     async def _transfer(self, ticket: Ticket | None) -> AsyncIterator[Pusher | None]:

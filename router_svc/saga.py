@@ -322,8 +322,9 @@ class Saga:
                     match event.WhichOneof("event"):
                         case "progress":
                             self._journal.progressed(event.progress)
-                            if computed := event.progress.computed_tokens:
-                                self._queued.on(worker, max(placement.prompt_tokens - computed, 0))
+                            # The worker knows better than the index what it has cached, also of a prompt that waits.
+                            done = max(event.progress.computed_tokens, event.progress.cached_tokens)
+                            self._queued.on(worker, max(placement.prompt_tokens - done, 0))
                             if reservation is not None:
                                 await reservation.send(decode_pb2.DecodeRequest(keep_lease=decode_pb2.KeepLease()))
                         case "first_token":

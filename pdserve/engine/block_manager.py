@@ -48,6 +48,11 @@ class BlockManager:
             self.num_hit_tokens += sequence.num_computed
         return True
 
+    def count_cached(self, sequence: Sequence) -> int:
+        """Tokens of a sequence without blocks that `admit` would find in the prefix cache now; takes no references."""
+        usable = (sequence.num_tokens - 1) // self.pool.block_size
+        return self.pool.count_prefix(sequence.hash_full_blocks(self.pool.block_size)[:usable]) * self.pool.block_size
+
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
         """Make slots `[num_computed, num_tokens)` exist and be the sequence's own to write."""
         if num_tokens <= sequence.num_slots:

@@ -111,6 +111,7 @@ class PrefillProgress(_message.Message):
     queued: _builtins.bool
     computed_tokens: _builtins.int
     cached_tokens: _builtins.int
+    """Of a prompt that waits: as cached when it came."""
     computing_s: _builtins.float
     """Time since the prompt's first step began; 0 while it waits."""
     def __init__(

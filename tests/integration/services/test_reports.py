@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from pdserve.base.admin import Health
 from pdserve.base.private_redis import PrivateRedis
 from pdserve.base.registry import Registrar
 from pdserve.base.store import Store
+from pdserve.base.wire import sampling_to_wire
+from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.step import Load
-from pdserve.v1 import decode_pb2
+from pdserve.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
 from pdserve.worker.process import _registered
 from pdserve.worker.step_metrics import StepMetrics
 from pdserve.worker.worker import TierService, Worker
@@ -59,6 +62,27 @@ async def test_a_prompt_is_reported_under_its_routers_name_while_it_is_computed(
         for worker, tokens in ((house.prefill, len(PROMPT)), (house.decode, len(PROMPT) + 1)):
             assert {ROUTER: tokens} in [load.queued_by_router for load in told[id(worker.steps)]]
             assert worker.load.queued_by_router == {}
+        await house.all_free()
+
+
+async def test_a_prompt_that_waits_tells_what_the_cache_has_of_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefill_svc.session.KEEP_ALIVE_S", 0.02)
+    async with running_house(model) as house:
+        await house.request(PROMPT).prefill(None)
+        monkeypatch.setattr(BlockManager, "admit", lambda *_, **__: False)
+        request = house.request([*PROMPT, 5])
+        call = prefill_pb2_grpc.PrefillServiceStub(house.prefill_channel).Prefill(
+            prefill_pb2.PrefillRequest(
+                ref=request.ref(), prompt_token_ids=request.prompt, sampling=sampling_to_wire(request.params)
+            )
+        )
+        async with asyncio.timeout(10):
+            progress = (await anext(aiter(call))).progress
+        block_size = house.prefill.model.layout.block_size
+        cached = len(PROMPT) // block_size * block_size
+        assert (progress.queued, progress.computed_tokens, progress.cached_tokens) == (True, 0, cached)
+        assert house.prefill.load.queued_by_router == {ROUTER: len(PROMPT) + 1 - cached}
+        call.cancel()
         await house.all_free()
 
 

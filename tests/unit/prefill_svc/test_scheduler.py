@@ -322,6 +322,34 @@ def test_the_load_tells_whose_prompts_are_queued() -> None:
     assert worker.scheduler.load().queued_by_router == {}
 
 
+def test_of_a_prompt_that_waits_the_load_counts_what_was_not_cached_when_it_came() -> None:
+    worker = prefill(6, budget=4)
+    worker.scheduler.add(job(A, PROMPT))
+    worker.run()
+    worker.scheduler.release(A)
+    for request_id, prompt in ((B, [20, 21]), (C, [*PROMPT, 30])):
+        worker.scheduler.add(replace(job(request_id, prompt), router_id=RouterId(request_id)))
+    assert worker.scheduler.load().queued_by_router == {B: 2, C: 3}
+    assert (worker.scheduler.num_cached(C), worker.scheduler.num_computed(C)) == (8, 0)
+    worker.run()
+    assert (worker.scheduler.num_cached(C), worker.scheduler.load().queued_prompt_tokens) == (8, 0)
+
+
+def test_what_was_evicted_while_a_prompt_waited_counts_again_when_it_begins() -> None:
+    worker = prefill(6, budget=4)
+    worker.scheduler.add(job(A, PROMPT))
+    worker.run()
+    worker.scheduler.release(A)
+    worker.scheduler.add(job(B, [20 + token % 4 for token in range(24)]))
+    worker.scheduler.add(job(C, [*PROMPT, 30]))
+    assert worker.scheduler.load().queued_prompt_tokens == 24 + 3
+    while not worker.scheduler.load().num_held:
+        worker.step()
+    worker.scheduler.release(B)
+    worker.step()
+    assert worker.scheduler.load().queued_prompt_tokens == 11 - 4
+
+
 def test_masked_rows_never_read_what_an_earlier_owner_left() -> None:
     worker = prefill(3)
     worker.cache.tensor.fill_(float("inf"))

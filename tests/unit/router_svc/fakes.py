@@ -79,8 +79,8 @@ class Script:
     pace: asyncio.Semaphore | None = None
 
     def fail(self, point: str, *faults: Fault | None) -> None:
-        """Points: prefill, prefill_token, prefill_commit, prefill_committed; decode, decode_ticket, decode_local,
-        decode_started, decode_token.
+        """Points: prefill, prefill_queued, prefill_started, prefill_token, prefill_commit, prefill_committed; decode,
+        decode_ticket, decode_local, decode_started, decode_token.
         """
         self.faults[point].extend(faults)
 
@@ -300,11 +300,12 @@ class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):
         script = self._world.script
         await script.reach("prefill", context)
         prompt_tokens = len(request.prompt_token_ids)
-        for queued, computed in ((True, 0), (False, 0), (False, prompt_tokens)):
+        for told, queued, computed in (("queued", True, 0), ("started", False, 0), ("", False, prompt_tokens)):
             progress = prefill_pb2.PrefillProgress(
                 queued=queued, computed_tokens=computed, cached_tokens=script.cached_tokens
             )
             await context.write(prefill_pb2.PrefillResponse(progress=progress))
+            await script.reach(f"prefill_{told}", context)
         await script.reach("prefill_token", context)
         first = prefill_pb2.PrefillFirstToken(choices=self._first(request), cached_tokens=script.cached_tokens)
         await context.write(prefill_pb2.PrefillResponse(first_token=first))

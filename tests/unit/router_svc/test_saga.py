@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -12,6 +13,7 @@ from pdserve.base.errors import Draining, NoFreeBlocks, RequestError, StaleEpoch
 from pdserve.base.ids import RouterId, WorkerId
 from pdserve.base.private_redis import PrivateRedis
 from pdserve.base.workers import Tier, WorkerLoad
+from router_svc.cluster import Cluster
 from router_svc.local_prefill import ALWAYS_LOCAL
 from router_svc.placement import queued_tokens
 from tests.support.redis import eventually
@@ -427,6 +429,33 @@ async def test_a_prompt_whose_client_left_counts_as_reported_until_another_is_co
     else:
         await small_house.complete()
         assert queued_tokens(prefill, in_flight) == 0
+
+
+@pytest.mark.parametrize("point", ["prefill_queued", "prefill_started"])
+@pytest.mark.parametrize("cached_tokens", [0, 1])
+async def test_of_a_prompt_that_is_not_cached_as_believed_counts_what_the_worker_tells(
+    small_house: House, monkeypatch: pytest.MonkeyPatch, point: str, cached_tokens: int
+) -> None:
+    in_flight = small_house.router.cluster.in_flight
+    believed = AsyncMock(return_value={WorkerId("prefill-0"): 1000})
+    monkeypatch.setattr(Cluster, "overlap", believed)
+    small_house.script.cached_tokens = cached_tokens
+    counted: list[int] = []
+
+    async def count(_: Context) -> None:
+        missing = len(small_house.world.prefills[0].prompt_token_ids) - cached_tokens
+
+        async def is_counted() -> bool:
+            return in_flight.prompt_tokens(WorkerId("prefill-0")) == missing
+
+        await eventually(is_counted)
+        counted.append(missing)
+
+    small_house.script.fail(point, count)
+    await small_house.complete()
+    assert len(counted) == 1
+    assert counted[0] > 2
+    assert in_flight.prompt_tokens(WorkerId("prefill-0")) == 0
 
 
 async def test_a_prompt_that_no_prefill_worker_got_was_not_given_up_there(
