@@ -5,9 +5,14 @@ A row is one token to choose: which logits it is drawn from, its random numbers,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch import Tensor
+
+#: Sampled at a time: each takes memory for copies of its logits, and the choices of many prompts may begin at once.
+MOST_ROWS = 256
+_RAGGED = ("bias_starts", "banned_starts")
+_SHARED = ("history", "bias_ids", "bias_values", "banned_ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +77,15 @@ class SampleRows:
     def num_rows(self) -> int:
         """Rows, unused ones included."""
         return self.logits_index.shape[0]
+
+    def part(self, first: int, end: int) -> SampleRows:
+        """Some neighbouring rows."""
+        pieces = {
+            each.name: getattr(self, each.name)[first : end + (each.name in _RAGGED)]
+            for each in fields(self)
+            if each.name not in _SHARED
+        }
+        return SampleRows(**pieces, **{name: getattr(self, name) for name in _SHARED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

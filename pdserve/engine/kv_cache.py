@@ -26,6 +26,12 @@ _DTYPES = {
 ALL_LAYERS = slice(None)
 
 
+def sleeping_event() -> torch.cuda.Event:
+    """Who waits for it sleeps instead of looking all the time."""
+    event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    return event
+
+
 class KvCache:
     """`tensor`: [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim] of the layout's dtype."""
 
@@ -94,6 +100,9 @@ class KvCache:
             self.tensor[destination].copy_(self.tensor[source])
 
     def _copy(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor], after: Moment | None = None) -> None:
+        if self._copies is not None:
+            # Threads begin with the first GPU, of which torch would else take memory, too.
+            torch.cuda.set_device(self.tensor.device)
         with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
             if after is not None:
                 after.wait()
@@ -102,7 +111,8 @@ class KvCache:
                     to_piece.copy_(source_piece, non_blocking=True)
         if self._copies is not None:
             # Not the stream: behind these there may be copies of others, who wait for a step.
-            self._copies.record_event().synchronize()
+            # By sleeping: several threads may wait, and none of them is in a hurry of microseconds.
+            self._copies.record_event(sleeping_event()).synchronize()
 
 
 def _pieces(to: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -8,11 +8,14 @@ from typing import Protocol
 
 import torch
 
+from kernels.triton.sample_rows import MOST_ROWS
 from pdserve.base.config import variable
 from pdserve.base.errors import SetupError
 from pdserve.base.layout import KvLayout
-from pdserve.base.sampling import SamplingParams
+from pdserve.base.sampling import MAX_N, SamplingParams
 from pdserve.base.worker_config import WorkerConfig
+from pdserve.engine.device_batch import BatchShape
+from pdserve.engine.graphs import decode_shape
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.runner import TokenSampler
 from pdserve.engine.sequence import SampleRow
@@ -128,6 +131,8 @@ class LargestSteps:
     num_prompts: int
     #: Sequences that decode in one step; 0: none do.
     num_decoding: int
+    #: Steps that only decode are replayed from CUDA graphs.
+    replayed: bool = False
 
 
 def measure_use(
@@ -142,6 +147,8 @@ def measure_use(
 ) -> DeviceUse:
     """Runs the largest steps, with sampling, in a KV cache of one block, which all rows overwrite.
 
+    Those are a chunk of prompts, decoding sequences as graphs pad them, and both together.
+
     `free_before`: before the weights were loaded, when this process had allocated nothing. `group_bytes`: as
     `DeviceUse.group`. `sampler`: None on ranks that draw no tokens. Raises `SetupError` when they do not fit, or
     cannot run at all.
@@ -149,22 +156,21 @@ def measure_use(
     weights = memory.allocated()
     cache = KvCache(layout, 1, decoder.device)
     held = memory.allocated()
-    memory.reset_peak()
-    longest = decoder.max_model_len
-    chunk = _rows_of_block_0(layout, [min(steps.num_tokens, longest)], num_logits=steps.num_prompts)
-    batches = [chunk]
-    if steps.num_decoding:
-        # The width of the tables decides what attention needs, the contexts how long it takes.
-        num_blocks = -(-longest // layout.block_size)
-        batches.append(_rows_of_block_0(layout, [1] * steps.num_decoding, num_blocks=num_blocks))
+    activations = graphs = 0
     try:
-        for batch in batches:
+        for batch in _largest_batches(layout, steps, decoder.max_model_len):
+            memory.reset_peak()
             logits = decoder.forward(batch.to(decoder.device), cache.tensor)
-            if sampler is None:
-                continue
-            rows = [SampleRow(params=_MOST, choice_index=0, tokens=array("q", [0]), num_prompt=1) for _ in logits]
-            sampler.sample(logits, rows, range(len(rows)))
-        activations = memory.peak() - held
+            only_decodes = BatchShape.of(batch).is_decode_only
+            if steps.replayed and only_decodes:
+                # What it computes in it keeps, and its logits.
+                graphs = memory.peak() - held + logits.nbytes
+            if sampler is not None:
+                # Every choice of a prompt is drawn at once.
+                num_rows = len(logits) if only_decodes else min(MOST_ROWS, len(logits) * MAX_N)
+                rows = [SampleRow(params=_MOST, choice_index=0, tokens=array("q", [0]), num_prompt=1)] * num_rows
+                sampler.sample(logits, rows, [row % len(logits) for row in range(num_rows)])
+            activations = max(activations, memory.peak() - held)
     except torch.OutOfMemoryError as error:
         raise SetupError(
             f"Steps of {steps.num_tokens} prompt tokens and {steps.num_decoding} sequences do not fit into GPU memory "
@@ -173,15 +179,29 @@ def measure_use(
         ) from error
     except RuntimeError as error:
         raise SetupError(f"The model does not run on {decoder.device}: {error}.") from error
-    # Graphs return logits in memory of their own.
-    graphs = steps.num_decoding * decoder.config.vocab_size * torch.float32.itemsize
     return DeviceUse(
         total=memory.total(),
         free=free_before,
         weights=weights,
-        activations=activations + graphs,
+        activations=activations,
+        graphs=graphs,
         group=group_bytes,
     )
+
+
+def _largest_batches(layout: KvLayout, steps: LargestSteps, longest: int) -> list[Batch]:
+    whole, rest = divmod(steps.num_tokens, longest)
+    prompts = [longest] * whole + [rest] * (rest > 0)
+    batches = [_rows_of_block_0(layout, prompts, num_logits=steps.num_prompts)]
+    if steps.num_decoding:
+        # The width of the tables decides what attention needs, the contexts how long it takes.
+        num_blocks = -(-longest // layout.block_size)
+        shape = decode_shape(steps.num_decoding, num_blocks)
+        batches.append(_rows_of_block_0(layout, [1] * shape.num_sequences, num_blocks=shape.num_blocks))
+        num_logits = steps.num_prompts + steps.num_decoding
+        both = [*prompts, *[1] * steps.num_decoding]
+        batches.append(_rows_of_block_0(layout, both, num_blocks=num_blocks, num_logits=num_logits))
+    return batches
 
 
 def _rows_of_block_0(layout: KvLayout, lengths: list[int], *, num_blocks: int = 0, num_logits: int = 0) -> Batch:

@@ -8,7 +8,7 @@ from pdserve.base.errors import SetupError
 from pdserve.base.layout import KvLayout
 from pdserve.worker.memory import KvBudget, kv_budget, show_bytes
 
-#: Of the worker's share, kept free: CUDA graphs, what libraries take when they are first used, fragmentation.
+#: Of the worker's share, kept free: for graphs themselves, what libraries take when they are first used, fragmentation.
 _MARGIN = 0.02
 
 
@@ -23,13 +23,16 @@ class DeviceUse:
     weights: int
     #: At most, in a step of as many tokens as a step may have, beside weights and KV.
     activations: int
+    #: That CUDA graphs compute in, which nothing else uses.
+    graphs: int = 0
     #: For what ranks say to each other.
     group: int = 0
 
     def __str__(self) -> str:
+        graphs = f", CUDA graphs {show_bytes(self.graphs)}" if self.graphs else ""
         group = f", exchange between ranks {show_bytes(self.group)}" if self.group else ""
         step = show_bytes(self.activations)
-        return f"weights {show_bytes(self.weights)}, activations of the largest step {step}{group}"
+        return f"weights {show_bytes(self.weights)}, activations of the largest step {step}{graphs}{group}"
 
 
 def plan_device_kv(
@@ -55,7 +58,7 @@ def plan_device_kv(
             f"but only {show_bytes(use.free)} were free: other processes have the rest. Stop them, or give this worker "
             f"at most {int(100 * use.free / use.total) / 100:g}."
         )
-    left = share - use.weights - use.activations - use.group - int(share * _MARGIN) - staging
+    left = share - use.weights - use.activations - use.graphs - use.group - int(share * _MARGIN) - staging
     taken = f"{use}, staging memory {show_bytes(staging)}" if staging else str(use)
     if left < layout.block_bytes:
         raise SetupError(

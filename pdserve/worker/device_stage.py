@@ -24,7 +24,7 @@ from pdserve.base.errors import SetupError, TransferError
 from pdserve.base.ids import BlockId
 from pdserve.base.tasks import to_its_end
 from pdserve.base.worker_config import GPU_LAYER_GROUPS
-from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.kv_cache import KvCache, sleeping_event
 from pdserve.worker.blocks import Stage
 
 #: Stretched keys of the latest transfers, each as large as a block.
@@ -104,6 +104,8 @@ class DeviceCopies:
     ) -> tuple[Tensor, torch.cuda.Event | None]:
         """Digests of all blocks, uint8 [n, 16] of the host, and on a GPU when they will be there."""
         layers = (part.layers.start, part.layers.stop)
+        if self._stream is not None:
+            torch.cuda.set_device(self._device)  # Threads begin with the first GPU.
         with _LAUNCHING, nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if part.after is not None:
                 part.after.wait()
@@ -116,7 +118,7 @@ class DeviceCopies:
             together = torch.cat(digests)
             host = torch.empty(together.shape, dtype=together.dtype, pin_memory=self._stream is not None)
             host.copy_(together, non_blocking=True)
-            return host, None if self._stream is None else self._stream.record_event()
+            return host, None if self._stream is None else self._stream.record_event(sleeping_event())
 
     def _pack(self, message: Tensor, ids: Tensor, keys: Tensor, layers: tuple[int, int]) -> Tensor:
         heads = (0, self._cache.layout.num_kv_heads)

@@ -182,8 +182,9 @@ def _load_on_gpu(order: _Order, group_bytes: int) -> tuple[Decoder, KvBudget]:
     )
     longest = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
     layout = _of_rank(order.layout(longest), ranks.size)
+    decoder = make_decoder(model, weights, max_model_len=longest, kernels=options, ranks=ranks)
     use = measure_use(
-        make_decoder(model, weights, max_model_len=longest, kernels=options, ranks=ranks),
+        decoder,
         _drawing(device, ranks),
         layout,
         memory,
@@ -193,6 +194,7 @@ def _load_on_gpu(order: _Order, group_bytes: int) -> tuple[Decoder, KvBudget]:
             num_tokens=config.max_num_batched_tokens,
             num_prompts=min(config.max_num_batched_tokens, _MOST_PROMPTS),
             num_decoding=config.max_decoding,
+            replayed=_captures(config, decoder),
         ),
     )
     budget = plan_device_kv(
@@ -211,6 +213,7 @@ def _load_on_gpu(order: _Order, group_bytes: int) -> tuple[Decoder, KvBudget]:
         total=use.total,
         weights=use.weights,
         activations=use.activations,
+        graphs=use.graphs,
         group=use.group,
     )
     budget = order.agree(budget)
@@ -227,18 +230,21 @@ def _of_rank(layout: KvLayout, size: int) -> KvLayout:
     return replace(layout, num_kv_heads=layout.num_kv_heads // size)
 
 
+def _captures(config: WorkerConfig, decoder: Decoder) -> bool:
+    """Plain torch asks the device on its way, which cannot be captured."""
+    return bool(config.max_decoding) and not config.enforce_eager and decoder.kernels.implementation == "triton"
+
+
 def _step_decoder(
     config: WorkerConfig, decoder: Decoder, layout: KvLayout, device: torch.device, ranks: Ranks
 ) -> Decoder | DeviceDecoder:
     if device.type == "cpu":
         return decoder
-    # Plain torch asks the device on its way, which cannot be captured.
-    captures = config.max_decoding and not config.enforce_eager and decoder.kernels.implementation == "triton"
     vocab = decoder.config.vocab_size
     return DeviceDecoder(
         decoder,
         device,
-        recorder=CudaRecorder() if captures else None,
+        recorder=CudaRecorder() if _captures(config, decoder) else None,
         max_num_seqs=max(1, config.max_decoding),
         max_blocks=-(-decoder.max_model_len // layout.block_size),
         # Only rank 0 is given the others' columns.

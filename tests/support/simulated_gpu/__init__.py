@@ -21,7 +21,7 @@ import torch
 from pdserve.base.config import set_default_variable
 from tests.support.simulated_gpu import streams, tensors
 from tests.support.simulated_gpu.streams import gpu
-from tests.support.simulated_gpu.tensors import DeviceTensor, Memory, allocate, is_pinned, pin
+from tests.support.simulated_gpu.tensors import RUBBISH, DeviceTensor, Memory, allocate, is_pinned, pin
 
 _CUDA, _META = 1, 14  # of c10::DeviceType
 _library: list[torch.library.Library] = []
@@ -143,10 +143,15 @@ def _let_torch_pin() -> None:
     def pinning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
             tensor = make(*args, **kwargs)
-            return pin(tensor) if pin_memory else tensor
+            if not pin_memory:
+                return tensor
+            if make is plain_empty:
+                tensor.view(torch.uint8).fill_(RUBBISH)
+            return pin(tensor)
 
         return made
 
+    plain_empty = torch.empty
     torch.empty, torch.zeros = pinning(torch.empty), pinning(torch.zeros)  # type: ignore[assignment]
     torch.Tensor.pin_memory = lambda self, device=None: pin(self.clone())
     torch.Tensor.is_pinned = lambda self, device=None: is_pinned(self)

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
+from weakref import WeakSet
 
 import torch
 
@@ -159,8 +160,9 @@ class Stream:
     def __init__(self, device: object = None, priority: int = 0, *, gpu: Gpu | None = None) -> None:
         self._gpu = gpu
         self.queue: deque[_Item] = deque()
-        #: What is captured instead of being done.
+        #: What is captured instead of being done, and what overwrites the memory that is allocated meanwhile.
         self.recording: list[Work] | None = None
+        self.spoils: list[Work] = []
 
     @property
     def gpu(self) -> Gpu:
@@ -256,14 +258,30 @@ class Graph:
 
     def __init__(self) -> None:
         self.works: list[Work] = []
+        #: Overwrites what it has allocated.
+        self.spoils: list[Work] = []
         self._pool = (0, id(self))
+        #: Those that share a pool, in which each may write where others have.
+        self._together: list[Graph] = [self]
 
     def pool(self) -> tuple[int, int]:
         return self._pool
 
+    def share(self, pool: object) -> None:
+        other = next((graph for graph in _graphs if graph._pool == pool), None)
+        if other is not None:
+            self._pool, self._together = other._pool, other._together
+            self._together.append(self)
+
     def replay(self) -> None:
+        for graph in self._together:
+            for spoil in graph.spoils if graph is not self else ():
+                gpu().submit(spoil)
         for work in self.works:
             gpu().submit(work)
+
+
+_graphs: WeakSet[Graph] = WeakSet()
 
 
 class Capture:
@@ -271,12 +289,15 @@ class Capture:
 
     def __init__(self, graph: Graph, pool: object = None, stream: Stream | None = None, **_: object) -> None:
         self._graph = graph
+        _graphs.add(graph)
+        graph.share(pool)
         self._inside = InStream(stream or Stream())
 
     def __enter__(self) -> None:
         gpu().finish_all()
         self._inside.__enter__()
         gpu().stream.recording = []
+        gpu().stream.spoils = self._graph.spoils
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -18,7 +18,7 @@ from tests.support.simulated_gpu.streams import Stream, gpu
 
 DEVICE = torch.device("cuda", 0)
 #: Of each byte of memory that nobody has written to: NaN as a number, -1 as an index.
-_RUBBISH = 0xFF
+RUBBISH = 0xFF
 
 _aten = torch.ops.aten
 #: Their results' shapes, or the answers themselves, depend on values: the host waits for them.
@@ -35,17 +35,20 @@ class Memory:
     def __init__(self, num_bytes: int) -> None:
         if Memory.allocated + num_bytes > Memory.total_bytes:
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes.")
-        self.bytes = torch.full((num_bytes,), _RUBBISH, dtype=torch.uint8)
+        self.bytes = torch.full((num_bytes,), RUBBISH, dtype=torch.uint8)
         stream = gpu().stream
         Memory.allocated += num_bytes
         Memory.peak = max(Memory.peak, Memory.allocated)
+        if stream.recording is not None:
+            memory = self.bytes
+            stream.spoils.append(lambda: memory.fill_(RUBBISH))
         weakref.finalize(self, _free, self.bytes, stream, stream.recording).atexit = False
 
 
 def _free(memory: torch.Tensor, stream: Stream, recording: list[Callable[[], None]] | None) -> None:
     """On the stream of the allocation. What a graph has allocated is its own, and used again within it only."""
     Memory.allocated -= memory.nbytes
-    overwrite = lambda: memory.fill_(_RUBBISH)  # noqa: E731
+    overwrite = lambda: memory.fill_(RUBBISH)  # noqa: E731
     if recording is not None:
         if stream.recording is recording:
             recording.append(overwrite)

@@ -41,14 +41,14 @@ class Recorder:
 
 
 def device_decoder(
-    decoder: Double, recorder: Recorder | None, *, max_num_seqs: int = 16, max_graphs: int = 8
+    decoder: Double, recorder: Recorder | None, *, max_num_seqs: int = 16, max_graphs: int = 8, max_blocks: int = 100
 ) -> DeviceDecoder:
     return DeviceDecoder(
         decoder,
         DEVICE,
         recorder=recorder,
         max_num_seqs=max_num_seqs,
-        max_blocks=100,
+        max_blocks=max_blocks,
         vocab_size=2,
         max_graphs=max_graphs,
     )
@@ -69,8 +69,8 @@ def test_a_replayed_step_gives_what_the_decoder_gives_for_its_own_rows() -> None
     for count in (3, 4, 1, 2, 9, 3, 16, 11):
         batch = decoding(count)
         assert replaying.forward(batch, CACHE).cpu().equal(plain.forward(batch, CACHE))
-    # 3 and 4, 1, 2, and 9, 11 and 16.
-    assert recorder.num_recorded == 4
+    # The largest, which is that of 9, 11 and 16 but for tables; 3 and 4, 1, 2, and those.
+    assert recorder.num_recorded == 5
 
 
 def test_prompts_and_crowds_are_computed_as_they_are() -> None:
@@ -91,9 +91,9 @@ def test_without_a_recorder_nothing_is_padded() -> None:
 def test_the_longest_unused_recording_makes_room() -> None:
     recorder = Recorder()
     replaying = device_decoder(Double(), recorder, max_graphs=2)
-    for count in (1, 2, 1, 4, 1, 2):  # 4 displaces 2, and 2 then 4
+    for count in (1, 2, 1, 4, 1, 2):  # 2 displaces the largest, 4 then 2, and 2 then 4
         replaying.forward(decoding(count), CACHE)
-    assert recorder.num_recorded == 4
+    assert recorder.num_recorded == 5
 
 
 def test_dropped_graphs_are_recorded_again() -> None:
@@ -102,12 +102,31 @@ def test_dropped_graphs_are_recorded_again() -> None:
     replaying.forward(decoding(1), CACHE)
     replaying.drop_graphs()
     replaying.forward(decoding(1), CACHE)
-    assert recorder.num_recorded == 2
+    assert recorder.num_recorded == 4
+
+
+def test_the_largest_shape_is_recorded_first_so_that_the_others_find_room_in_its_memory() -> None:
+    decoder = Double()
+    replaying = device_decoder(decoder, Recorder())
+    for count in (3, 1, 16):
+        replaying.forward(decoding(count), CACHE)
+    assert decoder.shapes[0] == (16, 128)
+    largest = device_decoder(Double(), recorder := Recorder(), max_blocks=3)
+    largest.forward(decoding(16), CACHE)
+    assert recorder.num_recorded == 1
 
 
 @pytest.mark.parametrize(
     ("sequences", "blocks", "padded"),
-    [(1, 1, (1, 16)), (3, 16, (4, 16)), (5, 17, (8, 32)), (9, 33, (16, 64)), (33, 1000, (40, 1024))],
+    [
+        (1, 1, (1, 16)),
+        (3, 16, (4, 16)),
+        (5, 17, (8, 32)),
+        (9, 33, (16, 64)),
+        (33, 1000, (40, 1024)),
+        (64, 1, (64, 16)),
+        (65, 1, (96, 16)),
+    ],
 )
 def test_few_shapes_occur(sequences: int, blocks: int, padded: tuple[int, int]) -> None:
     shape = decode_shape(sequences, blocks)

@@ -128,6 +128,20 @@ def test_a_graph_does_again_what_was_captured_on_the_same_memory() -> None:
     assert kept.tolist() == [3 + 21, 5 + 41]
 
 
+def test_graphs_that_share_their_memory_overwrite_each_others_results() -> None:
+    given, first, second = there(1, 2), torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(first):
+        doubled = given * 2
+    with torch.cuda.graph(second, pool=first.pool()):
+        tripled = given * 3
+    first.replay()
+    second.replay()
+    assert tripled.tolist() == [3, 6]
+    assert doubled.isnan().all()
+    first.replay()
+    assert doubled.tolist() == [2, 4]
+
+
 @pytest.mark.parametrize("what", ["a value", "pageable memory", "an event"])
 def test_what_may_not_be_captured_is_refused(what: str) -> None:
     given, event, side = there(1, 2), torch.cuda.Event(), torch.cuda.Stream()

@@ -78,9 +78,15 @@ def test_a_device_that_cannot_be_had_is_refused(name: str, needle: str) -> None:
         open_device(name)
 
 
-@pytest.mark.parametrize(("num_tokens", "measured"), [(40, 40), (10_000, 64)])
+@pytest.mark.parametrize("replayed", [True, False])
+@pytest.mark.parametrize(("num_tokens", "num_prompts", "num_blocks"), [(40, 1, 3), (150, 3, 4)])
 def test_the_largest_steps_are_run_and_their_peak_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_tokens: int, measured: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_tokens: int,
+    num_prompts: int,
+    num_blocks: int,
+    replayed: bool,
 ) -> None:
     decoder = load_decoder(save_model(tmp_path), max_model_len=64)
     memory, forward, tables = Counted(), decoder.forward, list[torch.Size]()
@@ -100,15 +106,16 @@ def test_the_largest_steps_are_run_and_their_peak_taken(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
     )
-    steps = LargestSteps(num_tokens=num_tokens, num_prompts=4, num_decoding=5)
+    steps = LargestSteps(num_tokens=num_tokens, num_prompts=4, num_decoding=5, replayed=replayed)
     sampler = Drawn()
     use = measure_use(decoder, sampler, layout, memory, free_before=90_000, group_bytes=30, steps=steps)
-    assert memory.rows == [measured, 5]
-    assert tables == [(1, -(-measured // 16)), (5, 4)]
-    assert sampler.num_rows == [4, 5]
-    logits = 5 * config.vocab_size * 4
+    # Prompts that are no longer than one can be; as many sequences as graphs are padded to; and both.
+    assert memory.rows == [num_tokens, 8, num_tokens + 5]
+    assert tables == [(num_prompts, num_blocks), (8, 16), (num_prompts + 5, 4)]
+    assert sampler.num_rows == [256, 8, 256]
     assert (use.total, use.free, use.weights, use.group) == (100_000, 90_000, 700, 30)
-    assert use.activations == 10 * measured + logits
+    assert use.activations == 10 * (num_tokens + 5)
+    assert use.graphs == (10 * 8 + 8 * config.vocab_size * 4 if replayed else 0)
 
 
 @pytest.mark.parametrize(
