@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from kernels.triton import sample_rows
 from pdserve.base.config import set_default_variable
 from tests.support.simulated_gpu import streams, tensors
 from tests.support.simulated_gpu.streams import gpu
@@ -43,6 +44,8 @@ def install(eagerness: float = 0.3, seed: float = 0) -> None:
     _let_torch_pin()
     _let_triton_launch()
     _let_ucx_reach()
+    # A worker samples as many when it starts, to see what they need. Read when the kernels are imported.
+    sample_rows.MOST_ROWS = 4
 
 
 def _let_children_find_it() -> None:
