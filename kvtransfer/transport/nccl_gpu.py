@@ -15,6 +15,11 @@ from pdserve.base.errors import SetupError
 
 #: Read by each group. With it torch starts no watchdog, which ends the process when a peer is lost.
 _NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
+#: Entries of torch's flight recorder. They point to events until they are retired, which is the watchdog's work.
+_RECORDED = "TORCH_NCCL_TRACE_BUFFER_SIZE"
+#: Torch lends its streams in turn, 32 for each priority, and all that computes, copies or packs has those of priority 0.
+#: A kernel that waits for a dead peer holds up what is on its stream: only other pairs'.
+_PAIRS_PRIORITY = -1
 
 
 class CudaFlight:
@@ -34,10 +39,10 @@ class CudaGroup:
 
     def __init__(self, store: Store, rank: int, device: torch.device) -> None:
         self._device = device
-        # Of its own: what is computed neither waits for transfers, nor they for it.
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        options = ProcessGroupNCCL.Options()
-        # For aborting, too. Transfers have no time limit there.
+        self._stream = torch.cuda.Stream(device, priority=_PAIRS_PRIORITY)  # type: ignore[no-untyped-call]
+        # NCCL's own stream has the highest priority then, and comes from a third 32.
+        options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        # Bounds neither transfers nor `abort`, which says so after that time and waits all the same.
         options._timeout = RENDEZVOUS_TIMEOUT
         self._group = ProcessGroupNCCL(store, rank, 2, options)
 
@@ -66,6 +71,7 @@ class CudaGpu:
         if variable(_NO_WATCHDOG) not in (None, "1"):
             raise SetupError(f"{_NO_WATCHDOG} must be 1 or absent: else torch ends this process when a peer is lost.")
         set_default_variable(_NO_WATCHDOG, "1")
+        set_default_variable(_RECORDED, "0")
         if not torch.cuda.is_available():
             raise SetupError(f"--transport nccl cannot have its buffers on {name}: torch finds no CUDA device.")
         self._device = torch.device("cuda", torch.device(name).index or 0)
