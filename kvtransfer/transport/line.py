@@ -32,3 +32,4 @@ class Line:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+            del job  # What it holds is free while the thread waits for the next one.

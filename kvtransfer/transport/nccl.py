@@ -231,12 +231,12 @@ class NcclTransport:
             job = pair.wire.receive(receive.buffer)
         else:
             job = pair.wire.receive_apart(num_bytes, keeps=receive is None and not arrival.dropped)
-        self._then(pair, job, partial(self._landed, pair, arrival, job))
+        self._call_back(job, partial(self._landed, pair, arrival))
 
-    def _landed(self, pair: _Pair, arrival: _Arrival, job: Future[Buffer], error: PeerLost | None) -> None:
+    def _landed(self, pair: _Pair, arrival: _Arrival, job: Future[Buffer]) -> None:
         pair.arrivals.discard(arrival)
-        arrival.error = error
-        if error is None:
+        arrival.error = self._loss(pair, job)
+        if arrival.error is None:
             arrival.data = job.result()
         if arrival.receive is not None:
             self._deliver(arrival)
@@ -257,13 +257,13 @@ class NcclTransport:
             if copied.done():
                 _finish_copy(receive, copied)
             else:
-                self._call_back(copied, partial(_finish_copy, receive, copied))
+                self._call_back(copied, partial(_finish_copy, receive))
 
     def _lose(self, pair: _Pair) -> None:
         if pair in self._pairs:
             self._pairs.discard(pair)
             self._ending.add(pair)
-            self._call_back(pair.break_off(), partial(self._ending.discard, pair))
+            self._call_back(pair.break_off(), lambda _: self._ending.discard(pair))
 
     # The wire's threads.
     def _form(self, pair: _Pair, host: str, store_port: int, number: int, rank: int) -> None:
@@ -272,19 +272,19 @@ class NcclTransport:
 
     def _then(self, pair: _Pair, job: Future[Any], report: Callable[[PeerLost | None], None]) -> None:
         """Calls `report` on the event loop when the job is done; a failed job ends the pair."""
+        self._call_back(job, lambda job: report(self._loss(pair, job)))
 
-        def on_loop() -> None:
-            error = job.exception()
-            lost = None if error is None else PeerLost(f"torch.distributed lost the peer: {error}")
-            if lost is not None:
-                self._lose(pair)
-            report(lost)
+    def _loss(self, pair: _Pair, job: Future[Any]) -> PeerLost | None:
+        error = job.exception()
+        if error is None:
+            return None
+        self._lose(pair)
+        return PeerLost(f"torch.distributed lost the peer: {error}")
 
-        self._call_back(job, on_loop)
-
-    def _call_back(self, job: Future[Any], report: Callable[[], None]) -> None:
+    def _call_back(self, job: Future[Any], report: Callable[[Future[Any]], None]) -> None:
+        """`report` is handed the job; did it have it of itself, the two would keep the payload alive as a cycle."""
         loop = asyncio.get_running_loop()
-        job.add_done_callback(lambda _: loop.call_soon_threadsafe(report))
+        job.add_done_callback(lambda job: loop.call_soon_threadsafe(report, job))
 
 
 class _ListenerControl(asyncio.Protocol):

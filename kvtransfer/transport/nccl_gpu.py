@@ -17,8 +17,8 @@ from pdserve.base.errors import SetupError
 _NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 #: Entries of torch's flight recorder. They point to events until they are retired, which is the watchdog's work.
 _RECORDED = "TORCH_NCCL_TRACE_BUFFER_SIZE"
-#: Torch lends its streams in turn, 32 for each priority, and all that computes, copies or packs has those of priority 0.
-#: A kernel that waits for a dead peer holds up what is on its stream: only other pairs'.
+#: Torch lends its streams in turn, 32 for each priority, and what computes, copies or packs has those of
+#: priority 0. A kernel that waits for a dead peer holds up what is on its stream: only other pairs'.
 _PAIRS_PRIORITY = -1
 
 

@@ -36,8 +36,8 @@ class Rendezvous:
 class Wire(Protocol):
     """The messages of one pair, from the connector to the listener, in the order of the calls at both.
 
-    No call blocks. Futures are done by threads of the wire, in order, with the buffer, or fail with a `RuntimeError`:
-    then the pair is lost. However they end, nothing touches the buffer any more.
+    No call blocks. Futures are done by threads of the wire, in order, with the buffer, or fail: then the pair is lost,
+    and what has not begun fails before what has. However they end, nothing touches the buffer any more.
     """
 
     def form(self, rendezvous: Rendezvous) -> Future[None]:

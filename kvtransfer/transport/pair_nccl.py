@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from threading import BoundedSemaphore, Event, Lock, Thread
+from threading import Event, Lock, Semaphore, Thread
 from typing import Protocol
 
 from torch._C._distributed_c10d import Store
@@ -31,8 +31,8 @@ _POLL_S = 1e-4
 _MEET_POLL_S = 0.01
 #: A call into NCCL takes less, unless it waits for the peer.
 _CALL_S = 1.0
-#: For a call that goes on after the group was aborted: it was still making the communicator.
-_MOST_ABORTS = 30
+#: The first one, which makes the communicator. An abort does not reach that, and must not meet torch noting it down.
+_MAKING_S = RENDEZVOUS_TIMEOUT.total_seconds()
 #: For threads to end when everything was aborted.
 _JOIN_S = 5.0
 #: Their memory is not planned for. Handovers post first: what comes early is a stray.
@@ -47,7 +47,7 @@ class Flight(Protocol):
 
 
 class Group(Protocol):
-    """A communicator of two ranks, made by the first transfer. Calls raise `RuntimeError` when there is an error."""
+    """A communicator of two ranks, made by the first transfer. Calls raise whatever torch has for an error."""
 
     def send(self, payload: Buffer) -> Flight:
         """Launches; blocks only while the communicator is being made."""
@@ -86,7 +86,7 @@ class NcclWire:
         self._gpu = gpu
         self._transfer_timeout_s = transfer_timeout_s
         self._launching, self._ending = Line(f"{name}-launch"), Line(f"{name}-end")
-        self._slots = BoundedSemaphore(_MOST_LAUNCHED)
+        self._slots = Semaphore(_MOST_LAUNCHED)
         #: Sends or receives, as the rank does.
         self._start: Callable[[Buffer], Flight] | None = None
         self._group: Group | None = None
@@ -94,6 +94,8 @@ class NcclWire:
         self._sink: Buffer | None = None
         #: Held during calls into NCCL, which frees a communicator that it aborts.
         self._calling = Lock()
+        #: How long the abort waits for the end of a call.
+        self._call_s = _MAKING_S
         self._state = Lock()
         self._broken = False
         self._aborting: Thread | None = None
@@ -142,13 +144,14 @@ class NcclWire:
             self._group = group = self._gpu.open_group(store, rendezvous.rank)
             first = self._gpu.empty(1)
             self._meet(store, rendezvous.rank)
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - torch has ValueError and TypeError, too; nobody else hears of it
             formed.set_exception(error)
             return
         self._start = group.send if rendezvous.rank == CONNECTOR_RANK else group.receive
         hello: Future[Buffer] = Future()
         hello.add_done_callback(partial(_pass_on, formed))
         self._launch(lambda: first, hello, RENDEZVOUS_TIMEOUT.total_seconds())
+        self._call_s = _CALL_S
 
     def _meet(self, store: Store, rank: int) -> None:
         """When both have what they need: nothing reaches whoever waits in NCCL for a process that does not come."""
@@ -162,15 +165,20 @@ class NcclWire:
 
     def _launch(self, memory: Callable[[], Buffer], done: Future[Buffer], timeout_s: float) -> None:
         self._slots.acquire()
+        payload = None
         try:
             with self._calling:
                 if self._broken or self._start is None:
                     raise RuntimeError("the pair was broken off")
                 payload = memory()
                 flight = self._start(payload)
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - as in `_form`
             self._break()
-            self._ending.submit(partial(self._fail, error, done))
+            if payload is None:  # NCCL has not seen it: it does not wait for what NCCL does.
+                self._slots.release()
+                done.set_exception(error)
+            else:
+                self._ending.submit(partial(self._fail, error, done))
         else:
             self._ending.submit(partial(self._end, flight, payload, done, timeout_s))
 
@@ -183,7 +191,7 @@ class NcclWire:
     def _end(self, flight: Flight, payload: Buffer, done: Future[Buffer], timeout_s: float) -> None:
         try:
             self._wait_for(flight, timeout_s)
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - as in `_form`
             self._break()
             self._fail(error, done)
             return
@@ -202,10 +210,9 @@ class NcclWire:
                 self._break()
             time.sleep(_POLL_S)
 
-    def _fail(self, error: RuntimeError, done: Future[Buffer]) -> None:
+    def _fail(self, error: Exception, done: Future[Buffer]) -> None:
         """For want of knowing how far NCCL came with the buffer: when everything of the pair is over."""
         self._aborted.wait()
-        self._slots.release()
         done.set_exception(error)
 
     def _finish(self, over: Future[None]) -> None:
@@ -221,21 +228,29 @@ class NcclWire:
                 return
             self._broken = True
             self._aborting = Thread(target=self._abort, name="nccl-abort", daemon=True)
+        # Who waits to be launched gets it, is refused, and hands it on.
+        self._slots.release()
         self._aborting.start()
 
     def _abort(self) -> None:
-        """Between two calls into NCCL, or in the middle of one that does not end by itself."""
-        for _ in range(_MOST_ABORTS):
-            is_between = self._calling.acquire(timeout=_CALL_S)
-            if self._group is not None:
-                try:
-                    self._group.abort()
-                except RuntimeError as error:
-                    log.warning("nccl_abort_failed", reason=str(error))
-            if is_between:
-                self._calling.release()
-                break
+        """After the last call into NCCL, and in the middle of one that does not end by itself, until it does.
+
+        A communicator that such a call was still making is reached when it is made.
+        """
+        while not self._calling.acquire(timeout=self._call_s):
+            self._abort_group()
+        # No other call comes: whoever has the lock now sees that the pair is broken.
+        self._calling.release()
+        self._abort_group()
         self._aborted.set()
+
+    def _abort_group(self) -> None:
+        if self._group is None:
+            return
+        try:
+            self._group.abort()
+        except Exception as error:  # noqa: BLE001 - as in `_form`
+            log.warning("nccl_abort_failed", reason=str(error))
 
 
 class NcclWires:
@@ -277,7 +292,7 @@ class NcclWires:
             flight = self._gpu.copy(source, target)
             while not flight.ended():
                 time.sleep(_POLL_S)
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - as in `_form`
             copied.set_exception(error)
         else:
             copied.set_result(target)

@@ -83,8 +83,8 @@ class PretendGroup:
             self._gpu.makes.put(None)
         if not self._gpu.lets_make.wait(self._gpu.make_limit_s):
             raise RuntimeError("the communicator was not made")
-        if not self._gpu.has_working_nccl:
-            raise RuntimeError("unhandled system error")
+        if self._gpu.nccl_error is not None:
+            raise self._gpu.nccl_error
         flight = PretendFlight(payload, self._advance)
         with self._link.changed:
             self._link.joined.add(self._rank)
@@ -136,7 +136,8 @@ class PretendGpu:
         self.makes: SimpleQueue[None] = SimpleQueue()
         self.looks: SimpleQueue[None] = SimpleQueue()
         self.has_memory = True
-        self.has_working_nccl = True
+        #: What a launch raises.
+        self.nccl_error: Exception | None = None
 
     def let_all(self) -> None:
         """Everything goes on."""

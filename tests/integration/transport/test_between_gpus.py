@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import numpy as np
@@ -138,7 +139,7 @@ async def test_what_is_under_way_fails_when_nothing_of_it_is_left_on_the_gpu(
     sender.disconnect(peer)
     for gpu in gpus:  # The other side sees the control connection end.
         await taken(gpu.aborts)
-    await assert_waits(*sends, *receives)
+    await assert_waits(*sends[:4], *receives[:4])
     for gpu, operations in zip(gpus, (sends, receives), strict=True):
         gpu.lets_abort.set()
         for operation in operations:
@@ -154,12 +155,39 @@ async def test_what_is_under_way_fails_when_nothing_of_it_is_left_on_the_gpu(
     assert all((receive.buffer == 7).all() for receive in receives)
 
 
-async def test_what_nccl_did_not_launch_fails_when_the_group_is_aborted(
+async def test_an_abort_that_hangs_holds_only_what_is_on_the_gpu(
     start: Start, gpus: tuple[PretendGpu, PretendGpu]
 ) -> None:
     sender, receiver = start(gpus[0]), start(gpus[1])
     peer = await sender.connect(await receiver.listen())
-    gpus[0].has_working_nccl = False
+    hold(gpus)
+    for gpu in gpus:
+        gpu.lets_abort.clear()
+    receives = [receiver.post_receive(tag, empty()) for tag in range(6)]
+    sends = [sender.post_send(peer, tag, payload_of(tag, SIZE)) for tag in range(6)]
+    for gpu in gpus:
+        for _ in range(5):
+            await taken(gpu.launched)
+    sender.disconnect(peer)
+    async with asyncio.timeout(10):
+        for operation in (*sends[4:], *receives[4:]):  # They were never launched.
+            with pytest.raises(PeerLost):
+                await operation
+        await assert_waits(*sends[:4], *receives[:4])
+        release(gpus)  # Their kernels end, however far the abort is.
+        await receiver.cancel(receives)
+        for operation in (*sends, *receives):
+            with pytest.raises(PeerLost):
+                await operation
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, AssertionError])
+async def test_what_nccl_did_not_launch_fails_when_the_group_is_aborted(
+    start: Start, gpus: tuple[PretendGpu, PretendGpu], kind: type[Exception]
+) -> None:
+    sender, receiver = start(gpus[0]), start(gpus[1])
+    peer = await sender.connect(await receiver.listen())
+    gpus[0].nccl_error = kind("unhandled system error")
     gpus[0].lets_abort.clear()
     send = sender.post_send(peer, 1, payload_of(1, SIZE))
     await taken(gpus[0].aborts)
@@ -285,16 +313,49 @@ async def test_nccl_is_not_called_before_both_sides_have_all_they_need(
 async def test_a_communicator_that_is_made_too_late_is_aborted_after_all(
     start: Start, gpus: tuple[PretendGpu, PretendGpu], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pair_nccl, "_CALL_S", 0.02)
+    monkeypatch.setattr(pair_nccl, "_MAKING_S", 0.002)
     gpus[1].lets_make.clear()
     sender, receiver = start(gpus[0]), start(gpus[1])
     async with given_up(sender.connect(await receiver.listen())):
         for gpu in gpus:
             await taken(gpu.makes)
     for gpu in gpus:
-        await taken(gpu.aborts)  # In vain: there is nothing yet to abort.
+        for _ in range(50):
+            await taken(gpu.aborts)  # In vain: there is nothing yet to abort.
     gpus[1].lets_make.set()
     # That all threads end, also those which wait for the first message, is seen in the end.
+
+
+async def test_a_communicator_that_is_being_made_is_let_be_for_longer_than_other_calls(
+    start: Start, gpus: tuple[PretendGpu, PretendGpu], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair_nccl, "_CALL_S", 0.001)
+    gpus[1].lets_make.clear()
+    sender, receiver = start(gpus[0]), start(gpus[1])
+    async with given_up(sender.connect(await receiver.listen())):
+        for gpu in gpus:
+            await taken(gpu.makes)
+    with pytest.raises(Empty):
+        await asyncio.to_thread(gpus[1].aborts.get, timeout=0.1)
+    gpus[1].lets_make.set()
+    await taken(gpus[1].aborts)
+
+
+async def test_what_was_transferred_is_not_kept_alive(start: Start, gpus: tuple[PretendGpu, PretendGpu]) -> None:
+    sender, receiver = start(gpus[0]), start(gpus[1])
+    peer = await sender.connect(await receiver.listen())
+    freed = [threading.Event() for _ in range(2)]
+
+    async def transfer() -> None:
+        receive = receiver.post_receive(1, empty())
+        send = sender.post_send(peer, 1, payload_of(1, SIZE))
+        for operation, event in zip((send, receive), freed, strict=True):
+            weakref.finalize(operation.buffer, event.set)
+            await operation
+
+    await transfer()
+    for event in freed:
+        assert await asyncio.to_thread(event.wait, 5)
 
 
 async def test_an_early_message_is_there_when_its_copy_is(start: Start, gpus: tuple[PretendGpu, PretendGpu]) -> None:
