@@ -24,10 +24,9 @@ class Line:
         """The thread ends when it has done all jobs."""
         self._jobs.put(None)
 
-    def join(self, timeout_s: float) -> bool:
-        """After `close`: whether the thread has ended within that time."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+    def join(self) -> None:
+        """After `close`: blocks until all jobs are done."""
+        self._thread.join()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -100,7 +100,8 @@ class NcclTransport:
         self._mailbox: Mailbox[_Arrival] = Mailbox(_Arrival.drop, max_early=wires.max_early)
         self._pairs: set[_Pair] = set()
         #: Broken off, and not yet over.
-        self._ending: set[_Pair] = set()
+        self._ending: dict[_Pair, Future[None]] = {}
+        self._closed = False
         self._next_pair = 0
         self._server: asyncio.Server | None = None
         self._store: TCPStore | None = None
@@ -131,6 +132,9 @@ class NcclTransport:
             )
         except OSError as error:
             raise PeerLost(f"cannot connect to {there.host}:{there.control_port}: {error}") from error
+        if self._closed:
+            control.abort()
+            raise _closed()
         pair = _Pair(control, self._wires.open("nccl-send"))
         protocol.on_lost = lambda: self._lose(pair)
         self._pairs.add(pair)
@@ -193,24 +197,32 @@ class NcclTransport:
                 await event.wait()
 
     async def close(self) -> None:
-        """Breaks every group and closes the ports."""
+        """Breaks every group and closes the ports. What torch does not give back in time is left, threads too."""
+        self._closed = True  # What lands from now on is not copied, and nobody new is let in.
         for pair in list(self._pairs):
             self._lose(pair)
-        for pair in self._ending:
-            pair.wire.join()
-        self._wires.close()
+        ending = dict(self._ending)
+        # What the threads report meanwhile is seen to before.
+        over = [asyncio.wrap_future(end) for end in (*ending.values(), self._wires.close())]
+        await asyncio.wait(over, timeout=self._wires.close_timeout_s)
+        for pair, end in ending.items():
+            if end.done():
+                pair.wire.join()
+            else:
+                log.warning("nccl_pair_left", reason="NCCL did not come back although it was told to abort")
         receives, _ = self._mailbox.clear()
         for receive in receives:
-            receive.fail(PeerLost("the transport was closed"))
+            receive.fail(_closed())
         server, self._server, self._store = self._server, None, None
         if server is not None:
             server.close()
             await server.wait_closed()
-        # What the threads reported last is on the event loop's list; let it run.
-        await asyncio.sleep(0)
 
     # Called by the control connections.
-    def _accept(self, control: asyncio.Transport) -> _Pair:
+    def _accept(self, control: asyncio.Transport) -> _Pair | None:
+        if self._closed:
+            control.abort()
+            return None
         assert self._store is not None, "connections come only while listening"
         self._next_pair += 1
         pair = _Pair(control, self._wires.open("nccl-receive"))
@@ -251,6 +263,8 @@ class NcclTransport:
             receive.fail(TransferError(f"a message of {arrival.num_bytes} bytes came for {receive.buffer.nbytes}"))
         elif arrival.data is receive.buffer:
             receive.complete()
+        elif self._closed:
+            receive.fail(_closed())
         else:
             assert arrival.data is not None, "what has landed without an error is somewhere"
             copied = self._wires.copy(arrival.data, receive.buffer)
@@ -262,8 +276,11 @@ class NcclTransport:
     def _lose(self, pair: _Pair) -> None:
         if pair in self._pairs:
             self._pairs.discard(pair)
-            self._ending.add(pair)
-            self._call_back(pair.break_off(), lambda _: self._ending.discard(pair))
+            end = self._ending[pair] = pair.break_off()
+            self._call_back(end, partial(self._ended, pair))
+
+    def _ended(self, pair: _Pair, _: Future[None]) -> None:
+        del self._ending[pair]
 
     # The wire's threads.
     def _form(self, pair: _Pair, host: str, store_port: int, number: int, rank: int) -> None:
@@ -345,6 +362,10 @@ def _finish_copy(receive: Operation, copied: Future[Buffer]) -> None:
         receive.complete()
     else:
         receive.fail(TransferError(f"a message that came early was not copied: {error}"))
+
+
+def _closed() -> PeerLost:
+    return PeerLost("the transport was closed")
 
 
 def _settled(operation: Operation) -> asyncio.Event:

@@ -59,7 +59,7 @@ class Wire(Protocol):
         """
 
     def join(self) -> None:
-        """After `break_off`: blocks until the threads have ended."""
+        """When `break_off` is done: blocks for the moment in which the threads end."""
 
 
 class Wires(Protocol):
@@ -77,11 +77,15 @@ class Wires(Protocol):
     def form_timeout_s(self) -> float | None:
         """To connect; None: `Wire.form` ends by itself."""
 
+    @property
+    def close_timeout_s(self) -> float | None:
+        """For all wires to end that were broken off; None: each ends by itself."""
+
     def open(self, name: str) -> Wire:
         """A new one; `name`: of its threads."""
 
     def copy(self, source: Buffer, target: Buffer) -> Future[Buffer]:
         """What came apart. Done with the target when it is there, which may be at once; or fails."""
 
-    def close(self) -> None:
-        """When all wires have been joined: nothing is copied any more, and no thread is left."""
+    def close(self) -> Future[None]:
+        """Comes after all calls of `copy`. Done when nothing is being copied, and no thread is left for it."""

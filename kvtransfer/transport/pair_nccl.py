@@ -34,7 +34,7 @@ _CALL_S = 1.0
 #: The first one, which makes the communicator. An abort does not reach that, and must not meet torch noting it down.
 _MAKING_S = RENDEZVOUS_TIMEOUT.total_seconds()
 #: For threads to end when everything was aborted.
-_JOIN_S = 5.0
+_CLOSE_S = 5.0
 #: Their memory is not planned for. Handovers post first: what comes early is a stray.
 _MAX_EARLY = 8
 
@@ -123,14 +123,9 @@ class NcclWire:
         return over
 
     def join(self) -> None:
-        """Threads that NCCL does not give back within some seconds are left to the end of the process."""
-        until = time.monotonic() + _JOIN_S
-        ended = [line.join(max(0.0, until - time.monotonic())) for line in (self._launching, self._ending)]
-        if self._aborting is not None:
-            self._aborting.join(max(0.0, until - time.monotonic()))
-            ended.append(not self._aborting.is_alive())
-        if not all(ended):
-            log.warning("nccl_pair_left", reason="NCCL did not come back although it was told to abort")
+        for thread in (self._launching, self._ending, self._aborting):
+            assert thread is not None, "it was broken off"
+            thread.join()
 
     def _submit(self, memory: Callable[[], Buffer]) -> Future[Buffer]:
         done: Future[Buffer] = Future()
@@ -264,10 +259,12 @@ class NcclWires:
         *,
         form_timeout_s: float = RENDEZVOUS_TIMEOUT.total_seconds(),
         transfer_timeout_s: float = TRANSFER_TIMEOUT.total_seconds(),
+        close_timeout_s: float = _CLOSE_S,
     ) -> None:
         self._gpu = gpu
         self.gpu = gpu.uuid
         self.form_timeout_s = form_timeout_s
+        self.close_timeout_s = close_timeout_s
         self._transfer_timeout_s = transfer_timeout_s
         self._copying: Line | None = None
 
@@ -281,11 +278,15 @@ class NcclWires:
         self._copying.submit(partial(self._copy, source, target, copied))
         return copied
 
-    def close(self) -> None:
-        if self._copying is not None:
-            self._copying.close()
-            self._copying.join(_JOIN_S)
-            self._copying = None
+    def close(self) -> Future[None]:
+        over: Future[None] = Future()
+        copying, self._copying = self._copying, None
+        if copying is None:
+            over.set_result(None)
+        else:
+            copying.submit(partial(over.set_result, None))
+            copying.close()
+        return over
 
     def _copy(self, source: Buffer, target: Buffer, copied: Future[Buffer]) -> None:
         try:

@@ -194,7 +194,8 @@ async def test_what_nccl_did_not_launch_fails_when_the_group_is_aborted(
     await assert_waits(send)
     gpus[0].lets_abort.set()
     with pytest.raises(PeerLost, match="unhandled system error"):
-        await send
+        async with asyncio.timeout(10):
+            await send
     assert peer.closed
 
 
@@ -212,6 +213,43 @@ async def test_closing_waits_for_pairs_that_were_broken_off_before(
     async with soon(gpus[0].lets_abort.set):
         await sender.close()
         assert not threads()
+
+
+async def test_pairs_whose_aborts_hang_hold_up_closing_together_and_nobody_else(
+    start: Start, gpus: tuple[PretendGpu, PretendGpu]
+) -> None:
+    sender, receiver = start(gpus[0], close_timeout_s=0.5), start(gpus[1])
+    for _ in range(4):
+        await sender.connect(await receiver.listen())
+    others = start(PretendGpu()), start(PretendGpu())
+    peer = await others[0].connect(await others[1].listen())
+    gpus[0].lets_abort.clear()
+    async with asyncio.timeout(1.5):
+        closing = asyncio.ensure_future(sender.close())
+        receive = others[1].post_receive(1, empty())
+        await others[0].post_send(peer, 1, payload_of(1, SIZE))
+        await receive
+        assert not closing.done()
+        await closing
+
+
+async def test_nothing_lands_after_closing(start: Start, gpus: tuple[PretendGpu, PretendGpu]) -> None:
+    sender, receiver = start(gpus[0]), start(gpus[1])
+    peer = await sender.connect(await receiver.listen())
+    hold(gpus)
+    for tag in range(6):
+        sender.post_send(peer, tag, payload_of(tag, SIZE))
+    for _ in range(5):
+        await taken(gpus[1].launched)
+    early = receiver.post_receive(0, empty())
+    release(gpus)
+    for _ in range(2):
+        # While the event loop is blocked. For the last one to be launched the first has landed, and is reported.
+        gpus[1].launched.get(timeout=20)
+    await receiver.close()
+    assert isinstance(early.error, PeerLost)
+    assert not early.buffer.any()
+    assert all(thread.name != "nccl-copy" for thread in threads())
 
 
 async def test_a_message_that_has_begun_to_land_and_stops_is_aborted_by_cancel(
