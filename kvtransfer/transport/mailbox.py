@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -19,11 +20,16 @@ MAX_WITHDRAWN = 1 << 16
 class Mailbox(Generic[M]):
     """Posted receives, early messages and withdrawn tags. `drop` gets each message that nobody will receive."""
 
-    def __init__(self, drop: Callable[[M], None], *, max_early: int = MAX_EARLY) -> None:
+    def __init__(
+        self, drop: Callable[[M], None], *, max_early: int = MAX_EARLY, max_early_bytes: float = math.inf
+    ) -> None:
         self._drop = drop
         self._max_early = max_early
+        self._max_early_bytes = max_early_bytes
         self._posted: dict[int, Operation] = {}
-        self._early: OrderedDict[int, M] = OrderedDict()
+        #: With their sizes in bytes.
+        self._early: OrderedDict[int, tuple[M, int]] = OrderedDict()
+        self._early_bytes = 0
         self._withdrawn: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -37,21 +43,25 @@ class Mailbox(Generic[M]):
             raise ValueError(f"a receive of tag {receive.tag:#x} is outstanding")
         self._withdrawn.pop(receive.tag, None)
         if receive.tag in self._early:
-            return self._early.pop(receive.tag)
+            return self._take(receive.tag)
         self._posted[receive.tag] = receive
         return None
 
-    def arrive(self, tag: int, message: M) -> Operation | None:
-        """The receive the message belongs to; None when it was dropped or waits for its receive."""
+    def arrive(self, tag: int, message: M, num_bytes: int = 0) -> Operation | None:
+        """The receive the message belongs to; None when it was dropped or waits for its receive.
+
+        `num_bytes`: that it takes while it waits, of `max_early_bytes`.
+        """
         receive = self._posted.pop(tag, None)
         if receive is not None:
             return receive
-        if tag in self._withdrawn or tag in self._early:
+        if tag in self._withdrawn or tag in self._early or num_bytes > self._max_early_bytes:
             self._drop(message)
             return None
-        self._early[tag] = message
-        if len(self._early) > self._max_early:
-            self._drop(self._early.popitem(last=False)[1])
+        self._early[tag] = message, num_bytes
+        self._early_bytes += num_bytes
+        while len(self._early) > self._max_early or self._early_bytes > self._max_early_bytes:
+            self._drop(self._take(next(iter(self._early))))
         return None
 
     def withdraw(self, receive: Operation) -> bool:
@@ -66,8 +76,12 @@ class Mailbox(Generic[M]):
 
     def clear(self) -> tuple[list[Operation], list[M]]:
         """Empties it: the receives that were waiting, and the messages that were."""
-        receives, messages = list(self._posted.values()), list(self._early.values())
+        receives, messages = list(self._posted.values()), [self._take(tag) for tag in list(self._early)]
         self._posted.clear()
-        self._early.clear()
         self._withdrawn.clear()
         return receives, messages
+
+    def _take(self, tag: int) -> M:
+        message, num_bytes = self._early.pop(tag)
+        self._early_bytes -= num_bytes
+        return message

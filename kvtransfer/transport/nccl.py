@@ -30,7 +30,6 @@ log = get_logger(__name__)
 #: The listener's greeting: number of the pair. The connector's announcements: tag and bytes of the next payload.
 _GREETING = struct.Struct("<Q")
 _ANNOUNCEMENT = struct.Struct("<QQ")
-_MAX_MESSAGE_BYTES = 1 << 30
 
 
 @dataclass(eq=False, slots=True)
@@ -97,7 +96,9 @@ class NcclTransport:
         self._wires = wires
         self._host = host
         self._drain_timeout_s = drain_timeout_s
-        self._mailbox: Mailbox[_Arrival] = Mailbox(_Arrival.drop, max_early=wires.max_early)
+        self._mailbox: Mailbox[_Arrival] = Mailbox(
+            _Arrival.drop, max_early=wires.max_early, max_early_bytes=wires.max_apart_bytes
+        )
         self._pairs: set[_Pair] = set()
         #: Broken off, and not yet over.
         self._ending: dict[_Pair, Future[None]] = {}
@@ -232,17 +233,19 @@ class NcclTransport:
         return pair
 
     def _announced(self, pair: _Pair, tag: int, num_bytes: int) -> None:
-        if num_bytes > _MAX_MESSAGE_BYTES:
-            log.warning("nccl_pair_broken", reason="a message was announced that is too large", size_bytes=num_bytes)
-            self._lose(pair)
-            return
         arrival = _Arrival(num_bytes)
-        receive = arrival.receive = self._mailbox.arrive(tag, arrival)
-        pair.arrivals.add(arrival)
+        receive = arrival.receive = self._mailbox.arrive(tag, arrival, num_bytes)
         if receive is not None and receive.buffer.nbytes == num_bytes:
             job = pair.wire.receive(receive.buffer)
+        elif num_bytes > self._wires.max_apart_bytes:
+            log.warning("nccl_pair_broken", reason="a message nobody waits for is too large", size_bytes=num_bytes)
+            self._lose(pair)
+            if receive is not None:
+                receive.fail(PeerLost(f"a message of {num_bytes} bytes came for {receive.buffer.nbytes}"))
+            return
         else:
             job = pair.wire.receive_apart(num_bytes, keeps=receive is None and not arrival.dropped)
+        pair.arrivals.add(arrival)
         self._call_back(job, partial(self._landed, pair, arrival))
 
     def _landed(self, pair: _Pair, arrival: _Arrival, job: Future[Buffer]) -> None:

@@ -74,6 +74,10 @@ class Wires(Protocol):
         """Messages that may wait for their receive in memory of the wires."""
 
     @property
+    def max_apart_bytes(self) -> int:
+        """That these may have together, and any one message for which no receive of its size waits."""
+
+    @property
     def form_timeout_s(self) -> float | None:
         """To connect; None: `Wire.form` ends by itself."""
 

@@ -23,6 +23,7 @@ from kvtransfer.transport.pair import (
 
 _AT_ONCE = timedelta(milliseconds=1)
 _PAYLOAD_TAG, _FUSE_TAG = 0, 1
+_MAX_APART_BYTES = 1 << 30
 
 
 class GlooWire:
@@ -99,6 +100,7 @@ class GlooWires:
 
     gpu = ""
     max_early = MAX_EARLY
+    max_apart_bytes = _MAX_APART_BYTES
     form_timeout_s = None
     close_timeout_s = None
 

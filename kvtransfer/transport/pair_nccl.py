@@ -37,6 +37,8 @@ _MAKING_S = RENDEZVOUS_TIMEOUT.total_seconds()
 _CLOSE_S = 5.0
 #: Their memory is not planned for. Handovers post first: what comes early is a stray.
 _MAX_EARLY = 8
+#: Two of the largest bundles of blocks (`kvtransfer/staging.py`).
+_MAX_APART_BYTES = 64 << 20
 
 
 class Flight(Protocol):
@@ -79,19 +81,34 @@ class Gpu(Protocol):
         """Launches. Raises `RuntimeError`."""
 
 
+class _Sink:
+    """Where messages land that nobody wants: those of all pairs, each over the others."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._memory: Buffer | None = None
+        self._growing = Lock()
+
+    def of(self, num_bytes: int) -> Buffer:
+        """Raises as `Gpu.empty`."""
+        with self._growing:
+            if self._memory is None or self._memory.nbytes < num_bytes:
+                self._memory = self._gpu.empty(num_bytes)
+            return self._memory[:num_bytes]
+
+
 class NcclWire:
     """Implements `Wire`."""
 
-    def __init__(self, gpu: Gpu, name: str, transfer_timeout_s: float) -> None:
+    def __init__(self, gpu: Gpu, sink: _Sink, name: str, transfer_timeout_s: float) -> None:
         self._gpu = gpu
+        self._sink = sink
         self._transfer_timeout_s = transfer_timeout_s
         self._launching, self._ending = Line(f"{name}-launch"), Line(f"{name}-end")
         self._slots = Semaphore(_MOST_LAUNCHED)
         #: Sends or receives, as the rank does.
         self._start: Callable[[Buffer], Flight] | None = None
         self._group: Group | None = None
-        #: Where messages land that nobody wants; all of them, since they come one after the other.
-        self._sink: Buffer | None = None
         #: Held during calls into NCCL, which frees a communicator that it aborts.
         self._calling = Lock()
         #: How long the abort waits for the end of a call.
@@ -113,7 +130,7 @@ class NcclWire:
     receive = send
 
     def receive_apart(self, num_bytes: int, *, keeps: bool) -> Future[Buffer]:
-        return self._submit(partial(self._gpu.empty if keeps else self._sink_of, num_bytes))
+        return self._submit(partial(self._gpu.empty if keeps else self._sink.of, num_bytes))
 
     def break_off(self) -> Future[None]:
         self._break()
@@ -176,11 +193,6 @@ class NcclWire:
                 self._ending.submit(partial(self._fail, error, done))
         else:
             self._ending.submit(partial(self._end, flight, payload, done, timeout_s))
-
-    def _sink_of(self, num_bytes: int) -> Buffer:
-        if self._sink is None or self._sink.nbytes < num_bytes:
-            self._sink = self._gpu.empty(num_bytes)
-        return self._sink[:num_bytes]
 
     # The ending thread.
     def _end(self, flight: Flight, payload: Buffer, done: Future[Buffer], timeout_s: float) -> None:
@@ -252,6 +264,7 @@ class NcclWires:
     """Implements `Wires`."""
 
     max_early = _MAX_EARLY
+    max_apart_bytes = _MAX_APART_BYTES
 
     def __init__(
         self,
@@ -262,6 +275,7 @@ class NcclWires:
         close_timeout_s: float = _CLOSE_S,
     ) -> None:
         self._gpu = gpu
+        self._sink = _Sink(gpu)
         self.gpu = gpu.uuid
         self.form_timeout_s = form_timeout_s
         self.close_timeout_s = close_timeout_s
@@ -269,7 +283,7 @@ class NcclWires:
         self._copying: Line | None = None
 
     def open(self, name: str) -> NcclWire:
-        return NcclWire(self._gpu, name, self._transfer_timeout_s)
+        return NcclWire(self._gpu, self._sink, name, self._transfer_timeout_s)
 
     def copy(self, source: Buffer, target: Buffer) -> Future[Buffer]:
         """Within the GPU."""

@@ -445,6 +445,52 @@ async def test_early_messages_take_so_much_memory_and_no_more(
     assert not oldest.done
 
 
+async def test_early_messages_that_are_large_push_each_other_out(
+    start: Start, gpus: tuple[PretendGpu, PretendGpu], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NcclWires, "max_apart_bytes", 2 * SIZE)
+    sender, receiver = start(gpus[0]), start(gpus[1])
+    peer = await sender.connect(await receiver.listen())
+    for tag in range(3):
+        await sender.post_send(peer, tag, payload_of(tag, SIZE))
+    posted = receiver.post_receive(100, empty(3 * SIZE))
+    await sender.post_send(peer, 100, payload_of(100, 3 * SIZE))  # What somebody waits for may be larger.
+    await posted
+    oldest, *others = (receiver.post_receive(tag, empty()) for tag in range(3))
+    for receive in others:
+        await receive
+        assert np.array_equal(receive.buffer, payload_of(receive.tag, SIZE))
+    assert not oldest.done
+
+
+@pytest.mark.parametrize("posted_bytes", [None, SIZE])
+async def test_a_large_message_that_nobody_waits_for_costs_the_pair(
+    start: Start, gpus: tuple[PretendGpu, PretendGpu], monkeypatch: pytest.MonkeyPatch, posted_bytes: int | None
+) -> None:
+    monkeypatch.setattr(NcclWires, "max_apart_bytes", 2 * SIZE)
+    sender, receiver = start(gpus[0]), start(gpus[1])
+    peer = await sender.connect(await receiver.listen())
+    receive = None if posted_bytes is None else receiver.post_receive(1, empty(posted_bytes))
+    with pytest.raises(PeerLost):
+        await sender.post_send(peer, 1, payload_of(1, 2 * SIZE + 1))
+    assert gpus[1].allocated == [HELLO]
+    if receive is not None:
+        with pytest.raises(PeerLost, match="a message of 20001 bytes came for 10000"):
+            await receive
+
+
+async def test_messages_of_two_pairs_that_nobody_wants_share_their_memory(
+    start: Start, gpus: tuple[PretendGpu, PretendGpu]
+) -> None:
+    senders, receiver = (start(gpus[0]), start(gpus[0])), start(gpus[1])
+    receives = [receiver.post_receive(tag, empty()) for tag in range(2)]
+    await receiver.cancel(receives)
+    for tag, sender in enumerate(senders):
+        peer = await sender.connect(await receiver.listen())
+        await sender.post_send(peer, tag, payload_of(tag, SIZE))
+    assert gpus[1].allocated == [HELLO, SIZE, HELLO]
+
+
 async def test_an_early_message_for_which_there_is_no_memory_costs_the_pair(
     start: Start, gpus: tuple[PretendGpu, PretendGpu]
 ) -> None:

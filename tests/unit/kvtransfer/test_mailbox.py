@@ -23,6 +23,23 @@ async def test_strays_are_bounded_and_the_oldest_is_dropped() -> None:
     assert mailbox.post(receive(1)) is None
 
 
+async def test_the_bytes_of_strays_are_bounded_and_what_is_taken_makes_room() -> None:
+    dropped: list[str] = []
+    mailbox = Mailbox[str](dropped.append, max_early_bytes=10)
+    mailbox.arrive(1, "too large", 11)
+    mailbox.arrive(2, "oldest", 4)
+    mailbox.arrive(3, "next", 6)
+    assert dropped == ["too large"]
+    mailbox.arrive(4, "newest", 3)
+    assert dropped == ["too large", "oldest"]
+    assert mailbox.post(receive(3)) == "next"
+    mailbox.arrive(5, "last", 7)
+    assert dropped == ["too large", "oldest"]
+    assert mailbox.clear() == ([], ["newest", "last"])
+    mailbox.arrive(6, "after", 10)
+    assert dropped == ["too large", "oldest"]
+
+
 async def test_a_second_early_message_of_a_tag_is_dropped() -> None:
     dropped: list[str] = []
     mailbox = Mailbox[str](dropped.append)
