@@ -48,7 +48,9 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
             Store(config.redis_url, on_change=health.watch("redis")) as store,
             service_group() as tasks,
         ):
-            worker = Worker(
+            # Kernels that pack blocks may have to be compiled: health checks are answered meanwhile.
+            worker = await asyncio.to_thread(
+                Worker,
                 config=config,
                 tier=tier,
                 worker_id=WorkerId(config.worker_id or f"{tier}-{secrets.token_hex(4)}"),
