@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvtransfer.transport import TRANSPORTS, Buffer, Transport
+from kvtransfer.transport import TRANSPORTS, Buffer, Transport, pair, pair_gloo, pair_nccl
 from pdserve.base.errors import PeerLost, TransferError
 from tests.integration.transport.conftest import BETWEEN_GPUS, OpenTransport, open_any
 from tests.integration.transport.memory import payload_of
@@ -192,7 +193,9 @@ async def test_sending_to_a_disconnected_peer_fails_at_once(start_transport: Ope
     await receive
 
 
-async def test_an_address_of_nobody_is_refused(start_transport: OpenTransport) -> None:
+async def test_an_address_of_nobody_is_refused(start_transport: OpenTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (pair, pair_gloo, pair_nccl):
+        monkeypatch.setattr(module, "RENDEZVOUS_TIMEOUT", timedelta(seconds=2))
     sender, receiver = start_transport(), start_transport()
     address = await receiver.listen()
     for broken in (b"x", address[:-3], b"y" * 200, address[:-1] + bytes([address[-1] ^ 255])):
