@@ -98,5 +98,9 @@ async def test_each_alone_with_warm_caches_and_no_prefill_worker_is_the_same(
 async def test_preemption_changes_nothing(scarce: Cluster, alone: list[str]) -> None:
     # Those with several choices first: they begin with the blocks of one.
     order = sorted(range(len(CALLS)), key=lambda index: -CALLS[index].num_choices)
-    await _assert_answers(scarce, [CALLS[i] for i in order], [alone[i] for i in order], at_once=len(CALLS))
+    # How many run at a time depends on how fast prompts come; those of a second round come fast, being cached.
+    for _ in range(3):
+        await _assert_answers(scarce, [CALLS[i] for i in order], [alone[i] for i in order], at_once=len(CALLS))
+        if scarce.worker_metric("decode", "pdserve_num_preemptions_total"):
+            break
     assert scarce.worker_metric("decode", "pdserve_num_preemptions_total") > 0
