@@ -82,6 +82,10 @@ else
 	$(BIN)/pytest $(ARGS)
 endif
 
+.PHONY: modules
+modules: install ## List every module with the first line of its docstring
+	@$(BIN)/python -m tests.arch.list_modules
+
 .PHONY: bench-handover
 bench-handover: install ## The handover's waterfall against --prefill 0; results under benchmarks/results
 	$(BIN)/python -m benchmarks.handover $(ARGS)
