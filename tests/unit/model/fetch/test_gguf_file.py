@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pdserve.base.errors import SetupError
 from pdserve.model.config import ModelConfig
-from pdserve.model.gguf_file import GgufFile
-from tests.unit.model.gguf_files import write_model
+from pdserve.model.fetch.gguf_file import GgufFile
+from tests.unit.model.fetch.gguf_files import write_model
 from tests.unit.model.tiny import LLAMA, random_tensors
 
 

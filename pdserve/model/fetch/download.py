@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pdserve.base.config import child_environment
 from pdserve.base.errors import SetupError
-from pdserve.model.progress import Progress
+from pdserve.model.fetch.progress import Progress
 
 _POLL_S = 0.2
 _COPY_BYTES = 1 << 20

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from pdserve.base.errors import SetupError
-from pdserve.model.cache import cached_directory, default_cache_dir
-from pdserve.model.progress import silent
+from pdserve.model.fetch.cache import cached_directory, default_cache_dir
+from pdserve.model.fetch.progress import silent
 
 #: Fills an entry: says so, waits for a line on stdin, writes a file, and prints what the entry holds.
 _FILLER = """
 import sys
 from pathlib import Path
-from pdserve.model.cache import cached_directory
+from pdserve.model.fetch.cache import cached_directory
 
 def fill(directory):
     print("filling", flush=True)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from pdserve.model.config import ModelConfig
-from pdserve.model.gguf_config import SourceTensor, hf_config, source_tensors
-from pdserve.model.gguf_file import GgufFile
-from pdserve.model.gguf_tokenizer import build_tokenizer, special_token
-from pdserve.model.progress import Progress
+from pdserve.model.fetch.gguf_config import SourceTensor, hf_config, source_tensors
+from pdserve.model.fetch.gguf_file import GgufFile
+from pdserve.model.fetch.gguf_tokenizer import build_tokenizer, special_token
+from pdserve.model.fetch.progress import Progress
 from pdserve.model.tensors import check_tensors
 
 if TYPE_CHECKING:

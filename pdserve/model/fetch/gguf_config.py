@@ -7,8 +7,8 @@ import struct
 from dataclasses import dataclass
 
 from pdserve.base.errors import SetupError
+from pdserve.model.fetch.gguf_file import GgufFile
 from pdserve.model.fields import Fields
-from pdserve.model.gguf_file import GgufFile
 
 #: GGUF architecture -> model_type. mistral models are stored as llama.
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pdserve.base.config import variable
 from pdserve.base.errors import SetupError
-from pdserve.model.progress import Progress
+from pdserve.model.fetch.progress import Progress
 
 
 def default_cache_dir() -> Path:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdserve.base.errors import SetupError
+from pdserve.model.fetch.gguf_tokenizer import build_tokenizer
 from pdserve.model.fields import Fields
-from pdserve.model.gguf_tokenizer import build_tokenizer
 from pdserve.model.tokenizer import Tokenizer
 
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from pdserve.base.errors import SetupError
 from pdserve.model.chat_template import ChatTemplate
 from pdserve.model.config import ModelConfig
-from pdserve.model.gguf_convert import convert_gguf
+from pdserve.model.fetch.gguf_convert import convert_gguf
+from pdserve.model.fetch.progress import silent
 from pdserve.model.loader import load_decoder
-from pdserve.model.progress import silent
 from pdserve.model.tokenizer import Tokenizer
 from tests.golden.paged import generate_greedily
-from tests.unit.model.gguf_files import write_model
+from tests.unit.model.fetch.gguf_files import write_model
 from tests.unit.model.tiny import LLAMA, random_tensors
 
 QWEN2 = LLAMA | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
