@@ -1,14 +1,18 @@
-"""A run of the tests ends: whatever still runs when all is reported is shown and ended."""
+"""What every test has: no deadline of Hypothesis, a choice of event loop, and a run that ends."""
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
+from collections.abc import Callable, Mapping
 
+import pytest
 from hypothesis import settings
 
 from tests.support import devices
+from tests.support.virtual_time import VirtualTimeLoop
 
-# No test is about how long it takes: a machine that is busy would decide.
+# No test is about how long it takes: a busy machine would decide its outcome.
 settings.register_profile("pdserve", deadline=None)
 settings.load_profile("pdserve")
 
@@ -17,6 +21,16 @@ DEVICE = devices.DEVICE
 _TIME_TO_EXIT_S = 60
 
 
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Tests marked `virtual_time` run on a clock that jumps, all others on the real one."""
+    del config
+    if item.get_closest_marker("virtual_time"):
+        return {"virtual": VirtualTimeLoop}
+    return {"real": asyncio.new_event_loop}
+
+
 def pytest_unconfigure() -> None:
-    """A thread that never ends would keep the interpreter from exiting."""
+    """A thread that never ends would keep the interpreter from exiting: its stack is shown and the process ended."""
     faulthandler.dump_traceback_later(_TIME_TO_EXIT_S, exit=True)
