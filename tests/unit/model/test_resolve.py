@@ -197,7 +197,16 @@ def test_the_fingerprint_is_that_of_the_content(directory: Path, tmp_path: Path)
 
 @pytest.mark.parametrize(
     "module",
-    ["config", "resolve", "tokenizer", "chat_template", "checkpoint", "gguf_convert", "cache", "download"],
+    [
+        "config",
+        "resolve",
+        "tokenizer",
+        "chat_template",
+        "checkpoint",
+        "fetch.gguf_convert",
+        "fetch.cache",
+        "fetch.download",
+    ],
 )
 def test_these_modules_start_without_torch(module: str) -> None:
     program = f"import sys, pdserve.model.{module}; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
