@@ -20,7 +20,7 @@ from queue import SimpleQueue
 
 from benchmarks.environment import describe, heading
 from decode_svc.config import DecodeConfig
-from decode_svc.request import DecodeJob, SchedulerConfig
+from decode_svc.request import DecodeJob, DecodeSchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
@@ -59,7 +59,7 @@ class Engine:
     def __init__(self, model: LoadedModel, budget_ms: float, threads: int) -> None:
         self.scheduler = DecodeScheduler(
             BlockPool(model.pool.num_blocks, model.layout.block_size),
-            SchedulerConfig(limits=model.limits, max_num_batched_tokens=512, itl_budget_s=budget_ms / 1000),
+            DecodeSchedulerConfig(limits=model.limits, max_num_batched_tokens=512, itl_budget_s=budget_ms / 1000),
         )
         self._told: SimpleQueue[tuple[float, StepOutput] | BaseException] = SimpleQueue()
         self._loop = StepLoop(

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import environment
-from decode_svc.request import DecodeJob, SchedulerConfig
+from decode_svc.request import DecodeJob, DecodeSchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
 from kernels.decoder import LayerListener
 from pdserve.base.ids import RequestId
@@ -86,7 +86,7 @@ def run_case(sampling: str, size: int, num_steps: int) -> Case:
     pool = BlockPool(size * (length // BLOCK_SIZE + 2), BLOCK_SIZE)
     layout = KvLayout(model="null", dtype="bfloat16", block_size=BLOCK_SIZE, num_layers=1, num_kv_heads=1, head_dim=1)
     scheduler = DecodeScheduler(
-        pool, SchedulerConfig(limits=SequenceLimits(max_model_len=8192, vocab_size=VOCABULARY), max_num_seqs=size)
+        pool, DecodeSchedulerConfig(limits=SequenceLimits(max_model_len=8192, vocab_size=VOCABULARY), max_num_seqs=size)
     )
     runner = Runner(NullDecoder(size), KvCache(layout, pool.num_blocks, torch.device("cpu")), Sampler())
     told: list[tuple[float, StepOutput]] = []

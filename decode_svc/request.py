@@ -15,7 +15,7 @@ from pdserve.engine.step import Started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
+class DecodeSchedulerConfig:
     """Bounds of a step, of a sequence, and of what transfers may hold."""
 
     limits: SequenceLimits

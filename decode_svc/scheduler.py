@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
-from decode_svc.request import DecodeJob, Phase, Request, SchedulerConfig, queued_by_router
+from decode_svc.request import DecodeJob, DecodeSchedulerConfig, Phase, Request, queued_by_router
 from pdserve.base.errors import InvalidTransition, NoFreeBlocks, PdserveError
 from pdserve.base.ids import BlockId, RequestId
 from pdserve.engine.block_manager import BlockManager
@@ -31,7 +31,7 @@ from pdserve.engine.step import Chunk, EventLog, Failure, Grant, Load, PrefillPr
 class DecodeScheduler:
     """Implements `pdserve.engine.step.Scheduler`; every method is called on the step thread."""
 
-    def __init__(self, pool: BlockPool, config: SchedulerConfig) -> None:
+    def __init__(self, pool: BlockPool, config: DecodeSchedulerConfig) -> None:
         self._pool = pool
         self._blocks = BlockManager(pool)
         self._running = RunningSet(

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from decode_svc.config import DecodeConfig
-from decode_svc.request import DecodeJob, SchedulerConfig
+from decode_svc.request import DecodeJob, DecodeSchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.session import DecodeSession, Event, Finished
 from kvtransfer.receiver import Receiver
@@ -46,7 +46,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         self._layer_groups = config.groups_of(worker.model.layout.num_layers)
         self.scheduler = DecodeScheduler(
             worker.model.pool,
-            SchedulerConfig(
+            DecodeSchedulerConfig(
                 limits=worker.model.limits,
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,

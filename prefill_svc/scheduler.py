@@ -31,7 +31,7 @@ from pdserve.engine.step import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
+class PrefillSchedulerConfig:
     """Bounds of a step and of a sequence."""
 
     limits: SequenceLimits
@@ -53,7 +53,7 @@ class PrefillJob:
     #: First tokens that were already streamed, one per choice, to be told instead of sampling.
     forced_first_tokens: tuple[int, ...] = ()
     #: Told, in every chunk, as soon as so many layers have their KV: ascending, at most the model's number.
-    told_layers: tuple[int, ...] = ()
+    report_layers: tuple[int, ...] = ()
     #: Who sent it.
     router_id: RouterId = NO_ROUTER
 
@@ -88,7 +88,7 @@ class _Queues:
 class PrefillScheduler:
     """Implements `pdserve.engine.step.Scheduler`; every method is called on the step thread."""
 
-    def __init__(self, pool: BlockPool, config: SchedulerConfig) -> None:
+    def __init__(self, pool: BlockPool, config: PrefillSchedulerConfig) -> None:
         assert config.max_num_batched_tokens > 0, "a step must be allowed at least one token"
         self._pool = pool
         self._blocks = BlockManager(pool)
@@ -266,7 +266,7 @@ class PrefillScheduler:
 
     def _reports(self, chunk: Chunk) -> Iterator[LayersWritten]:
         active = self._queues.computing[chunk.sequence.request_id]
-        for num_layers in active.job.told_layers:
+        for num_layers in active.job.report_layers:
             yield LayersWritten(
                 request_id=active.job.request_id,
                 num_layers=num_layers,

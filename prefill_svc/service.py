@@ -21,7 +21,7 @@ from pdserve.worker.sessions import Failed, Sessions
 from pdserve.worker.worker import Worker
 from prefill_svc.config import PrefillConfig
 from prefill_svc.decode_channels import DecodeChannels
-from prefill_svc.scheduler import PrefillJob, PrefillScheduler, SchedulerConfig
+from prefill_svc.scheduler import PrefillJob, PrefillScheduler, PrefillSchedulerConfig
 from prefill_svc.session import Begun, Event, PrefillSession
 
 log = get_logger(__name__)
@@ -38,7 +38,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
         self.max_num_seqs = config.max_num_batched_tokens
         self.scheduler = PrefillScheduler(
             worker.model.pool,
-            SchedulerConfig(limits=worker.model.limits, max_num_batched_tokens=config.max_num_batched_tokens),
+            PrefillSchedulerConfig(limits=worker.model.limits, max_num_batched_tokens=config.max_num_batched_tokens),
         )
         self._worker = worker
         self._sessions: Sessions[Event] = Sessions()
@@ -109,7 +109,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
             hashes=hash_blocks(key, prompt, self._worker.model.layout.block_size),
             forced_first_tokens=tuple(request.forced_first_tokens),
             # One message for all layers can go no sooner than at the step's end, of which every prompt is told.
-            told_layers=ticket.groups.ends if ticket is not None and ticket.layer_groups > 1 else (),
+            report_layers=ticket.groups.ends if ticket is not None and ticket.layer_groups > 1 else (),
             router_id=RouterId(request.ref.router_id),
         )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.gpu.rows import Measured
 from benchmarks.gpu.setting import DTYPE, Setting
-from decode_svc.request import DecodeJob, SchedulerConfig
+from decode_svc.request import DecodeJob, DecodeSchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
 from kernels.bench.inputs import BLOCK_SIZE
 from kernels.bench.work import decoder_work
@@ -75,7 +75,7 @@ def _engine(setting: Setting, batch: int, length: int, num_passing: int) -> tupl
     shape, max_blocks = setting.shape, -(-length // BLOCK_SIZE)
     pool = BlockPool(batch * (max_blocks + 1), BLOCK_SIZE)
     limits = SequenceLimits(max_model_len=length + 1, vocab_size=shape.vocab_size)
-    config = SchedulerConfig(
+    config = DecodeSchedulerConfig(
         limits=limits,
         max_num_seqs=batch,
         max_num_batched_tokens=setting.sizes.prefill_tokens,

@@ -26,7 +26,7 @@ from pdserve.base.ids import BlockId
 from pdserve.engine.kv_cache import KvCache
 from pdserve.v1 import decode_pb2
 from pdserve.worker import blocks as worker_blocks
-from tests.integration.services.house import ALWAYS_LOCAL, Request, running_house
+from tests.integration.services.local_cluster import ALWAYS_LOCAL, RouterRequest, running_cluster
 from tests.support.devices import needs_triton
 from tests.unit.model.tiny import save_model
 
@@ -59,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("tiny"))
 
 
-async def _handed_over(request: Request) -> dict[int, list[int]]:
+async def _handed_over(request: RouterRequest) -> dict[int, list[int]]:
     await request.start()
     await request.prefill(await request.ticket())
     return await request.finish()
@@ -72,10 +72,10 @@ async def _handed_over(request: Request) -> dict[int, list[int]]:
 async def test_handed_over_tokens_are_those_of_local_prefill(
     model: Path, length: int, params: dict[str, float]
 ) -> None:
-    async with running_house(model) as house:
+    async with running_cluster(model) as cluster:
         prompt = PROMPT[:length]
-        assert await _handed_over(house.request(prompt, **params)) == await house.local(prompt, **params)
-        await house.all_free()
+        assert await _handed_over(cluster.request(prompt, **params)) == await cluster.local(prompt, **params)
+        await cluster.all_free()
 
 
 @pytest.fixture(params=["host", pytest.param("device", marks=needs_triton)])
@@ -103,31 +103,31 @@ def staged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
 async def test_blocks_that_stop_over_in_a_stage_give_the_tokens_of_local_prefill(
     model: Path, staged: list[Staged]
 ) -> None:
-    async with running_house(model) as house:
+    async with running_cluster(model) as cluster:
         prompts = [[(7 * first + 3 * place) % 97 for place in range(36)] for first in range(4)]  # 9 blocks each
-        requests = [house.request(prompt) for prompt in prompts]
+        requests = [cluster.request(prompt) for prompt in prompts]
         for request in requests:
             await request.start()
 
-        async def hand_over(request: Request) -> dict[int, list[int]]:
+        async def hand_over(request: RouterRequest) -> dict[int, list[int]]:
             # Only one of them has room at a time: the others get their tickets when it has received.
             await request.prefill(await request.ticket())
             return await request.finish()
 
         handed_over = await asyncio.gather(*map(hand_over, requests))
         assert all(stage.num_free == stage.most == 12 for stage in staged)
-        assert handed_over == [await house.local(prompt) for prompt in prompts]
-        await house.all_free()
+        assert handed_over == [await cluster.local(prompt) for prompt in prompts]
+        await cluster.all_free()
 
 
 async def test_waiting_for_the_own_stage_is_not_taken_for_silence(
     model: Path, staged: list[Staged], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prefill_svc.session.KEEP_ALIVE_S", 0.05)
-    async with running_house(model, decode={"lease_s": 0.5}) as house:
+    async with running_cluster(model, decode={"lease_s": 0.5}) as cluster:
         stage = staged[1]
         held = await stage.lend([[BlockId(0)]] * (stage.most // stage.bundle_blocks))
-        request = house.request(PROMPT[:32])
+        request = cluster.request(PROMPT[:32])
         await request.start()
         prefill = asyncio.create_task(request.prefill(await request.ticket(), keeps_lease=True))
         done, _ = await asyncio.wait([prefill], timeout=1.2)  # More than two leases.
@@ -135,58 +135,58 @@ async def test_waiting_for_the_own_stage_is_not_taken_for_silence(
         for buffer in held:
             stage.give_back(buffer)
         await prefill
-        assert await request.finish() == await house.local(PROMPT[:32])
-        await house.all_free()
+        assert await request.finish() == await cluster.local(PROMPT[:32])
+        await cluster.all_free()
 
 
 async def test_a_prompt_that_no_stage_could_take_is_computed_by_the_decode_worker(
     model: Path, staged: list[Staged]
 ) -> None:
     prompt = PROMPT + PROMPT[:4]  # 13 blocks
-    async with running_house(model) as house:
-        request = house.request(prompt)
+    async with running_cluster(model) as cluster:
+        request = cluster.request(prompt)
         await request.start()
         tokens = await request.finish()
-        assert tokens == await house.local(prompt)
+        assert tokens == await cluster.local(prompt)
         assert staged[0].num_free == 12
-        await house.all_free()
+        await cluster.all_free()
 
 
 async def test_blocks_of_an_fp8_cache_are_handed_over_and_answered_from(model: Path) -> None:
     # Plain torch's sums depend on the chunk: the same on both workers, so that tokens can be compared.
     fp8 = {"kv_cache_dtype": "fp8_e4m3", "kernels": "reference", "max_num_batched_tokens": 8}
-    async with running_house(model, prefill=fp8, decode=fp8) as house:
-        assert house.decode.model.layout.dtype == "fp8_e4m3"
-        request = house.request(PROMPT, n=2, temperature=0.9)
+    async with running_cluster(model, prefill=fp8, decode=fp8) as cluster:
+        assert cluster.decode.model.layout.dtype == "fp8_e4m3"
+        request = cluster.request(PROMPT, n=2, temperature=0.9)
         await request.start()
         ticket = await request.ticket()
         assert ticket.layout.dtype == "fp8_e4m3"
         done = await request.prefill(ticket)
         assert done.sent_blocks == 12
         handed_over = await request.finish()
-        await house.all_free()
-    async with running_house(model, prefill=fp8, decode=fp8) as house:
-        assert handed_over == await house.local(PROMPT, n=2, temperature=0.9)
+        await cluster.all_free()
+    async with running_cluster(model, prefill=fp8, decode=fp8) as cluster:
+        assert handed_over == await cluster.local(PROMPT, n=2, temperature=0.9)
 
 
 async def test_only_missing_blocks_are_granted_and_sent(model: Path) -> None:
-    async with running_house(model) as house:
-        await _handed_over(house.request(PROMPT[:20]))
-        request = house.request(PROMPT)
+    async with running_cluster(model) as cluster:
+        await _handed_over(cluster.request(PROMPT[:20]))
+        request = cluster.request(PROMPT)
         await request.start()
         ticket = await request.ticket()
         assert (ticket.first_block, ticket.num_blocks) == (5, 12 - 5)
         done = await request.prefill(ticket)
         assert done.sent_blocks == 7
         assert done.cached_tokens == 20
-        assert await request.finish() == await house.local(PROMPT)
-        await house.all_free()
+        assert await request.finish() == await cluster.local(PROMPT)
+        await cluster.all_free()
 
 
 async def test_wrong_bytes_are_refused_and_a_renewed_ticket_gives_the_right_tokens(model: Path) -> None:
     wire = Corrupting()
-    async with running_house(model, prefill_transport=wire) as house:
-        request = house.request(PROMPT)
+    async with running_cluster(model, prefill_transport=wire) as cluster:
+        request = cluster.request(PROMPT)
         await request.start()
         ticket = await request.ticket()
         with pytest.raises(DigestMismatch, match="blocks are not what was sent"):
@@ -198,25 +198,25 @@ async def test_wrong_bytes_are_refused_and_a_renewed_ticket_gives_the_right_toke
         assert renewed.attempt == 2
         assert renewed.transfer_id != ticket.transfer_id
         await request.prefill(renewed, forced=first)
-        assert await request.finish() == await house.local(PROMPT)
-        await house.all_free()
+        assert await request.finish() == await cluster.local(PROMPT)
+        await cluster.all_free()
 
 
 async def test_after_wrong_bytes_the_prompt_can_be_computed_in_place(model: Path) -> None:
-    async with running_house(model, prefill_transport=Corrupting()) as house:
-        request = house.request(PROMPT)
+    async with running_cluster(model, prefill_transport=Corrupting()) as cluster:
+        request = cluster.request(PROMPT)
         await request.start()
         with pytest.raises(DigestMismatch):
             await request.prefill(await request.ticket())
         forced = [tokens[0] for tokens in request.tokens.values()]
         await request.send(prefill_locally=decode_pb2.PrefillLocally(attempt=2, forced_first_tokens=forced))
-        assert await request.finish() == await house.local(PROMPT)
-        await house.all_free()
+        assert await request.finish() == await cluster.local(PROMPT)
+        await cluster.all_free()
 
 
 async def test_a_commit_of_an_older_attempt_is_refused(model: Path) -> None:
-    async with running_house(model) as house:
-        request = house.request(PROMPT)
+    async with running_cluster(model) as cluster:
+        request = cluster.request(PROMPT)
         await request.start()
         old = await request.ticket()
         await request.send(renew_ticket=decode_pb2.RenewTicket(attempt=2))
@@ -224,47 +224,47 @@ async def test_a_commit_of_an_older_attempt_is_refused(model: Path) -> None:
         with pytest.raises(StaleError):
             await request.prefill(old)
         await request.prefill(new)
-        assert await request.finish() == await house.local(PROMPT)
-        await house.all_free()
+        assert await request.finish() == await cluster.local(PROMPT)
+        await cluster.all_free()
 
 
 async def test_silence_for_a_lease_ends_the_reservation_and_frees_its_blocks(model: Path) -> None:
-    async with running_house(model, decode={"lease_s": 0.2}) as house:
-        request = house.request(PROMPT)
+    async with running_cluster(model, decode={"lease_s": 0.2}) as cluster:
+        request = cluster.request(PROMPT)
         await request.start()
         await request.ticket()
         with pytest.raises(TransferTimeout, match="0 of 12 blocks had arrived"):
             await request.event()
-        await house.all_free()
+        await cluster.all_free()
 
 
 async def test_a_kept_lease_does_not_end(model: Path) -> None:
-    async with running_house(model, decode={"lease_s": 0.4}) as house:
-        request = house.request(PROMPT)
+    async with running_cluster(model, decode={"lease_s": 0.4}) as cluster:
+        request = cluster.request(PROMPT)
         await request.start()
         ticket = await request.ticket()
         for _ in range(8):
             await request.send(keep_lease=decode_pb2.KeepLease())
             await asyncio.sleep(0.1)  # Time itself is what is tested: twice the lease passes.
         await request.prefill(ticket)
-        assert await request.finish() == await house.local(PROMPT)
+        assert await request.finish() == await cluster.local(PROMPT)
 
 
 async def test_a_sender_whose_blocks_never_arrive_gives_up_with_the_lease(model: Path) -> None:
-    async with running_house(model, prefill_transport=Silent(), decode={"lease_s": 0.5}) as house:
-        request = house.request(PROMPT)
+    async with running_cluster(model, prefill_transport=Silent(), decode={"lease_s": 0.5}) as cluster:
+        request = cluster.request(PROMPT)
         await request.start()
         with pytest.raises((TransferTimeout, PeerLost, StaleError)):
             await request.prefill(await request.ticket())
         with pytest.raises(TransferTimeout):
             await request.event()
-        await house.all_free()
+        await cluster.all_free()
 
 
 async def test_a_caller_that_leaves_frees_both_sides_at_any_moment(model: Path) -> None:
-    async with running_house(model) as house:
+    async with running_cluster(model) as cluster:
         for moment in range(4):
-            request = house.request(PROMPT, max_tokens=150)
+            request = cluster.request(PROMPT, max_tokens=150)
             await request.start()
             if moment > 0:
                 ticket = await request.ticket()
@@ -276,43 +276,43 @@ async def test_a_caller_that_leaves_frees_both_sides_at_any_moment(model: Path) 
                 elif moment == 1:
                     prefill.cancel()
             request.cancel()
-            await house.all_free()
+            await cluster.all_free()
 
 
 async def test_workers_with_other_layouts_refuse_each_other_by_field(model: Path) -> None:
-    async with running_house(model, prefill={"block_size": 8}) as house:
-        request = house.request(PROMPT)
+    async with running_cluster(model, prefill={"block_size": 8}) as cluster:
+        request = cluster.request(PROMPT)
         await request.start()
         with pytest.raises(LayoutMismatch, match="block_size is 8 here and 4 there"):
             await request.prefill(await request.ticket())
         request.cancel()
-        await house.all_free()
+        await cluster.all_free()
 
 
 async def test_an_fp8_cache_refuses_blocks_of_one_that_is_not(model: Path) -> None:
-    async with running_house(model, prefill={"kv_cache_dtype": "fp8_e4m3"}) as house:
-        request = house.request(PROMPT)
+    async with running_cluster(model, prefill={"kv_cache_dtype": "fp8_e4m3"}) as cluster:
+        request = cluster.request(PROMPT)
         await request.start()
         with pytest.raises(LayoutMismatch, match="dtype is 'fp8_e4m3' here and 'float32' there"):
             await request.prefill(await request.ticket())
         request.cancel()
-        await house.all_free()
+        await cluster.all_free()
 
 
 async def test_a_prompt_that_ends_with_its_first_token_leaves_the_ticket_unused(model: Path) -> None:
-    async with running_house(model) as house:
-        request = house.request(PROMPT, max_tokens=1)
+    async with running_cluster(model) as cluster:
+        request = cluster.request(PROMPT, max_tokens=1)
         await request.start()
         done = await request.prefill(await request.ticket())
         assert done.commit_s == 0
         request.cancel()
-        await house.all_free()
+        await cluster.all_free()
 
 
 async def test_a_choice_that_was_stopped_sends_no_more_and_the_others_go_on(model: Path) -> None:
-    async with running_house(model) as house:
-        whole = await house.local(PROMPT, n=2, temperature=0.9, max_tokens=60)
-        request = house.request(PROMPT, n=2, temperature=0.9, max_tokens=60)
+    async with running_cluster(model) as cluster:
+        whole = await cluster.local(PROMPT, n=2, temperature=0.9, max_tokens=60)
+        request = cluster.request(PROMPT, n=2, temperature=0.9, max_tokens=60)
         await request.start(local_prefill_threshold=ALWAYS_LOCAL)
         for _ in range(3):
             for choice in (await request.event()).tokens.choices:
@@ -322,49 +322,49 @@ async def test_a_choice_that_was_stopped_sends_no_more_and_the_others_go_on(mode
         assert tokens[1] == whole[1]
         assert tokens[0] == whole[0][: len(tokens[0])]
         assert len(tokens[0]) < 60
-        await house.all_free()
+        await cluster.all_free()
 
 
 async def test_a_newer_attempt_of_a_request_takes_over_from_an_older_one(model: Path) -> None:
-    async with running_house(model) as house:
-        older = house.request(PROMPT, "same", max_tokens=150)
+    async with running_cluster(model) as cluster:
+        older = cluster.request(PROMPT, "same", max_tokens=150)
         await older.start(local_prefill_threshold=ALWAYS_LOCAL)
         await older.event()
-        newer = house.request(PROMPT, "same")
+        newer = cluster.request(PROMPT, "same")
         await newer.start(local_prefill_threshold=ALWAYS_LOCAL, attempt=2)
         with pytest.raises(StaleAttempt):
             await older.finish()
-        assert await newer.finish() == await house.local(PROMPT)
-        stale = house.request(PROMPT, "other")
+        assert await newer.finish() == await cluster.local(PROMPT)
+        stale = cluster.request(PROMPT, "other")
         await stale.start(local_prefill_threshold=ALWAYS_LOCAL, attempt=2)
-        same = house.request(PROMPT, "other")
+        same = cluster.request(PROMPT, "other")
         await same.start(local_prefill_threshold=ALWAYS_LOCAL, attempt=2)
         with pytest.raises(StaleAttempt):
             await same.event()
         await stale.finish()
-        await house.all_free()
+        await cluster.all_free()
 
 
 async def test_requests_that_no_worker_could_serve_are_refused_with_their_reason(model: Path) -> None:
-    async with running_house(model) as house:
-        too_long = house.request([5] * 600)
+    async with running_cluster(model) as cluster:
+        too_long = cluster.request([5] * 600)
         await too_long.start()
         with pytest.raises((RequestError, NoFreeBlocks), match="600"):
             await too_long.event()
-        unknown = house.request([5, 10_000])
+        unknown = cluster.request([5, 10_000])
         await unknown.start()
         with pytest.raises(RequestError, match="token ids"):
             await unknown.event()
-        late = house.request(PROMPT)
+        late = cluster.request(PROMPT)
         await late.send(keep_lease=decode_pb2.KeepLease())
         with pytest.raises(RequestError, match="first message"):
             await late.event()
-        await house.all_free()
+        await cluster.all_free()
 
 
 async def test_a_request_whose_router_floods_it_is_refused_and_the_others_go_on(model: Path) -> None:
-    async with running_house(model) as house:
-        other, flooded = house.request(PROMPT), house.request([4, *PROMPT[:8]])
+    async with running_cluster(model) as cluster:
+        other, flooded = cluster.request(PROMPT), cluster.request([4, *PROMPT[:8]])
         await other.start()
         ticket = await other.ticket()
         await flooded.start()
@@ -374,16 +374,16 @@ async def test_a_request_whose_router_floods_it_is_refused_and_the_others_go_on(
             await flooded.event()
         flooded.cancel()
         await other.prefill(ticket)
-        assert await other.finish() == await house.local(PROMPT)
-        await house.all_free()
+        assert await other.finish() == await cluster.local(PROMPT)
+        await cluster.all_free()
 
 
 async def test_many_requests_under_preemption_give_what_each_gives_alone(model: Path) -> None:
     prompts = [[(place * (seed + 2)) % 90 + 3 for place in range(20 + seed)] for seed in range(12)]
-    async with running_house(model) as roomy:
+    async with running_cluster(model) as roomy:
         alone = [await roomy.local(prompt, temperature=0.8, seed=9, max_tokens=40) for prompt in prompts]
     # 24 blocks hold about two of the twelve.
-    async with running_house(model, decode={"kv_cache_memory": 24 * 1024}) as tight:
+    async with running_cluster(model, decode={"kv_cache_memory": 24 * 1024}) as tight:
         requests = [tight.request(prompt, temperature=0.8, seed=9, max_tokens=40) for prompt in prompts]
         together = await asyncio.gather(*(_handed_over(request) for request in requests))
         await tight.all_free()

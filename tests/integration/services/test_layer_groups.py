@@ -22,7 +22,7 @@ from pdserve.engine.runner import Decoder
 from pdserve.model.batch import Batch
 from pdserve.v1 import common_pb2, decode_pb2, prefill_pb2
 from pdserve.worker import blocks as worker_blocks
-from tests.integration.services.house import DEADLINE_S, House, Request, running_house
+from tests.integration.services.local_cluster import DEADLINE_S, LocalCluster, RouterRequest, running_cluster
 from tests.unit.model.tiny import save_model
 
 NUM_LAYERS = 4
@@ -91,13 +91,13 @@ class Stopping:
         return self._decoder.forward(batch, kv_cache, told)
 
 
-def stopping(house: House, wire: Observed, after: dict[int, int]) -> Stopping:
-    runner = house.prefill.model.runner
+def stopping(cluster: LocalCluster, wire: Observed, after: dict[int, int]) -> Stopping:
+    runner = cluster.prefill.model.runner
     runner._decoder = decoder = Stopping(runner._decoder, wire, after)
     return decoder
 
 
-async def handed_over(request: Request) -> tuple[prefill_pb2.PrefillDone, dict[int, list[int]]]:
+async def handed_over(request: RouterRequest) -> tuple[prefill_pb2.PrefillDone, dict[int, list[int]]]:
     await request.start()
     ticket = await request.ticket()
     done = await request.prefill(ticket)
@@ -110,20 +110,20 @@ async def test_tokens_are_those_of_local_prefill_in_any_number_of_groups(
     model: Path, layer_groups: int, chunk: int
 ) -> None:
     common = LAYERED | {"max_num_batched_tokens": chunk}
-    async with running_house(model, prefill=common, decode=common | {"layer_groups": layer_groups}) as house:
+    async with running_cluster(model, prefill=common, decode=common | {"layer_groups": layer_groups}) as cluster:
         for length in (1, 4, 5, 45):
-            request = house.request(PROMPT[:length], n=2, temperature=0.9)
+            request = cluster.request(PROMPT[:length], n=2, temperature=0.9)
             await request.start()
             ticket = await request.ticket()
             assert ticket.layer_groups == layer_groups
             done = await request.prefill(ticket)
             assert done.sent_blocks == ticket.num_blocks
-            assert done.sent_bytes == ticket.num_blocks * house.decode.model.layout.block_bytes
+            assert done.sent_bytes == ticket.num_blocks * cluster.decode.model.layout.block_bytes
             tokens = await request.finish()
             fresh = {"prefill": common, "decode": common}
-            async with running_house(model, **fresh) as other:
+            async with running_cluster(model, **fresh) as other:
                 assert tokens == await other.local(PROMPT[:length], n=2, temperature=0.9)
-        await house.all_free()
+        await cluster.all_free()
 
 
 @pytest.mark.parametrize(("layer_groups", "ends"), [(2, (2, 4)), (3, (2, 3, 4)), (4, (1, 2, 3, 4))])
@@ -131,12 +131,12 @@ async def test_a_group_is_on_the_wire_before_the_next_layers_are_computed(
     model: Path, layer_groups: int, ends: tuple[int, ...]
 ) -> None:
     wire = Observed()
-    async with running_house(
+    async with running_cluster(
         model, prefill_transport=wire, prefill=ONE_CHUNK, decode=ONE_CHUNK | {"layer_groups": layer_groups}
-    ) as house:
+    ) as cluster:
         # The step would never end if its groups, of all blocks and the partial one, did not leave meanwhile.
-        decoder = stopping(house, wire, {end: NUM_BLOCKS * (group + 1) for group, end in enumerate(ends)})
-        done, tokens = await handed_over(house.request(PROMPT))
+        decoder = stopping(cluster, wire, {end: NUM_BLOCKS * (group + 1) for group, end in enumerate(ends)})
+        done, tokens = await handed_over(cluster.request(PROMPT))
         assert decoder.waited == dict.fromkeys(ends, True)
         assert done.chunks == 1
         # Group by group, and each in the order of the blocks.
@@ -144,35 +144,35 @@ async def test_a_group_is_on_the_wire_before_the_next_layers_are_computed(
             block * layer_groups + group for group in range(layer_groups) for block in range(NUM_BLOCKS)
         ]
         assert done.exposed_s == 0
-        await house.all_free()
-    async with running_house(model, prefill=ONE_CHUNK, decode=ONE_CHUNK) as house:
-        assert tokens == await house.local(PROMPT)
+        await cluster.all_free()
+    async with running_cluster(model, prefill=ONE_CHUNK, decode=ONE_CHUNK) as cluster:
+        assert tokens == await cluster.local(PROMPT)
 
 
 async def test_a_group_of_several_ranks_is_on_the_wire_before_the_next_layers_are_computed(model: Path) -> None:
     wire = Observed()
     ranks = ONE_CHUNK | {"tensor_parallel_size": 2, "staging_memory": 16 * 2048}
-    async with running_house(
+    async with running_cluster(
         model, prefill_transport=wire, prefill=ranks, decode=ONE_CHUNK | {"layer_groups": 3}
-    ) as house:
-        assert house.prefill.model.team is not None
+    ) as cluster:
+        assert cluster.prefill.model.team is not None
         # Of the runner's decoder, which leads the other rank: its half of the heads comes from another process.
-        decoder = stopping(house, wire, {2: NUM_BLOCKS, 3: 2 * NUM_BLOCKS})
-        _, tokens = await handed_over(house.request(PROMPT))
+        decoder = stopping(cluster, wire, {2: NUM_BLOCKS, 3: 2 * NUM_BLOCKS})
+        _, tokens = await handed_over(cluster.request(PROMPT))
         assert decoder.waited == {2: True, 3: True}
-        await house.all_free()
-        assert tokens == await house.local(PROMPT)
+        await cluster.all_free()
+        assert tokens == await cluster.local(PROMPT)
 
 
 async def test_each_chunk_sends_its_full_blocks_while_it_is_computed(model: Path) -> None:
     wire = Observed()
     common = LAYERED | {"max_num_batched_tokens": 30}
-    async with running_house(
+    async with running_cluster(
         model, prefill_transport=wire, prefill=common, decode=common | {"layer_groups": 2}
-    ) as house:
+    ) as cluster:
         waited: list[bool] = []
         expected = iter([7, 14, 14 + 5, 14 + 10])  # 30 tokens fill 7 blocks, the rest is 5 more.
-        runner = house.prefill.model.runner
+        runner = cluster.prefill.model.runner
         inner = runner._decoder
 
         class EachChunk:
@@ -186,10 +186,10 @@ async def test_each_chunk_sends_its_full_blocks_while_it_is_computed(model: Path
                 return inner.forward(batch, kv_cache, told)
 
         runner._decoder = EachChunk()
-        done, _ = await handed_over(house.request(PROMPT))
+        done, _ = await handed_over(cluster.request(PROMPT))
         assert (done.chunks, waited) == (2, [True] * 4)
         assert sorted(wire.sent) == [*range(2 * NUM_BLOCKS)]
-        await house.all_free()
+        await cluster.all_free()
 
 
 async def test_the_first_token_does_not_wait_for_a_wire_that_takes_nothing(
@@ -199,10 +199,10 @@ async def test_the_first_token_does_not_wait_for_a_wire_that_takes_nothing(
     monkeypatch.setattr("kvtransfer.sender.Sender.__init__.__kwdefaults__", {"max_outstanding_bytes": 1})
     wire = Observed()
     wire.holds_back = True
-    async with running_house(
+    async with running_cluster(
         model, prefill_transport=wire, prefill=ONE_CHUNK, decode=ONE_CHUNK | {"layer_groups": 4, "lease_s": 1.0}
-    ) as house:
-        request = house.request(PROMPT)
+    ) as cluster:
+        request = cluster.request(PROMPT)
         first_token, take = asyncio.Event(), request.take
 
         def taken(choice: common_pb2.ChoiceTokens) -> None:
@@ -220,18 +220,18 @@ async def test_the_first_token_does_not_wait_for_a_wire_that_takes_nothing(
         request.cancel()
         with pytest.raises((asyncio.CancelledError, grpc.aio.AioRpcError)):
             await prefill
-        await house.all_free()
+        await cluster.all_free()
 
 
 async def test_a_prompt_may_be_computed_for_longer_than_a_lease(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefill_svc.session.KEEP_ALIVE_S", 0.05)
     wire = Observed()
-    async with running_house(
+    async with running_cluster(
         model, prefill_transport=wire, prefill=ONE_CHUNK, decode=ONE_CHUNK | {"layer_groups": 2, "lease_s": 0.6}
-    ) as house:
+    ) as cluster:
         goes_on = NUM_BLOCKS + 1
-        stopping(house, wire, {2: goes_on})
-        request = house.request(PROMPT)
+        stopping(cluster, wire, {2: goes_on})
+        request = cluster.request(PROMPT)
         await request.start()
         prefill = asyncio.create_task(request.prefill(await request.ticket()))
         for _ in range(14):
@@ -243,7 +243,7 @@ async def test_a_prompt_may_be_computed_for_longer_than_a_lease(model: Path, mon
             wire.has_sent.notify_all()
         await prefill
         await request.finish()
-        await house.all_free()
+        await cluster.all_free()
 
 
 async def test_a_wire_that_takes_nothing_costs_a_lease_though_the_prompt_is_still_computed(
@@ -253,12 +253,12 @@ async def test_a_wire_that_takes_nothing_costs_a_lease_though_the_prompt_is_stil
     monkeypatch.setattr("prefill_svc.session.KEEP_ALIVE_S", 0.02)
     wire = Observed()
     wire.holds_back = True
-    async with running_house(
+    async with running_cluster(
         model, prefill_transport=wire, prefill=ONE_CHUNK, decode=ONE_CHUNK | {"layer_groups": 4, "lease_s": 0.3}
-    ) as house:
-        decoder = stopping(house, wire, {2: 2})  # The second message never leaves.
+    ) as cluster:
+        decoder = stopping(cluster, wire, {2: 2})  # The second message never leaves.
         try:
-            request = house.request(PROMPT)
+            request = cluster.request(PROMPT)
             await request.start()
             ticket = await request.ticket()
             prefill = asyncio.create_task(request.prefill(ticket))
@@ -272,17 +272,17 @@ async def test_a_wire_that_takes_nothing_costs_a_lease_though_the_prompt_is_stil
         with pytest.raises((TransferTimeout, PeerLost)):
             await prefill
         request.cancel()
-        await house.all_free()
+        await cluster.all_free()
 
 
 @pytest.mark.parametrize("wrong", [0, 13, NUM_BLOCKS * 3 - 1])
 async def test_a_wrong_byte_in_a_group_is_refused_and_the_prompt_computed_in_place(model: Path, wrong: int) -> None:
     wire = Observed()
     wire.wrong = wrong
-    async with running_house(
+    async with running_cluster(
         model, prefill_transport=wire, prefill=ONE_CHUNK, decode=ONE_CHUNK | {"layer_groups": 3}
-    ) as house:
-        request = house.request(PROMPT)
+    ) as cluster:
+        request = cluster.request(PROMPT)
         await request.start()
         named = (
             f"1 of 36 parts of 12 blocks are not what was sent, the first is group {wrong % 3} of block {wrong // 3}"
@@ -291,38 +291,38 @@ async def test_a_wrong_byte_in_a_group_is_refused_and_the_prompt_computed_in_pla
             await request.prefill(await request.ticket())
         forced = [tokens[0] for tokens in request.tokens.values()]
         await request.send(prefill_locally=decode_pb2.PrefillLocally(attempt=2, forced_first_tokens=forced))
-        assert await request.finish() == await house.local(PROMPT)
-        await house.all_free()
+        assert await request.finish() == await cluster.local(PROMPT)
+        await cluster.all_free()
 
 
 @pytest.mark.parametrize("nonsense", [0, NUM_LAYERS + 1, (1 << 32) - 1])
 async def test_a_ticket_with_a_number_of_groups_that_no_model_has_is_refused(model: Path, nonsense: int) -> None:
-    async with running_house(model, prefill=ONE_CHUNK, decode=ONE_CHUNK) as house:
-        request = house.request(PROMPT)
+    async with running_cluster(model, prefill=ONE_CHUNK, decode=ONE_CHUNK) as cluster:
+        request = cluster.request(PROMPT)
         await request.start()
         ticket = await request.ticket()
         ticket.layer_groups = nonsense
         with pytest.raises(RequestError, match=f"layer_groups is {nonsense}, with a model of 4 layers"):
             await request.prefill(ticket)
         request.cancel()
-        await house.all_free()
+        await cluster.all_free()
 
 
 async def test_more_groups_than_layers_do_not_start(model: Path) -> None:
     with pytest.raises(SetupError, match="--layer-groups 5 is more than the model has layers, 4"):
-        async with running_house(model, decode=LAYERED | {"layer_groups": 5}):
+        async with running_cluster(model, decode=LAYERED | {"layer_groups": 5}):
             pass
 
 
 async def test_kernels_that_compute_a_step_in_one_call_send_all_groups_at_its_end(model: Path) -> None:
     wire = Observed()
-    async with running_house(model, prefill_transport=wire, decode={"layer_groups": 4}) as house:
-        if house.prefill.model.kernels.implementation != "cpu":
+    async with running_cluster(model, prefill_transport=wire, decode={"layer_groups": 4}) as cluster:
+        if cluster.prefill.model.kernels.implementation != "cpu":
             pytest.skip("the C++ kernels are not built")
-        _, tokens = await handed_over(house.request(PROMPT))
+        _, tokens = await handed_over(cluster.request(PROMPT))
         assert sorted(wire.sent) == [*range(4 * NUM_BLOCKS)]
-        assert tokens == await house.local(PROMPT)
-        await house.all_free()
+        assert tokens == await cluster.local(PROMPT)
+        await cluster.all_free()
 
 
 async def test_groups_go_through_stages_that_hold_fewer_blocks_than_the_prompts_have(
@@ -339,16 +339,16 @@ async def test_groups_go_through_stages_that_hold_fewer_blocks_than_the_prompts_
     monkeypatch.setattr("pdserve.worker.worker.block_memory", block_memory)
     wire = Observed()
     common = ONE_CHUNK | {"kv_cache_memory": 256 * 1024}
-    async with running_house(
+    async with running_cluster(
         model, prefill_transport=wire, prefill=common, decode=common | {"layer_groups": 3}
-    ) as house:
-        decoder = stopping(house, wire, {2: NUM_BLOCKS})
+    ) as cluster:
+        decoder = stopping(cluster, wire, {2: NUM_BLOCKS})
         prompts = [[(7 * first + 3 * place) % 97 for place in range(45)] for first in range(3)]
-        requests = [house.request(prompt) for prompt in prompts]
+        requests = [cluster.request(prompt) for prompt in prompts]
         for request in requests:
             await request.start()
 
-        async def hand_over(request: Request) -> dict[int, list[int]]:
+        async def hand_over(request: RouterRequest) -> dict[int, list[int]]:
             await request.prefill(await request.ticket())
             return await request.finish()
 
@@ -356,21 +356,21 @@ async def test_groups_go_through_stages_that_hold_fewer_blocks_than_the_prompts_
         assert decoder.waited == {2: True}
         assert all(stage.num_free == stage.most for stage in stages)
         assert [stage.most for stage in stages] == [13, 3]
-        await house.all_free()
+        await cluster.all_free()
         monkeypatch.undo()
-    async with running_house(model, prefill=common, decode=common) as house:
-        assert tokens == [await house.local(prompt) for prompt in prompts]
+    async with running_cluster(model, prefill=common, decode=common) as cluster:
+        assert tokens == [await cluster.local(prompt) for prompt in prompts]
 
 
 async def test_how_long_the_transfer_outlasted_the_computing_is_told_and_counted(model: Path) -> None:
-    async with running_house(model, prefill=ONE_CHUNK, decode=ONE_CHUNK) as house:
-        done, _ = await handed_over(house.request(PROMPT))
+    async with running_cluster(model, prefill=ONE_CHUNK, decode=ONE_CHUNK) as cluster:
+        done, _ = await handed_over(cluster.request(PROMPT))
         # One group: nothing leaves before the step is over.
         assert 0 < done.exposed_s <= done.commit_s
-        told = house.prefill.metrics.registry.get_sample_value
+        told = cluster.prefill.metrics.registry.get_sample_value
         labels = {"model_name": "tiny", "tier": "prefill"}
         assert told("pdserve_kv_transfer_exposed_seconds_count", labels) == 1
         assert told("pdserve_kv_transfer_exposed_seconds_sum", labels) == pytest.approx(done.exposed_s)
-        ended = await house.request(PROMPT, max_tokens=1).prefill(None)
+        ended = await cluster.request(PROMPT, max_tokens=1).prefill(None)
         assert ended.exposed_s == 0
         assert told("pdserve_kv_transfer_exposed_seconds_count", labels) == 1

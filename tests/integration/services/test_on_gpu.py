@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu.handover import DEVICE as IN_GPU_MEMORY
 from benchmarks.gpu.handover import HOST, Case, measure
 from pdserve.base.layout import KvLayout
-from tests.integration.services.house import House, running_house
+from tests.integration.services.local_cluster import LocalCluster, running_cluster
 from tests.support.devices import HAS_GPU, SIMULATED, gpu_only, two_gpus
 from tests.unit.model.tiny import save_model
 
@@ -21,7 +21,7 @@ LENGTHS, NUM_CHOICES, NUM_TOKENS = ((10, 3), 2, 3) if SIMULATED else ((45, 3, 16
 PROMPTS = [[(7 * place + length) % 90 + 3 for place in range(length)] for length in LENGTHS]
 GREEDY: dict[str, Any] = {"max_tokens": NUM_TOKENS}
 DRAWN: dict[str, Any] = {"n": NUM_CHOICES, "temperature": 0.9, "top_p": 0.95, "max_tokens": NUM_TOKENS}
-#: Both workers of a house are on one GPU.
+#: Both workers of a cluster are on one GPU.
 ON_GPU: dict[str, Any] = {
     "device": "cuda",
     "gpu_memory_utilization": 0.4,
@@ -45,11 +45,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("gpu"), changes, torch.bfloat16)
 
 
-async def _answers(house: House) -> list[dict[int, list[int]]]:
+async def _answers(cluster: LocalCluster) -> list[dict[int, list[int]]]:
     """All at once, handed over: sequences come and go beside each other."""
 
     async def ask(prompt: list[int], params: dict[str, Any]) -> dict[int, list[int]]:
-        request = house.request(prompt, **params)
+        request = cluster.request(prompt, **params)
         await request.start()
         await request.prefill(await request.ticket())
         return await request.finish()
@@ -57,9 +57,9 @@ async def _answers(house: House) -> list[dict[int, list[int]]]:
     return list(await asyncio.gather(*(ask(prompt, params) for prompt in PROMPTS for params in (GREEDY, DRAWN))))
 
 
-async def _alone(house: House) -> list[dict[int, list[int]]]:
+async def _alone(cluster: LocalCluster) -> list[dict[int, list[int]]]:
     """One by one, by the decode worker."""
-    return [await house.local(prompt, **params) for prompt in PROMPTS for params in (GREEDY, DRAWN)]
+    return [await cluster.local(prompt, **params) for prompt in PROMPTS for params in (GREEDY, DRAWN)]
 
 
 @pytest.mark.gpu
@@ -72,18 +72,18 @@ async def test_handed_over_in_a_crowd_tokens_are_those_of_each_alone(
 ) -> None:
     common = ON_GPU | {"enforce_eager": eager}
     decode = common | {"layer_groups": layer_groups, "max_num_seqs": 8}
-    async with running_house(model, prefill=common, decode=decode) as house:
-        assert await _answers(house) == await _alone(house)
-        await house.all_free()
+    async with running_cluster(model, prefill=common, decode=decode) as cluster:
+        assert await _answers(cluster) == await _alone(cluster)
+        await cluster.all_free()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 async def test_two_ranks_over_nccl_answer_each_alike_alone_and_in_a_crowd(model: Path) -> None:
     split = ON_GPU | {"tensor_parallel_size": 2}
-    async with running_house(model, prefill=split, decode=split) as house:
-        assert await _answers(house) == await _alone(house)
-        await house.all_free()
+    async with running_cluster(model, prefill=split, decode=split) as cluster:
+        assert await _answers(cluster) == await _alone(cluster)
+        await cluster.all_free()
 
 
 SIZES = (

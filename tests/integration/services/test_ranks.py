@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvtransfer.staging import Staged
-from tests.integration.services.house import House, running_house
+from tests.integration.services.local_cluster import LocalCluster, running_cluster
 from tests.unit.model.tiny import save_model, with_scales
 
 PROMPTS = [
@@ -30,8 +30,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[dict[int, list[int]]]:
     async def of_one_rank() -> list[dict[int, list[int]]]:
-        async with running_house(model, prefill=ranks(1), decode=ranks(1)) as house:
-            return await answers(house)
+        async with running_cluster(model, prefill=ranks(1), decode=ranks(1)) as cluster:
+            return await answers(cluster)
 
     return asyncio.run(of_one_rank())
 
@@ -40,16 +40,16 @@ def ranks(size: int) -> dict[str, Any]:
     return {"tensor_parallel_size": size, "kernels": "reference", "staging_memory": 1 << 16}
 
 
-async def answers(house: House) -> list[dict[int, list[int]]]:
+async def answers(cluster: LocalCluster) -> list[dict[int, list[int]]]:
     """Handed over one by one, then computed by the decode worker, drawn and greedy."""
     told = []
     for prompt in PROMPTS:
         for params in ({}, DRAWN):
-            request = house.request(prompt, **params)
+            request = cluster.request(prompt, **params)
             await request.start()
             await request.prefill(await request.ticket())
             told.append(await request.finish())
-            told.append(await house.local(prompt, **params))
+            told.append(await cluster.local(prompt, **params))
     return told
 
 
@@ -58,10 +58,10 @@ async def test_tokens_are_those_of_one_rank(
     model: Path, expected: list[dict[int, list[int]]], prefill: int, decode: int, layer_groups: int
 ) -> None:
     receiving = ranks(decode) | {"layer_groups": layer_groups}
-    async with running_house(model, prefill=ranks(prefill), decode=receiving) as house:
-        assert await answers(house) == expected
-        await house.all_free()
-        for worker in (house.prefill, house.decode):
+    async with running_cluster(model, prefill=ranks(prefill), decode=receiving) as cluster:
+        assert await answers(cluster) == expected
+        await cluster.all_free()
+        for worker in (cluster.prefill, cluster.decode):
             if isinstance(worker.blocks, Staged):
                 assert worker.blocks.num_free == worker.blocks.most
 
@@ -71,7 +71,7 @@ async def test_each_rank_has_the_scales_of_its_heads(tmp_path: Path) -> None:
     scales = {f"{layer}.{side}_scale": torch.tensor([0.002, 0.2]) for layer in range(2) for side in "kv"}
     model = with_scales(tmp_path, scales)
     fp8 = {"kv_cache_dtype": "fp8_e4m3"}
-    async with running_house(model, prefill=ranks(1) | fp8, decode=ranks(1) | fp8) as house:
-        expected = await answers(house)
-    async with running_house(model, prefill=ranks(1) | fp8, decode=ranks(2) | fp8) as house:
-        assert await answers(house) == expected
+    async with running_cluster(model, prefill=ranks(1) | fp8, decode=ranks(1) | fp8) as cluster:
+        expected = await answers(cluster)
+    async with running_cluster(model, prefill=ranks(1) | fp8, decode=ranks(2) | fp8) as cluster:
+        assert await answers(cluster) == expected

@@ -22,7 +22,7 @@ from pdserve.worker.step_metrics import StepMetrics
 from pdserve.worker.worker import TierService, Worker
 from prefill_svc.config import PrefillConfig
 from prefill_svc.service import PrefillService
-from tests.integration.services.house import ROUTER, running_house, running_worker
+from tests.integration.services.local_cluster import ROUTER, running_cluster, running_worker
 from tests.support.redis import redis_server
 from tests.unit.model.tiny import save_model
 
@@ -47,43 +47,43 @@ async def test_a_prompt_is_reported_under_its_routers_name_while_it_is_computed(
         set_load(steps, load)
 
     monkeypatch.setattr(StepMetrics, "set_load", hear)
-    async with running_house(model) as house:
-        request = house.request(PROMPT)
+    async with running_cluster(model) as cluster:
+        request = cluster.request(PROMPT)
         await request.start()
         ticket = await request.ticket()
-        assert house.decode.load.queued_by_router == {}
+        assert cluster.decode.load.queued_by_router == {}
         await request.prefill(ticket)
         await request.finish()
-        another = house.request([4, *PROMPT])
+        another = cluster.request([4, *PROMPT])
         await another.start()
         await another.ticket()
         await another.send(prefill_locally=decode_pb2.PrefillLocally(attempt=1))
         await another.finish()
-        for worker, tokens in ((house.prefill, len(PROMPT)), (house.decode, len(PROMPT) + 1)):
+        for worker, tokens in ((cluster.prefill, len(PROMPT)), (cluster.decode, len(PROMPT) + 1)):
             assert {ROUTER: tokens} in [load.queued_by_router for load in told[id(worker.steps)]]
             assert worker.load.queued_by_router == {}
-        await house.all_free()
+        await cluster.all_free()
 
 
 async def test_a_prompt_that_waits_tells_what_the_cache_has_of_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefill_svc.session.KEEP_ALIVE_S", 0.02)
-    async with running_house(model) as house:
-        await house.request(PROMPT).prefill(None)
+    async with running_cluster(model) as cluster:
+        await cluster.request(PROMPT).prefill(None)
         monkeypatch.setattr(BlockManager, "admit", lambda *_, **__: False)
-        request = house.request([*PROMPT, 5])
-        call = prefill_pb2_grpc.PrefillServiceStub(house.prefill_channel).Prefill(
+        request = cluster.request([*PROMPT, 5])
+        call = prefill_pb2_grpc.PrefillServiceStub(cluster.prefill_channel).Prefill(
             prefill_pb2.PrefillRequest(
                 ref=request.ref(), prompt_token_ids=request.prompt, sampling=sampling_to_wire(request.params)
             )
         )
         async with asyncio.timeout(10):
             progress = (await anext(aiter(call))).progress
-        block_size = house.prefill.model.layout.block_size
+        block_size = cluster.prefill.model.layout.block_size
         cached = len(PROMPT) // block_size * block_size
         assert (progress.queued, progress.computed_tokens, progress.cached_tokens) == (True, 0, cached)
-        assert house.prefill.load.queued_by_router == {ROUTER: len(PROMPT) + 1 - cached}
+        assert cluster.prefill.load.queued_by_router == {ROUTER: len(PROMPT) + 1 - cached}
         call.cancel()
-        await house.all_free()
+        await cluster.all_free()
 
 
 async def test_an_empty_queue_is_announced(

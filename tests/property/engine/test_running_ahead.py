@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decode_svc.request import DecodeJob, SchedulerConfig
+from decode_svc.request import DecodeJob, DecodeSchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
 from kernels.decoder import LayerListener
 from pdserve.base.ids import RequestId
@@ -98,7 +98,7 @@ def test_crowds_get_what_each_gets_alone(
 ) -> None:
     pool = WatchedPool(num_blocks, BLOCK_SIZE)
     scheduler = DecodeScheduler(
-        pool, SchedulerConfig(limits=limits(MAX_MODEL_LEN), max_num_seqs=max_num_seqs, max_num_batched_tokens=9)
+        pool, DecodeSchedulerConfig(limits=limits(MAX_MODEL_LEN), max_num_seqs=max_num_seqs, max_num_batched_tokens=9)
     )
     decoder = Fragile() if is_fragile else FakeDecoder()
     worker = LateWorker(pool=pool, scheduler=scheduler, decoder=decoder, check=scheduler.check_integrity)

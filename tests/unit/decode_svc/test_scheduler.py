@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode_svc.request import DecodeJob, SchedulerConfig
+from decode_svc.request import DecodeJob, DecodeSchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
 from kernels.decoder import LayerListener
 from pdserve.base.block_hash import hash_blocks
@@ -71,7 +71,7 @@ class DecodeWorker(Worker):
 
 def decode(num_blocks: int = 32, *, decoder: FakeDecoder | None = None, **config: float) -> DecodeWorker:
     pool = BlockPool(num_blocks, BLOCK_SIZE)
-    scheduler = DecodeScheduler(pool, replace(SchedulerConfig(limits=limits()), **config))
+    scheduler = DecodeScheduler(pool, replace(DecodeSchedulerConfig(limits=limits()), **config))
     return DecodeWorker(pool=pool, scheduler=scheduler, decoder=decoder or FakeDecoder())
 
 

@@ -26,7 +26,7 @@ from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import Sampled, SampleResult, SampleRow, Sequence
 from pdserve.engine.step import Chunk, LayersWritten, StepOutput, StepPlan
 from pdserve.model.batch import Batch
-from prefill_svc.scheduler import PrefillJob, PrefillScheduler, SchedulerConfig
+from prefill_svc.scheduler import PrefillJob, PrefillScheduler, PrefillSchedulerConfig
 from tests.support.devices import DEVICE, gpu_only, keep_busy
 from tests.unit.engine.fakes import BLOCK_SIZE, CPU, KEY, VOCAB, FakeDecoder, expected, layout, limits
 from tests.unit.engine.test_graphs import Recorder
@@ -176,7 +176,9 @@ class Overlapping(Runner):
 def test_what_a_step_tells_on_its_way_comes_behind_the_step_before_and_ahead_of_its_own_end(
     runner_type: type[Runner],
 ) -> None:
-    scheduler = PrefillScheduler(BlockPool(16, BLOCK_SIZE), SchedulerConfig(limits=limits(), max_num_batched_tokens=4))
+    scheduler = PrefillScheduler(
+        BlockPool(16, BLOCK_SIZE), PrefillSchedulerConfig(limits=limits(), max_num_batched_tokens=4)
+    )
     told: SimpleQueue[StepOutput | LayersWritten] = SimpleQueue()
     loop = StepLoop(
         scheduler,
@@ -190,7 +192,7 @@ def test_what_a_step_tells_on_its_way_comes_behind_the_step_before_and_ahead_of_
         prompt_token_ids=[1, 2, 3, 4, 5, 6],
         params=SamplingParams(temperature=0.0, max_tokens=2),
         hash_key=KEY,
-        told_layers=(1, 3),
+        report_layers=(1, 3),
     )
     loop.start()
     try:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode_svc.request import DecodeJob, SchedulerConfig
+from decode_svc.request import DecodeJob, DecodeSchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
 from kernels.decoder import LayerListener
 from pdserve.base.errors import Draining, SetupError
@@ -60,7 +60,7 @@ def rig(
     decoder: Decoder | None = None, config: LoopConfig | None = None, runner: Runner | None = None
 ) -> Iterator[Rig]:
     pool = BlockPool(16, BLOCK_SIZE)
-    scheduler = DecodeScheduler(pool, SchedulerConfig(limits=limits()))
+    scheduler = DecodeScheduler(pool, DecodeSchedulerConfig(limits=limits()))
     runner = runner or Runner(decoder or FakeDecoder(), KvCache(layout(), 16, CPU), Sampler())
     outputs: SimpleQueue[StepOutput] = SimpleQueue()
     fatal: SimpleQueue[BaseException] = SimpleQueue()
@@ -240,7 +240,7 @@ def test_the_step_thread_alone_is_bound_and_computes_in_inference_mode() -> None
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux only")
 @pytest.mark.parametrize("cpus", [(), (100_000,)])
 def test_cpus_that_cannot_be_had_are_a_setup_error(cpus: tuple[int, ...]) -> None:
-    scheduler = DecodeScheduler(BlockPool(1, 1), SchedulerConfig(limits=limits()))
+    scheduler = DecodeScheduler(BlockPool(1, 1), DecodeSchedulerConfig(limits=limits()))
     runner = Runner(FakeDecoder(), KvCache(layout(), 1, CPU), Sampler())
     loop = StepLoop(
         scheduler, runner, publish=lambda _: None, on_fatal=lambda _: None, config=LoopConfig(compute_cpus=cpus)

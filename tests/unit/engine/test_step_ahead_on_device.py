@@ -12,7 +12,7 @@ from tests.support.devices import DEVICE
 
 pytest.importorskip("triton")
 
-from decode_svc.request import DecodeJob, SchedulerConfig
+from decode_svc.request import DecodeJob, DecodeSchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
 from kernels.choice import KernelOptions
 from kernels.decoder import LayerListener
@@ -127,7 +127,7 @@ def tell(
     )
     pool, plans = BlockPool(num_blocks, block_size), list[StepPlan]()
     noting = Noting(plans)
-    scheduler = DecodeScheduler(pool, SchedulerConfig(limits=BOUNDS))
+    scheduler = DecodeScheduler(pool, DecodeSchedulerConfig(limits=BOUNDS))
     decoder = DeviceDecoder(
         NanAt(model),
         DEVICE,

@@ -9,7 +9,7 @@ from tests.support.devices import DEVICE, HAS_GPU
 
 pytest.importorskip("triton")
 
-from decode_svc.request import DecodeJob, SchedulerConfig
+from decode_svc.request import DecodeJob, DecodeSchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
 from kernels.choice import KernelOptions
 from pdserve.base.ids import RequestId
@@ -75,7 +75,9 @@ def told(
     tokens = {}
     for crowd in [range(3)] if together else [range(index, index + 1) for index in range(3)]:
         pool = BlockPool(40, BLOCK_SIZE)
-        scheduler = DecodeScheduler(pool, SchedulerConfig(limits=BOUNDS, max_num_batched_tokens=10 if together else 99))
+        scheduler = DecodeScheduler(
+            pool, DecodeSchedulerConfig(limits=BOUNDS, max_num_batched_tokens=10 if together else 99)
+        )
         worker = Worker(
             pool=pool, scheduler=scheduler, decoder=decoder, kv_layout=layout, sampler=sampler, device=device
         )

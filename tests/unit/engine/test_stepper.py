@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from torch import Tensor
 
-from decode_svc.request import DecodeJob, SchedulerConfig
+from decode_svc.request import DecodeJob, DecodeSchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
 from kernels.decoder import LayerListener
 from pdserve.base.ids import RequestId
@@ -68,7 +68,7 @@ class Diary(LateRunner):
 
 
 def scheduler_of(*jobs: DecodeJob) -> DecodeScheduler:
-    scheduler = DecodeScheduler(BlockPool(16, BLOCK_SIZE), SchedulerConfig(limits=limits()))
+    scheduler = DecodeScheduler(BlockPool(16, BLOCK_SIZE), DecodeSchedulerConfig(limits=limits()))
     for each in jobs:
         scheduler.reserve(each)
     return scheduler

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from decode_svc.request import DecodeJob, SchedulerConfig
+from decode_svc.request import DecodeJob, DecodeSchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
 from pdserve.base.ids import RequestId
 from pdserve.base.layout import KvLayout
@@ -15,8 +15,7 @@ from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.sequence import SequenceLimits
 from pdserve.model.decoder import Decoder
 from pdserve.model.loader import load_decoder
-from prefill_svc.scheduler import PrefillJob, PrefillScheduler
-from prefill_svc.scheduler import SchedulerConfig as PrefillSchedulerConfig
+from prefill_svc.scheduler import PrefillJob, PrefillScheduler, PrefillSchedulerConfig
 from tests.unit.engine.fakes import KEY, Worker
 from tests.unit.model.tiny import save_model
 
@@ -48,7 +47,7 @@ def worker(decoder: Decoder, scheduler: DecodeScheduler | PrefillScheduler, pool
 
 def decode(decoder: Decoder, num_blocks: int, chunk: int) -> tuple[Worker, DecodeScheduler]:
     pool = BlockPool(num_blocks, BLOCK_SIZE)
-    config = SchedulerConfig(limits=BOUNDS, max_num_batched_tokens=chunk)
+    config = DecodeSchedulerConfig(limits=BOUNDS, max_num_batched_tokens=chunk)
     scheduler = DecodeScheduler(pool, config)
     return worker(decoder, scheduler, pool), scheduler
 

@@ -14,7 +14,7 @@ from pdserve.base.sampling import FinishReason, SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.step import LayersWritten, StepEvents
 from pdserve.model.batch import Batch
-from prefill_svc.scheduler import PrefillJob, PrefillScheduler, SchedulerConfig
+from prefill_svc.scheduler import PrefillJob, PrefillScheduler, PrefillSchedulerConfig
 from tests.unit.engine.fakes import BLOCK_SIZE, EOS, KEY, VOCAB, FakeDecoder, Worker, expected, limits, read_prompt
 
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
@@ -40,7 +40,7 @@ class PrefillWorker(Worker):
 
 def prefill(num_blocks: int = 32, *, budget: int = 100, decoder: FakeDecoder | None = None) -> PrefillWorker:
     pool = BlockPool(num_blocks, BLOCK_SIZE)
-    scheduler = PrefillScheduler(pool, SchedulerConfig(limits=limits(), max_num_batched_tokens=budget))
+    scheduler = PrefillScheduler(pool, PrefillSchedulerConfig(limits=limits(), max_num_batched_tokens=budget))
     return PrefillWorker(pool=pool, scheduler=scheduler, decoder=decoder or FakeDecoder())
 
 
@@ -71,7 +71,7 @@ def test_progress_is_told_after_each_chunk() -> None:
 
 def test_each_chunk_asks_to_be_told_of_the_layers_its_job_names() -> None:
     worker = prefill(budget=6)
-    worker.scheduler.add(replace(job(A, PROMPT), told_layers=(2, 5)))
+    worker.scheduler.add(replace(job(A, PROMPT), report_layers=(2, 5)))
     worker.scheduler.add(job(B, [21, 22, 23]))
     worker.run()
     table = worker.scheduler.block_table(A)

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_pool import BlockPool
-from prefill_svc.scheduler import PrefillJob, PrefillScheduler, SchedulerConfig
+from prefill_svc.scheduler import PrefillJob, PrefillScheduler, PrefillSchedulerConfig
 from tests.unit.engine.fakes import BLOCK_SIZE, KEY, VOCAB, Worker, expected, limits, read_prompt
 
 NUM_BLOCKS = 6
@@ -26,7 +26,7 @@ class PrefillMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
-        self.scheduler = PrefillScheduler(pool, SchedulerConfig(limits=limits(), max_num_batched_tokens=5))
+        self.scheduler = PrefillScheduler(pool, PrefillSchedulerConfig(limits=limits(), max_num_batched_tokens=5))
         self.worker = Worker(pool=pool, scheduler=self.scheduler)
         self.jobs: dict[RequestId, PrefillJob] = {}
         self.computed: set[RequestId] = set()

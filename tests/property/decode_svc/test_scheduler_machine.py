@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from decode_svc.request import DecodeJob, SchedulerConfig
+from decode_svc.request import DecodeJob, DecodeSchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
 from pdserve.base.errors import InvalidTransition
 from pdserve.base.ids import RequestId
@@ -45,7 +45,7 @@ class DecodeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         pool = WatchedPool(NUM_BLOCKS, BLOCK_SIZE)
-        config = SchedulerConfig(limits=limits(), max_num_seqs=3, max_num_batched_tokens=7, itl_budget_s=0.01)
+        config = DecodeSchedulerConfig(limits=limits(), max_num_seqs=3, max_num_batched_tokens=7, itl_budget_s=0.01)
         self.scheduler = DecodeScheduler(pool, config)
         self.worker = LateWorker(pool=pool, scheduler=self.scheduler, check=self.scheduler.check_integrity)
         self.jobs: dict[RequestId, DecodeJob] = {}

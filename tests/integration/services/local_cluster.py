@@ -67,11 +67,11 @@ async def running_worker(
                 await service.close()
 
 
-class Request:
+class RouterRequest:
     """A request on the decode worker, as a router holds it."""
 
-    def __init__(self, house: House, prompt: list[int], params: SamplingParams, request_id: str) -> None:
-        self._house = house
+    def __init__(self, cluster: LocalCluster, prompt: list[int], params: SamplingParams, request_id: str) -> None:
+        self._cluster = cluster
         self.prompt = prompt
         self.params = params
         self.request_id = request_id
@@ -99,7 +99,7 @@ class Request:
 
     async def send(self, **command: Any) -> None:
         if self._stream is None:
-            self._stream = await open_stream(self._house.decode_streams, decode_pb2.DecodeResponse.FromString)
+            self._stream = await open_stream(self._cluster.decode_streams, decode_pb2.DecodeResponse.FromString)
         await self._stream.write(decode_pb2.DecodeRequest(**command))
 
     async def event(self) -> decode_pb2.DecodeResponse:
@@ -157,7 +157,7 @@ class Request:
         )
         async with asyncio.timeout(DEADLINE_S):
             with mapped_rpc_errors("the prefill worker"):
-                stub = prefill_pb2_grpc.PrefillServiceStub(channel or self._house.prefill_channel)
+                stub = prefill_pb2_grpc.PrefillServiceStub(channel or self._cluster.prefill_channel)
                 async for event in stub.Prefill(request):
                     if keeps_lease and event.HasField("progress"):
                         await self.send(keep_lease=decode_pb2.KeepLease())
@@ -170,7 +170,7 @@ class Request:
 
 
 @dataclass(slots=True)
-class House:
+class LocalCluster:
     """Both workers and the ways to them."""
 
     prefill: Worker
@@ -180,11 +180,11 @@ class House:
     decode_streams: str
     count: int = 0
 
-    def request(self, prompt: list[int], request_id: str | None = None, **params: Any) -> Request:
+    def request(self, prompt: list[int], request_id: str | None = None, **params: Any) -> RouterRequest:
         """A new request, not started."""
         self.count += 1
         sampling = SamplingParams(**({"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "seed": 5} | params))
-        return Request(self, prompt, sampling, request_id or f"r{self.count}")
+        return RouterRequest(self, prompt, sampling, request_id or f"r{self.count}")
 
     async def local(self, prompt: list[int], **params: Any) -> dict[int, list[int]]:
         """What the decode worker gives by itself: what handed-over output is compared with."""
@@ -202,13 +202,13 @@ class House:
 
 
 @asynccontextmanager
-async def running_house(
+async def running_cluster(
     model: Path,
     *,
     prefill_transport: Transport | None = None,
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
-) -> AsyncIterator[House]:
+) -> AsyncIterator[LocalCluster]:
     """Both workers on a tiny model; the dictionaries change their settings."""
     common: dict[str, Any] = {
         "model": str(model),
@@ -231,4 +231,4 @@ async def running_house(
         )
         p_channel = await stack.enter_async_context(open_channel(p_address))
         d_channel = await stack.enter_async_context(open_channel(d_address))
-        yield House(p_worker, d_worker, p_channel, d_channel, d_streams)
+        yield LocalCluster(p_worker, d_worker, p_channel, d_channel, d_streams)
