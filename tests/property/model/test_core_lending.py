@@ -46,7 +46,7 @@ FIELDS: Fields = {
 }
 
 
-class House:
+class LeaseFile:
     """A file of leases, and the workers that lend each other their cores in it."""
 
     def __init__(self, path: Path) -> None:
@@ -73,20 +73,20 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> House:
+def lease_file(tmp_path: Path) -> LeaseFile:
     """Nobody has anything to do in it, but for the test."""
-    return House(tmp_path / "cores")
+    return LeaseFile(tmp_path / "cores")
 
 
 @pytest.fixture(scope="module")
-def restless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def restless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LeaseFile]:
     """Another process wakes up and puts to sleep the owners of lent cores all the time."""
     path = tmp_path_factory.mktemp("restless") / "cores"
     command = [sys.executable, "-m", "tests.property.model.restless_owners", str(path), *map(str, THEIRS)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as owners:
         assert owners.stdout is not None
         assert owners.stdout.readline() == b"ready\n"
-        yield House(path)
+        yield LeaseFile(path)
         owners.kill()
 
 
@@ -104,7 +104,7 @@ def alone(fields: Fields, dtype: torch.dtype = torch.bfloat16, instruction_set: 
     data=st.data(),
 )
 def test_cores_that_come_and_go_in_the_middle_of_a_pass_change_nothing(
-    restless: House,
+    restless: LeaseFile,
     instruction_set: str,
     fields: Fields,
     dtype: torch.dtype,
@@ -123,7 +123,7 @@ def test_cores_that_come_and_go_in_the_middle_of_a_pass_change_nothing(
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
-def test_long_passes_meet_every_pattern_of_lending(restless: House, rows: int) -> None:
+def test_long_passes_meet_every_pattern_of_lending(restless: LeaseFile, rows: int) -> None:
     texts = [random_text(1, 4 * rows, 97)]
     plan = [[(0, rows)]] * 4
     expected = compute(alone(FIELDS), texts, plan, PLACEMENT)
@@ -133,35 +133,35 @@ def test_long_passes_meet_every_pattern_of_lending(restless: House, rows: int) -
     assert decoder.borrowed_core_seconds > 0
 
 
-def test_idle_cores_take_part_and_are_given_back_with_the_pass(house: House) -> None:
+def test_idle_cores_take_part_and_are_given_back_with_the_pass(lease_file: LeaseFile) -> None:
     texts = [random_text(1, 40, 97)]
-    decoder = make_decoder(FIELDS, house.options(OURS[:2], THEIRS), torch.bfloat16)
+    decoder = make_decoder(FIELDS, lease_file.options(OURS[:2], THEIRS), torch.bfloat16)
     assert_same_bits(whole(decoder, texts, PLACEMENT), whole(alone(FIELDS), texts, PLACEMENT))
     assert decoder.borrowed_core_seconds > 0
-    assert [house.borrower(cpu) for cpu in THEIRS] == [0, 0, 0]
+    assert [lease_file.borrower(cpu) for cpu in THEIRS] == [0, 0, 0]
 
 
-def test_a_worker_with_work_keeps_its_core(house: House) -> None:
-    decoder = make_decoder(FIELDS, house.options(OURS, THEIRS), torch.bfloat16)
+def test_a_worker_with_work_keeps_its_core(lease_file: LeaseFile) -> None:
+    decoder = make_decoder(FIELDS, lease_file.options(OURS, THEIRS), torch.bfloat16)
     for cpu in THEIRS:
-        house.worker([cpu]).set_busy(True)
+        lease_file.worker([cpu]).set_busy(True)
     whole(decoder, [random_text(1, 40, 97)], PLACEMENT)
     assert decoder.borrowed_core_seconds == 0
 
 
-def test_a_core_that_another_has_borrowed_is_not_taken_and_stays_its_own(house: House) -> None:
-    decoder = make_decoder(FIELDS, house.options(OURS, THEIRS[:1]), torch.bfloat16)
-    words = memoryview(house.worker(THEIRS[:1]).memory).cast("I")
+def test_a_core_that_another_has_borrowed_is_not_taken_and_stays_its_own(lease_file: LeaseFile) -> None:
+    decoder = make_decoder(FIELDS, lease_file.options(OURS, THEIRS[:1]), torch.bfloat16)
+    words = memoryview(lease_file.worker(THEIRS[:1]).memory).cast("I")
     words[THEIRS[0] * 16 + 1] = 77
     whole(decoder, [random_text(1, 40, 97)], PLACEMENT)
-    assert (decoder.borrowed_core_seconds, house.borrower(THEIRS[0])) == (0, 77)
+    assert (decoder.borrowed_core_seconds, lease_file.borrower(THEIRS[0])) == (0, 77)
 
 
-def test_two_borrowers_of_one_core_take_turns(house: House) -> None:
+def test_two_borrowers_of_one_core_take_turns(lease_file: LeaseFile) -> None:
     texts = [random_text(1, 60, 97)]
     expected = whole(alone(FIELDS), texts, PLACEMENT)
-    house.worker(THEIRS[:1])
-    decoders = [make_decoder(FIELDS, house.options((cpu,), THEIRS[:1]), torch.bfloat16) for cpu in OURS[:2]]
+    lease_file.worker(THEIRS[:1])
+    decoders = [make_decoder(FIELDS, lease_file.options((cpu,), THEIRS[:1]), torch.bfloat16) for cpu in OURS[:2]]
     failures: list[BaseException] = []
 
     def compute_often(decoder: Decoder) -> None:
@@ -182,8 +182,8 @@ def test_two_borrowers_of_one_core_take_turns(house: House) -> None:
     assert 0 < sum(decoder.borrowed_core_seconds for decoder in decoders) <= time.monotonic() - started
 
 
-def test_at_most_as_many_cores_are_borrowed_as_are_owned(house: House) -> None:
-    decoder = make_decoder(FIELDS, house.options(OURS[:1], THEIRS), torch.bfloat16)
+def test_at_most_as_many_cores_are_borrowed_as_are_owned(lease_file: LeaseFile) -> None:
+    decoder = make_decoder(FIELDS, lease_file.options(OURS[:1], THEIRS), torch.bfloat16)
     started = time.monotonic()
     for _ in range(20):
         whole(decoder, [random_text(1, 60, 97)], PLACEMENT)
@@ -191,10 +191,10 @@ def test_at_most_as_many_cores_are_borrowed_as_are_owned(house: House) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux only")
-def test_a_core_on_which_others_compute_is_left_alone_though_its_owner_sleeps(house: House) -> None:
+def test_a_core_on_which_others_compute_is_left_alone_though_its_owner_sleeps(lease_file: LeaseFile) -> None:
     usable = os.sched_getaffinity(0)
     crowded = min(usable)  # By ourselves: the thread there can only run while we do not.
-    options = house.options(OURS[:1], (crowded,))
+    options = lease_file.options(OURS[:1], (crowded,))
     assert options.borrowing is not None
     decoder = make_decoder(
         FIELDS, replace(options, borrowing=replace(options.borrowing, stay_away_s=3600.0)), torch.bfloat16
@@ -212,8 +212,8 @@ def test_a_core_on_which_others_compute_is_left_alone_though_its_owner_sleeps(ho
     assert borrowed > 0
 
 
-def test_without_cores_of_its_own_a_worker_borrows_none(house: House) -> None:
-    options = house.options(OURS[:1], THEIRS)
+def test_without_cores_of_its_own_a_worker_borrows_none(lease_file: LeaseFile) -> None:
+    options = lease_file.options(OURS[:1], THEIRS)
     decoder = make_decoder(FIELDS, replace(options, num_threads=2), torch.bfloat16)
     assert decoder.kernels.borrow_cpus == ()
     assert make_decoder(FIELDS, options, torch.bfloat16).kernels.borrow_cpus == THEIRS

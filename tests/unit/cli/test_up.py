@@ -56,7 +56,7 @@ class Up:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Path:
+def workdir(tmp_path: Path) -> Path:
     """A working directory whose services are fakes: `python -m` finds them before ours. And a model to resolve."""
     for service in ("router_svc", "prefill_svc", "decode_svc"):
         (tmp_path / service).mkdir()
@@ -84,28 +84,28 @@ def house(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def set_steps(house: Path, service: str, *steps: str) -> None:
+def set_steps(workdir: Path, service: str, *steps: str) -> None:
     """What a fake service does when it is started; see fake_service.py."""
     code = (
         f"import runpy, sys\nsys.argv[1:] = {list(steps)!r}\nrunpy.run_path({str(FAKE_SERVICE)!r}, run_name='__main__')"
     )
-    path = house / service / "__main__.py"
+    path = workdir / service / "__main__.py"
     path.with_suffix(".new").write_text(code)
     path.with_suffix(".new").replace(path)
 
 
 @pytest.fixture
-def up(house: Path) -> Iterator[Callable[..., Up]]:
+def up(workdir: Path) -> Iterator[Callable[..., Up]]:
     started: list[subprocess.Popen[bytes]] = []
 
     def start(*flags: str) -> Up:
-        command = [sys.executable, "-m", "pdserve.cli", "up", str(house / "tiny"), "--log-dir", str(house / "logs")]
+        command = [sys.executable, "-m", "pdserve.cli", "up", str(workdir / "tiny"), "--log-dir", str(workdir / "logs")]
         process = subprocess.Popen(
             [*command, "--port", str(free_port()), "--grpc-port", str(free_port()), *flags],
-            cwd=house,
+            cwd=workdir,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "XDG_RUNTIME_DIR": str(house)},
+            env={**os.environ, "XDG_RUNTIME_DIR": str(workdir)},
         )
         started.append(process)
         return Up(process)
@@ -131,13 +131,13 @@ def gone(pids: list[int]) -> bool:
     return True
 
 
-def test_it_says_what_to_do_when_ready_and_drains_in_order_on_ctrl_c(up: Callable[..., Up], house: Path) -> None:
+def test_it_says_what_to_do_when_ready_and_drains_in_order_on_ctrl_c(up: Callable[..., Up], workdir: Path) -> None:
     cluster = up("--prefill", "1", "--decode", "2")
     cluster.read_until(r"prefill-0: loading the model")
     url = cluster.read_until(r"API: (http://127\.0\.0\.1:\d+)/v1")[1]
     cluster.read_until(rf"curl {url}/v1/chat/completions")
     cluster.read_until(rf"pdserve chat --base-url {url}")
-    cluster.read_until(re.escape(f"Logs: {house / 'logs'}"))
+    cluster.read_until(re.escape(f"Logs: {workdir / 'logs'}"))
     children = cluster.children()
     assert len(children) == 5
     cluster.process.send_signal(signal.SIGINT)
@@ -146,14 +146,14 @@ def test_it_says_what_to_do_when_ready_and_drains_in_order_on_ctrl_c(up: Callabl
     assert stopped == ["router", *stopped[1:4], "redis"]
     assert sorted(stopped[1:4]) == ["decode", "decode", "prefill"]
     assert gone(children)
-    assert {path.name for path in (house / "logs").iterdir()} >= {
+    assert {path.name for path in (workdir / "logs").iterdir()} >= {
         "router.log",
         "prefill-0.log",
         "decode-0.log",
         "decode-1.log",
         "redis.log",
     }
-    assert not list(house.glob("pdserve-*")), "the private Redis's directory is left behind"
+    assert not list(workdir.glob("pdserve-*")), "the private Redis's directory is left behind"
 
 
 def test_sigterm_drains_too(up: Callable[..., Up]) -> None:
@@ -164,8 +164,8 @@ def test_sigterm_drains_too(up: Callable[..., Up]) -> None:
     assert "router stopped" in cluster.output
 
 
-def test_a_second_ctrl_c_does_not_wait(up: Callable[..., Up], house: Path) -> None:
-    set_steps(house, "router_svc", "ignore-sigterm", "notify=READY=1", "forever")
+def test_a_second_ctrl_c_does_not_wait(up: Callable[..., Up], workdir: Path) -> None:
+    set_steps(workdir, "router_svc", "ignore-sigterm", "notify=READY=1", "forever")
     cluster = up("--drain-timeout-s", "3600")
     cluster.read_until("Ctrl-C drains")
     children = cluster.children()
@@ -177,8 +177,8 @@ def test_a_second_ctrl_c_does_not_wait(up: Callable[..., Up], house: Path) -> No
     assert gone(children)
 
 
-def test_ctrl_c_while_starting_ends_everything(up: Callable[..., Up], house: Path) -> None:
-    set_steps(house, "decode_svc", "notify=STATUS=loading for long", "forever")
+def test_ctrl_c_while_starting_ends_everything(up: Callable[..., Up], workdir: Path) -> None:
+    set_steps(workdir, "decode_svc", "notify=STATUS=loading for long", "forever")
     cluster = up()
     cluster.read_until("decode-0: loading for long")
     children = cluster.children()
@@ -198,21 +198,21 @@ def test_kill_9_leaves_no_process_behind(up: Callable[..., Up]) -> None:
 
 
 @pytest.mark.parametrize("name", ["redis", "decode-0", "prefill-0", "router"])
-def test_what_dies_is_started_again_and_told_in_one_line(up: Callable[..., Up], house: Path, name: str) -> None:
+def test_what_dies_is_started_again_and_told_in_one_line(up: Callable[..., Up], workdir: Path, name: str) -> None:
     cluster = up()
     cluster.read_until("Ctrl-C drains")
     word = "redis-server" if name == "redis" else f"--worker-id={name}" if "-" in name else "router_svc"
     [victim] = [pid for pid in cluster.children() if word in Path(f"/proc/{pid}/cmdline").read_text()]
     os.kill(victim, signal.SIGKILL)
-    log = re.escape(str(house / "logs" / f"{name}.log"))
+    log = re.escape(str(workdir / "logs" / f"{name}.log"))
     cluster.read_until(rf"{name} was killed by SIGKILL after [\d.]+ s; starting it again in 0\.5 s\. Log: {log}\n")
     cluster.read_until(rf"{name} is ready again")
     cluster.process.send_signal(signal.SIGINT)
     assert cluster.finish() == 0
 
 
-def test_a_setup_error_of_a_worker_is_the_only_error_shown(up: Callable[..., Up], house: Path) -> None:
-    set_steps(house, "decode_svc", "notify=STATUS=error: No room for one block.", "print=error: No room.", "exit=1")
+def test_a_setup_error_of_a_worker_is_the_only_error_shown(up: Callable[..., Up], workdir: Path) -> None:
+    set_steps(workdir, "decode_svc", "notify=STATUS=error: No room for one block.", "print=error: No room.", "exit=1")
     cluster = up()
     assert cluster.finish() == 1
     assert cluster.output.splitlines()[-1] == "error: No room for one block."
@@ -230,16 +230,16 @@ def test_a_taken_port_is_told_before_anything_starts(up: Callable[..., Up]) -> N
     )
 
 
-def test_a_wrong_model_path_is_one_line(up: Callable[..., Up], house: Path) -> None:
-    (house / "tiny" / "config.json").unlink()
+def test_a_wrong_model_path_is_one_line(up: Callable[..., Up], workdir: Path) -> None:
+    (workdir / "tiny" / "config.json").unlink()
     cluster = up()
     assert cluster.finish() == 1
     assert "error: " in cluster.output.splitlines()[-1]
     assert "is not a model directory: it has no config.json" in cluster.output.splitlines()[-1]
 
 
-def test_a_log_directory_that_cannot_be_is_one_line(up: Callable[..., Up], house: Path) -> None:
-    (house / "logs").write_text("a file")
+def test_a_log_directory_that_cannot_be_is_one_line(up: Callable[..., Up], workdir: Path) -> None:
+    (workdir / "logs").write_text("a file")
     cluster = up()
     assert cluster.finish() == 1
     assert "Choose one with --log-dir" in cluster.output
@@ -252,10 +252,10 @@ def test_a_redis_that_does_not_answer_is_one_line_without_its_password(up: Calla
     assert "hush" not in cluster.output
 
 
-def test_warnings_of_a_process_reach_the_console_and_its_chatter_does_not(up: Callable[..., Up], house: Path) -> None:
+def test_warnings_of_a_process_reach_the_console_and_its_chatter_does_not(up: Callable[..., Up], workdir: Path) -> None:
     time_of = "2026-01-02T03:04:05.678Z"
     set_steps(
-        house,
+        workdir,
         "decode_svc",
         f"print={time_of} INFO    decode_svc a all_is_well",
         f"print={time_of} WARNING decode_svc a redis_lost since=3",
@@ -265,7 +265,7 @@ def test_warnings_of_a_process_reach_the_console_and_its_chatter_does_not(up: Ca
     cluster.read_until("decode-0 warning: decode_svc a redis_lost since=3")
     cluster.read_until("Ctrl-C drains")
     assert "all_is_well" not in cluster.output
-    assert "all_is_well" in (house / "logs" / "decode-0.log").read_text()
+    assert "all_is_well" in (workdir / "logs" / "decode-0.log").read_text()
 
 
 def test_without_prefill_the_decode_worker_gets_all_cores(up: Callable[..., Up]) -> None:

@@ -40,8 +40,8 @@ TWO_OF_EACH: dict[str, Tier] = {
 
 
 @dataclass
-class House:
-    """A router, its workers and its clients."""
+class ScriptedCluster:
+    """A router with scripted workers, and clients for it."""
 
     base_url: str
     grpc_address: str
@@ -126,9 +126,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def open_house(
+async def open_cluster(
     redis: PrivateRedis, model_dir: Path, tiers: dict[str, Tier], **settings: object
-) -> AsyncIterator[House]:
+) -> AsyncIterator[ScriptedCluster]:
     """A router and its workers, once the router knows them all."""
     defaults: dict[str, object] = {
         "model": str(model_dir),
@@ -151,24 +151,24 @@ async def open_house(
             for worker_id, tier in tiers.items()
         }
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        house = House(f"http://{addresses.http}", addresses.grpc, world, router, http, workers)
-        await house.knows(len(tiers))
-        await eventually(house.is_ready_if_it_can_be)
-        yield house
+        cluster = ScriptedCluster(f"http://{addresses.http}", addresses.grpc, world, router, http, workers)
+        await cluster.knows(len(tiers))
+        await eventually(cluster.is_ready_if_it_can_be)
+        yield cluster
         # No call of any request may outlive it.
         await world.until(lambda: world.open_calls == 0)
 
 
 @asynccontextmanager
-async def in_own_task(manager: AbstractAsyncContextManager[House]) -> AsyncIterator[House]:
+async def in_own_task(manager: AbstractAsyncContextManager[ScriptedCluster]) -> AsyncIterator[ScriptedCluster]:
     """`manager` entered and left by one task, which task groups need and pytest's fixtures do not have."""
-    opened: asyncio.Future[House] = asyncio.get_running_loop().create_future()
+    opened: asyncio.Future[ScriptedCluster] = asyncio.get_running_loop().create_future()
     close = asyncio.Event()
 
     async def hold() -> None:
         try:
-            async with manager as house:
-                opened.set_result(house)
+            async with manager as cluster:
+                opened.set_result(cluster)
                 await close.wait()
         except BaseException as error:
             if opened.done():
@@ -184,7 +184,7 @@ async def in_own_task(manager: AbstractAsyncContextManager[House]) -> AsyncItera
 
 
 @pytest.fixture
-async def house(redis_server: PrivateRedis, model_dir: Path) -> AsyncIterator[House]:
+async def cluster(redis_server: PrivateRedis, model_dir: Path) -> AsyncIterator[ScriptedCluster]:
     """Two prefill workers, two decode workers."""
     tiers: dict[str, Tier] = {
         "prefill-0": "prefill",
@@ -192,13 +192,13 @@ async def house(redis_server: PrivateRedis, model_dir: Path) -> AsyncIterator[Ho
         "decode-0": "decode",
         "decode-1": "decode",
     }
-    async with in_own_task(open_house(redis_server, model_dir, tiers)) as opened:
+    async with in_own_task(open_cluster(redis_server, model_dir, tiers)) as opened:
         yield opened
 
 
 @pytest.fixture
-async def small_house(redis_server: PrivateRedis, model_dir: Path) -> AsyncIterator[House]:
+async def small_cluster(redis_server: PrivateRedis, model_dir: Path) -> AsyncIterator[ScriptedCluster]:
     """One worker of each tier."""
     tiers: dict[str, Tier] = {"prefill-0": "prefill", "decode-0": "decode"}
-    async with in_own_task(open_house(redis_server, model_dir, tiers)) as opened:
+    async with in_own_task(open_cluster(redis_server, model_dir, tiers)) as opened:
         yield opened

@@ -12,7 +12,7 @@ from pdserve.base.errors import RequestError
 from pdserve.base.sampling import SamplingParams
 from router_svc.openai.fields import IGNORED, UNSUPPORTED
 from router_svc.sampling import require_bounded
-from tests.unit.router_svc.conftest import House
+from tests.unit.router_svc.conftest import ScriptedCluster
 from tests.unit.router_svc.tiny_model import MAX_POSITIONS, NAME, VOCAB_SIZE
 
 COMPLETION: dict[str, Any] = {"model": NAME, "prompt": "x"}
@@ -119,19 +119,19 @@ def _require_error(status: int, body: dict[str, Any], expected: tuple[int, str |
     assert len(error["message"]) < 500
 
 
-async def test_every_wrong_completion_is_refused_with_its_field_and_reason(small_house: House) -> None:
+async def test_every_wrong_completion_is_refused_with_its_field_and_reason(small_cluster: ScriptedCluster) -> None:
     for fields, *expected in WRONG_COMPLETIONS:
-        status, body = await small_house.post("/v1/completions", COMPLETION | fields)
+        status, body = await small_cluster.post("/v1/completions", COMPLETION | fields)
         _require_error(status, body, tuple(expected))  # type: ignore[arg-type]
-    assert small_house.world.decode_starts == []
-    assert (await small_house.complete())[0] == 200
+    assert small_cluster.world.decode_starts == []
+    assert (await small_cluster.complete())[0] == 200
 
 
-async def test_every_wrong_chat_is_refused_with_its_field_and_reason(small_house: House) -> None:
+async def test_every_wrong_chat_is_refused_with_its_field_and_reason(small_cluster: ScriptedCluster) -> None:
     for fields, *expected in WRONG_CHATS:
-        status, body = await small_house.post("/v1/chat/completions", CHAT | fields)
+        status, body = await small_cluster.post("/v1/chat/completions", CHAT | fields)
         _require_error(status, body, tuple(expected))  # type: ignore[arg-type]
-    assert small_house.world.decode_starts == []
+    assert small_cluster.world.decode_starts == []
 
 
 @pytest.mark.parametrize(
@@ -149,33 +149,35 @@ async def test_every_wrong_chat_is_refused_with_its_field_and_reason(small_house
     ],
     ids=["empty", "cut", "bad-utf8", "list", "null", "deep", "very-deep", "lone-surrogate", "10MB"],
 )
-async def test_a_body_that_is_no_request_is_refused(small_house: House, data: bytes, status: int, words: str) -> None:
-    got, body = await small_house.post("/v1/completions", data=io.BytesIO(data))
+async def test_a_body_that_is_no_request_is_refused(
+    small_cluster: ScriptedCluster, data: bytes, status: int, words: str
+) -> None:
+    got, body = await small_cluster.post("/v1/completions", data=io.BytesIO(data))
     assert got == status
     assert words in body["error"]["message"]
 
 
-async def test_other_requests_do_not_notice(small_house: House) -> None:
-    async with small_house.http.post(
-        f"{small_house.base_url}/v1/completions", json=COMPLETION | {"stream": True}
+async def test_other_requests_do_not_notice(small_cluster: ScriptedCluster) -> None:
+    async with small_cluster.http.post(
+        f"{small_cluster.base_url}/v1/completions", json=COMPLETION | {"stream": True}
     ) as stream:
-        await small_house.post("/v1/completions", data=io.BytesIO(b"[" * 1_000_000))
-        await small_house.post("/v1/completions", COMPLETION | {"prompt": list(range(200)) * 1000})
+        await small_cluster.post("/v1/completions", data=io.BytesIO(b"[" * 1_000_000))
+        await small_cluster.post("/v1/completions", COMPLETION | {"prompt": list(range(200)) * 1000})
         text = (await stream.read()).decode()
     assert text.endswith("data: [DONE]\n\n")
     assert "error" not in text
 
 
-async def test_fields_that_ask_for_nothing_are_taken(small_house: House) -> None:
+async def test_fields_that_ask_for_nothing_are_taken(small_cluster: ScriptedCluster) -> None:
     neutral = {name: values[0] if values else None for name, values in UNSUPPORTED.items()}
     ignored = dict.fromkeys(IGNORED, "whatever")
-    status, body = await small_house.post("/v1/chat/completions", neutral | ignored | CHAT)
+    status, body = await small_cluster.post("/v1/chat/completions", neutral | ignored | CHAT)
     assert status == 200, body
 
 
-async def test_null_is_the_default_of_every_field(small_house: House) -> None:
+async def test_null_is_the_default_of_every_field(small_cluster: ScriptedCluster) -> None:
     names = ["temperature", "top_p", "stop", "n", "logprobs", "stream", "stream_options", "seed", "logit_bias"]
-    status, body = await small_house.post("/v1/completions", COMPLETION | dict.fromkeys(names))
+    status, body = await small_cluster.post("/v1/completions", COMPLETION | dict.fromkeys(names))
     assert status == 200, body
 
 
@@ -188,9 +190,9 @@ def test_what_multiplies_is_bounded_as_a_whole() -> None:
     require_bounded([SamplingParams(n=128, max_tokens=100_000)])
 
 
-async def test_unknown_paths_and_methods_answer_in_the_same_shape(small_house: House) -> None:
-    status, body = await small_house.get("/v1/unknown")
+async def test_unknown_paths_and_methods_answer_in_the_same_shape(small_cluster: ScriptedCluster) -> None:
+    status, body = await small_cluster.get("/v1/unknown")
     assert (status, body["error"]["type"]) == (404, "not_found_error")
-    status, body = await small_house.get("/v1/completions")
+    status, body = await small_cluster.get("/v1/completions")
     assert (status, body["error"]["code"]) == (405, 405)
     assert json.dumps(body)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from tests.unit.router_svc.conftest import House
+from tests.unit.router_svc.conftest import ScriptedCluster
 from tests.unit.router_svc.tiny_model import NAME, tokens_of
 
 
-async def test_a_completion_comes_from_both_tiers(house: House) -> None:
-    async with house.client() as client:
+async def test_a_completion_comes_from_both_tiers(cluster: ScriptedCluster) -> None:
+    async with cluster.client() as client:
         completion = await client.completions.create(model=NAME, prompt="Say hello", max_tokens=50)
     assert completion.choices[0].text == "Hello world."
     assert completion.choices[0].finish_reason == "stop"
     assert completion.usage is not None
     assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (9, 13)
-    assert len(house.world.prefills) == 1
-    assert len(house.world.decode_starts) == 1
-    assert list(house.world.prefills[0].prompt_token_ids) == tokens_of("Say hello")
+    assert len(cluster.world.prefills) == 1
+    assert len(cluster.world.decode_starts) == 1
+    assert list(cluster.world.prefills[0].prompt_token_ids) == tokens_of("Say hello")
 
 
-async def test_a_streamed_chat_has_a_role_then_text_then_a_finish_then_usage(house: House) -> None:
-    async with house.client() as client:
+async def test_a_streamed_chat_has_a_role_then_text_then_a_finish_then_usage(cluster: ScriptedCluster) -> None:
+    async with cluster.client() as client:
         stream = await client.chat.completions.create(
             model=NAME,
             messages=[{"role": "user", "content": "Say hello"}],

@@ -9,16 +9,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc
 from router_svc.grpc_api import SERVICE
-from tests.unit.router_svc.conftest import House
+from tests.unit.router_svc.conftest import ScriptedCluster
 from tests.unit.router_svc.tiny_model import NAME, tokens_of
 
 
-async def test_a_completion_streams_and_ends_with_its_usage(house: House) -> None:
-    house.script.cached_tokens = 3
+async def test_a_completion_streams_and_ends_with_its_usage(cluster: ScriptedCluster) -> None:
+    cluster.script.cached_tokens = 3
     request = pb.GenerateRequest(
         model=NAME, text="Say hello", sampling=pb.ClientSampling(max_tokens=50, logprobs=1, stop=["world"])
     )
-    async with house.channel() as channel:
+    async with cluster.channel() as channel:
         responses = [message async for message in inference_pb2_grpc.InferenceServiceStub(channel).Generate(request)]
     choices = [choice for response in responses for choice in response.choices]
     assert "".join(choice.text for choice in choices) == "Hello "
@@ -26,17 +26,17 @@ async def test_a_completion_streams_and_ends_with_its_usage(house: House) -> Non
     assert sum(len(choice.logprobs) for choice in choices) == 11
     assert responses[-1].usage == pb.Usage(prompt_tokens=9, completion_tokens=11, cached_tokens=3)
     assert len({response.request_id for response in responses}) == 1
-    record = await house.trace(responses[0].request_id)
+    record = await cluster.trace(responses[0].request_id)
     assert record["endpoint"] == "grpc"
 
 
-async def test_absent_fields_take_the_apis_defaults_and_given_ones_count(house: House) -> None:
-    async with house.channel() as channel:
+async def test_absent_fields_take_the_apis_defaults_and_given_ones_count(cluster: ScriptedCluster) -> None:
+    async with cluster.channel() as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         ids = pb.TokenIds(ids=tokens_of("x"))
         sampling = pb.ClientSampling(temperature=0.0, logit_bias={65: 1.5}, seed=7)
         [_ async for _ in stub.Generate(pb.GenerateRequest(model=NAME, token_ids=ids, sampling=sampling))]
-    sent = house.world.decode_starts[0].sampling
+    sent = cluster.world.decode_starts[0].sampling
     assert (sent.max_tokens, sent.temperature, sent.top_p, sent.seed) == (16, 0.0, 1.0, 7)
     assert dict(sent.logit_bias) == {65: 1.5}
 
@@ -59,30 +59,30 @@ async def test_absent_fields_take_the_apis_defaults_and_given_ones_count(house: 
     ],
 )
 async def test_bad_input_is_refused_with_its_reason(
-    small_house: House, request_: pb.GenerateRequest, code: str, words: str
+    small_cluster: ScriptedCluster, request_: pb.GenerateRequest, code: str, words: str
 ) -> None:
-    async with small_house.channel() as channel:
+    async with small_cluster.channel() as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             [_ async for _ in inference_pb2_grpc.InferenceServiceStub(channel).Generate(request_)]
     assert refusal.value.code().name == code
     assert words in (refusal.value.details() or "")
 
 
-async def test_a_client_that_cancels_ends_the_work(small_house: House) -> None:
-    small_house.script.pace = asyncio.Semaphore(1)
-    async with small_house.channel() as channel:
+async def test_a_client_that_cancels_ends_the_work(small_cluster: ScriptedCluster) -> None:
+    small_cluster.script.pace = asyncio.Semaphore(1)
+    async with small_cluster.channel() as channel:
         call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(pb.GenerateRequest(model=NAME, text="x"))
         await anext(aiter(call))
         call.cancel()
-        await small_house.world.until(lambda: small_house.world.open_calls == 0)
-    assert (await small_house.only_trace())["state"] == "cancelled"
+        await small_cluster.world.until(lambda: small_cluster.world.open_calls == 0)
+    assert (await small_cluster.only_trace())["state"] == "cancelled"
 
 
-async def test_health_follows_the_decode_workers(small_house: House) -> None:
-    async with small_house.channel() as channel:
+async def test_health_follows_the_decode_workers(small_cluster: ScriptedCluster) -> None:
+    async with small_cluster.channel() as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
         statuses = aiter(watch)
         assert (await anext(statuses)).status == health_pb2.HealthCheckResponse.SERVING
-        small_house.workers["decode-0"].set(ready=False)
+        small_cluster.workers["decode-0"].set(ready=False)
         assert (await anext(statuses)).status == health_pb2.HealthCheckResponse.NOT_SERVING
         watch.cancel()

@@ -6,15 +6,15 @@ from typing import Any
 
 from pdserve.base.ids import WorkerId
 from pdserve.base.sampling import MAX_LOGPROBS
-from tests.unit.router_svc.conftest import House
+from tests.unit.router_svc.conftest import ScriptedCluster
 from tests.unit.router_svc.tiny_model import END, MAX_POSITIONS, NAME, START, tokens_of
 
 USER: Any = {"role": "user", "content": "Say hello"}
 
 
-async def test_several_prompts_and_choices_are_numbered_by_prompt_then_choice(house: House) -> None:
-    house.script.replies = [tokens_of("first"), tokens_of("second")]
-    async with house.client() as client:
+async def test_several_prompts_and_choices_are_numbered_by_prompt_then_choice(cluster: ScriptedCluster) -> None:
+    cluster.script.replies = [tokens_of("first"), tokens_of("second")]
+    async with cluster.client() as client:
         completion = await client.completions.create(model=NAME, prompt=["a", "bb", "ccc"], n=2, max_tokens=50)
     assert [choice.index for choice in completion.choices] == list(range(6))
     assert [choice.text for choice in completion.choices] == ["first", "second"] * 3
@@ -22,37 +22,37 @@ async def test_several_prompts_and_choices_are_numbered_by_prompt_then_choice(ho
     assert completion.usage.prompt_tokens == 6
     assert completion.usage.completion_tokens == 33
     # Every prompt is a request of its own for the workers; the first has the response's id.
-    ids = {start.ref.request_id for start in house.world.decode_starts}
+    ids = {start.ref.request_id for start in cluster.world.decode_starts}
     assert ids == {completion.id, f"{completion.id}-1", f"{completion.id}-2"}
 
 
-async def test_token_ids_are_taken_as_prompts(house: House) -> None:
+async def test_token_ids_are_taken_as_prompts(cluster: ScriptedCluster) -> None:
     for prompt, lengths in (([1, 2, 3], [3]), ([[1, 2], [3]], [2, 1])):
-        house.world.decode_starts.clear()
-        status, _ = await house.complete(prompt=prompt)
+        cluster.world.decode_starts.clear()
+        status, _ = await cluster.complete(prompt=prompt)
         assert status == 200
-        assert sorted(len(start.prompt_token_ids) for start in house.world.decode_starts) == sorted(lengths)
+        assert sorted(len(start.prompt_token_ids) for start in cluster.world.decode_starts) == sorted(lengths)
 
 
-async def test_the_prefill_sides_cache_hit_is_the_usages_cached_tokens(house: House) -> None:
-    house.script.cached_tokens = 7
-    async with house.client() as client:
+async def test_the_prefill_sides_cache_hit_is_the_usages_cached_tokens(cluster: ScriptedCluster) -> None:
+    cluster.script.cached_tokens = 7
+    async with cluster.client() as client:
         completion = await client.completions.create(model=NAME, prompt="Say hello")
     assert completion.usage is not None
     assert completion.usage.prompt_tokens_details is not None
     assert completion.usage.prompt_tokens_details.cached_tokens == 7
 
 
-async def test_echo_begins_with_the_prompt(house: House) -> None:
-    _, body = await house.complete(prompt="Say: ", echo=True)
+async def test_echo_begins_with_the_prompt(cluster: ScriptedCluster) -> None:
+    _, body = await cluster.complete(prompt="Say: ", echo=True)
     assert body["choices"][0]["text"] == "Say: Hello world."
-    text, _ = await house.stream(prompt=tokens_of("Say: "), echo=True)
+    text, _ = await cluster.stream(prompt=tokens_of("Say: "), echo=True)
     assert text == "Say: Hello world."
 
 
-async def test_stop_strings_are_never_shown_in_part(house: House) -> None:
-    house.script.replies = [tokens_of("Hello wonderful world")]
-    text, events = await house.stream(stop=["wor", "wonderfully"])
+async def test_stop_strings_are_never_shown_in_part(cluster: ScriptedCluster) -> None:
+    cluster.script.replies = [tokens_of("Hello wonderful world")]
+    text, events = await cluster.stream(stop=["wor", "wonderfully"])
     assert text == "Hello wonderful "
     shown = ""
     for event in events:
@@ -62,40 +62,40 @@ async def test_stop_strings_are_never_shown_in_part(house: House) -> None:
     assert events[-1]["choices"][0]["stop_reason"] == "wor"
 
 
-async def test_stop_strings_are_shown_when_asked_for(house: House) -> None:
-    _, body = await house.complete(stop="wor", include_stop_str_in_output=True)
+async def test_stop_strings_are_shown_when_asked_for(cluster: ScriptedCluster) -> None:
+    _, body = await cluster.complete(stop="wor", include_stop_str_in_output=True)
     assert body["choices"][0]["text"] == "Hello wor"
 
 
-async def test_special_tokens_are_shown_when_asked_for(house: House) -> None:
-    house.script.replies = [[START, *tokens_of("hi")]]
-    _, body = await house.complete()
+async def test_special_tokens_are_shown_when_asked_for(cluster: ScriptedCluster) -> None:
+    cluster.script.replies = [[START, *tokens_of("hi")]]
+    _, body = await cluster.complete()
     assert body["choices"][0]["text"] == "hi"
-    _, body = await house.complete(skip_special_tokens=False)
+    _, body = await cluster.complete(skip_special_tokens=False)
     assert body["choices"][0]["text"] == "<|start|>hi"
 
 
-async def test_length_is_the_finish_reason_at_max_tokens(house: House) -> None:
-    async with house.client() as client:
+async def test_length_is_the_finish_reason_at_max_tokens(cluster: ScriptedCluster) -> None:
+    async with cluster.client() as client:
         completion = await client.completions.create(model=NAME, prompt="x", max_tokens=5)
         assert (completion.choices[0].text, completion.choices[0].finish_reason) == ("Hello", "length")
 
 
-async def test_completions_default_to_16_tokens_and_chats_to_the_rest_of_the_context(house: House) -> None:
-    await house.post("/v1/completions", {"model": NAME, "prompt": "x"})
-    await house.post("/v1/chat/completions", {"model": NAME, "messages": [USER]})
-    completion, chat = house.world.decode_starts
+async def test_completions_default_to_16_tokens_and_chats_to_the_rest_of_the_context(cluster: ScriptedCluster) -> None:
+    await cluster.post("/v1/completions", {"model": NAME, "prompt": "x"})
+    await cluster.post("/v1/chat/completions", {"model": NAME, "messages": [USER]})
+    completion, chat = cluster.world.decode_starts
     assert completion.sampling.max_tokens == 16
     assert chat.sampling.max_tokens == MAX_POSITIONS - len(chat.prompt_token_ids)
 
 
-async def test_the_default_of_16_tokens_gives_way_to_the_context(house: House) -> None:
-    status, _ = await house.post("/v1/completions", {"model": NAME, "prompt": "x" * (MAX_POSITIONS - 3)})
+async def test_the_default_of_16_tokens_gives_way_to_the_context(cluster: ScriptedCluster) -> None:
+    status, _ = await cluster.post("/v1/completions", {"model": NAME, "prompt": "x" * (MAX_POSITIONS - 3)})
     assert status == 200
-    assert house.world.decode_starts[0].sampling.max_tokens == 3
+    assert cluster.world.decode_starts[0].sampling.max_tokens == 3
 
 
-async def test_sampling_reaches_the_workers_as_asked(house: House) -> None:
+async def test_sampling_reaches_the_workers_as_asked(cluster: ScriptedCluster) -> None:
     asked = {
         "temperature": 0.5,
         "top_p": 0.9,
@@ -113,9 +113,9 @@ async def test_sampling_reaches_the_workers_as_asked(house: House) -> None:
         "n": 2,
         "logprobs": MAX_LOGPROBS,
     }
-    await house.complete(**asked)
-    sampling = house.world.decode_starts[0].sampling
-    assert sampling == house.world.prefills[0].sampling
+    await cluster.complete(**asked)
+    sampling = cluster.world.decode_starts[0].sampling
+    assert sampling == cluster.world.prefills[0].sampling
     assert sampling.top_k == 0
     assert dict(sampling.logit_bias) == {65: 2.0, 66: -1.5}
     assert list(sampling.stop_token_ids) == [10]
@@ -123,31 +123,31 @@ async def test_sampling_reaches_the_workers_as_asked(house: House) -> None:
         assert getattr(sampling, name) == asked[name], name
 
 
-async def test_a_seed_is_drawn_for_requests_that_bring_none(house: House) -> None:
-    await house.complete()
-    await house.complete()
-    first, second = house.world.decode_starts
+async def test_a_seed_is_drawn_for_requests_that_bring_none(cluster: ScriptedCluster) -> None:
+    await cluster.complete()
+    await cluster.complete()
+    first, second = cluster.world.decode_starts
     assert first.sampling.seed != second.sampling.seed
 
 
-async def test_chat_templates_get_roles_parts_and_variables(house: House) -> None:
+async def test_chat_templates_get_roles_parts_and_variables(cluster: ScriptedCluster) -> None:
     messages = [
         {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": None, "tool_calls": None},
         USER,
     ]
     body = {"model": NAME, "messages": messages, "chat_template_kwargs": {"mood": "!"}}
-    status, answer = await house.post("/v1/chat/completions", body)
+    status, answer = await cluster.post("/v1/chat/completions", body)
     assert status == 200, answer
     prompt = "system:a\nb", "assistant:", "user:Say hello"
     expected = [token for text in prompt for token in (START, *tokens_of(text), END)]
     expected += [START, *tokens_of("assistant:!")]
-    assert list(house.world.decode_starts[0].prompt_token_ids) == expected
+    assert list(cluster.world.decode_starts[0].prompt_token_ids) == expected
 
 
-async def test_chat_logprobs_have_tokens_bytes_and_alternatives(house: House) -> None:
-    house.script.replies = [[*"é".encode(), END]]
-    async with house.client() as client:
+async def test_chat_logprobs_have_tokens_bytes_and_alternatives(cluster: ScriptedCluster) -> None:
+    cluster.script.replies = [[*"é".encode(), END]]
+    async with cluster.client() as client:
         chat = await client.chat.completions.create(model=NAME, messages=[USER], logprobs=True, top_logprobs=2)
     assert chat.choices[0].message.content == "é"
     assert chat.choices[0].logprobs is not None
@@ -159,9 +159,9 @@ async def test_chat_logprobs_have_tokens_bytes_and_alternatives(house: House) ->
     assert [top.logprob for top in content[0].top_logprobs] == [-0.5, -9999.0]
 
 
-async def test_completion_logprobs_have_tokens_offsets_and_alternatives(house: House) -> None:
-    house.script.replies = [tokens_of("abc")]
-    async with house.client() as client:
+async def test_completion_logprobs_have_tokens_offsets_and_alternatives(cluster: ScriptedCluster) -> None:
+    cluster.script.replies = [tokens_of("abc")]
+    async with cluster.client() as client:
         whole = await client.completions.create(model=NAME, prompt="x", logprobs=2)
         stream = await client.completions.create(model=NAME, prompt="x", logprobs=2, stream=True)
         parts = [chunk.choices[0].logprobs async for chunk in stream]
@@ -174,9 +174,9 @@ async def test_completion_logprobs_have_tokens_offsets_and_alternatives(house: H
     assert [offset for part in parts if part for offset in part.text_offset or []] == [0, 1, 2]
 
 
-async def test_ids_are_made_or_the_clients(house: House) -> None:
+async def test_ids_are_made_or_the_clients(cluster: ScriptedCluster) -> None:
     async def ids(path: str, body: dict[str, Any], **headers: str) -> tuple[str, str]:
-        async with house.http.post(house.base_url + path, json={"model": NAME} | body, headers=headers) as response:
+        async with cluster.http.post(cluster.base_url + path, json={"model": NAME} | body, headers=headers) as response:
             answer = await response.json()
             return answer["id"], response.headers["X-Request-Id"]
 
@@ -188,23 +188,23 @@ async def test_ids_are_made_or_the_clients(house: House) -> None:
     assert len(header) == 32
 
 
-async def test_a_repeated_request_id_does_not_repeat_among_workers(house: House) -> None:
+async def test_a_repeated_request_id_does_not_repeat_among_workers(cluster: ScriptedCluster) -> None:
     headers = {"X-Request-Id": "again"}
     for _ in range(2):
-        async with house.http.post(
-            f"{house.base_url}/v1/completions", json={"model": NAME, "prompt": "x"}, headers=headers
+        async with cluster.http.post(
+            f"{cluster.base_url}/v1/completions", json={"model": NAME, "prompt": "x"}, headers=headers
         ) as response:
             assert (await response.json())["id"] == "cmpl-again"
-    first, second = (start.ref.request_id for start in house.world.decode_starts)
+    first, second = (start.ref.request_id for start in cluster.world.decode_starts)
     assert first != second
-    assert (await house.trace("again"))["request_id"] == "cmpl-again"
+    assert (await cluster.trace("again"))["request_id"] == "cmpl-again"
 
 
-async def test_errors_carry_the_request_id_once_there_is_one(house: House) -> None:
+async def test_errors_carry_the_request_id_once_there_is_one(cluster: ScriptedCluster) -> None:
     headers = {"X-Request-Id": "mine"}
-    house.script.fail("decode_token", None, *[_broken] * 2)
-    async with house.http.post(
-        f"{house.base_url}/v1/completions", json={"model": NAME, "prompt": "x"}, headers=headers
+    cluster.script.fail("decode_token", None, *[_broken] * 2)
+    async with cluster.http.post(
+        f"{cluster.base_url}/v1/completions", json={"model": NAME, "prompt": "x"}, headers=headers
     ) as response:
         assert response.status >= 500
         assert response.headers["X-Request-Id"] == "mine"
@@ -214,53 +214,53 @@ async def _broken(_: object) -> None:
     raise RuntimeError("a bug in a worker")
 
 
-async def test_models_are_listed_with_the_context_of_the_workers(house: House) -> None:
-    async with house.client() as client:
+async def test_models_are_listed_with_the_context_of_the_workers(cluster: ScriptedCluster) -> None:
+    async with cluster.client() as client:
         models = [model async for model in client.models.list()]
         model = await client.models.retrieve(NAME)
     assert [listed.id for listed in models] == [NAME]
     assert model.model_dump()["max_model_len"] == MAX_POSITIONS
-    status, body = await house.get("/v1/models/other")
+    status, body = await cluster.get("/v1/models/other")
     assert (status, body["error"]["param"]) == (404, "model")
 
 
-async def test_texts_and_tokens_are_converted_both_ways(house: House) -> None:
-    _, body = await house.post("/tokenize", {"prompt": "hé", "return_token_strs": True})
+async def test_texts_and_tokens_are_converted_both_ways(cluster: ScriptedCluster) -> None:
+    _, body = await cluster.post("/tokenize", {"prompt": "hé", "return_token_strs": True})
     assert body["tokens"] == [*"hé".encode()]
     assert (body["count"], body["max_model_len"]) == (3, MAX_POSITIONS)
     assert body["token_strs"] == ["h", "�", "�"]
-    _, body = await house.post("/tokenize", {"messages": [USER], "add_generation_prompt": False})
+    _, body = await cluster.post("/tokenize", {"messages": [USER], "add_generation_prompt": False})
     assert body["count"] == len("user:Say hello") + 2
-    _, body = await house.post("/detokenize", {"tokens": [*"hé".encode(), END]})
+    _, body = await cluster.post("/detokenize", {"tokens": [*"hé".encode(), END]})
     assert body["prompt"] == "hé<|end|>"
-    status, body = await house.post("/detokenize", {"tokens": [999]})
+    status, body = await cluster.post("/detokenize", {"tokens": [999]})
     assert (status, body["error"]["param"]) == (400, "tokens")
-    status, body = await house.post("/tokenize", {})
+    status, body = await cluster.post("/tokenize", {})
     assert (status, body["error"]["param"]) == (400, "prompt")
 
 
-async def test_a_cached_prefix_draws_a_request_to_its_worker(house: House) -> None:
+async def test_a_cached_prefix_draws_a_request_to_its_worker(cluster: ScriptedCluster) -> None:
     index = {WorkerId("decode-1"): 2, WorkerId("prefill-1"): 1}
-    object.__setattr__(house.router.cluster, "index", lambda hashes: index if len(hashes) == 2 else {})
-    _, body = await house.complete(prompt="x" * 40)
-    record = await house.trace(body["id"])
+    object.__setattr__(cluster.router.cluster, "index", lambda hashes: index if len(hashes) == 2 else {})
+    _, body = await cluster.complete(prompt="x" * 40)
+    record = await cluster.trace(body["id"])
     assert [decision["worker"] for decision in record["decisions"]] == ["decode-1", "prefill-1"]
     assert record["decisions"][0]["why"].startswith("32 of 40 tokens cached")
 
 
-async def test_the_cluster_is_described_for_pdserve_status(house: House) -> None:
-    _, body = await house.get("/v1/cluster")
+async def test_the_cluster_is_described_for_pdserve_status(cluster: ScriptedCluster) -> None:
+    _, body = await cluster.get("/v1/cluster")
     assert body["router"]["status"] == "ready"
     assert body["router"]["model"] == NAME
     assert body["redis"] == {"available": True}
     assert [worker["worker_id"] for worker in body["workers"]] == ["prefill-0", "prefill-1", "decode-0", "decode-1"]
-    _, version = await house.get("/version")
+    _, version = await cluster.get("/version")
     assert version["version"] == body["router"]["version"]
 
 
-async def test_usage_comes_with_every_chunk_when_asked_for(house: House) -> None:
+async def test_usage_comes_with_every_chunk_when_asked_for(cluster: ScriptedCluster) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    _, events = await house.stream(stream_options=options)
+    _, events = await cluster.stream(stream_options=options)
     counts = [event["usage"]["completion_tokens"] for event in events]
     assert counts == sorted(counts)
     assert counts[-1] == 13
