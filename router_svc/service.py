@@ -19,19 +19,19 @@ from pdserve.base.rpc import GrpcHealth, serve_grpc
 from pdserve.base.store import Store
 from pdserve.base.tasks import service_group, stop_event_on_signals
 from pdserve.base.workers import Tier
-from router_svc.cluster import TIERS, Cluster, Policy
+from router_svc.api.grpc_api import SERVICE, InferenceServicer
+from router_svc.api.http_app import make_app
+from router_svc.api.openai.generation_api import GenerationApi
+from router_svc.api.openai.info import ModelApi, OperatorApi
+from router_svc.api.served_model import ServedModel
 from router_svc.config import RouterConfig
-from router_svc.gate import Gate
-from router_svc.grpc_api import SERVICE, InferenceServicer
-from router_svc.http_app import make_app
-from router_svc.metrics import RouterMetrics
-from router_svc.openai.api import GenerationApi
-from router_svc.openai.info import ModelApi, OperatorApi
-from router_svc.placement import incarnation_of
-from router_svc.record import Ring
-from router_svc.request_store import RequestStore
-from router_svc.requests import Requests
-from router_svc.served_model import ServedModel
+from router_svc.records.metrics import RouterMetrics
+from router_svc.records.record import Ring
+from router_svc.records.request_store import RequestStore
+from router_svc.request.gate import Gate
+from router_svc.request.requests import Requests
+from router_svc.routing.cluster import TIERS, Cluster, Policy
+from router_svc.routing.placement import incarnation_of
 
 log = get_logger(__name__)
 

@@ -1,6 +1,7 @@
 """Draws a request's decision record: the waterfall of its phases, and what was decided, retried and fallen back to.
 
-The record's fields are described in `router_svc.record`; times are seconds since the router accepted the request.
+The record's fields are described in `router_svc.records.record`. Times are seconds since the router accepted the
+request.
 """
 
 from __future__ import annotations

@@ -30,11 +30,11 @@ from pdserve.cli.up_config import UpConfig
 from pdserve.v1 import inference_pb2
 from pdserve.worker.metrics import WorkerMetrics
 from prefill_svc.config import PrefillConfig
+from router_svc.api.fields import IGNORED, UNSUPPORTED
+from router_svc.api.openai.schema import ChatBody, CompletionBody, GenerationBody
+from router_svc.api.parse import parse_body
 from router_svc.config import RouterConfig
-from router_svc.metrics import RouterMetrics
-from router_svc.openai.fields import IGNORED, UNSUPPORTED
-from router_svc.openai.parse import parse_body
-from router_svc.openai.schema import ChatBody, CompletionBody, GenerationBody
+from router_svc.records.metrics import RouterMetrics
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -2,48 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-from collections.abc import AsyncIterator
-
-import pytest
-
-from pdserve.base.private_redis import PrivateRedis
-from pdserve.base.store import Store
 from tests.support.redis import redis_server
+from tests.support.stores import nothing_left_behind, router_store, worker_store
 
-__all__ = ["redis_server"]
-
-
-def _open_sockets() -> set[str]:
-    links = []
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        except FileNotFoundError:  # the descriptor that listed the directory
-            continue
-    return {link for link in links if link.startswith("socket:")}
-
-
-@pytest.fixture(autouse=True)
-async def nothing_left_behind() -> AsyncIterator[None]:
-    """Each test ends with the sockets and the tasks it began with."""
-    sockets, tasks = _open_sockets(), asyncio.all_tasks()
-    yield
-    await asyncio.sleep(0)  # a closed transport gives up its socket in the loop's next round
-    assert _open_sockets() <= sockets
-    assert asyncio.all_tasks() <= tasks | {asyncio.current_task()}
-
-
-@pytest.fixture
-async def worker_store(redis_server: PrivateRedis) -> AsyncIterator[Store]:
-    """The store of a worker process."""
-    async with Store(redis_server.url) as store:
-        yield store
-
-
-@pytest.fixture
-async def router_store(redis_server: PrivateRedis) -> AsyncIterator[Store]:
-    """The store of a router process."""
-    async with Store(redis_server.url) as store:
-        yield store
+__all__ = ["nothing_left_behind", "redis_server", "router_store", "worker_store"]

@@ -21,8 +21,8 @@ from pdserve.base.private_redis import PrivateRedis
 from pdserve.base.registry import Registrar, WorkerDirectory
 from pdserve.base.store import Store
 from pdserve.base.workers import WorkerRecord
-from router_svc.request_state import RequestProgress, RequestState
-from router_svc.request_store import RequestStore
+from router_svc.records.request_state import RequestProgress, RequestState
+from router_svc.records.request_store import RequestStore
 from tests.support.records import block_hashes, worker_record
 from tests.support.redis import eventually, running, until
 

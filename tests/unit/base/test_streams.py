@@ -17,7 +17,7 @@ from pdserve.base.errors import NoFreeBlocks, PdserveError
 from pdserve.base.streams import MessageStream, PeerLeft, open_stream, serve_streams
 from pdserve.base.wire import error_from_wire, error_to_wire
 from pdserve.v1 import decode_pb2 as pb
-from router_svc.stream import WRITE_TIMEOUT_S
+from router_svc.request.stream import WRITE_TIMEOUT_S
 
 WAIT_S = 10.0
 Server = MessageStream[pb.DecodeRequest]

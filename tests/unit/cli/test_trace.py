@@ -9,7 +9,7 @@ from rich.console import Console
 
 from pdserve.cli.__main__ import main
 from pdserve.cli.trace_view import RequestTrace, Span, bar, render, spans_of
-from router_svc.record import Phase
+from router_svc.records.record import Phase
 from tests.unit.cli.fake_router import FakeRouter, running
 
 TRACE: dict[str, Any] = {

@@ -1,0 +1,57 @@
+"""How errors reach an HTTP client: OpenAI's shape, a status from the one table, and when to try again."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from aiohttp import web
+
+from pdserve.base.errors import (
+    CapacityError,
+    MethodNotAllowed,
+    NotFound,
+    Overloaded,
+    PayloadTooLarge,
+    PdserveError,
+    RequestError,
+    codes_of,
+)
+from router_svc.records.record import Json
+
+#: A worker that restarts or makes room does so within about this.
+_CAPACITY_RETRY_AFTER_S = 1.0
+
+
+def error_body(error: PdserveError) -> dict[str, Json]:
+    """`{"error": {"message", "type", "param", "code"}}`."""
+    codes = codes_of(error)
+    param = error.param if isinstance(error, RequestError) else None
+    return {"error": {"message": str(error), "type": codes.openai_type, "param": param, "code": codes.http}}
+
+
+def error_response(error: PdserveError) -> web.Response:
+    """The whole answer."""
+    headers = {}
+    if isinstance(error, CapacityError):
+        wait_s = error.retry_after_s if isinstance(error, Overloaded) else _CAPACITY_RETRY_AFTER_S
+        headers["Retry-After"] = str(math.ceil(wait_s))
+    return web.Response(
+        status=codes_of(error).http,
+        text=json.dumps(error_body(error)),
+        content_type="application/json",
+        headers=headers,
+    )
+
+
+def from_http_exception(error: web.HTTPException, request: web.Request) -> PdserveError:
+    """aiohttp's own refusals as ours."""
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        limit = request.client_max_size
+        return PayloadTooLarge(f"The request body is larger than {limit} bytes (--max-body).")
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        return MethodNotAllowed(f"{request.path[:100]} takes {allowed}, not {request.method[:20]}.")
+    if isinstance(error, web.HTTPNotFound):
+        return NotFound(f"There is no {request.path[:100]} here.")
+    return RequestError(f"The request cannot be read: {error.reason}.")

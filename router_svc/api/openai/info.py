@@ -1,0 +1,165 @@
+"""The endpoints that only tell something: models, versions, tokens, the cluster, a request's trace."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+from aiohttp import web
+
+import pdserve
+from pdserve.base.admin import Health
+from pdserve.base.errors import NotFound, RequestError
+from pdserve.base.store import Store
+from pdserve.base.workers import WorkerRecord
+from router_svc.api.ids import is_valid_id
+from router_svc.api.openai.generation_api import read_body
+from router_svc.api.openai.jobs import for_template, require_model
+from router_svc.api.openai.schema import DetokenizeBody, TokenizeBody
+from router_svc.api.openai.shapes import Fields
+from router_svc.api.sampling import check_token_ids
+from router_svc.api.served_model import ServedModel
+from router_svc.records.record import Json
+from router_svc.request.gate import Gate
+from router_svc.request.requests import Requests
+from router_svc.routing.cluster import TIERS, Cluster
+
+
+class ModelApi:
+    """/v1/models, /version, /tokenize and /detokenize."""
+
+    def __init__(self, model: ServedModel, max_model_len: Callable[[], int]) -> None:
+        self._model = model
+        self._max_model_len = max_model_len
+        self._created = int(time.time())
+
+    def routes(self) -> list[web.RouteDef]:
+        """What to add to the application."""
+        return [
+            web.get("/v1/models", self._models),
+            # Names such as `org/model` have slashes.
+            web.get("/v1/models/{name:.+}", self._one_model),
+            web.get("/version", self._version),
+            web.post("/tokenize", self._tokenize),
+            web.post("/detokenize", self._detokenize),
+        ]
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def _one_model(self, request: web.Request) -> web.Response:
+        require_model(request.match_info["name"], self._model)
+        return _json(self._card())
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return _json({"version": pdserve.__version__})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await read_body(request, TokenizeBody)
+        require_model(body.model, self._model)
+        if body.messages is not None:
+            token_ids = await self._model.encode_chat(
+                for_template(body.messages),
+                add_generation_prompt=body.add_generation_prompt is not False,
+                add_special_tokens=bool(body.add_special_tokens),
+                template_kwargs=body.chat_template_kwargs or {},
+            )
+        else:
+            special = body.add_special_tokens is not False
+            [token_ids] = await self._model.encode([body.prompt or ""], add_special_tokens=special)
+        token_strs: Json = None
+        if body.return_token_strs:
+            token_strs = [self._model.tokenizer.token_str(token_id) for token_id in token_ids]
+        return _json(
+            {
+                "count": len(token_ids),
+                "max_model_len": self._max_model_len(),
+                "tokens": [*token_ids],
+                "token_strs": token_strs,
+            }
+        )
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        body = await read_body(request, DetokenizeBody)
+        require_model(body.model, self._model)
+        check_token_ids(body.tokens, self._model.vocab_size, param="tokens")
+        [text] = await self._model.decode([body.tokens])
+        return _json({"prompt": text})
+
+    def _card(self) -> Fields:
+        return {
+            "id": self._model.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "pdserve",
+            "root": self._model.name,
+            "parent": None,
+            "max_model_len": self._max_model_len(),
+        }
+
+
+class OperatorApi:
+    """/v1/cluster and /v1/requests/{id}/trace: what `pdserve status` and `pdserve trace` show."""
+
+    def __init__(self, cluster: Cluster, requests: Requests, gate: Gate, health: Health, store: Store) -> None:
+        self._cluster = cluster
+        self._requests = requests
+        self._gate = gate
+        self._health = health
+        self._store = store
+
+    def routes(self) -> list[web.RouteDef]:
+        """What to add to the application."""
+        return [web.get("/v1/cluster", self._describe), web.get("/v1/requests/{id}/trace", self._trace)]
+
+    async def _describe(self, _: web.Request) -> web.Response:
+        workers = [worker for tier in TIERS for worker in self._cluster.directory.workers_of(tier)]
+        health = self._health.describe()
+        return web.json_response(
+            {
+                "router": {
+                    **health,
+                    "version": pdserve.__version__,
+                    "model": self._cluster.policy.model_name,
+                    "running": self._gate.num_running,
+                    "queued": self._gate.num_waiting,
+                },
+                "redis": {"available": self._store.available},
+                "workers": [_worker(worker) for worker in workers],
+            }
+        )
+
+    async def _trace(self, request: web.Request) -> web.Response:
+        request_id = request.match_info["id"]
+        if not is_valid_id(request_id):
+            raise RequestError("This is not a request id.", param="id")
+        record = await self._requests.trace(request_id)
+        if record is None:
+            raise NotFound(f"Nothing is known of request {request_id}; the latest requests are kept for a while.")
+        return _json(record)
+
+
+def _worker(worker: WorkerRecord) -> Fields:
+    return {
+        "worker_id": worker.worker_id,
+        "tier": worker.tier,
+        "ready": worker.ready,
+        "epoch": worker.epoch,
+        "grpc_address": worker.grpc_address,
+        "http_address": worker.http_address,
+        "stream_address": worker.stream_address,
+        "model": worker.model,
+        "max_num_seqs": worker.max_num_seqs,
+        "max_model_len": worker.max_model_len,
+        "total_blocks": worker.total_blocks,
+        "free_blocks": worker.load.free_blocks,
+        "running": worker.load.running,
+        "waiting": worker.load.waiting,
+        "queued_tokens": worker.load.queued_tokens,
+        "prefill_tokens_per_s": worker.load.prefill_tokens_per_s,
+    }
+
+
+def _json(fields: Fields) -> web.Response:
+    return web.Response(text=json.dumps(fields, ensure_ascii=False), content_type="application/json")

@@ -1,0 +1,127 @@
+"""From bytes to a checked body: every way to be wrong becomes one `RequestError` that names the field."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from pdserve.base.errors import RequestError
+from pdserve.base.sampling import MAX_LOGIT_BIAS
+from router_svc.api.fields import MESSAGE_UNSUPPORTED, UNSUPPORTED
+from router_svc.api.openai.schema import Body
+
+#: Deeper bodies have no meaning in this API.
+MAX_NESTING = 64
+#: How much of what a client sent is ever sent back.
+MAX_ECHO = 100
+_MAX_ERRORS = 3
+MAX_FIELDS = 256
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def parse_body(cls: type[AnyBody], body: bytes) -> AnyBody:
+    """The body as `cls`. Raises `RequestError`."""
+    return validate(cls, _parse_json(body))
+
+
+def validate(cls: type[AnyBody], fields: object) -> AnyBody:
+    """Fields that were parsed already as `cls`. Raises `RequestError`."""
+    if not isinstance(fields, dict):
+        raise RequestError("The request body must be a JSON object.")
+    _require_countable(fields)
+    try:
+        return cls.model_validate(fields)
+    except ValidationError as error:
+        raise _as_request_error(error, cls) from None
+
+
+def _require_countable(fields: dict[object, object]) -> None:
+    """Refuses what would take long to be found wrong entry by entry. Raises `RequestError`."""
+    if len(fields) > MAX_FIELDS:
+        raise RequestError(f"The request body has {len(fields)} fields; there are not {MAX_FIELDS} in all of this API.")
+    bias = fields.get("logit_bias")
+    if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:
+        raise RequestError(
+            f"`logit_bias` has {len(bias)} entries; at most {MAX_LOGIT_BIAS} are taken.", param="logit_bias"
+        )
+
+
+def _parse_json(body: bytes) -> object:
+    try:
+        # jiter refuses invalid UTF-8 and nesting beyond 200 levels by itself; NaN is left to the field's own check,
+        # which can name it.
+        value: object = from_json(body)
+    except ValueError as error:
+        raise RequestError(f"The request body is not valid JSON: {str(error)[:MAX_ECHO]}.") from None
+    if _is_deeper(value, MAX_NESTING):
+        raise RequestError(f"The request body is nested deeper than {MAX_NESTING} levels.")
+    return value
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    """Level by level, with what cannot nest left out: a million token ids cost one pass."""
+    layer = [value]
+    for _ in range(levels):
+        layer = [child for parent in layer for child in _children(parent) if isinstance(child, (dict, list))]
+        if not layer:
+            return False
+    return True
+
+
+def _children(value: object) -> Sequence[object]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else ()
+
+
+def _as_request_error(error: ValidationError, cls: type[Body]) -> RequestError:
+    details = error.errors(include_url=False)
+    messages = [_message(detail, cls) for detail in details[:_MAX_ERRORS]]
+    if len(details) > _MAX_ERRORS:
+        messages.append(f"and {len(details) - _MAX_ERRORS} more")
+    return RequestError("; ".join(messages) + ".", param=_param(details[0]))
+
+
+def _param(detail: ErrorDetails) -> str | None:
+    # A check of several fields has no location of its own; its kind is the field to change.
+    return _path(detail["loc"]) or detail["type"]
+
+
+def _message(detail: ErrorDetails, cls: type[Body]) -> str:
+    path = _path(detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return _unknown_field(path, cls)
+    if detail["type"] == "missing":
+        return f"`{path}` is required"
+    text = detail["msg"][0].lower() + detail["msg"][1:]
+    return f"`{path}`: {text}{_echo(detail['input'])}" if path else text
+
+
+def _unknown_field(path: str, cls: type[Body]) -> str:
+    name = path.rpartition(".")[2]
+    if name in UNSUPPORTED or name in MESSAGE_UNSUPPORTED:
+        return f"`{path}` is not supported with the value given"
+    near = difflib.get_close_matches(path, cls.model_fields, n=1)
+    return f"Unknown field `{path}`" + (f"; perhaps `{near[0]}` was meant" if near else "")
+
+
+def _echo(value: object) -> str:
+    """Small values only: what a user wrote at length is no help, and does not belong into the logs of clients."""
+    if isinstance(value, (bool, int, float)):
+        return f" (got {str(value)[:MAX_ECHO]})"
+    if isinstance(value, str) and 0 < len(value) <= MAX_ECHO:
+        return f" (got {value!r})"
+    return ""
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """`messages[0].content`."""
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part[:MAX_ECHO]}" if path else part[:MAX_ECHO]
+    return path

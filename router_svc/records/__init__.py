@@ -1,0 +1,1 @@
+"""What is written down about requests: decision records, states, metrics."""

@@ -1,0 +1,270 @@
+"""A request's decision record: what happened when, on which workers, why, and what was retried or fell back.
+
+`as_json` is what `GET /v1/requests/{id}/trace` answers and what Redis keeps. All times are seconds since the request
+was accepted, on the router's clock, except `accepted_at` (Unix time) and the durations under `reported`, which workers
+measured themselves.
+
+    {
+      "request_id": "cmpl-...",       "endpoint": "/v1/completions",    "router": "0.1.0",
+      "accepted_at": 1790000000.123,
+      "prompt_tokens": 300,  "max_tokens": 16,  "n": 1,
+      "state": "finished",            queued|reserved|prefilling|decoding|retrying|finished|failed|cancelled
+      "attempt": 1,
+      "outcome": {"finish_reasons": ["stop"], "error": null, "completion_tokens": 12, "cached_tokens": 288},
+      "phases": {"admitted": 0.001, "reserved": 0.004, "prefill_start": 0.006, "first_token": 0.08, "commit": 0.085,
+                 "first_decode": 0.09, "first_write": 0.081, "finish": 0.3},
+      "chunks": [{"at": 0.03, "computed_tokens": 256}],
+      "decisions": [{"at": 0.002, "attempt": 1, "tier": "decode", "worker": "decode-0", "epoch": 7, "why": "..."}],
+      "retries":   [{"at": 0.05, "attempt": 1, "reason": "peer_lost", "worker": "prefill-0", "error": "Lost ..."}],
+      "fallbacks": [{"at": 0.05, "attempt": 2, "reason": "prefill_lost", "worker": "decode-0", "error": null}],
+      "prefilled_by": "prefill",      prefill|decode|null
+      "local_prefill_reason": null,   short|load|fallback|no_prefill_tier, where prefilled_by is "decode"
+      "reported": {"reserve_s": 0.001, "prefill_queue_s": 0.0, "prefill_compute_s": 0.07, "transfer_s": 0.003,
+                   "commit_s": 0.004, "exposed_s": 0.002, "decode_queue_s": 0.001, "sent_bytes": 1234,
+                   "sent_blocks": 19, "chunks": 2}
+    }
+
+Every phase, decision and list entry is there only once it has happened.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+
+import pdserve
+from pdserve.base.ids import Epoch, RequestId, WorkerId
+from pdserve.base.workers import WorkerRecord
+from router_svc.generation import Generation
+from router_svc.records.request_state import RequestProgress, RequestState
+from router_svc.routing.local_prefill import LocalPrefillReason
+
+#: Chunks beyond these are counted in `reported` but not listed one by one.
+MAX_CHUNKS = 256
+
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+
+
+class Phase(StrEnum):
+    """A moment in a request's life, in the order of an undisturbed one."""
+
+    ADMITTED = "admitted"
+    RESERVED = "reserved"
+    PREFILL_START = "prefill_start"
+    FIRST_TOKEN = "first_token"
+    FIRST_WRITE = "first_write"
+    COMMIT = "commit"
+    FIRST_DECODE = "first_decode"
+    FINISH = "finish"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A worker was chosen."""
+
+    at: float
+    attempt: int
+    tier: str
+    worker: WorkerId
+    epoch: Epoch
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """Something was retried, or fell back to what had not been planned."""
+
+    at: float
+    attempt: int
+    reason: str
+    worker: WorkerId | None
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A prefill worker's progress."""
+
+    at: float
+    computed_tokens: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """Written by the request's saga alone."""
+
+    request_id: RequestId
+    endpoint: str
+    prompt_tokens: int
+    max_tokens: int
+    n: int
+    #: Unix time.
+    accepted_at: float
+    #: Monotonic seconds, and what it showed when the request was accepted.
+    clock: Callable[[], float]
+    accepted_clock: float
+    progress: RequestProgress
+    on_move: Callable[[Record], None]
+    phases: dict[Phase, float] = field(default_factory=dict)
+    chunks: list[Chunk] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+    retries: list[Incident] = field(default_factory=list)
+    fallbacks: list[Incident] = field(default_factory=list)
+    reported: dict[str, float] = field(default_factory=dict)
+    prefilled_by: str | None = None
+    local_prefill_reason: LocalPrefillReason | None = None
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    finish_reasons: list[str] = field(default_factory=list)
+    error: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        generation: Generation,
+        *,
+        accepted_at: float,
+        clock: Callable[[], float],
+        on_move: Callable[[Record], None] = lambda record: None,
+    ) -> Record:
+        """The record of a request accepted now. It does not keep the prompt."""
+        return cls(
+            request_id=generation.request_id,
+            endpoint=generation.endpoint,
+            prompt_tokens=len(generation.prompt),
+            max_tokens=generation.sampling.max_tokens,
+            n=generation.sampling.n,
+            accepted_at=accepted_at,
+            clock=clock,
+            accepted_clock=clock(),
+            progress=RequestProgress.begin(generation.request_id, at=accepted_at),
+            on_move=on_move,
+        )
+
+    @property
+    def state(self) -> RequestState:
+        """Where the request stands."""
+        return self.progress.state
+
+    @property
+    def attempt(self) -> int:
+        """The number of the current attempt, from 1."""
+        return self.progress.attempt
+
+    def move(self, state: RequestState, *, worker: WorkerRecord | None = None, outcome: str = "") -> None:
+        """Advances the request's state machine. Raises `InvalidTransition`."""
+        self.progress = self.progress.advance(
+            state,
+            at=self.accepted_at + self.elapsed_s(),
+            prefill_worker=worker.worker_id if worker is not None and worker.tier == "prefill" else None,
+            decode_worker=worker.worker_id if worker is not None and worker.tier == "decode" else None,
+            outcome=outcome,
+        )
+        self.on_move(self)
+
+    def elapsed_s(self) -> float:
+        """Seconds since the request was accepted."""
+        return self.clock() - self.accepted_clock
+
+    def mark(self, phase: Phase, *, ago_s: float = 0.0) -> bool:
+        """The phase happened `ago_s` seconds ago; True when it did for the first time, which is the one that counts."""
+        if phase in self.phases:
+            return False
+        self.phases[phase] = max(0.0, self.elapsed_s() - ago_s)
+        return True
+
+    def decide(self, worker: WorkerRecord, why: str) -> None:
+        """A worker was chosen."""
+        self.decisions.append(
+            Decision(
+                at=self.elapsed_s(),
+                attempt=self.attempt,
+                tier=worker.tier,
+                worker=worker.worker_id,
+                epoch=worker.epoch,
+                why=why,
+            )
+        )
+
+    def incident(self, reason: str, worker: WorkerId | None, error: Exception | None) -> Incident:
+        """An entry for `retries` or `fallbacks`, as of now."""
+        return Incident(
+            at=self.elapsed_s(),
+            attempt=self.attempt,
+            reason=reason,
+            worker=worker,
+            error=None if error is None else str(error),
+        )
+
+    def computed(self, computed_tokens: int) -> None:
+        """A chunk was computed."""
+        if len(self.chunks) < MAX_CHUNKS:
+            self.chunks.append(Chunk(at=self.elapsed_s(), computed_tokens=computed_tokens))
+
+    def summary(self) -> dict[str, object]:
+        """The log line of a request that has ended."""
+        fields: dict[str, object] = {
+            "request_id": self.request_id,
+            "state": self.state.value,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "completion_tokens": self.completion_tokens,
+            "finish": ",".join(self.finish_reasons) or None,
+            "prefilled_by": self.prefilled_by,
+            "local_prefill_reason": self.local_prefill_reason,
+            "workers": ",".join(dict.fromkeys(decision.worker for decision in self.decisions)) or None,
+            "attempts": self.attempt,
+        }
+        fields |= {f"{phase}_s": at for phase, at in self.phases.items()}
+        fields |= {"retries": ",".join(incident.reason for incident in self.retries) or None}
+        fields |= {"fallbacks": ",".join(incident.reason for incident in self.fallbacks) or None, "error": self.error}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def as_json(self) -> dict[str, Json]:
+        """See the module's description."""
+        return {
+            "request_id": self.request_id,
+            "endpoint": self.endpoint,
+            "router": pdserve.__version__,
+            "accepted_at": self.accepted_at,
+            "prompt_tokens": self.prompt_tokens,
+            "max_tokens": self.max_tokens,
+            "n": self.n,
+            "state": self.state.value,
+            "attempt": self.attempt,
+            "outcome": {
+                "finish_reasons": list(self.finish_reasons),
+                "error": self.error,
+                "completion_tokens": self.completion_tokens,
+                "cached_tokens": self.cached_tokens,
+            },
+            "phases": {phase.value: round(at, 6) for phase, at in self.phases.items()},
+            "chunks": [asdict(chunk) for chunk in self.chunks],
+            "decisions": [asdict(decision) for decision in self.decisions],
+            "retries": [asdict(incident) for incident in self.retries],
+            "fallbacks": [asdict(incident) for incident in self.fallbacks],
+            "prefilled_by": self.prefilled_by,
+            "local_prefill_reason": self.local_prefill_reason,
+            "reported": dict(self.reported),
+        }
+
+
+class Ring:
+    """The records of the latest requests, running or finished."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._records: OrderedDict[str, Record] = OrderedDict()
+
+    def add(self, record: Record) -> None:
+        """Remembers a record; the oldest is forgotten for it when there are too many."""
+        self._records.pop(record.request_id, None)
+        self._records[record.request_id] = record
+        if len(self._records) > self._capacity:
+            self._records.popitem(last=False)
+
+    def get(self, request_id: str) -> Record | None:
+        """The record, when it is still remembered."""
+        return self._records.get(request_id)

@@ -1,0 +1,203 @@
+"""Keeps the state of requests in Redis, in the background: for `pdserve trace`, and as a fence between attempts.
+
+`pd:req:{id}` is a hash with the state, the attempt, the history, the workers, the outcome and the decision record;
+`pd:reqs` lists the newest requests and bounds how many are kept. A write is a compare-and-set on (state, attempt): it
+is refused unless what Redis holds is a mark that this very request has passed, so neither an older attempt nor an older
+state ever overwrites a newer one, and writes may be merged or dropped without blocking those that follow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from pdserve.base.errors import StaleAttempt, StoreError
+from pdserve.base.ids import RequestId, WorkerId
+from pdserve.base.logs import get_logger
+from pdserve.base.store import Argument, Store, as_bytes, as_fields, as_list, script_command
+from router_svc.records.request_state import RequestProgress, RequestState, Step
+
+log = get_logger(__name__)
+
+REQUEST_KEY = "pd:req:"
+REQUESTS_KEY = "pd:reqs"
+
+# KEYS: request, newest requests. ARGV: TTL in ms, how many to keep, key prefix, id, number of accepted marks, the
+# marks, field, value, ... Answers the mark that was there when it is none of the accepted ones, else nothing.
+_COMPARE_AND_SET = """
+local stored = redis.call('HGET', KEYS[1], 'mark')
+local marks = tonumber(ARGV[5])
+if stored then
+  local accepted = false
+  for i = 6, 5 + marks do
+    if ARGV[i] == stored then accepted = true end
+  end
+  if not accepted then return stored end
+else
+  redis.call('LPUSH', KEYS[2], ARGV[4])
+  while redis.call('LLEN', KEYS[2]) > tonumber(ARGV[2]) do
+    redis.call('DEL', ARGV[3] .. redis.call('RPOP', KEYS[2]))
+  end
+end
+redis.call('HSET', KEYS[1], unpack(ARGV, 6 + marks))
+redis.call('PEXPIRE', KEYS[1], ARGV[1])
+return ''
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRequest:
+    """What Redis keeps of a request; `record` is the decision record as JSON, empty when none was written."""
+
+    progress: RequestProgress
+    record: str = ""
+
+
+class RequestStore:
+    """Writes requests while `run` runs. `put` never waits; what Redis cannot take is dropped and counted."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        max_queued: int = 1024,
+        max_kept: int = 10_000,
+        ttl_s: float = 3600.0,
+        retry_s: float = 0.25,
+        batch_size: int = 64,
+    ) -> None:
+        """At most `max_queued` requests wait to be written; Redis keeps the newest `max_kept`, for `ttl_s` each."""
+        self._store = store
+        self._max_queued = max_queued
+        self._max_kept = max_kept
+        self._ttl_s = ttl_s
+        self._retry_s = retry_s
+        self._batch_size = batch_size
+        # Only the latest state of each waits: its history says what came before.
+        self._queued: dict[RequestId, StoredRequest] = {}
+        self._due = asyncio.Event()
+        #: Writes given up because the queue was full.
+        self.dropped = 0
+        #: Writes that Redis refused because a newer attempt or state is there.
+        self.refused = 0
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait to be written."""
+        return len(self._queued)
+
+    def put(self, progress: RequestProgress, record: str = "") -> None:
+        """Has the request written soon. A later `put` of the same request replaces one that still waits."""
+        if progress.request_id not in self._queued and len(self._queued) >= self._max_queued:
+            self.dropped += 1
+            return
+        self._queued[progress.request_id] = StoredRequest(progress=progress, record=record)
+        self._due.set()
+
+    async def run(self) -> None:
+        """Writes until cancelled, then what still waits, if Redis takes it."""
+        try:
+            while True:
+                await self._due.wait()
+                self._due.clear()
+                if not await self._flush():
+                    self._due.set()
+                    await asyncio.sleep(self._retry_s)
+        finally:
+            await self._flush()
+
+    async def write(self, progress: RequestProgress, record: str = "") -> None:
+        """Writes one request now.
+
+        Raises:
+            StaleAttempt: Redis holds a state that this request has not passed: somebody else took it further.
+            StoreError: Redis cannot be used.
+        """
+        [stored] = await self._write([StoredRequest(progress=progress, record=record)])
+        if stored is not None:
+            raise StaleAttempt(
+                f"Request {progress.request_id} is {stored} in Redis; {progress.mark} may not be written over it."
+            )
+
+    async def get(self, request_id: RequestId) -> StoredRequest | None:
+        """What is kept of a request, or None. Raises `StoreError`."""
+        fields = as_fields(await self._store.call("HGETALL", REQUEST_KEY + request_id))
+        return _from_fields(request_id, fields) if fields else None
+
+    async def newest(self, count: int) -> list[RequestId]:
+        """The ids of the newest requests, newest first; the oldest of them may have expired. Raises `StoreError`."""
+        reply = await self._store.call("LRANGE", REQUESTS_KEY, 0, count - 1)
+        return [RequestId(as_bytes(request_id).decode()) for request_id in as_list(reply)]
+
+    async def _flush(self) -> bool:
+        """Writes all that waits, in batches. False when Redis could not be used; the rest then waits on."""
+        while self._queued:
+            batch = list(itertools.islice(self._queued.values(), self._batch_size))
+            try:
+                stored = await self._write(batch)
+            except StoreError:
+                return False
+            self.refused += sum(mark is not None for mark in stored)
+            for request in batch:
+                # A later state may have taken its place meanwhile.
+                if self._queued.get(request.progress.request_id) is request:
+                    del self._queued[request.progress.request_id]
+        return True
+
+    async def _write(self, requests: Sequence[StoredRequest]) -> list[str | None]:
+        """For each request the mark for which it was refused, or None when it was written."""
+        replies = await self._store.pipeline([self._command(request) for request in requests])
+        return [as_bytes(reply).decode() or None for reply in replies]
+
+    def _command(self, request: StoredRequest) -> list[Argument]:
+        progress = request.progress
+        marks = [step.mark for step in progress.history]
+        fields = [text for field in _to_fields(request).items() for text in field]
+        return script_command(
+            _COMPARE_AND_SET,
+            keys=[REQUEST_KEY + progress.request_id, REQUESTS_KEY],
+            arguments=[
+                int(self._ttl_s * 1000),
+                self._max_kept,
+                REQUEST_KEY,
+                progress.request_id,
+                len(marks),
+                *marks,
+                *fields,
+            ],
+        )
+
+
+def _to_fields(request: StoredRequest) -> dict[str, str]:
+    progress = request.progress
+    return {
+        "mark": progress.mark,
+        "state": progress.state,
+        "attempt": str(progress.attempt),
+        "history": json.dumps([asdict(step) for step in progress.history]),
+        "prefill_worker": progress.prefill_worker or "",
+        "decode_worker": progress.decode_worker or "",
+        "outcome": progress.outcome,
+        "record": request.record,
+    }
+
+
+def _from_fields(request_id: RequestId, fields: dict[str, bytes]) -> StoredRequest:
+    try:
+        history = tuple(
+            Step(state=RequestState(step["state"]), attempt=int(step["attempt"]), at=float(step["at"]))
+            for step in json.loads(fields["history"])
+        )
+        progress = RequestProgress(
+            request_id=request_id,
+            history=history,
+            prefill_worker=WorkerId(fields["prefill_worker"].decode()) or None,
+            decode_worker=WorkerId(fields["decode_worker"].decode()) or None,
+            outcome=fields["outcome"].decode(),
+        )
+        return StoredRequest(progress=progress, record=fields["record"].decode())
+    except (KeyError, ValueError, TypeError) as error:
+        raise StoreError(f"Request {request_id} in Redis cannot be read: {error!r}.") from error

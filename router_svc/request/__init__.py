@@ -1,0 +1,1 @@
+"""One client request's way through the cluster: admission, recovery, output."""

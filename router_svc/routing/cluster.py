@@ -1,0 +1,81 @@
+"""What all sagas share: the workers, what they have cached, what is placed on them, and the ways to reach them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pdserve.base.block_hash import hash_blocks, hash_key
+from pdserve.base.ids import BlockHash, WorkerId, new_router_id
+from pdserve.base.layout import KvLayout
+from pdserve.base.registry import WorkerDirectory
+from pdserve.base.workers import Tier, WorkerRecord
+from router_svc.records.metrics import RouterMetrics
+from router_svc.request.calls import Channels
+from router_svc.routing.placement import InFlight
+
+TIERS: tuple[Tier, ...] = ("prefill", "decode")
+#: Longer prompts are hashed in a thread: a block takes about 2 us.
+_INLINE_HASH_TOKENS = 16_384
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The settings sagas follow."""
+
+    model_name: str
+    local_prefill_threshold: int
+    #: Whether decode workers also prefill what is longer, when that is clearly sooner.
+    local_prefill_by_load: bool
+    #: Whether prompts are meant to be computed by prefill workers at all.
+    expects_prefill: bool
+    reserve_timeout_s: float
+    token_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The workers as this router sees them."""
+
+    policy: Policy
+    directory: WorkerDirectory
+    #: Leading blocks that each worker holds, from hashes.
+    index: Callable[[Sequence[BlockHash]], Mapping[WorkerId, int]]
+    metrics: RouterMetrics
+    channels: Channels = field(default_factory=Channels)
+    in_flight: InFlight = field(default_factory=lambda: InFlight(new_router_id()))
+
+    def ready(self, tier: Tier) -> list[WorkerRecord]:
+        """Workers of our model that take work."""
+        workers = self.directory.workers_of(tier)
+        return [worker for worker in workers if worker.ready and worker.model == self.policy.model_name]
+
+    @property
+    def decode_capacity(self) -> int:
+        """Sequences that can be decoded at the same time."""
+        return sum(worker.max_num_seqs for worker in self.ready("decode"))
+
+    def max_model_len(self, default: int) -> int:
+        """The longest sequence that every worker can hold; `default` while none is known."""
+        return min((worker.max_model_len for tier in TIERS for worker in self.ready(tier)), default=default)
+
+    async def overlap(self, prompt: Sequence[int], salt: bytes) -> dict[WorkerId, int]:
+        """Leading blocks of the prompt that each worker has cached, as far as the index knows."""
+        found: dict[WorkerId, int] = {}
+        workers = [worker for tier in TIERS for worker in self.ready(tier)]
+        for layout in {worker.layout for worker in workers}:
+            holders = self.index(await _hashes(layout, prompt, salt))
+            found |= {
+                worker.worker_id: holders[worker.worker_id]
+                for worker in workers
+                if worker.layout == layout and worker.worker_id in holders
+            }
+        return found
+
+
+async def _hashes(layout: KvLayout, prompt: Sequence[int], salt: bytes) -> list[BlockHash]:
+    key = hash_key(model=layout.model, dtype=layout.dtype, block_size=layout.block_size, salt=salt)
+    if len(prompt) <= _INLINE_HASH_TOKENS:
+        return hash_blocks(key, prompt, layout.block_size)
+    return await asyncio.to_thread(hash_blocks, key, prompt, layout.block_size)

@@ -1,0 +1,198 @@
+"""A router with fake workers: real HTTP, real gRPC, real Redis, no model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import openai
+import pytest
+
+from pdserve.base.admin import Health
+from pdserve.base.private_redis import PrivateRedis
+from pdserve.base.rpc import open_channel
+from pdserve.base.store import Store
+from pdserve.base.workers import Tier
+from router_svc.api.served_model import ServedModel
+from router_svc.config import RouterConfig
+from router_svc.routing.cluster import TIERS
+from router_svc.service import Router
+from tests.integration.router_svc.fake_workers import FakeWorker, Script, World, fake_worker
+from tests.support.redis import eventually, redis_server, until
+from tests.support.tiny_model import NAME, model_dir
+
+__all__ = ["model_dir", "redis_server"]
+
+
+TWO_OF_EACH: dict[str, Tier] = {
+    "prefill-0": "prefill",
+    "prefill-1": "prefill",
+    "decode-0": "decode",
+    "decode-1": "decode",
+}
+
+
+@dataclass
+class ScriptedCluster:
+    """A router with scripted workers, and clients for it."""
+
+    base_url: str
+    grpc_address: str
+    world: World
+    router: Router
+    http: aiohttp.ClientSession
+    workers: dict[str, FakeWorker]
+
+    @property
+    def script(self) -> Script:
+        """What the workers say and how they fail."""
+        return self.world.script
+
+    def client(self) -> openai.AsyncOpenAI:
+        """The real client, without its own retries. To be closed."""
+        return openai.AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key="none", max_retries=0, timeout=20)
+
+    async def complete(self, **fields: object) -> tuple[int, dict[str, Any]]:
+        """Status and JSON of a completion that is not streamed."""
+        return await self.post("/v1/completions", {"model": NAME, "prompt": "Say hello", "max_tokens": 50} | fields)
+
+    async def stream(self, **fields: object) -> tuple[str, list[dict[str, Any]]]:
+        """The text of a streamed completion's first choice, and all its events; the last must be [DONE]."""
+        body = {"model": NAME, "prompt": "Say hello", "max_tokens": 50, "stream": True} | fields
+        async with self.http.post(f"{self.base_url}/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+            lines = [line.decode() async for line in response.content if line.strip()]
+        assert lines[-1].strip() == "data: [DONE]"
+        events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        choices = [choice for event in events for choice in event.get("choices", [])]
+        return "".join(choice["text"] for choice in choices if choice["index"] == 0), events
+
+    async def post(self, path: str, body: object = None, **options: object) -> tuple[int, dict[str, Any]]:
+        """Status and JSON of a POST."""
+        if body is not None:
+            options["json"] = body
+        async with self.http.post(self.base_url + path, **options) as response:  # type: ignore[arg-type]
+            return response.status, await response.json()
+
+    async def get(self, path: str) -> tuple[int, dict[str, Any]]:
+        """Status and JSON of a GET."""
+        async with self.http.get(self.base_url + path) as response:
+            return response.status, await response.json()
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples with these labels."""
+        families = self.router.metrics.registry.collect()
+        samples = [sample for family in families for sample in family.samples if sample.name == f"pdserve_{name}"]
+        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+    async def only_trace(self) -> dict[str, Any]:
+        """The decision record of the only request so far."""
+        [request_id] = {start.ref.request_id for start in self.world.decode_starts} | {
+            prefill.ref.request_id for prefill in self.world.prefills
+        }
+        return await self.trace(request_id)
+
+    async def trace(self, request_id: str) -> dict[str, Any]:
+        """A request's decision record."""
+        status, record = await self.get(f"/v1/requests/{request_id}/trace")
+        assert status == 200, record
+        return record
+
+    async def knows(self, count: int) -> None:
+        """Returns once the router sees this many ready workers."""
+        cluster = self.router.cluster
+        await until(cluster.directory, lambda: sum(len(cluster.ready(tier)) for tier in TIERS) == count)
+
+    async def is_ready_if_it_can_be(self) -> bool:
+        """Whether readiness has caught up with the workers."""
+        return self.router.health.is_ready == bool(self.router.cluster.ready("decode"))
+
+    def channel(self) -> grpc.aio.Channel:
+        """A channel to the gRPC API. To be closed."""
+        return open_channel(self.grpc_address)
+
+
+@asynccontextmanager
+async def open_cluster(
+    redis: PrivateRedis, model_dir: Path, tiers: dict[str, Tier], **settings: object
+) -> AsyncIterator[ScriptedCluster]:
+    """A router and its workers, once the router knows them all."""
+    defaults: dict[str, object] = {
+        "model": str(model_dir),
+        "redis_url": redis.url,
+        "port": 0,
+        "local_prefill_threshold": 0,
+        "prefill_expected": 1 if "prefill" in tiers.values() else 0,
+        "reserve_timeout_s": 5.0,
+        "token_timeout_s": 5.0,
+    }
+    config = RouterConfig(**(defaults | settings))
+    world = World(Script())
+    async with AsyncExitStack() as stack:
+        health = Health()
+        store = await stack.enter_async_context(Store(redis.url, on_change=health.watch("redis")))
+        router = Router(config, ServedModel.load(config.model_dir, config.model_name), store, health)
+        addresses = await stack.enter_async_context(router.serving())
+        workers = {
+            worker_id: await stack.enter_async_context(fake_worker(world, tier, worker_id, redis.url))
+            for worker_id, tier in tiers.items()
+        }
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        cluster = ScriptedCluster(f"http://{addresses.http}", addresses.grpc, world, router, http, workers)
+        await cluster.knows(len(tiers))
+        await eventually(cluster.is_ready_if_it_can_be)
+        yield cluster
+        # No call of any request may outlive it.
+        await world.until(lambda: world.open_calls == 0)
+
+
+@asynccontextmanager
+async def in_own_task(manager: AbstractAsyncContextManager[ScriptedCluster]) -> AsyncIterator[ScriptedCluster]:
+    """`manager` entered and left by one task, which task groups need and pytest's fixtures do not have."""
+    opened: asyncio.Future[ScriptedCluster] = asyncio.get_running_loop().create_future()
+    close = asyncio.Event()
+
+    async def hold() -> None:
+        try:
+            async with manager as cluster:
+                opened.set_result(cluster)
+                await close.wait()
+        except BaseException as error:
+            if opened.done():
+                raise
+            opened.set_exception(error)
+
+    task = asyncio.create_task(hold())
+    try:
+        yield await opened
+    finally:
+        close.set()
+        await task
+
+
+@pytest.fixture
+async def cluster(redis_server: PrivateRedis, model_dir: Path) -> AsyncIterator[ScriptedCluster]:
+    """Two prefill workers, two decode workers."""
+    tiers: dict[str, Tier] = {
+        "prefill-0": "prefill",
+        "prefill-1": "prefill",
+        "decode-0": "decode",
+        "decode-1": "decode",
+    }
+    async with in_own_task(open_cluster(redis_server, model_dir, tiers)) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def small_cluster(redis_server: PrivateRedis, model_dir: Path) -> AsyncIterator[ScriptedCluster]:
+    """One worker of each tier."""
+    tiers: dict[str, Tier] = {"prefill-0": "prefill", "decode-0": "decode"}
+    async with in_own_task(open_cluster(redis_server, model_dir, tiers)) as opened:
+        yield opened

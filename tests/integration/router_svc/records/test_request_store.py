@@ -1,0 +1,188 @@
+"""Requests in a real Redis: written in the background, fenced by compare-and-set, never waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from pdserve.base.errors import StaleAttempt, StoreError
+from pdserve.base.ids import RequestId, WorkerId
+from pdserve.base.private_redis import PrivateRedis
+from pdserve.base.store import Store
+from router_svc.records.request_state import RequestProgress, RequestState
+from router_svc.records.request_store import REQUEST_KEY, RequestStore, StoredRequest
+from tests.support.redis import eventually, running
+
+R = RequestId("request-1")
+
+
+def begin(request_id: str = "request-1") -> RequestProgress:
+    return RequestProgress.begin(RequestId(request_id), at=100.0)
+
+
+def walk(progress: RequestProgress, *states: str) -> RequestProgress:
+    for number, state in enumerate(states):
+        progress = progress.advance(RequestState(state), at=101.0 + number)
+    return progress
+
+
+async def test_a_request_is_kept_with_all_that_trace_shows(router_store: Store) -> None:
+    requests = RequestStore(router_store)
+    progress = begin().advance(RequestState.RESERVED, at=100.5, decode_worker=WorkerId("d"))
+    progress = progress.advance(RequestState.PREFILLING, at=100.75, prefill_worker=WorkerId("p"))
+    progress = progress.advance(RequestState.FINISHED, at=101.0, outcome="stop")
+    async with running(requests.run()):
+        requests.put(progress, '{"why": "überlappt"}')
+        await eventually(lambda: _is_kept(requests, progress))
+    assert await requests.get(R) == StoredRequest(progress=progress, record='{"why": "überlappt"}')
+    ttl_ms = await router_store.call("PTTL", REQUEST_KEY + R)
+    assert isinstance(ttl_ms, int)
+    assert 0 < ttl_ms <= 3600_000
+
+
+async def test_an_unknown_request_is_none(router_store: Store) -> None:
+    assert await RequestStore(router_store).get(R) is None
+
+
+async def test_a_stale_attempt_is_refused(router_store: Store) -> None:
+    requests = RequestStore(router_store)
+    first = walk(begin(), "reserved", "prefilling")
+    await requests.write(first)
+    second = walk(first, "retrying", "reserved")
+    await requests.write(second)
+    with pytest.raises(StaleAttempt, match=r"reserved:2 in Redis; decoding:1 may not"):
+        await requests.write(walk(first, "decoding"))
+    stored = await requests.get(R)
+    assert stored is not None
+    assert stored.progress == second
+
+
+async def test_an_older_state_that_comes_late_is_refused(router_store: Store) -> None:
+    requests = RequestStore(router_store)
+    reserved = walk(begin(), "reserved")
+    await requests.write(walk(reserved, "prefilling", "decoding"))
+    with pytest.raises(StaleAttempt):
+        await requests.write(reserved)
+
+
+async def test_of_two_that_take_the_same_request_further_one_wins(router_store: Store) -> None:
+    requests = RequestStore(router_store)
+    common = walk(begin(), "reserved")
+    await requests.write(common)
+    await requests.write(walk(common, "retrying", "reserved", "decoding"))
+    with pytest.raises(StaleAttempt):
+        await requests.write(walk(common, "retrying", "failed"))
+
+
+async def test_writing_the_same_state_again_updates_the_record(router_store: Store) -> None:
+    requests = RequestStore(router_store)
+    await requests.write(begin(), "{}")
+    await requests.write(begin(), '{"more": 1}')
+    stored = await requests.get(R)
+    assert stored is not None
+    assert stored.record == '{"more": 1}'
+
+
+async def test_states_that_were_never_written_do_not_block_later_ones(router_store: Store) -> None:
+    requests = RequestStore(router_store)
+    await requests.write(begin())
+    later = walk(begin(), "reserved", "retrying", "queued", "reserved", "decoding", "finished")
+    await requests.write(later)
+    stored = await requests.get(R)
+    assert stored is not None
+    assert stored.progress == later
+
+
+async def test_a_refused_background_write_is_counted(router_store: Store) -> None:
+    requests = RequestStore(router_store)
+    await requests.write(walk(begin(), "reserved", "decoding"))
+    async with running(requests.run()):
+        requests.put(walk(begin(), "reserved"))
+        await eventually(lambda: _is_idle(requests))
+    assert requests.refused == 1
+    assert requests.dropped == 0
+
+
+async def test_without_redis_puts_never_wait_are_bounded_and_the_rest_is_written_later(
+    redis_server: PrivateRedis, router_store: Store
+) -> None:
+    requests = RequestStore(router_store, max_queued=3, retry_s=0.02)
+    async with running(requests.run()):
+        await redis_server.stop(kill=True)
+        for number in range(5):
+            requests.put(begin(f"request-{number}"))
+        final = walk(begin("request-0"), "reserved", "decoding", "finished")
+        requests.put(final)
+        await eventually(lambda: _is_away(router_store))
+        assert (requests.queued, requests.dropped) == (3, 2)
+        with pytest.raises(StoreError):
+            await requests.get(R)
+        await redis_server.start()
+        await eventually(lambda: _is_kept(requests, final))
+        await eventually(lambda: _is_idle(requests))
+        assert await requests.get(RequestId("request-2")) is not None
+        assert await requests.get(RequestId("request-4")) is None
+        # Redis forgot what was written before; requests under way go on all the same.
+        await redis_server.restart()
+        onward = walk(begin("request-9"), "reserved")
+        requests.put(onward)
+        await eventually(lambda: _is_kept(requests, onward))
+
+
+async def test_a_state_put_while_an_older_one_is_being_written_is_not_lost(redis_server: PrivateRedis) -> None:
+    assert redis_server.pid is not None
+    async with Store(redis_server.url, timeout_s=10) as store:
+        requests = RequestStore(store)
+        async with running(requests.run()):
+            os.kill(redis_server.pid, signal.SIGSTOP)
+            requests.put(begin())
+            await asyncio.sleep(0.05)  # the write is now on its way to a Redis that does not answer
+            later = walk(begin(), "reserved")
+            requests.put(later)
+            os.kill(redis_server.pid, signal.SIGCONT)
+            await eventually(lambda: _is_kept(requests, later))
+
+
+async def test_what_waits_at_the_end_is_still_written(router_store: Store) -> None:
+    requests = RequestStore(router_store, batch_size=2)
+    async with running(requests.run()):
+        for number in range(5):
+            requests.put(begin(f"request-{number}"))
+    assert requests.queued == 0
+    assert await requests.get(RequestId("request-4")) is not None
+
+
+async def test_only_the_newest_requests_are_kept(router_store: Store) -> None:
+    requests = RequestStore(router_store, max_kept=3)
+    for number in range(5):
+        await requests.write(begin(f"request-{number}"))
+    await requests.write(walk(begin("request-3"), "failed"))
+    assert await requests.newest(10) == ["request-4", "request-3", "request-2"]
+    assert await requests.newest(1) == ["request-4"]
+    assert await requests.get(RequestId("request-1")) is None
+    assert await router_store.call("KEYS", REQUEST_KEY + "request-1") == []
+
+
+async def test_a_record_of_something_else_is_a_store_error(router_store: Store) -> None:
+    await router_store.call("HSET", REQUEST_KEY + R, "history", '[{"state": "dreaming"}]')
+    with pytest.raises(StoreError, match="request-1"):
+        await RequestStore(router_store).get(R)
+
+
+async def _is_kept(requests: RequestStore, progress: RequestProgress) -> bool:
+    try:
+        stored = await requests.get(progress.request_id)
+    except StoreError:
+        return False
+    return stored is not None and stored.progress == progress
+
+
+async def _is_idle(requests: RequestStore) -> bool:
+    return requests.queued == 0
+
+
+async def _is_away(store: Store) -> bool:
+    return not store.available

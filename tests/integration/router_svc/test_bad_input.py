@@ -1,0 +1,198 @@
+"""Everything a client can send wrongly is refused with its reason, and changes nothing for others."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+
+from pdserve.base.errors import RequestError
+from pdserve.base.sampling import SamplingParams
+from router_svc.api.fields import IGNORED, UNSUPPORTED
+from router_svc.api.sampling import require_bounded
+from tests.integration.router_svc.conftest import ScriptedCluster
+from tests.support.tiny_model import MAX_POSITIONS, NAME, VOCAB_SIZE
+
+COMPLETION: dict[str, Any] = {"model": NAME, "prompt": "x"}
+USER = {"role": "user", "content": "x"}
+CHAT: dict[str, Any] = {"model": NAME, "messages": [USER]}
+DEEP = b'{"metadata": ' + b"[" * 100 + b"]" * 100 + b"}"
+
+#: Body, status, param, and words of the message.
+WRONG_COMPLETIONS: list[tuple[dict[str, Any], int, str | None, str]] = [
+    ({"model": "gpt-9"}, 404, "model", "does not exist"),
+    ({"model": 7}, 400, "model", "valid string"),
+    ({"prompt": ""}, 400, "prompt", "empty"),
+    ({"prompt": []}, 400, "prompt", "empty"),
+    ({"prompt": [[]]}, 400, "prompt", "empty"),
+    ({"prompt": ["a", [1]]}, 400, "prompt", "mix"),
+    ({"prompt": {"a": 1}}, 400, "prompt", "must be a string"),
+    ({"prompt": [True]}, 400, "prompt", "must be a string"),
+    ({"prompt": ["x"] * 513}, 400, "prompt", "1 to 512 prompts"),
+    ({"prompt": ["x"] * 100, "n": 6}, 400, "n", "512 sequences"),
+    ({"prompt": [0, VOCAB_SIZE]}, 400, "prompt", f"{VOCAB_SIZE} is not in the vocabulary"),
+    ({"prompt": [-1]}, 400, "prompt", "-1 is not in the vocabulary"),
+    ({"prompt": [2**80]}, 400, "prompt", "not in the vocabulary"),
+    ({"prompt": "x" * 300}, 400, "prompt", f"300 tokens; this model's context holds {MAX_POSITIONS}"),
+    ({"prompt": "x" * 5000}, 400, "prompt", "5000 tokens"),
+    ({"max_tokens": MAX_POSITIONS}, 400, "max_tokens", f"{MAX_POSITIONS} more are asked for"),
+    ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
+    ({"max_tokens": -5}, 400, "max_tokens", "got -5"),
+    ({"max_tokens": 1.5}, 400, "max_tokens", "valid integer"),
+    ({"max_tokens": "16"}, 400, "max_tokens", "valid integer"),
+    ({"max_tokens": True}, 400, "max_tokens", "valid integer"),
+    ({"min_tokens": 17}, 400, "min_tokens", "at most 16"),
+    ({"temperature": -0.1}, 400, "temperature", "greater than or equal to 0"),
+    ({"temperature": 2.1}, 400, "temperature", "less than or equal to 2"),
+    ({"temperature": float("nan")}, 400, "temperature", "finite"),
+    ({"temperature": float("inf")}, 400, "temperature", "finite"),
+    ({"temperature": "hot"}, 400, "temperature", "got 'hot'"),
+    ({"top_p": 0}, 400, "top_p", "greater than 0"),
+    ({"top_k": -2}, 400, "top_k", "greater than or equal to -1"),
+    ({"min_p": 1.1}, 400, "min_p", "less than or equal to 1"),
+    ({"repetition_penalty": 0}, 400, "repetition_penalty", "greater than or equal to 0.01"),
+    ({"presence_penalty": 3}, 400, "presence_penalty", "less than or equal to 2"),
+    ({"frequency_penalty": -3}, 400, "frequency_penalty", "greater than or equal to -2"),
+    ({"n": 129}, 400, "n", "less than or equal to 128"),
+    ({"n": 0}, 400, "n", "greater than or equal to 1"),
+    ({"logprobs": 21}, 400, "logprobs", "less than or equal to 20"),
+    ({"logprobs": True}, 400, "logprobs", "valid integer"),
+    ({"seed": 2**63}, 400, "seed", "less than or equal to"),
+    ({"stop": ["a", "b", "c", "d", "e"]}, 400, "stop", "at most 4"),
+    ({"stop": ""}, 400, "stop[0]", "at least 1 character"),
+    ({"stop": "x" * 257}, 400, "stop[0]", "at most 256 characters"),
+    ({"stop_token_ids": [VOCAB_SIZE]}, 400, "stop_token_ids", "not in the vocabulary"),
+    ({"stop_token_ids": [1] * 65}, 400, "stop_token_ids", "at most 64"),
+    ({"logit_bias": {"x": 1}}, 400, "logit_bias", "must be token ids"),
+    ({"logit_bias": {"-1": 1}}, 400, "logit_bias", "must be token ids"),
+    ({"logit_bias": {str(VOCAB_SIZE): 1}}, 400, "logit_bias", "not in the vocabulary"),
+    ({"logit_bias": {"1": 101}}, 400, "logit_bias.1", "less than or equal to 100"),
+    ({"logit_bias": {str(i): 1 for i in range(301)}}, 400, "logit_bias", "at most 300"),
+    ({"stream_options": {"include_usage": True}}, 400, "stream_options", "needs stream"),
+    ({"stream": True, "stream_options": {"odd": 1}}, 400, "stream_options.odd", "Unknown field"),
+    ({"echo": True, "logprobs": 1}, 400, "echo", "not supported"),
+    ({"temprature": 1}, 400, "temprature", "`temperature` was meant"),
+    ({"suffix": "end"}, 400, "suffix", "not supported"),
+    ({"best_of": 2}, 400, "best_of", "not supported"),
+    ({"messages": [USER]}, 400, "messages", "Unknown field"),
+]
+
+WRONG_CHATS: list[tuple[dict[str, Any], int, str | None, str]] = [
+    ({"messages": []}, 400, "messages", "at least 1"),
+    ({"messages": "hi"}, 400, "messages", "valid list"),
+    ({"messages": [{"content": "x"}]}, 400, "messages[0].role", "required"),
+    ({"messages": [USER, {"role": "robot", "content": "x"}]}, 400, "messages[1].role", "got 'robot'"),
+    ({"messages": [{"role": "user"}]}, 400, "messages[0]", "needs content"),
+    ({"messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content", "valid string"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        400,
+        "messages[0].content",
+        "parts of the form",
+    ),
+    ({"messages": [{**USER, "odd": 1}]}, 400, "messages[0].odd", "Unknown field"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "messages[0].tool_calls", "not supported"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages", "no tools here"),
+    ({"messages": [{"role": "user", "content": "x" * 300}]}, 400, "messages", f"holds {MAX_POSITIONS}"),
+    ({"top_logprobs": 2}, 400, "top_logprobs", "needs logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "less than or equal to 20"),
+    ({"logprobs": 1}, 400, "logprobs", "valid boolean"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_completion_tokens", "differ"),
+    ({"max_completion_tokens": 250}, 400, "max_completion_tokens", "250 more are asked for"),
+    ({"tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
+    ({"chat_template": "{{ 1 }}"}, 400, "chat_template", "not supported"),
+    ({"chat_template_kwargs": {"messages": 1}}, 400, "chat_template_kwargs.messages.[key]", "not a name"),
+    ({"chat_template_kwargs": {"mood": [1]}}, 400, "chat_template_kwargs.mood", "must be a string, a number"),
+    ({"kv_transfer_params": {"remote_host": "evil"}}, 400, "kv_transfer_params", "not supported"),
+]
+
+
+def _require_error(status: int, body: dict[str, Any], expected: tuple[int, str | None, str]) -> None:
+    assert set(body) == {"error"}
+    error = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (status, error["code"], error["param"]) == (expected[0], expected[0], expected[1]), error
+    assert expected[2] in error["message"]
+    assert len(error["message"]) < 500
+
+
+async def test_every_wrong_completion_is_refused_with_its_field_and_reason(small_cluster: ScriptedCluster) -> None:
+    for fields, *expected in WRONG_COMPLETIONS:
+        status, body = await small_cluster.post("/v1/completions", COMPLETION | fields)
+        _require_error(status, body, tuple(expected))  # type: ignore[arg-type]
+    assert small_cluster.world.decode_starts == []
+    assert (await small_cluster.complete())[0] == 200
+
+
+async def test_every_wrong_chat_is_refused_with_its_field_and_reason(small_cluster: ScriptedCluster) -> None:
+    for fields, *expected in WRONG_CHATS:
+        status, body = await small_cluster.post("/v1/chat/completions", CHAT | fields)
+        _require_error(status, body, tuple(expected))  # type: ignore[arg-type]
+    assert small_cluster.world.decode_starts == []
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "words"),
+    [
+        (b"", 400, "not valid JSON"),
+        (b"{", 400, "not valid JSON"),
+        (b'{"model": "\xff\xfe"}', 400, "not valid JSON"),
+        (b"[1, 2]", 400, "must be a JSON object"),
+        (b"null", 400, "must be a JSON object"),
+        (DEEP, 400, "nested deeper than 64"),
+        (b"[" * 100_000, 400, "not valid JSON"),
+        (b'{"model": "\\ud800"}', 400, "not valid JSON"),
+        (b'{"prompt": "' + b"x" * 10_000_000 + b'"}', 413, "larger than 8388608 bytes"),
+    ],
+    ids=["empty", "cut", "bad-utf8", "list", "null", "deep", "very-deep", "lone-surrogate", "10MB"],
+)
+async def test_a_body_that_is_no_request_is_refused(
+    small_cluster: ScriptedCluster, data: bytes, status: int, words: str
+) -> None:
+    got, body = await small_cluster.post("/v1/completions", data=io.BytesIO(data))
+    assert got == status
+    assert words in body["error"]["message"]
+
+
+async def test_other_requests_do_not_notice(small_cluster: ScriptedCluster) -> None:
+    async with small_cluster.http.post(
+        f"{small_cluster.base_url}/v1/completions", json=COMPLETION | {"stream": True}
+    ) as stream:
+        await small_cluster.post("/v1/completions", data=io.BytesIO(b"[" * 1_000_000))
+        await small_cluster.post("/v1/completions", COMPLETION | {"prompt": list(range(200)) * 1000})
+        text = (await stream.read()).decode()
+    assert text.endswith("data: [DONE]\n\n")
+    assert "error" not in text
+
+
+async def test_fields_that_ask_for_nothing_are_taken(small_cluster: ScriptedCluster) -> None:
+    neutral = {name: values[0] if values else None for name, values in UNSUPPORTED.items()}
+    ignored = dict.fromkeys(IGNORED, "whatever")
+    status, body = await small_cluster.post("/v1/chat/completions", neutral | ignored | CHAT)
+    assert status == 200, body
+
+
+async def test_null_is_the_default_of_every_field(small_cluster: ScriptedCluster) -> None:
+    names = ["temperature", "top_p", "stop", "n", "logprobs", "stream", "stream_options", "seed", "logit_bias"]
+    status, body = await small_cluster.post("/v1/completions", COMPLETION | dict.fromkeys(names))
+    assert status == 200, body
+
+
+def test_what_multiplies_is_bounded_as_a_whole() -> None:
+    wide = SamplingParams(n=128, max_tokens=1000, logprobs=20)
+    require_bounded([wide])
+    with pytest.raises(RequestError, match="prompts \\* n \\* max_tokens") as refusal:
+        require_bounded([wide, wide])
+    assert refusal.value.param == "logprobs"
+    require_bounded([SamplingParams(n=128, max_tokens=100_000)])
+
+
+async def test_unknown_paths_and_methods_answer_in_the_same_shape(small_cluster: ScriptedCluster) -> None:
+    status, body = await small_cluster.get("/v1/unknown")
+    assert (status, body["error"]["type"]) == (404, "not_found_error")
+    status, body = await small_cluster.get("/v1/completions")
+    assert (status, body["error"]["code"]) == (405, 405)
+    assert json.dumps(body)

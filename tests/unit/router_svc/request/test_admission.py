@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.base.errors import Overloaded
+from router_svc.request.admission import AdmissionQueue, DrainRate, Place
+
+
+def queue(*, capacity: int = 2, max_waiting: int = 3, max_wait_s: float = 1000.0) -> AdmissionQueue:
+    made = AdmissionQueue(max_waiting=max_waiting, max_wait_s=max_wait_s)
+    made.set_capacity(capacity, 0.0)
+    return made
+
+
+def offer(waiting: AdmissionQueue, sequences: int = 1, now: float = 0.0) -> Place:
+    [place] = waiting.offer([sequences], now)
+    return place
+
+
+def test_requests_start_at_once_while_there_is_capacity_and_wait_in_order_after_that() -> None:
+    waiting = queue()
+    running = [offer(waiting), offer(waiting)]
+    assert all(place.admitted_at == 0.0 for place in running)
+    third, fourth = offer(waiting, now=1.0), offer(waiting, now=2.0)
+    assert third.admitted_at is None
+    assert waiting.leave(running[0], 3.0) == [third]
+    assert waiting.leave(running[1], 4.0) == [fourth]
+    assert (third.admitted_at, fourth.admitted_at) == (3.0, 4.0)
+
+
+def test_a_place_given_up_in_the_queue_is_passed_over() -> None:
+    waiting = queue(capacity=1)
+    running, second, third = offer(waiting), offer(waiting), offer(waiting)
+    waiting.leave(second, 1.0)
+    assert waiting.leave(running, 2.0) == [third]
+
+
+def test_a_wide_request_is_not_overtaken_by_narrow_ones() -> None:
+    waiting = queue(capacity=4)
+    running = offer(waiting, 2)
+    wide, narrow = offer(waiting, 4), offer(waiting, 1)
+    assert narrow.admitted_at is None
+    assert waiting.leave(running, 1.0) == [wide]
+    assert waiting.leave(wide, 2.0) == [narrow]
+
+
+def test_a_request_wider_than_the_cluster_runs_alone() -> None:
+    waiting = queue(capacity=4)
+    running = offer(waiting, 1)
+    wide = offer(waiting, 100)
+    assert waiting.leave(running, 1.0) == [wide]
+
+
+def test_nothing_starts_without_capacity_and_everything_with_it() -> None:
+    waiting = queue(capacity=0)
+    places = [offer(waiting), offer(waiting)]
+    assert waiting.set_capacity(8, 5.0) == places
+
+
+def test_a_full_queue_refuses_and_says_how_many_wait() -> None:
+    waiting = queue(capacity=1, max_waiting=2)
+    for _ in range(3):
+        offer(waiting)
+    with pytest.raises(Overloaded, match="2 requests wait, 2 may"):
+        offer(waiting)
+    assert waiting.num_waiting == 2
+
+
+def test_prompts_of_one_request_get_all_places_or_none() -> None:
+    waiting = queue(capacity=1, max_waiting=2)
+    with pytest.raises(Overloaded):
+        waiting.offer([1, 1, 1, 1], 0.0)
+    assert (waiting.num_waiting, waiting.num_admitted) == (0, 0)
+    assert [place.admitted_at for place in waiting.offer([1, 1, 1], 0.0)] == [0.0, None, None]
+
+
+def test_retry_after_is_the_time_the_queue_takes_at_the_measured_rate() -> None:
+    waiting = queue(capacity=1, max_waiting=5)
+    places = [offer(waiting) for _ in range(6)]
+    for second in range(1, 6):  # One leaves each second, and one comes.
+        waiting.leave(places[second - 1], float(second))
+        places.append(offer(waiting, now=float(second)))
+    with pytest.raises(Overloaded) as refusal:
+        offer(waiting, now=6.0)
+    # 5 departures since 5 s ago are 1 per second; 5 wait, and the one who asks.
+    assert refusal.value.retry_after_s == 6.0
+
+
+def test_retry_after_is_bounded() -> None:
+    waiting = queue(capacity=1, max_waiting=100)
+    assert waiting.retry_after_s(0.0) == 1.0
+    places = [offer(waiting) for _ in range(100)]
+    for number in range(4):
+        waiting.leave(places[number], 15.0 * number)
+    assert waiting.retry_after_s(59.0) == 60.0
+
+
+def test_a_wait_that_would_be_too_long_is_refused_before_it_begins() -> None:
+    waiting = queue(capacity=1, max_waiting=100, max_wait_s=10.0)
+    places = [offer(waiting) for _ in range(9)]
+    for second in range(4):
+        waiting.leave(places[second], 2.0 * second)
+    with pytest.raises(Overloaded, match="longer than the 10 s"):
+        for _ in range(50):
+            offer(waiting, now=6.0)
+    assert 4 < waiting.num_waiting < 50
+
+
+def test_a_cluster_that_stopped_draining_does_not_look_fast() -> None:
+    rate = DrainRate()
+    for moment in (0.0, 0.1, 0.2, 0.3):
+        rate.note(moment)
+    assert rate.per_second(0.4) == pytest.approx(10.0)
+    assert rate.per_second(40.0) == pytest.approx(0.1)
+    assert rate.per_second(100.0) is None
+
+
+@given(st.lists(st.tuples(st.sampled_from(["offer", "leave", "capacity"]), st.integers(0, 10)), max_size=60))
+def test_capacity_is_never_exceeded_and_order_never_broken(moves: list[tuple[str, int]]) -> None:
+    waiting = AdmissionQueue(max_waiting=5, max_wait_s=1e9)
+    capacity = 0
+    alive: list[Place] = []
+    for now, (move, number) in enumerate(moves):
+        before = [place for place in alive if place.admitted_at is not None]
+        if move == "offer":
+            try:
+                alive += waiting.offer([number % 3 + 1], float(now))
+            except Overloaded:
+                assert waiting.num_waiting == 5
+        elif move == "leave" and alive:
+            waiting.leave(alive.pop(number % len(alive)), float(now))
+        elif move == "capacity":
+            capacity = number
+            waiting.set_capacity(capacity, float(now))
+        admitted = [place for place in alive if place.admitted_at is not None]
+        if len(admitted) > len(before):
+            assert sum(place.sequences for place in admitted) <= capacity or len(admitted) == 1
+        assert waiting.num_admitted == len(admitted)
+        assert waiting.num_waiting == len(alive) - len(admitted)
+        # Who came first is admitted first.
+        flags = [place.admitted_at is not None for place in alive]
+        assert flags == sorted(flags, reverse=True)
