@@ -26,11 +26,11 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtransfer.memory import InPlace
-from kvtransfer.receiver import Receiver
-from kvtransfer.reservation import ReceiverIdentity, Reservation
-from kvtransfer.sender import Sender
-from kvtransfer.ticket import Commit, commit_from_proto, commit_to_proto, ticket_from_proto, ticket_to_proto
+from kvtransfer.handover.memory import InPlace
+from kvtransfer.handover.receiver import Receiver
+from kvtransfer.handover.reservation import ReceiverIdentity, Reservation
+from kvtransfer.handover.sender import Sender
+from kvtransfer.handover.ticket import Commit, commit_from_proto, commit_to_proto, ticket_from_proto, ticket_to_proto
 from kvtransfer.transport import Buffer, open_transport
 from pdserve.base.ids import BlockId, RequestId, WorkerId, new_epoch
 from pdserve.base.layout import KvLayout

@@ -11,9 +11,9 @@ from decode_svc.config import DecodeConfig
 from decode_svc.request import DecodeJob, DecodeSchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.session import DecodeSession, Event, Finished
-from kvtransfer.receiver import Receiver
-from kvtransfer.reservation import ReceiverIdentity
-from kvtransfer.ticket import commit_from_proto
+from kvtransfer.handover.receiver import Receiver
+from kvtransfer.handover.reservation import ReceiverIdentity
+from kvtransfer.handover.ticket import commit_from_proto
 from pdserve.base import rpc
 from pdserve.base.admin import bound_socket
 from pdserve.base.block_hash import hash_blocks

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
-from kvtransfer.receiver import Receiver
-from kvtransfer.reservation import Received, Reservation
-from kvtransfer.ticket import Ticket, ticket_to_proto
+from kvtransfer.handover.receiver import Receiver
+from kvtransfer.handover.reservation import Received, Reservation
+from kvtransfer.handover.ticket import Ticket, ticket_to_proto
 from pdserve.base.errors import InvalidTransition, PdserveError, RequestError, StaleAttempt, StaleError, reason_of
 from pdserve.base.ids import RequestId
 from pdserve.base.logs import get_logger

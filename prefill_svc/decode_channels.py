@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from kvtransfer.ticket import Ticket
+from kvtransfer.handover.ticket import Ticket
 from pdserve.base.ids import Epoch, WorkerId
 from pdserve.base.rpc import open_channel
 

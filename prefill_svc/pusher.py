@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from kvtransfer.sender import OutgoingTransfer
-from kvtransfer.ticket import Ticket
+from kvtransfer.handover.sender import OutgoingTransfer
+from kvtransfer.handover.ticket import Ticket
 from pdserve.base.ids import BlockId
 from pdserve.base.moment import Moment
 from pdserve.base.tasks import service_group

@@ -6,8 +6,8 @@ import asyncio
 
 import grpc
 
-from kvtransfer.sender import Sender
-from kvtransfer.ticket import Ticket, ticket_from_proto
+from kvtransfer.handover.sender import Sender
+from kvtransfer.handover.ticket import Ticket, ticket_from_proto
 from pdserve.base import rpc
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import PdserveError, reason_of

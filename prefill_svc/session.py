@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
-from kvtransfer.sender import Sender
-from kvtransfer.ticket import Commit, Ticket, commit_to_proto
+from kvtransfer.handover.sender import Sender
+from kvtransfer.handover.ticket import Commit, Ticket, commit_to_proto
 from pdserve.base.ids import BlockId, RequestId
 from pdserve.base.rpc import mapped_rpc_errors
 from pdserve.base.sampling import ChoiceTokens

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from kvtransfer.prefix_mirror import PrefixMirror
+from kvtransfer.index.prefix_mirror import PrefixMirror
 from pdserve.base import notify
 from pdserve.base.admin import Health, bound_socket, health_routes, serve_http
 from pdserve.base.logs import get_logger

@@ -21,12 +21,12 @@ from dataclasses import asdict, dataclass
 import torch
 
 from benchmarks.transfer import REQUEST, Link
-from kvtransfer.memory import BlockMemory
-from kvtransfer.receiver import Receiver
-from kvtransfer.reservation import ReceiverIdentity, Reservation
-from kvtransfer.sender import Sender
-from kvtransfer.staging import best_bundle
-from kvtransfer.ticket import Commit, commit_from_proto, commit_to_proto, ticket_from_proto, ticket_to_proto
+from kvtransfer.handover.memory import BlockMemory
+from kvtransfer.handover.receiver import Receiver
+from kvtransfer.handover.reservation import ReceiverIdentity, Reservation
+from kvtransfer.handover.sender import Sender
+from kvtransfer.handover.staging import best_bundle
+from kvtransfer.handover.ticket import Commit, commit_from_proto, commit_to_proto, ticket_from_proto, ticket_to_proto
 from kvtransfer.transport import Transport, open_transport
 from pdserve.base.ids import BlockId, WorkerId, new_epoch
 from pdserve.base.layout import KvLayout

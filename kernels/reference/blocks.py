@@ -14,8 +14,8 @@ probability of at most 2^-32 each, all four independently, and the last step add
 whole digest, whatever the corruption was, as long as it does not depend on the key. Words of Philox are not uniformly
 random, but no statistical test is known that tells them apart. What it does not promise: it is no MAC. Digests are sums
 of products with the key's words, and Philox is not made to withstand an adversary: who sees digests of blocks of their
-choice may solve for the key. Hence the commit's MAC over the digests (blake2b, `kvtransfer/digest.py`), and a key of
-their own for each transfer.
+choice may solve for the key. Hence the commit's MAC over the digests (blake2b, `kvtransfer/handover/digest.py`), and a
+key of their own for each transfer.
 
 Source: Black, Halevi, Krawczyk, Krovetz, Rogaway, "UMAC: Fast and secure message authentication" (CRYPTO 1999), NH and
 its Toeplitz construction; Lemire, Kaser, "Strongly universal string hashing is fast" (2014), multilinear.

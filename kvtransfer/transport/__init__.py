@@ -9,7 +9,7 @@ from pdserve.base.config import set_default_variable
 from pdserve.base.errors import SetupError
 
 if TYPE_CHECKING:
-    from kvtransfer.transport.pair import Wires
+    from kvtransfer.transport.torch_distributed.pair_link import Wires
 
 __all__ = ["TRANSPORTS", "Buffer", "Operation", "Peer", "Transport", "open_transport"]
 
@@ -32,7 +32,7 @@ def open_transport(name: str, *, host: str = "127.0.0.1", device: str | None = N
 
             return UcxTransport(device_memory=device is not None)
         if name == "nccl":
-            from kvtransfer.transport.nccl import NcclTransport
+            from kvtransfer.transport.torch_distributed.transport import NcclTransport
 
             return NcclTransport(_nccl_wires(host, device), host=host)
     except ImportError as error:
@@ -49,10 +49,10 @@ def open_transport(name: str, *, host: str = "127.0.0.1", device: str | None = N
 
 def _nccl_wires(host: str, device: str | None) -> Wires:
     if device is None:
-        from kvtransfer.transport.pair_gloo import GlooWires
+        from kvtransfer.transport.torch_distributed.gloo import GlooWires
 
         return GlooWires(host)
-    from kvtransfer.transport.nccl_gpu import CudaGpu
-    from kvtransfer.transport.pair_nccl import NcclWires
+    from kvtransfer.transport.torch_distributed.cuda import CudaGpu
+    from kvtransfer.transport.torch_distributed.nccl import NcclWires
 
     return NcclWires(CudaGpu(device))

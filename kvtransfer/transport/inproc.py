@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvtransfer.transport.base import Buffer, Operation, Peer
-from kvtransfer.transport.mailbox import Mailbox
+from kvtransfer.transport.tag_matcher import Mailbox
 from pdserve.base.errors import PeerLost, TransferError
 
 #: Who listens in this process. Weak: a transport that is dropped without `close` is a peer that died.

@@ -22,7 +22,7 @@ from ucxx._lib.arr import Array
 from ucxx.exceptions import UCXError
 
 from kvtransfer.transport.base import Buffer, Operation, Peer
-from kvtransfer.transport.mailbox import Mailbox
+from kvtransfer.transport.tag_matcher import Mailbox
 from kvtransfer.transport.ucx_address import pack_address, unpack_address
 from pdserve.base.config import variable
 from pdserve.base.errors import PdserveError, PeerLost, SetupError, TransferError

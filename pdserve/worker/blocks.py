@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvtransfer.digest import HOST_DIGEST
-from kvtransfer.layer_groups import span_of
-from kvtransfer.memory import BlockMemory, Bundle, InPlace, Part
-from kvtransfer.staging import Staged, best_bundle
+from kvtransfer.handover.digest import HOST_DIGEST
+from kvtransfer.handover.layer_groups import span_of
+from kvtransfer.handover.memory import BlockMemory, Bundle, InPlace, Part
+from kvtransfer.handover.staging import Staged, best_bundle
 from pdserve.base.errors import SetupError
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
@@ -54,7 +54,7 @@ class Stage:
 
 
 class CacheCopies:
-    """Implements `kvtransfer.staging.BlockCopies` for the blocks of a cache."""
+    """Implements `kvtransfer.handover.staging.BlockCopies` for the blocks of a cache."""
 
     digest = HOST_DIGEST
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from kernels.triton import blocks as kernels
-from kvtransfer.digest import DEVICE_DIGEST, MessageDigest
-from kvtransfer.layer_groups import LayerGroups
-from kvtransfer.memory import Bundle, Part
-from kvtransfer.staging import Staged, best_bundle
-from kvtransfer.ticket import KEY_BYTES
+from kvtransfer.handover.digest import DEVICE_DIGEST, MessageDigest
+from kvtransfer.handover.layer_groups import LayerGroups
+from kvtransfer.handover.memory import Bundle, Part
+from kvtransfer.handover.staging import Staged, best_bundle
+from kvtransfer.handover.ticket import KEY_BYTES
 from kvtransfer.transport import Buffer
 from pdserve.base.errors import SetupError, TransferError
 from pdserve.base.ids import BlockId
@@ -62,7 +62,7 @@ class DeviceBytes:
 
 
 class DeviceCopies:
-    """Implements `kvtransfer.staging.BlockCopies` between a cache and a stage in the same GPU's memory."""
+    """Implements `kvtransfer.handover.staging.BlockCopies` between a cache and a stage in the same GPU's memory."""
 
     digest = DEVICE_DIGEST
 

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from kvtransfer.kv_events import KvEventPublisher
+from kvtransfer.index.kv_events import KvEventPublisher
 from kvtransfer.transport import Transport, open_transport
 from pdserve import __version__
 from pdserve.base import notify

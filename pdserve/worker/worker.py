@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 import grpc
 
-from kvtransfer.memory import BlockMemory
+from kvtransfer.handover.memory import BlockMemory
 from kvtransfer.transport import Transport
 from pdserve.base.block_hash import hash_key
 from pdserve.base.ids import Epoch, WorkerId

@@ -18,7 +18,7 @@ import numpy as np
 from torch._C._distributed_c10d import Store
 
 from kvtransfer.transport import Buffer
-from kvtransfer.transport.pair import CONNECTOR_RANK, LISTENER_RANK
+from kvtransfer.transport.torch_distributed.pair_link import CONNECTOR_RANK, LISTENER_RANK
 
 #: For whoever waits in a test that fails.
 _LIMIT_S = 30.0

@@ -16,8 +16,8 @@ from typing import Protocol
 from torch import Tensor
 
 from kernels.decoder import LayerListener
-from kvtransfer.digest import HOST_DIGEST
-from kvtransfer.memory import Bundle, Part
+from kvtransfer.handover.digest import HOST_DIGEST
+from kvtransfer.handover.memory import Bundle, Part
 from pdserve.base.ids import BlockId
 from pdserve.base.moment import Moment
 from pdserve.base.tasks import to_its_end
@@ -153,7 +153,7 @@ class _WatchedSampler:
 
 
 class RankCopies:
-    """Implements `kvtransfer.staging.BlockCopies`: a block is there when every rank has copied its heads."""
+    """Implements `kvtransfer.handover.staging.BlockCopies`: a block is there when every rank has copied its heads."""
 
     digest = HOST_DIGEST
 

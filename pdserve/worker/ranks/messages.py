@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvtransfer.memory import Bundle
+from kvtransfer.handover.memory import Bundle
 from pdserve.base.ids import BlockId
 from pdserve.engine.device_batch import BatchShape
 from pdserve.model.batch import Batch

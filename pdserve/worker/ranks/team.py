@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from kernels.ranks import Group, TorchRanks
-from kvtransfer.staging import Staged
+from kvtransfer.handover.staging import Staged
 from pdserve.base.errors import PdserveError, SetupError
 from pdserve.base.layout import KvLayout
 from pdserve.base.logs import get_logger

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtransfer.staging import Staged
+from kvtransfer.handover.staging import Staged
 from kvtransfer.transport import Buffer, Operation, Peer
 from kvtransfer.transport.inproc import InprocTransport
 from pdserve.base.errors import (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.decoder import LayerListener
-from kvtransfer.staging import Staged
+from kvtransfer.handover.staging import Staged
 from kvtransfer.transport import Buffer, Operation, Peer
 from kvtransfer.transport.inproc import InprocTransport
 from pdserve.base.errors import DigestMismatch, PeerLost, RequestError, SetupError, TransferTimeout
@@ -196,7 +196,7 @@ async def test_the_first_token_does_not_wait_for_a_wire_that_takes_nothing(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Room for one message at a time, and it does not get through.
-    monkeypatch.setattr("kvtransfer.sender.Sender.__init__.__kwdefaults__", {"max_outstanding_bytes": 1})
+    monkeypatch.setattr("kvtransfer.handover.sender.Sender.__init__.__kwdefaults__", {"max_outstanding_bytes": 1})
     wire = Observed()
     wire.holds_back = True
     async with running_cluster(
@@ -249,7 +249,7 @@ async def test_a_prompt_may_be_computed_for_longer_than_a_lease(model: Path, mon
 async def test_a_wire_that_takes_nothing_costs_a_lease_though_the_prompt_is_still_computed(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtransfer.sender.Sender.__init__.__kwdefaults__", {"max_outstanding_bytes": 1})
+    monkeypatch.setattr("kvtransfer.handover.sender.Sender.__init__.__kwdefaults__", {"max_outstanding_bytes": 1})
     monkeypatch.setattr("prefill_svc.session.KEEP_ALIVE_S", 0.02)
     wire = Observed()
     wire.holds_back = True

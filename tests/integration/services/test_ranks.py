@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer.staging import Staged
+from kvtransfer.handover.staging import Staged
 from tests.integration.services.local_cluster import LocalCluster, running_cluster
 from tests.unit.model.tiny import save_model, with_scales
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvtransfer.kv_events import KvEventPublisher
-from kvtransfer.prefix_mirror import PrefixMirror
+from kvtransfer.index.kv_events import KvEventPublisher
+from kvtransfer.index.prefix_mirror import PrefixMirror
 from pdserve.base.errors import StoreError
 from pdserve.base.ids import BlockHash, RequestId
 from pdserve.base.private_redis import PrivateRedis

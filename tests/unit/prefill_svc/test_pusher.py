@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvtransfer.ticket import Ticket
+from kvtransfer.handover.ticket import Ticket
 from pdserve.base.errors import PeerLost, TransferTimeout
 from pdserve.base.ids import BlockId
 from prefill_svc.pusher import pushing
-from tests.unit.kvtransfer.support import REQUEST, Pair, blocks, worker_pair
-from tests.unit.kvtransfer.test_staging import Stages, every_message
+from tests.support.handover import REQUEST, Pair, blocks, worker_pair
+from tests.unit.kvtransfer.handover.test_staging import Stages, every_message
 
 TABLE = blocks(5, 3, 1, 0, 2)
 

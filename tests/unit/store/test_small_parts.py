@@ -1,4 +1,4 @@
-"""Replies, URLs, positions, change counters, and how a private Redis is started."""
+"""Replies, URLs, change counters, and how a private Redis is started."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.kv_log import Position
 from pdserve.base.changes import Changes
 from pdserve.base.errors import SetupError, StoreError
 from pdserve.base.private_redis import PrivateRedis, find_redis_server, server_argv
@@ -48,24 +47,6 @@ def test_fields_are_pairs() -> None:
     assert as_fields([b"a", b"1", b"b", b"\xff"]) == {"a": b"1", "b": b"\xff"}
     with pytest.raises(StoreError):
         as_fields([b"a"])
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "expected"),
-    [
-        ((7, 1), (7, 2), True),
-        ((7, 1), (7, 3), False),
-        ((7, 2), (7, 2), False),
-        ((7, 1), (8, 2), False),
-        ((0, 0), (7, 1), True),
-        ((0, 0), (7, 2), False),
-    ],
-)
-def test_a_position_precedes_only_its_direct_successor(
-    before: tuple[int, int], after: tuple[int, int], expected: bool
-) -> None:
-    first, second = (Position(generation=generation, sequence=sequence) for generation, sequence in (before, after))
-    assert first.precedes(second) is expected
 
 
 async def test_a_waiter_that_names_what_it_saw_misses_no_change() -> None:

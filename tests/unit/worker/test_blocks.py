@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtransfer.digest import MessageDigest
-from kvtransfer.memory import Part
+from kvtransfer.handover.digest import MessageDigest
+from kvtransfer.handover.memory import Part
 from pdserve.base.errors import SetupError
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout

@@ -9,9 +9,9 @@ from typing import cast
 import pytest
 import torch
 
-from kvtransfer.digest import MessageDigest
-from kvtransfer.memory import Part
-from kvtransfer.ticket import new_key
+from kvtransfer.handover.digest import MessageDigest
+from kvtransfer.handover.memory import Part
+from kvtransfer.handover.ticket import new_key
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
 from pdserve.engine.kv_cache import KvCache

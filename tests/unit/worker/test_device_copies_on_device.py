@@ -9,8 +9,8 @@ from tests.support.devices import DEVICE, gpu_only, keep_busy
 
 pytest.importorskip("triton")
 
-from kvtransfer.digest import MessageDigest
-from kvtransfer.memory import Part
+from kvtransfer.handover.digest import MessageDigest
+from kvtransfer.handover.memory import Part
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
 from pdserve.engine.kv_cache import KvCache

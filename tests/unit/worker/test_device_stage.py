@@ -17,12 +17,12 @@ from tests.support.devices import DEVICE
 pytest.importorskip("triton")
 
 from kernels.reference import blocks as reference
-from kvtransfer.digest import DEVICE_DIGEST, MessageDigest
-from kvtransfer.memory import InPlace, Part
-from kvtransfer.receiver import Receiver
-from kvtransfer.reservation import Received, ReceiverIdentity, Reservation
-from kvtransfer.sender import Sender
-from kvtransfer.staging import Staged
+from kvtransfer.handover.digest import DEVICE_DIGEST, MessageDigest
+from kvtransfer.handover.memory import InPlace, Part
+from kvtransfer.handover.receiver import Receiver
+from kvtransfer.handover.reservation import Received, ReceiverIdentity, Reservation
+from kvtransfer.handover.sender import Sender
+from kvtransfer.handover.staging import Staged
 from kvtransfer.transport import Buffer, Operation, Peer, open_transport
 from kvtransfer.transport.inproc import InprocTransport
 from pdserve.base.errors import DigestMismatch, PdserveError, TransferError

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtransfer.digest import MessageDigest
-from kvtransfer.memory import Part
-from kvtransfer.ticket import new_key
+from kvtransfer.handover.digest import MessageDigest
+from kvtransfer.handover.memory import Part
+from kvtransfer.handover.ticket import new_key
 from pdserve.base.errors import PeerLost
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout

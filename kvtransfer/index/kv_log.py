@@ -1,0 +1,246 @@
+"""How workers' blocks are kept in Redis: a set for each incarnation (the truth), and a stream of changes to follow.
+
+    pd:blocks:{worker}:{epoch}   set of 16-byte hashes, expires; an empty string in it lets an empty cache exist too
+    pd:kv-workers                hash: worker -> "epoch resync": the incarnation that counts, how often it started over
+    pd:kv-events                 stream of batches (worker, epoch, kind, added, removed), trimmed
+    pd:kv-head                   hash: generation and sequence of the newest entry
+
+Sets and stream change together, in one script. Stream ids are `generation-sequence` with no number left out, so that a
+follower sees a gap (trimmed entries) or a new generation (Redis lost its data) from the ids alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from kvtransfer.index.prefix_index import KvEvent, KvEventKind
+from pdserve.base.block_hash import HASH_BYTES
+from pdserve.base.errors import StoreError
+from pdserve.base.ids import BlockHash, Epoch, WorkerId
+from pdserve.base.store import Argument, Reply, Store, as_bytes, as_fields, as_list, script_command
+
+BLOCKS_KEY = "pd:blocks:"
+WORKERS_KEY = "pd:kv-workers"
+STREAM_KEY = "pd:kv-events"
+HEAD_KEY = "pd:kv-head"
+
+#: Hashes in one stream entry: 8 KiB.
+MAX_BATCH = 512
+
+# Adds an entry to the stream. KEYS[3]: head, KEYS[4]: stream.
+_APPEND = """
+local function append(kind, added, removed)
+  if redis.call('HEXISTS', KEYS[3], 'generation') == 0 then
+    local now = redis.call('TIME')
+    local generation = string.format('%d%03d', tonumber(now[1]), math.floor(tonumber(now[2]) / 1000))
+    redis.call('HSET', KEYS[3], 'generation', generation, 'sequence', 0)
+  end
+  local generation = redis.call('HGET', KEYS[3], 'generation')
+  local sequence = string.format('%.0f', redis.call('HINCRBY', KEYS[3], 'sequence', 1))
+  redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[4], generation .. '-' .. sequence,
+             'worker', ARGV[1], 'epoch', ARGV[2], 'kind', kind, 'added', added, 'removed', removed)
+end
+"""
+
+# KEYS: set, workers, head, stream. ARGV: worker, epoch, resync, stream's length, prefix of sets, TTL in ms, kind,
+# added, removed. Answers 'ok', or 'lost' when Redis does not have what the batch builds on.
+_WRITE = (
+    _APPEND
+    + """
+local mine = ARGV[2] .. ' ' .. ARGV[3]
+local stored = redis.call('HGET', KEYS[2], ARGV[1])
+if ARGV[7] == 'reset' then
+  if stored then
+    local epoch, resync = string.match(stored, '^(%d+) (%d+)$')
+    if epoch ~= ARGV[2] then
+      redis.call('DEL', ARGV[5] .. ARGV[1] .. ':' .. epoch)
+    elseif tonumber(resync) >= tonumber(ARGV[3]) then
+      return 'lost'
+    end
+  end
+  redis.call('HSET', KEYS[2], ARGV[1], mine)
+  redis.call('DEL', KEYS[1])
+  redis.call('SADD', KEYS[1], '')
+elseif stored ~= mine or redis.call('EXISTS', KEYS[1]) == 0 then
+  return 'lost'
+end
+local function each(command, packed)
+  if #packed > 0 then
+    local hashes = {}
+    for i = 1, #packed, 16 do hashes[#hashes + 1] = string.sub(packed, i, i + 15) end
+    redis.call(command, KEYS[1], unpack(hashes))
+  end
+end
+each('SREM', ARGV[9])
+each('SADD', ARGV[8])
+redis.call('PEXPIRE', KEYS[1], ARGV[6])
+if ARGV[7] == 'reset' or #ARGV[8] + #ARGV[9] > 0 then append(ARGV[7], ARGV[8], ARGV[9]) end
+return 'ok'
+"""
+)
+
+# KEYS: set, workers, head, stream. ARGV: worker, epoch, unused, stream's length.
+_REMOVE = (
+    _APPEND
+    + """
+redis.call('DEL', KEYS[1])
+local stored = redis.call('HGET', KEYS[2], ARGV[1])
+if stored and string.match(stored, '^%d+') == ARGV[2] then
+  redis.call('HDEL', KEYS[2], ARGV[1])
+  append('gone', '', '')
+end
+return 'ok'
+"""
+)
+
+# KEYS: workers, head. ARGV: prefix of sets. Answers {generation, sequence, worker, epoch, worker, epoch, ...}, and
+# sweeps the workers whose set has expired.
+_LIST = """
+local answer = {redis.call('HGET', KEYS[2], 'generation') or '0', redis.call('HGET', KEYS[2], 'sequence') or '0'}
+local workers = redis.call('HGETALL', KEYS[1])
+for i = 1, #workers, 2 do
+  local epoch = string.match(workers[i + 1], '^%d+')
+  if redis.call('EXISTS', ARGV[1] .. workers[i] .. ':' .. epoch) == 1 then
+    answer[#answer + 1] = workers[i]
+    answer[#answer + 1] = epoch
+  else
+    redis.call('HDEL', KEYS[1], workers[i])
+  end
+end
+return answer
+"""
+
+# KEYS: set. ARGV: cursor. Answers {next cursor, hashes in one string}: one string is parsed much faster than many.
+_SCAN = """
+local page = redis.call('SSCAN', KEYS[1], ARGV[1], 'COUNT', 1000)
+return {page[1], table.concat(page[2])}
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Changes that go out in one piece; at most `MAX_BATCH` hashes. `reset`: they are all there is."""
+
+    reset: bool = False
+    added: tuple[BlockHash, ...] = ()
+    removed: tuple[BlockHash, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Position:
+    """A place in the stream; (0, 0) is before its first entry. Redis starting from nothing begins a new generation."""
+
+    generation: int = 0
+    sequence: int = 0
+
+    def precedes(self, other: Position) -> bool:
+        """Whether `other` comes right after this, with nothing lost between."""
+        same_generation = self.generation in (0, other.generation)
+        return same_generation and other.sequence == self.sequence + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Members:
+    """The incarnations whose blocks Redis has, and the stream's newest position at the same moment."""
+
+    position: Position
+    epochs: dict[WorkerId, Epoch]
+
+
+class KvLog:
+    """The commands on these keys. Every method raises `StoreError` when Redis cannot be used."""
+
+    def __init__(self, store: Store, *, max_entries: int = 4096, ttl_s: float = 30.0) -> None:
+        """The stream keeps about `max_entries` batches; a worker's set expires `ttl_s` after its last write."""
+        self._store = store
+        self._max_entries = max_entries
+        self._ttl_s = ttl_s
+
+    async def write(self, worker_id: WorkerId, epoch: Epoch, resync: int, batches: Sequence[Batch]) -> bool:
+        """Writes batches of one incarnation, in order; one without hashes only renews the TTL.
+
+        `resync` numbers its resets: a batch that comes late, after a newer reset, is refused. False means that Redis
+        does not hold what a batch builds on (it forgot, or another incarnation took over): start over with a reset.
+        """
+        keys = [_blocks_key(worker_id, epoch), WORKERS_KEY, HEAD_KEY, STREAM_KEY]
+        shared: list[Argument] = [worker_id, epoch, resync, self._max_entries, BLOCKS_KEY, int(self._ttl_s * 1000)]
+        commands = []
+        for batch in batches:
+            assert len(batch.added) + len(batch.removed) <= MAX_BATCH
+            kind = KvEventKind.RESET if batch.reset else KvEventKind.DELTA
+            arguments = [*shared, kind, b"".join(batch.added), b"".join(batch.removed)]
+            commands.append(script_command(_WRITE, keys=keys, arguments=arguments))
+        return all(reply == b"ok" for reply in await self._store.pipeline(commands))
+
+    async def remove(self, worker_id: WorkerId, epoch: Epoch) -> None:
+        """Takes an incarnation's blocks back."""
+        keys = [_blocks_key(worker_id, epoch), WORKERS_KEY, HEAD_KEY, STREAM_KEY]
+        await self._store.script(_REMOVE, keys=keys, arguments=[worker_id, epoch, 0, self._max_entries])
+
+    async def members(self) -> Members:
+        """Whose blocks there are now."""
+        reply = await self._store.script(_LIST, keys=[WORKERS_KEY, HEAD_KEY], arguments=[BLOCKS_KEY])
+        generation, sequence, *pairs = [as_bytes(part).decode(errors="replace") for part in as_list(reply)]
+        try:
+            return Members(
+                position=Position(generation=int(generation), sequence=int(sequence)),
+                epochs={WorkerId(name): Epoch(int(epoch)) for name, epoch in zip(pairs[::2], pairs[1::2], strict=True)},
+            )
+        except ValueError as error:
+            raise StoreError(f"The keys {WORKERS_KEY} and {HEAD_KEY} cannot be read: {error}.") from error
+
+    async def hashes(self, worker_id: WorkerId, epoch: Epoch) -> AsyncIterator[tuple[BlockHash, ...]]:
+        """All blocks of an incarnation, in pages.
+
+        What changes meanwhile may or may not be among them: following the stream from before the first page mends it.
+        """
+        cursor = b"0"
+        while True:
+            reply = await self._store.script(_SCAN, keys=[_blocks_key(worker_id, epoch)], arguments=[cursor])
+            next_cursor, packed = as_list(reply)
+            yield _unpack(as_bytes(packed))
+            cursor = as_bytes(next_cursor)
+            if cursor == b"0":
+                return
+
+    async def read(self, after: Position, *, block_s: float, count: int = 16) -> list[tuple[Position, KvEvent]]:
+        """The entries after a position, waiting up to `block_s` for the first; empty when none came.
+
+        `count` bounds how many come at once, and so how long a router is busy with them: at most 8192 hashes, 4 ms.
+        """
+        reply = await self._store.call(
+            *("XREAD", "COUNT", count, "BLOCK", int(block_s * 1000)),
+            *("STREAMS", STREAM_KEY, f"{after.generation}-{after.sequence}"),
+            block_s=block_s,
+        )
+        if reply is None:
+            return []
+        [stream] = as_list(reply)
+        _, entries = as_list(stream)
+        return [_entry(entry) for entry in as_list(entries)]
+
+
+def _blocks_key(worker_id: WorkerId, epoch: Epoch) -> str:
+    return f"{BLOCKS_KEY}{worker_id}:{epoch}"
+
+
+def _unpack(packed: bytes) -> tuple[BlockHash, ...]:
+    return tuple(BlockHash(packed[start : start + HASH_BYTES]) for start in range(0, len(packed), HASH_BYTES))
+
+
+def _entry(entry: Reply) -> tuple[Position, KvEvent]:
+    entry_id, content = as_list(entry)
+    fields = as_fields(content)
+    try:
+        generation, _, sequence = as_bytes(entry_id).partition(b"-")
+        event = KvEvent(
+            worker_id=WorkerId(fields["worker"].decode()),
+            epoch=Epoch(int(fields["epoch"])),
+            kind=KvEventKind(fields["kind"].decode()),
+            added=_unpack(fields["added"]),
+            removed=_unpack(fields["removed"]),
+        )
+        return Position(generation=int(generation), sequence=int(sequence)), event
+    except (KeyError, ValueError) as error:
+        raise StoreError(f"An entry of {STREAM_KEY} cannot be read: {error!r}.") from error

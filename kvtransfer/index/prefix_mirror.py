@@ -1,0 +1,142 @@
+"""A router's copy of the prefix index: a snapshot of Redis, then its stream of changes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from kvtransfer.index.kv_log import KvLog, Members, Position
+from kvtransfer.index.prefix_index import KvEvent, KvEventKind, PrefixIndex
+from pdserve.base.changes import Changes
+from pdserve.base.errors import StoreError
+from pdserve.base.ids import BlockHash, Epoch, WorkerId
+from pdserve.base.logs import get_logger
+from pdserve.base.store import Store
+
+log = get_logger(__name__)
+
+
+class PrefixMirror:
+    """Answers which worker holds how much of a prompt, at once and from memory, kept current while `run` runs.
+
+    While Redis is away the answers are those last known: a hint that turned wrong costs a worker's recompute, nothing
+    else. Any doubt (an outage, a gap in the stream) leads to a new snapshot, which replaces the index when complete.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        block_s: float = 1.0,
+        retry_s: float = 0.25,
+        audit_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+        max_entries: int = 4_000_000,
+    ) -> None:
+        """Every `audit_s` incarnations whose blocks expired in Redis (a killed worker's) are dropped here too."""
+        self._log = KvLog(store)
+        self._block_s = block_s
+        self._retry_s = retry_s
+        self._audit_s = audit_s
+        self._clock = clock
+        self._max_entries = max_entries
+        self._index = PrefixIndex(max_entries=max_entries)
+        self._position = Position()
+        self._changes = Changes()
+        self._degraded = True
+        #: Snapshots taken, and gaps in the stream that made one necessary.
+        self.snapshots = 0
+        self.gaps = 0
+        #: Times that Redis could not be read.
+        self.failures = 0
+
+    @property
+    def degraded(self) -> bool:
+        """Whether the stream is not being followed: before the first snapshot, and while Redis is away."""
+        return self._degraded
+
+    @property
+    def index(self) -> PrefixIndex:
+        """The index as it is now; a snapshot replaces it."""
+        return self._index
+
+    @property
+    def version(self) -> int:
+        """Grows with every change; what `wait_for_change` compares with."""
+        return self._changes.version
+
+    def overlap(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
+        """How many blocks from the first on each worker holds; workers without the first are left out."""
+        return self._index.overlap(hashes)
+
+    def forget(self, worker_id: WorkerId, epoch: Epoch) -> None:
+        """Drops a worker's incarnation that is known to be dead."""
+        self._index.forget(worker_id, epoch)
+        self._changes.bump()
+
+    async def wait_for_change(self, since: int | None = None) -> int:
+        """Returns the version once it is another than `since` (by default: than now)."""
+        return await self._changes.wait(self.version if since is None else since)
+
+    async def run(self) -> None:
+        """Mirrors until cancelled."""
+        while True:
+            try:
+                await self._snapshot()
+                await self._follow()
+            except StoreError as error:
+                self.failures += 1
+                if not self._degraded:
+                    log.warning("prefix_index_degraded", reason=error)
+                self._degraded = True
+                self._changes.bump()
+                await asyncio.sleep(self._retry_s)
+
+    async def _snapshot(self) -> None:
+        """Builds a new index. The stream's position comes first: changes meanwhile are then replayed on top."""
+        members = await self._log.members()
+        index = PrefixIndex(max_entries=self._max_entries)
+        for worker_id, epoch in members.epochs.items():
+            index.apply(KvEvent(worker_id=worker_id, epoch=epoch, kind=KvEventKind.RESET))
+            async for hashes in self._log.hashes(worker_id, epoch):
+                index.apply(KvEvent(worker_id=worker_id, epoch=epoch, kind=KvEventKind.DELTA, added=hashes))
+        self._index = index
+        self._position = members.position
+        self._degraded = False
+        self.snapshots += 1
+        self._changes.bump()
+        log.info("prefix_index_loaded", workers=len(members.epochs), entries=index.entries)
+
+    async def _follow(self) -> None:
+        """Applies the stream until it has a gap."""
+        audit_at = self._clock() + self._audit_s
+        while True:
+            entries = await self._log.read(self._position, block_s=self._block_s)
+            for position, event in entries:
+                if not self._position.precedes(position):
+                    self._note_gap(position)
+                    return
+                self._index.apply(event)
+                self._position = position
+            if entries:
+                self._changes.bump()
+            if not entries or self._clock() >= audit_at:
+                members = await self._log.members()
+                if members.position < self._position:
+                    # Redis lost its data, and new entries would come below where we read (its clock went back, or
+                    # there are none yet): reading on would show no gap.
+                    self._note_gap(members.position)
+                    return
+                self._sweep(members)
+                audit_at = self._clock() + self._audit_s
+
+    def _note_gap(self, position: Position) -> None:
+        self.gaps += 1
+        log.warning("prefix_stream_gap", last=self._position, next=position)
+
+    def _sweep(self, members: Members) -> None:
+        """Drops incarnations that Redis no longer knows. A new one is not added here: the stream will tell."""
+        for worker_id, epoch in self._index.epochs().items():
+            if members.epochs.get(worker_id) != epoch:
+                self.forget(worker_id, epoch)

@@ -1,0 +1,101 @@
+"""A GPU as NCCL's pairs see it: the calls into torch.cuda and torch's NCCL, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroupNCCL, Store
+
+from kvtransfer.transport.base import Buffer
+from kvtransfer.transport.torch_distributed.pair_link import CONNECTOR_RANK, LISTENER_RANK, RENDEZVOUS_TIMEOUT
+from pdserve.base.config import set_default_variable, variable
+from pdserve.base.errors import SetupError
+
+#: Read by each group. With it torch starts no watchdog, which ends the process when a peer is lost.
+_NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
+#: Entries of torch's flight recorder. They point to events until they are retired, which is the watchdog's work.
+_RECORDED = "TORCH_NCCL_TRACE_BUFFER_SIZE"
+#: Torch lends its streams in turn, 32 for each priority, and what computes, copies or packs has those of
+#: priority 0. A kernel that waits for a dead peer holds up what is on its stream: only other pairs'.
+_PAIRS_PRIORITY = -1
+
+
+class CudaFlight:
+    """Implements `Flight`."""
+
+    def __init__(self, stream: torch.cuda.Stream, *memory: Tensor) -> None:
+        """Of what was launched on `stream`."""
+        self._event = stream.record_event()
+        self._memory = memory
+
+    def ended(self) -> bool:
+        return bool(self._event.query())
+
+
+class CudaGroup:
+    """Implements `Group`: the connector sends, the listener receives."""
+
+    def __init__(self, store: Store, rank: int, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=_PAIRS_PRIORITY)  # type: ignore[no-untyped-call]
+        # NCCL's own stream has the highest priority then, and comes from a third 32.
+        options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        # Bounds neither transfers nor `abort`, which says so after that time and waits all the same.
+        options._timeout = RENDEZVOUS_TIMEOUT
+        self._group = ProcessGroupNCCL(store, rank, 2, options)
+
+    def send(self, payload: Buffer) -> CudaFlight:
+        tensor = _tensor_of(payload, self._device)
+        with torch.cuda.stream(self._stream):
+            # Torch's type stubs do not know that groups send and receive. NCCL has no tags.
+            self._group.send([tensor], LISTENER_RANK, 0).block_current_stream()  # type: ignore[attr-defined]
+            return CudaFlight(self._stream, tensor)
+
+    def receive(self, payload: Buffer) -> CudaFlight:
+        tensor = _tensor_of(payload, self._device)
+        with torch.cuda.stream(self._stream):
+            self._group.recv([tensor], CONNECTOR_RANK, 0).block_current_stream()  # type: ignore[attr-defined]
+            return CudaFlight(self._stream, tensor)
+
+    def abort(self) -> None:
+        self._group.abort()
+
+
+class CudaGpu:
+    """Implements `Gpu`."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: "cuda" or "cuda:1". Raises `SetupError`."""
+        if variable(_NO_WATCHDOG) not in (None, "1"):
+            raise SetupError(f"{_NO_WATCHDOG} must be 1 or absent: else torch ends this process when a peer is lost.")
+        set_default_variable(_NO_WATCHDOG, "1")
+        set_default_variable(_RECORDED, "0")
+        if not torch.cuda.is_available():
+            raise SetupError(f"--transport nccl cannot have its buffers on {name}: torch finds no CUDA device.")
+        self._device = torch.device("cuda", torch.device(name).index or 0)
+        # Torch's type stubs do not know it.
+        self.uuid = f"GPU-{torch.cuda.get_device_properties(self._device).uuid}"
+        self._copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    def open_group(self, store: Store, rank: int) -> CudaGroup:
+        return CudaGroup(store, rank, self._device)
+
+    def empty(self, num_bytes: int) -> Buffer:
+        with torch.cuda.stream(self._copies):
+            return cast(Buffer, torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
+
+    def copy(self, source: Buffer, target: Buffer) -> CudaFlight:
+        ends = _tensor_of(source, self._device), _tensor_of(target, self._device)
+        with torch.cuda.stream(self._copies):
+            ends[1].copy_(ends[0], non_blocking=True)
+            return CudaFlight(self._copies, *ends)
+
+
+def _tensor_of(buffer: Buffer, device: torch.device) -> Tensor:
+    """uint8, the same memory."""
+    tensor = torch.as_tensor(buffer, device=device)
+    address = cast(Any, buffer).__cuda_array_interface__["data"][0]
+    assert tensor.data_ptr() == address, "all buffers of a transport are on its GPU; others would be copied"
+    return tensor

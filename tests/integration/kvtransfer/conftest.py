@@ -1,0 +1,130 @@
+"""Transports under test, and a second real process to talk to."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from kvtransfer.transport import Transport, open_transport
+from kvtransfer.transport.torch_distributed.nccl import NcclWires
+from kvtransfer.transport.torch_distributed.transport import NcclTransport
+from tests.integration.kvtransfer.memory import Memory
+from tests.support.pretend_gpu import PretendGpu
+
+OpenTransport = Callable[[], Transport]
+StartPeer = Callable[[], Awaitable["RemotePeer"]]
+StartWorker = Callable[[str], Awaitable["RemotePeer"]]
+_ROOT = Path(__file__).parents[3]
+#: The `nccl` transport between GPUs, with a stand-in for these.
+BETWEEN_GPUS = "nccl between GPUs"
+#: The same with real ones: this process is on the first, others are on the second.
+ON_TWO_GPUS = "nccl on two GPUs"
+
+
+def open_any(name: str) -> Transport:
+    """Also what no name of the product stands for."""
+    if name == BETWEEN_GPUS:
+        return NcclTransport(NcclWires(PretendGpu()))
+    return open_transport("nccl", device="cuda:0") if name == ON_TWO_GPUS else open_transport(name)
+
+
+@pytest.fixture
+def memory(transport_name: str) -> Memory:
+    """This process's."""
+    return Memory("cuda:0" if transport_name == ON_TWO_GPUS else None)
+
+
+class RemotePeer:
+    """The process of `peer.py`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.address = b""
+
+    async def tell(self, command: str) -> str:
+        """Sends a command and gives its answer."""
+        self.say(command)
+        return await self.answer()
+
+    def say(self, command: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command.encode() + b"\n")
+
+    async def answer(self) -> str:
+        assert self.process.stdout is not None
+        while line := await self.process.stdout.readline():
+            if line.startswith(b"answer "):
+                return line.decode().split(maxsplit=1)[1].strip()
+        raise EOFError("the peer process ended")
+
+    async def kill(self) -> None:
+        """SIGKILL: no goodbye of any kind."""
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.process.wait()
+
+
+@pytest.fixture
+async def start_transport(transport_name: str) -> AsyncIterator[OpenTransport]:
+    """Opens transports of the parametrised kind, and closes them in the end."""
+    opened: list[Transport] = []
+
+    def start() -> Transport:
+        opened.append(open_any(transport_name))
+        return opened[-1]
+
+    yield start
+    for transport in opened:
+        await transport.close()
+
+
+@pytest.fixture
+async def start_process(transport_name: str) -> AsyncIterator[Callable[..., Awaitable[RemotePeer]]]:
+    """Starts modules of this package in processes of their own, and kills those in the end."""
+    started: list[RemotePeer] = []
+
+    async def start(module: str, *arguments: str) -> RemotePeer:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            f"tests.integration.kvtransfer.{module}",
+            *(["nccl", "cuda:1"] if transport_name == ON_TWO_GPUS else [transport_name]),
+            *arguments,
+            cwd=_ROOT,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        started.append(RemotePeer(process))
+        return started[-1]
+
+    yield start
+    for peer in started:
+        await peer.kill()
+
+
+@pytest.fixture
+def start_peer(start_process: Callable[..., Awaitable[RemotePeer]]) -> StartPeer:
+    """Other processes with a bare transport of the parametrised kind."""
+
+    async def start() -> RemotePeer:
+        peer = await start_process("transport.peer")
+        peer.address = bytes.fromhex(await peer.answer())
+        return peer
+
+    return start
+
+
+@pytest.fixture
+def start_worker(start_process: Callable[..., Awaitable[RemotePeer]]) -> StartWorker:
+    """Other processes with one end of the handover: "prefill" or "decode"."""
+
+    async def start(role: str) -> RemotePeer:
+        worker = await start_process("handover.worker", role)
+        assert await worker.answer() == "ready"
+        return worker
+
+    return start

@@ -1,0 +1,127 @@
+"""One end of a handover in a process of its own, told what to do line by line; run by `test_handover_processes`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import numpy as np
+
+from kvtransfer.handover.memory import InPlace
+from kvtransfer.handover.receiver import Receiver
+from kvtransfer.handover.reservation import ReceiverIdentity, Reservation
+from kvtransfer.handover.sender import Sender
+from kvtransfer.handover.ticket import Commit, commit_from_proto, commit_to_proto, ticket_from_proto, ticket_to_proto
+from kvtransfer.transport import Buffer, open_transport
+from pdserve.base.errors import PdserveError
+from pdserve.base.ids import BlockId, RequestId, WorkerId, new_epoch
+from pdserve.base.layout import KvLayout
+from pdserve.base.tasks import service_group
+from pdserve.v1 import decode_pb2
+from tests.integration.kvtransfer.memory import payload_of
+from tests.support.handover import push_all
+
+LAYOUT = KvLayout(model="m", dtype="bfloat16", block_size=16, num_layers=30, num_kv_heads=3, head_dim=64)
+NUM_BLOCKS = 48
+REQUEST = RequestId("r")
+
+
+class Memory:
+    """Blocks that are empty, or hold what `payload_of` makes of their number."""
+
+    def __init__(self, *, filled: bool) -> None:
+        self.blocks = np.zeros((NUM_BLOCKS, LAYOUT.block_bytes), np.uint8)
+        if filled:
+            for block in range(NUM_BLOCKS):
+                self.blocks[block] = payload_of(block, LAYOUT.block_bytes)
+
+    def block_bytes_view(self, block_id: BlockId) -> Buffer:
+        view: Buffer = self.blocks[block_id]
+        return view
+
+    def holds_the_prompt(self) -> bool:
+        return all(np.array_equal(self.blocks[block], payload_of(block, LAYOUT.block_bytes)) for block in (0, 20, 47))
+
+
+def in_place(memory: Memory) -> InPlace:
+    return InPlace(memory, LAYOUT.num_layers)
+
+
+def reservation(*, lease_s: float) -> Reservation:
+    return Reservation(
+        request_id=REQUEST,
+        block_ids=[BlockId(block) for block in range(NUM_BLOCKS)],
+        first_block=0,
+        lease_s=lease_s,
+        on_received=lambda received: None,
+        on_expired=lambda error: None,
+    )
+
+
+async def prefill(transport_name: str, commands: asyncio.StreamReader) -> None:
+    """`push TICKET COUNT` sends that many blocks; `finish` sends the rest and commits through the other side."""
+    transport = open_transport(transport_name)
+    sender = Sender(transport=transport, memory=in_place(Memory(filled=True)), layout=LAYOUT)
+    _answer("ready")
+    _, ticket_hex, count = await _command(commands)
+    ticket = ticket_from_proto(decode_pb2.Ticket.FromString(bytes.fromhex(ticket_hex)))
+
+    async def commit(message: Commit) -> str:
+        _answer(commit_to_proto(message).SerializeToString().hex())
+        return (await _command(commands))[0]
+
+    async with sender.open(ticket, request_id=REQUEST) as transfer:
+        await push_all(transfer, *range(int(count)))
+        _answer("pushed")
+        await _command(commands)
+        await push_all(transfer, *range(int(count), NUM_BLOCKS))
+        await transfer.finish([7], commit)
+        _answer(f"finished {transfer.stats.sent_blocks}")
+    await transport.close()
+
+
+async def decode(transport_name: str, commands: asyncio.StreamReader) -> None:
+    """`grant LEASE GROUPS` answers a ticket; `commit COMMIT` answers whether the blocks are right."""
+    transport, memory = open_transport(transport_name), Memory(filled=False)
+    async with service_group() as tasks:
+        _answer("ready")
+        _, lease_s, layer_groups = await _command(commands)
+        identity = ReceiverIdentity(
+            worker_id=WorkerId("d"),
+            epoch=new_epoch(),
+            grpc_address="d:1",
+            layout=LAYOUT,
+            layer_groups=int(layer_groups),
+        )
+        receiver = Receiver(transport=transport, memory=in_place(memory), identity=identity, tasks=tasks)
+        ticket = await receiver.grant(reservation(lease_s=float(lease_s)), attempt=1)
+        _answer(ticket_to_proto(ticket).SerializeToString().hex())
+        while command := await _command(commands):
+            match command:
+                case ["commit", commit_hex]:
+                    commit = commit_from_proto(decode_pb2.CommitRequest.FromString(bytes.fromhex(commit_hex)))
+                    try:
+                        await receiver.commit(commit)
+                        _answer("right" if memory.holds_the_prompt() else "wrong")
+                    except PdserveError as error:
+                        _answer(f"refused {error}")
+        await receiver.close()
+    await transport.close()
+
+
+async def main() -> None:
+    commands = asyncio.StreamReader(limit=1 << 20)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
+    await {"prefill": prefill, "decode": decode}[sys.argv[2]](sys.argv[1], commands)
+
+
+async def _command(commands: asyncio.StreamReader) -> list[str]:
+    return (await commands.readline()).decode().split()
+
+
+def _answer(text: str) -> None:
+    print("answer", text, flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,356 @@
+"""Publishers, Redis and mirrors: whatever happened, in the end the mirror equals what the workers hold."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvtransfer.index.kv_events import KvEventPublisher
+from kvtransfer.index.kv_log import BLOCKS_KEY, HEAD_KEY, MAX_BATCH, STREAM_KEY, Batch, KvLog, Position
+from kvtransfer.index.prefix_mirror import PrefixMirror
+from pdserve.base.errors import StoreError
+from pdserve.base.ids import BlockHash, Epoch, WorkerId
+from pdserve.base.private_redis import PrivateRedis
+from pdserve.base.store import Store, as_list
+from tests.support.records import block_hashes
+from tests.support.redis import eventually, running, until
+
+A, B = WorkerId("a"), WorkerId("b")
+FIRST = Epoch(1)
+
+
+@dataclass
+class Worker:
+    """A publisher, and what its worker really holds."""
+
+    store: Store
+    worker_id: WorkerId
+    epoch: Epoch = FIRST
+    ttl_s: float = 30.0
+    keep_s: float = 0.05
+    truth: set[BlockHash] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.publisher = KvEventPublisher(
+            self.store,
+            self.worker_id,
+            self.epoch,
+            batch_s=0.005,
+            retry_s=0.02,
+            keep_s=self.keep_s,
+            ttl_s=self.ttl_s,
+        )
+
+    def change(self, added: Sequence[BlockHash] = (), removed: Sequence[BlockHash] = ()) -> None:
+        self.truth = (self.truth - set(removed)) | set(added)
+        self.publisher.publish(added, removed)
+
+
+def new_mirror(store: Store) -> PrefixMirror:
+    return PrefixMirror(store, block_s=0.05, retry_s=0.02, audit_s=0.2)
+
+
+def equals_truth(mirror: PrefixMirror, *workers: Worker) -> bool:
+    return mirror.index.epochs() == {worker.worker_id: worker.epoch for worker in workers} and all(
+        mirror.index.blocks_of(worker.worker_id) == worker.truth for worker in workers
+    )
+
+
+async def test_the_mirror_follows_what_workers_publish(worker_store: Store, router_store: Store) -> None:
+    a, b, mirror = Worker(worker_store, A), Worker(worker_store, B), new_mirror(router_store)
+    prompt = block_hashes(20)
+    async with running(mirror.run(), a.publisher.run(), b.publisher.run()):
+        a.change(prompt)
+        b.change(prompt[:7])
+        await until(mirror, lambda: equals_truth(mirror, a, b))
+        assert mirror.overlap(prompt) == {A: 20, B: 7}
+        a.change(removed=prompt[5:6])
+        b.change(added=prompt[7:9], removed=block_hashes(3, start=500))
+        await until(mirror, lambda: equals_truth(mirror, a, b))
+        assert mirror.overlap(prompt) == {A: 5, B: 9}
+        assert mirror.overlap([]) == {}
+        assert (mirror.gaps, mirror.failures, mirror.degraded) == (0, 0, False)
+
+
+async def test_a_router_that_starts_late_gets_everything(worker_store: Store, router_store: Store) -> None:
+    a, b = Worker(worker_store, A), Worker(worker_store, B)
+    a.change(block_hashes(3000))
+    async with running(a.publisher.run(), b.publisher.run()):
+        await eventually(lambda: _published(router_store, a, b))
+        mirror = new_mirror(router_store)
+        async with running(mirror.run()):
+            await until(mirror, lambda: mirror.snapshots == 1)
+            assert equals_truth(mirror, a, b)
+            a.change(added=block_hashes(5, start=9000), removed=block_hashes(2))
+            await until(mirror, lambda: equals_truth(mirror, a, b))
+            assert mirror.snapshots == 1
+
+
+async def test_a_snapshot_taken_amid_changes_is_mended_by_the_stream(worker_store: Store, router_store: Store) -> None:
+    a, mirror = Worker(worker_store, A), new_mirror(router_store)
+    async with running(a.publisher.run()):
+        a.change(block_hashes(4000))
+        await eventually(lambda: _published(router_store, a))
+        async with running(mirror.run()):
+            for number in range(40):
+                a.change(
+                    added=block_hashes(50, start=10_000 + 50 * number), removed=block_hashes(50, start=50 * number)
+                )
+                await asyncio.sleep(0)
+            await until(mirror, lambda: equals_truth(mirror, a))
+
+
+async def test_serving_goes_on_without_redis_and_all_is_equal_again_after_it(
+    redis_server: PrivateRedis, worker_store: Store, router_store: Store
+) -> None:
+    a, b, mirror = Worker(worker_store, A), Worker(worker_store, B), new_mirror(router_store)
+    prompt = block_hashes(20)
+    async with running(mirror.run(), a.publisher.run(), b.publisher.run()):
+        a.change(prompt)
+        await until(mirror, lambda: equals_truth(mirror, a, b))
+        await redis_server.stop(kill=True)
+        await until(mirror, lambda: mirror.degraded)
+        b.change(prompt)
+        a.change(removed=prompt[10:])
+        assert mirror.overlap(prompt) == {A: 20}
+        await eventually(lambda: _is_true(a.publisher.degraded and b.publisher.degraded))
+        await redis_server.start()
+        await until(mirror, lambda: equals_truth(mirror, a, b))
+        await eventually(lambda: _published(router_store, a, b))
+        assert mirror.overlap(prompt) == {A: 10, B: 20}
+        assert not mirror.degraded
+        assert not a.publisher.degraded
+        assert a.publisher.resyncs > 1
+
+
+async def test_a_quick_restart_of_redis_loses_nothing_for_long(
+    redis_server: PrivateRedis, worker_store: Store, router_store: Store
+) -> None:
+    a, mirror = Worker(worker_store, A), new_mirror(router_store)
+    async with running(mirror.run(), a.publisher.run()):
+        a.change(block_hashes(2 * MAX_BATCH))
+        for _ in range(3):
+            await until(mirror, lambda: equals_truth(mirror, a))
+            snapshots = mirror.snapshots
+            await redis_server.restart()
+            a.change(removed=block_hashes(1, start=mirror.snapshots))
+            await until(mirror, lambda before=snapshots: mirror.snapshots > before and equals_truth(mirror, a))
+        await eventually(lambda: _published(router_store, a))
+
+
+async def test_emptying_redis_by_hand_is_survived(worker_store: Store, router_store: Store) -> None:
+    a, mirror = Worker(worker_store, A), new_mirror(router_store)
+    async with running(mirror.run(), a.publisher.run()):
+        a.change(block_hashes(30))
+        await until(mirror, lambda: equals_truth(mirror, a))
+        snapshots = mirror.snapshots
+        await router_store.call("FLUSHALL")
+        await until(mirror, lambda: mirror.snapshots > snapshots and equals_truth(mirror, a))
+        await eventually(lambda: _published(router_store, a))
+
+
+async def test_a_redis_that_comes_back_with_older_data_is_corrected(
+    redis_server: PrivateRedis, worker_store: Store, router_store: Store
+) -> None:
+    """One that saves itself now and then: all keys are there after its restart, but not the last changes."""
+    a, mirror = Worker(worker_store, A), new_mirror(router_store)
+    async with running(mirror.run(), a.publisher.run()):
+        a.change(block_hashes(10))
+        await until(mirror, lambda: equals_truth(mirror, a))
+        await router_store.call("SAVE", block_s=5)
+        a.change(added=block_hashes(5, start=20), removed=block_hashes(5))
+        await until(mirror, lambda: equals_truth(mirror, a))
+        await redis_server.restart()
+        await eventually(lambda: _published(router_store, a))
+        await until(mirror, lambda: equals_truth(mirror, a) and not mirror.degraded)
+
+
+async def test_an_outage_that_another_user_of_the_store_met_counts_too(
+    redis_server: PrivateRedis, worker_store: Store, router_store: Store
+) -> None:
+    """The publisher's own next call succeeds, on a new connection to a Redis with older data."""
+    a = Worker(worker_store, A, keep_s=3600)
+    async with running(a.publisher.run()):
+        a.change(block_hashes(10))
+        await eventually(lambda: _published(router_store, a))
+        await router_store.call("SAVE", block_s=5)
+        a.change(removed=block_hashes(5))
+        await eventually(lambda: _published(router_store, a))
+        await redis_server.restart()
+        with pytest.raises(StoreError):
+            await worker_store.call("PING")
+        a.change(added=block_hashes(1, start=20))
+        await eventually(lambda: _published(router_store, a))
+
+
+async def test_a_gap_in_the_stream_leads_to_a_new_snapshot(worker_store: Store, router_store: Store) -> None:
+    """The mirror sleeps through more entries than the stream keeps."""
+    log, mirror = KvLog(worker_store, max_entries=1), new_mirror(router_store)
+    hashes = block_hashes(400)
+    await log.write(A, Epoch(1), 1, [Batch(reset=True, added=tuple(hashes[:1]))])
+    async with running(mirror.run()):
+        await until(mirror, lambda: mirror.snapshots == 1)
+        # One pipeline: the mirror cannot read between, and all but the last entries are trimmed when it does.
+        batches = [Batch(added=(block_hash,)) for block_hash in hashes[1:]]
+        await log.write(A, Epoch(1), 1, batches)
+        assert await router_store.call("XLEN", STREAM_KEY) != len(hashes)
+        await until(mirror, lambda: mirror.index.blocks_of(A) == set(hashes))
+        await log.write(A, Epoch(1), 1, [Batch(removed=tuple(hashes[:1]))])
+        await router_store.call("XTRIM", STREAM_KEY, "MAXLEN", 0)
+        await log.write(A, Epoch(1), 1, [Batch(removed=tuple(hashes[1:2]))])
+        await until(mirror, lambda: mirror.index.blocks_of(A) == set(hashes[2:]))
+        assert mirror.gaps > 0
+        assert mirror.snapshots == mirror.gaps + 1
+
+
+async def test_a_clock_that_went_back_over_a_restart_is_noticed(worker_store: Store, router_store: Store) -> None:
+    """The new generation is below the old one, so that reading on from the old position would show nothing."""
+    a, mirror = Worker(worker_store, A), new_mirror(router_store)
+    async with running(mirror.run(), a.publisher.run()):
+        a.change(block_hashes(10))
+        await until(mirror, lambda: equals_truth(mirror, a))
+        snapshots = mirror.snapshots
+        await worker_store.pipeline(
+            [["MULTI"], ["FLUSHALL"], ["HSET", HEAD_KEY, "generation", 5, "sequence", 0], ["EXEC"]]
+        )
+        await until(mirror, lambda: mirror.snapshots > snapshots and equals_truth(mirror, a))
+        members = await KvLog(router_store).members()
+        assert members.position.generation == 5
+
+
+async def test_a_restarted_worker_makes_its_old_blocks_vanish(worker_store: Store, router_store: Store) -> None:
+    old, mirror = Worker(worker_store, A, Epoch(1)), new_mirror(router_store)
+    old.change(block_hashes(10))
+    async with running(mirror.run()):
+        await _publish_and_die(old, router_store)
+        await until(mirror, lambda: equals_truth(mirror, old))
+        new = Worker(router_store, A, Epoch(2))
+        new.change(block_hashes(2, start=50))
+        async with running(new.publisher.run()):
+            await until(mirror, lambda: equals_truth(mirror, new))
+            assert mirror.overlap(block_hashes(10)) == {}
+            assert await router_store.call("EXISTS", f"{BLOCKS_KEY}a:1") == 0
+            # What the dead incarnation still had on its way is refused.
+            late = [Batch(added=tuple(block_hashes(1)))]
+            assert not await KvLog(router_store).write(A, Epoch(1), 1, late)
+            assert await router_store.call("EXISTS", f"{BLOCKS_KEY}a:1") == 0
+
+
+async def test_a_killed_workers_blocks_expire_everywhere(worker_store: Store, router_store: Store) -> None:
+    killed, mirror = Worker(worker_store, A, ttl_s=0.3), new_mirror(router_store)
+    killed.change(block_hashes(10))
+    async with running(mirror.run()):
+        await _publish_and_die(killed, router_store)
+        await until(mirror, lambda: equals_truth(mirror, killed))
+        await until(mirror, lambda: equals_truth(mirror))
+        assert mirror.index.entries == 0
+
+
+async def test_a_stopping_worker_takes_its_blocks_back_at_once(worker_store: Store, router_store: Store) -> None:
+    a, mirror = Worker(worker_store, A), new_mirror(router_store)
+    a.change(block_hashes(10))
+    async with running(mirror.run()):
+        async with running(a.publisher.run()):
+            await until(mirror, lambda: equals_truth(mirror, a))
+        await until(mirror, lambda: equals_truth(mirror))
+    assert await router_store.call("KEYS", "pd:blocks:*") == []
+
+
+async def test_blocks_that_expired_while_their_worker_lives_come_back(worker_store: Store, router_store: Store) -> None:
+    a, mirror = Worker(worker_store, A), new_mirror(router_store)
+    a.change(block_hashes(10))
+    async with running(mirror.run(), a.publisher.run()):
+        await until(mirror, lambda: equals_truth(mirror, a))
+        await router_store.call("DEL", f"{BLOCKS_KEY}a:1")
+        await eventually(lambda: _published(router_store, a))
+        await until(mirror, lambda: equals_truth(mirror, a))
+        assert a.publisher.resyncs == 2
+
+
+async def test_a_change_of_a_set_that_expired_is_refused(worker_store: Store) -> None:
+    """Half a set must not pass for the whole."""
+    log = KvLog(worker_store)
+    await log.write(A, Epoch(1), 1, [Batch(reset=True, added=tuple(block_hashes(3)))])
+    await worker_store.call("DEL", f"{BLOCKS_KEY}a:1")
+    assert not await log.write(A, Epoch(1), 1, [Batch(added=tuple(block_hashes(1, start=7)))])
+    assert await worker_store.call("EXISTS", f"{BLOCKS_KEY}a:1") == 0
+
+
+async def test_a_reset_that_comes_late_does_not_undo_a_newer_one(worker_store: Store) -> None:
+    log = KvLog(worker_store)
+    newer, older = block_hashes(3), block_hashes(3, start=10)
+    assert await log.write(A, Epoch(1), 2, [Batch(reset=True, added=tuple(newer))])
+    assert not await log.write(A, Epoch(1), 1, [Batch(reset=True, added=tuple(older))])
+    assert not await log.write(A, Epoch(1), 1, [Batch(added=tuple(older))])
+    held = [block_hash async for page in log.hashes(A, Epoch(1)) for block_hash in page]
+    assert sorted(held) == sorted(newer)
+
+
+async def test_large_changes_travel_in_bounded_entries_and_quickly(worker_store: Store, router_store: Store) -> None:
+    a = Worker(worker_store, A)
+    async with running(a.publisher.run()):
+        started = time.monotonic()
+        a.change(block_hashes(10_000))
+        await eventually(lambda: _published(router_store, a))
+        # About 20 ms on a quiet machine, and this includes reading everything back.
+        assert time.monotonic() - started < 5
+    entries = await KvLog(router_store).read(Position(), block_s=0.05, count=100)
+    sizes = [len(event.added) + len(event.removed) for _, event in entries]
+    assert max(sizes) == MAX_BATCH
+    assert sum(sizes) == 10_000
+
+
+async def test_the_stream_keeps_a_bounded_number_of_entries(worker_store: Store) -> None:
+    log = KvLog(worker_store, max_entries=100)
+    await log.write(A, Epoch(1), 1, [Batch(reset=True)])
+    for start in range(0, 1000, 100):
+        hashes = block_hashes(100, start=start)
+        await log.write(A, Epoch(1), 1, [Batch(added=(block_hash,)) for block_hash in hashes])
+    length = await worker_store.call("XLEN", STREAM_KEY)
+    assert isinstance(length, int)
+    assert 100 <= length <= 300
+
+
+async def test_changes_that_cancel_out_are_not_sent(worker_store: Store, router_store: Store) -> None:
+    a = Worker(worker_store, A)
+    async with running(a.publisher.run()):
+        await eventually(lambda: _published(router_store, a))
+        a.change(block_hashes(10))
+        a.change(removed=block_hashes(10))
+        assert a.publisher.pending == 0
+        await asyncio.sleep(0.1)  # several sendings long
+    stream = as_list(await router_store.call("XRANGE", STREAM_KEY, "-", "+"))
+    assert len(stream) == 2  # the first reset, and the end
+
+
+async def _publish_and_die(worker: Worker, observer: Store) -> None:
+    """Publishes and leaves everything behind, as a killed process does; closes the worker's store."""
+    task = asyncio.create_task(worker.publisher.run())
+    await eventually(lambda: _published(observer, worker))
+    await worker.store.close()
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def _published(store: Store, *workers: Worker) -> bool:
+    """Whether the sets in Redis equal the truth."""
+    log = KvLog(store)
+    try:
+        epochs = (await log.members()).epochs
+        held = [
+            {block_hash async for page in log.hashes(worker.worker_id, worker.epoch) for block_hash in page}
+            for worker in workers
+        ]
+    except StoreError:
+        return False
+    return all(epochs.get(worker.worker_id) == worker.epoch for worker in workers) and held == [
+        worker.truth for worker in workers
+    ]
+
+
+async def _is_true(value: bool) -> bool:
+    return value

@@ -1,0 +1,179 @@
+"""Tickets and commits on the wire, and what a hostile one is told."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from kvtransfer.handover.digest import MessageDigest
+from kvtransfer.handover.ticket import (
+    MAX_MESSAGES,
+    Commit,
+    Ticket,
+    commit_from_proto,
+    commit_to_proto,
+    new_key,
+    new_tag_base,
+    signed_commit,
+    ticket_from_proto,
+    ticket_to_proto,
+)
+from pdserve.base.errors import DigestMismatch, RequestError
+from pdserve.base.ids import RequestId, WorkerId, new_epoch, new_transfer_id
+from pdserve.v1 import decode_pb2
+from tests.support.handover import LAYOUT, Memory, blocks
+
+
+def a_ticket() -> Ticket:
+    return Ticket(
+        transfer_id=new_transfer_id(),
+        attempt=2,
+        worker_id=WorkerId("d0"),
+        epoch=new_epoch(),
+        grpc_address="127.0.0.1:1",
+        transport="ucx",
+        data_address=b"somewhere",
+        first_block=3,
+        num_blocks=5,
+        bundle_blocks=2,
+        digest="nh",
+        layout=LAYOUT,
+        lease_s=20.0,
+        key=new_key(),
+        tag_base=new_tag_base(),
+        layer_groups=2,
+    )
+
+
+def a_commit(ticket: Ticket) -> Commit:
+    return signed_commit(
+        ticket, request_id=RequestId("r"), digests=tuple(bytes([i]) * 16 for i in range(5)), first_tokens=(7, 8)
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3"])
+def test_a_ticket_survives_the_wire(dtype: str) -> None:
+    ticket = replace(a_ticket(), layout=replace(LAYOUT, dtype=dtype))
+    wire = ticket_to_proto(ticket).SerializeToString()
+    assert ticket_from_proto(decode_pb2.Ticket.FromString(wire)) == ticket
+
+
+def test_a_commit_survives_the_wire() -> None:
+    ticket = a_ticket()
+    commit = a_commit(ticket)
+    wire = commit_to_proto(commit).SerializeToString()
+    arrived = commit_from_proto(decode_pb2.CommitRequest.FromString(wire))
+    assert arrived == commit
+    arrived.require_authentic(ticket.key)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("transfer_id", b"short"),
+        ("key", b""),
+        ("epoch", 0),
+        ("epoch", 1 << 63),
+        ("transport", "carrier pigeon"),
+        ("data_address", b""),
+        ("data_address", b"x" * ((1 << 16) + 1)),
+        ("bundle_blocks", 0),
+        ("bundle_blocks", 1 << 30),
+        ("digest", "md5"),
+        ("num_blocks", MAX_MESSAGES // 2 + 1),
+        ("num_blocks", MAX_MESSAGES + 1),
+        ("layer_groups", 0),
+        ("layer_groups", LAYOUT.num_layers + 1),
+        ("layer_groups", (1 << 32) - 1),
+        ("first_block", 1 << 31),
+        ("lease_s", 0.0),
+        ("lease_s", -1.0),
+        ("lease_s", math.inf),
+        ("lease_s", math.nan),
+        ("lease_s", 1e9),
+        ("tag_base", 1),
+        ("grpc_address", ""),
+    ],
+)
+def test_a_ticket_with_an_impossible_number_is_refused_by_name(field: str, value: object) -> None:
+    message = ticket_to_proto(a_ticket())
+    setattr(message, field, value)
+    with pytest.raises(RequestError, match=field):
+        ticket_from_proto(message)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("dtype", "int3"), ("block_size", 0), ("num_layers", (1 << 20) + 1), ("head_dim", 0)],
+)
+def test_a_ticket_with_an_impossible_layout_is_refused_by_name(field: str, value: object) -> None:
+    message = ticket_to_proto(a_ticket())
+    setattr(message.layout, field, value)
+    with pytest.raises(RequestError, match=field):
+        ticket_from_proto(message)
+
+
+def test_a_layout_of_absurd_blocks_is_refused() -> None:
+    message = ticket_to_proto(a_ticket())
+    message.layout.num_layers = message.layout.head_dim = message.layout.block_size = 1 << 20
+    with pytest.raises(RequestError, match="beyond any model"):
+        ticket_from_proto(message)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("transfer_id", b""), ("mac", b"x"), ("epoch", 0), ("digests", [b"short"]), ("first_tokens", [])],
+)
+def test_a_malformed_commit_is_refused_by_name(field: str, value: object) -> None:
+    message = commit_to_proto(a_commit(a_ticket()))
+    message.ClearField(field)  # type: ignore[arg-type]
+    if isinstance(value, list):
+        getattr(message, field).extend(value)
+    else:
+        setattr(message, field, value)
+    with pytest.raises(RequestError, match=field.rstrip("s").replace("_", ".")):
+        commit_from_proto(message)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"request_id": RequestId("s")},
+        {"attempt": 3},
+        {"epoch": 1},
+        {"transfer_id": bytes(16)},
+        {"first_tokens": (7, 9)},
+        {"first_tokens": (7,)},
+        {"digests": ()},
+        {"digests": (bytes(16),) * 5},
+    ],
+)
+def test_the_mac_covers_every_field_of_a_commit(change: dict[str, object]) -> None:
+    ticket = a_ticket()
+    forged = replace(a_commit(ticket), **change)  # type: ignore[arg-type]
+    with pytest.raises(DigestMismatch):
+        forged.require_authentic(ticket.key)
+
+
+def test_the_mac_needs_the_tickets_key() -> None:
+    commit = a_commit(a_ticket())
+    with pytest.raises(DigestMismatch):
+        commit.require_authentic(new_key())
+
+
+def test_a_digest_depends_on_every_byte_and_on_the_key() -> None:
+    block = Memory(1, 3).block_bytes_view(blocks(0)[0])
+    digest, key = MessageDigest(b"k" * 32), MessageDigest(b"l" * 32)
+    before = digest(block)
+    assert digest(block) == before != key(block)
+    for position in (0, block.nbytes // 2, block.nbytes - 1):
+        block[position] ^= 1
+        assert digest(block) != before
+        block[position] ^= 1
+
+
+def test_tags_of_a_ticket_do_not_leave_its_range() -> None:
+    ticket = replace(a_ticket(), tag_base=((1 << 44) - 1) << 20, num_blocks=MAX_MESSAGES // 2)
+    assert ticket.tag(MAX_MESSAGES - 1) == (1 << 64) - 1
