@@ -209,7 +209,7 @@ def main() -> None:
         tokenizer.encode(template.render([{"role": "user", "content": prompt}]), add_special_tokens=False)
         for prompt in PROMPTS
     ]
-    models = [Model.load(name, path, comparison.implementation, arguments.threads) for name in comparison.models]
+    models = [Model.load(name, path, comparison.backend, arguments.threads) for name in comparison.models]
     perplexity, agreement = score(models, comparison.pairs, tokens)
     greedy = complete_all(models, comparison.pairs, prompts)
     raw = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.choice import KernelOptions
+from kernels.choice import Backend, KernelOptions
 from pdserve.base.layout import KvLayout
 from pdserve.base.worker_config import FP8_KV
 from pdserve.engine.kv_cache import KvCache
@@ -39,7 +39,7 @@ class Comparison:
     models: tuple[str, ...]
     #: (compared, with what).
     pairs: tuple[Pair, ...]
-    implementation: str
+    backend: Backend
     #: Of the result files.
     stem: str
 
@@ -49,7 +49,7 @@ WEIGHTS = Comparison(
     subject="weights",
     models=("float32", "bfloat16", "int8"),
     pairs=(("int8", "bfloat16"), ("bfloat16", "float32"), ("int8", "float32")),
-    implementation="cpu",
+    backend=Backend.CPU,
     stem="quantization",
 )
 KV_CACHE = Comparison(
@@ -57,7 +57,7 @@ KV_CACHE = Comparison(
     subject="KV cache",
     models=("bfloat16", FP8_KV),
     pairs=((FP8_KV, "bfloat16"),),
-    implementation="reference",
+    backend=Backend.REFERENCE,
     stem="quantization-kv",
 )
 
@@ -71,11 +71,11 @@ class Model:
     kv_cache: KvCache
 
     @classmethod
-    def load(cls, name: str, path: Path, implementation: str, num_threads: int | None) -> Model:
+    def load(cls, name: str, path: Path, backend: Backend, num_threads: int | None) -> Model:
         """`name`: bfloat16, float32, or of the bfloat16 weights int8 or fp8_e4m3 (KV)."""
         dtype = "float32" if name == "float32" else "bfloat16"
         options = KernelOptions(
-            implementation=implementation,
+            backend=backend,
             quantization="int8" if name == "int8" else None,
             num_threads=num_threads,
             kv_scales=read_kv_scales(path, ModelConfig.from_dir(path)) if name == FP8_KV else None,

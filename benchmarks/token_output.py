@@ -97,7 +97,7 @@ async def serve(batch_size: int, num_steps: int) -> None:
         layout=layout,
         limits=limits,
         decoder=decoder,
-        kernels=SimpleNamespace(implementation="reference"),
+        kernels=SimpleNamespace(backend="reference"),
         kv_cache=cache,
         pool=pool,
         runner=Runner(decoder, cache, Sampler()),

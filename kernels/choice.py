@@ -1,4 +1,4 @@
-"""Which sibling computes: what was asked for, what this machine has, and why it is not the fast one when it is not."""
+"""Chooses the backend of a decoder from the request and the machine, and gives the reason when it is plain torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import sysconfig
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import cast
 
@@ -14,66 +15,85 @@ from torch import Tensor
 
 from kernels.composed import ComposedDecoder
 from kernels.cpu import native
-from kernels.cpu.decoder import Borrowing, CpuDecoder, NativeModule, Threads, packed_size, unsupported
+from kernels.cpu.decoder import Borrowing, CpuDecoder, NativeModule, ThreadCounters, Threads, packed_size, unsupported
 from kernels.decoder import ALONE, DecoderKernel, DecoderShape, DecoderWeights, Ranks
 from kernels.reference import ReferenceOps
 
-#: The first GPUs that convert 8-bit floats.
+#: Compute capability of the first GPUs that convert 8-bit floats.
 _FP8_CAPABILITY = (8, 9)
 
 
 class KernelsUnavailable(Exception):
-    """What was asked for cannot be had here; the text says why."""
+    """The requested kernels cannot run here; the text says why."""
+
+
+class Backend(StrEnum):
+    """The implementations of a decoder."""
+
+    #: Plain torch: the reference, and the fallback.
+    REFERENCE = "reference"
+    #: C++.
+    CPU = "cpu"
+    TRITON = "triton"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelOptions:
-    """What to compute with. `auto` is Triton where the weights are on a GPU; elsewhere C++ where it is built and can
-    run the model, else plain torch.
-    """
+    """The requested backend and its settings."""
 
-    implementation: str = "auto"
-    #: One of `instruction_sets()`; None: the best.
+    #: None: Triton where the weights are on a GPU, else C++ where it is built and can run the model, else plain torch.
+    backend: Backend | None = None
+    #: C++ only: one of `instruction_sets()`; None: the best.
     instruction_set: str | None = None
-    #: Compute threads of C++ kernels; None: as many as `cpus`, else as many as torch takes.
+    #: C++ only: number of compute threads; None: one for each of `cpus`, else as many as torch takes.
     num_threads: int | None = None
-    #: Where they are pinned; empty: nowhere.
+    #: C++ only: cores to pin the threads to; empty: not pinned.
     cpus: tuple[int, ...] = ()
-    #: Where they may spread to while those cores are idle; needs `cpus`, C++ only.
+    #: C++ only: cores to spread to while they are idle; needs `cpus`.
     borrowing: Borrowing | None = None
-    #: "int8": weights are rounded to 8 bits with a scale per output feature; C++ only.
+    #: C++ only: "int8" rounds weights to 8 bits, with a scale per output feature.
     quantization: str | None = None
-    #: Triton only, C++ always is: a token's bits do not depend on the batch. False: faster.
+    #: Triton only, since C++ always is: a token's bits do not depend on the batch. False: faster.
     deterministic: bool = True
-    #: Of a KV cache in float8_e4m3fn: float32 [num_layers, 2, num_kv_heads], what stored numbers are multiplied by.
-    #: None: the cache has the weights' dtype. Triton and plain torch only.
+    #: Not for C++: scales of a KV cache in float8_e4m3fn, by which stored numbers are multiplied. Float32
+    #: [num_layers, 2, num_kv_heads]; None: the cache has the weights' dtype.
     kv_scales: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelChoice:
-    """What computes, for logs and metrics."""
+    """The chosen backend and its settings, for logs and metrics."""
 
-    implementation: str
-    instruction_set: str
-    quantization: str
-    #: Why it is plain torch; empty when it is not, or when that was asked for.
-    reason: str
+    backend: Backend
+    instruction_set: str = ""
+    quantization: str = ""
+    #: Why it is plain torch; empty when it is another backend, or when plain torch was requested.
+    reason: str = ""
     #: "deterministic" or "fast" with Triton, else "".
     mode: str = ""
     #: Cores of other processes that it may borrow.
     borrow_cpus: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedDecoder:
+    """A forward pass bound to weights."""
+
+    kernel: DecoderKernel
+    choice: KernelChoice
+    #: None: the backend computes on the threads of its caller or on a GPU.
+    thread_counters: ThreadCounters | None = None
+
+
 def instruction_sets() -> list[str]:
-    """What the C++ kernels were built for and this machine has, best first; empty when they are not built."""
+    """Instruction sets that the C++ kernels were built for and this machine has, best first; empty without C++."""
     module = native.load()
     return [] if module is None else cast(NativeModule, module).instruction_sets()
 
 
 def packed_bytes(options: KernelOptions, shape: DecoderShape, dtype: torch.dtype, ranks: Ranks = ALONE) -> int:
-    """Of the copies of a CPU's weights that `open_decoder` will make, nearly; 0 where weights are read as they are."""
-    if options.implementation not in ("auto", "cpu") or _why_not_cpu(options, shape, torch.device("cpu"), ranks):
+    """Approximate size of the packed weights that `open_decoder` will make on a CPU; 0 if it reads them in place."""
+    if _choose(options, shape, torch.device("cpu"), ranks)[0] is not Backend.CPU:
         return 0
     name = options.instruction_set or instruction_sets()[0]
     return packed_size(shape, dtype, int8=options.quantization == "int8", instruction_set=name)
@@ -81,64 +101,91 @@ def packed_bytes(options: KernelOptions, shape: DecoderShape, dtype: torch.dtype
 
 def open_decoder(
     options: KernelOptions, shape: DecoderShape, weights: DecoderWeights, cos_sin: Tensor, ranks: Ranks = ALONE
-) -> tuple[DecoderKernel, KernelChoice]:
-    """Binds the chosen kernels to weights. `cos_sin`: float32 [max_positions, 2, head_dim].
+) -> OpenedDecoder:
+    """Binds the chosen backend to weights. `cos_sin`: float32 [max_positions, 2, head_dim].
 
-    On several ranks `shape` and `weights` are one rank's, and all must choose alike.
+    On several ranks, `shape` and `weights` are one rank's, and all ranks must choose the same backend.
 
     Raises `KernelsUnavailable`.
     """
-    on_gpu = weights.norm.device.type == "cuda"
     if options.kv_scales is not None:
         _require_scales(options.kv_scales, shape, len(weights.layers))
-    if options.implementation == "triton" or (options.implementation == "auto" and on_gpu):
+    backend, reason = _choose(options, shape, weights.norm.device, ranks)
+    if backend is Backend.TRITON:
         return _open_triton(options, shape, weights, cos_sin, ranks)
-    reason = "" if options.implementation == "reference" else _why_not_cpu(options, shape, weights.norm.device, ranks)
-    if options.implementation == "reference" or reason:
-        wanted = "--kernels cpu" if options.implementation == "cpu" else options.quantization or options.instruction_set
-        if wanted:
-            advice = "" if options.kv_scales is None else f" Use either --kv-cache-dtype fp8_e4m3 or {wanted}."
-            why = reason or "plain torch was asked for"
-            raise KernelsUnavailable(f"{wanted} needs the C++ kernels: {why}.{advice}")
-        choice = KernelChoice(implementation="reference", instruction_set="", quantization="", reason=reason)
-        kv_scales = _on_device(options.kv_scales, weights)
-        return ComposedDecoder(ReferenceOps(), shape, weights, cos_sin, ranks, kv_scales=kv_scales), choice
-    found = instruction_sets()
-    name = options.instruction_set or found[0]
-    if name not in found:
-        raise KernelsUnavailable(f"this machine does not run the instruction set {name!r}; it runs {', '.join(found)}.")
-    num_threads = options.num_threads or len(options.cpus) or torch.get_num_threads()
-    threads = Threads(count=num_threads)
-    # Two threads on one core would wait for each other.
-    if num_threads <= len(options.cpus):
-        threads = Threads(count=num_threads, cpus=options.cpus, borrowing=options.borrowing)
-    try:
-        kernel = CpuDecoder(
-            cast(NativeModule, native.load()),
-            shape,
-            weights,
-            cos_sin,
-            instruction_set=name,
-            threads=threads,
-            int8=options.quantization == "int8",
+    if backend is Backend.CPU:
+        return _open_cpu(options, shape, weights, cos_sin)
+    return _open_reference(options, shape, weights, cos_sin, ranks, reason=reason)
+
+
+def _choose(options: KernelOptions, shape: DecoderShape, device: torch.device, ranks: Ranks) -> tuple[Backend, str]:
+    """The backend, and why it is plain torch although that was not requested."""
+    if options.backend is Backend.TRITON or (options.backend is None and device.type == "cuda"):
+        return Backend.TRITON, ""
+    if options.backend is Backend.REFERENCE:
+        return Backend.REFERENCE, ""
+    reason = _why_not_cpu(options, shape, device, ranks)
+    return (Backend.REFERENCE, reason) if reason else (Backend.CPU, "")
+
+
+def _open_reference(
+    options: KernelOptions,
+    shape: DecoderShape,
+    weights: DecoderWeights,
+    cos_sin: Tensor,
+    ranks: Ranks,
+    *,
+    reason: str,
+) -> OpenedDecoder:
+    cpu_only = "--kernels cpu" if options.backend is Backend.CPU else options.quantization or options.instruction_set
+    if cpu_only:
+        advice = "" if options.kv_scales is None else f" Use either --kv-cache-dtype fp8_e4m3 or {cpu_only}."
+        why = reason or "plain torch was requested"
+        raise KernelsUnavailable(f"{cpu_only} needs the C++ kernels: {why}.{advice}")
+    kv_scales = _on_device(options.kv_scales, weights)
+    return OpenedDecoder(
+        kernel=ComposedDecoder(ReferenceOps(), shape, weights, cos_sin, ranks, kv_scales=kv_scales),
+        choice=KernelChoice(backend=Backend.REFERENCE, reason=reason),
+    )
+
+
+def _open_cpu(options: KernelOptions, shape: DecoderShape, weights: DecoderWeights, cos_sin: Tensor) -> OpenedDecoder:
+    available = instruction_sets()
+    name = options.instruction_set or available[0]
+    if name not in available:
+        raise KernelsUnavailable(
+            f"this machine does not run the instruction set {name!r}; it runs {', '.join(available)}."
         )
+    threads = _threads(options)
+    native_module = cast(NativeModule, native.load())
+    int8 = options.quantization == "int8"
+    try:
+        kernel = CpuDecoder(native_module, shape, weights, cos_sin, instruction_set=name, threads=threads, int8=int8)
     except (RuntimeError, MemoryError, ValueError) as error:
-        raise KernelsUnavailable(f"the C++ kernels cannot start with {num_threads} threads: {error}.") from error
+        raise KernelsUnavailable(f"the C++ kernels cannot start with {threads.count} threads: {error}.") from error
     choice = KernelChoice(
-        implementation="cpu",
+        backend=Backend.CPU,
         instruction_set=name,
         quantization=options.quantization or "",
-        reason="",
         borrow_cpus=() if threads.borrowing is None else threads.borrowing.cpus,
     )
-    return kernel, choice
+    return OpenedDecoder(kernel=kernel, choice=choice, thread_counters=kernel)
+
+
+def _threads(options: KernelOptions) -> Threads:
+    """Pinned only if each thread has a core of its own: two threads on one core would wait for each other."""
+    count = options.num_threads or len(options.cpus) or torch.get_num_threads()
+    if count > len(options.cpus):
+        return Threads(count=count)
+    return Threads(count=count, cpus=options.cpus, borrowing=options.borrowing)
 
 
 def _why_not_cpu(options: KernelOptions, shape: DecoderShape, device: torch.device, ranks: Ranks) -> str:
+    """Empty when the C++ kernels can run the model."""
     if device.type != "cpu":
         return f"the model is on {device}"
     if ranks.size > 1:
-        return f"{ranks.size} ranks share the model, and C++ computes a forward pass without talking to others"
+        return f"{ranks.size} ranks share the model, and the C++ kernels do not exchange sums between ranks"
     if options.kv_scales is not None:
         return "the C++ kernels have no fp8 KV cache (--kv-cache-dtype fp8_e4m3)"
     return native.missing_reason() or unsupported(shape, int8=options.quantization == "int8") or ""
@@ -146,42 +193,38 @@ def _why_not_cpu(options: KernelOptions, shape: DecoderShape, device: torch.devi
 
 def _open_triton(
     options: KernelOptions, shape: DecoderShape, weights: DecoderWeights, cos_sin: Tensor, ranks: Ranks
-) -> tuple[DecoderKernel, KernelChoice]:
+) -> OpenedDecoder:
     device = weights.norm.device
     cpu_only = options.quantization or options.instruction_set
     if cpu_only:
-        why = f"the model is on {device}" if device.type == "cuda" else "--kernels triton was asked for"
+        why = f"the model is on {device}" if device.type == "cuda" else "--kernels triton was requested"
         raise KernelsUnavailable(f"{cpu_only} needs the C++ kernels: {why}.")
     reason = why_not_triton(device, fp8=options.kv_scales is not None)
     if reason:
         raise KernelsUnavailable(f"the Triton kernels cannot run: {reason}.")
-    # Not before they are chosen: Triton takes a while to import.
+    # Imported only once it is chosen: Triton takes a while to import.
     from kernels.triton.decoder import TritonDecoder
     from kernels.triton.decoder import unsupported as unsupported_by_triton
     from kernels.triton.ops import TritonOps
 
-    too_much = unsupported_by_triton(shape)
-    if too_much:
-        raise KernelsUnavailable(f"the Triton kernels cannot run: {too_much}; --kernels reference can.")
-    choice = KernelChoice(
-        implementation="triton",
-        instruction_set="",
-        quantization="",
-        reason="",
-        mode="deterministic" if options.deterministic else "fast",
-    )
+    limit = unsupported_by_triton(shape)
+    if limit:
+        raise KernelsUnavailable(f"the Triton kernels cannot run: {limit}; --kernels reference can.")
     ops, kv_scales = TritonOps(deterministic=options.deterministic), _on_device(options.kv_scales, weights)
-    return TritonDecoder(ops, shape, weights, cos_sin, ranks, kv_scales=kv_scales), choice
+    return OpenedDecoder(
+        kernel=TritonDecoder(ops, shape, weights, cos_sin, ranks, kv_scales=kv_scales),
+        choice=KernelChoice(backend=Backend.TRITON, mode="deterministic" if options.deterministic else "fast"),
+    )
 
 
 def why_not_triton(device: torch.device, *, fp8: bool) -> str:
-    """Why the Triton kernels cannot run there, with an fp8 KV cache or without; empty when they can."""
+    """Why the Triton kernels cannot run on `device`, with an fp8 KV cache or without; empty when they can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; it comes with pdserve[cuda12] and pdserve[cuda13]"
     import triton
 
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
-        return f"the model is on {device}, and Triton has no back end for it (for tests, TRITON_INTERPRET=1 has one)"
+        return f"the model is on {device}, which Triton cannot compile for (in tests, set TRITON_INTERPRET=1)"
     if device.type == "cuda" and not any(map(shutil.which, ("cc", "gcc", "clang"))):
         return "Triton builds its launcher with a C compiler, and there is none: install gcc"
     if device.type == "cuda" and not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():

@@ -17,10 +17,6 @@ class ComposedDecoder:
     has the bias in it. Only then the residual is added.
     """
 
-    #: Ops know only the cores they were given.
-    borrowed_core_seconds = 0.0
-    redone_units = 0
-
     def __init__(
         self,
         ops: Ops,

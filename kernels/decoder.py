@@ -63,7 +63,7 @@ class DecoderWeights:
     """A whole decoder, all of one dtype on one device; `lm_head` is `embedding` when they are tied.
 
     One of several ranks has the matrices' rows of its own heads, of its part of the intermediate size, and of its part
-    of the vocabulary (`kernels.split.part_of`) in `lm_head`; of `output` and `down` it has columns, and rank 0 alone
+    of the vocabulary (`kernels.split.even_slice`) in `lm_head`; of `output` and `down` it has columns, and rank 0 alone
     has their biases. Norms and the embedding are whole.
     """
 
@@ -94,7 +94,7 @@ class Ranks(Protocol):
     def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
         """All ranks' parts side by side, [num_rows, num_columns], on rank 0; what others get has no meaning.
 
-        x: [num_rows, columns of `kernels.split.part_of(num_columns, rank, size)`].
+        x: [num_rows, columns of `kernels.split.even_slice(num_columns, rank, size)`].
         """
 
 
@@ -122,14 +122,6 @@ LayerListener = Callable[[int], None]
 
 class DecoderKernel(Protocol):
     """The forward pass, bound to weights."""
-
-    @property
-    def borrowed_core_seconds(self) -> float:
-        """Processor time of cores of other processes that took part."""
-
-    @property
-    def redone_units(self) -> int:
-        """Parts of forward passes that were computed again because a thread that had begun them lost its core."""
 
     @property
     def weight_bytes(self) -> int:

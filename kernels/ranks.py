@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from kernels.split import part_of
+from kernels.split import even_slice
 
 
 class Group(Protocol):
@@ -73,5 +73,5 @@ class TorchRanks:
 
 
 def _width(num_columns: int, rank: int, size: int) -> int:
-    part = part_of(num_columns, rank, size)
+    part = even_slice(num_columns, rank, size)
     return int(part.stop - part.start)

@@ -1,11 +1,11 @@
-"""How what has no heads is split among ranks: one rule for loading weights and gathering logits. No torch."""
+"""How ranks split a dimension that has no heads: one rule for loading weights and for gathering logits. No torch."""
 
 from __future__ import annotations
 
 
-def part_of(total: int, rank: int, size: int) -> slice:
-    """The neighbours in [0, total) that belong to a rank: as many for each, one more for the first few if need be."""
-    assert 0 <= rank < size
-    each, more = divmod(total, size)
-    start = rank * each + min(rank, more)
-    return slice(start, start + each + (rank < more))
+def even_slice(total: int, index: int, count: int) -> slice:
+    """Slice `index` of [0, total) cut into `count` adjacent slices, of which the first ones may be longer by one."""
+    assert 0 <= index < count
+    size, remainder = divmod(total, count)
+    start = index * size + min(index, remainder)
+    return slice(start, start + size + (index < remainder))

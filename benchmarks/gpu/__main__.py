@@ -141,7 +141,7 @@ def _report(
     text = "\n".join(
         [
             f"# GPU kernels, {environment['date']}\n",
-            f"{environment['gpu'] or 'No GPU: a dry run, its figures mean nothing'}; {setting.implementation} kernels; "
+            f"{environment['gpu'] or 'No GPU: a dry run, its figures mean nothing'}; {setting.backend} kernels; "
             f"torch {packages['torch']}, triton {packages['triton']}; commit {environment['commit']}. Llama 3.1 8B "
             "with random weights, bfloat16, KV blocks of 16 tokens scattered over the cache. Medians of "
             f"{setting.clock.repeats} calls between CUDA events, with a cold L2 cache.\n",

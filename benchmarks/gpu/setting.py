@@ -14,7 +14,7 @@ from benchmarks.gpu.rows import Measured
 from kernels.bench.inputs import BLOCK_SIZE, blocks_of, kv_rows, rotations
 from kernels.bench.shapes import LLAMA_8B, random_weights
 from kernels.bench.work import Spans, Work, decoder_work
-from kernels.choice import KernelOptions, open_decoder
+from kernels.choice import Backend, KernelOptions, open_decoder
 from kernels.decoder import DecoderKernel, DecoderShape, DecoderWeights
 from kernels.ops import KvRows, PagedKv
 from kernels.reference.paged_kv import ReferencePagedKv
@@ -86,8 +86,8 @@ TINY = Sizes(
 class Setting:
     """Of one run. Weights and decoders are made when a row first needs them, and kept."""
 
-    def __init__(self, implementation: str, sizes: Sizes, device: torch.device) -> None:
-        self.implementation = implementation
+    def __init__(self, backend: str, sizes: Sizes, device: torch.device) -> None:
+        self.backend = backend
         self.sizes = sizes
         self.device = device
         self.clock = Clock(device, sizes.repeats)
@@ -101,7 +101,7 @@ class Setting:
     @property
     def has_graphs(self) -> bool:
         """Whether calls can be captured: the reference asks the host how long contexts are."""
-        return self.device.type == "cuda" and self.implementation != REFERENCE
+        return self.device.type == "cuda" and self.backend != REFERENCE
 
     @cached_property
     def weights(self) -> DecoderWeights:
@@ -112,18 +112,19 @@ class Setting:
     def decoder(self, *, deterministic: bool) -> DecoderKernel:
         """The whole model. Raises `KernelsUnavailable`."""
         if deterministic not in self._decoders:
-            options = KernelOptions(implementation=REFERENCE)
-            if self.implementation != REFERENCE:
-                options = KernelOptions(implementation=self.implementation, deterministic=deterministic)
+            options = KernelOptions(backend=Backend.REFERENCE)
+            if self.backend != REFERENCE:
+                options = KernelOptions(backend=Backend(self.backend), deterministic=deterministic)
             most = max(self.sizes.long_context, self.sizes.prefill_tokens)
             angles = rotations(self.shape, most, self.device)
-            self._decoders[deterministic], _ = open_decoder(options, self.shape, self.weights, angles)
+            opened = open_decoder(options, self.shape, self.weights, angles)
+            self._decoders[deterministic] = opened.kernel
         return self._decoders[deterministic]
 
     def paged_kv(self, rows: KvRows, kv_cache: Tensor) -> PagedKv:
         """One step's view of the cache, in fast mode."""
         angles = rotations(self.shape, self.sizes.long_context, self.device)
-        if self.implementation == REFERENCE:
+        if self.backend == REFERENCE:
             return ReferencePagedKv(rows, kv_cache, angles, self.shape.scale)
         from kernels.triton.paged_kv import TritonPagedKv
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.bench.inputs import BLOCK_SIZE, blocks_of, kv_rows, rotations
 from kernels.bench.shapes import random_weights
 from kernels.bench.work import Work, attention_work, decoder_work
-from kernels.choice import KernelOptions, open_decoder
+from kernels.choice import Backend, KernelOptions, open_decoder
 from kernels.cpu.ops import CpuOps, PackedMatrix, Rows, format_of, pack, pack_gate_up
 from kernels.decoder import DecoderShape
 from kernels.ops import KvRows, PagedKv
@@ -209,15 +209,15 @@ def decoder(setting: Setting) -> Iterator[Case]:
     shape = setting.shape
     weights = random_weights(shape, torch.bfloat16)
     cos_sin = rotations(shape, 2048)
-    reference, _ = open_decoder(KernelOptions(implementation="reference"), shape, weights, cos_sin)
+    reference = open_decoder(KernelOptions(backend=Backend.REFERENCE), shape, weights, cos_sin).kernel
     for weight_format, quantization in (("bf16", None), ("int8", "int8")):
         options = KernelOptions(
-            implementation="cpu",
+            backend=Backend.CPU,
             instruction_set=setting.instruction_set,
             num_threads=setting.threads,
             quantization=quantization,
         )
-        kernel, _ = open_decoder(options, shape, weights, cos_sin)
+        kernel = open_decoder(options, shape, weights, cos_sin).kernel
         decodes = [(f"decode {n} x {context}", [(1, context)] * n) for n in (1, 16) for context in (300,)]
         for size, spans in [*decodes, *((f"prefill {n}", [(n, n)]) for n in (512, 1024))]:
             where = kv_rows(spans)

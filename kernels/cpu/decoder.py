@@ -50,6 +50,18 @@ class Threads:
     borrowing: Borrowing | None = None
 
 
+class ThreadCounters(Protocol):
+    """How the threads of a decoder shared its work, since it was made."""
+
+    @property
+    def borrowed_core_seconds(self) -> float:
+        """Processor time on borrowed cores."""
+
+    @property
+    def redone_units(self) -> int:
+        """Units of work computed again because the thread that had claimed them lost its core."""
+
+
 class _NativeDecoder(Protocol):
     """`_native.Decoder`, which has no type hints."""
 
@@ -109,7 +121,7 @@ def packed_size(shape: DecoderShape, dtype: torch.dtype, *, int8: bool, instruct
 
 
 class CpuDecoder:
-    """Implements `kernels.decoder.DecoderKernel`; its weights are copies, packed when it is made."""
+    """Implements `kernels.decoder.DecoderKernel` and `ThreadCounters` with packed copies of the weights."""
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ _MASK = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartLayout:
+class SliceLayout:
     """Where a range of layers and heads lies in a block, in words of 8 bytes: `num_runs` runs at equal distances."""
 
     block_words: int
@@ -59,7 +59,7 @@ class PartLayout:
         return self.packed_words * WORD_BYTES
 
     @classmethod
-    def of(cls, cache: Tensor, layers: tuple[int, int], heads: tuple[int, int]) -> PartLayout:
+    def of(cls, cache: Tensor, layers: tuple[int, int], heads: tuple[int, int]) -> SliceLayout:
         """`layers` and `heads` are half-open ranges, not empty."""
         _, num_layers, two, num_heads, block_size, head_dim = cache.shape
         assert two == 2

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.reference.blocks import DIGEST_BYTES, HEADER_PAIRS, KEY_BYTES, LANES, PartLayout, num_key_pairs
+from kernels.reference.blocks import DIGEST_BYTES, HEADER_PAIRS, KEY_BYTES, LANES, SliceLayout, num_key_pairs
 
 #: Words of 8 bytes that a program has in registers at a time: with more, too few programs fit on a processor.
 _TILE_WORDS = 512
@@ -52,37 +52,39 @@ def pack(
     order, repeated if wanted; out: uint8 [n, packed_bytes], contiguous, each row the block's
     [layers, 2, heads, block_size, head_dim]; keys: of `digest_keys`. Cache and `out` begin at multiples of 16 bytes.
     """
-    return _move(cache, block_ids, out, keys, PartLayout.of(cache, layers, heads), unpacks=False)
+    return _move(cache, block_ids, out, keys, SliceLayout.of(cache, layers, heads), unpacks=False)
 
 
 def unpack(
     packed: Tensor, cache: Tensor, block_ids: Tensor, keys: Tensor, *, layers: tuple[int, int], heads: tuple[int, int]
 ) -> Tensor:
     """The inverse of `pack`, into different blocks; returns the digests of what it read, for the caller to compare."""
-    return _move(cache, block_ids, packed, keys, PartLayout.of(cache, layers, heads), unpacks=True)
+    return _move(cache, block_ids, packed, keys, SliceLayout.of(cache, layers, heads), unpacks=True)
 
 
-def _move(cache: Tensor, block_ids: Tensor, packed: Tensor, keys: Tensor, part: PartLayout, *, unpacks: bool) -> Tensor:
+def _move(
+    cache: Tensor, block_ids: Tensor, packed: Tensor, keys: Tensor, layout: SliceLayout, *, unpacks: bool
+) -> Tensor:
     num_blocks = block_ids.shape[0]
     assert block_ids.dtype == torch.int64
     assert block_ids.is_contiguous()
     assert packed.dtype == torch.uint8
-    assert packed.shape == (num_blocks, part.packed_bytes)
+    assert packed.shape == (num_blocks, layout.packed_bytes)
     assert packed.is_contiguous()
     assert keys.dtype == torch.int64
     assert keys.is_contiguous()
-    assert keys.shape[0] >= num_key_pairs(part.packed_bytes)
+    assert keys.shape[0] >= num_key_pairs(layout.packed_bytes)
     assert cache.data_ptr() % _ALIGNMENT == 0
     assert packed.data_ptr() % _ALIGNMENT == 0
     digests = torch.empty(num_blocks, DIGEST_BYTES // 4, dtype=torch.int32, device=cache.device)
     if num_blocks == 0:
         return digests.view(torch.uint8)
     group = min(_MOST_BLOCKS, num_blocks)
-    words = min(_TILE_WORDS // group, triton.next_power_of_2(part.run_words))
-    is_much = num_blocks * part.packed_words >= _ENOUGH_PROGRAMS * _TILES * _TILE_WORDS
-    tiles = min(_TILES if is_much else _FEW_TILES, triton.next_power_of_2(triton.cdiv(part.run_words, words)))
-    pieces = triton.cdiv(part.run_words, words * tiles)
-    num_parts = part.num_runs * pieces
+    words = min(_TILE_WORDS // group, triton.next_power_of_2(layout.run_words))
+    is_much = num_blocks * layout.packed_words >= _ENOUGH_PROGRAMS * _TILES * _TILE_WORDS
+    tiles = min(_TILES if is_much else _FEW_TILES, triton.next_power_of_2(triton.cdiv(layout.run_words, words)))
+    pieces = triton.cdiv(layout.run_words, words * tiles)
+    num_parts = layout.num_runs * pieces
     sums = torch.empty(num_blocks, num_parts, LANES, dtype=torch.int64, device=cache.device)
     _move_kernel[(triton.cdiv(num_blocks, group) * num_parts,)](
         cache.view(-1).view(torch.int64),
@@ -93,11 +95,11 @@ def _move(cache: Tensor, block_ids: Tensor, packed: Tensor, keys: Tensor, part: 
         num_blocks,
         num_parts,
         pieces,
-        part.block_words,
-        part.first_word,
-        part.run_words,
-        part.run_stride,
-        part.packed_words,
+        layout.block_words,
+        layout.first_word,
+        layout.run_words,
+        layout.run_stride,
+        layout.packed_words,
         unpacks=unpacks,
         group=group,
         tile_words=words,
@@ -105,7 +107,7 @@ def _move(cache: Tensor, block_ids: Tensor, packed: Tensor, keys: Tensor, part: 
         enable_fp_fusion=False,
     )
     _finish_kernel[(num_blocks,)](
-        sums, keys, digests, num_parts, part.packed_bytes, at_once=32, num_warps=1, enable_fp_fusion=False
+        sums, keys, digests, num_parts, layout.packed_bytes, at_once=32, num_warps=1, enable_fp_fusion=False
     )
     return digests.view(torch.uint8)
 

@@ -89,9 +89,6 @@ class TritonDecoder:
     deterministic mode.
     """
 
-    borrowed_core_seconds = 0.0
-    redone_units = 0
-
     def __init__(
         self,
         ops: TritonOps,

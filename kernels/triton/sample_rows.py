@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from torch import Tensor
 
 #: Sampled at a time: each takes memory for copies of its logits, and the choices of many prompts may begin at once.
-MOST_ROWS = 256
+MAX_ROWS = 256
 _RAGGED = ("bias_starts", "banned_starts")
 _SHARED = ("history", "bias_ids", "bias_values", "banned_ids")
 

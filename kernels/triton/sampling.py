@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.triton.logprobs import log_probabilities
 from kernels.triton.penalties import edit_logits
 from kernels.triton.philox import GUMBEL32_MARGIN, gumbel32, gumbel64, word_of_id, words_of_ids
-from kernels.triton.sample_rows import MOST_ROWS, RowLogprobs, SampledTokens, SampleRows
+from kernels.triton.sample_rows import MAX_ROWS, RowLogprobs, SampledTokens, SampleRows
 from kernels.triton.truncation import ALL_TIES, inverse_temperature, scaled_logits, truncate
 
 #: Tokens that a program looks at together: many where it waits for memory, fewer where it computes.
@@ -160,11 +160,11 @@ def sample(
     logits: float32 [num_logits, vocab], rows contiguous, not modified. Without `has_edits` (no row has bias, penalties
     or bans) two kernels fewer run. With `max_logprobs` (0 .. 20) the log-probabilities of rows that ask for them are
     told, and of at most so many alternatives. Takes 4 bytes of memory per row and token of the vocabulary, and 4 more
-    for edits, of at most `MOST_ROWS` rows. Launches depend on shapes and these arguments only; nothing is read back.
+    for edits, of at most `MAX_ROWS` rows. Launches depend on shapes and these arguments only; nothing is read back.
     """
-    if rows.num_rows > MOST_ROWS:
-        firsts = range(0, rows.num_rows, MOST_ROWS)
-        pieces = [rows.part(first, min(first + MOST_ROWS, rows.num_rows)) for first in firsts]
+    if rows.num_rows > MAX_ROWS:
+        firsts = range(0, rows.num_rows, MAX_ROWS)
+        pieces = [rows.part(first, min(first + MAX_ROWS, rows.num_rows)) for first in firsts]
         return _joined([sample(logits, each, has_edits=has_edits, max_logprobs=max_logprobs) for each in pieces])
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kernels.split import part_of
+from kernels.split import even_slice
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
 
@@ -38,7 +38,7 @@ class LayerGroups:
     def of(cls, layout: KvLayout, count: int) -> LayerGroups:
         """`count` groups, at most one for each layer."""
         assert 1 <= count <= layout.num_layers
-        layers = tuple(part_of(layout.num_layers, group, count) for group in range(count))
+        layers = tuple(even_slice(layout.num_layers, group, count) for group in range(count))
         spans = tuple(span_of(group, layout.num_layers, layout.block_bytes) for group in layers)
         return cls(layers=layers, spans=spans)
 

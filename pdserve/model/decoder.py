@@ -40,20 +40,12 @@ class Decoder:
             max_position_embeddings=config.max_position_embeddings,
             max_model_len=self.max_model_len,
         ).to(self.device)
-        #: What computes.
-        self._kernel, self.kernels = open_decoder(
-            kernels or KernelOptions(), decoder_shape(config), weights, cos_sin, ranks
-        )
-
-    @property
-    def borrowed_core_seconds(self) -> float:
-        """Processor time of cores of other workers that took part."""
-        return self._kernel.borrowed_core_seconds
-
-    @property
-    def redone_units(self) -> int:
-        """Parts of forward passes that were computed again because a thread that had begun them lost its core."""
-        return self._kernel.redone_units
+        opened = open_decoder(kernels or KernelOptions(), decoder_shape(config), weights, cos_sin, ranks)
+        self._kernel = opened.kernel
+        #: The chosen backend and its settings.
+        self.kernels = opened.choice
+        #: None: the backend has no threads of its own.
+        self.thread_counters = opened.thread_counters
 
     @property
     def weight_bytes(self) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import gcd
 
-from kernels.split import part_of
+from kernels.split import even_slice
 from pdserve.base.errors import SetupError
 from pdserve.model.config import ModelConfig
 from pdserve.model.tensors import Shape, tensor_shapes
@@ -71,9 +71,9 @@ def tensor_parts(config: ModelConfig, rank: int, size: int) -> dict[str, Part]:
 def _part(name: str, shape: Shape, rank: int, size: int) -> Part:
     part = [slice(0, length) for length in shape]
     if _is_split(name, _BY_ROWS) or name == "lm_head.weight":
-        part[0] = part_of(shape[0], rank, size)
+        part[0] = even_slice(shape[0], rank, size)
     elif _is_split(name, _BY_COLUMNS) and len(shape) == 2:
-        part[1] = part_of(shape[1], rank, size)
+        part[1] = even_slice(shape[1], rank, size)
     return tuple(part)
 
 

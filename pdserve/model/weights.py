@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.decoder import DecoderWeights, LayerWeights
-from kernels.split import part_of
+from kernels.split import even_slice
 from pdserve.model.config import ModelConfig
 
 
@@ -38,7 +38,7 @@ def _adjacent(*parts: Tensor) -> Sequence[Tensor]:
 
 
 def _tied(embedding: Tensor, rank: int, size: int) -> Tensor:
-    return embedding if size == 1 else embedding[part_of(len(embedding), rank, size)]
+    return embedding if size == 1 else embedding[even_slice(len(embedding), rank, size)]
 
 
 def _assemble_layer(

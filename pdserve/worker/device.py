@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from kernels.triton.sample_rows import MOST_ROWS
+from kernels.triton.sample_rows import MAX_ROWS
 from pdserve.base.config import variable
 from pdserve.base.errors import SetupError
 from pdserve.base.layout import KvLayout
@@ -167,7 +167,7 @@ def measure_use(
                 graphs = memory.peak() - held + logits.nbytes
             if sampler is not None:
                 # Every choice of a prompt is drawn at once.
-                num_rows = len(logits) if only_decodes else min(MOST_ROWS, len(logits) * MAX_N)
+                num_rows = len(logits) if only_decodes else min(MAX_ROWS, len(logits) * MAX_N)
                 rows = [SampleRow(params=_MOST, choice_index=0, tokens=array("q", [0]), num_prompt=1)] * num_rows
                 sampler.sample(logits, rows, [row % len(logits) for row in range(num_rows)])
             activations = max(activations, memory.peak() - held)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels.choice import KernelOptions
+from kernels.choice import Backend, KernelOptions
 from kernels.cpu.decoder import Borrowing
 from kernels.decoder import ALONE, Ranks
-from kernels.split import part_of
+from kernels.split import even_slice
 from pdserve.base.layout import KvLayout
 from pdserve.base.logs import get_logger
 from pdserve.base.worker_config import FP8_KV, WorkerConfig
@@ -107,7 +107,7 @@ def load_part(
     model = ModelConfig.from_dir(config.model_dir)
     scales = read_kv_scales(config.model_dir, model) if config.kv_cache_dtype == FP8_KV else None
     options = KernelOptions(
-        implementation=config.kernels,
+        backend=None if config.kernels == "auto" else Backend(config.kernels),
         instruction_set=config.instruction_set,
         num_threads=config.threads,
         cpus=config.cpus,
@@ -232,7 +232,7 @@ def _of_rank(layout: KvLayout, size: int) -> KvLayout:
 
 def _captures(config: WorkerConfig, decoder: Decoder) -> bool:
     """Plain torch asks the device on its way, which cannot be captured."""
-    return bool(config.max_decoding) and not config.enforce_eager and decoder.kernels.implementation == "triton"
+    return bool(config.max_decoding) and not config.enforce_eager and decoder.kernels.backend is Backend.TRITON
 
 
 def _step_decoder(
@@ -248,5 +248,5 @@ def _step_decoder(
         max_num_seqs=max(1, config.max_decoding),
         max_blocks=-(-decoder.max_model_len // layout.block_size),
         # Only rank 0 is given the others' columns.
-        vocab_size=vocab if ranks.rank == 0 else len(range(vocab)[part_of(vocab, ranks.rank, ranks.size)]),
+        vocab_size=vocab if ranks.rank == 0 else len(range(vocab)[even_slice(vocab, ranks.rank, ranks.size)]),
     )

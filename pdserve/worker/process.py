@@ -146,6 +146,7 @@ def _registered(
     publisher = KvEventPublisher(store, worker.worker_id, worker.epoch)
     worker.steps.on_cache_events = publisher.publish
     worker.steps.on_queue_empty = registrar.announce_empty_queue
+    threads = loaded.decoder.thread_counters
     worker.metrics.read(
         CounterSource(name="registry_failures", text="Heartbeats lost", value=lambda: registrar.failures),
         CounterSource(
@@ -160,12 +161,12 @@ def _registered(
         CounterSource(
             name="borrowed_core_seconds",
             text="Seconds that idle cores of other workers computed for this one, summed over cores",
-            value=lambda: loaded.decoder.borrowed_core_seconds,
+            value=lambda: 0.0 if threads is None else threads.borrowed_core_seconds,
         ),
         CounterSource(
             name="redone_units",
             text="Parts of forward passes computed again because a thread that had begun them lost its core",
-            value=lambda: loaded.decoder.redone_units,
+            value=lambda: 0 if threads is None else threads.redone_units,
         ),
     )
     worker.tasks.start(registrar.run(), name="registrar")
@@ -182,7 +183,7 @@ def _registered(
     }
     worker.metrics.worker_info.labels(**worker.metrics.labels(**labels)).set(1)
     chosen = {
-        "kernels": loaded.kernels.implementation,
+        "kernels": loaded.kernels.backend,
         "instruction_set": loaded.kernels.instruction_set,
         "quantization": loaded.kernels.quantization,
         "mode": loaded.kernels.mode,
@@ -190,7 +191,7 @@ def _registered(
     reason = loaded.kernels.reason
     worker.metrics.kernels_info.labels(**worker.metrics.labels(**chosen, reason=reason)).set(1)
     if reason:
-        log.warning("slow_kernels", kernels=loaded.kernels.implementation, reason=reason)
+        log.warning("slow_kernels", kernels=loaded.kernels.backend, reason=reason)
     log.info(
         "worker_ready",
         grpc=addresses["grpc_address"],

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 import grpc
 
+from kernels.choice import Backend
 from kvtransfer.handover.memory import BlockMemory
 from kvtransfer.transport import Transport
 from pdserve.base.block_hash import hash_key
@@ -169,7 +170,7 @@ class Worker:
         """C++ kernels bring threads of their own, pinned to the other cores: torch's would only be in their way."""
         own = config_of_rank(self.config, 0, num_cores=num_cores())
         cpus, threads = own.cpus, own.threads or len(own.cpus)
-        if self.model.kernels.implementation == "cpu":
+        if self.model.kernels.backend is Backend.CPU:
             cpus, threads = cpus[:1], 1
         config = LoopConfig(compute_cpus=cpus or None, num_threads=threads or None, name=f"{self.tier}-step")
         leases = self.model.core_leases

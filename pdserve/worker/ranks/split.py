@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kernels.split import part_of
+from kernels.split import even_slice
 from pdserve.base.errors import SetupError
 from pdserve.base.worker_config import WorkerConfig
 
@@ -22,7 +22,7 @@ def config_of_rank(config: WorkerConfig, rank: int, *, num_cores: int) -> Worker
             "--core-leases and --borrow-cpus are for C++ kernels, with which one rank computes a model; leave them out "
             "with --tensor-parallel-size."
         )
-    cpus = config.cpus[part_of(len(config.cpus), rank, size)] if len(config.cpus) >= size else ()
+    cpus = config.cpus[even_slice(len(config.cpus), rank, size)] if len(config.cpus) >= size else ()
     threads = (config.threads or len(config.cpus) or num_cores) // size
     return replace(config, device=_device(config.device, rank), cpus=cpus, threads=max(1, threads))
 

@@ -8,7 +8,7 @@ import os
 import torch
 from torch import Tensor
 
-from kernels.split import part_of
+from kernels.split import even_slice
 from pdserve.base.errors import SetupError
 from pdserve.base.layout import KvLayout
 
@@ -42,4 +42,4 @@ def map_stage(stage: int, size: int, device: torch.device) -> Tensor:
 
 def heads_of_rank(layout: KvLayout, rank: int, size: int) -> slice:
     """A rank's heads of a block."""
-    return part_of(layout.num_kv_heads, rank, size)
+    return even_slice(layout.num_kv_heads, rank, size)

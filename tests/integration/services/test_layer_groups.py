@@ -317,7 +317,7 @@ async def test_more_groups_than_layers_do_not_start(model: Path) -> None:
 async def test_kernels_that_compute_a_step_in_one_call_send_all_groups_at_its_end(model: Path) -> None:
     wire = Observed()
     async with running_cluster(model, prefill_transport=wire, decode={"layer_groups": 4}) as cluster:
-        if cluster.prefill.model.kernels.implementation != "cpu":
+        if cluster.prefill.model.kernels.backend != "cpu":
             pytest.skip("the C++ kernels are not built")
         _, tokens = await handed_over(cluster.request(PROMPT))
         assert sorted(wire.sent) == [*range(4 * NUM_BLOCKS)]

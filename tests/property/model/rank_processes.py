@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, distributed, multiprocessing
 
-from kernels.choice import KernelOptions
+from kernels.choice import Backend, KernelOptions
 from kernels.decoder import LayerListener
 from kernels.ranks import TorchRanks
 from pdserve.model.batch import Batch
@@ -26,7 +26,7 @@ from tests.property.model.plans import Placement, Plan, compute, random_text
 from tests.property.model.tiny_models import Fields, make_rank_decoder
 from tests.support.backends import REFERENCE
 
-TRITON = KernelOptions(implementation="triton")
+TRITON = KernelOptions(backend=Backend.TRITON)
 FAMILIES: dict[str, Fields] = {
     "llama": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "mistral": {"sliding_window": 5},

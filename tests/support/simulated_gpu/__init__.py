@@ -45,7 +45,7 @@ def install(eagerness: float = 0.3, seed: float = 0) -> None:
     _let_triton_launch()
     _let_ucx_reach()
     # A worker samples as many when it starts, to see what they need. Read when the kernels are imported.
-    sample_rows.MOST_ROWS = 4
+    sample_rows.MAX_ROWS = 4
 
 
 def _let_children_find_it() -> None:

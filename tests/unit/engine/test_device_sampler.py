@@ -74,7 +74,7 @@ def assert_same(ours: list[SampleResult], theirs: list[SampleResult]) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_of_all_kinds_get_the_same_tokens(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if seed % 2:
-        monkeypatch.setattr(sampling, "MOST_ROWS", 3)  # In three parts.
+        monkeypatch.setattr(sampling, "MAX_ROWS", 3)  # In three parts.
     draw = random.Random(seed)
     rows = [some_row(draw) for _ in range(8)]
     logits = normal(seed, 5)

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from decode_svc.request import DecodeJob, DecodeSchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
-from kernels.choice import KernelOptions
+from kernels.choice import Backend, KernelOptions
 from kernels.decoder import LayerListener
 from pdserve.base.ids import RequestId
 from pdserve.base.layout import KvLayout
@@ -103,7 +103,7 @@ class Told:
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    return make_decoder(FIELDS, KernelOptions(implementation="triton"), torch.float32, device=DEVICE)
+    return make_decoder(FIELDS, KernelOptions(backend=Backend.TRITON), torch.float32, device=DEVICE)
 
 
 def tell(

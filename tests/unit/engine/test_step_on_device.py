@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from decode_svc.request import DecodeJob, DecodeSchedulerConfig
 from decode_svc.scheduler import DecodeScheduler
-from kernels.choice import KernelOptions
+from kernels.choice import Backend, KernelOptions
 from pdserve.base.ids import RequestId
 from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import SamplingParams
@@ -99,9 +99,9 @@ def told(
 
 
 def test_a_crowd_on_the_device_is_told_what_each_is_told_alone_on_the_host() -> None:
-    reference = make_decoder(FIELDS, KernelOptions(implementation="reference"), torch.float32)
+    reference = make_decoder(FIELDS, KernelOptions(backend=Backend.REFERENCE), torch.float32)
     expected = told(reference, Sampler(), reference, torch.device("cpu"), together=False)
-    model = make_decoder(FIELDS, KernelOptions(implementation="triton"), torch.float32, device=DEVICE)
+    model = make_decoder(FIELDS, KernelOptions(backend=Backend.TRITON), torch.float32, device=DEVICE)
     replaying = DeviceDecoder(model, DEVICE, recorder=recorder(), max_num_seqs=8, max_blocks=8, vocab_size=97)
     assert told(replaying, DeviceSampler(DEVICE), model, DEVICE, together=True) == expected
     assert [len(tokens) for tokens in expected.values()] == [5, 4, 4, 5]

@@ -11,7 +11,7 @@ from tests.support.devices import DEVICE, gpu_only
 
 pytest.importorskip("triton")
 
-from kernels.choice import KernelOptions
+from kernels.choice import Backend, KernelOptions
 from pdserve.engine.device_sampler import DeviceSampler
 from pdserve.engine.graphs import CudaRecorder, DeviceDecoder
 from tests.property.model.tiny_models import make_decoder
@@ -33,7 +33,7 @@ def test_what_waits_without_saying_so_is_noticed(no_hidden_waits: None) -> None:
 
 
 def test_a_crowd_of_prompts_and_graphs_is_computed_without_hidden_waits(request: pytest.FixtureRequest) -> None:
-    model = make_decoder(FIELDS, KernelOptions(implementation="triton"), torch.float32, device=DEVICE)
+    model = make_decoder(FIELDS, KernelOptions(backend=Backend.TRITON), torch.float32, device=DEVICE)
     replaying = DeviceDecoder(model, DEVICE, recorder=CudaRecorder(), max_num_seqs=8, max_blocks=8, vocab_size=97)
     sampler = DeviceSampler(DEVICE)
     first = told(replaying, sampler, model, DEVICE, together=True)  # what is compiled and captured waits

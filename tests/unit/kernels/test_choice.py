@@ -5,30 +5,31 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from kernels.choice import KernelOptions, instruction_sets, why_not_triton
+from kernels.choice import Backend, KernelOptions, instruction_sets, why_not_triton
 from pdserve.base.errors import SetupError
 from pdserve.model.loader import load_decoder
 from tests.support.devices import gpu_only, needs_triton
 from tests.unit.kernels.cpu_ops import needs_kernels
 from tests.unit.model.tiny import Second, save_model
 
-TRITON = KernelOptions(implementation="triton")
+TRITON = KernelOptions(backend=Backend.TRITON)
 
 
 @needs_kernels
 def test_the_best_instruction_set_is_taken(tmp_path: Path) -> None:
     choice = load_decoder(save_model(tmp_path)).kernels
-    assert (choice.implementation, choice.instruction_set, choice.reason) == ("cpu", instruction_sets()[0], "")
+    assert (choice.backend, choice.instruction_set, choice.reason) == ("cpu", instruction_sets()[0], "")
 
 
 @pytest.mark.parametrize("options", [{"quantization": "int8"}, {"instruction_set": "portable"}])
 def test_what_only_the_kernels_can_do_is_not_dropped_without_them(tmp_path: Path, options: dict[str, str]) -> None:
-    with pytest.raises(SetupError, match=r"(int8|portable) needs the C\+\+ kernels: plain torch was asked for"):
-        load_decoder(save_model(tmp_path), kernels=KernelOptions(implementation="reference", **options))
+    with pytest.raises(SetupError, match=r"(int8|portable) needs the C\+\+ kernels: plain torch was requested"):
+        load_decoder(save_model(tmp_path), kernels=KernelOptions(backend=Backend.REFERENCE, **options))
 
 
 FP8 = torch.ones(2, 2, 2)
@@ -37,17 +38,17 @@ FP8 = torch.ones(2, 2, 2)
 def test_an_fp8_kv_cache_is_computed_by_plain_torch_on_a_cpu_and_the_reason_is_said(tmp_path: Path) -> None:
     choice = load_decoder(save_model(tmp_path), kernels=KernelOptions(kv_scales=FP8)).kernels
     expected = "the C++ kernels have no fp8 KV cache (--kv-cache-dtype fp8_e4m3)"
-    assert (choice.implementation, choice.reason) == ("reference", expected)
-    asked = load_decoder(tmp_path, kernels=KernelOptions(implementation="reference", kv_scales=FP8)).kernels
-    assert (asked.implementation, asked.reason) == ("reference", "")
+    assert (choice.backend, choice.reason) == ("reference", expected)
+    asked = load_decoder(tmp_path, kernels=KernelOptions(backend=Backend.REFERENCE, kv_scales=FP8)).kernels
+    assert (asked.backend, asked.reason) == ("reference", "")
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"implementation": "cpu"}, "--kernels cpu"), ({"quantization": "int8"}, "int8"), ({"instruction_set": "x"}, "x")],
+    [({"backend": Backend.CPU}, "--kernels cpu"), ({"quantization": "int8"}, "int8"), ({"instruction_set": "x"}, "x")],
 )
 def test_an_fp8_kv_cache_is_refused_where_only_the_kernels_can_do_the_rest(
-    tmp_path: Path, options: dict[str, str], named: str
+    tmp_path: Path, options: dict[str, Any], named: str
 ) -> None:
     expected = (
         rf"^{named} needs the C\+\+ kernels: .* no fp8 KV cache .* Use either --kv-cache-dtype fp8_e4m3 or {named}\."
@@ -76,9 +77,9 @@ def test_an_instruction_set_that_is_not_there_is_refused_with_those_that_are(tmp
 @needs_kernels
 def test_ranks_are_computed_by_plain_torch_which_says_why(tmp_path: Path) -> None:
     choice = load_decoder(save_model(tmp_path), ranks=Second()).kernels
-    assert (choice.implementation, choice.reason[:23]) == ("reference", "2 ranks share the model")
+    assert (choice.backend, choice.reason[:23]) == ("reference", "2 ranks share the model")
     with pytest.raises(SetupError, match=r"--kernels cpu needs the C\+\+ kernels: 2 ranks share the model"):
-        load_decoder(tmp_path, kernels=KernelOptions(implementation="cpu"), ranks=Second())
+        load_decoder(tmp_path, kernels=KernelOptions(backend=Backend.CPU), ranks=Second())
 
 
 @needs_triton
@@ -87,9 +88,9 @@ def test_triton_runs_in_its_interpreter_when_that_is_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool, mode: str
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    options = KernelOptions(implementation="triton", deterministic=deterministic)
+    options = KernelOptions(backend=Backend.TRITON, deterministic=deterministic)
     choice = load_decoder(save_model(tmp_path), kernels=options).kernels
-    assert (choice.implementation, choice.instruction_set, choice.reason, choice.mode) == ("triton", "", "", mode)
+    assert (choice.backend, choice.instruction_set, choice.reason, choice.mode) == ("triton", "", "", mode)
 
 
 @needs_triton
@@ -107,8 +108,8 @@ def test_triton_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("options", [{"quantization": "int8"}, {"instruction_set": "portable"}])
 def test_what_triton_cannot_do_is_not_dropped(tmp_path: Path, options: dict[str, str]) -> None:
-    with pytest.raises(SetupError, match=r"(int8|portable) needs the C\+\+ kernels: --kernels triton was asked for"):
-        load_decoder(save_model(tmp_path), kernels=KernelOptions(implementation="triton", **options))
+    with pytest.raises(SetupError, match=r"(int8|portable) needs the C\+\+ kernels: --kernels triton was requested"):
+        load_decoder(save_model(tmp_path), kernels=KernelOptions(backend=Backend.TRITON, **options))
 
 
 @needs_triton
@@ -132,11 +133,11 @@ class TestOnHardware:
 
     def test_a_model_on_a_gpu_is_computed_by_triton(self, tmp_path: Path) -> None:
         decoder = load_decoder(save_model(tmp_path), device="cuda")
-        assert (decoder.kernels.implementation, decoder.kernels.mode) == ("triton", "deterministic")
+        assert (decoder.kernels.backend, decoder.kernels.mode) == ("triton", "deterministic")
 
     def test_plain_torch_can_be_asked_for(self, tmp_path: Path) -> None:
-        options = KernelOptions(implementation="reference")
-        assert load_decoder(save_model(tmp_path), device="cuda", kernels=options).kernels.implementation == "reference"
+        options = KernelOptions(backend=Backend.REFERENCE)
+        assert load_decoder(save_model(tmp_path), device="cuda", kernels=options).kernels.backend == "reference"
 
     @pytest.mark.parametrize("options", [{"quantization": "int8"}, {"instruction_set": "portable"}])
     def test_what_only_the_kernels_can_do_is_not_dropped(self, tmp_path: Path, options: dict[str, str]) -> None:

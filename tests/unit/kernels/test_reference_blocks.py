@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.reference.blocks import HEADER_PAIRS, LANES, PartLayout, digest, digest_keys, philox
+from kernels.reference.blocks import HEADER_PAIRS, LANES, SliceLayout, digest, digest_keys, philox
 
 KEY = bytes(range(16))
 CPU = torch.device("cpu")
@@ -104,7 +104,7 @@ def test_the_stretched_key_does_not_repeat() -> None:
 
 def test_whole_blocks_are_one_run_and_heads_one_for_each_side_of_a_layer() -> None:
     cache = torch.zeros(3, 5, 2, 4, 8, 16, dtype=torch.bfloat16)
-    whole = PartLayout.of(cache, (0, 5), (0, 4))
+    whole = SliceLayout.of(cache, (0, 5), (0, 4))
     assert (whole.num_runs, whole.packed_bytes) == (1, cache[0].nbytes)
-    some = PartLayout.of(cache, (1, 3), (2, 3))
+    some = SliceLayout.of(cache, (1, 3), (2, 3))
     assert (some.num_runs, some.packed_bytes) == (4, cache[0, 1:3, :, 2:3].nbytes)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.choice import KernelOptions
+from kernels.choice import Backend, KernelOptions
 from pdserve.model.decoder import Decoder
 from pdserve.model.loader import load_decoder
 from tests.golden.paged import PagedRunner
@@ -117,7 +117,7 @@ def test_half_precision_runs_and_stays_close(tmp_path: Path, dtype: str, toleran
 
 def test_plain_torch_tells_after_each_layer_that_its_kv_is_written(tmp_path: Path) -> None:
     path = save_model(tmp_path, {"num_hidden_layers": 3})
-    decoder = load_decoder(path, kernels=KernelOptions(implementation="reference"))
+    decoder = load_decoder(path, kernels=KernelOptions(backend=Backend.REFERENCE))
     runner = PagedRunner(decoder, num_blocks=4, block_size=4)
     runner.kv_cache.zero_()
     batch = runner.make_batch([(runner.add_sequence(), TOKENS[:9])])
@@ -139,7 +139,7 @@ def test_plain_torch_tells_after_each_layer_that_its_kv_is_written(tmp_path: Pat
 
 def test_kernels_that_compute_all_layers_in_one_call_tell_nothing(tmp_path: Path) -> None:
     decoder = load_decoder(save_model(tmp_path))
-    if decoder.kernels.implementation != "cpu":
+    if decoder.kernels.backend != "cpu":
         pytest.skip("the C++ kernels are not built")
     runner = PagedRunner(decoder, num_blocks=4, block_size=4)
     batch = runner.make_batch([(runner.add_sequence(), TOKENS[:9])])

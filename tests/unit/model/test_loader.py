@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels.choice import KernelOptions
+from kernels.choice import Backend, KernelOptions
 from pdserve.base.errors import SetupError
 from pdserve.model.config import ModelConfig
 from pdserve.model.loader import load_decoder, load_weights, memory_of_weights
@@ -154,7 +154,7 @@ def test_of_weights_in_another_dtype_the_kernels_keep_the_embedding(tmp_path: Pa
 
 
 def test_plain_torch_takes_no_memory_for_weights_unless_it_converts_them(tmp_path: Path) -> None:
-    config, options = ModelConfig.from_dir(save_model(tmp_path)), KernelOptions(implementation="reference")
+    config, options = ModelConfig.from_dir(save_model(tmp_path)), KernelOptions(backend=Backend.REFERENCE)
     assert memory_of_weights(config, dtype="auto", kernels=options) == 0
     whole = 2 * sum(tensor.numel() for tensor in random_tensors(config).values())
     assert memory_of_weights(config, dtype="bfloat16", kernels=options) == whole

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kernels.decoder import DecoderWeights, LayerWeights
-from kernels.split import part_of
+from kernels.split import even_slice
 from pdserve.base.errors import SetupError
 from pdserve.model import loader
 from pdserve.model.config import ModelConfig
@@ -38,7 +38,7 @@ def config_of(**changes: object) -> ModelConfig:
 
 @pytest.mark.parametrize(("total", "size"), [(97, 2), (97, 3), (97, 4), (96, 4), (3, 4), (7, 1)])
 def test_parts_follow_each_other_and_differ_by_one_at_most(total: int, size: int) -> None:
-    parts = [part_of(total, rank, size) for rank in range(size)]
+    parts = [even_slice(total, rank, size) for rank in range(size)]
     assert [index for part in parts for index in range(part.start, part.stop)] == list(range(total))
     widths = [part.stop - part.start for part in parts]
     assert sorted(widths, reverse=True) == widths

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.triton.sample_rows import MOST_ROWS
+from kernels.triton.sample_rows import MAX_ROWS
 from kvtransfer.transport import open_transport
 from pdserve.base.errors import SetupError
 from pdserve.base.layout import KvLayout
@@ -113,7 +113,7 @@ def test_the_largest_steps_are_run_and_their_peak_taken(
     # Prompts that are no longer than one can be; as many sequences as graphs are padded to; and both.
     assert memory.rows == [num_tokens, 8, num_tokens + 5]
     assert tables == [(num_prompts, num_blocks), (8, 16), (num_prompts + 5, 4)]
-    assert sampler.num_rows == [MOST_ROWS, 8, MOST_ROWS]
+    assert sampler.num_rows == [MAX_ROWS, 8, MAX_ROWS]
     assert (use.total, use.free, use.weights, use.group) == (100_000, 90_000, 700, 30)
     assert use.activations == 10 * (num_tokens + 5)
     assert use.graphs == (10 * 8 + 8 * config.vocab_size * 4 if replayed else 0)

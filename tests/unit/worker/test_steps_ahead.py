@@ -11,7 +11,7 @@ from tests.support.devices import DEVICE
 
 pytest.importorskip("triton")
 
-from kernels.choice import KernelOptions
+from kernels.choice import Backend, KernelOptions
 from pdserve.engine.device_sampler import DeviceSampler
 from pdserve.engine.graphs import DeviceDecoder
 from pdserve.engine.kv_cache import KvCache
@@ -51,7 +51,7 @@ def test_steps_that_were_launched_ahead_are_counted() -> None:
 
 
 def test_steps_overlap_on_a_device_and_not_on_a_cpu() -> None:
-    decoder = make_decoder(FIELDS, KernelOptions(implementation="reference"), torch.float32)
+    decoder = make_decoder(FIELDS, KernelOptions(backend=Backend.REFERENCE), torch.float32)
     there = DeviceDecoder(decoder, DEVICE, recorder=None, max_num_seqs=1, max_blocks=1, vocab_size=97)
     part = ModelPart(
         layout=layout(),

@@ -52,7 +52,7 @@ def test_there_and_back(
     cache = _cache(shape, dtype)
     before = cache.clone()
     block_ids = torch.tensor(ids, device=DEVICE)
-    part = reference.PartLayout.of(cache, layers, heads)
+    part = reference.SliceLayout.of(cache, layers, heads)
     keys = blocks.digest_keys(KEY, part.packed_bytes, DEVICE)
     assert torch.equal(keys, reference.digest_keys(KEY, part.packed_bytes, DEVICE))
     # Filled, with a margin: whatever is not written, or written beyond the end, shows.

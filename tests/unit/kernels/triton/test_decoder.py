@@ -12,7 +12,7 @@ from tests.support.devices import DEVICE, gpu_only
 
 pytest.importorskip("triton")
 
-from kernels.choice import KernelOptions
+from kernels.choice import Backend, KernelOptions
 from kernels.triton.decoder import joined
 from pdserve.model.decoder import Decoder
 from tests.golden.paged import PagedRunner
@@ -48,7 +48,7 @@ def fields_of(family: str) -> Fields:
 
 
 def decoders(family: str, dtype: torch.dtype, *, deterministic: bool = True) -> tuple[Decoder, Decoder]:
-    options = KernelOptions(implementation="triton", deterministic=deterministic)
+    options = KernelOptions(backend=Backend.TRITON, deterministic=deterministic)
     fields = fields_of(family)
     return make_decoder(fields, options, dtype, device=DEVICE), make_decoder(fields, REFERENCE, dtype, device=DEVICE)
 
@@ -76,8 +76,8 @@ def test_the_fast_mode_gives_what_the_reference_gives(family: str) -> None:
 
 def test_an_fp8_kv_cache_gives_what_the_reference_gives() -> None:
     scales, logits = torch.tensor([[[0.5, 0.25], [1.0, 0.125]]] * 2), []
-    for implementation in ("triton", "reference"):
-        options = KernelOptions(implementation=implementation, kv_scales=scales)
+    for backend in (Backend.TRITON, Backend.REFERENCE):
+        options = KernelOptions(backend=backend, kv_scales=scales)
         decoder = make_decoder(fields_of("qwen3"), options, torch.float32, device=DEVICE)
         runner = PagedRunner(decoder, num_blocks=4, block_size=4, kv_dtype=torch.float8_e4m3fn)
         sequence = runner.add_sequence()
@@ -127,15 +127,15 @@ def test_each_layer_is_told_when_its_kv_is_launched() -> None:
     assert torch.equal(logits, decoder.forward(batch, runner.kv_cache))
 
 
-def test_what_is_told_about_the_decoder() -> None:
+def test_a_decoder_reports_its_backend_and_no_thread_counters() -> None:
     decoder, other = decoders("qwen2", torch.bfloat16)
-    assert (decoder.kernels.implementation, decoder.kernels.mode, decoder.kernels.reason) == (
-        "triton",
+    assert (decoder.kernels.backend, decoder.kernels.mode, decoder.kernels.reason) == (
+        Backend.TRITON,
         "deterministic",
         "",
     )
     assert decoder.weight_bytes == other.weight_bytes
-    assert decoder.borrowed_core_seconds == decoder.redone_units == 0
+    assert decoder.thread_counters is None
 
 
 def test_neighbours_in_one_storage_are_joined_without_a_copy() -> None:
