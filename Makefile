@@ -63,7 +63,7 @@ COMPUTING := tests/unit/kernels tests/unit/engine tests/unit/benchmarks tests/pr
 SIMULATED := tests/unit/simulated_gpu tests/unit/engine/test_launches_on_device.py tests/unit/engine/test_layers_written.py \
 	tests/unit/engine/test_device_batch.py tests/unit/engine/test_waits_on_device.py tests/unit/kernels/test_choice.py::TestOnHardware \
 	tests/unit/kernels/triton/test_decoder.py::TestOnHardware tests/unit/worker/ranks/test_follower.py::TestOnHardware \
-	tests/unit/worker/test_device_copies_on_device.py tests/integration/services/test_on_gpu.py \
+	tests/unit/worker/kv_bytes/test_device_copies_on_device.py tests/integration/services/test_on_gpu.py \
 	'tests/unit/benchmarks/test_gpu_simulated.py::test_a_row_is_measured[idle-1]'
 TESTS := tests
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from kernels.choice import Backend, KernelOptions
 from pdserve.base.layout import KvLayout
-from pdserve.base.worker_config import FP8_KV
 from pdserve.engine.kv_cache import KvCache
 from pdserve.model.batch import Batch
 from pdserve.model.config import ModelConfig
 from pdserve.model.decoder import Decoder
 from pdserve.model.kv_scales import read_kv_scales
 from pdserve.model.loader import load_decoder
+from pdserve.worker.config import FP8_KV
 
 #: Tokens of the longest sequence.
 WINDOW = 1024

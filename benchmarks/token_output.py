@@ -46,8 +46,8 @@ from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import SequenceLimits
 from pdserve.model.batch import Batch
 from pdserve.v1 import common_pb2, decode_pb2
-from pdserve.worker.metrics import WorkerMetrics
-from pdserve.worker.worker import Worker
+from pdserve.worker.serve.metrics import WorkerMetrics
+from pdserve.worker.serve.worker import Worker
 
 FORWARD_S = 0.005
 VOCABULARY = 49_152

@@ -9,7 +9,7 @@ from pdserve.base.service import run_service
 async def _serve(config: DecodeConfig) -> None:
     # Imported here, so that --help and a wrong flag answer at once.
     from decode_svc.service import DecodeService
-    from pdserve.worker.process import serve_worker
+    from pdserve.worker.serve.process import serve_worker
 
     await serve_worker(config, "decode", lambda worker: DecodeService(worker, config))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pdserve.base.config import option
 from pdserve.base.errors import SetupError
-from pdserve.base.worker_config import GPU_LAYER_GROUPS, WorkerConfig
+from pdserve.worker.config import GPU_LAYER_GROUPS, WorkerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

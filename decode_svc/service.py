@@ -25,8 +25,8 @@ from pdserve.base.wire import error_to_wire, sampling_from_wire
 from pdserve.engine.step import Grant, LayersWritten, RequestTokens, Started, StepOutput
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.v1 import decode_pb2_grpc as pb_grpc
-from pdserve.worker.sessions import Failed, Sessions
-from pdserve.worker.worker import Worker
+from pdserve.worker.serve.inboxes import Failed, Inboxes
+from pdserve.worker.serve.worker import Worker
 
 log = get_logger(__name__)
 
@@ -35,7 +35,7 @@ _START_TIMEOUT_S = 10.0
 
 
 class DecodeService(pb_grpc.DecodeServiceServicer):
-    """Implements `pdserve.worker.worker.TierService`."""
+    """Implements `pdserve.worker.serve.worker.TierService`."""
 
     name = "pdserve.v1.DecodeService"
 
@@ -57,7 +57,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             ),
         )
         self._worker = worker
-        self._sessions: Sessions[Event] = Sessions()
+        self._sessions: Inboxes[Event] = Inboxes()
         self._running: dict[RequestId, DecodeSession] = {}
         self._receiver: Receiver | None = None
         self._config = config

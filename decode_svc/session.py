@@ -18,8 +18,8 @@ from pdserve.base.tasks import service_group
 from pdserve.base.wire import tokens_to_wire
 from pdserve.engine.step import Grant, RequestTokens, Started
 from pdserve.v1 import decode_pb2 as pb
-from pdserve.worker.sessions import Failed, Session
-from pdserve.worker.worker import Worker
+from pdserve.worker.serve.inboxes import Failed, Inbox
+from pdserve.worker.serve.worker import Worker
 
 log = get_logger(__name__)
 
@@ -52,7 +52,7 @@ class DecodeSession:
         worker: Worker,
         scheduler: DecodeScheduler,
         receiver: Receiver,
-        inbox: Session[Event],
+        inbox: Inbox[Event],
         stream: MessageStream[pb.DecodeRequest],
         *,
         lease_s: float,

@@ -8,7 +8,7 @@ from prefill_svc.config import PrefillConfig
 
 async def _serve(config: PrefillConfig) -> None:
     # Imported here, so that --help and a wrong flag answer at once.
-    from pdserve.worker.process import serve_worker
+    from pdserve.worker.serve.process import serve_worker
     from prefill_svc.service import PrefillService
 
     await serve_worker(config, "prefill", lambda worker: PrefillService(worker, config))

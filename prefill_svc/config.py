@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.base.worker_config import WorkerConfig
+from pdserve.worker.config import WorkerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from kvtransfer.handover.sender import OutgoingTransfer
 from kvtransfer.handover.ticket import Ticket
+from pdserve.base.device_event import DeviceEvent
 from pdserve.base.ids import BlockId
-from pdserve.base.moment import Moment
 from pdserve.base.tasks import service_group
 
 
@@ -21,7 +21,7 @@ class _Part:
 
     block_ids: Sequence[BlockId]
     group: int
-    after: Moment | None
+    after: DeviceEvent | None
 
 
 class Pusher:
@@ -52,7 +52,7 @@ class Pusher:
         num_blocks: int,
         *,
         num_layers: int | None = None,
-        at: Moment | None = None,
+        at: DeviceEvent | None = None,
     ) -> None:
         """The prompt's first `num_blocks` blocks have their first `num_layers` layers, or will have them `at`.
 

@@ -17,8 +17,8 @@ from pdserve.base.wire import sampling_from_wire
 from pdserve.engine.step import LayersWritten, StepOutput
 from pdserve.v1 import prefill_pb2 as pb
 from pdserve.v1 import prefill_pb2_grpc as pb_grpc
-from pdserve.worker.sessions import Failed, Sessions
-from pdserve.worker.worker import Worker
+from pdserve.worker.serve.inboxes import Failed, Inboxes
+from pdserve.worker.serve.worker import Worker
 from prefill_svc.config import PrefillConfig
 from prefill_svc.decode_channels import DecodeChannels
 from prefill_svc.scheduler import PrefillJob, PrefillScheduler, PrefillSchedulerConfig
@@ -28,7 +28,7 @@ log = get_logger(__name__)
 
 
 class PrefillService(pb_grpc.PrefillServiceServicer):
-    """Implements `pdserve.worker.worker.TierService`."""
+    """Implements `pdserve.worker.serve.worker.TierService`."""
 
     name = "pdserve.v1.PrefillService"
     itl_budget_s = None
@@ -41,7 +41,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
             PrefillSchedulerConfig(limits=worker.model.limits, max_num_batched_tokens=config.max_num_batched_tokens),
         )
         self._worker = worker
-        self._sessions: Sessions[Event] = Sessions()
+        self._sessions: Inboxes[Event] = Inboxes()
         self._sender = Sender(transport=worker.transport, memory=worker.blocks, layout=worker.model.layout)
         self._channels = DecodeChannels()
 

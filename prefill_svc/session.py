@@ -16,8 +16,8 @@ from pdserve.base.wire import tokens_to_wire
 from pdserve.engine.step import LayersWritten, PrefillProgress, RequestTokens, Started
 from pdserve.v1 import decode_pb2, decode_pb2_grpc
 from pdserve.v1 import prefill_pb2 as pb
-from pdserve.worker.sessions import Session
-from pdserve.worker.worker import Worker
+from pdserve.worker.serve.inboxes import Inbox
+from pdserve.worker.serve.worker import Worker
 from prefill_svc.decode_channels import DecodeChannels
 from prefill_svc.pusher import Pusher, pushing
 from prefill_svc.scheduler import PrefillJob, PrefillScheduler
@@ -71,7 +71,7 @@ class PrefillSession:
         scheduler: PrefillScheduler,
         sender: Sender,
         channels: DecodeChannels,
-        inbox: Session[Event],
+        inbox: Inbox[Event],
         write: Callable[[pb.PrefillResponse], Awaitable[None]],
     ) -> None:
         self._worker = worker

@@ -16,7 +16,7 @@ from kernels.bench.inputs import BLOCK_SIZE
 from kernels.bench.work import Work
 from pdserve.base.errors import PdserveError
 from pdserve.base.layout import KvLayout
-from pdserve.base.worker_config import GPU_LAYER_GROUPS
+from pdserve.worker.config import GPU_LAYER_GROUPS
 
 _KEY = bytes(range(16))
 

@@ -31,10 +31,11 @@ from kvtransfer.transport import Transport, open_transport
 from pdserve.base.ids import BlockId, WorkerId, new_epoch
 from pdserve.base.layout import KvLayout
 from pdserve.base.tasks import service_group
-from pdserve.base.worker_config import GPU_LAYER_GROUPS
 from pdserve.engine.kv_cache import KvCache
 from pdserve.v1 import decode_pb2
-from pdserve.worker.blocks import block_memory, device_block_memory, staged
+from pdserve.worker.config import GPU_LAYER_GROUPS
+from pdserve.worker.kv_bytes.device import device_block_memory
+from pdserve.worker.kv_bytes.host import block_memory, staged
 
 HOST, DEVICE = "host", "device"
 #: The first connect, compile, and touch what was not touched yet.

@@ -12,8 +12,8 @@ import numpy as np
 from kvtransfer.handover.digest import HOST_DIGEST, MessageDigest
 from kvtransfer.handover.layer_groups import span_of
 from kvtransfer.transport import Buffer
+from pdserve.base.device_event import DeviceEvent
 from pdserve.base.ids import BlockId
-from pdserve.base.moment import Moment
 
 #: Enough to keep a fast wire busy, little enough that another transfer gets its turn soon. Within a GPU all is faster.
 HOST_WINDOW_BYTES, DEVICE_WINDOW_BYTES = 32 << 20, 256 << 20
@@ -29,7 +29,7 @@ class Part:
     layers: slice
     digest: MessageDigest
     #: The blocks have these layers then; None: they have them.
-    after: Moment | None = None
+    after: DeviceEvent | None = None
 
 
 class BlockMemory(Protocol):

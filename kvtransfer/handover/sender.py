@@ -27,10 +27,10 @@ from kvtransfer.handover.peers import PeerTable
 from kvtransfer.handover.send_machine import SendMachine, SendState
 from kvtransfer.handover.ticket import Commit, Ticket, signed_commit
 from kvtransfer.transport import Buffer, Operation, Peer, Transport
+from pdserve.base.device_event import DeviceEvent
 from pdserve.base.errors import PdserveError, PeerLost, TransferError, TransferTimeout
 from pdserve.base.ids import BlockId, RequestId
 from pdserve.base.layout import KvLayout
-from pdserve.base.moment import Moment
 
 T = TypeVar("T")
 
@@ -178,7 +178,7 @@ class OutgoingTransfer:
         """The prompt is being computed, and the decode worker is told so by another way."""
         self._handle(LeaseKept())
 
-    async def push(self, block_ids: Sequence[BlockId], *, group: int = 0, after: Moment | None = None) -> None:
+    async def push(self, block_ids: Sequence[BlockId], *, group: int = 0, after: DeviceEvent | None = None) -> None:
         """Sends a group of layers of the next blocks of the ticket, in its order, as they are `after`.
 
         Each group goes through all bundles by itself; only the ticket's last may be cut short. Returns when the last

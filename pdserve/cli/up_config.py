@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from decode_svc.config import DecodeConfig
 from pdserve.base.config import default_of, option, parse_bytes
 from pdserve.base.logs import LEVELS
-from pdserve.base.worker_config import (
+from pdserve.worker.config import (
     DTYPES,
     HANDOVER_MEMORIES,
     KERNELS,

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from pdserve.base.config import child_environment
 from pdserve.base.errors import SetupError
-from pdserve.base.private_redis import find_redis_server, server_argv, wait_until_ready
 from pdserve.base.store import is_reachable
+from pdserve.cli.private_redis import find_redis_server, server_argv, wait_until_ready
 from pdserve.cli.services import REDIS_STAGE
 from pdserve.cli.supervisor.spec import ProcessSpec
 

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pdserve.base.device_event import DeviceEvent
 from pdserve.base.errors import SetupError
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
-from pdserve.base.moment import Moment
 
 _DTYPES = {
     "float32": torch.float32,
@@ -66,7 +66,7 @@ class KvCache:
         view: npt.NDArray[np.uint8] = self._bytes[block_id]
         return view
 
-    def moment(self, num_layers: int) -> Moment | None:
+    def moment(self, num_layers: int) -> DeviceEvent | None:
         """When the device will have done what this thread has launched; None: it has. On the step thread."""
         if self._copies is None:
             return None
@@ -79,7 +79,7 @@ class KvCache:
         block_ids: Sequence[BlockId],
         into: Sequence[torch.Tensor],
         layers: slice = ALL_LAYERS,
-        after: Moment | None = None,
+        after: DeviceEvent | None = None,
     ) -> None:
         """Copies layers of blocks to host memory, each [layers, 2, num_kv_heads, block_size, head_dim].
 
@@ -99,7 +99,9 @@ class KvCache:
         for source, destination in pairs:
             self.tensor[destination].copy_(self.tensor[source])
 
-    def _copy(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor], after: Moment | None = None) -> None:
+    def _copy(
+        self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor], after: DeviceEvent | None = None
+    ) -> None:
         if self._copies is not None:
             # Threads begin with the first GPU, of which torch would else take memory, too.
             torch.cuda.set_device(self.tensor.device)

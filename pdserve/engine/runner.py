@@ -13,9 +13,9 @@ from typing import Protocol
 from torch import Tensor
 
 from kernels.decoder import LayerListener
+from pdserve.base.device_event import DeviceEvent
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
-from pdserve.base.moment import Moment
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.batching import BatchBuilder
 from pdserve.engine.sequence import SampleResult, SampleRow
@@ -43,7 +43,7 @@ class StepCache(Protocol):
     def copy_blocks(self, pairs: Items[tuple[BlockId, BlockId]]) -> None:
         """Copies each source block onto its destination, in order."""
 
-    def moment(self, num_layers: int) -> Moment | None:
+    def moment(self, num_layers: int) -> DeviceEvent | None:
         """When that many layers of what is being launched will be written; None: they are."""
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pdserve.base.device_event import DeviceEvent
 from pdserve.base.errors import PdserveError
 from pdserve.base.ids import BlockId, RequestId, RouterId
-from pdserve.base.moment import Moment
 from pdserve.base.sampling import ChoiceTokens
 from pdserve.engine.block_pool import CacheEvents
 from pdserve.engine.pace import Pace
@@ -39,7 +39,7 @@ class LayersWritten:
     #: All blocks of the prompt, in order.
     block_table: tuple[BlockId, ...]
     #: It is stored at that moment; None: already.
-    moment: Moment | None = None
+    moment: DeviceEvent | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

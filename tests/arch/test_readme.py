@@ -20,7 +20,6 @@ import pytest
 
 from decode_svc.config import DecodeConfig
 from pdserve.base.config import add_options
-from pdserve.base.worker_config import WorkerConfig
 from pdserve.cli.__main__ import COMMANDS
 from pdserve.cli.bench.config import ServeConfig
 from pdserve.cli.chat import ChatConfig
@@ -28,7 +27,8 @@ from pdserve.cli.status import StatusConfig
 from pdserve.cli.trace import TraceConfig
 from pdserve.cli.up_config import UpConfig
 from pdserve.v1 import inference_pb2
-from pdserve.worker.metrics import WorkerMetrics
+from pdserve.worker.config import WorkerConfig
+from pdserve.worker.serve.metrics import WorkerMetrics
 from prefill_svc.config import PrefillConfig
 from router_svc.api.fields import IGNORED, UNSUPPORTED
 from router_svc.api.openai.schema import ChatBody, CompletionBody, GenerationBody
@@ -268,7 +268,7 @@ def _counter_sources(path: str) -> set[str]:
         (
             "Workers",
             WorkerMetrics(model_name="m", tier="decode"),
-            ("pdserve/worker/process.py", "pdserve/worker/step_metrics.py"),
+            ("pdserve/worker/serve/process.py", "pdserve/worker/serve/step_metrics.py"),
         ),
     ],
 )

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.base.private_redis import PrivateRedis
 from pdserve.base.registry import RECORD_TTL_S
+from pdserve.cli.private_redis import PrivateRedis
 from tests.support.cluster import MODEL, Cluster, running_cluster
 
 pytestmark = pytest.mark.timeout(300)

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import pytest
 
-from pdserve.base.private_redis import PrivateRedis
 from pdserve.base.tasks import service_group
+from pdserve.cli.private_redis import PrivateRedis
 
 #: What no test should need; a test that waits this long hangs.
 DEADLINE_S = 20.0

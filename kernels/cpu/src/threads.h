@@ -23,7 +23,7 @@ inline void relax() {
 #endif
 }
 
-// What the processes of a machine tell each other about a core. `pdserve/base/core_leases.py` lays it out in a file.
+// What the processes of a machine tell each other about a core. `pdserve/worker/load/core_leases.py` lays it out in a file.
 struct alignas(64) CoreLease {
   std::atomic<uint32_t> busy;      // Not 0: its owner has work. Only the owner writes it.
   std::atomic<uint32_t> borrower;  // Who computes here while the owner sleeps; 0: nobody.

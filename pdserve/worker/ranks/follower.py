@@ -25,15 +25,15 @@ from kernels.ranks import TorchRanks
 from pdserve.base import logs
 from pdserve.base.errors import SetupError
 from pdserve.base.ids import BlockId
-from pdserve.worker.blocks import Stage, stage_bytes
-from pdserve.worker.cores import num_cores
-from pdserve.worker.device import open_device
-from pdserve.worker.part import ModelPart, load_part
-from pdserve.worker.ranks.group import Unreached, agree, form_group
-from pdserve.worker.ranks.messages import Kind, Mark, Message, MessageReader, encode
-from pdserve.worker.ranks.order import Answer, Order, receive_line, send_line
+from pdserve.worker.kv_bytes.stage import Stage, stage_bytes
+from pdserve.worker.load.cores import num_cores
+from pdserve.worker.load.device import open_device
+from pdserve.worker.load.model_shard import ModelShard, load_shard
+from pdserve.worker.ranks.messages import MessageKind, MessageReader, RankMessage, StepPosition, encode
+from pdserve.worker.ranks.process_group import RanksUnreachable, agree, form_group
+from pdserve.worker.ranks.shared_stage import heads_of_rank, map_stage
 from pdserve.worker.ranks.split import config_of_rank
-from pdserve.worker.ranks.stage import heads_of_rank, map_stage
+from pdserve.worker.ranks.startup import RankSetup, SetupReply, receive_line, send_line
 
 log = logs.get_logger(__name__)
 
@@ -43,17 +43,17 @@ _KEPT_EVENTS = 256
 _END_S = 3.0
 
 
-class Progress:
+class LaunchProgress:
     """How far steps have been launched, and when they were that far: said by one thread, waited for by another."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._changed = threading.Condition()
-        self._launched = Mark(0)
+        self._launched = StepPosition(0)
         #: The latest on a GPU.
-        self._events: deque[tuple[Mark, torch.cuda.Event]] = deque(maxlen=_KEPT_EVENTS)
+        self._events: deque[tuple[StepPosition, torch.cuda.Event]] = deque(maxlen=_KEPT_EVENTS)
 
-    def note_launch(self, mark: Mark) -> None:
+    def note_launch(self, mark: StepPosition) -> None:
         """On a CPU it has also been computed."""
         event = None
         if self._device.type == "cuda":
@@ -65,7 +65,7 @@ class Progress:
                 self._events.append((mark, event))
             self._changed.notify_all()
 
-    def wait_for(self, mark: Mark) -> None:
+    def wait_for(self, mark: StepPosition) -> None:
         """Returns when steps are that far. Rank 0 has seen that it is, or will be, so: that is soon."""
         with self._changed:
             self._changed.wait_for(lambda: self._launched >= mark)
@@ -78,49 +78,49 @@ class Progress:
 class Follower:
     """The rank, once it is loaded."""
 
-    def __init__(self, part: ModelPart, stage: Stage, device: torch.device) -> None:
+    def __init__(self, part: ModelShard, stage: Stage, device: torch.device) -> None:
         """`stage`: its heads."""
         self._part = part
         self._stage = stage
-        self._progress = Progress(device)
+        self._progress = LaunchProgress(device)
 
     def compute(self, steps: MessageReader) -> None:
         """Until rank 0 closes the stream."""
         cache = self._part.kv_cache
         with torch.inference_mode():
             while (message := steps.receive()) is not None:
-                if message.kind is Kind.FORWARD:
+                if message.kind is MessageKind.FORWARD:
                     on_layer = self._noter(message.number) if message.notes_layers else None
                     self._part.step_decoder.forward(message.batch(), cache.tensor, on_layer)
                 else:
-                    assert message.kind is Kind.COPY_BLOCKS
+                    assert message.kind is MessageKind.COPY_BLOCKS
                     cache.copy_blocks([(BlockId(a), BlockId(b)) for a, b in message.values.view(-1, 2).tolist()])
-                self._progress.note_launch(Mark(message.number))
+                self._progress.note_launch(StepPosition(message.number))
 
     def _noter(self, step: int) -> LayerListener:
-        return lambda num_layers: self._progress.note_launch(Mark(step, num_layers))
+        return lambda num_layers: self._progress.note_launch(StepPosition(step, num_layers))
 
     def copy(self, stream: socket.socket) -> None:
         """Until rank 0 closes the stream."""
         requests = MessageReader(stream)
         while (message := requests.receive()) is not None:
             self._copy(message)
-            stream.sendall(encode(Kind.DONE, message.number))
+            stream.sendall(encode(MessageKind.DONE, message.number))
 
-    def _copy(self, message: Message) -> None:
+    def _copy(self, message: RankMessage) -> None:
         copy = message.copy()
         parts = self._stage.parts(copy.bundles, copy.slots, copy.layers)
         block_ids = [block_id for bundle in copy.bundles for block_id in bundle]
         self._progress.wait_for(copy.after)
-        if message.kind is Kind.READ_BLOCKS:
+        if message.kind is MessageKind.READ_BLOCKS:
             self._part.kv_cache.read_blocks(block_ids, parts, copy.layers)
         else:
-            assert message.kind is Kind.WRITE_BLOCKS
+            assert message.kind is MessageKind.WRITE_BLOCKS
             self._part.kv_cache.write_blocks(block_ids, parts, copy.layers)
 
 
-def load(order: Order, stage: int, copies: socket.socket) -> Follower:
-    """Loads in step with the other ranks. Raises `SetupError`, `Unreached`."""
+def load(order: RankSetup, stage: int, copies: socket.socket) -> Follower:
+    """Loads in step with the other ranks. Raises `SetupError`, `RanksUnreachable`."""
     config = config_of_rank(order.config, order.rank, num_cores=num_cores())
     size = config.tensor_parallel_size
     if config.cpus:
@@ -128,9 +128,9 @@ def load(order: Order, stage: int, copies: socket.socket) -> Follower:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = open_device(config.device)
-    send_line(copies, Answer(state="here").to_json())
+    send_line(copies, SetupReply(state="here").to_json())
     group, device_bytes = form_group(Path(order.rendezvous), order.rank, size, device)
-    part = load_part(
+    part = load_shard(
         config,
         device,
         ranks=TorchRanks(group),
@@ -157,16 +157,16 @@ def _follow(step_stream: socket.socket, copy_stream: socket.socket, stage: int) 
     message = receive_line(copy_stream)
     if message is None:
         return 0
-    order = Order.from_json(message)
+    order = RankSetup.from_json(message)
     logs.configure(order.name, order.config.log_level)
     try:
         follower = load(order, stage, copy_stream)
-        send_line(copy_stream, Answer(state="ready").to_json())
+        send_line(copy_stream, SetupReply(state="ready").to_json())
     except ConnectionError:
         return 1  # The worker is gone.
-    except (SetupError, Unreached) as error:
+    except (SetupError, RanksUnreachable) as error:
         with contextlib.suppress(OSError):
-            answer = Answer(error=str(error), hearsay=isinstance(error, Unreached))
+            answer = SetupReply(error=str(error), hearsay=isinstance(error, RanksUnreachable))
             send_line(copy_stream, answer.to_json())
         return 1
     except Exception as error:  # noqa: BLE001 - the worker sees that this process ends, the log why

@@ -25,18 +25,18 @@ from pdserve.model.batch import Batch
 _HEADER = 3
 HEADER_BYTES = 8 * _HEADER
 _SHAPE = 5
-#: For `Mark`: the whole step.
+#: For `StepPosition`: the whole step.
 ALL_LAYERS = 1 << 30
 
 
-class Mark(NamedTuple):
+class StepPosition(NamedTuple):
     """How far steps are: so many layers of that one are written, and all of those before."""
 
     step: int
     num_layers: int = ALL_LAYERS
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a message is about. Its number is that of the step."""
 
     #: Values: a shape, whether each layer is to be noted, then the batch.
@@ -53,10 +53,10 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class RankMessage:
     """`values`: int64 [count], valid until the next one is received."""
 
-    kind: Kind
+    kind: MessageKind
     number: int
     values: Tensor
 
@@ -73,7 +73,7 @@ class Message:
         """Of a `FORWARD`."""
         return bool(self.values[_SHAPE - 1])
 
-    def copy(self) -> Copy:
+    def copy(self) -> CopyRequest:
         """Of `READ_BLOCKS` and `WRITE_BLOCKS`."""
         num_layers, start, stop, *rest = self.values.tolist()
         bundles, slots = [], []
@@ -81,19 +81,21 @@ class Message:
         for size in values:
             slots.append(next(values))
             bundles.append([BlockId(next(values)) for _ in range(size)])
-        return Copy(bundles=bundles, slots=slots, layers=slice(start, stop), after=Mark(self.number, num_layers))
+        return CopyRequest(
+            bundles=bundles, slots=slots, layers=slice(start, stop), after=StepPosition(self.number, num_layers)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
+class CopyRequest:
     """Layers of bundles, and the first slot that each meets in; `after` that mark they may be touched."""
 
     bundles: Sequence[Bundle]
     slots: Sequence[int]
     layers: slice
-    after: Mark
+    after: StepPosition
 
-    def encode(self, kind: Kind) -> bytes:
+    def encode(self, kind: MessageKind) -> bytes:
         """As a message."""
         values = [self.after.num_layers, self.layers.start, self.layers.stop]
         for bundle, slot in zip(self.bundles, self.slots, strict=True):
@@ -101,7 +103,7 @@ class Copy:
         return encode(kind, self.after.step, values)
 
 
-def encode(kind: Kind, number: int, values: Sequence[int] = ()) -> bytes:
+def encode(kind: MessageKind, number: int, values: Sequence[int] = ()) -> bytes:
     """A message of few values."""
     return np.array([kind, number, len(values), *values], np.int64).tobytes()
 
@@ -109,7 +111,7 @@ def encode(kind: Kind, number: int, values: Sequence[int] = ()) -> bytes:
 def answer_to(request: bytes) -> bytes:
     """What says that the copy of that message is done."""
     _, number = np.frombuffer(request, np.int64, 2).tolist()
-    return encode(Kind.DONE, number)
+    return encode(MessageKind.DONE, number)
 
 
 class StepWriter:
@@ -122,7 +124,7 @@ class StepWriter:
     def forward(self, number: int, batch: Batch, *, notes_layers: bool = False) -> None:
         """Raises `OSError` when a follower is gone."""
         shape = BatchShape.of(batch)
-        values = self._values(Kind.FORWARD, number, _SHAPE + shape.num_elements)
+        values = self._values(MessageKind.FORWARD, number, _SHAPE + shape.num_elements)
         sizes = (shape.num_tokens, shape.num_sequences, shape.num_blocks, shape.num_logits, notes_layers)
         values[:_SHAPE] = torch.tensor(sizes)
         there = shape.views(values[_SHAPE:])
@@ -132,11 +134,11 @@ class StepWriter:
 
     def copy_blocks(self, number: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Raises `OSError` when a follower is gone."""
-        values = self._values(Kind.COPY_BLOCKS, number, 2 * len(pairs))
+        values = self._values(MessageKind.COPY_BLOCKS, number, 2 * len(pairs))
         values[:] = torch.tensor(pairs).view(-1)
         self._send(len(values))
 
-    def _values(self, kind: Kind, number: int, count: int) -> Tensor:
+    def _values(self, kind: MessageKind, number: int, count: int) -> Tensor:
         if _HEADER + count > len(self._memory):
             self._memory = torch.zeros(2 * (_HEADER + count), dtype=torch.int64)
         self._memory[:_HEADER] = torch.tensor((kind, number, count))
@@ -155,7 +157,7 @@ class MessageReader:
         self._stream = stream
         self._memory = torch.zeros(1024, dtype=torch.int64)
 
-    def receive(self) -> Message | None:
+    def receive(self) -> RankMessage | None:
         """Waits for the next message; None when rank 0 has closed the stream, or is gone."""
         if not self._fill(_HEADER):
             return None
@@ -164,7 +166,7 @@ class MessageReader:
             self._memory = torch.zeros(2 * count, dtype=torch.int64)
         if not self._fill(count):
             return None
-        return Message(Kind(kind), number, self._memory[:count])
+        return RankMessage(MessageKind(kind), number, self._memory[:count])
 
     def _fill(self, count: int) -> bool:
         left = _bytes(self._memory[:count])

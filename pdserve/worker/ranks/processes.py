@@ -15,10 +15,10 @@ from pathlib import Path
 
 from pdserve.base.errors import PeerLost, SetupError
 from pdserve.base.logs import get_logger
-from pdserve.base.worker_config import WorkerConfig
+from pdserve.worker.config import WorkerConfig
 from pdserve.worker.ranks.messages import HEADER_BYTES, answer_to
-from pdserve.worker.ranks.order import Answer, Order, receive_line, send_line
 from pdserve.worker.ranks.split import config_of_rank
+from pdserve.worker.ranks.startup import RankSetup, SetupReply, receive_line, send_line
 
 log = get_logger(__name__)
 
@@ -49,7 +49,7 @@ class RankProcess:
     def __str__(self) -> str:
         return f"rank {self.rank} ({self._device})"
 
-    def order(self, order: Order) -> None:
+    def order(self, order: RankSetup) -> None:
         """The first thing it is told."""
         with contextlib.suppress(OSError):  # `expect` says what happened.
             send_line(self.copies, order.to_json())
@@ -60,7 +60,7 @@ class RankProcess:
         if line is None:
             code = self.end(time.monotonic() + _END_S)
             raise SetupError(self.says(f"ended with exit code {code} while it was started."))
-        answer = Answer(**line)
+        answer = SetupReply(**line)
         if answer.error:
             raise SetupError(self.says(answer.error))
         assert answer.state == state
@@ -72,7 +72,7 @@ class RankProcess:
             line = receive_line(self.copies, timeout_s=max(0.001, deadline - time.monotonic()))
         except TimeoutError:
             return None
-        answer = Answer() if line is None else Answer(**line)
+        answer = SetupReply() if line is None else SetupReply(**line)
         return self.says(answer.error) if answer.error and not answer.hearsay else None
 
     def says(self, error: str) -> str:
@@ -123,7 +123,7 @@ class RankProcesses:
         ]
         for each in self._all:
             name = f"{config.worker_id or 'worker'}-rank-{each.rank}"
-            each.order(Order(rank=each.rank, name=name, rendezvous=str(rendezvous), config=config))
+            each.order(RankSetup(rank=each.rank, name=name, rendezvous=str(rendezvous), config=config))
             threading.Thread(target=self._watch, args=(each,), name=name, daemon=True).start()
         self.steps = [each.steps for each in self._all]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kernels.split import even_slice
 from pdserve.base.errors import SetupError
-from pdserve.base.worker_config import WorkerConfig
+from pdserve.worker.config import WorkerConfig
 
 
 def config_of_rank(config: WorkerConfig, rank: int, *, num_cores: int) -> WorkerConfig:

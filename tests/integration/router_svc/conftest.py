@@ -16,10 +16,10 @@ import openai
 import pytest
 
 from pdserve.base.admin import Health
-from pdserve.base.private_redis import PrivateRedis
 from pdserve.base.rpc import open_channel
 from pdserve.base.store import Store
 from pdserve.base.workers import Tier
+from pdserve.cli.private_redis import PrivateRedis
 from router_svc.api.served_model import ServedModel
 from router_svc.config import RouterConfig
 from router_svc.routing.cluster import TIERS

@@ -11,8 +11,8 @@ import pytest
 
 from pdserve.base.errors import Draining, NoFreeBlocks, RequestError, StaleEpoch, TransferTimeout
 from pdserve.base.ids import RouterId, WorkerId
-from pdserve.base.private_redis import PrivateRedis
 from pdserve.base.workers import Tier, WorkerLoad
+from pdserve.cli.private_redis import PrivateRedis
 from router_svc.routing.cluster import Cluster
 from router_svc.routing.local_prefill import ALWAYS_LOCAL
 from router_svc.routing.placement import queued_tokens

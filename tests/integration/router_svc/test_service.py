@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pdserve.base.private_redis import PrivateRedis
 from pdserve.base.workers import WorkerLoad
+from pdserve.cli.private_redis import PrivateRedis
 from router_svc.request.output import ChoiceDelta
 from router_svc.request.stream import Stream
 from tests.integration.router_svc.conftest import ScriptedCluster, open_cluster

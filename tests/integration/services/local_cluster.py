@@ -22,11 +22,11 @@ from pdserve.base.sampling import SamplingParams
 from pdserve.base.streams import MessageStream, open_stream
 from pdserve.base.tasks import service_group
 from pdserve.base.wire import error_from_wire, sampling_to_wire
-from pdserve.base.worker_config import WorkerConfig
 from pdserve.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
-from pdserve.worker.loading import load_model
-from pdserve.worker.metrics import WorkerMetrics
-from pdserve.worker.worker import TierService, Worker
+from pdserve.worker.config import WorkerConfig
+from pdserve.worker.serve.loaded_model import load_model
+from pdserve.worker.serve.metrics import WorkerMetrics
+from pdserve.worker.serve.worker import TierService, Worker
 from prefill_svc.config import PrefillConfig
 from prefill_svc.service import PrefillService
 

@@ -25,7 +25,7 @@ from pdserve.base.errors import (
 from pdserve.base.ids import BlockId
 from pdserve.engine.kv_cache import KvCache
 from pdserve.v1 import decode_pb2
-from pdserve.worker import blocks as worker_blocks
+from pdserve.worker.kv_bytes import host as worker_blocks
 from tests.integration.services.local_cluster import ALWAYS_LOCAL, RouterRequest, running_cluster
 from tests.support.devices import needs_triton
 from tests.unit.model.tiny import save_model
@@ -91,12 +91,12 @@ def staged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
         if request.param == "host":
             stages.append(worker_blocks.staged(kv_cache, memory, bundle_blocks=4))
         else:
-            from pdserve.worker.device_stage import staged_on_device
+            from pdserve.worker.kv_bytes.device import staged_on_device
 
             stages.append(staged_on_device(kv_cache, memory, bundle_blocks=4))
         return stages[-1]
 
-    monkeypatch.setattr("pdserve.worker.worker.block_memory", block_memory)
+    monkeypatch.setattr("pdserve.worker.serve.worker.block_memory", block_memory)
     return stages
 
 

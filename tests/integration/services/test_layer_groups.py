@@ -21,7 +21,7 @@ from pdserve.base.errors import DigestMismatch, PeerLost, RequestError, SetupErr
 from pdserve.engine.runner import Decoder
 from pdserve.model.batch import Batch
 from pdserve.v1 import common_pb2, decode_pb2, prefill_pb2
-from pdserve.worker import blocks as worker_blocks
+from pdserve.worker.kv_bytes import host as worker_blocks
 from tests.integration.services.local_cluster import DEADLINE_S, LocalCluster, RouterRequest, running_cluster
 from tests.unit.model.tiny import save_model
 
@@ -336,7 +336,7 @@ async def test_groups_go_through_stages_that_hold_fewer_blocks_than_the_prompts_
         stages.append(worker_blocks.staged(kv_cache, stage, bundle_blocks=1))
         return stages[-1]
 
-    monkeypatch.setattr("pdserve.worker.worker.block_memory", block_memory)
+    monkeypatch.setattr("pdserve.worker.serve.worker.block_memory", block_memory)
     wire = Observed()
     common = ONE_CHUNK | {"kv_cache_memory": 256 * 1024}
     async with running_cluster(

@@ -10,16 +10,16 @@ import pytest
 
 from kvtransfer.transport.inproc import InprocTransport
 from pdserve.base.admin import Health
-from pdserve.base.private_redis import PrivateRedis
 from pdserve.base.registry import Registrar
 from pdserve.base.store import Store
 from pdserve.base.wire import sampling_to_wire
+from pdserve.cli.private_redis import PrivateRedis
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.step import Load
 from pdserve.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
-from pdserve.worker.process import _registered
-from pdserve.worker.step_metrics import StepMetrics
-from pdserve.worker.worker import TierService, Worker
+from pdserve.worker.serve.process import _registered
+from pdserve.worker.serve.step_metrics import StepMetrics
+from pdserve.worker.serve.worker import TierService, Worker
 from prefill_svc.config import PrefillConfig
 from prefill_svc.service import PrefillService
 from tests.integration.services.local_cluster import ROUTER, running_cluster, running_worker

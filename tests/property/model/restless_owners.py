@@ -10,7 +10,7 @@ import random
 import sys
 from pathlib import Path
 
-from pdserve.base.core_leases import CoreLeases
+from pdserve.worker.load.core_leases import CoreLeases
 
 #: Rounds of a loop that does nothing: between two changes pass less than a microsecond and more than a layer takes.
 _PAUSES = (0, 10, 100, 1000, 10_000)

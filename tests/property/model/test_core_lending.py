@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 from kernels.choice import KernelOptions
 from kernels.cpu.decoder import Borrowing
-from pdserve.base.core_leases import CoreLeases
 from pdserve.model.decoder import Decoder
+from pdserve.worker.load.core_leases import CoreLeases
 from tests.property.model.plans import Placement, compute, plans, random_text, whole
 from tests.property.model.same import assert_same_bits
 from tests.property.model.tiny_models import Fields, make_decoder, model_configs

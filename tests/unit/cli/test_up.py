@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.base.private_redis import free_port
+from pdserve.cli.private_redis import free_port
 
 DEADLINE_S = 30.0
 FAKE_SERVICE = Path(__file__).with_name("fake_service.py")

@@ -15,7 +15,7 @@ from pdserve.base.sampling import ChoiceTokens, SamplingParams
 from pdserve.base.streams import PeerLeft
 from pdserve.engine.step import RequestTokens
 from pdserve.v1 import decode_pb2 as pb
-from pdserve.worker.sessions import Failed, Session
+from pdserve.worker.serve.inboxes import Failed, Inbox
 
 A = RequestId("a")
 WAIT_S = 10.0
@@ -70,7 +70,7 @@ def tokens(index: int) -> RequestTokens:
 
 
 async def test_steps_that_pass_while_a_message_is_written_are_told_in_one_message() -> None:
-    inbox: Session[Any] = Session(A, 1)
+    inbox: Inbox[Any] = Inbox(A, 1)
     engine, stream = Engine(), SlowStream()
     session = DecodeSession(engine, engine, None, inbox, stream, lease_s=1.0)  # type: ignore[arg-type]
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
@@ -87,7 +87,7 @@ async def test_steps_that_pass_while_a_message_is_written_are_told_in_one_messag
 
 
 async def test_a_router_that_leaves_frees_the_request_at_once() -> None:
-    inbox: Session[Any] = Session(A, 1)
+    inbox: Inbox[Any] = Inbox(A, 1)
     engine, stream = Engine(), SlowStream()
     session = DecodeSession(engine, engine, None, inbox, stream, lease_s=1.0)  # type: ignore[arg-type]
     async with asyncio.timeout(WAIT_S):
@@ -113,7 +113,7 @@ class SlowReceiver:
 
 
 async def test_what_failed_is_freed_though_the_router_leaves_while_that_is_done() -> None:
-    inbox: Session[Any] = Session(A, 1)
+    inbox: Inbox[Any] = Inbox(A, 1)
     engine, stream, receiver = Engine(), SlowStream(), SlowReceiver()
     session = DecodeSession(engine, engine, receiver, inbox, stream, lease_s=1.0)  # type: ignore[arg-type]
     session._ticket = SimpleNamespace(transfer_id=b"t")  # type: ignore[assignment]
@@ -165,7 +165,7 @@ class TalkingStream(SlowStream):
 
 
 async def test_a_router_that_sends_more_than_is_obeyed_is_told_and_what_waits_is_bounded() -> None:
-    inbox: Session[Any] = Session(A, 1)
+    inbox: Inbox[Any] = Inbox(A, 1)
     engine, stream = BusyEngine(), TalkingStream(num_commands=100_000)
     session = DecodeSession(engine, engine, None, inbox, stream, lease_s=1.0)  # type: ignore[arg-type]
     async with asyncio.timeout(WAIT_S):
@@ -183,7 +183,7 @@ async def test_a_router_that_sends_more_than_is_obeyed_is_told_and_what_waits_is
 
 
 async def test_a_router_may_send_any_number_of_commands_that_are_obeyed() -> None:
-    inbox: Session[Any] = Session(A, 1)
+    inbox: Inbox[Any] = Inbox(A, 1)
     engine, stream = Engine(), TalkingStream(num_commands=2000)
     session = DecodeSession(engine, engine, None, inbox, stream, lease_s=1.0)  # type: ignore[arg-type]
     async with asyncio.timeout(WAIT_S):

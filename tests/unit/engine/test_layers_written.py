@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kernels.decoder import LayerListener
+from pdserve.base.device_event import DeviceEvent
 from pdserve.base.ids import BlockId, RequestId
 from pdserve.base.layout import KvLayout
-from pdserve.base.moment import Moment
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.device_runner import DeviceRunner
@@ -68,7 +68,7 @@ class Timed(KvCache):
         super().__init__(layout(), 16, CPU)
         self.moments: list[Past] = []
 
-    def moment(self, num_layers: int) -> Moment:
+    def moment(self, num_layers: int) -> DeviceEvent:
         self.moments.append(Past())
         return self.moments[-1]
 

@@ -14,8 +14,8 @@ from kvtransfer.index.kv_log import BLOCKS_KEY, HEAD_KEY, MAX_BATCH, STREAM_KEY,
 from kvtransfer.index.prefix_mirror import PrefixMirror
 from pdserve.base.errors import StoreError
 from pdserve.base.ids import BlockHash, Epoch, WorkerId
-from pdserve.base.private_redis import PrivateRedis
 from pdserve.base.store import Store, as_list
+from pdserve.cli.private_redis import PrivateRedis
 from tests.support.records import block_hashes
 from tests.support.redis import eventually, running, until
 

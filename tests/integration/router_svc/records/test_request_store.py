@@ -10,8 +10,8 @@ import pytest
 
 from pdserve.base.errors import StaleAttempt, StoreError
 from pdserve.base.ids import RequestId, WorkerId
-from pdserve.base.private_redis import PrivateRedis
 from pdserve.base.store import Store
+from pdserve.cli.private_redis import PrivateRedis
 from router_svc.records.request_state import RequestProgress, RequestState
 from router_svc.records.request_store import REQUEST_KEY, RequestStore, StoredRequest
 from tests.support.redis import eventually, running

@@ -16,8 +16,8 @@ from kvtransfer.handover.digest import HOST_DIGEST
 from kvtransfer.handover.memory import BlockMemory, Bundle, Part
 from kvtransfer.handover.staging import Staged
 from kvtransfer.transport import Buffer, Operation, Peer
+from pdserve.base.device_event import DeviceEvent
 from pdserve.base.errors import DigestMismatch, NoFreeBlocks, TransferError, TransferTimeout
-from pdserve.base.moment import Moment
 from tests.support.handover import LAYOUT, REQUEST, Memory, Pair, blocks, in_place, push_all, worker_pair
 
 
@@ -36,7 +36,7 @@ class Copies:
         self.begun: list[list[int]] = []
         #: And the layers, and for those that read, the moments after which they did.
         self.layers: list[tuple[int, int]] = []
-        self.moments: list[Moment | None] = []
+        self.moments: list[DeviceEvent | None] = []
         self.has_begun = asyncio.Event()
 
     digest = HOST_DIGEST

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from pdserve.worker.ranks.group import form_group
-from pdserve.worker.ranks.messages import Kind, MessageReader, encode
-from pdserve.worker.ranks.order import Answer, Order, receive_line, send_line
+from pdserve.worker.ranks.messages import MessageKind, MessageReader, encode
+from pdserve.worker.ranks.process_group import form_group
+from pdserve.worker.ranks.startup import RankSetup, SetupReply, receive_line, send_line
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     with socket.socket(fileno=steps), socket.socket(fileno=copies) as stream:
         message = receive_line(stream)
         assert message is not None
-        order = Order.from_json(message)
+        order = RankSetup.from_json(message)
         how = order.config.model_dir.name
         if how == "never-ends":
             signal.pause()
@@ -33,9 +33,9 @@ def main() -> None:
         if how == "ends-at-once":
             sys.exit(7)
         if how == "cannot-load":
-            send_line(stream, Answer(error="no memory").to_json())
+            send_line(stream, SetupReply(error="no memory").to_json())
             sys.exit(1)
-        send_line(stream, Answer(state="here").to_json())
+        send_line(stream, SetupReply(state="here").to_json())
         if how == "last-fails" and order.rank == order.config.tensor_parallel_size - 1:
             os._exit(7)
         if how == "last-fails":
@@ -43,14 +43,14 @@ def main() -> None:
         if how == "answers-another":
             asked = MessageReader(stream).receive()
             assert asked is not None
-            stream.sendall(encode(Kind.DONE, asked.number + 1))
+            stream.sendall(encode(MessageKind.DONE, asked.number + 1))
             signal.pause()
         form_group(Path(order.rendezvous), order.rank, order.config.tensor_parallel_size, torch.device("cpu"))
         if how == "cannot-agree":
             # The first one has only heard of it.
             last = order.rank == order.config.tensor_parallel_size - 1
             error = "no room for one block" if last else "does not reach the others"
-            send_line(stream, Answer(error=error, hearsay=not last).to_json())
+            send_line(stream, SetupReply(error=error, hearsay=not last).to_json())
         os._exit(1)
 
 

@@ -17,10 +17,10 @@ from kernels.decoder import LayerListener
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
 from pdserve.model.batch import Batch
-from pdserve.worker.blocks import Stage
-from pdserve.worker.part import ModelPart
-from pdserve.worker.ranks.follower import _KEPT_EVENTS, Follower, Progress
-from pdserve.worker.ranks.messages import Copy, Kind, Mark, MessageReader, StepWriter
+from pdserve.worker.kv_bytes.stage import Stage
+from pdserve.worker.load.model_shard import ModelShard
+from pdserve.worker.ranks.follower import _KEPT_EVENTS, Follower, LaunchProgress
+from pdserve.worker.ranks.messages import CopyRequest, MessageKind, MessageReader, StepPosition, StepWriter
 from tests.support.devices import DEVICE, gpu_only, keep_busy
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -58,36 +58,36 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
 
 
 def test_a_mark_is_waited_for_where_it_was_launched(events: list[Event]) -> None:
-    progress = Progress(GPU)
-    for mark in (Mark(1, 1), Mark(1, 2), Mark(1), Mark(2)):
+    progress = LaunchProgress(GPU)
+    for mark in (StepPosition(1, 1), StepPosition(1, 2), StepPosition(1), StepPosition(2)):
         progress.note_launch(mark)
-    for mark in (Mark(1, 2), Mark(1), Mark(1, 1), Mark(2, 1), Mark(0)):
+    for mark in (StepPosition(1, 2), StepPosition(1), StepPosition(1, 1), StepPosition(2, 1), StepPosition(0)):
         progress.wait_for(mark)
     assert Event.waited_for == tuple(events[place] for place in (1, 2, 0, 3, 0))
 
 
 def test_a_mark_that_is_forgotten_is_before_the_oldest_that_is_not(events: list[Event]) -> None:
-    progress = Progress(GPU)
+    progress = LaunchProgress(GPU)
     for step in range(1, _KEPT_EVENTS + 3):
-        progress.note_launch(Mark(step))
-    progress.wait_for(Mark(1))
+        progress.note_launch(StepPosition(step))
+    progress.wait_for(StepPosition(1))
     assert Event.waited_for == (events[2],)
 
 
 @pytest.mark.parametrize("device", [CPU, GPU])
 def test_what_is_not_launched_is_waited_for(device: torch.device, events: list[Event]) -> None:
-    progress = Progress(device)
-    progress.note_launch(Mark(1))
+    progress = LaunchProgress(device)
+    progress.note_launch(StepPosition(1))
     reached = threading.Event()
 
     def wait() -> None:
-        progress.wait_for(Mark(2, 1))
+        progress.wait_for(StepPosition(2, 1))
         reached.set()
 
     thread = threading.Thread(target=wait)
     thread.start()
     assert not reached.wait(SOON_S)
-    progress.note_launch(Mark(2, 1))
+    progress.note_launch(StepPosition(2, 1))
     assert reached.wait(DEADLINE_S)
     thread.join()
     assert Event.waited_for == tuple(events[1:])
@@ -131,7 +131,7 @@ class Led:
     def __init__(self, stack: ExitStack) -> None:
         self.decoder, self.cache = HeldDecoder(), Cache()
         self.stage = torch.zeros(3 * LAYOUT.block_bytes, dtype=torch.uint8)
-        part = cast(ModelPart, SimpleNamespace(step_decoder=self.decoder, kv_cache=self.cache))
+        part = cast(ModelShard, SimpleNamespace(step_decoder=self.decoder, kv_cache=self.cache))
         follower = Follower(part, Stage(self.stage, LAYOUT, torch.float32), CPU)
         steps, their_steps = socket.socketpair()
         self.copies, their_copies = socket.socketpair()
@@ -159,11 +159,11 @@ class Led:
         )
         self._steps.forward(number, batch, notes_layers=notes_layers)
 
-    def ask(self, kind: Kind, after: Mark, layers: slice = slice(0, 2)) -> None:
-        copy = Copy(bundles=[[BlockId(1)]], slots=[2], layers=layers, after=after)
+    def ask(self, kind: MessageKind, after: StepPosition, layers: slice = slice(0, 2)) -> None:
+        copy = CopyRequest(bundles=[[BlockId(1)]], slots=[2], layers=layers, after=after)
         self.copies.sendall(copy.encode(kind))
 
-    def answer(self) -> tuple[Kind, int]:
+    def answer(self) -> tuple[MessageKind, int]:
         message = self._answers.receive()
         assert message is not None
         return message.kind, message.number
@@ -195,46 +195,46 @@ def led() -> Iterator[Led]:
 
 def test_a_block_is_read_when_the_step_has_ended(led: Led) -> None:
     led.begin(1)
-    led.ask(Kind.READ_BLOCKS, Mark(1))
+    led.ask(MessageKind.READ_BLOCKS, StepPosition(1))
     for held in led.decoder.may_write:
         held.set()
     assert led.does_not_answer()
     led.decoder.may_end.set()
-    assert led.answer() == (Kind.DONE, 1)
+    assert led.answer() == (MessageKind.DONE, 1)
     assert led.read_back() == [1, 2]
 
 
 def test_a_layer_is_read_when_it_is_written_and_no_later(led: Led) -> None:
     led.begin(1, notes_layers=True)
-    led.ask(Kind.READ_BLOCKS, Mark(1, 1), slice(0, 1))
+    led.ask(MessageKind.READ_BLOCKS, StepPosition(1, 1), slice(0, 1))
     assert led.does_not_answer()
     led.decoder.may_write[0].set()
-    assert led.answer() == (Kind.DONE, 1)
+    assert led.answer() == (MessageKind.DONE, 1)
     assert led.read_back() == [1, 0]
-    led.ask(Kind.READ_BLOCKS, Mark(1, 2), slice(1, 2))
+    led.ask(MessageKind.READ_BLOCKS, StepPosition(1, 2), slice(1, 2))
     assert led.does_not_answer()
     led.decoder.may_write[1].set()
-    assert led.answer() == (Kind.DONE, 1)
+    assert led.answer() == (MessageKind.DONE, 1)
 
 
 def test_a_layer_that_is_not_noted_is_written_when_the_step_has_ended(led: Led) -> None:
     led.begin(1)
     led.decoder.may_write[0].set()
-    led.ask(Kind.READ_BLOCKS, Mark(1, 1), slice(0, 1))
+    led.ask(MessageKind.READ_BLOCKS, StepPosition(1, 1), slice(0, 1))
     assert led.does_not_answer()
     led.decoder.may_write[1].set()
     led.decoder.may_end.set()
-    assert led.answer() == (Kind.DONE, 1)
+    assert led.answer() == (MessageKind.DONE, 1)
 
 
 def test_blocks_are_not_overwritten_under_a_step(led: Led) -> None:
     led.begin(1)
-    led.ask(Kind.WRITE_BLOCKS, Mark(1))
+    led.ask(MessageKind.WRITE_BLOCKS, StepPosition(1))
     assert led.does_not_answer()
     assert not led.cache.written
     for held in (*led.decoder.may_write, led.decoder.may_end):
         held.set()
-    assert led.answer() == (Kind.DONE, 1)
+    assert led.answer() == (MessageKind.DONE, 1)
     assert led.cache.written
 
 
@@ -244,17 +244,17 @@ class TestOnHardware:
     pytestmark = gpu_only
 
     def test_who_waits_for_layers_goes_on_when_they_are_written_and_not_later(self) -> None:
-        progress = Progress(DEVICE)
+        progress = LaunchProgress(DEVICE)
         keep_busy()
         written = torch.cuda.Event()
         written.record()
-        progress.note_launch(Mark(3, 1))
+        progress.note_launch(StepPosition(3, 1))
         keep_busy()
         ended = torch.cuda.Event()
         ended.record()
-        progress.note_launch(Mark(3))
-        progress.wait_for(Mark(3, 1))
+        progress.note_launch(StepPosition(3))
+        progress.wait_for(StepPosition(3, 1))
         assert written.query()
         assert not ended.query()
-        progress.wait_for(Mark(3))
+        progress.wait_for(StepPosition(3))
         assert ended.query()

@@ -9,7 +9,7 @@ from dataclasses import fields
 import torch
 
 from pdserve.model.batch import Batch
-from pdserve.worker.ranks.messages import Kind, Message, MessageReader, StepWriter, encode
+from pdserve.worker.ranks.messages import MessageKind, MessageReader, RankMessage, StepWriter, encode
 
 
 def batch(num_sequences: int, num_blocks: int) -> Batch:
@@ -26,7 +26,7 @@ def batch(num_sequences: int, num_blocks: int) -> Batch:
     )
 
 
-def received(reader: MessageReader) -> Message:
+def received(reader: MessageReader) -> RankMessage:
     message = reader.receive()
     assert message is not None
     return message
@@ -49,12 +49,12 @@ def test_batches_arrive_on_every_socket_whole_and_in_order() -> None:
     for number, expected in enumerate(told):
         for reader in readers:
             message = received(reader)
-            assert (message.kind, message.number) == (Kind.FORWARD, number)
+            assert (message.kind, message.number) == (MessageKind.FORWARD, number)
             for field in fields(Batch):
                 assert torch.equal(getattr(message.batch(), field.name), getattr(expected, field.name)), field.name
     for reader in readers:
         message = received(reader)
-        assert (message.kind, message.number, message.values.tolist()) == (Kind.COPY_BLOCKS, 9, [4, 5, 5, 6])
+        assert (message.kind, message.number, message.values.tolist()) == (MessageKind.COPY_BLOCKS, 9, [4, 5, 5, 6])
     teller.join()
     for ours, theirs in pairs:
         ours.close()
@@ -65,12 +65,12 @@ def test_small_messages_may_be_encoded_at_once() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         with ours:
-            ours.sendall(encode(Kind.READ_BLOCKS, 7, [1, 2]) + encode(Kind.DONE, 7))
+            ours.sendall(encode(MessageKind.READ_BLOCKS, 7, [1, 2]) + encode(MessageKind.DONE, 7))
         reader = MessageReader(theirs)
         first = received(reader)
-        assert (first.kind, first.number, first.values.tolist()) == (Kind.READ_BLOCKS, 7, [1, 2])
+        assert (first.kind, first.number, first.values.tolist()) == (MessageKind.READ_BLOCKS, 7, [1, 2])
         second = received(reader)
-        assert (second.kind, second.values.tolist()) == (Kind.DONE, [])
+        assert (second.kind, second.values.tolist()) == (MessageKind.DONE, [])
         assert reader.receive() is None
 
 
@@ -78,5 +78,5 @@ def test_a_stream_that_ends_within_a_message_has_ended() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         with ours:
-            ours.sendall(encode(Kind.READ_BLOCKS, 7, [1, 2])[:-3])
+            ours.sendall(encode(MessageKind.READ_BLOCKS, 7, [1, 2])[:-3])
         assert MessageReader(theirs).receive() is None

@@ -1,0 +1,174 @@
+"""Blocks that stay in a GPU's memory on their way: packed, with digests, into a stage that transports can reach."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from threading import Lock
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.triton import blocks as kernels
+from kvtransfer.handover.digest import DEVICE_DIGEST, MessageDigest
+from kvtransfer.handover.layer_groups import LayerGroups
+from kvtransfer.handover.memory import BlockMemory, Bundle, Part
+from kvtransfer.handover.staging import Staged, best_bundle
+from kvtransfer.handover.ticket import KEY_BYTES
+from kvtransfer.transport import Buffer
+from pdserve.base.errors import SetupError, TransferError
+from pdserve.base.ids import BlockId
+from pdserve.base.tasks import to_its_end
+from pdserve.engine.kv_cache import KvCache, sleeping_event
+from pdserve.worker.config import GPU_LAYER_GROUPS
+from pdserve.worker.kv_bytes.stage import Stage, stage_bytes
+
+#: Stretched keys of the latest transfers, each as large as a block.
+_KEPT_KEYS = 8
+
+#: Copies of several transfers are launched on several threads, one after the other: Triton's interpreter has one grid.
+_LAUNCHING = Lock()
+
+Packed = Callable[[Tensor, Tensor, Tensor, tuple[int, int]], Tensor]
+
+
+class DeviceBytes:
+    """A range of a GPU's memory, as transports see a `Buffer`: whatever looks at its bytes itself cannot have them."""
+
+    ndim = 1
+    dtype = np.dtype(np.uint8)
+
+    def __init__(self, memory: Tensor) -> None:
+        """`memory`: uint8 [n], contiguous; kept alive."""
+        self._memory = memory
+        self.nbytes = memory.nbytes
+        #: Version 3; what it says is there when it is handed out, so there is no stream to wait for.
+        self.__cuda_array_interface__ = {
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "data": (memory.data_ptr(), False),
+            "version": 3,
+        }
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def __getitem__(self, part: slice) -> DeviceBytes:
+        return DeviceBytes(self._memory[part])
+
+
+class DeviceCopies:
+    """Implements `kvtransfer.handover.staging.BlockCopies` between a cache and a stage in the same GPU's memory."""
+
+    digest = DEVICE_DIGEST
+
+    def __init__(self, cache: KvCache, stage: Tensor) -> None:
+        """`stage`: uint8. Both on one device."""
+        self._cache = cache
+        self._stage = Stage(stage, cache.layout, cache.tensor.dtype)
+        self._device = cache.tensor.device
+        on_gpu = self._device.type == "cuda"
+        # Of its own: neither waits for steps that are being computed, nor holds them up more than its bytes do.
+        self._stream = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._keys: OrderedDict[bytes, Tensor] = OrderedDict()
+
+    async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+        return await to_its_end(asyncio.to_thread(self._move, self._pack, bundles, slots, part))
+
+    async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+        return await to_its_end(asyncio.to_thread(self._move, self._unpack, bundles, slots, part))
+
+    def _move(self, move: Packed, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+        try:
+            together, done = self._launch(move, bundles, slots, part)
+        except torch.OutOfMemoryError as error:
+            if self._stream is not None:
+                self._stream.synchronize()  # What was launched before still writes to slots or blocks.
+            # What else goes wrong on a GPU is not this transfer's alone.
+            raise TransferError(f"the GPU has no memory left to pack blocks: {error}") from error
+        if done is not None:
+            done.synchronize()  # When digests are here, bytes are in their place.
+        given, first = [], 0
+        for bundle in bundles:
+            digests = together[first : first + len(bundle)].numpy()
+            given.append(part.digest.of_blocks(digests.tobytes()))
+            first += len(bundle)
+        return given
+
+    def _launch(
+        self, move: Packed, bundles: Sequence[Bundle], slots: Sequence[int], part: Part
+    ) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Digests of all blocks, uint8 [n, 16] of the host, and on a GPU when they will be there."""
+        layers = (part.layers.start, part.layers.stop)
+        if self._stream is not None:
+            torch.cuda.set_device(self._device)  # Threads begin with the first GPU.
+        with _LAUNCHING, nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if part.after is not None:
+                part.after.wait()
+            keys = self._keys_of(part.digest.device_key)
+            digests = []
+            for bundle, slot in zip(bundles, slots, strict=True):
+                ids = torch.tensor(bundle).to(self._device, non_blocking=True)
+                message = self._stage.message(slot, len(bundle), part.layers).view(len(bundle), -1)
+                digests.append(move(message, ids, keys, layers))
+            together = torch.cat(digests)
+            host = torch.empty(together.shape, dtype=together.dtype, pin_memory=self._stream is not None)
+            host.copy_(together, non_blocking=True)
+            return host, None if self._stream is None else self._stream.record_event(sleeping_event())
+
+    def _pack(self, message: Tensor, ids: Tensor, keys: Tensor, layers: tuple[int, int]) -> Tensor:
+        heads = (0, self._cache.layout.num_kv_heads)
+        return kernels.pack(self._cache.tensor, ids, message, keys, layers=layers, heads=heads)
+
+    def _unpack(self, message: Tensor, ids: Tensor, keys: Tensor, layers: tuple[int, int]) -> Tensor:
+        heads = (0, self._cache.layout.num_kv_heads)
+        return kernels.unpack(message, self._cache.tensor, ids, keys, layers=layers, heads=heads)
+
+    def _keys_of(self, key: bytes) -> Tensor:
+        keys = self._keys.get(key)
+        if keys is None:
+            keys = kernels.digest_keys(key, self._cache.layout.block_bytes, self._device)
+            self._keys[key] = keys
+            if len(self._keys) > _KEPT_KEYS:
+                self._keys.popitem(last=False)
+        self._keys.move_to_end(key)
+        return keys
+
+    def warm_up(self) -> None:
+        """Packs and unpacks blocks as they are, so that no request pays for compiling. Takes some seconds."""
+        num_layers = self._cache.layout.num_layers
+        groups = LayerGroups.of(self._cache.layout, min(GPU_LAYER_GROUPS, num_layers))
+        for layers in (slice(0, num_layers), *groups.layers):
+            for count in (1, 2, best_bundle(self._cache.layout.block_bytes)):
+                bundle = [BlockId(block) for block in range(min(count, self._cache.num_blocks))]
+                part = Part(layers=layers, digest=MessageDigest(bytes(KEY_BYTES)))
+                self._move(self._pack, [bundle], [0], part)
+                self._move(self._unpack, [bundle], [0], part)
+
+
+def device_block_memory(kv_cache: KvCache, staging_bytes: int) -> BlockMemory:
+    """Block memory whose stage is on the GPU that computes. Raises `SetupError` when that stage cannot be allocated."""
+    stage = device_stage(kv_cache, stage_bytes(kv_cache.layout, staging_bytes))
+    DeviceCopies(kv_cache, stage).warm_up()
+    return staged_on_device(kv_cache, stage)
+
+
+def staged_on_device(kv_cache: KvCache, stage: Tensor, bundle_blocks: int | None = None) -> Staged:
+    """Blocks stop over in `stage`, uint8 on the cache's device."""
+    buffer: Buffer = stage.numpy() if stage.device.type == "cpu" else cast(Buffer, DeviceBytes(stage))
+    return Staged(DeviceCopies(kv_cache, stage), buffer, kv_cache.layout.block_bytes, bundle_blocks)
+
+
+def device_stage(kv_cache: KvCache, size: int) -> Tensor:
+    """uint8 [size] beside the cache. Raises `SetupError`."""
+    try:
+        return torch.zeros(size, dtype=torch.uint8, device=kv_cache.tensor.device)
+    except torch.OutOfMemoryError as error:
+        raise SetupError(
+            f"--staging-memory {size} does not fit into GPU memory beside weights and KV: lower it, or use "
+            "--handover-memory host."
+        ) from error

@@ -1,0 +1,76 @@
+"""KV blocks as transports see them: in place on a CPU, through a stage in pinned host memory on a GPU."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvtransfer.handover.digest import HOST_DIGEST
+from kvtransfer.handover.memory import BlockMemory, Bundle, InPlace, Part
+from kvtransfer.handover.staging import Staged
+from pdserve.base.errors import SetupError
+from pdserve.base.ids import BlockId
+from pdserve.base.layout import KvLayout
+from pdserve.base.tasks import to_its_end
+from pdserve.engine.kv_cache import KvCache
+from pdserve.worker.kv_bytes.stage import Stage, stage_bytes
+
+
+class CacheCopies:
+    """Implements `kvtransfer.handover.staging.BlockCopies` for the blocks of a cache."""
+
+    digest = HOST_DIGEST
+
+    def __init__(self, cache: KvCache, stage: Stage, *, is_whole: bool = True) -> None:
+        """`is_whole`: False for one of several ranks, whose heads alone make no message that could be digested."""
+        self._cache = cache
+        self._stage = stage
+        self._is_whole = is_whole
+
+    async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+        return await to_its_end(asyncio.to_thread(self._read, bundles, slots, part))
+
+    async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+        return await to_its_end(asyncio.to_thread(self._write, bundles, slots, part))
+
+    def _read(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+        into = self._stage.parts(bundles, slots, part.layers)
+        self._cache.read_blocks(_all_blocks(bundles), into, part.layers, part.after)
+        return self._stage.digests(bundles, slots, part) if self._is_whole else []
+
+    def _write(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+        data = self._stage.parts(bundles, slots, part.layers)
+        self._cache.write_blocks(_all_blocks(bundles), data, part.layers)
+        return self._stage.digests(bundles, slots, part) if self._is_whole else []
+
+
+def _all_blocks(bundles: Sequence[Bundle]) -> list[BlockId]:
+    return [block_id for bundle in bundles for block_id in bundle]
+
+
+def block_memory(kv_cache: KvCache, staging_bytes: int) -> BlockMemory:
+    """Raises `SetupError` when the stage cannot be had or is too small for a block."""
+    if kv_cache.memory is not None:
+        return InPlace(kv_cache, kv_cache.layout.num_layers)
+    return staged(kv_cache, pinned_stage(kv_cache.layout, staging_bytes))
+
+
+def staged(kv_cache: KvCache, memory: Tensor, bundle_blocks: int | None = None) -> Staged:
+    """Blocks stop over in `memory`, uint8 of the host."""
+    layout = kv_cache.layout
+    copies = CacheCopies(kv_cache, Stage(memory, layout, kv_cache.tensor.dtype))
+    return Staged(copies, memory.numpy(), layout.block_bytes, bundle_blocks)
+
+
+def pinned_stage(layout: KvLayout, staging_bytes: int) -> Tensor:
+    """Whole slots, uint8. Raises `SetupError`."""
+    size = stage_bytes(layout, staging_bytes)
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        raise SetupError(
+            f"{staging_bytes / 2**20:.0f} MiB of pinned host memory cannot be had: {error}. Lower --staging-memory."
+        ) from error

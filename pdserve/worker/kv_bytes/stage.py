@@ -1,0 +1,59 @@
+"""The stage: memory whose slots hold blocks on their way between a KV cache and a transport."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvtransfer.handover.layer_groups import span_of
+from kvtransfer.handover.memory import Bundle, Part
+from kvtransfer.handover.staging import best_bundle
+from pdserve.base.errors import SetupError
+from pdserve.base.layout import KvLayout
+
+
+class Stage:
+    """Memory in whose slots blocks stop over, seen as numbers."""
+
+    def __init__(self, memory: Tensor, layout: KvLayout, dtype: torch.dtype, heads: slice = slice(None)) -> None:
+        """`memory`: uint8; `layout`: of blocks with all heads; `heads`: those of one of several ranks."""
+        self._memory = memory
+        self._dtype = dtype
+        self._layout = layout
+        self._heads = heads
+
+    def message(self, slot: int, num_blocks: int, layers: slice) -> Tensor:
+        """Layers of a bundle in slots from `slot` on, with all heads: uint8."""
+        block_bytes = self._layout.block_bytes
+        bundle = self._memory[slot * block_bytes : (slot + num_blocks) * block_bytes]
+        return bundle[span_of(layers, self._layout.num_layers, bundle.nbytes)]
+
+    def part(self, slot: int, num_blocks: int, layers: slice) -> Tensor:
+        """The same, as numbers of the heads: [num_blocks, layers, 2, heads, block_size, head_dim]."""
+        layout = self._layout
+        shape = (layers.stop - layers.start, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        message = self.message(slot, num_blocks, layers)
+        return message.view(self._dtype).view(num_blocks, *shape)[:, :, :, self._heads]
+
+    def digests(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+        """Of the bundles' messages, in host memory. They may be large: not for an event loop."""
+        places = zip(bundles, slots, strict=True)
+        return [part.digest(self.message(slot, len(bundle), part.layers).numpy()) for bundle, slot in places]
+
+    def parts(self, bundles: Sequence[Bundle], slots: Sequence[int], layers: slice) -> list[Tensor]:
+        """Of all blocks, one by one."""
+        places = zip(bundles, slots, strict=True)
+        return [block for bundle, slot in places for block in self.part(slot, len(bundle), layers)]
+
+
+def stage_bytes(layout: KvLayout, staging_bytes: int) -> int:
+    """Bytes of whole slots. Raises `SetupError` when they are too few."""
+    together = best_bundle(layout.block_bytes)
+    if staging_bytes < together * layout.block_bytes:
+        raise SetupError(
+            f"--staging-memory {staging_bytes} is too small for {together} KV blocks of {layout.block_bytes} bytes, "
+            "which travel together."
+        )
+    return staging_bytes // layout.block_bytes * layout.block_bytes

@@ -1,0 +1,153 @@
+"""Everything that uses Redis at once, while Redis comes and goes; and that all of it stops cleanly at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from kvtransfer.index.kv_events import KvEventPublisher
+from kvtransfer.index.prefix_mirror import PrefixMirror
+from pdserve.base.errors import StoreError
+from pdserve.base.ids import BlockHash, RequestId
+from pdserve.base.registry import Registrar, WorkerDirectory
+from pdserve.base.store import Store
+from pdserve.base.workers import WorkerRecord
+from pdserve.cli.private_redis import PrivateRedis
+from router_svc.records.request_state import RequestProgress, RequestState
+from router_svc.records.request_store import RequestStore
+from tests.support.records import block_hashes, worker_record
+from tests.support.redis import eventually, running, until
+
+WORKERS = [worker_record("decode-0", epoch=11), worker_record("decode-1", epoch=12)]
+HASHES = block_hashes(60)
+
+
+@dataclass(frozen=True)
+class Worker:
+    record: WorkerRecord
+    publisher: KvEventPublisher
+    truth: set[BlockHash]
+
+    def change(self, rng: random.Random) -> None:
+        added, removed = set(rng.sample(HASHES, 20)), set(rng.sample(HASHES, 20))
+        self.publisher.publish(added, removed)
+        self.truth.difference_update(removed)
+        self.truth.update(added)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    workers: list[Worker]
+    directory: WorkerDirectory
+    mirror: PrefixMirror
+    requests: RequestStore
+    router_store: Store
+
+    @property
+    def known(self) -> list[str]:
+        return [record.worker_id for record in self.directory.workers_of("decode")]
+
+    def mirror_equals_truth(self) -> bool:
+        return all(self.mirror.index.blocks_of(worker.record.worker_id) == worker.truth for worker in self.workers)
+
+
+@asynccontextmanager
+async def cluster(url: str, *, timeout_s: float = 0.5) -> AsyncIterator[Cluster]:
+    """Two workers and a router, each with a store of its own as in processes of their own."""
+    async with (
+        Store(url, timeout_s=timeout_s) as first_store,
+        Store(url, timeout_s=timeout_s) as second_store,
+        Store(url, timeout_s=timeout_s) as router_store,
+    ):
+        workers, services = [], []
+        for record, store in zip(WORKERS, (first_store, second_store), strict=True):
+            publisher = KvEventPublisher(
+                store, record.worker_id, record.epoch, batch_s=0.005, keep_s=0.05, retry_s=0.02
+            )
+            registrar = Registrar(store, lambda record=record: record, heartbeat_s=0.05, retry_s=0.02)
+            workers.append(Worker(record, publisher, set()))
+            services += [publisher.run(), registrar.run()]
+        directory = WorkerDirectory(router_store, refresh_s=0.02)
+        mirror = PrefixMirror(router_store, block_s=0.05, retry_s=0.02, audit_s=0.2)
+        requests = RequestStore(router_store, retry_s=0.02)
+        services += [directory.run(), mirror.run(), requests.run()]
+        async with running(*services):
+            yield Cluster(workers, directory, mirror, requests, router_store)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_redis_comes_and_goes_and_everything_is_right_again(redis_server: PrivateRedis, seed: int) -> None:
+    rng = random.Random(seed)
+    ids = [record.worker_id for record in WORKERS]
+    async with cluster(redis_server.url) as both:
+        await until(both.directory, lambda: both.known == ids)
+        for outage in range(3):
+            for worker in both.workers:
+                worker.change(rng)
+            if rng.random() < 0.5:
+                await until(both.mirror, both.mirror_equals_truth)
+            await redis_server.stop(kill=rng.random() < 0.5)
+            both.workers[0].change(rng)
+            progress = RequestProgress.begin(RequestId(f"request-{outage}"), at=float(outage))
+            both.requests.put(progress)
+            if rng.random() < 0.5:
+                await until(both.directory, lambda: both.directory.degraded)
+                await until(both.mirror, lambda: both.mirror.degraded)
+            assert both.known == ids
+            both.requests.put(progress.advance(RequestState.CANCELLED, at=outage + 1.0))
+            await redis_server.start()
+            await until(both.mirror, lambda: not both.mirror.degraded and both.mirror_equals_truth())
+            await until(both.directory, lambda: not both.directory.degraded)
+            assert both.known == ids
+            await eventually(lambda number=outage: _is_cancelled(both.requests, f"request-{number}"))
+
+
+async def test_all_of_it_stops_at_once_when_redis_is_gone(redis_server: PrivateRedis) -> None:
+    """The fixture that watches tasks and sockets sees that nothing stays."""
+    async with cluster(redis_server.url) as both:
+        await until(both.directory, lambda: len(both.known) == 2)
+        both.workers[0].publisher.publish(HASHES, [])
+        both.requests.put(RequestProgress.begin(RequestId("request"), at=0.0))
+        await redis_server.stop(kill=True)
+        await until(both.mirror, lambda: both.mirror.degraded)
+
+
+async def test_all_of_it_stops_within_a_few_timeouts_when_redis_hangs(redis_server: PrivateRedis) -> None:
+    assert redis_server.pid is not None
+    try:
+        async with cluster(redis_server.url, timeout_s=0.2) as both:
+            await until(both.directory, lambda: len(both.known) == 2)
+            os.kill(redis_server.pid, signal.SIGSTOP)
+            both.workers[0].publisher.publish(HASHES, [])
+            await until(both.directory, lambda: both.directory.degraded)
+            assert len(both.known) == 2
+            stopping_at = time.monotonic()
+        assert time.monotonic() - stopping_at < 3
+    finally:
+        os.kill(redis_server.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.001, 0.005, 0.02])
+async def test_a_start_that_is_cancelled_leaves_nothing(redis_server: PrivateRedis, delay_s: float) -> None:
+    async with cluster(redis_server.url) as both:
+        both.workers[0].publisher.publish(HASHES, [])
+        await asyncio.sleep(delay_s)
+    async with Store(redis_server.url) as store:
+        assert await store.call("KEYS", "pd:worker:*") == []
+        assert await store.call("KEYS", "pd:blocks:*") == []
+
+
+async def _is_cancelled(requests: RequestStore, request_id: str) -> bool:
+    try:
+        stored = await requests.get(RequestId(request_id))
+    except StoreError:
+        return False
+    return stored is not None and stored.progress.state is RequestState.CANCELLED

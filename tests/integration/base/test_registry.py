@@ -1,0 +1,202 @@
+"""Workers register in a real Redis and a router sees them, through restarts on either side."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+from pdserve.base.ids import Epoch, WorkerId
+from pdserve.base.registry import WORKER_KEY, Registrar, WorkerDirectory, WorkerRecord, read_workers
+from pdserve.base.store import Store
+from pdserve.cli.private_redis import PrivateRedis
+from tests.support.records import worker_record
+from tests.support.redis import eventually, running, until
+
+DECODE = WorkerId("decode-0")
+
+
+def ids(directory: WorkerDirectory) -> list[str]:
+    return [record.worker_id for record in directory.workers_of("decode")]
+
+
+async def test_a_worker_is_seen_while_it_runs_and_gone_when_it_stops(worker_store: Store, router_store: Store) -> None:
+    directory = WorkerDirectory(router_store, refresh_s=0.02)
+    async with running(directory.run()):
+        async with running(Registrar(worker_store, worker_record).run()):
+            await until(directory, lambda: ids(directory) == ["decode-0"])
+            assert directory.get(DECODE) == worker_record()
+            assert await read_workers(router_store) == [worker_record()]
+        await until(directory, lambda: not ids(directory))
+        assert await router_store.call("KEYS", "pd:*") == []
+
+
+async def test_an_announced_change_does_not_wait_for_the_heartbeat(worker_store: Store, router_store: Store) -> None:
+    current = worker_record(ready=False)
+    registrar = Registrar(worker_store, lambda: current, heartbeat_s=3600)
+    directory = WorkerDirectory(router_store, refresh_s=0.02)
+    async with running(registrar.run(), directory.run()):
+        await until(directory, lambda: directory.get(DECODE) == current)
+        current = replace(current, ready=True)
+        registrar.announce()
+        await until(directory, lambda: directory.get(DECODE) == current)
+
+
+async def test_readiness_does_not_wait_for_the_pause_after_a_heartbeat(
+    worker_store: Store, router_store: Store
+) -> None:
+    current = worker_record()
+    registrar = Registrar(worker_store, lambda: current, heartbeat_s=3600, pause_s=3600)
+    directory = WorkerDirectory(router_store, refresh_s=0.02)
+    async with running(registrar.run(), directory.run()):
+        await until(directory, lambda: directory.get(DECODE) == current)
+        registrar.announce_empty_queue()
+        current = replace(current, ready=False)
+        registrar.announce()
+        await until(directory, lambda: directory.get(DECODE) == current)
+
+
+async def test_queues_that_become_empty_without_end_are_heartbeats_at_a_bounded_rate(worker_store: Store) -> None:
+    times: list[float] = []
+    enough = asyncio.Event()
+
+    def current() -> WorkerRecord:
+        times.append(time.monotonic())
+        if len(times) == 4:
+            enough.set()
+        return worker_record()
+
+    registrar = Registrar(worker_store, current, heartbeat_s=3600, pause_s=0.05)
+    async with running(registrar.run()):
+        while not enough.is_set():
+            registrar.announce_empty_queue()
+            await asyncio.sleep(0)
+    assert all(later - earlier >= 0.049 for earlier, later in pairwise(times[:4]))
+
+
+async def test_heartbeats_keep_the_record_and_carry_the_load(worker_store: Store, router_store: Store) -> None:
+    free_blocks = iter(range(1000, 0, -1))
+    registrar = Registrar(worker_store, lambda: worker_record(free_blocks=next(free_blocks)), heartbeat_s=0.02)
+    directory = WorkerDirectory(router_store, refresh_s=0.02)
+    async with running(registrar.run(), directory.run()):
+        await until(directory, lambda: ids(directory) == ["decode-0"])
+        first = directory.get(DECODE)
+        await until(directory, lambda: directory.get(DECODE) not in (None, first))
+        ttl_ms = await router_store.call("PTTL", WORKER_KEY + DECODE)
+        assert isinstance(ttl_ms, int)
+        assert 4000 < ttl_ms <= 5000
+
+
+async def test_known_workers_outlive_redis_and_register_again(
+    redis_server: PrivateRedis, worker_store: Store, router_store: Store
+) -> None:
+    heard: list[bool] = []
+    registrar = Registrar(worker_store, worker_record, heartbeat_s=0.05, retry_s=0.05, on_degraded=heard.append)
+    directory = WorkerDirectory(router_store, refresh_s=0.02)
+    async with running(registrar.run(), directory.run()):
+        await until(directory, lambda: ids(directory) == ["decode-0"])
+        await redis_server.stop(kill=True)
+        await until(directory, lambda: directory.degraded)
+        assert ids(directory) == ["decode-0"]
+        await eventually(lambda: _is(registrar.degraded))
+        await redis_server.start()
+        seen_empty = []
+        while directory.degraded:
+            await directory.wait_for_change()
+            seen_empty.append(not ids(directory))
+        assert not any(seen_empty)
+        await eventually(lambda: _is(not registrar.degraded))
+        assert await read_workers(router_store) == [worker_record()]
+        assert ids(directory) == ["decode-0"]
+    assert heard == [True, False]
+    assert registrar.failures > 0
+    assert directory.failures > 0
+
+
+async def test_a_silent_restart_of_redis_does_not_empty_the_directory(
+    redis_server: PrivateRedis, worker_store: Store, router_store: Store
+) -> None:
+    """Redis comes back empty before the directory looks again, and the worker is slow to register."""
+    directory = WorkerDirectory(router_store, refresh_s=0.02)
+    async with running(Registrar(worker_store, worker_record, heartbeat_s=3600).run(), directory.run()):
+        await until(directory, lambda: ids(directory) == ["decode-0"])
+        before = directory.version
+        await redis_server.restart()
+        await until(directory, lambda: directory.version >= before + 2)  # degraded, and readable again
+        assert not directory.degraded
+        assert ids(directory) == ["decode-0"]
+        assert await read_workers(router_store) == []
+
+
+async def test_a_killed_worker_is_excluded_at_once_and_its_successor_welcome(
+    worker_store: Store, router_store: Store
+) -> None:
+    directory = WorkerDirectory(router_store, refresh_s=0.02)
+    async with running(directory.run()):
+        await _register_and_die(worker_store, worker_record(epoch=1))
+        await until(directory, lambda: ids(directory) == ["decode-0"])
+        directory.mark_lost(DECODE, Epoch(1))
+        assert ids(directory) == []
+        async with running(Registrar(router_store, lambda: worker_record(epoch=2)).run()):
+            await until(directory, lambda: directory.get(DECODE) == worker_record(epoch=2))
+
+
+async def test_a_worker_that_only_looked_dead_proves_itself_by_its_heartbeat(
+    worker_store: Store, router_store: Store
+) -> None:
+    directory = WorkerDirectory(router_store, refresh_s=0.02)
+    async with running(directory.run(), Registrar(worker_store, worker_record, heartbeat_s=0.05).run()):
+        await until(directory, lambda: ids(directory) == ["decode-0"])
+        directory.mark_lost(DECODE, Epoch(1))
+        assert ids(directory) == []
+        await until(directory, lambda: ids(directory) == ["decode-0"])
+        directory.mark_lost(DECODE, Epoch(1))
+        directory.mark_alive(DECODE, Epoch(1))
+        assert ids(directory) == ["decode-0"]
+
+
+async def test_a_stopping_worker_does_not_remove_its_successor(worker_store: Store, router_store: Store) -> None:
+    first = asyncio.create_task(Registrar(worker_store, lambda: worker_record(epoch=1), heartbeat_s=3600).run())
+    await eventually(lambda: _epoch_is(router_store, 1))
+    async with running(Registrar(router_store, lambda: worker_record(epoch=2), heartbeat_s=3600).run()):
+        await eventually(lambda: _epoch_is(router_store, 2))
+        first.cancel()
+        await asyncio.wait([first])
+        assert [record.epoch for record in await read_workers(router_store)] == [2]
+
+
+async def test_one_unreadable_record_hides_no_other(worker_store: Store, router_store: Store) -> None:
+    await router_store.call("SADD", "pd:workers", "stranger")
+    await router_store.call("HSET", WORKER_KEY + "stranger", "beat", "1", "tier", "observer")
+    async with running(Registrar(worker_store, worker_record).run()):
+        await eventually(lambda: _has_workers(router_store, 1))
+    await router_store.call("HSET", WORKER_KEY + "stranger", "beat", "x")
+    assert await read_workers(router_store) == []
+
+
+async def test_ids_of_expired_records_are_swept(worker_store: Store) -> None:
+    await worker_store.call("SADD", "pd:workers", "long-gone")
+    assert await read_workers(worker_store) == []
+    assert await worker_store.call("EXISTS", "pd:workers") == 0
+
+
+async def _register_and_die(store: Store, record: WorkerRecord) -> None:
+    """Leaves the record behind, as a killed process does; closes the store."""
+    task = asyncio.create_task(Registrar(store, lambda: record, heartbeat_s=3600).run())
+    await eventually(lambda: _epoch_is(store, record.epoch))
+    await store.close()
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def _is(value: bool) -> bool:
+    return value
+
+
+async def _has_workers(store: Store, count: int) -> bool:
+    return len(await read_workers(store)) == count
+
+
+async def _epoch_is(store: Store, epoch: int) -> bool:
+    return [record.epoch for record in await read_workers(store)] == [epoch]

@@ -1,0 +1,123 @@
+"""The store against a real Redis: bounded in time, one kind of error, and back by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from pdserve.base.errors import StoreError
+from pdserve.base.store import Store
+from pdserve.cli.private_redis import PrivateRedis, free_port
+
+
+async def test_an_absent_redis_is_no_error_at_start_and_found_later(redis_server: PrivateRedis) -> None:
+    await redis_server.stop()
+    reasons: list[str | None] = []
+    async with Store(redis_server.url, on_change=reasons.append) as store:
+        assert not store.available
+        assert store.unavailable_since is not None
+        with pytest.raises(StoreError, match="cannot be used"):
+            await store.call("GET", "key")
+        await redis_server.start()
+        assert await store.call("GET", "key") is None
+        assert store.available
+        assert store.unavailable_since is None
+    assert reasons == [f"Redis at {store.address} cannot be used", None]
+
+
+async def test_a_restart_is_noticed_even_between_two_calls(redis_server: PrivateRedis) -> None:
+    """The first call fails instead of quietly connecting anew: who relies on stored data must hear of it."""
+    async with Store(redis_server.url) as store:
+        await store.call("SET", "key", "value")
+        before = store.outages
+        await redis_server.restart()
+        with pytest.raises(StoreError):
+            await store.call("GET", "key")
+        assert store.outages == before + 1
+        assert await store.call("GET", "key") is None
+
+
+async def test_a_hanging_redis_costs_the_timeout_and_no_more(redis_server: PrivateRedis) -> None:
+    async with Store(redis_server.url, timeout_s=0.2) as store:
+        assert redis_server.pid is not None
+        os.kill(redis_server.pid, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            with pytest.raises(StoreError, match="no answer in time"):
+                await store.call("PING")
+            assert time.monotonic() - started < 2
+        finally:
+            os.kill(redis_server.pid, signal.SIGCONT)
+        assert await store.call("PING") == b"PONG"
+
+
+async def test_a_refused_command_is_a_store_error_but_no_outage(redis_server: PrivateRedis) -> None:
+    async with Store(redis_server.url) as store:
+        with pytest.raises(StoreError, match="WRONGTYPE"):
+            await store.pipeline([["SET", "key", "value"], ["LPUSH", "key", "x"], ["SET", "other", "value"]])
+        assert store.available
+        assert store.outages == 0
+        assert await store.call("GET", "other") == b"value"
+
+
+async def test_a_full_redis_refuses_instead_of_evicting() -> None:
+    async with PrivateRedis(memory_bytes=1_500_000) as server, Store(server.url) as store:
+        await store.call("SET", "kept", "value")
+        with pytest.raises(StoreError, match="maxmemory"):
+            for number in range(100):
+                await store.call("SET", f"large-{number}", b"x" * 100_000)
+        assert await store.call("GET", "kept") == b"value"
+
+
+async def test_a_cancelled_call_never_answers_the_next_one(redis_server: PrivateRedis) -> None:
+    async with Store(redis_server.url) as store:
+        await store.call("SET", "key", "value")
+        for delay_s in (0.0, 0.0001, 0.001, 0.01):
+            waiting = asyncio.create_task(store.call("BLPOP", "queue", 5, block_s=5))
+            await asyncio.sleep(delay_s)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert await store.call("GET", "key") == b"value"
+        assert store.available
+
+
+async def test_many_calls_at_once_get_their_own_answers(redis_server: PrivateRedis) -> None:
+    async with Store(redis_server.url, timeout_s=10) as store:
+        await asyncio.gather(*(store.call("SET", f"key-{number}", number) for number in range(20)))
+        answers = await asyncio.gather(*(store.call("GET", f"key-{number}") for number in range(20)))
+        assert answers == [str(number).encode() for number in range(20)]
+
+
+async def test_one_failure_is_enough_to_give_up_all_old_connections(redis_server: PrivateRedis) -> None:
+    async with Store(redis_server.url, timeout_s=10) as store:
+        await asyncio.gather(*(store.call("BLPOP", "queue", "0.01") for _ in range(4)))
+        await redis_server.restart()
+        with pytest.raises(StoreError):
+            await store.call("PING")
+        assert [await store.call("PING") for _ in range(4)] == [b"PONG"] * 4
+
+
+async def test_a_closed_store_refuses(redis_server: PrivateRedis) -> None:
+    async with Store(redis_server.url) as store:
+        await store.call("PING")
+    with pytest.raises(StoreError, match="closed"):
+        await store.call("PING")
+
+
+async def test_a_private_redis_on_tcp_restarts_on_its_port_and_leaves_no_directory() -> None:
+    async with PrivateRedis(port=free_port()) as server, Store(server.url) as store:
+        url = server.url
+        directory = await store.call("CONFIG", "GET", "dir")
+        await server.restart()
+        assert server.url == url
+        with pytest.raises(StoreError):
+            await store.call("PING")
+        assert await store.call("PING") == b"PONG"
+    assert isinstance(directory, list)
+    assert isinstance(directory[1], bytes)
+    assert not await asyncio.to_thread(os.path.exists, directory[1])

@@ -1,0 +1,57 @@
+"""Whoever cancels a copy of blocks waits for it: then nothing touches the blocks any more."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import cast
+
+import pytest
+import torch
+
+from kvtransfer.handover.digest import MessageDigest
+from kvtransfer.handover.memory import Part
+from kvtransfer.handover.ticket import new_key
+from pdserve.base.ids import BlockId
+from pdserve.base.layout import KvLayout
+from pdserve.engine.kv_cache import KvCache
+from pdserve.worker.kv_bytes.host import CacheCopies
+from pdserve.worker.kv_bytes.stage import Stage
+
+LAYOUT = KvLayout(model="m", dtype="float32", block_size=2, num_layers=2, num_kv_heads=1, head_dim=4)
+DEADLINE_S = 20.0
+
+
+class HeldCache:
+    """Whose copies take until they may end."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.may_end = threading.Event()
+        self.ended = False
+
+    def read_blocks(self, *_: object) -> None:
+        self.begun.set()
+        assert self.may_end.wait(DEADLINE_S)
+        self.ended = True
+
+    write_blocks = read_blocks
+
+
+@pytest.mark.parametrize("way", ["read", "write"])
+async def test_a_cancelled_copy_is_waited_for(way: str) -> None:
+    cache = HeldCache()
+    stage = Stage(torch.zeros(2 * LAYOUT.block_bytes, dtype=torch.uint8), LAYOUT, torch.float32)
+    copies = CacheCopies(cast(KvCache, cache), stage)
+    part = Part(layers=slice(0, 2), digest=MessageDigest(new_key()))
+    copy = copies.read if way == "read" else copies.write
+    task = asyncio.create_task(copy([[BlockId(1)]], [0], part))
+    assert await asyncio.to_thread(cache.begun.wait, DEADLINE_S)
+    for _ in range(2):  # However often.
+        task.cancel()
+        done, _ = await asyncio.wait([task], timeout=0.1)
+        assert not done
+    cache.may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert cache.ended

@@ -1,0 +1,75 @@
+"""While a worker drains, too, the end of its step loop is its end; and what its transport is told."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from kvtransfer.transport.inproc import InprocTransport
+from pdserve.base.admin import Health
+from pdserve.base.errors import PeerLost
+from pdserve.worker.config import WorkerConfig
+from pdserve.worker.serve import process
+from pdserve.worker.serve.active_calls import ActiveCalls
+from pdserve.worker.serve.process import _drain, _opened_transport
+from pdserve.worker.serve.worker import Worker
+
+
+class Draining:
+    """A worker with one request."""
+
+    def __init__(self, timeout_s: float = 20.0) -> None:
+        self.calls = ActiveCalls()
+        self.calls.accept()
+        self.health = Health()
+        self.fatal: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._worker = cast(
+            Worker, SimpleNamespace(calls=self.calls, config=SimpleNamespace(drain_timeout_s=timeout_s))
+        )
+
+    async def drain(self) -> None:
+        await _drain(self._worker, self.fatal, self.health)
+
+
+async def test_a_rank_that_is_lost_while_draining_is_heard() -> None:
+    draining = Draining()
+    with draining.calls.serving():
+        task = asyncio.create_task(draining.drain())
+        await asyncio.sleep(0)
+        draining.fatal.set_result(PeerLost("rank 1 is lost"))
+        with pytest.raises(PeerLost, match="rank 1 is lost"):
+            await asyncio.wait_for(task, 10)
+    assert draining.health.dead is not None
+    assert "rank 1 is lost" in draining.health.dead
+
+
+async def test_draining_ends_with_the_last_request_or_with_its_time() -> None:
+    draining = Draining()
+    with draining.calls.serving():
+        task = asyncio.create_task(draining.drain())
+        await asyncio.sleep(0)
+    await asyncio.wait_for(task, 10)
+    assert draining.health.dead is None
+    impatient = Draining(timeout_s=0.01)
+    with impatient.calls.serving():
+        await asyncio.wait_for(impatient.drain(), 10)
+
+
+@pytest.mark.parametrize(("memory", "device"), [("device", "cuda:1"), ("host", None)])
+async def test_a_transport_is_told_the_gpu_in_whose_memory_its_buffers_are(
+    monkeypatch: pytest.MonkeyPatch, memory: str, device: str | None
+) -> None:
+    told: list[str | None] = []
+
+    def open_transport(name: str, *, host: str, device: str | None) -> InprocTransport:
+        told.append(device)
+        return InprocTransport()
+
+    monkeypatch.setattr(process, "open_transport", open_transport)
+    monkeypatch.setattr(process, "bind_thread", lambda config: None)
+    config = WorkerConfig(model="m", redis_url="", device="cuda:1", transport="nccl", handover_memory=memory)
+    async with _opened_transport(config):
+        assert told == [device]
