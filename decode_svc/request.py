@@ -11,7 +11,7 @@ from enum import Enum
 from pdserve.base.ids import NO_ROUTER, BlockHash, BlockId, RequestId, RouterId
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.sequence import Sequence, SequenceLimits
-from pdserve.engine.step import Started
+from pdserve.engine.step import RequestStarted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +82,9 @@ class Request:
     #: Sequences that are active or preempted, by choice; the stem alone while the prompt is computed.
     sequences: dict[int, Sequence] = field(default_factory=dict)
 
-    def started(self, block_table: tuple[BlockId, ...]) -> Started:
+    def started(self, block_table: tuple[BlockId, ...]) -> RequestStarted:
         """What is told when the first step computes something of it; `block_table`: of the prompt."""
-        return Started(
+        return RequestStarted(
             request_id=self.job.request_id,
             prefilled_locally=self.locally,
             num_cached=self.num_cached,

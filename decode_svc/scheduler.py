@@ -62,7 +62,7 @@ class DecodeScheduler:
 
     # Commands, between steps.
     def reserve(self, job: DecodeJob) -> None:
-        """Queue a request for the blocks of its prompt and one more token; a `Grant` or a `Started` event follows.
+        """Queue a request for the blocks of its prompt and one more token; a `Grant` or `RequestStarted` follows.
 
         Raises `RequestError` for a prompt the model cannot take, `NoFreeBlocks` for one that this worker could never
         hold, `InvalidTransition` for a request id that is still here.
@@ -265,7 +265,7 @@ class DecodeScheduler:
         request.locally = True
         self._unstarted[request.job.request_id] = request
         request.num_cached = request.stem.num_computed
-        request.stem.age = self._running.next_age()
+        request.stem.admission_order = self._running.next_admission_order()
         request.sequences = {0: request.stem}
         self._running.add(request.stem)
 
@@ -274,12 +274,12 @@ class DecodeScheduler:
         request.phase = Phase.RUNNING
         request.sequences = {}
         stem = request.stem
-        stem.age = stem.age or self._running.next_age()
+        stem.admission_order = stem.admission_order or self._running.next_admission_order()
         going_on = [
             choice
             for choice, token in first_tokens.items()
             if choice not in request.stopped
-            and self._limits.tell(stem, choice, Sampled(token_id=token)).finish_reason is None
+            and self._limits.choice_tokens(stem, choice, Sampled(token_id=token)).finish_reason is None
         ]
         # All forks are taken off the bare prompt before the stem grows into the first of the choices.
         forks = [self._blocks.fork(stem, choice) for choice in going_on[1:]]
@@ -349,13 +349,13 @@ class DecodeScheduler:
         first_tokens = dict(enumerate(request.forced_first_tokens))
         if not first_tokens:
             sampled = dict(zip(request.open_choices(), tokens, strict=True))
-            self._log.tokens[request_id] = [self._limits.tell(stem, choice, token) for choice, token in sampled.items()]
+            self._log.tokens[request_id] = [self._limits.choice_tokens(stem, *sample) for sample in sampled.items()]
             first_tokens = {choice: token.token_id for choice, token in sampled.items()}
         self._running.detach(stem)
         self._fork(request, first_tokens)
 
     def _take_token(self, request: Request, sequence: Sequence, sampled: Sampled) -> None:
-        told = self._limits.tell(sequence, sequence.choice_index, sampled)
+        told = self._limits.choice_tokens(sequence, sequence.choice_index, sampled)
         self._log.tokens.setdefault(sequence.request_id, []).append(told)
         sequence.tokens.append(sampled.token_id)
         if told.finish_reason is not None:

@@ -22,7 +22,7 @@ from pdserve.base.ids import RequestId, RouterId
 from pdserve.base.logs import get_logger, request_id_var
 from pdserve.base.streams import MessageStream, PeerLeft, serve_streams
 from pdserve.base.wire import error_to_wire, sampling_from_wire
-from pdserve.engine.step import Grant, LayersWritten, RequestTokens, Started, StepOutput
+from pdserve.engine.step import Grant, LayersWritten, RequestStarted, RequestTokens, StepOutput
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.v1 import decode_pb2_grpc as pb_grpc
 from pdserve.worker.serve.inboxes import Failed, Inboxes
@@ -90,7 +90,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
     def on_step(self, output: StepOutput) -> None:
         """Hands a step's events to their requests, in order."""
         events = output.events
-        in_order: tuple[Grant | Started | RequestTokens, ...] = (*events.grants, *events.started, *events.tokens)
+        in_order: tuple[Grant | RequestStarted | RequestTokens, ...] = (*events.grants, *events.started, *events.tokens)
         for event in in_order:
             self._sessions.put(event.request_id, event)
         for failure in events.failures:

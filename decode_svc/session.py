@@ -16,7 +16,7 @@ from pdserve.base.logs import get_logger
 from pdserve.base.streams import MessageStream, PeerLeft
 from pdserve.base.tasks import service_group
 from pdserve.base.wire import tokens_to_wire
-from pdserve.engine.step import Grant, RequestTokens, Started
+from pdserve.engine.step import Grant, RequestStarted, RequestTokens
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.worker.serve.inboxes import Failed, Inbox
 from pdserve.worker.serve.worker import Worker
@@ -41,7 +41,7 @@ class Left:
     """The router has closed the stream."""
 
 
-Event = Grant | Started | RequestTokens | Finished | Left | pb.DecodeRequest
+Event = Grant | RequestStarted | RequestTokens | Finished | Left | pb.DecodeRequest
 
 
 class DecodeSession:
@@ -103,7 +103,7 @@ class DecodeSession:
         match await self._inbox.next():
             case Grant() as grant:
                 await self._granted(grant)
-            case Started() as started:
+            case RequestStarted() as started:
                 await self._started(started)
             case RequestTokens() as new:
                 # While the last message was written there may have been more steps: one message tells of them all.
@@ -142,7 +142,7 @@ class DecodeSession:
         )
         await self._stream.write(pb.DecodeResponse(ticket=granted))
 
-    async def _started(self, started: Started) -> None:
+    async def _started(self, started: RequestStarted) -> None:
         message = pb.DecodeStarted(
             prefilled_locally=started.prefilled_locally,
             cached_tokens=started.num_cached,

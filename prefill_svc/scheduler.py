@@ -24,7 +24,7 @@ from pdserve.engine.step import (
     LayersWritten,
     Load,
     PrefillProgress,
-    Started,
+    RequestStarted,
     StepEvents,
     StepPlan,
 )
@@ -246,7 +246,7 @@ class PrefillScheduler:
         if not active.block_table:
             active.block_table = self.block_table(active.job.request_id)
             self._log.started.append(
-                Started(
+                RequestStarted(
                     request_id=active.job.request_id,
                     prefilled_locally=True,
                     num_cached=active.num_cached,
@@ -289,7 +289,7 @@ class PrefillScheduler:
             return
         self._queues.computed[request_id] = self._queues.computing.pop(request_id)
         self._log.tokens[request_id] = [
-            self._config.limits.tell(active.sequence, choice, result)
+            self._config.limits.choice_tokens(active.sequence, choice, result)
             for choice, result in enumerate(results)
             if isinstance(result, Sampled)
         ]

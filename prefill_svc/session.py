@@ -13,7 +13,7 @@ from pdserve.base.ids import BlockId, RequestId
 from pdserve.base.rpc import mapped_rpc_errors
 from pdserve.base.sampling import ChoiceTokens
 from pdserve.base.wire import tokens_to_wire
-from pdserve.engine.step import LayersWritten, PrefillProgress, RequestTokens, Started
+from pdserve.engine.step import LayersWritten, PrefillProgress, RequestStarted, RequestTokens
 from pdserve.v1 import decode_pb2, decode_pb2_grpc
 from pdserve.v1 import prefill_pb2 as pb
 from pdserve.worker.serve.inboxes import Inbox
@@ -30,7 +30,7 @@ KEEP_ALIVE_S = 1.0
 class Begun:
     """The prompt's first step began at `at` (event loop time, seconds); it is told when that step is over."""
 
-    started: Started
+    started: RequestStarted
     at: float
 
     @property
@@ -137,7 +137,7 @@ class PrefillSession:
                 case LayersWritten():
                     if pusher is not None:
                         stop = self._num_complete(job, event.num_computed)
-                        pusher.stored(event.block_table, stop, num_layers=event.num_layers, at=event.moment)
+                        pusher.stored(event.block_table, stop, num_layers=event.num_layers, at=event.ready_event)
                     continue
                 case PrefillProgress():
                     state.num_computed = event.num_computed

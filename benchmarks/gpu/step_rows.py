@@ -23,7 +23,7 @@ from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.device_runner import DeviceRunner
 from pdserve.engine.graphs import CudaRecorder, DeviceDecoder
 from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.runner import Results, TellLayers
+from pdserve.engine.runner import ReportLayers, Results
 from pdserve.engine.sequence import SequenceLimits
 from pdserve.engine.step import StepPlan
 from pdserve.engine.stepper import Stepper
@@ -149,12 +149,12 @@ class _Timed(DeviceRunner):
         self._num_passing = num_passing
         self.decoding: list[tuple[_Moment, _Moment]] = []
 
-    def launch(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Results:
+    def launch(self, plan: StepPlan, batch: Batch | None, report_layers: ReportLayers | None = None) -> Results:
         only_decodes = bool(plan.decoding) and not plan.chunks
         if only_decodes and len(self.decoding) >= self._num_passing and self._device.type == "cuda":
             torch.cuda._sleep(_HEAD_START_CYCLES)
         begin = _Moment(self._device)
-        results = super().launch(plan, batch, tell)
+        results = super().launch(plan, batch, report_layers)
         if only_decodes:
             self.decoding.append((begin, _Moment(self._device)))
         return results

@@ -83,24 +83,24 @@ class BlockManager:
             self.pool.register(BlockId(sequence.block_table[index]), hashes[index])
         sequence.num_registered = num_full
 
-    def fork(self, stem: Sequence, choice_index: int) -> Sequence:
-        """Another choice that shares the stem's prompt blocks; the partial last one is copied when either writes."""
-        num_blocks = self.pool.blocks_for(stem.num_prompt)
-        self.pool.share(BlockId(block) for block in stem.block_table[:num_blocks])
-        stem.num_slots = stem.num_computed
+    def fork(self, prompt_sequence: Sequence, choice_index: int) -> Sequence:
+        """Another choice that shares the prompt blocks; the partial last one is copied when either writes."""
+        num_blocks = self.pool.blocks_for(prompt_sequence.num_prompt)
+        self.pool.share(BlockId(block) for block in prompt_sequence.block_table[:num_blocks])
+        prompt_sequence.num_slots = prompt_sequence.num_computed
         return Sequence(
-            request_id=stem.request_id,
+            request_id=prompt_sequence.request_id,
             choice_index=choice_index,
-            params=stem.params,
-            hash_key=stem.hash_key,
-            tokens=array("q", stem.tokens[: stem.num_prompt]),
-            num_prompt=stem.num_prompt,
-            hashes=stem.hashes[: stem.num_prompt // self.pool.block_size],
-            block_table=stem.block_table[:num_blocks],
-            num_computed=stem.num_prompt,
-            num_slots=stem.num_prompt,
-            num_registered=stem.num_prompt // self.pool.block_size,
-            age=stem.age,
+            params=prompt_sequence.params,
+            hash_key=prompt_sequence.hash_key,
+            tokens=array("q", prompt_sequence.tokens[: prompt_sequence.num_prompt]),
+            num_prompt=prompt_sequence.num_prompt,
+            hashes=prompt_sequence.hashes[: prompt_sequence.num_prompt // self.pool.block_size],
+            block_table=prompt_sequence.block_table[:num_blocks],
+            num_computed=prompt_sequence.num_prompt,
+            num_slots=prompt_sequence.num_prompt,
+            num_registered=prompt_sequence.num_prompt // self.pool.block_size,
+            admission_order=prompt_sequence.admission_order,
         )
 
     def recompute_last_token(self, sequence: Sequence) -> None:

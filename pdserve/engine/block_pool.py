@@ -40,7 +40,7 @@ class BlockPool:
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, BlockId] = {}
         #: Free and without content. A stack: the block released last is the one most likely still in the CPU's cache.
-        self._blank = [BlockId(block) for block in reversed(range(num_blocks))]
+        self._uncached = [BlockId(block) for block in reversed(range(num_blocks))]
         #: Free but still matchable, the least recently used first.
         self._cached: OrderedDict[BlockId, None] = OrderedDict()
         self._copies: list[tuple[BlockId, BlockId]] = []
@@ -50,7 +50,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can hand out, cached ones included."""
-        return len(self._blank) + len(self._cached)
+        return len(self._uncached) + len(self._cached)
 
     def ref_count(self, block: BlockId) -> int:
         """How many block tables hold the block."""
@@ -83,7 +83,7 @@ class BlockPool:
             if self._refs[block] > 0:
                 continue
             if self._hash_of[block] is None:
-                self._blank.append(block)
+                self._uncached.append(block)
             else:
                 self._cached[block] = None
 
@@ -156,12 +156,12 @@ class BlockPool:
         """
         held = {block for block in range(self.num_blocks) if self._refs[block] > 0}
         assert min(self._refs) >= 0, "a reference count is negative"
-        states = Counter((*self._blank, *self._cached, *held))
+        states = Counter((*self._uncached, *self._cached, *held))
         assert len(states) == self.num_blocks, "a block is neither blank, cached nor held"
         assert max(states.values()) == 1, "a block is in two states at once"
         mirrored = {block: block_hash for block, block_hash in enumerate(self._hash_of) if block_hash is not None}
         assert mirrored == {block: block_hash for block_hash, block in self._by_hash.items()}, "hash maps disagree"
-        assert all(self._hash_of[block] is None for block in self._blank), "a blank block carries a hash"
+        assert all(self._hash_of[block] is None for block in self._uncached), "a blank block carries a hash"
         assert all(self._hash_of[block] is not None for block in self._cached), "a cached block carries no hash"
         if tables is not None:
             holders = Counter(block for table in tables for block in table)
@@ -169,8 +169,8 @@ class BlockPool:
             assert counted == dict(holders), f"reference counts {counted} but holders {dict(holders)}"
 
     def _take_free(self) -> BlockId:
-        if self._blank:
-            block = self._blank.pop()
+        if self._uncached:
+            block = self._uncached.pop()
         else:
             block, _ = self._cached.popitem(last=False)
             self._forget(block)

@@ -11,13 +11,13 @@ from typing import Protocol
 from torch import Tensor
 
 from kernels.decoder import LayerListener
-from pdserve.engine.runner import Results, Runner, StepCache, TellLayers, TokenSampler
+from pdserve.engine.runner import ReportLayers, Results, Runner, StepCache, TokenSampler
 from pdserve.engine.sequence import SampleResult, SampleRow
 from pdserve.engine.step import StepPlan
 from pdserve.model.batch import Batch
 
 
-class LaunchingDecoder(Protocol):
+class NonBlockingDecoder(Protocol):
     """`pdserve.engine.graphs.DeviceDecoder`: nothing is waited for."""
 
     def forward(
@@ -31,8 +31,8 @@ class LaunchingDecoder(Protocol):
         """As `Decoder.forward`, with token ids of the device, -1 being one that failed, in place of the batch's."""
 
 
-class Draws(Protocol):
-    """`pdserve.engine.device_sampler.Draws`: tokens that are being drawn."""
+class PendingSamples(Protocol):
+    """`pdserve.engine.device_sampler.DeviceSamples`: tokens that are being drawn."""
 
     @property
     def token_ids(self) -> Tensor:
@@ -42,12 +42,12 @@ class Draws(Protocol):
         """Waits until the step has ended."""
 
 
-class LaunchingSampler(TokenSampler, Protocol):
+class NonBlockingSampler(TokenSampler, Protocol):
     """`pdserve.engine.device_sampler.DeviceSampler`."""
 
     def launch(
         self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int], *, is_ahead: bool = False
-    ) -> Draws:
+    ) -> PendingSamples:
         """As `sample`, without waiting; `is_ahead`: each row is drawn a token further than it tells."""
 
 
@@ -55,22 +55,22 @@ class DeviceRunner(Runner):
     """A `Runner` of which at most two steps are in flight."""
 
     overlaps = True
-    _decoder: LaunchingDecoder
-    _sampler: LaunchingSampler
+    _decoder: NonBlockingDecoder
+    _sampler: NonBlockingSampler
 
-    def __init__(self, decoder: LaunchingDecoder, kv_cache: StepCache, sampler: LaunchingSampler) -> None:
+    def __init__(self, decoder: NonBlockingDecoder, kv_cache: StepCache, sampler: NonBlockingSampler) -> None:
         super().__init__(decoder, kv_cache, sampler)
         #: Of the step launched last, in the order of its rows.
         self._token_ids: Tensor | None = None
 
-    def launch(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Results:
+    def launch(self, plan: StepPlan, batch: Batch | None, report_layers: ReportLayers | None = None) -> Results:
         """As `Runner.launch`. A step planned ahead takes its tokens from the step before, on the device."""
         rows, logits_rows = plan.sample_rows()
         if batch is None or not rows:
-            return super().launch(plan, batch, tell)
-        on_layer = self._prepare(plan, tell)
+            return super().launch(plan, batch, report_layers)
+        on_layer = self._prepare(plan, report_layers)
         token_ids = self._token_ids if plan.is_ahead else None
         logits = self._decoder.forward(batch, self.kv_cache.tensor, on_layer, token_ids=token_ids)
-        draws = self._sampler.launch(logits, rows, logits_rows, is_ahead=plan.is_ahead)
-        self._token_ids = draws.token_ids
-        return draws.results
+        samples = self._sampler.launch(logits, rows, logits_rows, is_ahead=plan.is_ahead)
+        self._token_ids = samples.token_ids
+        return samples.results

@@ -30,7 +30,7 @@ _ROOM = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draws:
+class DeviceSamples:
     """Tokens that are being drawn."""
 
     rows: list[SampleRow]
@@ -72,7 +72,7 @@ class DeviceSampler:
 
     def launch(
         self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int], *, is_ahead: bool = False
-    ) -> Draws:
+    ) -> DeviceSamples:
         """As `sample`, without waiting. `is_ahead`: each row is drawn a token further than it tells.
 
         Then they are the rows of the last call, of which each had its token. Nothing here is overwritten while the
@@ -82,9 +82,9 @@ class DeviceSampler:
         with self._on_device:
             chosen = self._launch(logits, rows, logits_rows, is_ahead=is_ahead)
             here, copied = self._to_host(chosen)
-        return Draws(rows=list(rows), there=chosen, here=here, copied=copied)
+        return DeviceSamples(rows=list(rows), there=chosen, here=here, copied=copied)
 
-    def settle(self) -> None:
+    def wait_for_step(self) -> None:
         """Returns when the device has done all that it was told."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.decoder import LayerListener
 from pdserve.engine.device_batch import BatchShape, DeviceBatches, current
+from pdserve.engine.runner import StepDecoder
 from pdserve.model.batch import Batch
 
 #: Graphs that are kept; each takes a few MiB beside the memory that they share. For up to 256 sequences of up to 2,048
@@ -64,18 +65,12 @@ class CudaRecorder:
         return replay
 
 
-class Decoder(Protocol):
-    """`pdserve.engine.runner.Decoder`, on a device."""
-
-    def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor: ...
-
-
 class DeviceDecoder:
     """A decoder that takes batches from the host. Without a recorder every step is launched kernel by kernel."""
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: StepDecoder,
         device: torch.device,
         *,
         recorder: Recorder | None,

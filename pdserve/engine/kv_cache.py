@@ -66,7 +66,7 @@ class KvCache:
         view: npt.NDArray[np.uint8] = self._bytes[block_id]
         return view
 
-    def moment(self, num_layers: int) -> DeviceEvent | None:
+    def record_event(self, num_layers: int) -> DeviceEvent | None:
         """When the device will have done what this thread has launched; None: it has. On the step thread."""
         if self._copies is None:
             return None

@@ -115,7 +115,7 @@ class StepLoop:
 
     def _run(self) -> None:
         try:
-            self._settle()
+            self._pin_to_cpus()
             with torch.inference_mode():
                 while not self._stopping:
                     self._run_calls()
@@ -133,7 +133,7 @@ class StepLoop:
         if has_work and self._calls.empty():
             return
         # What a call tells must not overtake what the step before it told.
-        self._stepper.tell()
+        self._stepper.publish()
         if not has_work:
             self._next_call().run()
         try:
@@ -151,7 +151,7 @@ class StepLoop:
         self._config.on_busy(True)
         return call
 
-    def _settle(self) -> None:
+    def _pin_to_cpus(self) -> None:
         """Bind this thread first: the compute threads that torch starts from it inherit the binding."""
         if self._config.compute_cpus is not None:
             os.sched_setaffinity(0, self._config.compute_cpus)

@@ -26,7 +26,7 @@ from pdserve.model.batch import Batch
 Results = Callable[[], list[SampleResult]]
 
 
-TellLayers = Callable[[LayersWritten], None]
+ReportLayers = Callable[[LayersWritten], None]
 
 
 class StepCache(Protocol):
@@ -43,11 +43,11 @@ class StepCache(Protocol):
     def copy_blocks(self, pairs: Items[tuple[BlockId, BlockId]]) -> None:
         """Copies each source block onto its destination, in order."""
 
-    def moment(self, num_layers: int) -> DeviceEvent | None:
+    def record_event(self, num_layers: int) -> DeviceEvent | None:
         """When that many layers of what is being launched will be written; None: they are."""
 
 
-class Decoder(Protocol):
+class StepDecoder(Protocol):
     """The model, as far as the engine knows it."""
 
     def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
@@ -63,7 +63,7 @@ class TokenSampler(Protocol):
     def sample(self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int]) -> list[SampleResult]:
         """One result per row, in order; row i is drawn from `logits[logits_rows[i]]`. The step has ended then."""
 
-    def settle(self) -> None:
+    def wait_for_step(self) -> None:
         """Returns when the step has ended: its K and V, and blocks that were copied, are in their place."""
 
 
@@ -73,7 +73,7 @@ class Runner:
     #: `launch` returns while the step is computed, and another can be launched behind it.
     overlaps = False
 
-    def __init__(self, decoder: Decoder, kv_cache: StepCache, sampler: TokenSampler) -> None:
+    def __init__(self, decoder: StepDecoder, kv_cache: StepCache, sampler: TokenSampler) -> None:
         self.kv_cache = kv_cache
         self._decoder = decoder
         self._sampler = sampler
@@ -83,23 +83,23 @@ class Runner:
         """The model's input, valid until the next call; None when the plan has nothing to compute."""
         return self._batches.build(plan) if plan.decoding or plan.chunks else None
 
-    def launch(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Results:
+    def launch(self, plan: StepPlan, batch: Batch | None, report_layers: ReportLayers | None = None) -> Results:
         """Begin the step. Its result is to be taken before the next but one is launched, in the order of launches.
 
         The plan's reports are told on the way, if the decoder says how far it is.
         """
-        return partial(self.sample, plan, self.forward(plan, batch, tell))
+        return partial(self.sample, plan, self.forward(plan, batch, report_layers))
 
-    def forward(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Tensor | None:
+    def forward(self, plan: StepPlan, batch: Batch | None, report_layers: ReportLayers | None = None) -> Tensor | None:
         """Copy blocks first (copy-on-write), then compute: logits float32 [num_logits, vocab]."""
-        on_layer = self._prepare(plan, tell)
+        on_layer = self._prepare(plan, report_layers)
         return None if batch is None else self._decoder.forward(batch, self.kv_cache.tensor, on_layer)
 
-    def _prepare(self, plan: StepPlan, tell: TellLayers | None) -> LayerListener | None:
+    def _prepare(self, plan: StepPlan, report_layers: ReportLayers | None) -> LayerListener | None:
         """Copies the plan's blocks; whom the decoder is to tell of its layers, None: nobody wants to hear."""
         if plan.copies:
             self.kv_cache.copy_blocks(plan.copies)
-        if tell is None or not plan.reports:
+        if report_layers is None or not plan.reports:
             return None
         due: defaultdict[int, list[LayersWritten]] = defaultdict(list)
         for report in plan.reports:
@@ -107,9 +107,9 @@ class Runner:
 
         def on_layer(num_layers: int) -> None:
             if num_layers in due:
-                moment = self.kv_cache.moment(num_layers)
+                event = self.kv_cache.record_event(num_layers)
                 for report in due[num_layers]:
-                    tell(replace(report, moment=moment))
+                    report_layers(replace(report, ready_event=event))
 
         return on_layer
 
@@ -123,5 +123,5 @@ class Runner:
         rows, logits_rows = plan.sample_rows()
         if rows and logits is not None:
             return self._sampler.sample(logits, rows, logits_rows)
-        self._sampler.settle()
+        self._sampler.wait_for_step()
         return []

@@ -87,7 +87,7 @@ class RunningSet:
         yield from self._active
         yield from self._preempted
 
-    def next_age(self) -> int:
+    def next_admission_order(self) -> int:
         """The age of the next request: its sequences are younger than all others."""
         self._num_added += 1
         return self._num_added
@@ -171,4 +171,4 @@ def _is_decoding(sequence: Sequence) -> bool:
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.age, sequence.choice_index
+    return sequence.admission_order, sequence.choice_index

@@ -53,7 +53,7 @@ class Sampler:
                 results.append(_sample_row(table[index], row))
         return results
 
-    def settle(self) -> None:
+    def wait_for_step(self) -> None:
         """On a CPU a step has ended when its call returns."""
 
 

@@ -102,7 +102,7 @@ class Sequence:
     #: Blocks of the table that were offered to the pool for reuse.
     num_registered: int = 0
     #: Order of becoming active; smaller is older.
-    age: int = 0
+    admission_order: int = 0
     #: How the next token is drawn, once the sequence is a choice; None for a bare prompt.
     sampling: SampleRow | None = None
 
@@ -194,7 +194,7 @@ class SequenceLimits:
                 param="first_tokens",
             )
 
-    def tell(self, sequence: Sequence, choice_index: int, sampled: Sampled) -> ChoiceTokens:
+    def choice_tokens(self, sequence: Sequence, choice_index: int, sampled: Sampled) -> ChoiceTokens:
         """Describe the token that follows the present ones, and whether it ends the choice; changes nothing."""
         token, params, num_tokens = sampled.token_id, sequence.params, len(sequence.tokens)
         index = num_tokens - sequence.num_prompt

@@ -39,7 +39,7 @@ class LayersWritten:
     #: All blocks of the prompt, in order.
     block_table: tuple[BlockId, ...]
     #: It is stored at that moment; None: already.
-    moment: DeviceEvent | None = None
+    ready_event: DeviceEvent | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class RequestStarted:
     """The request was scheduled for the first time, in this step."""
 
     request_id: RequestId
@@ -133,7 +133,7 @@ class StepEvents:
     """What happened since the last step's events, each kind in order."""
 
     grants: tuple[Grant, ...] = ()
-    started: tuple[Started, ...] = ()
+    started: tuple[RequestStarted, ...] = ()
     progress: tuple[PrefillProgress, ...] = ()
     tokens: tuple[RequestTokens, ...] = ()
     failures: tuple[Failure, ...] = ()
@@ -149,7 +149,7 @@ class EventLog:
     """Collects events between two steps; a scheduler owns one."""
 
     grants: list[Grant] = field(default_factory=list)
-    started: list[Started] = field(default_factory=list)
+    started: list[RequestStarted] = field(default_factory=list)
     progress: list[PrefillProgress] = field(default_factory=list)
     tokens: dict[RequestId, list[ChoiceTokens]] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)

@@ -24,7 +24,7 @@ from pdserve.engine.step import LayersWritten, Scheduler, StepDurations, StepOut
 
 
 @dataclass(slots=True)  # Not frozen: one is made in every step, and that would take longer.
-class _InFlight:
+class _StepInFlight:
     """A step that was launched, and when what began."""
 
     plan: StepPlan
@@ -50,7 +50,7 @@ class Stepper:
         self._publish = publish
         self._on_layers = on_layers
         self._meter = PaceMeter()
-        self._untold: StepOutput | None = None
+        self._unpublished: StepOutput | None = None
         self._ended_at = 0.0
 
     def step(self, may_go_on: Callable[[], bool]) -> None:
@@ -62,16 +62,16 @@ class Stepper:
             step = following
         self._complete(step)
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Publish the last step: as late as the next one is computed, and nobody else needs the interpreter's lock.
 
         Whoever is told then finds it free, instead of holding up what this thread does between two steps.
         """
-        if self._untold is not None:
-            output, self._untold = self._untold, None
+        if self._unpublished is not None:
+            output, self._unpublished = self._unpublished, None
             self._publish(output)
 
-    def _launch_ahead(self, plan: StepPlan, may_go_on: Callable[[], bool]) -> _InFlight | None:
+    def _launch_ahead(self, plan: StepPlan, may_go_on: Callable[[], bool]) -> _StepInFlight | None:
         """Launch what follows `plan`, which is in flight alone, if that can be told and is not to wait."""
         if not self._runner.overlaps or not may_go_on():
             return None
@@ -79,20 +79,20 @@ class Stepper:
         following = self._scheduler.plan_ahead(plan)
         return None if following is None else self._launch(following, began)
 
-    def _launch(self, plan: StepPlan, began: float) -> _InFlight:
+    def _launch(self, plan: StepPlan, began: float) -> _StepInFlight:
         scheduled = perf_counter()
         batch = self._runner.build(plan)
         built = perf_counter()
         # With chunks nothing is in flight and launching takes long: tokens should not wait for it. And what is told in
         # its middle, of chunks only, must not overtake the end of the step before.
         if plan.chunks or not self._runner.overlaps:
-            self.tell()
+            self.publish()
         results = self._runner.launch(plan, batch, self._on_layers)
-        return _InFlight(plan, results, began, scheduled, built, perf_counter())
+        return _StepInFlight(plan, results, began, scheduled, built, perf_counter())
 
-    def _complete(self, step: _InFlight) -> None:
+    def _complete(self, step: _StepInFlight) -> None:
         """Wait for the oldest step in flight, and take in what it computed."""
-        self.tell()
+        self.publish()
         collecting_at = perf_counter()
         sampled = step.results()
         collected_at = perf_counter()
@@ -104,7 +104,7 @@ class Stepper:
         step_s = ended_at - max(step.scheduling_at, self._ended_at)
         self._ended_at = ended_at
         self._meter.observe(num_decoding=num_decoding, num_prefill_tokens=num_prefill_tokens, step_s=step_s)
-        self._untold = StepOutput(
+        self._unpublished = StepOutput(
             events=events,
             load=self._scheduler.load(),
             durations=StepDurations(

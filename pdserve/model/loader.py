@@ -18,7 +18,7 @@ from pdserve.base.errors import SetupError
 from pdserve.model.checkpoint import weight_files
 from pdserve.model.config import DTYPES, ModelConfig
 from pdserve.model.decoder import Decoder, decoder_shape
-from pdserve.model.sharding import Part, rank_config, tensor_parts
+from pdserve.model.sharding import Shard, rank_config, tensor_shards
 from pdserve.model.tensors import Shape, check_tensors
 from pdserve.model.weights import assemble
 
@@ -30,7 +30,7 @@ _FLOATS = ("F64", "F32", "BF16", "F16")
 class _Slice(Protocol):
     def get_dtype(self) -> str: ...
     def get_shape(self) -> list[int]: ...
-    def __getitem__(self, part: Part) -> Tensor: ...
+    def __getitem__(self, part: Shard) -> Tensor: ...
 
 
 class TensorFile(Protocol):
@@ -95,7 +95,7 @@ def load_weights(
     Raises `SetupError` like `load_decoder`, and when the ranks cannot split the model.
     """
     name = _dtype(config, dtype)
-    parts = tensor_parts(config, rank, size)
+    parts = tensor_shards(config, rank, size)
     with open_checkpoint(model_dir, device) as where:
         check_tensors(config, dict(_shapes(where)), str(model_dir))
 
@@ -126,7 +126,7 @@ def memory_of_weights(config: ModelConfig, *, dtype: str, kernels: KernelOptions
         return packed
     if packed:  # Of what was converted, the embedding alone stays.
         return packed + config.vocab_size * config.hidden_size * wanted.itemsize
-    return _num_elements(tensor_parts(config, ranks.rank, ranks.size)) * wanted.itemsize * ranks.size
+    return _num_elements(tensor_shards(config, ranks.rank, ranks.size)) * wanted.itemsize * ranks.size
 
 
 def _dtype(config: ModelConfig, dtype: str) -> str:
@@ -136,7 +136,7 @@ def _dtype(config: ModelConfig, dtype: str) -> str:
     return name
 
 
-def _read(file: TensorFile, name: str, part: Part) -> Tensor:
+def _read(file: TensorFile, name: str, part: Shard) -> Tensor:
     """Rows stay where the file is mapped; columns become a matrix of their own."""
     view = file.get_slice(name)
     if all(one == slice(0, length) for one, length in zip(part, view.get_shape(), strict=True)):
@@ -144,7 +144,7 @@ def _read(file: TensorFile, name: str, part: Part) -> Tensor:
     return view[part].contiguous()
 
 
-def _num_elements(parts: Mapping[str, Part]) -> int:
+def _num_elements(parts: Mapping[str, Shard]) -> int:
     return sum(math.prod(one.stop - one.start for one in part) for part in parts.values())
 
 

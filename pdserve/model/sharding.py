@@ -21,7 +21,7 @@ from pdserve.model.config import ModelConfig
 from pdserve.model.tensors import Shape, tensor_shapes
 
 #: Along each dimension, with explicit ends.
-Part = tuple[slice, ...]
+Shard = tuple[slice, ...]
 
 _BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _BY_COLUMNS = ("o_proj", "down_proj")
@@ -55,20 +55,20 @@ def rank_config(config: ModelConfig, size: int) -> ModelConfig:
     )
 
 
-def tensor_parts(config: ModelConfig, rank: int, size: int) -> dict[str, Part]:
+def tensor_shards(config: ModelConfig, rank: int, size: int) -> dict[str, Shard]:
     """What a rank takes of each tensor of the whole model's config; those it takes nothing of are absent.
 
     Raises `SetupError` like `rank_config`.
     """
     rank_config(config, size)
     return {
-        name: _part(name, shape, rank, size)
+        name: _shard(name, shape, rank, size)
         for name, shape in tensor_shapes(config).items()
         if rank == 0 or not (_is_split(name, _BY_COLUMNS) and len(shape) == 1)
     }
 
 
-def _part(name: str, shape: Shape, rank: int, size: int) -> Part:
+def _shard(name: str, shape: Shape, rank: int, size: int) -> Shard:
     part = [slice(0, length) for length in shape]
     if _is_split(name, _BY_ROWS) or name == "lm_head.weight":
         part[0] = even_slice(shape[0], rank, size)

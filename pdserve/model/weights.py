@@ -17,7 +17,7 @@ def assemble(
 ) -> DecoderWeights:
     """Builds the weights from checked tensors; `get` is called once per tensor that the rank takes part of.
 
-    `get` gives that part (`pdserve.model.sharding.tensor_parts`). Of a tied embedding `lm_head` is a view.
+    `get` gives that part (`pdserve.model.sharding.tensor_shards`). Of a tied embedding `lm_head` is a view.
     With `side_by_side` q, k and v, and gate and up, become views of one matrix each: a copy of one layer at a time.
     """
     join = _adjacent if side_by_side else lambda *parts: parts

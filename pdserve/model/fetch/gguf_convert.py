@@ -15,7 +15,7 @@ from pdserve.model.config import ModelConfig
 from pdserve.model.fetch.gguf_config import SourceTensor, hf_config, source_tensors
 from pdserve.model.fetch.gguf_file import GgufFile
 from pdserve.model.fetch.gguf_tokenizer import build_tokenizer, special_token
-from pdserve.model.fetch.progress import Progress
+from pdserve.model.fetch.progress import ProgressCallback
 from pdserve.model.tensors import check_tensors
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CONVERTER_VERSION = 2
 
 
-def convert_gguf(path: Path, out_dir: Path, progress: Progress) -> None:
+def convert_gguf(path: Path, out_dir: Path, progress: ProgressCallback) -> None:
     """Fills `out_dir`, which exists and is empty.
 
     Raises `SetupError` for an unsupported or damaged file, `OSError` when the disk is full.
@@ -60,7 +60,7 @@ def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _write_weights(gguf: GgufFile, sources: dict[str, SourceTensor], path: Path, progress: Progress) -> None:
+def _write_weights(gguf: GgufFile, sources: dict[str, SourceTensor], path: Path, progress: ProgressCallback) -> None:
     """The safetensors format: length of the header, the header, and the tensors without a gap.
 
     Source: https://github.com/huggingface/safetensors#format. Its own writer wants all tensors in memory at once.

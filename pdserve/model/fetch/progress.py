@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Progress(Protocol):
+class ProgressCallback(Protocol):
     """Called from the thread that does the job, first with done = 0 and last with done = total."""
 
     def __call__(self, what: str, done_bytes: int, total_bytes: int | None) -> None:

@@ -22,7 +22,7 @@ from pdserve.base.device_event import DeviceEvent
 from pdserve.base.ids import BlockId
 from pdserve.base.tasks import to_its_end
 from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.runner import Decoder, StepCache, TokenSampler
+from pdserve.engine.runner import StepCache, StepDecoder, TokenSampler
 from pdserve.engine.sequence import SampleResult, SampleRow
 from pdserve.model.batch import Batch
 from pdserve.worker.kv_bytes.host import CacheCopies
@@ -55,7 +55,7 @@ class Rank0:
         self._ended = 0
 
     # The step thread.
-    def decoder(self, own: Decoder) -> Decoder:
+    def decoder(self, own: StepDecoder) -> StepDecoder:
         """The decoder, with all ranks."""
         return _AllRanksDecoder(self, own)
 
@@ -99,7 +99,7 @@ class Rank0:
 
 
 class _AllRanksDecoder:
-    def __init__(self, lead: Rank0, decoder: Decoder) -> None:
+    def __init__(self, lead: Rank0, decoder: StepDecoder) -> None:
         self._lead = lead
         self._decoder = decoder
 
@@ -121,8 +121,8 @@ class _AllRanksCache:
         self._lead.begin_copies(pairs)
         self._own.copy_blocks(pairs)
 
-    def moment(self, num_layers: int) -> RankEvent:
-        return RankEvent(StepPosition(self._lead.number, num_layers), self._own.moment(num_layers))
+    def record_event(self, num_layers: int) -> RankEvent:
+        return RankEvent(StepPosition(self._lead.number, num_layers), self._own.record_event(num_layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +148,8 @@ class _WatchedSampler:
         self._lead.note_end()
         return results
 
-    def settle(self) -> None:
-        self._sampler.settle()
+    def wait_for_step(self) -> None:
+        self._sampler.wait_for_step()
         self._lead.note_end()
 
 

@@ -18,7 +18,7 @@ from kvtransfer.handover.staging import Staged
 from kvtransfer.transport import Buffer, Operation, Peer
 from kvtransfer.transport.inproc import InprocTransport
 from pdserve.base.errors import DigestMismatch, PeerLost, RequestError, SetupError, TransferTimeout
-from pdserve.engine.runner import Decoder
+from pdserve.engine.runner import StepDecoder
 from pdserve.model.batch import Batch
 from pdserve.v1 import common_pb2, decode_pb2, prefill_pb2
 from pdserve.worker.kv_bytes import host as worker_blocks
@@ -75,7 +75,7 @@ class Observed(InprocTransport):
 class Stopping:
     """Goes on with the next layer only when so many messages are on the wire: after a layer, by number."""
 
-    def __init__(self, decoder: Decoder, wire: Observed, after: dict[int, int]) -> None:
+    def __init__(self, decoder: StepDecoder, wire: Observed, after: dict[int, int]) -> None:
         self._decoder = decoder
         self._wire = wire
         self._after = after

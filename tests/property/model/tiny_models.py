@@ -15,7 +15,7 @@ from kernels.choice import KernelOptions
 from kernels.decoder import DecoderWeights, LayerWeights, Ranks
 from pdserve.model.config import ARCHITECTURES, ModelConfig
 from pdserve.model.decoder import Decoder
-from pdserve.model.sharding import rank_config, tensor_parts
+from pdserve.model.sharding import rank_config, tensor_shards
 from pdserve.model.tensors import tensor_shapes
 from pdserve.model.weights import assemble
 from tests.support.backends import REFERENCE
@@ -70,7 +70,7 @@ def make_rank_decoder(
 ) -> Decoder:
     """What one of several ranks computes of `make_decoder`'s."""
     config = ModelConfig.from_hf(fields)
-    tensors, parts = _random_tensors(config, dtype, seed), tensor_parts(config, ranks.rank, ranks.size)
+    tensors, parts = _random_tensors(config, dtype, seed), tensor_shards(config, ranks.rank, ranks.size)
     weights = assemble(config, lambda name: tensors[name][parts[name]], rank=ranks.rank, size=ranks.size)
     return Decoder(rank_config(config, ranks.size), weights, kernels=options, ranks=ranks)
 

@@ -17,7 +17,7 @@ from pdserve.base.sampling import ChoiceTokens, SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.pace import Pace
-from pdserve.engine.runner import Decoder, Runner, TokenSampler
+from pdserve.engine.runner import Runner, StepDecoder, TokenSampler
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import Sampled, SampleRow, Sequence, SequenceLimits
 from pdserve.engine.step import Scheduler, StepEvents, StepPlan
@@ -81,7 +81,7 @@ def expected(prompt: Items[int], params: SamplingParams, choice: int, bounds: Se
         row = bounds.sample_row(sequence, choice)
         (result,) = Sampler().sample(fake_logits(sequence.tokens).unsqueeze(0), [row], [0])
         assert isinstance(result, Sampled)
-        reason = bounds.tell(sequence, choice, result).finish_reason
+        reason = bounds.choice_tokens(sequence, choice, result).finish_reason
         sequence.tokens.append(result.token_id)
         if reason is not None:
             return list(sequence.tokens[len(prompt) :])
@@ -100,7 +100,7 @@ class Worker:
 
     pool: BlockPool
     scheduler: Scheduler
-    decoder: Decoder = field(default_factory=FakeDecoder)
+    decoder: StepDecoder = field(default_factory=FakeDecoder)
     kv_layout: KvLayout = field(default_factory=lambda: layout())
     sampler: TokenSampler = field(default_factory=Sampler)
     device: torch.device = CPU

@@ -14,7 +14,7 @@ from pdserve.base.ids import BlockHash, BlockId
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.pace import Pace
-from pdserve.engine.runner import Decoder, Results, Runner, TellLayers, TokenSampler
+from pdserve.engine.runner import ReportLayers, Results, Runner, StepDecoder, TokenSampler
 from pdserve.engine.sequence import Sampled, SampleResult, SampleRow
 from pdserve.engine.step import Load, Scheduler, StepEvents, StepPlan
 from pdserve.engine.stepper import Stepper
@@ -37,12 +37,12 @@ class LateRunner(Runner):
 
     overlaps = True
 
-    def __init__(self, decoder: Decoder, kv_cache: KvCache, sampler: TokenSampler) -> None:
+    def __init__(self, decoder: StepDecoder, kv_cache: KvCache, sampler: TokenSampler) -> None:
         super().__init__(decoder, kv_cache, sampler)
         self.in_flight: list[_Launched] = []
         self._token_ids = torch.empty(0, dtype=torch.int64)
 
-    def launch(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Results:
+    def launch(self, plan: StepPlan, batch: Batch | None, report_layers: ReportLayers | None = None) -> Results:
         assert len(self.in_flight) < 2, "a third step is launched"
         assert plan.is_ahead == bool(self.in_flight), "a step was launched behind one that it does not follow"
         rows, logits_rows = plan.sample_rows()
@@ -168,6 +168,6 @@ class LateWorker(Worker):
             return left > 0
 
         self.stepper.step(may_go_on)
-        self.stepper.tell()
+        self.stepper.publish()
         assert not self.late.in_flight, "a step is still in flight"
         return self.seen[before:]

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from kernels.triton import sampling  # noqa: E402 - the kernels are defined at import
 from pdserve.base.sampling import SamplingParams  # noqa: E402
 from pdserve.engine import device_sampler  # noqa: E402
-from pdserve.engine.device_sampler import DeviceSampler, Draws  # noqa: E402
+from pdserve.engine.device_sampler import DeviceSampler, DeviceSamples  # noqa: E402
 from pdserve.engine.sampler import Sampler  # noqa: E402
 from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow  # noqa: E402
 from tests.unit.engine.fakes import row  # noqa: E402
@@ -139,7 +139,7 @@ def test_what_rows_are_penalized_for_is_known_ahead(monkeypatch: pytest.MonkeyPa
     penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.3}
     rows = [row(SamplingParams(seed=seed, temperature=1.0, **penalties), output=range(seed)) for seed in range(3)]
     rows.insert(1, row(SamplingParams(seed=9, temperature=1.0)))
-    before: Draws | None = None
+    before: DeviceSamples | None = None
     for step in range(30):
         is_ahead = step not in (0, 12)  # When it is not, the host tells what it knows.
         # So few tokens that they come again.
@@ -154,7 +154,7 @@ def test_what_rows_are_penalized_for_is_known_ahead(monkeypatch: pytest.MonkeyPa
     assert max(Counter(rows[0].tokens[3:]).values()) > 3
 
 
-def take(rows: list[SampleRow], drawn: Draws | None) -> None:
+def take(rows: list[SampleRow], drawn: DeviceSamples | None) -> None:
     for each, result in zip(rows, drawn.results() if drawn else (), strict=drawn is not None):
         assert isinstance(result, Sampled)
         each.tokens.append(result.token_id)

@@ -68,7 +68,7 @@ class Timed(KvCache):
         super().__init__(layout(), 16, CPU)
         self.moments: list[Past] = []
 
-    def moment(self, num_layers: int) -> DeviceEvent:
+    def record_event(self, num_layers: int) -> DeviceEvent:
         self.moments.append(Past())
         return self.moments[-1]
 
@@ -96,11 +96,11 @@ def test_reports_are_told_after_their_layer_with_the_moment_at_which_they_are_tr
     Runner(decoder, cache, Sampler()).forward(plan, one_token(), told.append)
     at_2, at_3 = cache.moments  # One for each layer that somebody waits for.
     assert told == [
-        replace(report(A, 2), moment=at_2),
-        replace(report(A, 3), moment=at_3),
-        replace(report(B, 3), moment=at_3),
+        replace(report(A, 2), ready_event=at_2),
+        replace(report(A, 3), ready_event=at_3),
+        replace(report(B, 3), ready_event=at_3),
     ]
-    assert all(one.moment is other for one, other in zip(told, (at_2, at_3, at_3), strict=True))
+    assert all(one.ready_event is other for one, other in zip(told, (at_2, at_3, at_3), strict=True))
 
 
 def test_a_plan_without_reports_has_no_listener() -> None:
@@ -153,7 +153,7 @@ def test_a_device_tells_of_the_layers_that_it_launches_and_not_of_those_it_repla
 
     assert first_token(5, 6) == expected([5, 6], GREEDY, 0, limits())
     at_2, at_3 = cache.moments
-    assert told == [replace(report(A, 2), moment=at_2), replace(report(A, 3), moment=at_3)]
+    assert told == [replace(report(A, 2), ready_event=at_2), replace(report(A, 3), ready_event=at_3)]
     assert recorder.num_recorded == 0
     told.clear()
     for token_id in (7, 8):  # a single row is recorded, and replayed
@@ -163,7 +163,7 @@ def test_a_device_tells_of_the_layers_that_it_launches_and_not_of_those_it_repla
 
 
 def test_what_computes_in_host_memory_has_done_it_when_it_says_so() -> None:
-    assert KvCache(layout(), 4, CPU).moment(1) is None
+    assert KvCache(layout(), 4, CPU).record_event(1) is None
 
 
 class Overlapping(Runner):
@@ -254,7 +254,7 @@ class TestOnHardware:
         into = [torch.zeros(1, 2, 2, 4, 8, pin_memory=True)]
         keep_busy()
         cache.tensor[1, 0] = 5
-        moment = cache.moment(1)
+        moment = cache.record_event(1)
         keep_busy()
         cache.tensor[1, 0] = 6
         done = torch.cuda.Event()

@@ -21,7 +21,7 @@ from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.loop import LoopConfig, StepLoop
-from pdserve.engine.runner import Decoder, Runner
+from pdserve.engine.runner import Runner, StepDecoder
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.step import StepOutput
 from pdserve.model.batch import Batch
@@ -57,7 +57,7 @@ class Rig:
 
 @contextmanager
 def rig(
-    decoder: Decoder | None = None, config: LoopConfig | None = None, runner: Runner | None = None
+    decoder: StepDecoder | None = None, config: LoopConfig | None = None, runner: Runner | None = None
 ) -> Iterator[Rig]:
     pool = BlockPool(16, BLOCK_SIZE)
     scheduler = DecodeScheduler(pool, DecodeSchedulerConfig(limits=limits()))

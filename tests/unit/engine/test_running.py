@@ -29,7 +29,7 @@ class Rig:
         prompt = [ord(name)] * num_tokens
         sequence = Sequence.from_prompt(RequestId(name), prompt, SamplingParams(), hash_key=KEY)
         assert self.blocks.admit(sequence, num_tokens)
-        sequence.age = self.running.next_age()
+        sequence.admission_order = self.running.next_admission_order()
         sequence.sampling = BOUNDS.sample_row(sequence, 0)
         self.running.add(sequence)
         if num_computed:
@@ -46,7 +46,7 @@ class Rig:
         planned = self.running.plan(PACE)
         self.running.check_integrity()
         stops = [*((s, s.num_tokens) for s in planned.decoding), *planned.chunks]
-        stops.sort(key=lambda item: (item[0].age, item[0].choice_index))
+        stops.sort(key=lambda item: (item[0].admission_order, item[0].choice_index))
         return [(s.request_id, stop) for s, stop in stops], [s.request_id for s in planned.preempted]
 
 

@@ -153,7 +153,7 @@ def tell(
         if scheduler.has_work():
             with torch.inference_mode():  # as on the step thread
                 stepper.step(lambda answers=answers: next(answers, False))
-            stepper.tell()
+            stepper.publish()
         run += 1
     assert pool.num_free == num_blocks
     return told

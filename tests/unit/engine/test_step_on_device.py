@@ -18,8 +18,7 @@ from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.device_sampler import DeviceSampler
 from pdserve.engine.graphs import Compute, CudaRecorder, DeviceDecoder, Recorder
-from pdserve.engine.runner import Decoder as EngineDecoder
-from pdserve.engine.runner import TokenSampler
+from pdserve.engine.runner import StepDecoder, TokenSampler
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import SequenceLimits
 from pdserve.model.decoder import Decoder
@@ -60,7 +59,7 @@ def recorder() -> Recorder:
 
 
 def told(
-    decoder: EngineDecoder, sampler: TokenSampler, model: Decoder, device: torch.device, *, together: bool
+    decoder: StepDecoder, sampler: TokenSampler, model: Decoder, device: torch.device, *, together: bool
 ) -> dict[tuple[int, int], list[int]]:
     """The tokens of every choice of every request: in one crowd, in chunks of 10, or each request alone."""
     config = model.config

@@ -16,7 +16,7 @@ from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.runner import Results, Runner, TellLayers
+from pdserve.engine.runner import ReportLayers, Results, Runner
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import SampleResult
 from pdserve.engine.step import StepOutput, StepPlan
@@ -55,11 +55,11 @@ class Diary(LateRunner):
         self._clock = clock
         self._num_launched = 0
 
-    def launch(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Results:
+    def launch(self, plan: StepPlan, batch: Batch | None, report_layers: ReportLayers | None = None) -> Results:
         self._num_launched += 1
         self._clock.now += 1
         self.lines.append(f"launch {self._num_launched}")
-        return partial(self._note_end, self._num_launched, super().launch(plan, batch, tell))
+        return partial(self._note_end, self._num_launched, super().launch(plan, batch, report_layers))
 
     def _note_end(self, number: int, results: Results) -> list[SampleResult]:
         self._clock.now += 10
@@ -95,7 +95,7 @@ def test_a_step_is_launched_before_the_one_before_is_collected_and_told_when_the
     steps, diary, _ = stepper(scheduler_of(job(A, [1, 2, 3])), clock)
     steps.step(lambda: True)  # the prompt
     steps.step(lambda: True)
-    steps.tell()
+    steps.publish()
     assert diary.lines == [
         *("launch 1", "collect 1"),
         *("launch 2", "launch 3", "tell 1", "collect 2"),
@@ -134,7 +134,7 @@ def test_a_step_takes_from_result_to_result(clock: Clock) -> None:
     steps.step(lambda: True)
     clock.now += 1000  # in which nobody wanted anything
     steps.step(lambda: True)
-    steps.tell()
+    steps.publish()
     # The prompt; a step with the launch of the next, which hides no step before it; two that hide; the last.
     paces = [output.pace.decode_step_s for output in told]
     assert paces[1:] == pytest.approx([12.0, 12.0 - 0.2 * 1, 11.8 - 0.2 * 0.8, 11.64 - 0.2 * 1.64])
@@ -146,9 +146,9 @@ def test_a_step_takes_from_result_to_result(clock: Clock) -> None:
 class Eager(Runner):
     """As on a CPU."""
 
-    def launch(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Results:
+    def launch(self, plan: StepPlan, batch: Batch | None, report_layers: ReportLayers | None = None) -> Results:
         assert not plan.is_ahead
-        return super().launch(plan, batch, tell)
+        return super().launch(plan, batch, report_layers)
 
 
 def test_where_launching_is_computing_nothing_is_planned_ahead() -> None:
@@ -157,7 +157,7 @@ def test_where_launching_is_computing_nothing_is_planned_ahead() -> None:
     steps = Stepper(scheduler, Eager(FakeDecoder(), KvCache(layout(), 16, CPU), Sampler()), told.append)
     while scheduler.has_work():
         steps.step(lambda: True)
-    steps.tell()
+    steps.publish()
     assert len(told) == PARAMS.max_tokens
 
 
@@ -168,8 +168,8 @@ class Gated(LateRunner):
         super().__init__(FakeDecoder(), KvCache(layout(), 16, CPU), Sampler())
         self.entered, self.gate = threading.Event(), threading.Event()
 
-    def launch(self, plan: StepPlan, batch: Batch | None, tell: TellLayers | None = None) -> Results:
-        return partial(self._hold, super().launch(plan, batch, tell))
+    def launch(self, plan: StepPlan, batch: Batch | None, report_layers: ReportLayers | None = None) -> Results:
+        return partial(self._hold, super().launch(plan, batch, report_layers))
 
     def _hold(self, results: Results) -> list[SampleResult]:
         if len(self.in_flight) == 2:

@@ -19,7 +19,7 @@ from pdserve.base.errors import SetupError
 from pdserve.model import loader
 from pdserve.model.config import ModelConfig
 from pdserve.model.loader import load_decoder, load_weights
-from pdserve.model.sharding import Part, rank_config, tensor_parts
+from pdserve.model.sharding import Shard, rank_config, tensor_shards
 from pdserve.model.tensors import tensor_shapes
 from pdserve.model.weights import assemble
 from tests.unit.model.tiny import LLAMA, Second, random_tensors, save_model
@@ -50,7 +50,7 @@ def test_ranks_together_hold_every_element_once(size: int) -> None:
     config = config_of()
     counts = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in tensor_shapes(config).items()}
     for rank in range(size):
-        for name, part in tensor_parts(config, rank, size).items():
+        for name, part in tensor_shards(config, rank, size).items():
             counts[name][part] += 1
     for name, count in counts.items():
         times = size if "norm" in name or "embed" in name else 1
@@ -58,7 +58,7 @@ def test_ranks_together_hold_every_element_once(size: int) -> None:
 
 
 def test_a_rank_takes_its_heads_its_inner_features_and_its_tokens() -> None:
-    parts = tensor_parts(config_of(), 1, 4)
+    parts = tensor_shards(config_of(), 1, 4)
     all_of, heads, kv_heads, inner = slice(0, 64), slice(16, 32), slice(8, 16), slice(12, 24)
     taken = {name.removeprefix(LAYER): part for name, part in parts.items() if name.startswith(LAYER)}
     assert taken == {
@@ -119,7 +119,7 @@ def tensors_of(weights: DecoderWeights) -> dict[str, Tensor]:
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_a_rank_loads_what_slicing_the_whole_gives(tmp_path: Path, rank: int, tied: bool) -> None:
     config = config_of(tie_word_embeddings=tied)
-    tensors, parts = random_tensors(config), tensor_parts(config, rank, 4)
+    tensors, parts = random_tensors(config), tensor_shards(config, rank, 4)
     expected = assemble(config, lambda name: tensors[name][parts[name]], rank=rank, size=4)
     loaded = tensors_of(
         load_weights(save_model(tmp_path, BIASED | {"tie_word_embeddings": tied}), config, rank=rank, size=4)
@@ -142,7 +142,7 @@ def test_the_head_of_a_tied_embedding_takes_no_memory_of_its_own(tmp_path: Path)
 
 def test_parts_of_matrices_that_are_multiplied_together_lie_side_by_side() -> None:
     config = config_of()
-    tensors, parts = random_tensors(config), tensor_parts(config, 1, 2)
+    tensors, parts = random_tensors(config), tensor_shards(config, 1, 2)
     for layer in assemble(config, lambda name: tensors[name][parts[name]], side_by_side=True, rank=1, size=2).layers:
         assert layer.k.data_ptr() == layer.q.data_ptr() + layer.q.nbytes
         assert layer.v.data_ptr() == layer.k.data_ptr() + layer.k.nbytes
@@ -175,7 +175,7 @@ class CountedSlice:
         self._file, self._name, self._view = file, name, view
         self.get_dtype, self.get_shape = view.get_dtype, view.get_shape
 
-    def __getitem__(self, part: Part) -> Tensor:
+    def __getitem__(self, part: Shard) -> Tensor:
         return self._file._count(self._name, self._view[part])
 
 
@@ -192,7 +192,7 @@ def test_a_rank_asks_for_nothing_but_its_part(tmp_path: Path, monkeypatch: pytes
     config = config_of()
     load_weights(save_model(tmp_path, BIASED), config, rank=rank, size=2)
     assert asked == {
-        name: math.prod(one.stop - one.start for one in part) for name, part in tensor_parts(config, rank, 2).items()
+        name: math.prod(one.stop - one.start for one in part) for name, part in tensor_shards(config, rank, 2).items()
     }
 
 

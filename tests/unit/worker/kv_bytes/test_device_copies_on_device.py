@@ -33,7 +33,7 @@ async def test_what_is_packed_has_what_was_launched_before_its_moment_and_waits_
     await packing.read([[BlockId(0)]], [1], FIRST)  # what is compiled at first use waits
     keep_busy()
     cache.tensor[1, 0] = 5
-    moment = cache.moment(1)
+    moment = cache.record_event(1)
     keep_busy()
     cache.tensor[1, 0] = 6
     later = torch.cuda.current_stream().record_event()

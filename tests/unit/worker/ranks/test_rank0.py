@@ -54,22 +54,22 @@ class Sampler:
         self._others.lost = self._lost
         return []
 
-    def settle(self) -> None:
+    def wait_for_step(self) -> None:
         self._others.lost = self._lost
 
 
-@pytest.mark.parametrize("ends", ["sample", "settle"])
+@pytest.mark.parametrize("ends", ["sample", "wait_for_step"])
 def test_what_was_drawn_without_a_rank_is_not_told(ends: str) -> None:
     others = Followers()
     lead = Rank0(others)
     lead.begin_copies([])
     sampler = lead.sampler(Sampler(others, PeerLost("rank 1 is lost")))
     with pytest.raises(PeerLost, match="rank 1 is lost"):
-        sampler.settle() if ends == "settle" else sampler.sample(torch.zeros(1, 9), [], [0])
+        sampler.wait_for_step() if ends == "wait_for_step" else sampler.sample(torch.zeros(1, 9), [], [0])
     assert lead.ended == StepPosition(0)
 
 
-@pytest.mark.parametrize("ends", ["sample", "settle"])
+@pytest.mark.parametrize("ends", ["sample", "wait_for_step"])
 def test_a_step_has_ended_when_its_result_is_there(ends: str) -> None:
     others = Followers()
     lead = Rank0(others)
@@ -77,7 +77,7 @@ def test_a_step_has_ended_when_its_result_is_there(ends: str) -> None:
     for number in (1, 2):
         lead.begin_copies([])
         assert lead.ended == StepPosition(number - 1)
-        sampler.settle() if ends == "settle" else sampler.sample(torch.zeros(1, 9), [], [0])
+        sampler.wait_for_step() if ends == "wait_for_step" else sampler.sample(torch.zeros(1, 9), [], [0])
         assert lead.ended == StepPosition(number)
 
 
