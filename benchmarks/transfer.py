@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtransfer.handover.memory import InPlace
+from kvtransfer.handover.memory import InPlaceMemory
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import ReceiverIdentity, Reservation
 from kvtransfer.handover.sender import Sender
@@ -92,7 +92,7 @@ async def decode(link: Link, args: argparse.Namespace) -> None:
     transport, layout = open_transport(args.transport), layout_of(args.block_bytes)
     identity = ReceiverIdentity(worker_id=WorkerId("d"), epoch=new_epoch(), grpc_address="-", layout=layout)
     async with service_group() as tasks:
-        memory = InPlace(Memory(args.blocks, layout, 1), layout.num_layers)
+        memory = InPlaceMemory(Memory(args.blocks, layout, 1), layout.num_layers)
         receiver = Receiver(transport=transport, memory=memory, identity=identity, tasks=tasks)
         for attempt in range(args.rounds + WARM_UP_ROUNDS):
             reservation = Reservation(
@@ -115,7 +115,7 @@ async def decode(link: Link, args: argparse.Namespace) -> None:
 async def prefill(link: Link, args: argparse.Namespace) -> None:
     transport, layout = open_transport(args.transport), layout_of(args.block_bytes)
     memory = Memory(args.blocks, layout, 2)
-    sender = Sender(transport=transport, memory=InPlace(memory, layout.num_layers), layout=layout)
+    sender = Sender(transport=transport, memory=InPlaceMemory(memory, layout.num_layers), layout=layout)
     copy = np.ones_like(memory.blocks)
     gigabytes = args.blocks * layout.block_bytes / 1e9
     loop = asyncio.get_running_loop()

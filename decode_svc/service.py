@@ -52,7 +52,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 itl_budget_s=self.itl_budget_s,
                 max_reserved_share=config.max_reserved_share,
-                max_receivable_blocks=worker.blocks.most,
+                max_receivable_blocks=worker.blocks.max_blocks,
                 bundle_blocks=worker.blocks.bundle_blocks,
             ),
         )

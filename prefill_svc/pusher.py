@@ -59,7 +59,7 @@ class Pusher:
         Without `num_layers` they have all.
         """
         stop = self._whole_bundles(num_blocks)
-        count = self._groups.count if num_layers is None else self._groups.num_within(num_layers)
+        count = self._groups.count if num_layers is None else self._groups.num_completed_by(num_layers)
         for group, first in enumerate(self._next_block[:count]):
             if stop > first:
                 self._parts.append(_Part(block_ids=block_table[first:stop], group=group, after=at))

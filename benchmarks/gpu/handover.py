@@ -25,7 +25,7 @@ from kvtransfer.handover.memory import BlockMemory
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import ReceiverIdentity, Reservation
 from kvtransfer.handover.sender import Sender
-from kvtransfer.handover.staging import best_bundle
+from kvtransfer.handover.staging import best_bundle_blocks
 from kvtransfer.handover.ticket import Commit, commit_from_proto, commit_to_proto, ticket_from_proto, ticket_to_proto
 from kvtransfer.transport import Transport, open_transport
 from pdserve.base.ids import BlockId, WorkerId, new_epoch
@@ -85,7 +85,7 @@ class Case:
     def open_memory(self) -> tuple[KvCache, BlockMemory]:
         """A cache with all blocks, and a stage with room for as many."""
         cache = KvCache(self.layout, self.num_blocks, torch.device(self.device))
-        together = best_bundle(self.layout.block_bytes)
+        together = best_bundle_blocks(self.layout.block_bytes)
         size = -(-self.num_blocks // together) * together * self.layout.block_bytes
         if self.memory == DEVICE:
             return cache, device_block_memory(cache, size)

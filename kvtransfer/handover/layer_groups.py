@@ -53,7 +53,7 @@ class LayerGroups:
         return tuple(group.stop for group in self.layers)
 
     @property
-    def most_bytes(self) -> int:
+    def max_block_bytes(self) -> int:
         """Of one block in the largest message."""
         return int(self.spans[0].stop)
 
@@ -61,7 +61,7 @@ class LayerGroups:
         """Where a group's message is in the memory of a bundle."""
         return slice(num_blocks * self.spans[group].start, num_blocks * self.spans[group].stop)
 
-    def num_within(self, num_layers: int) -> int:
+    def num_completed_by(self, num_layers: int) -> int:
         """Groups that layers [0, num_layers) complete."""
         return sum(end <= num_layers for end in self.ends)
 

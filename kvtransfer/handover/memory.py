@@ -23,7 +23,7 @@ Bundle = Sequence[BlockId]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class MessageSpec:
     """What is loaded or stored of bundles: one message of each."""
 
     layers: slice
@@ -36,12 +36,12 @@ class BlockMemory(Protocol):
     """The engine's KV storage, seen as bytes. Belongs to one event loop."""
 
     @property
-    def most(self) -> int:
+    def max_blocks(self) -> int:
         """So many blocks can be lent at a time."""
 
     @property
     def bundle_blocks(self) -> int:
-        """So many are best received together; fewer take as much room, of what `most` says there is."""
+        """So many are best received together; fewer take as much room, of what `max_blocks` says there is."""
 
     @property
     def copies(self) -> bool:
@@ -58,17 +58,19 @@ class BlockMemory(Protocol):
     async def lend(self, bundles: Sequence[Bundle]) -> list[Buffer]:
         """Memory for these bundles, uint8 [blocks * block_bytes] each; every one is to be given back.
 
-        Waits, first come first served, while others have too much of it. Raises `NoFreeBlocks` for more than `most`.
+        Waits, first come first served, while other transfers hold too much of it.
+
+        Raises: NoFreeBlocks for more than `max_blocks`.
         """
 
-    async def load(self, bundles: Sequence[Bundle], buffers: Sequence[Buffer], part: Part) -> list[bytes]:
+    async def load(self, bundles: Sequence[Bundle], buffers: Sequence[Buffer], spec: MessageSpec) -> list[bytes]:
         """Has that part of the bundles in its place in the memory lent for them.
 
         Gives the messages' digests where it copies, else nothing: then bytes are digested as they pass. Raises
         `TransferError`.
         """
 
-    async def store(self, bundles: Sequence[Bundle], buffers: Sequence[Buffer], part: Part) -> list[bytes]:
+    async def store(self, bundles: Sequence[Bundle], buffers: Sequence[Buffer], spec: MessageSpec) -> list[bytes]:
         """Has in the bundles' blocks what is in its place in the memory lent for them. Else as `load`."""
 
     def give_back(self, buffer: Buffer) -> None:
@@ -83,13 +85,13 @@ class HostBlocks(Protocol):
         ...
 
 
-class InPlace:
+class InPlaceMemory:
     """Implements `BlockMemory`: transports read and write the blocks themselves.
 
     Only larger bundles, which a worker on a GPU may ask for, are put together in memory of their own to be sent.
     """
 
-    most = sys.maxsize
+    max_blocks = sys.maxsize
     bundle_blocks = 1
     copies = False
     digest = HOST_DIGEST
@@ -102,14 +104,14 @@ class InPlace:
     async def lend(self, bundles: Sequence[Bundle]) -> list[Buffer]:
         return [self._lend(bundle) for bundle in bundles]
 
-    async def load(self, bundles: Sequence[Bundle], buffers: Sequence[Buffer], part: Part) -> list[bytes]:
-        assert part.after is None, "what computes in host memory has computed when it says so"
+    async def load(self, bundles: Sequence[Bundle], buffers: Sequence[Buffer], spec: MessageSpec) -> list[bytes]:
+        assert spec.after is None, "what computes in host memory has computed when it says so"
         for bundle, buffer in zip(bundles, buffers, strict=True):
             if len(bundle) > 1:
-                self._gather(bundle, buffer, part.layers)
+                self._gather(bundle, buffer, spec.layers)
         return []
 
-    async def store(self, bundles: Sequence[Bundle], buffers: Sequence[Buffer], part: Part) -> list[bytes]:
+    async def store(self, bundles: Sequence[Bundle], buffers: Sequence[Buffer], spec: MessageSpec) -> list[bytes]:
         return []
 
     def give_back(self, buffer: Buffer) -> None:

@@ -23,7 +23,7 @@ from kvtransfer.handover.events import (
     Verified,
 )
 from kvtransfer.handover.layer_groups import Bundles, LayerGroups
-from kvtransfer.handover.memory import BlockMemory, Bundle, Part
+from kvtransfer.handover.memory import BlockMemory, Bundle, MessageSpec
 from kvtransfer.handover.receive_machine import ReceiveMachine, ReceiveState
 from kvtransfer.handover.reservation import Received, ReceiverIdentity, Reservation
 from kvtransfer.handover.ticket import MAX_MESSAGES, Commit, Ticket, new_key, new_tag_base
@@ -254,9 +254,9 @@ class Receiver:
             incoming.arrived = [index for index in incoming.arrived if index % count != group]
             places = [index // count for index in arrived]
             bundles = [incoming.bundles[place] for place in places]
-            part = Part(layers=incoming.groups.layers[group], digest=incoming.digest)
+            spec = MessageSpec(layers=incoming.groups.layers[group], digest=incoming.digest)
             try:
-                digests = await self._memory.store(bundles, [incoming.buffers[place] for place in places], part)
+                digests = await self._memory.store(bundles, [incoming.buffers[place] for place in places], spec)
             except TransferError as error:
                 for index in arrived:
                     self._handle(incoming, MessageLost(index=index, error=error))

@@ -22,7 +22,7 @@ from kvtransfer.handover.events import (
     SendStarted,
     TimePassed,
 )
-from kvtransfer.handover.memory import BlockMemory, Bundle, Part
+from kvtransfer.handover.memory import BlockMemory, Bundle, MessageSpec
 from kvtransfer.handover.peers import PeerTable
 from kvtransfer.handover.send_machine import SendMachine, SendState
 from kvtransfer.handover.ticket import Commit, Ticket, signed_commit
@@ -74,8 +74,8 @@ class Sender:
 
     def _max_outstanding(self, ticket: Ticket) -> int:
         """Messages: as many as a window of bytes, in at most a share of the memory that all transfers have together."""
-        in_window = self._max_outstanding_bytes // (ticket.groups.most_bytes * ticket.bundle_blocks)
-        lendable = self._memory.most // self._memory.bundle_blocks
+        in_window = self._max_outstanding_bytes // (ticket.groups.max_block_bytes * ticket.bundle_blocks)
+        lendable = self._memory.max_blocks // self._memory.bundle_blocks
         return max(1, min(in_window, int(_SHARE_OF_MEMORY * lendable)))
 
     @asynccontextmanager
@@ -186,7 +186,7 @@ class OutgoingTransfer:
         Raises: TransferTimeout when the lease ended, PeerLost; nothing more can be sent then.
         """
         bundles = self._ticket.bundles.of(block_ids)
-        part = Part(layers=self._groups.layers[group], digest=self._digest, after=after)
+        spec = MessageSpec(layers=self._groups.layers[group], digest=self._digest, after=after)
         # No more at a time than may be on the wire: what has been lent to others comes back only when it was sent.
         at_once = self._max_outstanding
         if self._memory.copies:  # The first leave while the next are copied.
@@ -195,7 +195,7 @@ class OutgoingTransfer:
             some = bundles[first : first + at_once]
             lent = await self._lend(some)
             try:
-                digests = await self._memory.load(some, lent, part)
+                digests = await self._memory.load(some, lent, spec)
                 await self._push_lent(lent, group, [len(bundle) for bundle in some], digests)
             finally:
                 for buffer in lent:

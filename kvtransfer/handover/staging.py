@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvtransfer.handover.digest import HOST_DIGEST
-from kvtransfer.handover.memory import DEVICE_WINDOW_BYTES, HOST_WINDOW_BYTES, Bundle, Part
+from kvtransfer.handover.memory import DEVICE_WINDOW_BYTES, HOST_WINDOW_BYTES, Bundle, MessageSpec
 from kvtransfer.transport import Buffer
 from pdserve.base.errors import NoFreeBlocks
 
 #: A message should be large enough for the wire to cost more than what is done for it, and small enough to leave soon.
 _BUNDLE_BYTES = 32 << 20
-_MOST_BUNDLE_BLOCKS = 16
+_MAX_BUNDLE_BLOCKS = 16
 
 
-def best_bundle(block_bytes: int) -> int:
+def best_bundle_blocks(block_bytes: int) -> int:
     """Blocks that travel together: the same for all workers that have the same blocks."""
-    return max(1, min(_MOST_BUNDLE_BLOCKS, _BUNDLE_BYTES // block_bytes))
+    return max(1, min(_MAX_BUNDLE_BLOCKS, _BUNDLE_BYTES // block_bytes))
 
 
 class BlockCopies(Protocol):
@@ -32,17 +32,17 @@ class BlockCopies(Protocol):
     def digest(self) -> str:
         """As `BlockMemory.digest`."""
 
-    async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+    async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
         """Copies that part of each bundle to its place in the slots from the given one on, as many as it has blocks.
 
         It is there when it returns. Gives the messages' digests. Raises `TransferError`.
         """
 
-    async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+    async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
         """The other way round; whatever uses the blocks after it returns finds them."""
 
 
-class Staged:
+class StagedMemory:
     """Implements `BlockMemory`: bundles are copied to or from frames of the stage, each with room for a whole one.
 
     Belongs to one event loop.
@@ -53,16 +53,16 @@ class Staged:
     def __init__(self, copies: BlockCopies, stage: Buffer, block_bytes: int, bundle_blocks: int | None = None) -> None:
         """`stage`: uint8, memory from which a device copies fast; it is divided into slots of `block_bytes`.
 
-        `bundle_blocks`: None: as `best_bundle`, which both ends of a transfer have to have room for.
+        `bundle_blocks`: None: as `best_bundle_blocks`, which both ends of a transfer have to have room for.
         """
         self._copies = copies
         self._stage = stage
         self._block_bytes = block_bytes
-        self.bundle_blocks = bundle_blocks or best_bundle(block_bytes)
+        self.bundle_blocks = bundle_blocks or best_bundle_blocks(block_bytes)
         #: First slots.
         self._free = [*range(0, len(stage) // block_bytes - self.bundle_blocks + 1, self.bundle_blocks)]
         assert self._free
-        self.most = len(self._free) * self.bundle_blocks
+        self.max_blocks = len(self._free) * self.bundle_blocks
         self.digest = copies.digest
         self.window_bytes = HOST_WINDOW_BYTES if copies.digest == HOST_DIGEST else DEVICE_WINDOW_BYTES
         #: What is lent, by identity, with its first slot.
@@ -76,7 +76,7 @@ class Staged:
 
     async def lend(self, bundles: Sequence[Bundle]) -> list[Buffer]:
         sizes = [len(bundle) for bundle in bundles]
-        num_frames = self.most // self.bundle_blocks
+        num_frames = self.max_blocks // self.bundle_blocks
         if len(sizes) > num_frames or max(sizes, default=0) > self.bundle_blocks:
             raise NoFreeBlocks(
                 f"{len(sizes)} bundles of up to {max(sizes)} KV blocks at a time do not fit into the memory in which "
@@ -97,11 +97,11 @@ class Staged:
                 self._serve()
             raise
 
-    async def load(self, bundles: Sequence[Bundle], buffers: Sequence[Buffer], part: Part) -> list[bytes]:
-        return await self._copies.read(bundles, self._slots_of(buffers), part)
+    async def load(self, bundles: Sequence[Bundle], buffers: Sequence[Buffer], spec: MessageSpec) -> list[bytes]:
+        return await self._copies.read(bundles, self._slots_of(buffers), spec)
 
-    async def store(self, bundles: Sequence[Bundle], buffers: Sequence[Buffer], part: Part) -> list[bytes]:
-        return await self._copies.write(bundles, self._slots_of(buffers), part)
+    async def store(self, bundles: Sequence[Bundle], buffers: Sequence[Buffer], spec: MessageSpec) -> list[bytes]:
+        return await self._copies.write(bundles, self._slots_of(buffers), spec)
 
     def give_back(self, buffer: Buffer) -> None:
         self._free.append(self._lent.pop(id(buffer))[1])

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Iterable
 
-from kvtransfer.index.kv_log import MAX_BATCH, Batch, KvLog
+from kvtransfer.index.kv_log import MAX_BATCH, KvEventBatch, KvLog
 from pdserve.base.errors import StoreError
 from pdserve.base.ids import BlockHash, Epoch, WorkerId
 from pdserve.base.logs import get_logger
@@ -59,14 +59,14 @@ class Outbox:
         self._reset_due = True
         self._pending = dict.fromkeys(self._held, True)
 
-    def take(self, max_batches: int) -> list[Batch]:
+    def take(self, max_batches: int) -> list[KvEventBatch]:
         """The next batches, which now count as sent."""
-        batches: list[Batch] = []
+        batches: list[KvEventBatch] = []
         while self.due and len(batches) < max_batches:
             hashes = list(itertools.islice(self._pending, MAX_BATCH))
             changes = [(block_hash, self._pending.pop(block_hash)) for block_hash in hashes]
             batches.append(
-                Batch(
+                KvEventBatch(
                     reset=self._reset_due,
                     added=tuple(block_hash for block_hash, is_added in changes if is_added),
                     removed=tuple(block_hash for block_hash, is_added in changes if not is_added),
@@ -163,7 +163,7 @@ class KvEventPublisher:
             self._outages = self._store.outages
             self._outbox.start_over()
         while True:
-            batches = self._outbox.take(self._PIPELINE) or [Batch()]
+            batches = self._outbox.take(self._PIPELINE) or [KvEventBatch()]
             if batches[0].reset:
                 self._resyncs += 1
             if not await self._log.write(self._worker_id, self._epoch, self._resyncs, batches):

@@ -119,7 +119,7 @@ return {page[1], table.concat(page[2])}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class KvEventBatch:
     """Changes that go out in one piece; at most `MAX_BATCH` hashes. `reset`: they are all there is."""
 
     reset: bool = False
@@ -128,23 +128,23 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Position:
+class StreamPosition:
     """A place in the stream; (0, 0) is before its first entry. Redis starting from nothing begins a new generation."""
 
     generation: int = 0
     sequence: int = 0
 
-    def precedes(self, other: Position) -> bool:
+    def precedes(self, other: StreamPosition) -> bool:
         """Whether `other` comes right after this, with nothing lost between."""
         same_generation = self.generation in (0, other.generation)
         return same_generation and other.sequence == self.sequence + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Members:
+class StoredIncarnations:
     """The incarnations whose blocks Redis has, and the stream's newest position at the same moment."""
 
-    position: Position
+    position: StreamPosition
     epochs: dict[WorkerId, Epoch]
 
 
@@ -157,7 +157,7 @@ class KvLog:
         self._max_entries = max_entries
         self._ttl_s = ttl_s
 
-    async def write(self, worker_id: WorkerId, epoch: Epoch, resync: int, batches: Sequence[Batch]) -> bool:
+    async def write(self, worker_id: WorkerId, epoch: Epoch, resync: int, batches: Sequence[KvEventBatch]) -> bool:
         """Writes batches of one incarnation, in order; one without hashes only renews the TTL.
 
         `resync` numbers its resets: a batch that comes late, after a newer reset, is refused. False means that Redis
@@ -178,13 +178,13 @@ class KvLog:
         keys = [_blocks_key(worker_id, epoch), WORKERS_KEY, HEAD_KEY, STREAM_KEY]
         await self._store.script(_REMOVE, keys=keys, arguments=[worker_id, epoch, 0, self._max_entries])
 
-    async def members(self) -> Members:
+    async def incarnations(self) -> StoredIncarnations:
         """Whose blocks there are now."""
         reply = await self._store.script(_LIST, keys=[WORKERS_KEY, HEAD_KEY], arguments=[BLOCKS_KEY])
         generation, sequence, *pairs = [as_bytes(part).decode(errors="replace") for part in as_list(reply)]
         try:
-            return Members(
-                position=Position(generation=int(generation), sequence=int(sequence)),
+            return StoredIncarnations(
+                position=StreamPosition(generation=int(generation), sequence=int(sequence)),
                 epochs={WorkerId(name): Epoch(int(epoch)) for name, epoch in zip(pairs[::2], pairs[1::2], strict=True)},
             )
         except ValueError as error:
@@ -204,7 +204,9 @@ class KvLog:
             if cursor == b"0":
                 return
 
-    async def read(self, after: Position, *, block_s: float, count: int = 16) -> list[tuple[Position, KvEvent]]:
+    async def read(
+        self, after: StreamPosition, *, block_s: float, count: int = 16
+    ) -> list[tuple[StreamPosition, KvEvent]]:
         """The entries after a position, waiting up to `block_s` for the first; empty when none came.
 
         `count` bounds how many come at once, and so how long a router is busy with them: at most 8192 hashes, 4 ms.
@@ -229,7 +231,7 @@ def _unpack(packed: bytes) -> tuple[BlockHash, ...]:
     return tuple(BlockHash(packed[start : start + HASH_BYTES]) for start in range(0, len(packed), HASH_BYTES))
 
 
-def _entry(entry: Reply) -> tuple[Position, KvEvent]:
+def _entry(entry: Reply) -> tuple[StreamPosition, KvEvent]:
     entry_id, content = as_list(entry)
     fields = as_fields(content)
     try:
@@ -241,6 +243,6 @@ def _entry(entry: Reply) -> tuple[Position, KvEvent]:
             added=_unpack(fields["added"]),
             removed=_unpack(fields["removed"]),
         )
-        return Position(generation=int(generation), sequence=int(sequence)), event
+        return StreamPosition(generation=int(generation), sequence=int(sequence)), event
     except (KeyError, ValueError) as error:
         raise StoreError(f"An entry of {STREAM_KEY} cannot be read: {error!r}.") from error

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from kvtransfer.index.kv_log import KvLog, Members, Position
+from kvtransfer.index.kv_log import KvLog, StoredIncarnations, StreamPosition
 from kvtransfer.index.prefix_index import KvEvent, KvEventKind, PrefixIndex
 from pdserve.base.changes import Changes
 from pdserve.base.errors import StoreError
@@ -42,7 +42,7 @@ class PrefixMirror:
         self._clock = clock
         self._max_entries = max_entries
         self._index = PrefixIndex(max_entries=max_entries)
-        self._position = Position()
+        self._position = StreamPosition()
         self._changes = Changes()
         self._degraded = True
         #: Snapshots taken, and gaps in the stream that made one necessary.
@@ -95,18 +95,18 @@ class PrefixMirror:
 
     async def _snapshot(self) -> None:
         """Builds a new index. The stream's position comes first: changes meanwhile are then replayed on top."""
-        members = await self._log.members()
+        incarnations = await self._log.incarnations()
         index = PrefixIndex(max_entries=self._max_entries)
-        for worker_id, epoch in members.epochs.items():
+        for worker_id, epoch in incarnations.epochs.items():
             index.apply(KvEvent(worker_id=worker_id, epoch=epoch, kind=KvEventKind.RESET))
             async for hashes in self._log.hashes(worker_id, epoch):
                 index.apply(KvEvent(worker_id=worker_id, epoch=epoch, kind=KvEventKind.DELTA, added=hashes))
         self._index = index
-        self._position = members.position
+        self._position = incarnations.position
         self._degraded = False
         self.snapshots += 1
         self._changes.bump()
-        log.info("prefix_index_loaded", workers=len(members.epochs), entries=index.entries)
+        log.info("prefix_index_loaded", workers=len(incarnations.epochs), entries=index.entries)
 
     async def _follow(self) -> None:
         """Applies the stream until it has a gap."""
@@ -122,21 +122,21 @@ class PrefixMirror:
             if entries:
                 self._changes.bump()
             if not entries or self._clock() >= audit_at:
-                members = await self._log.members()
-                if members.position < self._position:
+                incarnations = await self._log.incarnations()
+                if incarnations.position < self._position:
                     # Redis lost its data, and new entries would come below where we read (its clock went back, or
                     # there are none yet): reading on would show no gap.
-                    self._note_gap(members.position)
+                    self._note_gap(incarnations.position)
                     return
-                self._sweep(members)
+                self._sweep(incarnations)
                 audit_at = self._clock() + self._audit_s
 
-    def _note_gap(self, position: Position) -> None:
+    def _note_gap(self, position: StreamPosition) -> None:
         self.gaps += 1
         log.warning("prefix_stream_gap", last=self._position, next=position)
 
-    def _sweep(self, members: Members) -> None:
+    def _sweep(self, incarnations: StoredIncarnations) -> None:
         """Drops incarnations that Redis no longer knows. A new one is not added here: the stream will tell."""
         for worker_id, epoch in self._index.epochs().items():
-            if members.epochs.get(worker_id) != epoch:
+            if incarnations.epochs.get(worker_id) != epoch:
                 self.forget(worker_id, epoch)

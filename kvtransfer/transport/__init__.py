@@ -9,7 +9,7 @@ from pdserve.base.config import set_default_variable
 from pdserve.base.errors import SetupError
 
 if TYPE_CHECKING:
-    from kvtransfer.transport.torch_distributed.pair_link import Wires
+    from kvtransfer.transport.torch_distributed.pair_link import PairLinks
 
 __all__ = ["TRANSPORTS", "Buffer", "Operation", "Peer", "Transport", "open_transport"]
 
@@ -32,9 +32,9 @@ def open_transport(name: str, *, host: str = "127.0.0.1", device: str | None = N
 
             return UcxTransport(device_memory=device is not None)
         if name == "nccl":
-            from kvtransfer.transport.torch_distributed.transport import NcclTransport
+            from kvtransfer.transport.torch_distributed.transport import TorchDistributedTransport
 
-            return NcclTransport(_nccl_wires(host, device), host=host)
+            return TorchDistributedTransport(_pair_links(host, device), host=host)
     except ImportError as error:
         raise SetupError(
             f"transport {name!r} needs a library that is not installed ({error}). Install pdserve with an extra: "
@@ -47,12 +47,12 @@ def open_transport(name: str, *, host: str = "127.0.0.1", device: str | None = N
     raise SetupError(f"there is no transport {name!r}; there are {', '.join(TRANSPORTS)}")
 
 
-def _nccl_wires(host: str, device: str | None) -> Wires:
+def _pair_links(host: str, device: str | None) -> PairLinks:
     if device is None:
-        from kvtransfer.transport.torch_distributed.gloo import GlooWires
+        from kvtransfer.transport.torch_distributed.gloo import GlooLinks
 
-        return GlooWires(host)
+        return GlooLinks(host)
     from kvtransfer.transport.torch_distributed.cuda import CudaGpu
-    from kvtransfer.transport.torch_distributed.nccl import NcclWires
+    from kvtransfer.transport.torch_distributed.nccl import NcclLinks
 
-    return NcclWires(CudaGpu(device))
+    return NcclLinks(CudaGpu(device))

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvtransfer.transport.base import Buffer, Operation, Peer
-from kvtransfer.transport.tag_matcher import Mailbox
+from kvtransfer.transport.tag_matcher import TagMatcher
 from pdserve.base.errors import PeerLost, TransferError
 
 #: Who listens in this process. Weak: a transport that is dropped without `close` is a peer that died.
@@ -31,7 +31,7 @@ class InprocTransport:
 
     def __init__(self) -> None:
         self._address = b"inproc:" + secrets.token_bytes(16)
-        self._mailbox: Mailbox[Operation] = Mailbox(Operation.complete)
+        self._matcher: TagMatcher[Operation] = TagMatcher(Operation.complete)
         self._peers: set[InprocPeer] = set()
 
     async def listen(self) -> bytes:
@@ -54,7 +54,7 @@ class InprocTransport:
     def post_receive(self, tag: int, buffer: Buffer) -> Operation:
         """Lets one message land."""
         receive = Operation(tag, buffer)
-        early = self._mailbox.post(receive)
+        early = self._matcher.post(receive)
         if early is not None:
             _copy(early, receive)
         return receive
@@ -75,13 +75,13 @@ class InprocTransport:
     async def cancel(self, receives: Iterable[Operation]) -> None:
         """Copies are instantaneous: whatever was still waiting is withdrawn."""
         for receive in receives:
-            if self._mailbox.withdraw(receive):
+            if self._matcher.withdraw(receive):
                 receive.mark_cancelled()
 
     async def close(self) -> None:
         """Leaves the process's list of listeners."""
         _LISTENING.pop(self._address, None)
-        receives, sends = self._mailbox.clear()
+        receives, sends = self._matcher.clear()
         for operation in (*receives, *sends):
             operation.fail(PeerLost("the transport was closed"))
         for peer in list(self._peers):
@@ -94,7 +94,7 @@ class InprocTransport:
             send.fail(PeerLost("the peer was disconnected"))
 
     def _arrive(self, send: Operation) -> None:
-        receive = self._mailbox.arrive(send.tag, send)
+        receive = self._matcher.arrive(send.tag, send)
         if receive is not None:
             _copy(send, receive)
 

@@ -17,7 +17,7 @@ MAX_EARLY = 4096
 MAX_WITHDRAWN = 1 << 16
 
 
-class Mailbox(Generic[M]):
+class TagMatcher(Generic[M]):
     """Posted receives, early messages and withdrawn tags. `drop` gets each message that nobody will receive."""
 
     def __init__(

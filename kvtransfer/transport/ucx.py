@@ -22,7 +22,7 @@ from ucxx._lib.arr import Array
 from ucxx.exceptions import UCXError
 
 from kvtransfer.transport.base import Buffer, Operation, Peer
-from kvtransfer.transport.tag_matcher import Mailbox
+from kvtransfer.transport.tag_matcher import TagMatcher
 from kvtransfer.transport.ucx_address import pack_address, unpack_address
 from pdserve.base.config import variable
 from pdserve.base.errors import PdserveError, PeerLost, SetupError, TransferError
@@ -106,7 +106,7 @@ class UcxTransport:
         self._device_memory = device_memory
         self._defaults = _DEFAULTS | _CUDA_DEFAULTS if device_memory else _DEFAULTS
         self._live: _Incarnation | None = None
-        self._mailbox: Mailbox[ucx.TagProbeResult] = Mailbox(self._drain)
+        self._matcher: TagMatcher[ucx.TagProbeResult] = TagMatcher(self._drain)
         self._turn: asyncio.Handle | None = None
 
     async def listen(self) -> bytes:
@@ -139,7 +139,7 @@ class UcxTransport:
         """Waits in our own table; UCX sees the buffer when the message is there."""
         receive = Operation(tag, buffer)
         live = self._up()
-        early = self._mailbox.post(receive)
+        early = self._matcher.post(receive)
         if early is not None:
             self._receive(live, early, receive)
             self._kick()
@@ -166,7 +166,7 @@ class UcxTransport:
         """Withdraws what waits, and waits for what is landing."""
         landing = []
         for receive in receives:
-            if self._mailbox.withdraw(receive):
+            if self._matcher.withdraw(receive):
                 receive.mark_cancelled()
             elif not receive.done:
                 landing.append(receive)
@@ -210,7 +210,7 @@ class UcxTransport:
         if self._turn is not None:
             self._turn.cancel()
             self._turn = None
-        receives, _ = self._mailbox.clear()
+        receives, _ = self._matcher.clear()
         operations = [*receives, *(flight.operation for flight in live.inflight)]
         for peer in live.peers:
             peer.lost, peer.endpoint = True, None
@@ -252,7 +252,7 @@ class UcxTransport:
         moved = False
         while (message := live.worker.tag_probe(*_ANY_TAG, remove=True)).matched:
             moved = True
-            receive = self._mailbox.arrive(message.sender_tag.value, message)
+            receive = self._matcher.arrive(message.sender_tag.value, message)
             if receive is not None:
                 self._receive(live, message, receive)
         return moved

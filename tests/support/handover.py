@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvtransfer.handover.memory import BlockMemory, InPlace
+from kvtransfer.handover.memory import BlockMemory, InPlaceMemory
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import Received, ReceiverIdentity, Reservation
 from kvtransfer.handover.sender import OutgoingTransfer, Sender
@@ -36,8 +36,8 @@ class Memory:
         return view
 
 
-def in_place(memory: Memory) -> InPlace:
-    return InPlace(memory, LAYOUT.num_layers)
+def in_place(memory: Memory) -> InPlaceMemory:
+    return InPlaceMemory(memory, LAYOUT.num_layers)
 
 
 @dataclass(eq=False)

@@ -25,8 +25,8 @@ _LIMIT_S = 30.0
 
 
 @dataclass(eq=False, slots=True)
-class PretendFlight:
-    """Implements `Flight`."""
+class PretendInFlight:
+    """Implements `InFlight`."""
 
     payload: Buffer
     advance: Callable[[], None]
@@ -44,15 +44,15 @@ class _Link:
 
     changed: Condition = field(default_factory=Condition)
     #: By rank; launched and not ended, oldest first.
-    flights: tuple[deque[PretendFlight], deque[PretendFlight]] = field(default_factory=lambda: (deque(), deque()))
+    flights: tuple[deque[PretendInFlight], deque[PretendInFlight]] = field(default_factory=lambda: (deque(), deque()))
     joined: set[int] = field(default_factory=set)
 
 
 _LINKS: dict[bytes, _Link] = {}
 
 
-class PretendGroup:
-    """Implements `Group`."""
+class PretendCommunicator:
+    """Implements `Communicator`."""
 
     def __init__(self, gpu: PretendGpu, store: Store, rank: int) -> None:
         self._gpu = gpu
@@ -61,10 +61,10 @@ class PretendGroup:
         # Whoever comes first names it for both.
         self._link = _LINKS.setdefault(store.compare_set("link", "", uuid.uuid4().hex), _Link())
 
-    def send(self, payload: Buffer) -> PretendFlight:
+    def send(self, payload: Buffer) -> PretendInFlight:
         return self._launch(payload)
 
-    def receive(self, payload: Buffer) -> PretendFlight:
+    def receive(self, payload: Buffer) -> PretendInFlight:
         return self._launch(payload)
 
     def abort(self) -> None:
@@ -78,14 +78,14 @@ class PretendGroup:
             while flights:
                 flights.popleft().is_over = True
 
-    def _launch(self, payload: Buffer) -> PretendFlight:
+    def _launch(self, payload: Buffer) -> PretendInFlight:
         if self._rank not in self._link.joined:
             self._gpu.makes.put(None)
         if not self._gpu.lets_make.wait(self._gpu.make_limit_s):
             raise RuntimeError("the communicator was not made")
         if self._gpu.nccl_error is not None:
             raise self._gpu.nccl_error
-        flight = PretendFlight(payload, self._advance)
+        flight = PretendInFlight(payload, self._advance)
         with self._link.changed:
             self._link.joined.add(self._rank)
             self._link.changed.notify_all()
@@ -144,8 +144,8 @@ class PretendGpu:
         for event in (self.lets_through, self.lets_abort, self.lets_make, self.lets_copy, self.lets_allocate):
             event.set()
 
-    def open_group(self, store: Store, rank: int) -> PretendGroup:
-        return PretendGroup(self, store, rank)
+    def open_communicator(self, store: Store, rank: int) -> PretendCommunicator:
+        return PretendCommunicator(self, store, rank)
 
     def empty(self, num_bytes: int) -> Buffer:
         self.asked.put(num_bytes)
@@ -155,12 +155,12 @@ class PretendGpu:
         self.allocated.append(num_bytes)
         return np.zeros(num_bytes, np.uint8)
 
-    def copy(self, source: Buffer, target: Buffer) -> PretendFlight:
+    def copy(self, source: Buffer, target: Buffer) -> PretendInFlight:
         def advance() -> None:
             self.looks.put(None)
             if self.lets_copy.is_set():
                 target[:] = source
                 flight.is_over = True
 
-        flight = PretendFlight(target, advance)
+        flight = PretendInFlight(target, advance)
         return flight

@@ -10,7 +10,7 @@ _MAGIC = "pdnccl2"
 _HOST_MEMORY = "-"
 
 
-class NcclAddress(NamedTuple):
+class DataAddress(NamedTuple):
     """Where somebody listens."""
 
     host: str
@@ -24,7 +24,7 @@ class NcclAddress(NamedTuple):
         return f"{_MAGIC} {self.host} {self.gpu or _HOST_MEMORY} {self.control_port} {self.store_port}".encode()
 
     @classmethod
-    def unpack(cls, address: bytes) -> NcclAddress:
+    def unpack(cls, address: bytes) -> DataAddress:
         """Raises: PeerLost when it is not one of ours."""
         parts = address.decode(errors="replace").split(" ")
         if len(parts) != 5 or parts[0] != _MAGIC or not (parts[3].isdecimal() and parts[4].isdecimal()):

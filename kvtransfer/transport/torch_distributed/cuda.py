@@ -22,8 +22,8 @@ _RECORDED = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 _PAIRS_PRIORITY = -1
 
 
-class CudaFlight:
-    """Implements `Flight`."""
+class CudaInFlight:
+    """Implements `InFlight`."""
 
     def __init__(self, stream: torch.cuda.Stream, *memory: Tensor) -> None:
         """Of what was launched on `stream`."""
@@ -34,8 +34,8 @@ class CudaFlight:
         return bool(self._event.query())
 
 
-class CudaGroup:
-    """Implements `Group`: the connector sends, the listener receives."""
+class CudaCommunicator:
+    """Implements `Communicator`: the connector sends, the listener receives."""
 
     def __init__(self, store: Store, rank: int, device: torch.device) -> None:
         self._device = device
@@ -46,18 +46,18 @@ class CudaGroup:
         options._timeout = RENDEZVOUS_TIMEOUT
         self._group = ProcessGroupNCCL(store, rank, 2, options)
 
-    def send(self, payload: Buffer) -> CudaFlight:
+    def send(self, payload: Buffer) -> CudaInFlight:
         tensor = _tensor_of(payload, self._device)
         with torch.cuda.stream(self._stream):
             # Torch's type stubs do not know that groups send and receive. NCCL has no tags.
             self._group.send([tensor], LISTENER_RANK, 0).block_current_stream()  # type: ignore[attr-defined]
-            return CudaFlight(self._stream, tensor)
+            return CudaInFlight(self._stream, tensor)
 
-    def receive(self, payload: Buffer) -> CudaFlight:
+    def receive(self, payload: Buffer) -> CudaInFlight:
         tensor = _tensor_of(payload, self._device)
         with torch.cuda.stream(self._stream):
             self._group.recv([tensor], CONNECTOR_RANK, 0).block_current_stream()  # type: ignore[attr-defined]
-            return CudaFlight(self._stream, tensor)
+            return CudaInFlight(self._stream, tensor)
 
     def abort(self) -> None:
         self._group.abort()
@@ -79,18 +79,18 @@ class CudaGpu:
         self.uuid = f"GPU-{torch.cuda.get_device_properties(self._device).uuid}"
         self._copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
-    def open_group(self, store: Store, rank: int) -> CudaGroup:
-        return CudaGroup(store, rank, self._device)
+    def open_communicator(self, store: Store, rank: int) -> CudaCommunicator:
+        return CudaCommunicator(store, rank, self._device)
 
     def empty(self, num_bytes: int) -> Buffer:
         with torch.cuda.stream(self._copies):
             return cast(Buffer, torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
 
-    def copy(self, source: Buffer, target: Buffer) -> CudaFlight:
+    def copy(self, source: Buffer, target: Buffer) -> CudaInFlight:
         ends = _tensor_of(source, self._device), _tensor_of(target, self._device)
         with torch.cuda.stream(self._copies):
             ends[1].copy_(ends[0], non_blocking=True)
-            return CudaFlight(self._copies, *ends)
+            return CudaInFlight(self._copies, *ends)
 
 
 def _tensor_of(buffer: Buffer, device: torch.device) -> Tensor:

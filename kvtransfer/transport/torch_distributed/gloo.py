@@ -23,11 +23,11 @@ from kvtransfer.transport.torch_distributed.pair_link import (
 
 _AT_ONCE = timedelta(milliseconds=1)
 _PAYLOAD_TAG, _FUSE_TAG = 0, 1
-_MAX_APART_BYTES = 1 << 30
+_MAX_UNMATCHED_BYTES = 1 << 30
 
 
-class GlooWire:
-    """Implements `Wire`."""
+class GlooLink:
+    """Implements `PairLink`."""
 
     def __init__(self, own_host: str, name: str) -> None:
         self._own_host = own_host
@@ -46,7 +46,7 @@ class GlooWire:
     def receive(self, payload: Buffer) -> Future[Buffer]:
         return self._thread.submit(self._receive, payload)
 
-    def receive_apart(self, num_bytes: int, *, keeps: bool) -> Future[Buffer]:
+    def receive_unmatched(self, num_bytes: int, *, keeps: bool) -> Future[Buffer]:
         return self.receive(np.empty(num_bytes, np.uint8))
 
     def break_off(self) -> Future[None]:
@@ -95,20 +95,20 @@ class GlooWire:
         start(self._group).wait(TRANSFER_TIMEOUT)
 
 
-class GlooWires:
-    """Implements `Wires`. `own_host` is the address at which peers reach this process."""
+class GlooLinks:
+    """Implements `PairLinks`. `own_host` is the address at which peers reach this process."""
 
     gpu = ""
     max_early = MAX_EARLY
-    max_apart_bytes = _MAX_APART_BYTES
-    form_timeout_s = None
+    max_unmatched_bytes = _MAX_UNMATCHED_BYTES
+    connect_timeout_s = None
     close_timeout_s = None
 
     def __init__(self, own_host: str) -> None:
         self._own_host = own_host
 
-    def open(self, name: str) -> GlooWire:
-        return GlooWire(self._own_host, name)
+    def open(self, name: str) -> GlooLink:
+        return GlooLink(self._own_host, name)
 
     def copy(self, source: Buffer, target: Buffer) -> Future[Buffer]:
         """At once."""

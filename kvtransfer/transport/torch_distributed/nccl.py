@@ -24,13 +24,13 @@ from kvtransfer.transport.torch_distributed.pair_link import (
     TRANSFER_TIMEOUT,
     Rendezvous,
 )
-from kvtransfer.transport.torch_distributed.serial_thread import Line
+from kvtransfer.transport.torch_distributed.serial_thread import SerialThread
 from pdserve.base.logs import get_logger
 
 log = get_logger(__name__)
 
 #: Hides launches, and the time between two looks, behind transfers. So few fit into NCCL's queue: it does not block.
-_MOST_LAUNCHED = 4
+_MAX_LAUNCHED = 4
 #: CUDA has no wait that ends at a time or when somebody says so. A message of 32 MiB takes about as long.
 _POLL_S = 1e-4
 #: The store has no wait that ends when somebody says so.
@@ -44,23 +44,23 @@ _CLOSE_S = 5.0
 #: Their memory is not planned for. Handovers post first: what comes early is a stray.
 _MAX_EARLY = 8
 #: Two of the largest bundles of blocks (`kvtransfer/handover/staging.py`).
-_MAX_APART_BYTES = 64 << 20
+_MAX_UNMATCHED_BYTES = 64 << 20
 
 
-class Flight(Protocol):
+class InFlight(Protocol):
     """A kernel or copy that was launched. Keeps its memory alive."""
 
     def ended(self) -> bool:
         """Nothing of it touches its buffer any more, and what it wrote is there. Raises `RuntimeError`."""
 
 
-class Group(Protocol):
+class Communicator(Protocol):
     """A communicator of two ranks, made by the first transfer. Calls raise whatever torch has for an error."""
 
-    def send(self, payload: Buffer) -> Flight:
+    def send(self, payload: Buffer) -> InFlight:
         """Launches; blocks only while the communicator is being made."""
 
-    def receive(self, payload: Buffer) -> Flight:
+    def receive(self, payload: Buffer) -> InFlight:
         """The same."""
 
     def abort(self) -> None:
@@ -71,19 +71,19 @@ class Group(Protocol):
 
 
 class Gpu(Protocol):
-    """What wires need of the GPU in whose memory buffers are."""
+    """What links need of the GPU in whose memory buffers are."""
 
     @property
     def uuid(self) -> str:
         """Names it, without blanks."""
 
-    def open_group(self, store: Store, rank: int) -> Group:
+    def open_communicator(self, store: Store, rank: int) -> Communicator:
         """With the other process that looks into this store. Does not wait for it. Raises `RuntimeError`."""
 
     def empty(self, num_bytes: int) -> Buffer:
         """Memory of the GPU. Raises `RuntimeError` when there is none."""
 
-    def copy(self, source: Buffer, target: Buffer) -> Flight:
+    def copy(self, source: Buffer, target: Buffer) -> InFlight:
         """Launches. Raises `RuntimeError`."""
 
 
@@ -103,18 +103,18 @@ class _Sink:
             return self._memory[:num_bytes]
 
 
-class NcclWire:
-    """Implements `Wire`."""
+class NcclLink:
+    """Implements `PairLink`."""
 
     def __init__(self, gpu: Gpu, sink: _Sink, name: str, transfer_timeout_s: float) -> None:
         self._gpu = gpu
         self._sink = sink
         self._transfer_timeout_s = transfer_timeout_s
-        self._launching, self._ending = Line(f"{name}-launch"), Line(f"{name}-end")
-        self._slots = Semaphore(_MOST_LAUNCHED)
+        self._launching, self._ending = SerialThread(f"{name}-launch"), SerialThread(f"{name}-end")
+        self._slots = Semaphore(_MAX_LAUNCHED)
         #: Sends or receives, as the rank does.
-        self._start: Callable[[Buffer], Flight] | None = None
-        self._group: Group | None = None
+        self._start: Callable[[Buffer], InFlight] | None = None
+        self._group: Communicator | None = None
         #: Held during calls into NCCL, which frees a communicator that it aborts.
         self._calling = Lock()
         #: How long the abort waits for the end of a call.
@@ -135,7 +135,7 @@ class NcclWire:
 
     receive = send
 
-    def receive_apart(self, num_bytes: int, *, keeps: bool) -> Future[Buffer]:
+    def receive_unmatched(self, num_bytes: int, *, keeps: bool) -> Future[Buffer]:
         return self._submit(partial(self._gpu.empty if keeps else self._sink.of, num_bytes))
 
     def break_off(self) -> Future[None]:
@@ -159,7 +159,7 @@ class NcclWire:
     def _form(self, rendezvous: Rendezvous, formed: Future[None]) -> None:
         try:
             store = rendezvous.open_store()
-            self._group = group = self._gpu.open_group(store, rendezvous.rank)
+            self._group = group = self._gpu.open_communicator(store, rendezvous.rank)
             first = self._gpu.empty(1)
             self._meet(store, rendezvous.rank)
         except Exception as error:  # noqa: BLE001 - torch has ValueError and TypeError, too; nobody else hears of it
@@ -201,7 +201,7 @@ class NcclWire:
             self._ending.submit(partial(self._end, flight, payload, done, timeout_s))
 
     # The ending thread.
-    def _end(self, flight: Flight, payload: Buffer, done: Future[Buffer], timeout_s: float) -> None:
+    def _end(self, flight: InFlight, payload: Buffer, done: Future[Buffer], timeout_s: float) -> None:
         try:
             self._wait_for(flight, timeout_s)
         except Exception as error:  # noqa: BLE001 - as in `_form`
@@ -215,7 +215,7 @@ class NcclWire:
         else:
             done.set_result(payload)
 
-    def _wait_for(self, flight: Flight, timeout_s: float) -> None:
+    def _wait_for(self, flight: InFlight, timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
         while not flight.ended():
             if time.monotonic() > until and not self._broken:
@@ -266,34 +266,34 @@ class NcclWire:
             log.warning("nccl_abort_failed", reason=str(error))
 
 
-class NcclWires:
-    """Implements `Wires`."""
+class NcclLinks:
+    """Implements `PairLinks`."""
 
     max_early = _MAX_EARLY
-    max_apart_bytes = _MAX_APART_BYTES
+    max_unmatched_bytes = _MAX_UNMATCHED_BYTES
 
     def __init__(
         self,
         gpu: Gpu,
         *,
-        form_timeout_s: float = RENDEZVOUS_TIMEOUT.total_seconds(),
+        connect_timeout_s: float = RENDEZVOUS_TIMEOUT.total_seconds(),
         transfer_timeout_s: float = TRANSFER_TIMEOUT.total_seconds(),
         close_timeout_s: float = _CLOSE_S,
     ) -> None:
         self._gpu = gpu
         self._sink = _Sink(gpu)
         self.gpu = gpu.uuid
-        self.form_timeout_s = form_timeout_s
+        self.connect_timeout_s = connect_timeout_s
         self.close_timeout_s = close_timeout_s
         self._transfer_timeout_s = transfer_timeout_s
-        self._copying: Line | None = None
+        self._copying: SerialThread | None = None
 
-    def open(self, name: str) -> NcclWire:
-        return NcclWire(self._gpu, self._sink, name, self._transfer_timeout_s)
+    def open(self, name: str) -> NcclLink:
+        return NcclLink(self._gpu, self._sink, name, self._transfer_timeout_s)
 
     def copy(self, source: Buffer, target: Buffer) -> Future[Buffer]:
         """Within the GPU."""
-        self._copying = self._copying or Line("nccl-copy")
+        self._copying = self._copying or SerialThread("nccl-copy")
         copied: Future[Buffer] = Future()
         self._copying.submit(partial(self._copy, source, target, copied))
         return copied

@@ -33,7 +33,7 @@ class Rendezvous:
         return PrefixStore(f"pair/{self.number}", store)
 
 
-class Wire(Protocol):
+class PairLink(Protocol):
     """The messages of one pair, from the connector to the listener, in the order of the calls at both.
 
     No call blocks. Futures are done by threads of the wire, in order, with the buffer, or fail: then the pair is lost,
@@ -49,7 +49,7 @@ class Wire(Protocol):
     def receive(self, payload: Buffer) -> Future[Buffer]:
         """The listener's side: the next message, of exactly that size."""
 
-    def receive_apart(self, num_bytes: int, *, keeps: bool) -> Future[Buffer]:
+    def receive_unmatched(self, num_bytes: int, *, keeps: bool) -> Future[Buffer]:
         """The next message, in memory of the wire's. Without `keeps` others overwrite it: nobody looks at it."""
 
     def break_off(self) -> Future[None]:
@@ -62,8 +62,8 @@ class Wire(Protocol):
         """When `break_off` is done: blocks for the moment in which the threads end."""
 
 
-class Wires(Protocol):
-    """Wires of one process, and its memory."""
+class PairLinks(Protocol):
+    """PairLinks of one process, and its memory."""
 
     @property
     def gpu(self) -> str:
@@ -71,21 +71,21 @@ class Wires(Protocol):
 
     @property
     def max_early(self) -> int:
-        """Messages that may wait for their receive in memory of the wires."""
+        """Messages that may wait for their receive in memory of the links."""
 
     @property
-    def max_apart_bytes(self) -> int:
+    def max_unmatched_bytes(self) -> int:
         """That these may have together, and any one message for which no receive of its size waits."""
 
     @property
-    def form_timeout_s(self) -> float | None:
-        """To connect; None: `Wire.form` ends by itself."""
+    def connect_timeout_s(self) -> float | None:
+        """To connect; None: `PairLink.form` ends by itself."""
 
     @property
     def close_timeout_s(self) -> float | None:
-        """For all wires to end that were broken off; None: each ends by itself."""
+        """For all links to end that were broken off; None: each ends by itself."""
 
-    def open(self, name: str) -> Wire:
+    def open(self, name: str) -> PairLink:
         """A new one; `name`: of its threads."""
 
     def copy(self, source: Buffer, target: Buffer) -> Future[Buffer]:

@@ -7,7 +7,7 @@ from queue import SimpleQueue
 from threading import Thread
 
 
-class Line:
+class SerialThread:
     """Jobs are done in the order in which they were submitted. They do not raise."""
 
     def __init__(self, name: str) -> None:

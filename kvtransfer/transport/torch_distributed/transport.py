@@ -2,7 +2,7 @@
 
 A plain TCP connection per pair carries the rendezvous and announces each message (tag and size); the group carries
 only payloads, in the order announced. So 64-bit tags need no room in gloo's 32 bits or NCCL's none, and nothing waits
-inside torch but transfers that are really happening. What carries payloads are `Wires`: gloo's for buffers in host
+inside torch but transfers that are really happening. What carries payloads are `PairLinks`: gloo's for buffers in host
 memory, NCCL's for those in a GPU's.
 """
 
@@ -19,9 +19,15 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from kvtransfer.transport.base import Buffer, Operation, Peer
-from kvtransfer.transport.tag_matcher import Mailbox
-from kvtransfer.transport.torch_distributed.address import NcclAddress
-from kvtransfer.transport.torch_distributed.pair_link import CONNECTOR_RANK, LISTENER_RANK, Rendezvous, Wire, Wires
+from kvtransfer.transport.tag_matcher import TagMatcher
+from kvtransfer.transport.torch_distributed.address import DataAddress
+from kvtransfer.transport.torch_distributed.pair_link import (
+    CONNECTOR_RANK,
+    LISTENER_RANK,
+    PairLink,
+    PairLinks,
+    Rendezvous,
+)
 from pdserve.base.errors import PeerLost, SetupError, TransferError
 from pdserve.base.logs import get_logger
 
@@ -57,7 +63,7 @@ class _Pair:
     """The way to one other process, or from it."""
 
     control: asyncio.Transport
-    wire: Wire
+    link: PairLink
     lost: bool = False
     formed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     arrivals: set[_Arrival] = field(default_factory=set)
@@ -81,10 +87,10 @@ class _Pair:
         """
         self.lost = True
         self.control.abort()
-        return self.wire.break_off()
+        return self.link.break_off()
 
 
-class NcclTransport:
+class TorchDistributedTransport:
     """`Transport` over torch.distributed. `host` is the address at which peers reach this process.
 
     `drain_timeout_s` bounds how long `cancel` waits for a message that is landing; then its pair is broken off.
@@ -92,12 +98,12 @@ class NcclTransport:
 
     name = "nccl"
 
-    def __init__(self, wires: Wires, *, host: str = "127.0.0.1", drain_timeout_s: float = 5.0) -> None:
-        self._wires = wires
+    def __init__(self, links: PairLinks, *, host: str = "127.0.0.1", drain_timeout_s: float = 5.0) -> None:
+        self._links = links
         self._host = host
         self._drain_timeout_s = drain_timeout_s
-        self._mailbox: Mailbox[_Arrival] = Mailbox(
-            _Arrival.drop, max_early=wires.max_early, max_early_bytes=wires.max_apart_bytes
+        self._matcher: TagMatcher[_Arrival] = TagMatcher(
+            _Arrival.drop, max_early=links.max_early, max_early_bytes=links.max_unmatched_bytes
         )
         self._pairs: set[_Pair] = set()
         #: Broken off, and not yet over.
@@ -118,15 +124,15 @@ class NcclTransport:
                 raise SetupError(f"cannot listen on {self._host}: {error}") from error
         assert self._store is not None
         port = self._server.sockets[0].getsockname()[1]
-        return NcclAddress(self._host, self._wires.gpu, port, self._store.port).pack()
+        return DataAddress(self._host, self._links.gpu, port, self._store.port).pack()
 
     async def connect(self, address: bytes) -> _Pair:
         """Forms a group with the listener.
 
         Raises: PeerLost, also where NCCL does not connect the two.
         """
-        there = NcclAddress.unpack(address)
-        there.require_reachable_from(self._wires.gpu)
+        there = DataAddress.unpack(address)
+        there.require_reachable_from(self._links.gpu)
         try:
             control, protocol = await asyncio.get_running_loop().create_connection(
                 _ConnectorControl, there.host, there.control_port
@@ -136,17 +142,17 @@ class NcclTransport:
         if self._closed:
             control.abort()
             raise _closed()
-        pair = _Pair(control, self._wires.open("nccl-send"))
+        pair = _Pair(control, self._links.open("nccl-send"))
         protocol.on_lost = lambda: self._lose(pair)
         self._pairs.add(pair)
         try:
-            async with asyncio.timeout(self._wires.form_timeout_s):
+            async with asyncio.timeout(self._links.connect_timeout_s):
                 number = await protocol.greeting
                 self._form(pair, there.host, there.store_port, number, CONNECTOR_RANK)
                 await asyncio.shield(pair.formed)
         except TimeoutError as error:
             self._lose(pair)
-            raise PeerLost(f"{there.host} did not answer within {self._wires.form_timeout_s:.0f} s") from error
+            raise PeerLost(f"{there.host} did not answer within {self._links.connect_timeout_s:.0f} s") from error
         except BaseException:
             self._lose(pair)
             raise
@@ -159,7 +165,7 @@ class NcclTransport:
     def post_receive(self, tag: int, buffer: Buffer) -> Operation:
         """Waits for the announcement of that tag, or takes what came early."""
         receive = Operation(tag, buffer)
-        early = self._mailbox.post(receive)
+        early = self._matcher.post(receive)
         if early is not None:
             early.receive = receive
             if early.landed:
@@ -174,14 +180,14 @@ class NcclTransport:
             send.fail(PeerLost("the peer was disconnected"))
             return send
         pair.control.write(_ANNOUNCEMENT.pack(tag, buffer.nbytes))
-        self._then(pair, pair.wire.send(buffer), partial(_finish, send))
+        self._then(pair, pair.link.send(buffer), partial(_finish, send))
         return send
 
     async def cancel(self, receives: Iterable[Operation]) -> None:
         """Withdraws what was not announced; waits for what is landing, and breaks its pair when that takes too long."""
         landing = set()
         for receive in receives:
-            if self._mailbox.withdraw(receive):
+            if self._matcher.withdraw(receive):
                 receive.mark_cancelled()
             elif not receive.done:
                 landing.add(receive)
@@ -204,14 +210,14 @@ class NcclTransport:
             self._lose(pair)
         ending = dict(self._ending)
         # What the threads report meanwhile is seen to before.
-        over = [asyncio.wrap_future(end) for end in (*ending.values(), self._wires.close())]
-        await asyncio.wait(over, timeout=self._wires.close_timeout_s)
+        over = [asyncio.wrap_future(end) for end in (*ending.values(), self._links.close())]
+        await asyncio.wait(over, timeout=self._links.close_timeout_s)
         for pair, end in ending.items():
             if end.done():
-                pair.wire.join()
+                pair.link.join()
             else:
                 log.warning("nccl_pair_left", reason="NCCL did not come back although it was told to abort")
-        receives, _ = self._mailbox.clear()
+        receives, _ = self._matcher.clear()
         for receive in receives:
             receive.fail(_closed())
         server, self._server, self._store = self._server, None, None
@@ -226,7 +232,7 @@ class NcclTransport:
             return None
         assert self._store is not None, "connections come only while listening"
         self._next_pair += 1
-        pair = _Pair(control, self._wires.open("nccl-receive"))
+        pair = _Pair(control, self._links.open("nccl-receive"))
         self._pairs.add(pair)
         control.write(_GREETING.pack(self._next_pair))
         self._form(pair, self._host, self._store.port, self._next_pair, LISTENER_RANK)
@@ -234,17 +240,17 @@ class NcclTransport:
 
     def _announced(self, pair: _Pair, tag: int, num_bytes: int) -> None:
         arrival = _Arrival(num_bytes)
-        receive = arrival.receive = self._mailbox.arrive(tag, arrival, num_bytes)
+        receive = arrival.receive = self._matcher.arrive(tag, arrival, num_bytes)
         if receive is not None and receive.buffer.nbytes == num_bytes:
-            job = pair.wire.receive(receive.buffer)
-        elif num_bytes > self._wires.max_apart_bytes:
+            job = pair.link.receive(receive.buffer)
+        elif num_bytes > self._links.max_unmatched_bytes:
             log.warning("nccl_pair_broken", reason="a message nobody waits for is too large", size_bytes=num_bytes)
             self._lose(pair)
             if receive is not None:
                 receive.fail(PeerLost(f"a message of {num_bytes} bytes came for {receive.buffer.nbytes}"))
             return
         else:
-            job = pair.wire.receive_apart(num_bytes, keeps=receive is None and not arrival.dropped)
+            job = pair.link.receive_unmatched(num_bytes, keeps=receive is None and not arrival.dropped)
         pair.arrivals.add(arrival)
         self._call_back(job, partial(self._landed, pair, arrival))
 
@@ -270,7 +276,7 @@ class NcclTransport:
             receive.fail(_closed())
         else:
             assert arrival.data is not None, "what has landed without an error is somewhere"
-            copied = self._wires.copy(arrival.data, receive.buffer)
+            copied = self._links.copy(arrival.data, receive.buffer)
             if copied.done():
                 _finish_copy(receive, copied)
             else:
@@ -288,7 +294,7 @@ class NcclTransport:
     # The wire's threads.
     def _form(self, pair: _Pair, host: str, store_port: int, number: int, rank: int) -> None:
         rendezvous = Rendezvous(host=host, port=store_port, number=number, rank=rank)
-        self._then(pair, pair.wire.form(rendezvous), pair.report_formed)
+        self._then(pair, pair.link.form(rendezvous), pair.report_formed)
 
     def _then(self, pair: _Pair, job: Future[Any], report: Callable[[PeerLost | None], None]) -> None:
         """Calls `report` on the event loop when the job is done; a failed job ends the pair."""
@@ -310,7 +316,7 @@ class NcclTransport:
 class _ListenerControl(asyncio.Protocol):
     """The listener's end of a pair's control connection: reads announcements."""
 
-    def __init__(self, owner: NcclTransport) -> None:
+    def __init__(self, owner: TorchDistributedTransport) -> None:
         self._owner = owner
         self._unread = b""
         self._pair: _Pair | None = None

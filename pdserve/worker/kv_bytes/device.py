@@ -16,8 +16,8 @@ from torch import Tensor
 from kernels.triton import blocks as kernels
 from kvtransfer.handover.digest import DEVICE_DIGEST, MessageDigest
 from kvtransfer.handover.layer_groups import LayerGroups
-from kvtransfer.handover.memory import BlockMemory, Bundle, Part
-from kvtransfer.handover.staging import Staged, best_bundle
+from kvtransfer.handover.memory import BlockMemory, Bundle, MessageSpec
+from kvtransfer.handover.staging import StagedMemory, best_bundle_blocks
 from kvtransfer.handover.ticket import KEY_BYTES
 from kvtransfer.transport import Buffer
 from pdserve.base.errors import SetupError, TransferError
@@ -76,15 +76,15 @@ class DeviceCopies:
         self._stream = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._keys: OrderedDict[bytes, Tensor] = OrderedDict()
 
-    async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
-        return await to_its_end(asyncio.to_thread(self._move, self._pack, bundles, slots, part))
+    async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
+        return await to_its_end(asyncio.to_thread(self._move, self._pack, bundles, slots, spec))
 
-    async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
-        return await to_its_end(asyncio.to_thread(self._move, self._unpack, bundles, slots, part))
+    async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
+        return await to_its_end(asyncio.to_thread(self._move, self._unpack, bundles, slots, spec))
 
-    def _move(self, move: Packed, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+    def _move(self, move: Packed, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
         try:
-            together, done = self._launch(move, bundles, slots, part)
+            together, done = self._launch(move, bundles, slots, spec)
         except torch.OutOfMemoryError as error:
             if self._stream is not None:
                 self._stream.synchronize()  # What was launched before still writes to slots or blocks.
@@ -95,25 +95,25 @@ class DeviceCopies:
         given, first = [], 0
         for bundle in bundles:
             digests = together[first : first + len(bundle)].numpy()
-            given.append(part.digest.of_blocks(digests.tobytes()))
+            given.append(spec.digest.of_blocks(digests.tobytes()))
             first += len(bundle)
         return given
 
     def _launch(
-        self, move: Packed, bundles: Sequence[Bundle], slots: Sequence[int], part: Part
+        self, move: Packed, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec
     ) -> tuple[Tensor, torch.cuda.Event | None]:
         """Digests of all blocks, uint8 [n, 16] of the host, and on a GPU when they will be there."""
-        layers = (part.layers.start, part.layers.stop)
+        layers = (spec.layers.start, spec.layers.stop)
         if self._stream is not None:
             torch.cuda.set_device(self._device)  # Threads begin with the first GPU.
         with _LAUNCHING, nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            if part.after is not None:
-                part.after.wait()
-            keys = self._keys_of(part.digest.device_key)
+            if spec.after is not None:
+                spec.after.wait()
+            keys = self._keys_of(spec.digest.device_key)
             digests = []
             for bundle, slot in zip(bundles, slots, strict=True):
                 ids = torch.tensor(bundle).to(self._device, non_blocking=True)
-                message = self._stage.message(slot, len(bundle), part.layers).view(len(bundle), -1)
+                message = self._stage.message(slot, len(bundle), spec.layers).view(len(bundle), -1)
                 digests.append(move(message, ids, keys, layers))
             together = torch.cat(digests)
             host = torch.empty(together.shape, dtype=together.dtype, pin_memory=self._stream is not None)
@@ -143,11 +143,11 @@ class DeviceCopies:
         num_layers = self._cache.layout.num_layers
         groups = LayerGroups.of(self._cache.layout, min(GPU_LAYER_GROUPS, num_layers))
         for layers in (slice(0, num_layers), *groups.layers):
-            for count in (1, 2, best_bundle(self._cache.layout.block_bytes)):
+            for count in (1, 2, best_bundle_blocks(self._cache.layout.block_bytes)):
                 bundle = [BlockId(block) for block in range(min(count, self._cache.num_blocks))]
-                part = Part(layers=layers, digest=MessageDigest(bytes(KEY_BYTES)))
-                self._move(self._pack, [bundle], [0], part)
-                self._move(self._unpack, [bundle], [0], part)
+                spec = MessageSpec(layers=layers, digest=MessageDigest(bytes(KEY_BYTES)))
+                self._move(self._pack, [bundle], [0], spec)
+                self._move(self._unpack, [bundle], [0], spec)
 
 
 def device_block_memory(kv_cache: KvCache, staging_bytes: int) -> BlockMemory:
@@ -157,10 +157,10 @@ def device_block_memory(kv_cache: KvCache, staging_bytes: int) -> BlockMemory:
     return staged_on_device(kv_cache, stage)
 
 
-def staged_on_device(kv_cache: KvCache, stage: Tensor, bundle_blocks: int | None = None) -> Staged:
+def staged_on_device(kv_cache: KvCache, stage: Tensor, bundle_blocks: int | None = None) -> StagedMemory:
     """Blocks stop over in `stage`, uint8 on the cache's device."""
     buffer: Buffer = stage.numpy() if stage.device.type == "cpu" else cast(Buffer, DeviceBytes(stage))
-    return Staged(DeviceCopies(kv_cache, stage), buffer, kv_cache.layout.block_bytes, bundle_blocks)
+    return StagedMemory(DeviceCopies(kv_cache, stage), buffer, kv_cache.layout.block_bytes, bundle_blocks)
 
 
 def device_stage(kv_cache: KvCache, size: int) -> Tensor:

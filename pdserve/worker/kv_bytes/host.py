@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvtransfer.handover.digest import HOST_DIGEST
-from kvtransfer.handover.memory import BlockMemory, Bundle, InPlace, Part
-from kvtransfer.handover.staging import Staged
+from kvtransfer.handover.memory import BlockMemory, Bundle, InPlaceMemory, MessageSpec
+from kvtransfer.handover.staging import StagedMemory
 from pdserve.base.errors import SetupError
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
@@ -30,21 +30,21 @@ class CacheCopies:
         self._stage = stage
         self._is_whole = is_whole
 
-    async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
-        return await to_its_end(asyncio.to_thread(self._read, bundles, slots, part))
+    async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
+        return await to_its_end(asyncio.to_thread(self._read, bundles, slots, spec))
 
-    async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
-        return await to_its_end(asyncio.to_thread(self._write, bundles, slots, part))
+    async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
+        return await to_its_end(asyncio.to_thread(self._write, bundles, slots, spec))
 
-    def _read(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
-        into = self._stage.parts(bundles, slots, part.layers)
-        self._cache.read_blocks(_all_blocks(bundles), into, part.layers, part.after)
-        return self._stage.digests(bundles, slots, part) if self._is_whole else []
+    def _read(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
+        into = self._stage.parts(bundles, slots, spec.layers)
+        self._cache.read_blocks(_all_blocks(bundles), into, spec.layers, spec.after)
+        return self._stage.digests(bundles, slots, spec) if self._is_whole else []
 
-    def _write(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
-        data = self._stage.parts(bundles, slots, part.layers)
-        self._cache.write_blocks(_all_blocks(bundles), data, part.layers)
-        return self._stage.digests(bundles, slots, part) if self._is_whole else []
+    def _write(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
+        data = self._stage.parts(bundles, slots, spec.layers)
+        self._cache.write_blocks(_all_blocks(bundles), data, spec.layers)
+        return self._stage.digests(bundles, slots, spec) if self._is_whole else []
 
 
 def _all_blocks(bundles: Sequence[Bundle]) -> list[BlockId]:
@@ -54,15 +54,15 @@ def _all_blocks(bundles: Sequence[Bundle]) -> list[BlockId]:
 def block_memory(kv_cache: KvCache, staging_bytes: int) -> BlockMemory:
     """Raises `SetupError` when the stage cannot be had or is too small for a block."""
     if kv_cache.memory is not None:
-        return InPlace(kv_cache, kv_cache.layout.num_layers)
+        return InPlaceMemory(kv_cache, kv_cache.layout.num_layers)
     return staged(kv_cache, pinned_stage(kv_cache.layout, staging_bytes))
 
 
-def staged(kv_cache: KvCache, memory: Tensor, bundle_blocks: int | None = None) -> Staged:
+def staged(kv_cache: KvCache, memory: Tensor, bundle_blocks: int | None = None) -> StagedMemory:
     """Blocks stop over in `memory`, uint8 of the host."""
     layout = kv_cache.layout
     copies = CacheCopies(kv_cache, Stage(memory, layout, kv_cache.tensor.dtype))
-    return Staged(copies, memory.numpy(), layout.block_bytes, bundle_blocks)
+    return StagedMemory(copies, memory.numpy(), layout.block_bytes, bundle_blocks)
 
 
 def pinned_stage(layout: KvLayout, staging_bytes: int) -> Tensor:

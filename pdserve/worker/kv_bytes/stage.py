@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvtransfer.handover.layer_groups import span_of
-from kvtransfer.handover.memory import Bundle, Part
-from kvtransfer.handover.staging import best_bundle
+from kvtransfer.handover.memory import Bundle, MessageSpec
+from kvtransfer.handover.staging import best_bundle_blocks
 from pdserve.base.errors import SetupError
 from pdserve.base.layout import KvLayout
 
@@ -37,10 +37,10 @@ class Stage:
         message = self.message(slot, num_blocks, layers)
         return message.view(self._dtype).view(num_blocks, *shape)[:, :, :, self._heads]
 
-    def digests(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
+    def digests(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
         """Of the bundles' messages, in host memory. They may be large: not for an event loop."""
         places = zip(bundles, slots, strict=True)
-        return [part.digest(self.message(slot, len(bundle), part.layers).numpy()) for bundle, slot in places]
+        return [spec.digest(self.message(slot, len(bundle), spec.layers).numpy()) for bundle, slot in places]
 
     def parts(self, bundles: Sequence[Bundle], slots: Sequence[int], layers: slice) -> list[Tensor]:
         """Of all blocks, one by one."""
@@ -50,7 +50,7 @@ class Stage:
 
 def stage_bytes(layout: KvLayout, staging_bytes: int) -> int:
     """Bytes of whole slots. Raises `SetupError` when they are too few."""
-    together = best_bundle(layout.block_bytes)
+    together = best_bundle_blocks(layout.block_bytes)
     if staging_bytes < together * layout.block_bytes:
         raise SetupError(
             f"--staging-memory {staging_bytes} is too small for {together} KV blocks of {layout.block_bytes} bytes, "

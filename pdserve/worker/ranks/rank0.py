@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.decoder import LayerListener
 from kvtransfer.handover.digest import HOST_DIGEST
-from kvtransfer.handover.memory import Bundle, Part
+from kvtransfer.handover.memory import Bundle, MessageSpec
 from pdserve.base.device_event import DeviceEvent
 from pdserve.base.ids import BlockId
 from pdserve.base.tasks import to_its_end
@@ -163,20 +163,20 @@ class RankCopies:
         self._own = CacheCopies(own, stage, is_whole=False)
         self._stage = stage
 
-    async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
-        assert part.after is None or isinstance(part.after, RankEvent)
-        mark = self._lead.ended if part.after is None else part.after.mark
-        copy = CopyRequest(bundles=bundles, slots=slots, layers=part.layers, after=mark)
-        await self._all(self._own.read(bundles, slots, part), self._lead.have_copied(MessageKind.READ_BLOCKS, copy))
-        return await self._digests(bundles, slots, part)
+    async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
+        assert spec.after is None or isinstance(spec.after, RankEvent)
+        mark = self._lead.ended if spec.after is None else spec.after.mark
+        copy = CopyRequest(bundles=bundles, slots=slots, layers=spec.layers, after=mark)
+        await self._all(self._own.read(bundles, slots, spec), self._lead.have_copied(MessageKind.READ_BLOCKS, copy))
+        return await self._digests(bundles, slots, spec)
 
-    async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
-        copy = CopyRequest(bundles=bundles, slots=slots, layers=part.layers, after=self._lead.ended)
-        await self._all(self._own.write(bundles, slots, part), self._lead.have_copied(MessageKind.WRITE_BLOCKS, copy))
-        return await self._digests(bundles, slots, part)
+    async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
+        copy = CopyRequest(bundles=bundles, slots=slots, layers=spec.layers, after=self._lead.ended)
+        await self._all(self._own.write(bundles, slots, spec), self._lead.have_copied(MessageKind.WRITE_BLOCKS, copy))
+        return await self._digests(bundles, slots, spec)
 
-    async def _digests(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
-        return await to_its_end(asyncio.to_thread(self._stage.digests, bundles, slots, part))
+    async def _digests(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
+        return await to_its_end(asyncio.to_thread(self._stage.digests, bundles, slots, spec))
 
     async def _all(self, own: Awaitable[list[bytes]], others: Awaitable[None]) -> None:
         outcomes = await to_its_end(asyncio.gather(own, others, return_exceptions=True))

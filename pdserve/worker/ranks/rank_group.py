@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from kernels.ranks import Group, TorchRanks
-from kvtransfer.handover.staging import Staged
+from kvtransfer.handover.staging import StagedMemory
 from pdserve.base.errors import PdserveError, SetupError
 from pdserve.base.layout import KvLayout
 from pdserve.base.logs import get_logger
@@ -82,12 +82,12 @@ class RankGroup:
         self._others.expect("ready")
         return part
 
-    def block_memory(self, layout: KvLayout, own: KvCache, staging_bytes: int) -> Staged:
+    def block_memory(self, layout: KvLayout, own: KvCache, staging_bytes: int) -> StagedMemory:
         """Blocks of all heads, for the event loop. Raises `SetupError`."""
         size = stage_bytes(layout, staging_bytes)
         stage = map_stage(self._stage, size, self._device)
         part = Stage(stage, layout, own.tensor.dtype, heads_of_rank(layout, 0, self._size))
-        return Staged(RankCopies(self.lead, own, part), stage.numpy(), layout.block_bytes)
+        return StagedMemory(RankCopies(self.lead, own, part), stage.numpy(), layout.block_bytes)
 
     def watch(self, on_lost: Callable[[PdserveError], None]) -> None:
         """Calls it, on any thread, when a rank is lost: the worker cannot go on."""

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.transport import Transport, open_transport
-from kvtransfer.transport.torch_distributed.nccl import NcclWires
-from kvtransfer.transport.torch_distributed.transport import NcclTransport
+from kvtransfer.transport.torch_distributed.nccl import NcclLinks
+from kvtransfer.transport.torch_distributed.transport import TorchDistributedTransport
 from tests.integration.kvtransfer.memory import Memory
 from tests.support.pretend_gpu import PretendGpu
 
@@ -28,7 +28,7 @@ ON_TWO_GPUS = "nccl on two GPUs"
 def open_any(name: str) -> Transport:
     """Also what no name of the product stands for."""
     if name == BETWEEN_GPUS:
-        return NcclTransport(NcclWires(PretendGpu()))
+        return TorchDistributedTransport(NcclLinks(PretendGpu()))
     return open_transport("nccl", device="cuda:0") if name == ON_TWO_GPUS else open_transport(name)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtransfer.handover.staging import Staged
+from kvtransfer.handover.staging import StagedMemory
 from kvtransfer.transport import Buffer, Operation, Peer
 from kvtransfer.transport.inproc import InprocTransport
 from pdserve.base.errors import (
@@ -79,14 +79,14 @@ async def test_handed_over_tokens_are_those_of_local_prefill(
 
 
 @pytest.fixture(params=["host", pytest.param("device", marks=needs_triton)])
-def staged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Staged]:
+def staged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[StagedMemory]:
     """Workers whose blocks stop over in stages of twelve slots, as those of a GPU; the decode worker's first.
 
     In memory of the host, or of the device, which here is the host's and packs in Triton's interpreter.
     """
-    stages: list[Staged] = []
+    stages: list[StagedMemory] = []
 
-    def block_memory(kv_cache: KvCache, staging_bytes: int) -> Staged:
+    def block_memory(kv_cache: KvCache, staging_bytes: int) -> StagedMemory:
         memory = torch.zeros(12 * kv_cache.layout.block_bytes, dtype=torch.uint8)
         if request.param == "host":
             stages.append(worker_blocks.staged(kv_cache, memory, bundle_blocks=4))
@@ -101,7 +101,7 @@ def staged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
 
 
 async def test_blocks_that_stop_over_in_a_stage_give_the_tokens_of_local_prefill(
-    model: Path, staged: list[Staged]
+    model: Path, staged: list[StagedMemory]
 ) -> None:
     async with running_cluster(model) as cluster:
         prompts = [[(7 * first + 3 * place) % 97 for place in range(36)] for first in range(4)]  # 9 blocks each
@@ -115,18 +115,18 @@ async def test_blocks_that_stop_over_in_a_stage_give_the_tokens_of_local_prefill
             return await request.finish()
 
         handed_over = await asyncio.gather(*map(hand_over, requests))
-        assert all(stage.num_free == stage.most == 12 for stage in staged)
+        assert all(stage.num_free == stage.max_blocks == 12 for stage in staged)
         assert handed_over == [await cluster.local(prompt) for prompt in prompts]
         await cluster.all_free()
 
 
 async def test_waiting_for_the_own_stage_is_not_taken_for_silence(
-    model: Path, staged: list[Staged], monkeypatch: pytest.MonkeyPatch
+    model: Path, staged: list[StagedMemory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prefill_svc.session.KEEP_ALIVE_S", 0.05)
     async with running_cluster(model, decode={"lease_s": 0.5}) as cluster:
         stage = staged[1]
-        held = await stage.lend([[BlockId(0)]] * (stage.most // stage.bundle_blocks))
+        held = await stage.lend([[BlockId(0)]] * (stage.max_blocks // stage.bundle_blocks))
         request = cluster.request(PROMPT[:32])
         await request.start()
         prefill = asyncio.create_task(request.prefill(await request.ticket(), keeps_lease=True))
@@ -140,7 +140,7 @@ async def test_waiting_for_the_own_stage_is_not_taken_for_silence(
 
 
 async def test_a_prompt_that_no_stage_could_take_is_computed_by_the_decode_worker(
-    model: Path, staged: list[Staged]
+    model: Path, staged: list[StagedMemory]
 ) -> None:
     prompt = PROMPT + PROMPT[:4]  # 13 blocks
     async with running_cluster(model) as cluster:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.decoder import LayerListener
-from kvtransfer.handover.staging import Staged
+from kvtransfer.handover.staging import StagedMemory
 from kvtransfer.transport import Buffer, Operation, Peer
 from kvtransfer.transport.inproc import InprocTransport
 from pdserve.base.errors import DigestMismatch, PeerLost, RequestError, SetupError, TransferTimeout
@@ -328,10 +328,10 @@ async def test_kernels_that_compute_a_step_in_one_call_send_all_groups_at_its_en
 async def test_groups_go_through_stages_that_hold_fewer_blocks_than_the_prompts_have(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stages: list[Staged] = []
+    stages: list[StagedMemory] = []
     num_slots = iter([13, 3])  # The decode worker's is made first.
 
-    def block_memory(kv_cache: Any, staging_bytes: int) -> Staged:
+    def block_memory(kv_cache: Any, staging_bytes: int) -> StagedMemory:
         stage = torch.zeros(next(num_slots) * kv_cache.layout.block_bytes, dtype=torch.uint8)
         stages.append(worker_blocks.staged(kv_cache, stage, bundle_blocks=1))
         return stages[-1]
@@ -354,8 +354,8 @@ async def test_groups_go_through_stages_that_hold_fewer_blocks_than_the_prompts_
 
         tokens = await asyncio.gather(*map(hand_over, requests))
         assert decoder.waited == {2: True}
-        assert all(stage.num_free == stage.most for stage in stages)
-        assert [stage.most for stage in stages] == [13, 3]
+        assert all(stage.num_free == stage.max_blocks for stage in stages)
+        assert [stage.max_blocks for stage in stages] == [13, 3]
         await cluster.all_free()
         monkeypatch.undo()
     async with running_cluster(model, prefill=common, decode=common) as cluster:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer.handover.staging import Staged
+from kvtransfer.handover.staging import StagedMemory
 from tests.integration.services.local_cluster import LocalCluster, running_cluster
 from tests.unit.model.tiny import save_model, with_scales
 
@@ -62,8 +62,8 @@ async def test_tokens_are_those_of_one_rank(
         assert await answers(cluster) == expected
         await cluster.all_free()
         for worker in (cluster.prefill, cluster.decode):
-            if isinstance(worker.blocks, Staged):
-                assert worker.blocks.num_free == worker.blocks.most
+            if isinstance(worker.blocks, StagedMemory):
+                assert worker.blocks.num_free == worker.blocks.max_blocks
 
 
 async def test_each_rank_has_the_scales_of_its_heads(tmp_path: Path) -> None:

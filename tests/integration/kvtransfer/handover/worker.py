@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from kvtransfer.handover.memory import InPlace
+from kvtransfer.handover.memory import InPlaceMemory
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import ReceiverIdentity, Reservation
 from kvtransfer.handover.sender import Sender
@@ -43,8 +43,8 @@ class Memory:
         return all(np.array_equal(self.blocks[block], payload_of(block, LAYOUT.block_bytes)) for block in (0, 20, 47))
 
 
-def in_place(memory: Memory) -> InPlace:
-    return InPlace(memory, LAYOUT.num_layers)
+def in_place(memory: Memory) -> InPlaceMemory:
+    return InPlaceMemory(memory, LAYOUT.num_layers)
 
 
 def reservation(*, lease_s: float) -> Reservation:

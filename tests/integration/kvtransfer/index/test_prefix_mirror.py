@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvtransfer.index.kv_events import KvEventPublisher
-from kvtransfer.index.kv_log import BLOCKS_KEY, HEAD_KEY, MAX_BATCH, STREAM_KEY, Batch, KvLog, Position
+from kvtransfer.index.kv_log import BLOCKS_KEY, HEAD_KEY, MAX_BATCH, STREAM_KEY, KvEventBatch, KvLog, StreamPosition
 from kvtransfer.index.prefix_mirror import PrefixMirror
 from pdserve.base.errors import StoreError
 from pdserve.base.ids import BlockHash, Epoch, WorkerId
@@ -191,17 +191,17 @@ async def test_a_gap_in_the_stream_leads_to_a_new_snapshot(worker_store: Store, 
     """The mirror sleeps through more entries than the stream keeps."""
     log, mirror = KvLog(worker_store, max_entries=1), new_mirror(router_store)
     hashes = block_hashes(400)
-    await log.write(A, Epoch(1), 1, [Batch(reset=True, added=tuple(hashes[:1]))])
+    await log.write(A, Epoch(1), 1, [KvEventBatch(reset=True, added=tuple(hashes[:1]))])
     async with running(mirror.run()):
         await until(mirror, lambda: mirror.snapshots == 1)
         # One pipeline: the mirror cannot read between, and all but the last entries are trimmed when it does.
-        batches = [Batch(added=(block_hash,)) for block_hash in hashes[1:]]
+        batches = [KvEventBatch(added=(block_hash,)) for block_hash in hashes[1:]]
         await log.write(A, Epoch(1), 1, batches)
         assert await router_store.call("XLEN", STREAM_KEY) != len(hashes)
         await until(mirror, lambda: mirror.index.blocks_of(A) == set(hashes))
-        await log.write(A, Epoch(1), 1, [Batch(removed=tuple(hashes[:1]))])
+        await log.write(A, Epoch(1), 1, [KvEventBatch(removed=tuple(hashes[:1]))])
         await router_store.call("XTRIM", STREAM_KEY, "MAXLEN", 0)
-        await log.write(A, Epoch(1), 1, [Batch(removed=tuple(hashes[1:2]))])
+        await log.write(A, Epoch(1), 1, [KvEventBatch(removed=tuple(hashes[1:2]))])
         await until(mirror, lambda: mirror.index.blocks_of(A) == set(hashes[2:]))
         assert mirror.gaps > 0
         assert mirror.snapshots == mirror.gaps + 1
@@ -218,8 +218,8 @@ async def test_a_clock_that_went_back_over_a_restart_is_noticed(worker_store: St
             [["MULTI"], ["FLUSHALL"], ["HSET", HEAD_KEY, "generation", 5, "sequence", 0], ["EXEC"]]
         )
         await until(mirror, lambda: mirror.snapshots > snapshots and equals_truth(mirror, a))
-        members = await KvLog(router_store).members()
-        assert members.position.generation == 5
+        incarnations = await KvLog(router_store).incarnations()
+        assert incarnations.position.generation == 5
 
 
 async def test_a_restarted_worker_makes_its_old_blocks_vanish(worker_store: Store, router_store: Store) -> None:
@@ -235,7 +235,7 @@ async def test_a_restarted_worker_makes_its_old_blocks_vanish(worker_store: Stor
             assert mirror.overlap(block_hashes(10)) == {}
             assert await router_store.call("EXISTS", f"{BLOCKS_KEY}a:1") == 0
             # What the dead incarnation still had on its way is refused.
-            late = [Batch(added=tuple(block_hashes(1)))]
+            late = [KvEventBatch(added=tuple(block_hashes(1)))]
             assert not await KvLog(router_store).write(A, Epoch(1), 1, late)
             assert await router_store.call("EXISTS", f"{BLOCKS_KEY}a:1") == 0
 
@@ -274,18 +274,18 @@ async def test_blocks_that_expired_while_their_worker_lives_come_back(worker_sto
 async def test_a_change_of_a_set_that_expired_is_refused(worker_store: Store) -> None:
     """Half a set must not pass for the whole."""
     log = KvLog(worker_store)
-    await log.write(A, Epoch(1), 1, [Batch(reset=True, added=tuple(block_hashes(3)))])
+    await log.write(A, Epoch(1), 1, [KvEventBatch(reset=True, added=tuple(block_hashes(3)))])
     await worker_store.call("DEL", f"{BLOCKS_KEY}a:1")
-    assert not await log.write(A, Epoch(1), 1, [Batch(added=tuple(block_hashes(1, start=7)))])
+    assert not await log.write(A, Epoch(1), 1, [KvEventBatch(added=tuple(block_hashes(1, start=7)))])
     assert await worker_store.call("EXISTS", f"{BLOCKS_KEY}a:1") == 0
 
 
 async def test_a_reset_that_comes_late_does_not_undo_a_newer_one(worker_store: Store) -> None:
     log = KvLog(worker_store)
     newer, older = block_hashes(3), block_hashes(3, start=10)
-    assert await log.write(A, Epoch(1), 2, [Batch(reset=True, added=tuple(newer))])
-    assert not await log.write(A, Epoch(1), 1, [Batch(reset=True, added=tuple(older))])
-    assert not await log.write(A, Epoch(1), 1, [Batch(added=tuple(older))])
+    assert await log.write(A, Epoch(1), 2, [KvEventBatch(reset=True, added=tuple(newer))])
+    assert not await log.write(A, Epoch(1), 1, [KvEventBatch(reset=True, added=tuple(older))])
+    assert not await log.write(A, Epoch(1), 1, [KvEventBatch(added=tuple(older))])
     held = [block_hash async for page in log.hashes(A, Epoch(1)) for block_hash in page]
     assert sorted(held) == sorted(newer)
 
@@ -298,7 +298,7 @@ async def test_large_changes_travel_in_bounded_entries_and_quickly(worker_store:
         await eventually(lambda: _published(router_store, a))
         # About 20 ms on a quiet machine, and this includes reading everything back.
         assert time.monotonic() - started < 5
-    entries = await KvLog(router_store).read(Position(), block_s=0.05, count=100)
+    entries = await KvLog(router_store).read(StreamPosition(), block_s=0.05, count=100)
     sizes = [len(event.added) + len(event.removed) for _, event in entries]
     assert max(sizes) == MAX_BATCH
     assert sum(sizes) == 10_000
@@ -306,10 +306,10 @@ async def test_large_changes_travel_in_bounded_entries_and_quickly(worker_store:
 
 async def test_the_stream_keeps_a_bounded_number_of_entries(worker_store: Store) -> None:
     log = KvLog(worker_store, max_entries=100)
-    await log.write(A, Epoch(1), 1, [Batch(reset=True)])
+    await log.write(A, Epoch(1), 1, [KvEventBatch(reset=True)])
     for start in range(0, 1000, 100):
         hashes = block_hashes(100, start=start)
-        await log.write(A, Epoch(1), 1, [Batch(added=(block_hash,)) for block_hash in hashes])
+        await log.write(A, Epoch(1), 1, [KvEventBatch(added=(block_hash,)) for block_hash in hashes])
     length = await worker_store.call("XLEN", STREAM_KEY)
     assert isinstance(length, int)
     assert 100 <= length <= 300
@@ -340,7 +340,7 @@ async def _published(store: Store, *workers: Worker) -> bool:
     """Whether the sets in Redis equal the truth."""
     log = KvLog(store)
     try:
-        epochs = (await log.members()).epochs
+        epochs = (await log.incarnations()).epochs
         held = [
             {block_hash async for page in log.hashes(worker.worker_id, worker.epoch) for block_hash in page}
             for worker in workers

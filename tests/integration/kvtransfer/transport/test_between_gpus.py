@@ -15,14 +15,14 @@ import pytest
 
 from kvtransfer.transport import Buffer, Operation, open_transport
 from kvtransfer.transport.torch_distributed import nccl
-from kvtransfer.transport.torch_distributed.nccl import NcclWires
-from kvtransfer.transport.torch_distributed.transport import NcclTransport
+from kvtransfer.transport.torch_distributed.nccl import NcclLinks
+from kvtransfer.transport.torch_distributed.transport import TorchDistributedTransport
 from pdserve.base.errors import PeerLost
 from tests.integration.kvtransfer.memory import payload_of
 from tests.support.pretend_gpu import PretendGpu
 
 T = TypeVar("T")
-Start = Callable[..., NcclTransport]
+Start = Callable[..., TorchDistributedTransport]
 SIZE = 10_000
 HELLO = 1
 
@@ -36,10 +36,10 @@ def gpus() -> tuple[PretendGpu, PretendGpu]:
 @pytest.fixture
 async def start(gpus: tuple[PretendGpu, PretendGpu]) -> AsyncIterator[Start]:
     """Opens transports, closes them in the end and sees that no thread is left."""
-    opened: list[NcclTransport] = []
+    opened: list[TorchDistributedTransport] = []
 
-    def start(gpu: PretendGpu, *, drain_timeout_s: float = 5.0, **timeouts: float) -> NcclTransport:
-        opened.append(NcclTransport(NcclWires(gpu, **timeouts), drain_timeout_s=drain_timeout_s))
+    def start(gpu: PretendGpu, *, drain_timeout_s: float = 5.0, **timeouts: float) -> TorchDistributedTransport:
+        opened.append(TorchDistributedTransport(NcclLinks(gpu, **timeouts), drain_timeout_s=drain_timeout_s))
         return opened[-1]
 
     yield start
@@ -325,7 +325,7 @@ async def test_a_listener_that_does_not_answer_in_time_is_given_up(
     start: Start, gpus: tuple[PretendGpu, PretendGpu]
 ) -> None:
     gpus[1].lets_allocate.clear()
-    sender, receiver = start(gpus[0], form_timeout_s=0.2), start(gpus[1])
+    sender, receiver = start(gpus[0], connect_timeout_s=0.2), start(gpus[1])
     with pytest.raises(PeerLost, match="did not answer"):
         await sender.connect(await receiver.listen())
     async with soon(gpus[1].lets_allocate.set):
@@ -434,7 +434,7 @@ async def test_early_messages_take_so_much_memory_and_no_more(
 ) -> None:
     sender, receiver = start(gpus[0]), start(gpus[1])
     peer = await sender.connect(await receiver.listen())
-    num_early = NcclWires.max_early + 1
+    num_early = NcclLinks.max_early + 1
     for tag in range(num_early):
         await sender.post_send(peer, tag, payload_of(tag, SIZE))
     posted = receiver.post_receive(100, empty(1))
@@ -449,7 +449,7 @@ async def test_early_messages_take_so_much_memory_and_no_more(
 async def test_early_messages_that_are_large_push_each_other_out(
     start: Start, gpus: tuple[PretendGpu, PretendGpu], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NcclWires, "max_apart_bytes", 2 * SIZE)
+    monkeypatch.setattr(NcclLinks, "max_unmatched_bytes", 2 * SIZE)
     sender, receiver = start(gpus[0]), start(gpus[1])
     peer = await sender.connect(await receiver.listen())
     for tag in range(3):
@@ -468,7 +468,7 @@ async def test_early_messages_that_are_large_push_each_other_out(
 async def test_a_large_message_that_nobody_waits_for_costs_the_pair(
     start: Start, gpus: tuple[PretendGpu, PretendGpu], monkeypatch: pytest.MonkeyPatch, posted_bytes: int | None
 ) -> None:
-    monkeypatch.setattr(NcclWires, "max_apart_bytes", 2 * SIZE)
+    monkeypatch.setattr(NcclLinks, "max_unmatched_bytes", 2 * SIZE)
     sender, receiver = start(gpus[0]), start(gpus[1])
     peer = await sender.connect(await receiver.listen())
     receive = None if posted_bytes is None else receiver.post_receive(1, empty(posted_bytes))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtransfer.index.kv_events import Outbox
-from kvtransfer.index.kv_log import MAX_BATCH, Batch
+from kvtransfer.index.kv_log import MAX_BATCH, KvEventBatch
 from pdserve.base.ids import BlockHash
 from tests.support.records import block_hashes
 
@@ -49,7 +49,7 @@ class OutboxStory(RuleBasedStateMachine):
             self.published = None
         self.outbox.start_over()
 
-    def hear(self, batch: Batch) -> None:
+    def hear(self, batch: KvEventBatch) -> None:
         assert len(batch.added) + len(batch.removed) <= MAX_BATCH
         assert not set(batch.added) & set(batch.removed)
         if batch.reset:

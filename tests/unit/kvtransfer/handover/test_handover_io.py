@@ -77,7 +77,7 @@ async def test_no_more_than_the_window_is_outstanding() -> None:
                 await asyncio.wait_for(transfer.push(blocks(0, 1, 2)), timeout=0.05)
             assert transfer.num_unsent == 4
             assert not transfer.quiet
-            pair.receiving._mailbox.clear()[1][0].complete()
+            pair.receiving._matcher.clear()[1][0].complete()
             pair.sending.disconnect(transfer._peer)
         assert transfer.quiet
 

@@ -38,13 +38,13 @@ def test_groups_are_all_layers_in_order_and_differ_by_one_layer_at_most(num_laye
         bytes_of = [range(layout.block_bytes)[span] for span in groups.spans]
         assert [len(each) for each in bytes_of] == [size * LAYER_BYTES for size in sizes]
         assert [place for each in bytes_of for place in each] == [*range(layout.block_bytes)]
-        assert groups.most_bytes == max(len(each) for each in bytes_of)
+        assert groups.max_block_bytes == max(len(each) for each in bytes_of)
 
 
 def test_layers_complete_the_groups_that_end_with_them() -> None:
     groups = LayerGroups.of(LAYOUT, 3)
     assert groups.ends == (2, 3, 4)
-    assert [groups.num_within(layers) for layers in range(5)] == [0, 0, 1, 2, 3]
+    assert [groups.num_completed_by(layers) for layers in range(5)] == [0, 0, 1, 2, 3]
 
 
 def test_messages_are_called_what_they_are() -> None:

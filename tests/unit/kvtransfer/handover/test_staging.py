@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.handover.digest import HOST_DIGEST
-from kvtransfer.handover.memory import BlockMemory, Bundle, Part
-from kvtransfer.handover.staging import Staged
+from kvtransfer.handover.memory import BlockMemory, Bundle, MessageSpec
+from kvtransfer.handover.staging import StagedMemory
 from kvtransfer.transport import Buffer, Operation, Peer
 from pdserve.base.device_event import DeviceEvent
 from pdserve.base.errors import DigestMismatch, NoFreeBlocks, TransferError, TransferTimeout
@@ -41,21 +41,21 @@ class Copies:
 
     digest = HOST_DIGEST
 
-    async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
-        await self._copy(bundles, part.layers)
-        self.moments.append(part.after)
+    async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
+        await self._copy(bundles, spec.layers)
+        self.moments.append(spec.after)
         digests = []
-        for there, here in self._places(bundles, slots, part.layers):
+        for there, here in self._places(bundles, slots, spec.layers):
             there[:] = here
-            digests.append(part.digest(there.reshape(-1)))
+            digests.append(spec.digest(there.reshape(-1)))
         return digests
 
-    async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], part: Part) -> list[bytes]:
-        await self._copy(bundles, part.layers)
+    async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
+        await self._copy(bundles, spec.layers)
         digests = []
-        for bundle, (there, _) in zip(bundles, self._places(bundles, slots, part.layers), strict=True):
-            self._blocks[list(bundle), self._span(part.layers)] = there
-            digests.append(part.digest(there.reshape(-1)))
+        for bundle, (there, _) in zip(bundles, self._places(bundles, slots, spec.layers), strict=True):
+            self._blocks[list(bundle), self._span(spec.layers)] = there
+            digests.append(spec.digest(there.reshape(-1)))
         return digests
 
     def _places(
@@ -81,14 +81,14 @@ class Copies:
             raise TransferError("a rank is gone")
 
 
-def staged(memory: Memory, num_slots: int = 4) -> Staged:
+def staged(memory: Memory, num_slots: int = 4) -> StagedMemory:
     return staged_with_copies(memory, num_slots)[0]
 
 
-def staged_with_copies(memory: Memory, num_slots: int, bundle_blocks: int = 1) -> tuple[Staged, Copies]:
+def staged_with_copies(memory: Memory, num_slots: int, bundle_blocks: int = 1) -> tuple[StagedMemory, Copies]:
     stage = np.zeros(num_slots * LAYOUT.block_bytes, np.uint8)
     copies = Copies(memory, stage)
-    return Staged(copies, stage, LAYOUT.block_bytes, bundle_blocks), copies
+    return StagedMemory(copies, stage, LAYOUT.block_bytes, bundle_blocks), copies
 
 
 def lone(*ids: int) -> list[Bundle]:
@@ -102,10 +102,10 @@ class Stages:
     def __init__(self, *num_slots: int, bundle_blocks: int = 1) -> None:
         self._num_slots = list(num_slots)
         self._bundle_blocks = bundle_blocks
-        self.made: list[Staged] = []
+        self.made: list[StagedMemory] = []
         self.copies: list[Copies] = []
 
-    def __call__(self, memory: Memory) -> Staged:
+    def __call__(self, memory: Memory) -> StagedMemory:
         # `worker_pair` makes the receiver's first.
         stage, copies = staged_with_copies(memory, self._num_slots[1 - len(self.made)], self._bundle_blocks)
         self.made.append(stage)
@@ -114,7 +114,7 @@ class Stages:
 
     @property
     def are_empty(self) -> bool:
-        return all(stage.num_free == stage.most for stage in self.made)
+        return all(stage.num_free == stage.max_blocks for stage in self.made)
 
 
 async def every_message() -> None:
@@ -348,7 +348,7 @@ async def test_a_wrong_byte_in_a_bundle_is_found() -> None:
 
 async def test_a_bundle_takes_a_frame_however_short_it_is() -> None:
     stage, _ = staged_with_copies(Memory(8, 1), 11, 4)
-    assert stage.most == stage.num_free == 8  # Two frames; three slots are too few for another.
+    assert stage.max_blocks == stage.num_free == 8  # Two frames; three slots are too few for another.
     short, whole = await stage.lend([blocks(0), blocks(1, 2, 3, 4)])
     assert (short.nbytes, whole.nbytes) == (LAYOUT.block_bytes, 4 * LAYOUT.block_bytes)
     assert not np.shares_memory(short, whole)
@@ -376,7 +376,7 @@ def test_who_counts_whole_bundles_never_waits(transfers: list[list[int]], draw: 
     async def run() -> None:
         lent: list[list[Buffer]] = []
         for sizes in transfers:
-            while 3 * (sum(map(len, lent)) + len(sizes)) > stage.most:
+            while 3 * (sum(map(len, lent)) + len(sizes)) > stage.max_blocks:
                 for buffer in lent.pop(draw.randrange(len(lent))):
                     stage.give_back(buffer)
             taking = asyncio.ensure_future(stage.lend([blocks(0) * size for size in sizes]))
@@ -386,7 +386,7 @@ def test_who_counts_whole_bundles_never_waits(transfers: list[list[int]], draw: 
         for buffers in lent:
             for buffer in buffers:
                 stage.give_back(buffer)
-        assert stage.num_free == stage.most
+        assert stage.num_free == stage.max_blocks
 
     asyncio.run(run())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtransfer.index.kv_log import Position
+from kvtransfer.index.kv_log import StreamPosition
 
 
 @pytest.mark.parametrize(
@@ -21,5 +21,7 @@ from kvtransfer.index.kv_log import Position
 def test_a_position_precedes_only_its_direct_successor(
     before: tuple[int, int], after: tuple[int, int], expected: bool
 ) -> None:
-    first, second = (Position(generation=generation, sequence=sequence) for generation, sequence in (before, after))
+    first, second = (
+        StreamPosition(generation=generation, sequence=sequence) for generation, sequence in (before, after)
+    )
     assert first.precedes(second) is expected

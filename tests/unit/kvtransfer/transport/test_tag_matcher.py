@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.transport.base import Operation
-from kvtransfer.transport.tag_matcher import Mailbox
+from kvtransfer.transport.tag_matcher import TagMatcher
 
 
 def receive(tag: int) -> Operation:
@@ -15,58 +15,58 @@ def receive(tag: int) -> Operation:
 
 async def test_strays_are_bounded_and_the_oldest_is_dropped() -> None:
     dropped: list[str] = []
-    mailbox = Mailbox[str](dropped.append, max_early=2)
+    matcher = TagMatcher[str](dropped.append, max_early=2)
     for tag in range(4):
-        assert mailbox.arrive(tag, f"m{tag}") is None
+        assert matcher.arrive(tag, f"m{tag}") is None
     assert dropped == ["m0", "m1"]
-    assert mailbox.post(receive(2)) == "m2"
-    assert mailbox.post(receive(1)) is None
+    assert matcher.post(receive(2)) == "m2"
+    assert matcher.post(receive(1)) is None
 
 
 async def test_the_bytes_of_strays_are_bounded_and_what_is_taken_makes_room() -> None:
     dropped: list[str] = []
-    mailbox = Mailbox[str](dropped.append, max_early_bytes=10)
-    mailbox.arrive(1, "too large", 11)
-    mailbox.arrive(2, "oldest", 4)
-    mailbox.arrive(3, "next", 6)
+    matcher = TagMatcher[str](dropped.append, max_early_bytes=10)
+    matcher.arrive(1, "too large", 11)
+    matcher.arrive(2, "oldest", 4)
+    matcher.arrive(3, "next", 6)
     assert dropped == ["too large"]
-    mailbox.arrive(4, "newest", 3)
+    matcher.arrive(4, "newest", 3)
     assert dropped == ["too large", "oldest"]
-    assert mailbox.post(receive(3)) == "next"
-    mailbox.arrive(5, "last", 7)
+    assert matcher.post(receive(3)) == "next"
+    matcher.arrive(5, "last", 7)
     assert dropped == ["too large", "oldest"]
-    assert mailbox.clear() == ([], ["newest", "last"])
-    mailbox.arrive(6, "after", 10)
+    assert matcher.clear() == ([], ["newest", "last"])
+    matcher.arrive(6, "after", 10)
     assert dropped == ["too large", "oldest"]
 
 
 async def test_a_second_early_message_of_a_tag_is_dropped() -> None:
     dropped: list[str] = []
-    mailbox = Mailbox[str](dropped.append)
-    mailbox.arrive(1, "first")
-    mailbox.arrive(1, "second")
+    matcher = TagMatcher[str](dropped.append)
+    matcher.arrive(1, "first")
+    matcher.arrive(1, "second")
     assert dropped == ["second"]
-    assert mailbox.post(receive(1)) == "first"
+    assert matcher.post(receive(1)) == "first"
 
 
 async def test_messages_of_a_withdrawn_tag_are_dropped_every_time() -> None:
     dropped: list[str] = []
-    mailbox = Mailbox[str](dropped.append)
+    matcher = TagMatcher[str](dropped.append)
     posted = receive(1)
-    mailbox.post(posted)
-    assert mailbox.withdraw(posted)
-    assert not mailbox.withdraw(posted)
-    assert mailbox.arrive(1, "a") is None
-    assert mailbox.arrive(1, "b") is None
+    matcher.post(posted)
+    assert matcher.withdraw(posted)
+    assert not matcher.withdraw(posted)
+    assert matcher.arrive(1, "a") is None
+    assert matcher.arrive(1, "b") is None
     assert dropped == ["a", "b"]
 
 
 async def test_a_matched_receive_cannot_be_withdrawn() -> None:
-    mailbox = Mailbox[str](lambda message: None)
+    matcher = TagMatcher[str](lambda message: None)
     posted = receive(1)
-    mailbox.post(posted)
-    assert mailbox.arrive(1, "a") is posted
-    assert not mailbox.withdraw(posted)
+    matcher.post(posted)
+    assert matcher.arrive(1, "a") is posted
+    assert not matcher.withdraw(posted)
 
 
 @pytest.mark.parametrize("tag", [-1, 1 << 64])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvtransfer.handover.digest import MessageDigest
-from kvtransfer.handover.memory import Part
+from kvtransfer.handover.memory import MessageSpec
 from kvtransfer.handover.ticket import new_key
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
@@ -43,9 +43,9 @@ async def test_a_cancelled_copy_is_waited_for(way: str) -> None:
     cache = HeldCache()
     stage = Stage(torch.zeros(2 * LAYOUT.block_bytes, dtype=torch.uint8), LAYOUT, torch.float32)
     copies = CacheCopies(cast(KvCache, cache), stage)
-    part = Part(layers=slice(0, 2), digest=MessageDigest(new_key()))
+    spec = MessageSpec(layers=slice(0, 2), digest=MessageDigest(new_key()))
     copy = copies.read if way == "read" else copies.write
-    task = asyncio.create_task(copy([[BlockId(1)]], [0], part))
+    task = asyncio.create_task(copy([[BlockId(1)]], [0], spec))
     assert await asyncio.to_thread(cache.begun.wait, DEADLINE_S)
     for _ in range(2):  # However often.
         task.cancel()

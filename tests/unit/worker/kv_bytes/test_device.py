@@ -18,11 +18,11 @@ pytest.importorskip("triton")
 
 from kernels.reference import blocks as reference
 from kvtransfer.handover.digest import DEVICE_DIGEST, MessageDigest
-from kvtransfer.handover.memory import InPlace, Part
+from kvtransfer.handover.memory import InPlaceMemory, MessageSpec
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import Received, ReceiverIdentity, Reservation
 from kvtransfer.handover.sender import Sender
-from kvtransfer.handover.staging import Staged
+from kvtransfer.handover.staging import StagedMemory
 from kvtransfer.transport import Buffer, Operation, Peer, open_transport
 from kvtransfer.transport.inproc import InprocTransport
 from pdserve.base.errors import DigestMismatch, PdserveError, TransferError
@@ -46,7 +46,7 @@ def filled(num_blocks: int, seed: int) -> KvCache:
     return cache
 
 
-def staged(cache: KvCache, num_slots: int = 8, bundle_blocks: int = 2) -> Staged:
+def staged(cache: KvCache, num_slots: int = 8, bundle_blocks: int = 2) -> StagedMemory:
     stage = torch.full((num_slots * LAYOUT.block_bytes,), 0xA5, dtype=torch.uint8, device=DEVICE)
     return staged_on_device(cache, stage, bundle_blocks)
 
@@ -64,7 +64,7 @@ class Pair:
     sender: Sender
     receiver: Receiver
     sending: InprocTransport
-    stages: list[Staged]
+    stages: list[StagedMemory]
     received: list[Received] = field(default_factory=list)
     expired: list[PdserveError] = field(default_factory=list)
 
@@ -94,7 +94,7 @@ async def pair_of(*, layer_groups: int = 1) -> AsyncIterator[Pair]:
         await receiver.close()
         await sending.close()
         await receiving.close()
-    assert all(stage.num_free == stage.most for stage in stages)
+    assert all(stage.num_free == stage.max_blocks for stage in stages)
 
 
 @pytest.mark.parametrize("layer_groups", [1, 2, 3])
@@ -137,20 +137,20 @@ async def test_digests_are_the_references_of_each_block_keyed_for_the_transfer()
     memory = staged(cache)
     bundle = blocks(3, 0)
     [buffer] = await memory.lend([bundle])
-    [given] = await memory.load([bundle], [buffer], Part(layers=slice(1, 3), digest=DIGEST))
+    [given] = await memory.load([bundle], [buffer], MessageSpec(layers=slice(1, 3), digest=DIGEST))
     parts = cache.tensor[[3, 0], 1:3].reshape(2, -1).view(torch.uint8)
     keys = reference.digest_keys(DIGEST.device_key, parts.shape[1], CPU)
     assert given == DIGEST.of_blocks(reference.digest(parts, keys).numpy().tobytes())
     assert np.array_equal(buffer[2 * LAYOUT.block_bytes // 3 :], parts.flatten().numpy())
-    [other] = await memory.load([bundle], [buffer], Part(layers=slice(1, 3), digest=MessageDigest(b"l" * 32)))
+    [other] = await memory.load([bundle], [buffer], MessageSpec(layers=slice(1, 3), digest=MessageDigest(b"l" * 32)))
     assert other != given
-    assert await memory.store([bundle], [buffer], Part(layers=slice(1, 3), digest=DIGEST)) == [given]
+    assert await memory.store([bundle], [buffer], MessageSpec(layers=slice(1, 3), digest=DIGEST)) == [given]
 
 
 async def test_a_worker_with_other_digests_refuses_the_ticket_and_says_what_to_do() -> None:
     async with pair_of() as pair:
         ticket = await pair.receiver.grant(pair.reservation(0), attempt=1)
-        on_host = Sender(transport=pair.sending, memory=InPlace(pair.source, 3), layout=LAYOUT)
+        on_host = Sender(transport=pair.sending, memory=InPlaceMemory(pair.source, 3), layout=LAYOUT)
         with pytest.raises(TransferError, match=r"'nh', and this worker's memory has 'xxh3'.* same --handover-memory"):
             async with on_host.open(ticket, request_id=REQUEST):
                 pass
@@ -181,7 +181,7 @@ async def test_blocks_are_packed_after_the_moment_at_which_they_are_written() ->
     memory = staged(cache)
     bundle = blocks(3)
     [buffer] = await memory.lend([bundle])
-    await memory.load([bundle], [buffer], Part(layers=slice(0, 3), digest=DIGEST, after=Writing(cache)))
+    await memory.load([bundle], [buffer], MessageSpec(layers=slice(0, 3), digest=DIGEST, after=Writing(cache)))
     assert (torch.from_numpy(buffer).view(torch.bfloat16) == 7).all()
 
 
@@ -204,7 +204,7 @@ async def test_a_gpu_without_memory_ends_the_transfer_and_not_the_worker(monkeyp
 
     monkeypatch.setattr("kernels.triton.blocks.pack", full)
     with pytest.raises(TransferError, match="the GPU has no memory left to pack blocks: no room"):
-        await memory.load([bundle], [buffer], Part(layers=slice(0, 3), digest=DIGEST))
+        await memory.load([bundle], [buffer], MessageSpec(layers=slice(0, 3), digest=DIGEST))
 
 
 async def test_ucx_takes_bytes_by_their_address() -> None:

@@ -10,7 +10,7 @@ from tests.support.devices import DEVICE, gpu_only, keep_busy
 pytest.importorskip("triton")
 
 from kvtransfer.handover.digest import MessageDigest
-from kvtransfer.handover.memory import Part
+from kvtransfer.handover.memory import MessageSpec
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
 from pdserve.engine.kv_cache import KvCache
@@ -19,7 +19,7 @@ from pdserve.worker.kv_bytes.device import DeviceCopies
 pytestmark = gpu_only
 
 LAYOUT = KvLayout(model="m", dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
-FIRST = Part(layers=slice(0, 1), digest=MessageDigest(b"k" * 32))
+FIRST = MessageSpec(layers=slice(0, 1), digest=MessageDigest(b"k" * 32))
 
 
 def copies() -> tuple[KvCache, torch.Tensor, DeviceCopies]:
@@ -37,12 +37,14 @@ async def test_what_is_packed_has_what_was_launched_before_its_moment_and_waits_
     keep_busy()
     cache.tensor[1, 0] = 6
     later = torch.cuda.current_stream().record_event()
-    part = Part(layers=FIRST.layers, digest=FIRST.digest, after=moment)
-    first = await packing.read([[BlockId(1)]], [0], part)
+    spec = MessageSpec(layers=FIRST.layers, digest=FIRST.digest, after=moment)
+    first = await packing.read([[BlockId(1)]], [0], spec)
     assert not later.query()
     layer = stage[: LAYOUT.block_bytes // LAYOUT.num_layers].view(torch.bfloat16)
     assert (layer == 5).all()
-    assert first != await packing.read([[BlockId(1)]], [0], Part(layers=part.layers, digest=part.digest, after=later))
+    assert first != await packing.read(
+        [[BlockId(1)]], [0], MessageSpec(layers=spec.layers, digest=spec.digest, after=later)
+    )
 
 
 async def test_what_is_unpacked_is_found_by_what_is_launched_then() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvtransfer.handover.digest import MessageDigest
-from kvtransfer.handover.memory import Part
+from kvtransfer.handover.memory import MessageSpec
 from pdserve.base.errors import SetupError
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
@@ -35,7 +35,7 @@ async def test_layers_are_read_into_their_place_after_the_moment_at_which_they_a
     cache.tensor[2] = 1
     bundles = [[BlockId(1)], [BlockId(2)]]
     lent = await memory.lend(bundles)
-    await memory.load(bundles, lent, Part(layers=slice(1, 2), digest=DIGEST, after=Writing(cache)))
+    await memory.load(bundles, lent, MessageSpec(layers=slice(1, 2), digest=DIGEST, after=Writing(cache)))
     for buffer, value in zip(lent, (7, 1), strict=True):
         layers = torch.from_numpy(buffer).view(torch.bfloat16).view(3, -1)
         assert not layers[[0, 2]].any()
@@ -48,7 +48,7 @@ async def test_layers_are_written_from_their_place_and_no_others() -> None:
     (buffer,) = await memory.lend([[BlockId(1)]])
     content = torch.arange(LAYOUT.block_bytes // 2).to(torch.bfloat16).view(3, 2, 2, 4, 8)
     buffer[:] = content.view(-1).view(torch.uint8).numpy()
-    await memory.store([[BlockId(1)]], [buffer], Part(layers=slice(1, 3), digest=DIGEST))
+    await memory.store([[BlockId(1)]], [buffer], MessageSpec(layers=slice(1, 3), digest=DIGEST))
     assert torch.equal(cache.tensor[1, 1:], content[1:])
     assert not cache.tensor[1, 0].any()
     assert not cache.tensor[[0, 2]].any()
@@ -61,13 +61,13 @@ async def test_a_bundle_has_a_group_of_layers_of_all_its_blocks_side_by_side() -
     bundle = [BlockId(3), BlockId(1)]
     [_, buffer] = await memory.lend([[BlockId(0)], bundle])
     for layers in (slice(0, 2), slice(2, 3)):
-        await memory.load([bundle], [buffer], Part(layers=layers, digest=DIGEST))
+        await memory.load([bundle], [buffer], MessageSpec(layers=layers, digest=DIGEST))
     expected = torch.cat([cache.tensor[[3, 1], :2].flatten(), cache.tensor[[3, 1], 2:].flatten()])
     assert torch.equal(torch.from_numpy(buffer).view(torch.bfloat16), expected)
     # And back, into other blocks.
     other = [BlockId(0), BlockId(2)]
     for layers in (slice(2, 3), slice(0, 2)):
-        await memory.store([other], [buffer], Part(layers=layers, digest=DIGEST))
+        await memory.store([other], [buffer], MessageSpec(layers=layers, digest=DIGEST))
     assert torch.equal(cache.tensor[[0, 2]], cache.tensor[[3, 1]])
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvtransfer.handover.digest import MessageDigest
-from kvtransfer.handover.memory import Part
+from kvtransfer.handover.memory import MessageSpec
 from kvtransfer.handover.ticket import new_key
 from pdserve.base.errors import PeerLost
 from pdserve.base.ids import BlockId
@@ -82,7 +82,7 @@ def test_a_step_has_ended_when_its_result_is_there(ends: str) -> None:
 
 
 LAYOUT = KvLayout(model="m", dtype="float32", block_size=2, num_layers=2, num_kv_heads=1, head_dim=4)
-PART = Part(layers=slice(0, 2), digest=MessageDigest(new_key()))
+PART = MessageSpec(layers=slice(0, 2), digest=MessageDigest(new_key()))
 
 
 def copies_of(others: Followers) -> RankCopies:
