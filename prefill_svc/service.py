@@ -20,11 +20,13 @@ from pdserve.v1 import prefill_pb2_grpc as pb_grpc
 from pdserve.worker.serve.inboxes import Failed, Inboxes
 from pdserve.worker.serve.worker import Worker
 from prefill_svc.config import PrefillConfig
-from prefill_svc.decode_channels import DecodeChannels
 from prefill_svc.scheduler import PrefillJob, PrefillScheduler, PrefillSchedulerConfig
 from prefill_svc.session import Begun, Event, PrefillSession
 
 log = get_logger(__name__)
+
+#: Channels for commits, to incarnations of decode workers. The least recently used are closed beyond that.
+_MAX_DECODE_CHANNELS = 64
 
 
 class PrefillService(pb_grpc.PrefillServiceServicer):
@@ -43,7 +45,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
         self._worker = worker
         self._sessions: Inboxes[Event] = Inboxes()
         self._sender = Sender(transport=worker.transport, memory=worker.blocks, layout=worker.model.layout)
-        self._channels = DecodeChannels()
+        self._channels = rpc.ChannelPool(max_kept=_MAX_DECODE_CHANNELS)
 
     # TierService
     def register(self, server: grpc.aio.Server) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kvtransfer.handover.sender import Sender
 from kvtransfer.handover.ticket import Commit, Ticket, commit_to_proto
 from pdserve.base.ids import BlockId, RequestId
-from pdserve.base.rpc import mapped_rpc_errors
+from pdserve.base.rpc import ChannelPool, mapped_rpc_errors
 from pdserve.base.sampling import ChoiceTokens
 from pdserve.base.wire import tokens_to_wire
 from pdserve.engine.step import LayersWritten, PrefillProgress, RequestStarted, RequestTokens
@@ -18,7 +18,6 @@ from pdserve.v1 import decode_pb2, decode_pb2_grpc
 from pdserve.v1 import prefill_pb2 as pb
 from pdserve.worker.serve.inboxes import Inbox
 from pdserve.worker.serve.worker import Worker
-from prefill_svc.decode_channels import DecodeChannels
 from prefill_svc.pusher import Pusher, pushing
 from prefill_svc.scheduler import PrefillJob, PrefillScheduler
 
@@ -70,7 +69,7 @@ class PrefillSession:
         worker: Worker,
         scheduler: PrefillScheduler,
         sender: Sender,
-        channels: DecodeChannels,
+        channels: ChannelPool,
         inbox: Inbox[Event],
         write: Callable[[pb.PrefillResponse], Awaitable[None]],
     ) -> None:
@@ -177,7 +176,7 @@ class PrefillSession:
 
     async def _commit(self, ticket: Ticket, commit: Commit) -> decode_pb2.CommitResponse:
         peer = f"decode worker {ticket.worker_id}"
-        async with self._channels.use(ticket) as channel:
+        async with self._channels.use(ticket.worker_id, ticket.epoch, ticket.grpc_address) as channel:
             with mapped_rpc_errors(peer):
                 answer: decode_pb2.CommitResponse = await decode_pb2_grpc.DecodeServiceStub(channel).Commit(
                     commit_to_proto(commit)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Any
 
 import grpc
@@ -13,6 +13,7 @@ from grpc_health.v1 import health as grpc_health
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from pdserve.base.connection_pool import ConnectionPool
 from pdserve.base.errors import (
     CapacityError,
     Overloaded,
@@ -24,6 +25,7 @@ from pdserve.base.errors import (
     codes_of,
     error_classes,
 )
+from pdserve.base.ids import Epoch, WorkerId
 from pdserve.base.logs import get_logger
 
 log = get_logger(__name__)
@@ -68,6 +70,32 @@ _BROKEN = (
 def open_channel(address: str) -> grpc.aio.Channel:
     """A channel to one of our processes."""
     return grpc.aio.insecure_channel(address, options=_OPTIONS)
+
+
+class ChannelPool:
+    """One gRPC channel per incarnation of a worker, kept open between calls."""
+
+    def __init__(self, *, max_kept: int | None = None) -> None:
+        """Beyond `max_kept` channels, the least recently used one without a call is closed; None: no limit."""
+        self._pool: ConnectionPool[tuple[WorkerId, Epoch], grpc.aio.Channel] = ConnectionPool(
+            lambda channel: channel.close(), max_kept=max_kept
+        )
+
+    def use(self, worker_id: WorkerId, epoch: Epoch, address: str) -> AbstractAsyncContextManager[grpc.aio.Channel]:
+        """The channel to that incarnation, which listens at `address`; open at least until the block ends."""
+
+        async def connect() -> grpc.aio.Channel:
+            return open_channel(address)
+
+        return self._pool.use((worker_id, epoch), connect)
+
+    async def sweep(self, current: Collection[tuple[WorkerId, Epoch]]) -> None:
+        """Closes unused channels to incarnations that are not in `current`."""
+        await self._pool.sweep(current)
+
+    async def close(self) -> None:
+        """Closes all channels."""
+        await self._pool.close()
 
 
 def _code_name(code: str) -> grpc.StatusCode:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import grpc
 
 from pdserve.base.errors import PeerLost, TransferTimeout
-from pdserve.base.rpc import mapped_rpc_errors, open_channel
+from pdserve.base.rpc import ChannelPool, mapped_rpc_errors
 from pdserve.base.streams import MessageStream, open_stream
 from pdserve.base.wire import error_from_wire
 from pdserve.base.workers import WorkerRecord
 from pdserve.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
-from router_svc.routing.placement import Incarnation
 
 
 class _Reported(Exception):
@@ -42,42 +40,6 @@ def is_gone(error: BaseException) -> bool:
         isinstance(cause, OSError) and cause.errno in _UNREACHABLE
     )
     return isinstance(error, PeerLost) and is_its and not is_reported(error)
-
-
-@dataclass(slots=True)
-class _Entry:
-    channel: grpc.aio.Channel
-    users: int = 0
-
-
-class Channels:
-    """One gRPC channel for each incarnation of a worker, kept open between requests."""
-
-    def __init__(self) -> None:
-        self._entries: dict[Incarnation, _Entry] = {}
-
-    @asynccontextmanager
-    async def use(self, worker: WorkerRecord) -> AsyncIterator[grpc.aio.Channel]:
-        """The worker's channel; it stays open at least until the block ends."""
-        key = (worker.worker_id, worker.epoch)
-        entry = self._entries.get(key)
-        if entry is None:
-            entry = self._entries[key] = _Entry(open_channel(worker.grpc_address))
-        entry.users += 1
-        try:
-            yield entry.channel
-        finally:
-            entry.users -= 1
-
-    async def sweep(self, current: Collection[Incarnation]) -> None:
-        """Closes channels of incarnations that are gone and that nobody uses."""
-        for key in [key for key, entry in self._entries.items() if key not in current and not entry.users]:
-            await self._entries.pop(key).channel.close()
-
-    async def close(self) -> None:
-        """Closes all."""
-        while self._entries:
-            await self._entries.popitem()[1].channel.close()
 
 
 class DecodeCall:
@@ -142,10 +104,10 @@ async def open_decode_call(worker: WorkerRecord) -> DecodeCall:
 
 @asynccontextmanager
 async def prefill_call(
-    channels: Channels, worker: WorkerRecord, request: prefill_pb2.PrefillRequest
+    channels: ChannelPool, worker: WorkerRecord, request: prefill_pb2.PrefillRequest
 ) -> AsyncIterator[PrefillCall]:
     """Opens the call; leaving the block stops the compute and frees the blocks."""
-    async with channels.use(worker) as channel:
+    async with channels.use(worker.worker_id, worker.epoch, worker.grpc_address) as channel:
         call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(request)
         try:
             yield PrefillCall(call, f"prefill worker {worker.worker_id}")

@@ -10,9 +10,9 @@ from pdserve.base.block_hash import hash_blocks, hash_key
 from pdserve.base.ids import BlockHash, WorkerId, new_router_id
 from pdserve.base.layout import KvLayout
 from pdserve.base.registry import WorkerDirectory
+from pdserve.base.rpc import ChannelPool
 from pdserve.base.workers import Tier, WorkerRecord
 from router_svc.records.metrics import RouterMetrics
-from router_svc.request.calls import Channels
 from router_svc.routing.placement import InFlight
 
 TIERS: tuple[Tier, ...] = ("prefill", "decode")
@@ -43,7 +43,7 @@ class Cluster:
     #: Leading blocks that each worker holds, from hashes.
     index: Callable[[Sequence[BlockHash]], Mapping[WorkerId, int]]
     metrics: RouterMetrics
-    channels: Channels = field(default_factory=Channels)
+    channels: ChannelPool = field(default_factory=ChannelPool)
     in_flight: InFlight = field(default_factory=lambda: InFlight(new_router_id()))
 
     def ready(self, tier: Tier) -> list[WorkerRecord]:
