@@ -1,4 +1,4 @@
-"""Divides a machine's cores, memory and GPUs among the workers of `pdserve up`: pure, the machine is an argument."""
+"""Divides a machine's cores, memory and GPUs among the workers of `pdserve up`. Pure: the machine is an argument."""
 
 from __future__ import annotations
 
@@ -15,34 +15,44 @@ _KV_SHARE = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cores:
-    """What this process may use: core numbers, and how many of them at a time (fewer under a CPU quota)."""
+    """Core numbers this process may run on, and how many of them at a time (fewer under a CPU quota)."""
 
     ids: tuple[int, ...]
     usable: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Resources of this machine, or of this container."""
+
+    cores: Cores
+    num_gpus: int
+    #: Memory that can be taken without swapping.
+    free_memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CoreShare:
-    """One worker's part: number of compute threads, and the cores they are pinned to (none: the system decides)."""
+    """One worker's compute threads, and the cores they are pinned to (empty: the system decides)."""
 
     threads: int
     cpus: tuple[int, ...] = ()
-    #: Cores of other workers to compute on while those are idle, the preferred first.
+    #: Cores of other workers to compute on while those are idle, preferred ones first.
     borrow_cpus: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuShare:
-    """One worker's GPU, as torch names it, and the share of its memory that is the worker's."""
+    """One worker's GPU, as torch names it, and the worker's share of its memory."""
 
     device: str
     memory: float
-    #: The worker has this GPU and the next ones, one for each rank.
+    #: Rank i uses the i-th GPU from `device` on.
     num_ranks: int = 1
 
     @property
     def gpus(self) -> range:
-        """The numbers of all its GPUs."""
+        """Numbers of all GPUs of the worker."""
         first = int(self.device.partition(":")[2] or 0)
         return range(first, first + self.num_ranks)
 
@@ -52,39 +62,41 @@ class GpuShare:
 
 
 def share_gpus(num_gpus: int, *, num_ranks: Sequence[int], utilization: float) -> list[GpuShare]:
-    """The workers take turns, prefill first, each with as many neighbouring GPUs as it has ranks.
+    """Assigns GPUs round-robin, prefill workers first, to each worker as many neighbouring GPUs as it has ranks.
 
-    Those that meet on a GPU share its memory evenly, in whole percents; a worker has the same share of all its GPUs.
-    Raises `SetupError` for one with more ranks than there are GPUs.
+    Workers on the same GPU share its memory evenly, in whole percents. A worker has the same share of all its GPUs.
+    Raises `SetupError` for a worker with more ranks than there are GPUs.
     """
     users = [0] * num_gpus
-    places: list[range] = []
+    assigned: list[range] = []
     for size in num_ranks:
         if size > num_gpus:
-            raise SetupError(f"--tensor-parallel-size {size} needs as many GPUs, and this machine has {num_gpus}.")
-        after = places[-1].stop if places else 0
+            raise SetupError(
+                f"--tensor-parallel-size {size} needs {size} GPUs, but this machine has {num_gpus}. Use fewer ranks."
+            )
+        after = assigned[-1].stop if assigned else 0
         first = after if after + size <= num_gpus else 0
-        places.append(range(first, first + size))
-        for gpu in places[-1]:
+        assigned.append(range(first, first + size))
+        for gpu in assigned[-1]:
             users[gpu] += 1
     return [
         GpuShare(
-            device=f"cuda:{place.start}",
-            memory=int(100 * utilization / max(users[gpu] for gpu in place)) / 100,
-            num_ranks=len(place),
+            device=f"cuda:{gpus.start}",
+            memory=int(100 * utilization / max(users[gpu] for gpu in gpus)) / 100,
+            num_ranks=len(gpus),
         )
-        for place in places
+        for gpus in assigned
     ]
 
 
 def ranks_share_gpus(shares: Sequence[GpuShare]) -> bool:
-    """Whether a worker of several ranks has a GPU that another worker has, too."""
+    """Whether a worker of several ranks shares a GPU with another worker."""
     users = Counter(gpu for share in shares for gpu in share.gpus)
     return any(share.num_ranks > 1 and users[gpu] > 1 for share in shares for gpu in share.gpus)
 
 
-def gpus_of_both(shares: Sequence[GpuShare], num_prefill: int) -> list[int]:
-    """GPUs that prefill workers, of which the first `num_prefill` shares are, have together with decode workers."""
+def gpus_of_both_tiers(shares: Sequence[GpuShare], num_prefill: int) -> list[int]:
+    """GPUs used by prefill workers, which own the first `num_prefill` shares, and by decode workers."""
     prefill, decode = (
         {gpu for share in tier for gpu in share.gpus} for tier in (shares[:num_prefill], shares[num_prefill:])
     )
@@ -94,10 +106,12 @@ def gpus_of_both(shares: Sequence[GpuShare], num_prefill: int) -> list[int]:
 def share_cores(cores: Cores, *, num_prefill: int, num_decode: int, threads_per_worker: int | None) -> list[CoreShare]:
     """Shares for the prefill workers, then the decode workers.
 
-    As long as every compute thread can have a core of its own, workers are pinned to disjoint cores, so that the tiers
-    do not fight; cores left over by an even division go to prefill, whose speed grows with them. When there are more
-    threads than cores nobody is pinned: two workers tied to one core would wait for each other beside an idle one. Nor
-    under a CPU quota, where core numbers are not ours: every container of the machine would pick the same first ones.
+    As long as every compute thread can have its own core, workers are pinned to disjoint cores, so that the tiers do
+    not compete. Cores left over by an even division go to prefill, whose speed grows with them.
+
+    No worker is pinned when there are more threads than cores: two workers tied to one core would wait for each other
+    while another core idles. Nor under a CPU quota, where core numbers are not exclusive: every container on the
+    machine would pick the same first ones.
     """
     num_workers = num_prefill + num_decode
     if threads_per_worker is not None:
@@ -111,24 +125,25 @@ def share_cores(cores: Cores, *, num_prefill: int, num_decode: int, threads_per_
 
 
 def lend_cores(shares: Sequence[CoreShare]) -> list[CoreShare]:
-    """The same shares, in which every worker may borrow the cores of all others; nothing where nobody is pinned.
+    """Lets every pinned worker borrow the cores of all others.
 
-    Each begins with those that come after its own, so that several which look for a core ask for different ones.
+    Each worker's list starts with the cores that follow its own, so that several borrowers try different cores first.
     """
-    everyones = [cpu for share in shares for cpu in share.cpus]
+    all_cores = [cpu for share in shares for cpu in share.cpus]
     lending = []
     first = 0
     for share in shares:
         after = first + len(share.cpus)
-        lending.append(replace(share, borrow_cpus=(*everyones[after:], *everyones[:first]) if share.cpus else ()))
+        lending.append(replace(share, borrow_cpus=(*all_cores[after:], *all_cores[:first]) if share.cpus else ()))
         first = after
     return lending
 
 
 def kv_bytes_per_worker(available_bytes: int, num_workers: int) -> int:
-    """A fifth of the free memory over all workers, at most 2 GiB each, in whole MiB; weights come on top.
+    """KV cache size of each worker, in whole MiB: a fifth of the free memory over all workers, at most 2 GiB each.
 
-    A machine with little memory gets little, down to 1 MiB; the worker refuses a cache without room for one block.
+    Weights come on top. A machine with little memory gets a small cache, down to 1 MiB; the worker refuses a cache that
+    cannot hold one block.
     """
     share = min(_MAX_KV_BYTES, int(available_bytes * _KV_SHARE / num_workers))
     return max(_MIB, share // _MIB * _MIB)

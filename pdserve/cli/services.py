@@ -1,17 +1,15 @@
-"""The processes of a cluster on one machine, as values for the supervisor: pure."""
+"""Command lines and environments of a cluster's processes, as values for the supervisor. Pure."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from decode_svc.config import DecodeConfig
 from pdserve.base.config import default_of
+from pdserve.cli.cluster_plan import ClusterPlan
 from pdserve.cli.placement import CoreShare, GpuShare
 from pdserve.cli.supervisor.spec import ProcessSpec
-from pdserve.cli.up_config import UpConfig
 from prefill_svc.config import PrefillConfig
 from router_svc.config import RouterConfig
 
@@ -23,36 +21,12 @@ _SETTINGS: Mapping[str, type[RouterConfig | PrefillConfig | DecodeConfig]] = {
 
 ROUTER_STAGE, WORKER_STAGE, REDIS_STAGE = 0, 1, 2
 
-#: A service leaves its drain after `drain_timeout_s`; what it needs beyond that to close its sockets.
+#: Time a service needs to close its sockets after its drain, which ends after `drain_timeout_s`.
 _CLOSE_GRACE_S = 20.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterPlan:
-    """Everything that was decided before the first process starts."""
-
-    config: UpConfig
-    model_path: Path
-    served_name: str
-    redis_url: str
-    log_dir: Path
-    #: One per worker: prefill first, then decode.
-    shares: Sequence[CoreShare]
-    #: None: each worker sizes its own.
-    kv_cache_bytes: int | None
-    #: Where workers tell each other which cores are idle.
-    core_leases: Path
-    #: Comes before `prefill-0` in worker ids: tells this cluster from others in a shared Redis.
-    id_prefix: str
-    environment: Mapping[str, str]
-    #: One per worker, when they compute on GPUs.
-    gpus: Sequence[GpuShare] = ()
-    #: Interpreter options, such as `-P`, that our own process was started with.
-    python_flags: tuple[str, ...] = ()
-
-
 def router_spec(plan: ClusterPlan) -> ProcessSpec:
-    """The router."""
+    """The router's process."""
     config = plan.config
     flags = {
         **_common_flags(plan),
@@ -67,7 +41,7 @@ def router_spec(plan: ClusterPlan) -> ProcessSpec:
 
 
 def worker_specs(plan: ClusterPlan) -> list[ProcessSpec]:
-    """The workers of both tiers, in the order of `plan.shares`."""
+    """The workers' processes, in the order of `plan.shares`."""
     config = plan.config
     names = [("prefill", index) for index in range(config.prefill)]
     names += [("decode", index) for index in range(config.decode)]
@@ -130,13 +104,13 @@ def _service(
     given = [
         (f"--{flag}" if value else f"--no-{flag}") if isinstance(value, bool) else f"--{flag}={value}"
         for flag, value in flags.items()
-        # What is the service's own default is left to it: its environment may say otherwise.
+        # A value equal to the service's default is omitted, so that the service's environment can override it.
         if value is not None and value != default_of(settings, flag.replace("-", "_"))
     ]
     return ProcessSpec(
         name=name,
         argv=(sys.executable, *plan.python_flags, "-m", module, *given),
-        # Not a flag: the URL may carry a password, and every user of the machine sees the flags.
+        # Not a flag: the URL may carry a password, and every user of the machine can see the flags.
         environment={
             **plan.environment,
             **_thread_environment(threads),
@@ -150,7 +124,7 @@ def _service(
 
 
 def _thread_environment(threads: int) -> dict[str, str]:
-    """Bounds the thread pools that libraries size by the machine, before they are imported."""
+    """Bounds the thread pools of libraries, which would otherwise size them by the machine."""
     count = str(threads)
     return {
         "OMP_NUM_THREADS": count,

@@ -16,7 +16,15 @@ from rich.text import Text
 
 from pdserve.cli.log_watch import LineBudget
 from pdserve.cli.placement import CoreShare, GpuShare
-from pdserve.cli.supervisor.spec import BecameReady, Died, Event, Started, StatusChanged, Stopped, Stopping
+from pdserve.cli.supervisor.spec import (
+    BecameReady,
+    Died,
+    ProcessEvent,
+    ProcessStarted,
+    StatusChanged,
+    Stopped,
+    Stopping,
+)
 
 _MIB = 1024**2
 _GIB = 1024**3
@@ -67,13 +75,13 @@ class UpConsole:
         elif text is not None and self._starting:
             self.say(f"  {name}: {text}")
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: ProcessEvent) -> None:
         """Shows what the supervisor reports."""
         if self.quiet:
             return
         name = event.spec.name
         match event:
-            case Started():
+            case ProcessStarted():
                 self.doing(name, "starting")
             case StatusChanged(text=text):
                 # Errors are told with the exit that follows; `ready` and `draining` have events of their own.

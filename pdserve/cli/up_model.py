@@ -1,4 +1,4 @@
-"""The supervisor's side of `prepare`: runs it, shows its progress, takes its result."""
+"""Runs `prepare` in a process of its own, reports its progress and returns its result."""
 
 from __future__ import annotations
 
@@ -9,29 +9,21 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.base.errors import SetupError
+from pdserve.cli.cluster_plan import PreparedModel
 from pdserve.cli.supervisor.child import launch_argv
 
 _MIB = 1024**2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedModel:
-    """A model on disk that every process can load."""
-
-    path: Path
-    served_name: str
-
-
 async def prepare_model(
     command: Sequence[str], *, environment: Mapping[str, str], log_path: Path, on_progress: Callable[[str], None]
 ) -> PreparedModel:
-    """Runs `command`, which speaks as `prepare` does. Raises `SetupError` with its one line.
+    """Runs `command`, which prints the messages of `prepare`. Raises `SetupError` with its one-line error.
 
-    Being cancelled ends the command and what it started.
+    Cancellation kills the command and its children.
     """
     with log_path.open("ab") as log:
         process = await asyncio.create_subprocess_exec(
@@ -60,7 +52,7 @@ async def prepare_model(
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
     if prepared is None:
-        raise SetupError(f"Preparing the model ended with code {code}. Log: {log_path}")
+        raise SetupError(f"Preparing the model ended with exit code {code}. Log: {log_path}")
     return prepared
 
 
@@ -71,7 +63,7 @@ def prepare_command(model: str, cache_dir: str | None, python_flags: Sequence[st
 
 
 def describe_progress(what: str, done_bytes: int, total_bytes: int | None) -> str:
-    """`Downloading X: 12 of 93 MiB (13 %)`, as far as it is known."""
+    """Formats progress, such as `Downloading X: 12 of 93 MiB (13%)`; `total_bytes` may be unknown."""
     if total_bytes:
         share = min(1.0, done_bytes / total_bytes)
         return f"{what}: {done_bytes / _MIB:.0f} of {total_bytes / _MIB:.0f} MiB ({share:.0%})"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from pdserve.base.config import child_environment
 from pdserve.base.errors import SetupError
 from pdserve.base.store import is_reachable
+from pdserve.cli.cluster_plan import RedisPlan
 from pdserve.cli.private_redis import find_redis_server, server_argv, wait_until_ready
 from pdserve.cli.services import REDIS_STAGE
 from pdserve.cli.supervisor.spec import ProcessSpec
@@ -16,19 +16,11 @@ from pdserve.cli.supervisor.spec import ProcessSpec
 _REACH_TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RedisPlan:
-    """Where Redis is, and what to start for it (None: the user runs it)."""
-
-    url: str
-    spec: ProcessSpec | None
-
-
 def plan_redis(redis_url: str | None, *, run_dir: Path, log_dir: Path) -> RedisPlan:
-    """The user's Redis, or a private one that lives in `run_dir`.
+    """The user's Redis, or a private one in `run_dir`. Raises `SetupError` when there is no redis-server to start.
 
-    The private one listens on a Unix socket that only this user may open: on a TCP port any user of the machine could
-    give it orders. Raises `SetupError` when there is no redis-server to start.
+    The private one listens on a Unix socket that only this user can open; a TCP port would accept commands from every
+    user of the machine.
     """
     if redis_url is not None:
         return RedisPlan(url=redis_url, spec=None)
@@ -36,18 +28,18 @@ def plan_redis(redis_url: str | None, *, run_dir: Path, log_dir: Path) -> RedisP
 
 
 async def require_reachable(redis_url: str) -> None:
-    """Raises `SetupError` when the user's Redis does not answer: without it the router would never see a worker."""
+    """Raises `SetupError` if the user's Redis does not answer: without it the router would never see a worker."""
     if not await is_reachable(redis_url, timeout_s=_REACH_TIMEOUT_S):
         raise SetupError(
-            f"Redis at {without_password(redis_url)} does not answer. Start it, correct --redis-url, or leave the flag "
-            "out to get a private one."
+            f"Redis at {without_password(redis_url)} does not answer. Start it, correct --redis-url, or omit the "
+            "flag to get a private one."
         )
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be shown."""
-    parts = urlsplit(url)
-    return url if parts.password is None else url.replace(f":{parts.password}@", ":***@", 1)
+    """The URL with its password masked, for messages."""
+    password = urlsplit(url).password
+    return url if password is None else url.replace(f":{password}@", ":***@", 1)
 
 
 def _private(binary: Path, directory: Path, log_dir: Path) -> RedisPlan:

@@ -1,4 +1,4 @@
-"""One incarnation of a process: started in a session of its own, watched through a pidfd, reaped exactly once."""
+"""One incarnation of a process: it gets its own session, is watched through a pidfd and reaped exactly once."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def launch_argv(argv: Sequence[str]) -> list[str]:
 
 
 class Child:
-    """A running process. Its own session keeps the terminal's Ctrl-C away from it: only the supervisor stops it.
+    """A running process. It has its own session, so that the terminal's Ctrl-C does not reach it.
 
-    Output goes straight into the log file, not through us, so that nothing we do or fail to do can block the process.
+    Its output goes straight into the log file, not through this process, which therefore cannot block it.
     """
 
     def __init__(self, spec: ProcessSpec, on_status: Callable[[str], None]) -> None:
@@ -39,15 +39,15 @@ class Child:
         self._started_at = time.monotonic()
         #: Set by READY=1.
         self.said_ready = asyncio.Event()
-        #: Set once the process is gone and reaped; `code` is there then.
+        #: Set once the process has been reaped; `code` is set by then.
         self.ended = asyncio.Event()
         self.code: int | None = None
-        #: Whether it served at some time.
+        #: Whether it ever became ready.
         self.was_ready = False
         self._status = ""
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as undo, spec.log_path.open("ab", buffering=0) as log:
-            with contextlib.suppress(OSError):  # a full disk is no reason not to run
+            with contextlib.suppress(OSError):  # A full disk does not keep the process from running.
                 log.write(f"--- {spec.name} started {datetime.now().astimezone().isoformat('T', 'seconds')}\n".encode())
             self._log_start = log.tell()
             self._notify = NotifySocket(self._on_message)
@@ -73,27 +73,27 @@ class Child:
 
     @property
     def ran_s(self) -> float:
-        """Seconds since it was started."""
+        """Seconds since the start."""
         return time.monotonic() - self._started_at
 
     def terminate(self) -> None:
-        """Asks it to drain and end. Nothing when it has ended."""
+        """Sends SIGTERM: the process drains and ends. Does nothing when it has ended."""
         if not self.ended.is_set():
             os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends it and everything in its process group at once. Nothing when it has ended."""
+        """Sends SIGKILL to its process group. Does nothing when it has ended."""
         if not self.ended.is_set():
             os.killpg(self.pid, signal.SIGKILL)
 
     def exit(self) -> Exit:
-        """How it ended. Only after `ended`."""
+        """Exit status and its reason. Call it only after `ended`."""
         assert self.code is not None
         return Exit(code=self.code, ran_s=self.ran_s, was_ready=self.was_ready, reason=self._reason())
 
     @property
     def status(self) -> str:
-        """What it last said it does."""
+        """The status it last reported."""
         return self._status
 
     def _on_message(self, variables: Mapping[str, str]) -> None:
@@ -105,10 +105,10 @@ class Child:
 
     def _reap(self) -> None:
         self._loop.remove_reader(self._pidfd)
-        # Its last words were sent before it died, but the loop may not have read them yet.
+        # Its last messages were sent before it died, but the loop may not have read them yet.
         self._notify.drain()
         self._notify.close()
-        # As long as the leader is a zombie its number is not given to another group: what it left behind can be ended.
+        # While the leader is a zombie, no other group gets its number: processes it left behind can be killed safely.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.code = self._process.wait()
@@ -116,7 +116,7 @@ class Child:
         self.ended.set()
 
     def _reason(self) -> str:
-        """The error it reported, else the last `error:` line of its output, else the last line; may be empty."""
+        """The reported error, else the last `error:` line of its output, else the last line; may be empty."""
         if self._status.startswith("error:"):
             return self._status
         lines = [line for line in tail_lines(self._spec.log_path, self._log_start) if line.strip()]

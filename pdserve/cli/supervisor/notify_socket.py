@@ -1,4 +1,4 @@
-"""The receiving end of the sd_notify protocol, for one incarnation of one process.
+"""The receiving end of the sd_notify protocol, for one incarnation of a process.
 
 Source: sd_notify(3).
 """
@@ -19,8 +19,8 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 class NotifySocket:
     """Calls `on_message` with the variables of each datagram that arrives.
 
-    The address is abstract (nothing to clean up, whatever happens to us) and random; as any user of the machine can
-    send to it, datagrams from other users than ours are dropped.
+    The address is random and abstract, so a crash leaves nothing to clean up. Any user of the machine can send to it:
+    datagrams from other users are dropped.
     """
 
     def __init__(self, on_message: Callable[[Mapping[str, str]], None]) -> None:
@@ -30,12 +30,12 @@ class NotifySocket:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._socket.bind("\0" + name)
-        #: The value for the child's NOTIFY_SOCKET.
+        #: Value of the child's NOTIFY_SOCKET.
         self.address = "@" + name
         self._loop.add_reader(self._socket, self.drain)
 
     def drain(self) -> None:
-        """Delivers what has arrived; a process's last words may still be here when its death is noticed."""
+        """Delivers all pending datagrams; a process's last ones may still be here when its death is noticed."""
         while True:
             try:
                 data, ancillary, _, _ = self._socket.recvmsg(_MAX_MESSAGE_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
@@ -51,10 +51,10 @@ class NotifySocket:
 
 
 def parse_message(data: bytes) -> dict[str, str]:
-    """The variables of a datagram: lines of NAME=VALUE; anything else is ignored."""
+    """Parses the NAME=VALUE lines of a datagram; other lines are ignored."""
     lines = data.decode("utf-8", errors="replace").splitlines()
-    parts = (line.partition("=") for line in lines)
-    return {name: value for name, equals, value in parts if equals}
+    pairs = (line.partition("=") for line in lines)
+    return {name: value for name, equals, value in pairs if equals}
 
 
 def _sender_uid(ancillary: list[tuple[int, int, bytes]]) -> int | None:

@@ -1,4 +1,4 @@
-"""What a supervisor is asked to run, and what it reports: values only."""
+"""Values: the processes a supervisor runs, and the events it reports."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class ProcessSpec:
     environment: Mapping[str, str]
     #: Output of all incarnations, appended.
     log_path: Path
-    #: Returns once the process serves; for programs that cannot tell by themselves. None: READY=1 through sd_notify.
+    #: Returns once the process serves, for programs that do not report readiness. None: READY=1 through sd_notify.
     probe: Callable[[], Awaitable[None]] | None = None
     #: Seconds from start to ready.
     ready_timeout_s: float = 600.0
     #: Seconds from SIGTERM to SIGKILL.
     stop_grace_s: float = 10.0
-    #: Processes of a lower stage have ended before those of a higher one are told to.
+    #: Processes of a higher stage get SIGTERM once all of the lower stages have ended.
     stop_stage: int = 0
 
 
@@ -37,7 +37,7 @@ class Exit:
     code: int
     ran_s: float
     was_ready: bool
-    #: What the process said last about why, if it did.
+    #: Last words of the process about the cause; may be empty.
     reason: str
 
     def describe(self) -> str:
@@ -51,7 +51,7 @@ class Exit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class ProcessStarted:
     """A new incarnation runs."""
 
     spec: ProcessSpec
@@ -60,7 +60,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusChanged:
-    """The process said in one line what it does."""
+    """The process reported its status in one line."""
 
     spec: ProcessSpec
     text: str
@@ -78,7 +78,7 @@ class BecameReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Died:
-    """The process ended without being asked to, and is started again after `restart_in_s`."""
+    """The process ended on its own and is started again after `restart_in_s`."""
 
     spec: ProcessSpec
     exit: Exit
@@ -87,22 +87,22 @@ class Died:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopping:
-    """The process was told to drain and end."""
+    """The process got SIGTERM: it drains and ends."""
 
     spec: ProcessSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
-    """The process ended after it was told to."""
+    """The process ended on request."""
 
     spec: ProcessSpec
     exit: Exit
-    #: It did not end within its grace and was killed.
+    #: Whether it exceeded its grace and was killed.
     forced: bool = field(default=False)
 
 
-Event = Started | StatusChanged | BecameReady | Died | Stopping | Stopped
+ProcessEvent = ProcessStarted | StatusChanged | BecameReady | Died | Stopping | Stopped
 
 
 class StartFailed(SetupError):

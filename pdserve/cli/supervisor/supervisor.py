@@ -1,4 +1,4 @@
-"""Runs processes until told to stop: awaits readiness, restarts what dies, drains in stages, leaves nothing behind."""
+"""Keeps processes running until stopped: awaits readiness, restarts what dies, drains in stages."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import math
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdserve.base.errors import PdserveError
 from pdserve.base.tasks import ServiceGroup, service_group
+from pdserve.cli.stop_signals import finished_before
 from pdserve.cli.supervisor.backoff import BackoffPolicy
 from pdserve.cli.supervisor.child import Child
 from pdserve.cli.supervisor.spec import (
     BecameReady,
     Died,
-    Event,
     Exit,
+    ProcessEvent,
     ProcessSpec,
-    Started,
+    ProcessStarted,
     StartFailed,
     StatusChanged,
     Stopped,
@@ -29,21 +30,21 @@ from pdserve.cli.supervisor.spec import (
 
 @dataclass(slots=True, eq=False)
 class _Managed:
-    """A process over its incarnations."""
+    """A process that is kept running, across all its incarnations."""
 
     spec: ProcessSpec
-    #: Done when it was ready for the first time; fails with `StartFailed`.
+    #: Done when the process was ready for the first time; fails with `StartFailed`.
     first_ready: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     child: Child | None = None
 
 
 class Supervisor:
-    """Owns the child processes; made by `supervising`, which ends them all when its block is left.
+    """Owner of the child processes. `supervising` makes it and ends them all when its block is left.
 
-    Children are started from the thread that runs the event loop, which has to be the main thread (see `launch`).
+    Children are started from the thread that runs the event loop, which must be the main thread (see `launch`).
     """
 
-    def __init__(self, tasks: ServiceGroup, on_event: Callable[[Event], None], backoff: BackoffPolicy) -> None:
+    def __init__(self, tasks: ServiceGroup, on_event: Callable[[ProcessEvent], None], backoff: BackoffPolicy) -> None:
         self._tasks = tasks
         self._on_event = on_event
         self._backoff = backoff
@@ -52,7 +53,7 @@ class Supervisor:
         self._hurried = False
 
     async def start(self, *specs: ProcessSpec) -> None:
-        """Starts processes side by side; returns when all are ready. Raises `StartFailed` as soon as one cannot be."""
+        """Starts processes concurrently; returns when all are ready. Raises `StartFailed` as soon as one cannot be."""
         starting = [_Managed(spec) for spec in specs]
         self._managed += starting
         for managed in starting:
@@ -67,27 +68,27 @@ class Supervisor:
         if failures:
             raise failures[0]
 
-    async def stop(self, *, at_most_s: float = math.inf) -> None:
-        """Ends all processes stage by stage: SIGTERM, and SIGKILL after the grace, which `at_most_s` may shorten.
+    async def stop(self, *, max_grace_s: float = math.inf) -> None:
+        """Ends all processes stage by stage: SIGTERM, then SIGKILL after the spec's grace or `max_grace_s`.
 
-        Nothing is restarted from now on.
+        From now on nothing is restarted.
         """
         self._stopping.set()
         for stage in sorted({managed.spec.stop_stage for managed in self._managed}):
             async with asyncio.TaskGroup() as group:
                 for managed in self._managed:
                     if managed.spec.stop_stage == stage and managed.child is not None:
-                        group.create_task(self._stop_child(managed.spec, managed.child, at_most_s))
+                        group.create_task(self._stop_child(managed.spec, managed.child, max_grace_s))
 
     def hurry(self) -> None:
-        """Ends everything now, without grace; a running `stop` then returns soon."""
+        """Kills everything now, without grace; a running `stop` then returns soon."""
         self._stopping.set()
         self._hurried = True
         for managed in self._managed:
             if managed.child is not None:
                 managed.child.kill()
 
-    async def _stop_child(self, spec: ProcessSpec, child: Child, at_most_s: float) -> None:
+    async def _stop_child(self, spec: ProcessSpec, child: Child, max_grace_s: float) -> None:
         forced = self._hurried
         if not child.ended.is_set():
             self._on_event(Stopping(spec=spec))
@@ -95,7 +96,7 @@ class Supervisor:
                 child.kill()
             child.terminate()
             try:
-                async with asyncio.timeout(min(spec.stop_grace_s, at_most_s)):
+                async with asyncio.timeout(min(spec.stop_grace_s, max_grace_s)):
                     await child.ended.wait()
             except TimeoutError:
                 forced = True
@@ -104,7 +105,7 @@ class Supervisor:
         self._on_event(Stopped(spec=spec, exit=child.exit(), forced=forced or self._hurried))
 
     async def _keep_running(self, managed: _Managed) -> None:
-        """One incarnation after another, until stopping."""
+        """Runs one incarnation after another, until stopping."""
         delay_s: float | None = None
         is_restart = False
         while not self._stopping.is_set():
@@ -124,61 +125,49 @@ class Supervisor:
                 continue
 
     async def _run_once(self, managed: _Managed, *, is_restart: bool) -> Exit:
-        """One incarnation from start to end."""
+        """Runs one incarnation from start to end."""
         spec = managed.spec
         try:
             child = Child(spec, lambda text: self._on_event(StatusChanged(spec=spec, text=text)))
         except OSError as error:
             return Exit(code=1, ran_s=0.0, was_ready=False, reason=f"error: Cannot start {spec.name}: {error}.")
         managed.child = child
+        failure = ""
         try:
-            self._on_event(Started(spec=spec, pid=child.pid))
-            given_up = await _wait_ready(spec, child)
-            if child.was_ready:
+            self._on_event(ProcessStarted(spec=spec, pid=child.pid))
+            if await _became_ready(spec, child):
+                child.was_ready = True
                 self._on_event(BecameReady(spec=spec, took_s=child.ran_s, is_restart=is_restart))
                 if not managed.first_ready.done():
                     managed.first_ready.set_result(None)
             await child.ended.wait()
+        except _NotReady as error:
+            failure = f"error: {error}"
         finally:
             child.kill()
             await child.ended.wait()
-        end = child.exit()
-        return end if given_up is None else Exit(code=end.code, ran_s=end.ran_s, was_ready=False, reason=given_up)
+        return replace(child.exit(), reason=failure) if failure else child.exit()
 
 
-async def _wait_ready(spec: ProcessSpec, child: Child) -> str | None:
-    """Returns when the process is ready or has ended, or why it was killed because neither came in time."""
-    given_up = None
-    async with asyncio.TaskGroup() as group:
-        ended = group.create_task(child.ended.wait())
-        ready = group.create_task(_ready(spec, child))
-        await asyncio.wait({ended, ready}, return_when=asyncio.FIRST_COMPLETED)
-        if ready.done():
-            given_up = ready.result()
-            if given_up is None:
-                child.was_ready = True
-            else:
-                child.kill()
-        ended.cancel()
-        ready.cancel()
-    return given_up
+class _NotReady(Exception):
+    """The process still ran when its time to become ready was over, or its probe failed."""
 
 
-async def _ready(spec: ProcessSpec, child: Child) -> str | None:
-    """Waits for readiness within the deadline; the reason when it does not come."""
+async def _became_ready(spec: ProcessSpec, child: Child) -> bool:
+    """Returns True once the process is ready, False when it ended first. Raises `_NotReady` with the reason."""
+    readiness = child.said_ready.wait() if spec.probe is None else spec.probe()
     try:
         async with asyncio.timeout(spec.ready_timeout_s):
-            await (spec.probe() if spec.probe is not None else child.said_ready.wait())
+            return await finished_before(child.ended, readiness)
     except TimeoutError:
-        doing = f"; it was last {child.status}" if child.status else ""
-        return f"error: {spec.name} was not ready within {spec.ready_timeout_s:g} s{doing}."
+        status = f"; its last status was {child.status!r}" if child.status else ""
+        raise _NotReady(f"{spec.name} was not ready within {spec.ready_timeout_s:g} s{status}.") from None
     except PdserveError as error:
-        return f"error: {error}"
-    return None
+        raise _NotReady(str(error)) from error
 
 
 def _start_failure(spec: ProcessSpec, end: Exit) -> str:
-    """One line: the process's own words when it reported an error, else how it ended."""
+    """One line: the error that the process reported, else how it ended."""
     if end.reason.startswith("error:"):
         return end.reason.removeprefix("error:").strip()
     said = f": {end.reason}" if end.reason else ""
@@ -188,7 +177,7 @@ def _start_failure(spec: ProcessSpec, end: Exit) -> str:
 
 @asynccontextmanager
 async def supervising(
-    on_event: Callable[[Event], None], *, backoff: BackoffPolicy | None = None
+    on_event: Callable[[ProcessEvent], None], *, backoff: BackoffPolicy | None = None
 ) -> AsyncIterator[Supervisor]:
     """A supervisor whose processes are all gone when the block ends, however it ends."""
     async with service_group() as tasks:

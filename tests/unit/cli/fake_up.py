@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from pdserve.cli.supervisor.spec import Event, ProcessSpec, Started
+from pdserve.cli.supervisor.spec import ProcessEvent, ProcessSpec, ProcessStarted
 from pdserve.cli.supervisor.supervisor import supervising
 
 FAKE_SERVICE = str(Path(__file__).with_name("fake_service.py"))
@@ -14,8 +14,8 @@ FAKE_SERVICE = str(Path(__file__).with_name("fake_service.py"))
 async def main(log_dir: Path) -> None:
     pids = []
 
-    def on_event(event: Event) -> None:
-        if isinstance(event, Started):
+    def on_event(event: ProcessEvent) -> None:
+        if isinstance(event, ProcessStarted):
             pids.append(event.pid)
 
     specs = [

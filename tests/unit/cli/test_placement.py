@@ -1,4 +1,4 @@
-"""Who gets which cores and how much memory."""
+"""How cores, memory and GPUs are divided among workers, and how they are counted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.base.errors import SetupError
 from pdserve.base.machine import available_memory_bytes
-from pdserve.cli.machine import available_cores, num_gpus, quota_cores
+from pdserve.cli.hardware import available_cores, num_visible_gpus, quota_cores
 from pdserve.cli.placement import (
     Cores,
     CoreShare,
@@ -31,7 +31,7 @@ def pinned(*cpus: int) -> CoreShare:
     return CoreShare(threads=len(cpus), cpus=cpus)
 
 
-def test_two_cores_are_one_for_each_tier() -> None:
+def test_two_cores_are_split_between_the_tiers() -> None:
     assert share((0, 1), 1, 1) == [pinned(0), pinned(1)]
 
 
@@ -43,15 +43,15 @@ def test_cores_left_over_go_to_prefill() -> None:
     assert share((0, 1, 2), 1, 1) == [pinned(0, 1), pinned(2)]
 
 
-def test_only_the_cores_we_may_use_are_given_out() -> None:
+def test_only_available_cores_are_assigned() -> None:
     assert share((4, 9), 1, 1) == [pinned(4), pinned(9)]
 
 
-def test_more_workers_than_cores_share_them_unpinned() -> None:
+def test_more_workers_than_cores_run_unpinned() -> None:
     assert share((0, 1), 2, 1) == [CoreShare(threads=1)] * 3
 
 
-def test_a_thread_count_is_kept_and_pinned_while_cores_last() -> None:
+def test_a_given_thread_count_is_kept_and_pinned_while_cores_last() -> None:
     assert share((0, 1, 2, 3, 4), 1, 1, threads=2) == [pinned(0, 1), pinned(2, 3)]
 
 
@@ -59,7 +59,7 @@ def test_more_threads_than_cores_are_not_pinned() -> None:
     assert share((0, 1), 1, 1, threads=2) == [CoreShare(threads=2)] * 2
 
 
-def test_a_cpu_quota_bounds_the_threads_and_forbids_pinning() -> None:
+def test_a_cpu_quota_bounds_the_threads_and_prevents_pinning() -> None:
     cores = Cores(ids=tuple(range(64)), usable=4)
     assert share_cores(cores, num_prefill=1, num_decode=1, threads_per_worker=None) == [CoreShare(threads=2)] * 2
 
@@ -69,10 +69,10 @@ def test_a_cpu_quota_bounds_the_threads_and_forbids_pinning() -> None:
 @pytest.mark.parametrize("num_decode", range(1, 4))
 def test_pinned_workers_never_overlap_and_use_every_core(num_cores: int, num_prefill: int, num_decode: int) -> None:
     shares = share(tuple(range(num_cores)), num_prefill, num_decode)
-    given = [cpu for each in shares for cpu in each.cpus]
+    assigned = [cpu for each in shares for cpu in each.cpus]
     assert all(each.threads >= 1 for each in shares)
-    assert given in ([], list(range(num_cores)))
-    assert bool(given) == (num_prefill + num_decode <= num_cores)
+    assert assigned in ([], list(range(num_cores)))
+    assert bool(assigned) == (num_prefill + num_decode <= num_cores)
 
 
 def test_two_workers_lend_their_cores_to_each_other() -> None:
@@ -82,7 +82,7 @@ def test_two_workers_lend_their_cores_to_each_other() -> None:
     ]
 
 
-def test_workers_that_look_for_a_core_begin_at_different_ones() -> None:
+def test_borrowers_try_different_cores_first() -> None:
     assert [share.borrow_cpus for share in lend_cores([pinned(3), pinned(4, 5), pinned(6)])] == [
         (4, 5, 6),
         (6, 3),
@@ -91,7 +91,7 @@ def test_workers_that_look_for_a_core_begin_at_different_ones() -> None:
 
 
 @pytest.mark.parametrize("shares", [[pinned(0, 1)], [CoreShare(threads=2)] * 2])
-def test_one_worker_alone_and_workers_that_share_cores_anyway_borrow_nothing(shares: list[CoreShare]) -> None:
+def test_a_single_worker_and_unpinned_workers_borrow_nothing(shares: list[CoreShare]) -> None:
     assert lend_cores(shares) == shares
 
 
@@ -119,7 +119,7 @@ def test_the_quota_of_control_groups_version_1_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["max 100000\n", "", "nonsense"])
-def test_no_quota_is_no_limit(tmp_path: Path, text: str) -> None:
+def test_without_a_quota_all_cores_count(tmp_path: Path, text: str) -> None:
     (tmp_path / "cpu.max").write_text(text)
     assert quota_cores(tmp_path) is None
     assert available_cores(tmp_path).usable == len(available_cores(tmp_path).ids)
@@ -133,7 +133,7 @@ def test_a_containers_memory_limit_counts(tmp_path: Path) -> None:
     assert available_memory_bytes(tmp_path) > 1_000_000
 
 
-def test_workers_take_turns_on_gpus_and_share_their_memory() -> None:
+def test_gpus_are_assigned_round_robin_and_their_memory_is_shared() -> None:
     assert share_gpus(2, num_ranks=[1, 1, 1], utilization=0.9) == [
         GpuShare(device="cuda:0", memory=0.45),
         GpuShare(device="cuda:1", memory=0.9),
@@ -142,26 +142,26 @@ def test_workers_take_turns_on_gpus_and_share_their_memory() -> None:
     assert [share.memory for share in share_gpus(1, num_ranks=[1] * 4, utilization=0.9)] == [0.22] * 4
 
 
-def test_ranks_of_a_worker_are_on_neighbouring_gpus() -> None:
+def test_ranks_of_a_worker_use_neighbouring_gpus() -> None:
     assert share_gpus(4, num_ranks=[1, 2, 2], utilization=0.9) == [
         GpuShare(device="cuda:0", memory=0.45),
         GpuShare(device="cuda:1", memory=0.45, num_ranks=2),
-        # There is one left, which is not enough.
+        # Only one GPU is left, which is too few.
         GpuShare(device="cuda:0", memory=0.45, num_ranks=2),
     ]
     assert [str(share) for share in share_gpus(8, num_ranks=[4, 1], utilization=0.9)] == [
         "90% of cuda:0 and the next 3",
         "90% of cuda:4",
     ]
-    with pytest.raises(SetupError, match="--tensor-parallel-size 4 needs as many GPUs, and this machine has 2"):
+    with pytest.raises(SetupError, match="--tensor-parallel-size 4 needs 4 GPUs, but this machine has 2"):
         share_gpus(2, num_ranks=[1, 4], utilization=0.9)
 
 
-def test_gpus_are_those_that_processes_will_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_visible_gpus_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for address in ("0000:18:00.0", "0000:2a:00.0"):
         (tmp_path / address).mkdir()
-    assert num_gpus(tmp_path) == 2
-    assert num_gpus(tmp_path / "absent") == 1
+    assert num_visible_gpus(tmp_path) == 2
+    assert num_visible_gpus(tmp_path / "absent") == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3,")
-    assert num_gpus(tmp_path) == 2
+    assert num_visible_gpus(tmp_path) == 2

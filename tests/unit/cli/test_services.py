@@ -10,8 +10,9 @@ import pytest
 
 from decode_svc.config import DecodeConfig
 from pdserve.base.config import add_options, from_arguments
+from pdserve.cli.cluster_plan import ClusterPlan
 from pdserve.cli.placement import CoreShare, GpuShare
-from pdserve.cli.services import ClusterPlan, router_spec, worker_specs
+from pdserve.cli.services import router_spec, worker_specs
 from pdserve.cli.supervisor.spec import ProcessSpec
 from pdserve.cli.up_config import DEFAULT_MODEL, UpConfig
 from pdserve.model import resolve
@@ -37,14 +38,14 @@ def plan(**changes: object) -> ClusterPlan:
 
 
 def parsed(spec: ProcessSpec, cls: type[Any], service: str) -> Any:
-    """What the service makes of its flags and environment."""
+    """The settings the service reads from its flags and environment."""
     parser = argparse.ArgumentParser()
     add_options(parser, cls)
     flags = spec.argv[spec.argv.index("-m") + 2 :]
     return from_arguments(cls, service, parser.parse_args(flags), spec.environment)
 
 
-def test_a_prefill_worker_understands_its_flags() -> None:
+def test_a_prefill_worker_accepts_its_flags() -> None:
     spec = worker_specs(plan(id_prefix="host-"))[0]
     config = parsed(spec, PrefillConfig, "prefill_svc")
     assert spec.name == "prefill-0"
@@ -55,14 +56,14 @@ def test_a_prefill_worker_understands_its_flags() -> None:
     assert config.kv_cache_memory == 1 << 30
 
 
-def test_a_decode_worker_without_cores_of_its_own_is_not_pinned() -> None:
+def test_a_decode_worker_without_its_own_cores_is_not_pinned() -> None:
     spec = worker_specs(plan())[2]
     config = parsed(spec, DecodeConfig, "decode_svc")
     assert spec.name == config.worker_id == "decode-1"
     assert (config.threads, config.cpus) == (1, ())
 
 
-def test_workers_on_gpus_are_told_which_and_how_much_of_it() -> None:
+def test_workers_on_gpus_get_their_device_and_share_of_its_memory() -> None:
     config = UpConfig(prefill=1, decode=2, device="cuda", deterministic=False, enforce_eager=True)
     gpus = [GpuShare(device=f"cuda:{index}", memory=0.5) for index in range(3)]
     decode = parsed(worker_specs(plan(config=config, gpus=gpus, kv_cache_bytes=None))[2], DecodeConfig, "decode_svc")
@@ -78,7 +79,7 @@ def test_each_tier_has_its_number_of_ranks() -> None:
     assert parsed(last, DecodeConfig, "decode_svc").tensor_parallel_size == 4
 
 
-def test_workers_are_told_the_type_of_the_kv_cache() -> None:
+def test_both_tiers_get_the_dtype_of_the_kv_cache() -> None:
     config = UpConfig(prefill=1, decode=2, kernels="reference", kv_cache_dtype="fp8_e4m3")
     prefill, _, decode = worker_specs(plan(config=config))
     assert parsed(prefill, PrefillConfig, "prefill_svc").kv_cache_dtype == "fp8_e4m3"
@@ -86,7 +87,7 @@ def test_workers_are_told_the_type_of_the_kv_cache() -> None:
     assert parsed(worker_specs(plan())[0], PrefillConfig, "prefill_svc").kv_cache_dtype == "auto"
 
 
-def test_decode_workers_are_told_how_many_groups_of_layers_blocks_come_in() -> None:
+def test_only_decode_workers_get_the_number_of_layer_groups() -> None:
     config = UpConfig(prefill=1, decode=2, layer_groups=3)
     prefill, *decode = worker_specs(plan(config=config))
     assert not any("layer-groups" in argument for argument in prefill.argv)
@@ -94,7 +95,7 @@ def test_decode_workers_are_told_how_many_groups_of_layers_blocks_come_in() -> N
     assert parsed(worker_specs(plan())[2], DecodeConfig, "decode_svc").layer_groups is None
 
 
-def test_workers_are_told_what_they_may_borrow_and_where_to_tell_that_they_do() -> None:
+def test_workers_get_the_cores_they_may_borrow_and_the_file_of_leases() -> None:
     shares = [CoreShare(threads=2, cpus=(0, 1), borrow_cpus=(2, 3)), CoreShare(threads=1), CoreShare(threads=1)]
     prefill, decode = worker_specs(plan(shares=shares))[:2]
     borrowing = parsed(prefill, PrefillConfig, "prefill_svc")
@@ -103,7 +104,7 @@ def test_workers_are_told_what_they_may_borrow_and_where_to_tell_that_they_do() 
     assert (alone.borrow_cpus, alone.core_leases) == ((), None)
 
 
-def test_the_router_understands_its_flags() -> None:
+def test_the_router_accepts_its_flags() -> None:
     config = UpConfig(
         host="0.0.0.0", port=9000, prefill=0, local_prefill_threshold=7, local_prefill="threshold", drain_timeout_s=3.0
     )
@@ -124,7 +125,7 @@ def test_limits_given_to_up_reach_both_tiers() -> None:
     assert worker.max_num_seqs == 3
 
 
-def test_what_up_was_not_told_stays_the_services_own_default() -> None:
+def test_settings_not_given_to_up_keep_the_services_default() -> None:
     worker = parsed(worker_specs(plan())[0], PrefillConfig, "prefill_svc")
     default = PrefillConfig(model="", redis_url="")
     assert worker.max_num_batched_tokens == default.max_num_batched_tokens
@@ -138,7 +139,7 @@ def test_the_redis_password_is_not_on_the_command_line() -> None:
     assert parsed(router_spec(cluster), RouterConfig, "router_svc").redis_url == cluster.redis_url
 
 
-def test_thread_pools_of_libraries_are_bounded_by_the_share() -> None:
+def test_thread_pools_of_libraries_are_bounded_by_the_workers_threads() -> None:
     specs = worker_specs(plan())
     assert [spec.environment["OMP_NUM_THREADS"] for spec in specs] == ["2", "1", "1"]
     assert all(spec.environment["PATH"] == "/bin" for spec in specs)
@@ -152,10 +153,10 @@ def test_the_router_stops_before_the_workers_and_has_time_to_drain() -> None:
 
 
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0", "decode-1"])
-def test_each_process_has_a_log_of_its_own(name: str) -> None:
+def test_each_process_has_its_own_log(name: str) -> None:
     assert {spec.name: spec.log_path for spec in worker_specs(plan())}[name] == Path(f"/logs/{name}.log")
 
 
-def test_the_default_model_is_the_one_that_needs_no_hub() -> None:
+def test_the_default_model_is_an_alias_that_needs_no_model_hub() -> None:
     assert DEFAULT_MODEL == resolve.DEFAULT_MODEL
     assert DEFAULT_MODEL in resolve.ALIASES

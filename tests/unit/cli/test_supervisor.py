@@ -1,4 +1,4 @@
-"""The supervisor with real processes: readiness, restarts, stages, and that nothing is left behind."""
+"""The supervisor with real processes: readiness, restarts, stop stages, and no process left behind."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pdserve.cli.supervisor.backoff import BackoffPolicy
 from pdserve.cli.supervisor.spec import (
     BecameReady,
     Died,
-    Event,
+    ProcessEvent,
     ProcessSpec,
-    Started,
+    ProcessStarted,
     StartFailed,
     StatusChanged,
     Stopped,
@@ -30,26 +30,26 @@ from pdserve.cli.supervisor.supervisor import supervising
 FAKE_SERVICE = str(Path(__file__).with_name("fake_service.py"))
 FAKE_UP = str(Path(__file__).with_name("fake_up.py"))
 DEADLINE_S = 20.0
-AT_ONCE = BackoffPolicy(first_s=0.01, longest_s=0.01)
+AT_ONCE = BackoffPolicy(first_s=0.01, max_s=0.01)
 
 
 class Recorder:
     """Keeps the events and lets a test wait for one."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[ProcessEvent] = []
         self._changed = asyncio.Event()
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: ProcessEvent) -> None:
         self.events.append(event)
         self._changed.set()
 
-    def of(self, kind: type[Event], name: str | None = None) -> list[Event]:
+    def of(self, kind: type[ProcessEvent], name: str | None = None) -> list[ProcessEvent]:
         return [event for event in self.events if isinstance(event, kind) and name in (None, event.spec.name)]
 
     def pid(self, name: str) -> int:
-        last = self.of(Started, name)[-1]
-        assert isinstance(last, Started)
+        last = self.of(ProcessStarted, name)[-1]
+        assert isinstance(last, ProcessStarted)
         return last.pid
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -90,7 +90,7 @@ def wait_gone(pidfd: int) -> bool:
     return bool(select.select([pidfd], [], [], DEADLINE_S)[0])
 
 
-async def test_start_returns_once_all_processes_said_ready(events: Recorder, make: Callable[..., ProcessSpec]) -> None:
+async def test_start_returns_once_all_processes_are_ready(events: Recorder, make: Callable[..., ProcessSpec]) -> None:
     async with supervising(events) as supervisor:
         await supervisor.start(make("one", "notify=STATUS=loading", "until-sigterm"), make("two", "until-sigterm"))
         assert {event.spec.name for event in events.of(BecameReady)} == {"one", "two"}
@@ -99,25 +99,25 @@ async def test_start_returns_once_all_processes_said_ready(events: Recorder, mak
         assert status.text == "loading"
 
 
-async def test_a_probe_stands_in_for_a_program_that_cannot_tell(
+async def test_a_probe_replaces_the_notification_of_a_program_without_one(
     events: Recorder, make: Callable[..., ProcessSpec]
 ) -> None:
-    asked = asyncio.Event()
+    probed = asyncio.Event()
 
     async def probe() -> None:
-        asked.set()
+        probed.set()
 
     async with supervising(events) as supervisor:
         await supervisor.start(make("mute", "forever", probe=probe))
-        assert asked.is_set()
+        assert probed.is_set()
         assert events.of(BecameReady, "mute")
 
 
-async def test_a_probe_that_gives_up_fails_the_start(events: Recorder, make: Callable[..., ProcessSpec]) -> None:
+async def test_a_failing_probe_fails_the_start(events: Recorder, make: Callable[..., ProcessSpec]) -> None:
     async def probe() -> None:
-        raise PdserveError("nobody answers")
+        raise PdserveError("no answer")
 
-    with pytest.raises(StartFailed, match="nobody answers"):
+    with pytest.raises(StartFailed, match="no answer"):
         async with supervising(events) as supervisor:
             await supervisor.start(make("mute", "forever", probe=probe))
 
@@ -138,7 +138,7 @@ async def test_an_exception_in_the_block_ends_every_process(events: Recorder, ma
     assert is_gone(events.pid("one"))
 
 
-async def test_a_setup_error_ends_the_start_with_its_one_line(
+async def test_a_setup_error_fails_the_start_with_its_one_line(
     events: Recorder, make: Callable[..., ProcessSpec]
 ) -> None:
     good = make("good", "until-sigterm")
@@ -150,7 +150,7 @@ async def test_a_setup_error_ends_the_start_with_its_one_line(
     assert is_gone(events.pid("good"))
 
 
-async def test_the_error_line_of_the_log_is_the_reason_without_notification(
+async def test_without_a_notification_the_logs_error_line_is_the_reason(
     events: Recorder, make: Callable[..., ProcessSpec]
 ) -> None:
     bad = make("bad", "print=loading", "print=error: No such model.", "exit=1")
@@ -161,7 +161,7 @@ async def test_the_error_line_of_the_log_is_the_reason_without_notification(
     assert str(caught.value) == "No such model."
 
 
-async def test_an_exit_without_words_names_the_code_and_the_log(
+async def test_an_exit_without_an_error_names_the_code_and_the_log(
     events: Recorder, make: Callable[..., ProcessSpec]
 ) -> None:
     bad = make("bad", "print=Segfault in foo", "exit=7")
@@ -184,7 +184,7 @@ async def test_a_kill_from_outside_while_starting_hints_at_memory(
 
 
 async def kill_when_started(events: Recorder, name: str) -> None:
-    await events.until(lambda: bool(events.of(Started, name)))
+    await events.until(lambda: bool(events.of(ProcessStarted, name)))
     os.kill(events.pid(name), signal.SIGKILL)
 
 
@@ -202,17 +202,17 @@ async def test_a_log_that_cannot_be_written_fails_the_start(events: Recorder, ma
             await supervisor.start(make("bad", "until-sigterm", log_path=Path("/dev/null/bad.log")))
 
 
-async def test_not_ready_in_time_fails_the_start_and_says_what_it_was_doing(
+async def test_missing_the_ready_timeout_fails_the_start_and_names_the_last_status(
     events: Recorder, make: Callable[..., ProcessSpec]
 ) -> None:
-    status_seen = make("slow", "notify=STATUS=loading weights", "forever", ready_timeout_s=3.0)
-    with pytest.raises(StartFailed, match=r"slow was not ready within 3 s; it was last loading weights"):
+    slow = make("slow", "notify=STATUS=loading weights", "forever", ready_timeout_s=3.0)
+    with pytest.raises(StartFailed, match=r"slow was not ready within 3 s; its last status was 'loading weights'"):
         async with supervising(events) as supervisor:
-            await supervisor.start(status_seen)
+            await supervisor.start(slow)
     assert is_gone(events.pid("slow"))
 
 
-async def test_a_killed_process_is_started_again(events: Recorder, make: Callable[..., ProcessSpec]) -> None:
+async def test_a_killed_process_is_restarted(events: Recorder, make: Callable[..., ProcessSpec]) -> None:
     async with supervising(events, backoff=AT_ONCE) as supervisor:
         await supervisor.start(make("one", "until-sigterm"))
         first = events.pid("one")
@@ -250,7 +250,7 @@ async def test_a_setup_error_after_the_first_start_is_retried(
         await events.until(lambda: len(events.of(BecameReady)) == 2)
 
 
-async def test_what_a_dead_process_had_started_is_ended_too(events: Recorder, make: Callable[..., ProcessSpec]) -> None:
+async def test_children_of_a_dead_process_are_killed_too(events: Recorder, make: Callable[..., ProcessSpec]) -> None:
     async with supervising(events, backoff=BackoffPolicy(first_s=60)) as supervisor:
         await supervisor.start(make("one", "grandchild", "until-sigterm"))
         status = events.of(StatusChanged)[0]
@@ -262,7 +262,7 @@ async def test_what_a_dead_process_had_started_is_ended_too(events: Recorder, ma
         os.close(helper)
 
 
-async def test_a_lower_stage_has_ended_before_the_next_is_told(
+async def test_a_stage_is_stopped_only_after_all_lower_ones_have_ended(
     events: Recorder, make: Callable[..., ProcessSpec]
 ) -> None:
     async with supervising(events) as supervisor:
@@ -272,8 +272,8 @@ async def test_a_lower_stage_has_ended_before_the_next_is_told(
             make("worker", "until-sigterm", stop_stage=1),
         )
         await supervisor.stop()
-    told = [(type(event).__name__, event.spec.name) for event in events.events if "Stop" in type(event).__name__]
-    assert told == [(kind, name) for name in ("router", "worker", "redis") for kind in ("Stopping", "Stopped")]
+    stops = [(type(event).__name__, event.spec.name) for event in events.events if "Stop" in type(event).__name__]
+    assert stops == [(kind, name) for name in ("router", "worker", "redis") for kind in ("Stopping", "Stopped")]
     assert all(event.exit.code == 0 and not event.forced for event in events.of(Stopped) if isinstance(event, Stopped))
 
 
@@ -315,7 +315,7 @@ async def test_nothing_is_restarted_while_stopping(events: Recorder, make: Calla
             assert await asyncio.to_thread(wait_gone, worker)
             os.close(worker)
             os.kill(events.pid("router"), signal.SIGKILL)
-    assert len(events.of(Started, "worker")) == 1
+    assert len(events.of(ProcessStarted, "worker")) == 1
     assert not events.of(Died)
 
 
@@ -325,10 +325,10 @@ async def test_stopping_ends_the_wait_for_a_restart(events: Recorder, make: Call
         os.kill(events.pid("one"), signal.SIGKILL)
         await events.until(lambda: bool(events.of(Died)))
         await supervisor.stop()
-    assert len(events.of(Started)) == 1
+    assert len(events.of(ProcessStarted)) == 1
 
 
-async def test_children_are_in_sessions_of_their_own(events: Recorder, make: Callable[..., ProcessSpec]) -> None:
+async def test_each_child_has_its_own_session(events: Recorder, make: Callable[..., ProcessSpec]) -> None:
     async with supervising(events) as supervisor:
         await supervisor.start(make("one", "until-sigterm"))
         pid = events.pid("one")

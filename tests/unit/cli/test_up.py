@@ -1,4 +1,4 @@
-"""`pdserve up` in a process of its own, with a real private Redis and services that only say they are ready."""
+"""`pdserve up` in its own process, with a real private Redis and fake services that only report readiness."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ FAKE_SERVICE = Path(__file__).with_name("fake_service.py")
 
 
 class Up:
-    """A running `pdserve up` and what it printed so far."""
+    """A running `pdserve up` and its output so far."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
         self.output = ""
 
     def read_until(self, pattern: str) -> re.Match[str]:
-        """Waits until what it printed after the last match holds `pattern`."""
+        """Waits until the output after the last match contains `pattern`."""
         seen = ""
         deadline = time.monotonic() + DEADLINE_S
         assert self.process.stdout is not None
@@ -38,26 +38,26 @@ class Up:
             ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
             assert ready, f"no {pattern!r} in {self.output}"
             data = os.read(self.process.stdout.fileno(), 1)
-            assert data, f"it ended without {pattern!r}: {self.output}"
+            assert data, f"the process ended without printing {pattern!r}: {self.output}"
             seen += data.decode(errors="replace")
             self.output += data.decode(errors="replace")
         return match
 
     def finish(self) -> int:
-        """Waits for its end."""
+        """Waits for the end of the process; returns its exit code."""
         rest, _ = self.process.communicate(timeout=DEADLINE_S)
         self.output += rest.decode()
         return self.process.returncode
 
     def children(self) -> list[int]:
-        """The processes it started."""
+        """Ids of its child processes."""
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return [int(pid) for pid in path.read_text().split()]
 
 
 @pytest.fixture
 def workdir(tmp_path: Path) -> Path:
-    """A working directory whose services are fakes: `python -m` finds them before ours. And a model to resolve."""
+    """A working directory with a model, and with fake services that `python -m` finds before the real ones."""
     for service in ("router_svc", "prefill_svc", "decode_svc"):
         (tmp_path / service).mkdir()
         set_steps(tmp_path, service, "notify=STATUS=loading the model", "until-sigterm")
@@ -85,7 +85,7 @@ def workdir(tmp_path: Path) -> Path:
 
 
 def set_steps(workdir: Path, service: str, *steps: str) -> None:
-    """What a fake service does when it is started; see fake_service.py."""
+    """Sets the steps a fake service takes when started; see fake_service.py."""
     code = (
         f"import runpy, sys\nsys.argv[1:] = {list(steps)!r}\nrunpy.run_path({str(FAKE_SERVICE)!r}, run_name='__main__')"
     )
@@ -131,7 +131,9 @@ def gone(pids: list[int]) -> bool:
     return True
 
 
-def test_it_says_what_to_do_when_ready_and_drains_in_order_on_ctrl_c(up: Callable[..., Up], workdir: Path) -> None:
+def test_ready_text_shows_how_to_use_the_cluster_and_ctrl_c_drains_in_order(
+    up: Callable[..., Up], workdir: Path
+) -> None:
     cluster = up("--prefill", "1", "--decode", "2")
     cluster.read_until(r"prefill-0: loading the model")
     url = cluster.read_until(r"API: (http://127\.0\.0\.1:\d+)/v1")[1]
@@ -153,7 +155,7 @@ def test_it_says_what_to_do_when_ready_and_drains_in_order_on_ctrl_c(up: Callabl
         "decode-1.log",
         "redis.log",
     }
-    assert not list(workdir.glob("pdserve-*")), "the private Redis's directory is left behind"
+    assert not list(workdir.glob("pdserve-*")), "the private directory of the run is left behind"
 
 
 def test_sigterm_drains_too(up: Callable[..., Up]) -> None:
@@ -177,7 +179,7 @@ def test_a_second_ctrl_c_does_not_wait(up: Callable[..., Up], workdir: Path) -> 
     assert gone(children)
 
 
-def test_ctrl_c_while_starting_ends_everything(up: Callable[..., Up], workdir: Path) -> None:
+def test_ctrl_c_during_the_start_ends_everything(up: Callable[..., Up], workdir: Path) -> None:
     set_steps(workdir, "decode_svc", "notify=STATUS=loading for long", "forever")
     cluster = up()
     cluster.read_until("decode-0: loading for long")
@@ -198,7 +200,9 @@ def test_kill_9_leaves_no_process_behind(up: Callable[..., Up]) -> None:
 
 
 @pytest.mark.parametrize("name", ["redis", "decode-0", "prefill-0", "router"])
-def test_what_dies_is_started_again_and_told_in_one_line(up: Callable[..., Up], workdir: Path, name: str) -> None:
+def test_a_process_that_dies_is_restarted_and_reported_in_one_line(
+    up: Callable[..., Up], workdir: Path, name: str
+) -> None:
     cluster = up()
     cluster.read_until("Ctrl-C drains")
     word = "redis-server" if name == "redis" else f"--worker-id={name}" if "-" in name else "router_svc"
@@ -220,7 +224,7 @@ def test_a_setup_error_of_a_worker_is_the_only_error_shown(up: Callable[..., Up]
     assert "draining" not in cluster.output
 
 
-def test_a_taken_port_is_told_before_anything_starts(up: Callable[..., Up]) -> None:
+def test_a_taken_port_is_reported_before_anything_starts(up: Callable[..., Up]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         cluster = up("--port", str(port))
@@ -230,7 +234,7 @@ def test_a_taken_port_is_told_before_anything_starts(up: Callable[..., Up]) -> N
     )
 
 
-def test_a_wrong_model_path_is_one_line(up: Callable[..., Up], workdir: Path) -> None:
+def test_a_wrong_model_path_is_reported_in_one_line(up: Callable[..., Up], workdir: Path) -> None:
     (workdir / "tiny" / "config.json").unlink()
     cluster = up()
     assert cluster.finish() == 1
@@ -238,27 +242,27 @@ def test_a_wrong_model_path_is_one_line(up: Callable[..., Up], workdir: Path) ->
     assert "is not a model directory: it has no config.json" in cluster.output.splitlines()[-1]
 
 
-def test_a_log_directory_that_cannot_be_is_one_line(up: Callable[..., Up], workdir: Path) -> None:
+def test_a_log_directory_that_cannot_be_made_is_reported_in_one_line(up: Callable[..., Up], workdir: Path) -> None:
     (workdir / "logs").write_text("a file")
     cluster = up()
     assert cluster.finish() == 1
     assert "Choose one with --log-dir" in cluster.output
 
 
-def test_a_redis_that_does_not_answer_is_one_line_without_its_password(up: Callable[..., Up]) -> None:
+def test_an_unreachable_redis_is_reported_in_one_line_without_its_password(up: Callable[..., Up]) -> None:
     cluster = up("--redis-url", f"redis://:hush@127.0.0.1:{free_port()}")
     assert cluster.finish() == 1
     assert "does not answer. Start it, correct --redis-url" in cluster.output
     assert "hush" not in cluster.output
 
 
-def test_warnings_of_a_process_reach_the_console_and_its_chatter_does_not(up: Callable[..., Up], workdir: Path) -> None:
-    time_of = "2026-01-02T03:04:05.678Z"
+def test_the_console_shows_warnings_of_a_process_but_not_its_info_lines(up: Callable[..., Up], workdir: Path) -> None:
+    timestamp = "2026-01-02T03:04:05.678Z"
     set_steps(
         workdir,
         "decode_svc",
-        f"print={time_of} INFO    decode_svc a all_is_well",
-        f"print={time_of} WARNING decode_svc a redis_lost since=3",
+        f"print={timestamp} INFO    decode_svc a all_is_well",
+        f"print={timestamp} WARNING decode_svc a redis_lost since=3",
         "until-sigterm",
     )
     cluster = up()

@@ -1,4 +1,4 @@
-"""The cores and GPUs this machine, or this container, has to give, with the quota of control groups."""
+"""Reads the cores, GPUs and memory available to this process, within the quota and limits of its control group."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import os
 from pathlib import Path
 
 from pdserve.base.config import variable
-from pdserve.base.machine import CGROUP, read_number
-from pdserve.cli.placement import Cores
+from pdserve.base.machine import CGROUP, available_memory_bytes, read_number
+from pdserve.cli.placement import Cores, Hardware
+
+
+def available_hardware() -> Hardware:
+    """Resources that workers started by this process can use."""
+    return Hardware(cores=available_cores(), num_gpus=num_visible_gpus(), free_memory_bytes=available_memory_bytes())
 
 
 def available_cores(cgroup: Path = CGROUP) -> Cores:
@@ -16,8 +21,8 @@ def available_cores(cgroup: Path = CGROUP) -> Cores:
     return Cores(ids=ids, usable=min(len(ids), quota_cores(cgroup) or len(ids)))
 
 
-def num_gpus(driver: Path = Path("/proc/driver/nvidia/gpus")) -> int:
-    """GPUs that processes started here will see, at least one: whether it is really there a worker finds out."""
+def num_visible_gpus(driver: Path = Path("/proc/driver/nvidia/gpus")) -> int:
+    """GPUs visible to processes started here, at least one: the worker finds out whether it exists."""
     visible = variable("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return max(1, len([entry for entry in visible.split(",") if entry.strip()]))

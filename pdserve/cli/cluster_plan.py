@@ -1,0 +1,161 @@
+"""Decides what `pdserve up` runs on this machine and what it refuses. Pure: the machine is an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.base.errors import SetupError
+from pdserve.cli.placement import (
+    CoreShare,
+    GpuShare,
+    Hardware,
+    gpus_of_both_tiers,
+    kv_bytes_per_worker,
+    lend_cores,
+    ranks_share_gpus,
+    share_cores,
+    share_gpus,
+)
+from pdserve.cli.supervisor.spec import ProcessSpec
+from pdserve.cli.up_config import UpConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedModel:
+    """A model on disk that every process can load."""
+
+    path: Path
+    served_name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisPlan:
+    """URL of Redis, and the process to start for it (None: the user runs it)."""
+
+    url: str
+    spec: ProcessSpec | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnvironment:
+    """Surroundings of one run of `pdserve up`."""
+
+    hardware: Hardware
+    hostname: str
+    #: Private to this run; gone when it ends.
+    run_dir: Path
+    log_dir: Path
+    #: Environment variables of all processes.
+    variables: Mapping[str, str]
+    #: Interpreter options, such as `-P`, of all Python processes.
+    python_flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan:
+    """Everything that is decided before the first worker starts."""
+
+    config: UpConfig
+    model_path: Path
+    served_name: str
+    redis_url: str
+    log_dir: Path
+    #: One per worker: prefill first, then decode.
+    shares: Sequence[CoreShare]
+    #: Size of each worker's KV cache; None: each worker sizes its own.
+    kv_cache_bytes: int | None
+    #: File in which workers publish which cores are idle.
+    core_leases: Path
+    #: Prefix of worker ids that distinguishes this cluster from others in a shared Redis.
+    id_prefix: str
+    environment: Mapping[str, str]
+    #: One per worker when they compute on GPUs, else empty.
+    gpus: Sequence[GpuShare] = ()
+    #: Interpreter options, such as `-P`, of all services.
+    python_flags: tuple[str, ...] = ()
+
+
+def make_plan(config: UpConfig, model: PreparedModel, redis: RedisPlan, run: RunEnvironment) -> ClusterPlan:
+    """Divides the machine among the workers. Raises `SetupError` when the GPUs are too few."""
+    shares = share_cores(
+        run.hardware.cores,
+        num_prefill=config.prefill,
+        num_decode=config.decode,
+        threads_per_worker=config.threads_per_worker,
+    )
+    gpus = gpu_shares(config, run.hardware.num_gpus)
+    kv_bytes = config.kv_cache_memory
+    if not gpus and kv_bytes is None:
+        kv_bytes = kv_bytes_per_worker(run.hardware.free_memory_bytes, config.num_workers)
+    return ClusterPlan(
+        config=config,
+        model_path=model.path,
+        served_name=config.served_model_name or model.served_name,
+        redis_url=redis.url,
+        log_dir=run.log_dir,
+        shares=lend_cores(shares) if can_lend(config) else shares,
+        gpus=gpus,
+        kv_cache_bytes=kv_bytes,
+        core_leases=run.run_dir / "cores",
+        id_prefix="" if redis.spec is not None else f"{run.hostname}-{config.port}-",
+        environment=run.variables,
+        python_flags=run.python_flags,
+    )
+
+
+def can_lend(config: UpConfig) -> bool:
+    """Whether workers lend idle cores. Threads that wait for a GPU have no use for them, and ranks cannot move."""
+    return config.lend_cores and config.device == "cpu" and max(config.num_ranks.values()) == 1
+
+
+def gpu_shares(config: UpConfig, num_gpus: int) -> list[GpuShare]:
+    """Each worker's share of the GPUs; empty when workers compute on the CPU. Raises `SetupError` for too few GPUs."""
+    if config.device == "cpu":
+        return []
+    num_ranks = [config.num_ranks["prefill"]] * config.prefill + [config.num_ranks["decode"]] * config.decode
+    if config.device == "cuda":
+        return share_gpus(num_gpus, num_ranks=num_ranks, utilization=config.gpu_memory_utilization)
+    memory = int(100 * config.gpu_memory_utilization / config.num_workers) / 100
+    shares = [GpuShare(device=config.device, memory=memory, num_ranks=size) for size in num_ranks]
+    largest = max(shares, key=lambda share: share.num_ranks)
+    # A worker with a single GPU checks for it by itself, and its answer is the more precise one.
+    if largest.num_ranks > 1 and largest.gpus.stop > num_gpus:
+        raise SetupError(
+            f"--device {config.device} and --tensor-parallel-size {largest.num_ranks} need cuda:{largest.gpus.start} "
+            f"to cuda:{largest.gpus.stop - 1}, but this machine has {num_gpus} GPUs. "
+            "Use fewer ranks, or a lower --device."
+        )
+    return shares
+
+
+def require_separate_gpus(config: UpConfig, num_gpus: int) -> None:
+    """Raises `SetupError` where NCCL would have to connect two processes on one GPU, which it cannot."""
+    if config.transport != "nccl" or config.handover_memory != "device":
+        return
+    if shared := gpus_of_both_tiers(gpu_shares(config, num_gpus), config.prefill):
+        names = " and ".join(f"cuda:{gpu}" for gpu in shared)
+        raise SetupError(
+            f"--transport nccl with --handover-memory device needs prefill and decode workers on different GPUs. "
+            f"With --device {config.device}, --prefill {config.prefill} and --decode {config.decode}, "
+            f"both tiers use {names}. "
+            "Use --transport ucx, or --device cuda with no more workers than GPUs."
+        )
+
+
+def plan_warnings(config: UpConfig, gpus: Sequence[GpuShare]) -> list[str]:
+    """One line about each setting that is legal but rarely intended."""
+    lines = []
+    if ranks_share_gpus(gpus):
+        lines.append(
+            "Workers of several ranks share GPUs. This is slow: a rank keeps its GPU busy while it waits for another "
+            "rank, which waits for that GPU. Give every worker its own GPUs."
+        )
+    if len(set(config.num_ranks.values())) > 1:
+        sizes = ", ".join(f"{tier} {size}" for tier, size in config.num_ranks.items())
+        lines.append(
+            f"The tiers have different numbers of ranks ({sizes}). The last bits of an answer may then depend on which "
+            "tier computed its prompt; see docs/exactness.md."
+        )
+    return lines
