@@ -20,8 +20,9 @@ from queue import SimpleQueue
 
 from benchmarks.environment import describe, heading
 from decode_svc.config import DecodeConfig
-from decode_svc.request import DecodeJob, DecodeSchedulerConfig
+from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
+from decode_svc.scheduler_config import DecodeSchedulerConfig
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_pool import BlockPool

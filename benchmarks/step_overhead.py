@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import environment
-from decode_svc.request import DecodeJob, DecodeSchedulerConfig
+from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
+from decode_svc.scheduler_config import DecodeSchedulerConfig
 from kernels.decoder import LayerListener
 from pdserve.base.ids import RequestId
 from pdserve.base.layout import KvLayout

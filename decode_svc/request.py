@@ -1,113 +1,158 @@
-"""A request as the decode tier's policy sees it: what was asked, and how far it has come. Pure."""
+"""A request as the decode tier's policy sees it: what was requested, its phase, and the table of its moves. Pure."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pdserve.base.ids import NO_ROUTER, BlockHash, BlockId, RequestId, RouterId
-from pdserve.base.sampling import SamplingParams
-from pdserve.engine.sequence import Sequence, SequenceLimits
-from pdserve.engine.step import RequestStarted
+from pdserve.base.errors import InvalidTransition
+from pdserve.base.ids import BlockId, RequestId
+from pdserve.engine.job import PromptJob
+from pdserve.engine.sequence import SampleRow, Sequence, SequenceLimits
+from pdserve.engine.step import Chunk, Grant, PrefillProgress, RequestStarted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeSchedulerConfig:
-    """Bounds of a step, of a sequence, and of what transfers may hold."""
-
-    limits: SequenceLimits
-    #: Sequences that one step computes at most.
-    max_num_seqs: int = 256
-    #: Prefill tokens that one step computes at most.
-    max_num_batched_tokens: int = 2048
-    #: Prefill beside decoding sequences is sized to keep a step within this time, as far as a block at a time can.
-    itl_budget_s: float = 0.05
-    #: Share of all blocks that may wait for a transfer; one request may exceed it when nothing else is here.
-    max_reserved_share: float = 0.5
-    #: Blocks that can be on their way at a time, whatever the share; prompts with more are computed here.
-    max_receivable_blocks: int = sys.maxsize
-    #: Blocks that arrive together; fewer take as much of that room.
-    bundle_blocks: int = 1
-
-    def room_for(self, num_blocks: int) -> int:
-        """What blocks that are to be received take of what can be."""
-        return -(-num_blocks // self.bundle_blocks) * self.bundle_blocks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeJob:
+class DecodeJob(PromptJob):
     """One request to decode."""
 
-    request_id: RequestId
-    prompt_token_ids: Items[int]
-    params: SamplingParams
-    #: Key of the block hashes; carries the tenant's salt.
-    hash_key: bytes
-    #: Hashes of the first full blocks, if already computed; spares the step thread the work.
-    hashes: Items[BlockHash] = ()
-    #: Compute the prompt here, without a grant, when at most this many of its tokens are not cached here; 0: never.
-    #: A prompt of which more blocks are missing than can be received is computed here in any case.
+    #: Maximum number of uncached prompt tokens with which the prompt is computed here, without a grant; 0 for never.
+    #: A prompt that misses more blocks than can be received is computed here in any case.
     local_prefill_threshold: int = 0
-    #: Who sent it.
-    router_id: RouterId = NO_ROUTER
 
 
-class Phase(Enum):
-    """Where a request is on this worker."""
+class DecodePhase(Enum):
+    """Where a request stands on this worker."""
 
     WAITING = "waiting for blocks"
     RESERVED = "waiting for its KV"
     COMPUTING = "computing its prompt"
     RUNNING = "running"
+    OVER = "over"
+
+
+class DecodeMove(Enum):
+    """Everything that changes the phase of a request."""
+
+    GRANT = "a grant of blocks for a transfer"
+    COMPUTE = "local prefill"
+    ACTIVATE = "activation of received KV"
+    RUN = "decoding after local prefill"
+    #: Every choice has ended, or was stopped.
+    FINISH = "finishing"
+    #: A token could not be sampled.
+    FAIL = "failing"
+    #: The request's owner lets go of it.
+    ABORT = "aborting"
+
+
+_P, _M = DecodePhase, DecodeMove
+
+#: Every legal move, with the phase that it leads to.
+TRANSITIONS: dict[tuple[DecodePhase, DecodeMove], DecodePhase] = {
+    (_P.WAITING, _M.GRANT): _P.RESERVED,
+    (_P.WAITING, _M.COMPUTE): _P.COMPUTING,
+    # The transfer was given up: the prompt is computed into the blocks that waited for it.
+    (_P.RESERVED, _M.COMPUTE): _P.COMPUTING,
+    (_P.RESERVED, _M.ACTIVATE): _P.RUNNING,
+    (_P.COMPUTING, _M.RUN): _P.RUNNING,
+    # A RESERVED request cannot finish: until its transfer has ended, the transfer may write to its blocks.
+    (_P.WAITING, _M.FINISH): _P.OVER,
+    (_P.COMPUTING, _M.FINISH): _P.OVER,
+    (_P.RUNNING, _M.FINISH): _P.OVER,
+    (_P.COMPUTING, _M.FAIL): _P.OVER,
+    (_P.RUNNING, _M.FAIL): _P.OVER,
+    (_P.WAITING, _M.ABORT): _P.OVER,
+    (_P.RESERVED, _M.ABORT): _P.OVER,
+    (_P.COMPUTING, _M.ABORT): _P.OVER,
+    (_P.RUNNING, _M.ABORT): _P.OVER,
+}
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Request:
-    """Mutable, owned by the scheduler."""
+class ScheduledRequest:
+    """A request on this worker. Mutable, owned by the scheduler; only `advance` changes the phase."""
 
     job: DecodeJob
-    #: The bare prompt; becomes the first of the choices.
-    stem: Sequence
-    phase: Phase = Phase.WAITING
+    #: The bare prompt; becomes the sequence of the first choice that goes on.
+    prompt_sequence: Sequence
+    phase: DecodePhase = DecodePhase.WAITING
+    #: Whether the prompt is computed here, or will be.
     locally: bool = False
+    #: First tokens that the client has already; empty when they are to be sampled here.
     forced_first_tokens: tuple[int, ...] = ()
+    #: Prompt tokens that the prefix cache had.
     num_cached: int = 0
-    #: Blocks that wait for a transfer.
-    num_receiving: int = 0
     #: Choices that were stopped, whether they run already or not.
     stopped: set[int] = field(default_factory=set)
-    #: Sequences that are active or preempted, by choice; the stem alone while the prompt is computed.
+    #: Active and preempted sequences by choice; only the prompt's while the prompt is computed.
     sequences: dict[int, Sequence] = field(default_factory=dict)
 
-    def started(self, block_table: tuple[BlockId, ...]) -> RequestStarted:
-        """What is told when the first step computes something of it; `block_table`: of the prompt."""
-        return RequestStarted(
-            request_id=self.job.request_id,
-            prefilled_locally=self.locally,
-            num_cached=self.num_cached,
-            block_table=block_table,
-        )
+    @property
+    def request_id(self) -> RequestId:
+        """Global id of the request."""
+        return self.job.request_id
 
-    def open_choices(self) -> tuple[int, ...]:
+    def allows(self, move: DecodeMove) -> bool:
+        """Whether the table has this move for the present phase."""
+        return (self.phase, move) in TRANSITIONS
+
+    def require(self, move: DecodeMove) -> None:
+        """Raises `InvalidTransition` unless the table has this move for the present phase."""
+        if not self.allows(move):
+            wanted = " or ".join(phase.value for phase, legal in TRANSITIONS if legal is move)
+            raise InvalidTransition(
+                f"Request {self.request_id} is {self.phase.value}, but {move.value} needs a request that is {wanted}."
+            )
+
+    def advance(self, move: DecodeMove) -> None:
+        """Move on. Raises `InvalidTransition` for an illegal move, which changes nothing."""
+        self.require(move)
+        self.phase = TRANSITIONS[self.phase, move]
+
+    def start_computing(self, admission_order: int) -> None:
+        """The prompt is computed here: until its last chunk, its sequence is the only one."""
+        self.locally = True
+        self.num_cached = self.prompt_sequence.num_computed
+        self.prompt_sequence.admission_order = admission_order
+        self.sequences = {0: self.prompt_sequence}
+
+    def chunk(self, sequence: Sequence, stop: int, limits: SequenceLimits) -> Chunk:
+        """Tokens `[num_computed, stop)` of the prompt, or of a preempted choice; the last chunk is sampled from."""
+        samples: tuple[SampleRow, ...] = ()
+        if stop == sequence.num_tokens:
+            if sequence.sampling is not None:
+                samples = (sequence.sampling,)
+            else:
+                samples = tuple(limits.sample_row(sequence, choice) for choice in self.sampled_choices())
+        return Chunk(sequence=sequence, start=sequence.num_computed, stop=stop, samples=samples)
+
+    def sampled_choices(self) -> tuple[int, ...]:
         """Choices whose first token is to be sampled here."""
         if self.forced_first_tokens:
             return ()
         return tuple(choice for choice in range(self.job.params.n) if choice not in self.stopped)
 
+    # Events.
+    def granted(self, block_table: tuple[BlockId, ...], block_size: int) -> Grant:
+        """The request is RESERVED; `block_table` is the prompt's."""
+        num_cached_blocks = self.num_cached // block_size
+        return Grant(request_id=self.request_id, block_table=block_table, num_cached_blocks=num_cached_blocks)
 
-def queued_by_router(requests: Iterable[Request]) -> dict[RouterId, int]:
-    """Tokens of prompts that are (still) to be computed here.
+    def started(self, block_table: tuple[BlockId, ...]) -> RequestStarted:
+        """A step computes something of the request for the first time; `block_table` is the prompt's."""
+        return RequestStarted(
+            request_id=self.request_id,
+            prefilled_locally=self.locally,
+            num_cached=self.num_cached,
+            block_table=block_table,
+        )
 
-    Not what preempted sequences compute again: their routers have seen a first token.
-    """
-    queued: dict[RouterId, int] = {}
-    for request in requests:
-        is_queued = request.phase is Phase.COMPUTING or (request.phase is Phase.WAITING and request.locally)
-        # A single token is computed as those of decoding sequences are, and in nobody's way.
-        if is_queued and request.stem.num_pending > 1:
-            router_id = request.job.router_id
-            queued[router_id] = queued.get(router_id, 0) + request.stem.num_pending
-    return queued
+    def progress(self) -> PrefillProgress:
+        """A chunk of the prompt was computed."""
+        return PrefillProgress(
+            request_id=self.request_id,
+            num_computed=self.prompt_sequence.num_computed,
+            num_prompt=self.prompt_sequence.num_prompt,
+            num_cached=self.num_cached,
+        )

@@ -8,8 +8,9 @@ from typing import Any
 import grpc
 
 from decode_svc.config import DecodeConfig
-from decode_svc.request import DecodeJob, DecodeSchedulerConfig
+from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
+from decode_svc.scheduler_config import DecodeSchedulerConfig
 from decode_svc.session import DecodeSession, Event, Finished
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import ReceiverIdentity

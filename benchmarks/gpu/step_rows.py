@@ -11,8 +11,9 @@ from torch import Tensor
 
 from benchmarks.gpu.rows import Measured
 from benchmarks.gpu.setting import DTYPE, Setting
-from decode_svc.request import DecodeJob, DecodeSchedulerConfig
+from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
+from decode_svc.scheduler_config import DecodeSchedulerConfig
 from kernels.bench.inputs import BLOCK_SIZE
 from kernels.bench.work import decoder_work
 from kernels.decoder import DecoderKernel, LayerListener

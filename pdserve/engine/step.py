@@ -13,7 +13,7 @@ from pdserve.base.ids import BlockId, RequestId, RouterId
 from pdserve.base.sampling import ChoiceTokens
 from pdserve.engine.block_pool import CacheEvents
 from pdserve.engine.pace import Pace
-from pdserve.engine.sequence import SampleResult, SampleRow, Sequence
+from pdserve.engine.sequence import SampleFailure, SampleResult, SampleRow, Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +160,17 @@ class EventLog:
         return any(
             (self.grants, self.started, self.progress, self.tokens, self.failures, self.preempted, self.finished)
         )
+
+    def fail(self, request_id: RequestId, results: Items[SampleResult]) -> None:
+        """Report a request that ends because one of these results is a failure."""
+        reason = next(result.reason for result in results if isinstance(result, SampleFailure))
+        error = PdserveError(f"Request {request_id} cannot go on: {reason}.")
+        self.failures.append(Failure(request_id=request_id, error=error))
+
+    def forget_finished(self, request_id: RequestId) -> None:
+        """Do not report that a request has finished, if that is still to be reported."""
+        if request_id in self.finished:
+            self.finished.remove(request_id)
 
     def drain(self, cache: CacheEvents) -> StepEvents:
         """Everything logged since the last call."""

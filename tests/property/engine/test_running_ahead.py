@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decode_svc.request import DecodeJob, DecodeSchedulerConfig
+from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
+from decode_svc.scheduler_config import DecodeSchedulerConfig
 from kernels.decoder import LayerListener
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import FinishReason, SamplingParams

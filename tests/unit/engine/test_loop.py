@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode_svc.request import DecodeJob, DecodeSchedulerConfig
+from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
+from decode_svc.scheduler_config import DecodeSchedulerConfig
 from kernels.decoder import LayerListener
 from pdserve.base.errors import Draining, SetupError
 from pdserve.base.ids import RequestId

@@ -12,8 +12,9 @@ from tests.support.devices import DEVICE
 
 pytest.importorskip("triton")
 
-from decode_svc.request import DecodeJob, DecodeSchedulerConfig
+from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
+from decode_svc.scheduler_config import DecodeSchedulerConfig
 from kernels.choice import Backend, KernelOptions
 from kernels.decoder import LayerListener
 from pdserve.base.ids import RequestId

@@ -9,8 +9,9 @@ from tests.support.devices import DEVICE, HAS_GPU
 
 pytest.importorskip("triton")
 
-from decode_svc.request import DecodeJob, DecodeSchedulerConfig
+from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
+from decode_svc.scheduler_config import DecodeSchedulerConfig
 from kernels.choice import Backend, KernelOptions
 from pdserve.base.ids import RequestId
 from pdserve.base.layout import KvLayout

@@ -9,8 +9,9 @@ from functools import partial
 import pytest
 from torch import Tensor
 
-from decode_svc.request import DecodeJob, DecodeSchedulerConfig
+from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
+from decode_svc.scheduler_config import DecodeSchedulerConfig
 from kernels.decoder import LayerListener
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams

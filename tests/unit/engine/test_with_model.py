@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from decode_svc.request import DecodeJob, DecodeSchedulerConfig
+from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
+from decode_svc.scheduler_config import DecodeSchedulerConfig
 from pdserve.base.ids import RequestId
 from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import SamplingParams

@@ -1,0 +1,34 @@
+"""The choices of a request: one sequence each, forked from its prompt. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from decode_svc.request import ScheduledRequest
+from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.sequence import Sampled, Sequence, SequenceLimits
+
+
+def fork_choices(
+    request: ScheduledRequest, first_tokens: Mapping[int, int], limits: SequenceLimits, blocks: BlockManager
+) -> list[Sequence]:
+    """A sequence for each choice, behind its first token, unless the choice was stopped or ends with that token.
+
+    The prompt's own sequence becomes the first of them; the others share its blocks.
+    """
+    prompt = request.prompt_sequence
+    going_on = [
+        choice
+        for choice, token in first_tokens.items()
+        if choice not in request.stopped
+        and limits.choice_tokens(prompt, choice, Sampled(token_id=token)).finish_reason is None
+    ]
+    if not going_on:
+        return []
+    # All forks are taken off the bare prompt before it grows into the first of the choices.
+    sequences = [prompt, *(blocks.fork(prompt, choice) for choice in going_on[1:])]
+    prompt.choice_index = going_on[0]
+    for sequence in sequences:
+        sequence.tokens.append(first_tokens[sequence.choice_index])
+        sequence.sampling = limits.sample_row(sequence, sequence.choice_index)
+    return sequences

@@ -1,0 +1,98 @@
+"""Requests that wait for blocks, and requests whose blocks wait for a transfer. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from decode_svc.request import DecodeMove, DecodePhase, ScheduledRequest
+from decode_svc.scheduler_config import ReservationLimits
+from pdserve.base.ids import RequestId
+from pdserve.engine.block_manager import BlockManager
+
+
+class Reservations:
+    """Admits requests in order of arrival: one that does not fit yet holds up those behind it.
+
+    WAITING requests hold no blocks; RESERVED ones hold those of their prompt and of one more token.
+    """
+
+    def __init__(self, blocks: BlockManager, limits: ReservationLimits) -> None:
+        self._blocks = blocks
+        self._limits = limits
+        #: In order of arrival.
+        self._waiting: dict[RequestId, ScheduledRequest] = {}
+        #: RESERVED requests, each with the number of blocks that it waits for.
+        self._missing: dict[RequestId, int] = {}
+        self._num_missing = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for blocks."""
+        return len(self._waiting)
+
+    @property
+    def num_reserved(self) -> int:
+        """Requests that hold blocks for a transfer."""
+        return len(self._missing)
+
+    @property
+    def is_receiving(self) -> bool:
+        """Whether blocks wait for a transfer: sequences may start to decode in any step."""
+        return self._num_missing > 0
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens of waiting requests that are to be computed here."""
+        return sum(request.prompt_sequence.num_prompt for request in self._waiting.values() if request.locally)
+
+    def add(self, request: ScheduledRequest) -> None:
+        """Queue a request for its blocks."""
+        self._waiting[request.request_id] = request
+
+    def admit_next(self, *, headroom: int) -> ScheduledRequest | None:
+        """Give the first request in the queue its blocks and move it on; None when it cannot have them now.
+
+        It becomes RESERVED, or COMPUTING when its prompt is computed here. `headroom` blocks stay free.
+        """
+        request = next(iter(self._waiting.values()), None)
+        if request is None:
+            return None
+        pool, sequence = self._blocks.pool, request.prompt_sequence
+        num_cached = pool.count_prefix(sequence.hash_full_blocks(pool.block_size))
+        num_missing = self._limits.capacity_for(pool.blocks_for(sequence.num_prompt) - num_cached)
+        locally = self._is_computed_here(request, sequence.num_prompt - num_cached * pool.block_size, num_missing)
+        if not locally and not self._may_receive(num_missing):
+            return None
+        if not self._blocks.admit(sequence, sequence.num_prompt + 1, headroom=headroom, recompute_last=locally):
+            return None
+        del self._waiting[request.request_id]
+        request.num_cached = sequence.num_computed
+        if locally:
+            request.advance(DecodeMove.COMPUTE)
+        else:
+            request.advance(DecodeMove.GRANT)
+            self._missing[request.request_id] = num_missing
+            self._num_missing += num_missing
+        return request
+
+    def remove(self, request: ScheduledRequest) -> None:
+        """Take a request out, with whatever blocks it holds. No effect on one that is not here."""
+        self._waiting.pop(request.request_id, None)
+        self._num_missing -= self._missing.pop(request.request_id, 0)
+
+    def check_integrity(self, requests: Collection[ScheduledRequest]) -> None:
+        """Assert that this holds exactly the WAITING and RESERVED ones of `requests`, in order, and counts right."""
+        phases = {phase: [r.request_id for r in requests if r.phase is phase] for phase in DecodePhase}
+        assert list(self._waiting) == phases[DecodePhase.WAITING], "the queue is out of order"
+        assert set(self._missing) == set(phases[DecodePhase.RESERVED]), "a reservation belongs to no request"
+        assert self._num_missing == sum(self._missing.values()), "missing blocks are miscounted"
+
+    def _is_computed_here(self, request: ScheduledRequest, num_uncached_tokens: int, num_missing: int) -> bool:
+        threshold = request.job.local_prefill_threshold
+        is_small = threshold > 0 and num_uncached_tokens <= threshold
+        return request.locally or is_small or num_missing > self._limits.max_receivable_blocks
+
+    def _may_receive(self, num_blocks: int) -> bool:
+        pool = self._blocks.pool
+        fits = self._num_missing + num_blocks <= self._limits.max_reserved_blocks
+        return fits or pool.num_free == pool.num_blocks

@@ -1,0 +1,73 @@
+"""What bounds the decode tier's policy, and how each of its members sees these bounds. Pure."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+
+from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.running import RunningLimits
+from pdserve.engine.sequence import SequenceLimits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReservationLimits:
+    """Bounds on the blocks that wait for transfers."""
+
+    #: Maximum number that waits at a time, unless a single request exceeds it on an otherwise empty worker.
+    max_reserved_blocks: int
+    #: Maximum number that can be received at a time; prompts that miss more are computed here.
+    max_receivable_blocks: int
+    #: Blocks that arrive together; a bundle that is cut short takes as much capacity as a full one.
+    bundle_blocks: int
+
+    def capacity_for(self, num_blocks: int) -> int:
+        """Receivable blocks that receiving `num_blocks` takes: whole bundles."""
+        return -(-num_blocks // self.bundle_blocks) * self.bundle_blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSchedulerConfig:
+    """Bounds on a step, on a sequence, and on the blocks that transfers may hold."""
+
+    limits: SequenceLimits
+    #: Maximum number of sequences that one step computes.
+    max_num_seqs: int = 256
+    #: Maximum number of prefill tokens that one step computes.
+    max_num_batched_tokens: int = 2048
+    #: Target duration of a step that computes prefill tokens alongside decoding sequences. Prefill advances by at
+    #: least a block per step, so a step can take longer.
+    itl_budget_s: float = 0.05
+    #: Share of all blocks that may wait for transfers. A request may exceed it when it is the only one on this worker.
+    max_reserved_share: float = 0.5
+    #: Maximum number of blocks in flight at a time, whatever the share.
+    max_receivable_blocks: int = sys.maxsize
+    #: Blocks that arrive together.
+    bundle_blocks: int = 1
+
+    def running_limits(self, pool: BlockPool) -> RunningLimits:
+        """Bounds on a step; `pool` has the size of a block."""
+        return RunningLimits(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            itl_budget_s=self.itl_budget_s,
+            min_prefill_tokens=min(pool.block_size, self.max_num_batched_tokens),
+        )
+
+    def reservation_limits(self, pool: BlockPool) -> ReservationLimits:
+        """Bounds on the blocks of `pool` that wait for transfers."""
+        share = int(self.max_reserved_share * pool.num_blocks)
+        return ReservationLimits(
+            max_reserved_blocks=min(share, self.max_receivable_blocks),
+            max_receivable_blocks=self.max_receivable_blocks,
+            bundle_blocks=self.bundle_blocks,
+        )
+
+    def limits_within(self, pool: BlockPool) -> SequenceLimits:
+        """Bounds on a sequence whose KV has to fit into `pool`.
+
+        A sequence that fills the whole pool ends (LENGTH) with one token more, whose KV is never needed. On its own it
+        could neither grow nor gain by preemption.
+        """
+        capacity = pool.num_blocks * pool.block_size
+        return replace(self.limits, max_model_len=min(self.limits.max_model_len, capacity + 1))
