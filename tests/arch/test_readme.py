@@ -51,6 +51,8 @@ SERVICE_CONFIGS: dict[str, type[Any]] = {
     "prefill_svc": PrefillConfig,
     "decode_svc": DecodeConfig,
 }
+#: One page; details belong to docs/internals.
+MAX_WORDS_OF_A_DECISION = 550
 #: Flags in our documents that belong to other programs.
 FOREIGN_FLAGS = {"--appendonly", "--cap-add", "--ipc", "--pid", "--save", "--shm-size", "--ulimit"}
 
@@ -317,6 +319,16 @@ def test_every_document_is_in_the_index() -> None:
     for path in (ROOT / "docs").rglob("*.md"):
         if path.parent.name != "decisions" and path != ROOT / "docs/README.md":
             assert f"({path.relative_to(ROOT / 'docs')})" in index
+
+
+def test_every_decision_is_one_page_and_in_the_index_with_its_status() -> None:
+    index = {row[0]: row[2] for row in _rows(_text("docs/decisions/README.md"))}
+    for path in sorted((ROOT / "docs/decisions").glob("0*.md")):
+        text = path.read_text(encoding="utf-8")
+        [status] = re.findall(r"^Status: (accepted|superseded by \[decision \d+\])", text, re.MULTILINE)
+        assert index[f"[{int(path.name[:4])}]({path.name})"] == re.sub(r"\[decision (\d+)\]", r"\1", status)
+        assert re.findall(r"^## (.+)$", text, re.MULTILINE) == ["Context", "Decision", "Consequences"], path.name
+        assert len(text.split()) <= MAX_WORDS_OF_A_DECISION, path.name
 
 
 @cache
