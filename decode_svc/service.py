@@ -1,4 +1,4 @@
-"""The decode tier's gRPC methods, and what each step's output means for the requests here."""
+"""The decode tier's connections and gRPC methods; routes the events of each step to the requests that they concern."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from decode_svc.config import DecodeConfig
 from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.scheduler_config import DecodeSchedulerConfig
-from decode_svc.session import DecodeSession, Event, Finished
+from decode_svc.session import ChoicesEnded, DecodeSession, SessionEvent
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import ReceiverIdentity
 from kvtransfer.handover.ticket import commit_from_proto
@@ -31,7 +31,7 @@ from pdserve.worker.serve.worker import Worker
 
 log = get_logger(__name__)
 
-#: How long a connection may be open without a request.
+#: Time for which a connection may be open without a request.
 _START_TIMEOUT_S = 10.0
 
 
@@ -58,8 +58,9 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             ),
         )
         self._worker = worker
-        self._sessions: Inboxes[Event] = Inboxes()
-        self._running: dict[RequestId, DecodeSession] = {}
+        self._inboxes: Inboxes[SessionEvent] = Inboxes()
+        #: Sessions that commits may come for.
+        self._sessions: dict[RequestId, DecodeSession] = {}
         self._receiver: Receiver | None = None
         self._config = config
         self._open = AsyncExitStack()
@@ -70,7 +71,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         pb_grpc.add_DecodeServiceServicer_to_server(self, server)
 
     async def start(self, grpc_address: str) -> str:
-        """Tickets can be handed out once it is known where commits are called."""
+        """Opens the receiver, whose tickets name the address for commits, and listens for routers."""
         worker = self._worker
         identity = ReceiverIdentity(
             worker_id=worker.worker_id,
@@ -89,21 +90,21 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         )
 
     def on_step(self, output: StepOutput) -> None:
-        """Hands a step's events to their requests, in order."""
+        """Passes a step's events to their requests, in order."""
         events = output.events
         in_order: tuple[Grant | RequestStarted | RequestTokens, ...] = (*events.grants, *events.started, *events.tokens)
         for event in in_order:
-            self._sessions.put(event.request_id, event)
+            self._inboxes.put(event.request_id, event)
         for failure in events.failures:
-            self._sessions.put(failure.request_id, Failed(error=failure.error))
+            self._inboxes.put(failure.request_id, Failed(error=failure.error))
         for request_id in events.finished:
-            self._sessions.put(request_id, Finished())
+            self._inboxes.put(request_id, ChoicesEnded())
 
     def on_layers(self, written: LayersWritten) -> None:
-        """Nothing is sent from here: plans do not ask for it."""
+        """Never called: plans of this tier request no reports."""
 
     async def close(self) -> None:
-        """Ends what is still being served."""
+        """Closes the connections of routers, then the transfers into this worker."""
         await self._open.aclose()
         if self._receiver is not None:
             await self._receiver.close()
@@ -114,39 +115,40 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             start = await self._start_of(stream)
             request_id = RequestId(start.ref.request_id)
             request_id_var.set(request_id)
-            async with self._sessions.open(request_id, start.ref.attempt) as inbox:
+            async with self._inboxes.open(request_id, start.ref.attempt) as inbox:
                 session = DecodeSession(
                     self._worker, self.scheduler, self.receiver, inbox, stream, lease_s=self._lease_s
                 )
-                self._running[request_id] = session
+                self._sessions[request_id] = session
                 try:
                     await session.run(self._job(start))
                 finally:
-                    del self._running[request_id]
+                    del self._sessions[request_id]
 
     async def _start_of(self, stream: MessageStream[pb.DecodeRequest]) -> pb.DecodeStart:
         try:
             first = await stream.read(_START_TIMEOUT_S)
         except TimeoutError:
-            raise RequestError(f"Nothing was asked within {_START_TIMEOUT_S:g} s.") from None
+            raise RequestError(
+                f"No request came within {_START_TIMEOUT_S:g} s of connecting. Send start as the first message."
+            ) from None
         if first is None:
             raise PeerLeft
-        if first.WhichOneof("command") != "start":
-            raise RequestError("The first message of a stream is start.")
+        if (kind := first.WhichOneof("command")) != "start":
+            raise RequestError(f"The stream starts with {kind or 'an empty message'}. Send start as its first message.")
         return first.start
 
     # DecodeService
     @rpc.method
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:  # noqa: N802
-        """A transfer is complete: verify it and let its sequences run."""
+        """Verifies a transfer that is complete, and lets its sequences run."""
         metrics = self._worker.metrics
         try:
             commit = commit_from_proto(request)
-            session = self._running.get(commit.request_id)
+            session = self._sessions.get(commit.request_id)
             if session is None:
-                raise StaleError(f"Request {commit.request_id} is not on this worker (any more).")
-            received = await self.receiver.commit(commit)
-            await session.activated
+                raise StaleError(f"Request {commit.request_id} is not on this worker. It has ended, or was never here.")
+            received = await session.commit(commit)
         except PdserveError as error:
             metrics.ended(reason_of(error))
             log.warning("commit_refused", reason=error)
@@ -157,7 +159,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
 
     @property
     def receiver(self) -> Receiver:
-        """Where transfers into this worker are kept."""
+        """Transfers into this worker."""
         assert self._receiver is not None, "requests come after start"
         return self._receiver
 

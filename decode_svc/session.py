@@ -9,10 +9,9 @@ from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import Received, Reservation
-from kvtransfer.handover.ticket import Ticket, ticket_to_proto
+from kvtransfer.handover.ticket import Commit, Ticket, ticket_to_proto
 from pdserve.base.errors import InvalidTransition, PdserveError, RequestError, StaleAttempt, StaleError, reason_of
 from pdserve.base.ids import RequestId
-from pdserve.base.logs import get_logger
 from pdserve.base.streams import MessageStream, PeerLeft
 from pdserve.base.tasks import service_group
 from pdserve.base.wire import tokens_to_wire
@@ -21,61 +20,83 @@ from pdserve.v1 import decode_pb2 as pb
 from pdserve.worker.serve.inboxes import Failed, Inbox
 from pdserve.worker.serve.worker import Worker
 
-log = get_logger(__name__)
-
-#: How long a router may leave a stream open that has nothing more to tell.
-#: Longer than a router waits for a prefill worker, whose first token it may still miss when ours have all arrived.
+#: Time a router has for closing the stream after the last token. It is longer than a router waits for a prefill worker,
+#: whose first token it may still miss when all of ours have arrived.
 _CLOSE_TIMEOUT_S = 30.0
-#: Of a router's commands, what may wait to be obeyed; each counts for its bytes and the overhead. A router sends one
-#: for each choice, and one with each sign of life from a prefill worker.
+#: Maximum size of the commands that wait to be handled; each counts for its bytes and the overhead. A router sends one
+#: for each choice, and one with each report of progress from a prefill worker.
 _MAX_COMMAND_BYTES, _COMMAND_OVERHEAD = 1 << 16, 128
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class ChoicesEnded:
     """The engine has ended every choice."""
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class RouterLeft:
     """The router has closed the stream."""
 
 
-Event = Grant | RequestStarted | RequestTokens | Finished | Left | pb.DecodeRequest
+#: Everything that a session's inbox takes, apart from failures.
+SessionEvent = Grant | Received | RequestStarted | RequestTokens | ChoicesEnded | RouterLeft | pb.DecodeRequest
+
+
+# A session's life: _Queued -> _Receiving -> _Runnable, or straight to _Runnable when the prompt is computed here.
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """The request waits for blocks, or computes its prompt without having been granted any."""
+
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Receiving:
+    """The request holds its blocks, and a prefill worker the ticket to fill them."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class _Runnable:
+    """Nothing but the batch is left to wait for: the KV was received, or the prompt is computed here."""
+
+    since: float
+    is_received: bool
 
 
 class DecodeSession:
-    """Reads its inbox until the request is over. Leaving `run`, however, frees everything the request holds here."""
+    """Handles its inbox until the request is over. However `run` ends, all that the request holds here is freed."""
 
     def __init__(
         self,
         worker: Worker,
         scheduler: DecodeScheduler,
         receiver: Receiver,
-        inbox: Inbox[Event],
+        inbox: Inbox[SessionEvent],
         stream: MessageStream[pb.DecodeRequest],
         *,
         lease_s: float,
     ) -> None:
         self._worker = worker
-        self._lease_s = lease_s
         self._scheduler = scheduler
         self._receiver = receiver
         self._inbox = inbox
         self._stream = stream
-        self._waiting_bytes = 0
+        self._lease_s = lease_s
         self._request_id = inbox.request_id
-        self._attempt = inbox.attempt
-        self._ticket: Ticket | None = None
+        self._waiting_bytes = 0
         self._opened_at = _now()
-        #: When nothing but the batch was left to wait for.
-        self._runnable_at = self._opened_at
-        #: Set when the transfer is verified; done when the sequences are queued to run.
-        self.activated: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._received = False
+        self._life: _Queued | _Receiving | _Runnable = _Queued(self._opened_at)
+        #: Set when received KV was activated, and when that will not happen any more.
+        self._activation_decided = asyncio.Event()
+        #: Why received KV is not active; None once it is.
+        self._not_active: PdserveError | None = StaleError(
+            f"Request {inbox.request_id} ended before its received KV was activated."
+        )
 
     async def run(self, job: DecodeJob) -> None:
-        """Raises what ended the request, if not its last token; that may be `PeerLeft`."""
+        """Raises the error that ended the request before its last token, possibly `PeerLeft`."""
         async with service_group() as tasks:
             reading = tasks.start(self._read(), name=f"commands {self._request_id}")
             try:
@@ -88,6 +109,18 @@ class DecodeSession:
             # router has not read yet would be lost with it.
             await asyncio.wait((reading,), timeout=_CLOSE_TIMEOUT_S)
 
+    async def commit(self, commit: Commit) -> Received:
+        """Waits until the transfer is verified and its sequences are queued to run.
+
+        Raises what `Receiver.commit` does, the error with which activation failed, or `StaleError` when the request
+        ended before it.
+        """
+        received = await self._receiver.commit(commit)
+        await self._activation_decided.wait()
+        if self._not_active is not None:
+            raise self._not_active
+        return received
+
     async def _read(self) -> None:
         while (command := await self._stream.read()) is not None:
             self._waiting_bytes += _cost(command)
@@ -95,18 +128,20 @@ class DecodeSession:
                 self._inbox.put(Failed(error=_flooded(self._request_id, self._waiting_bytes)))
                 return
             self._inbox.put(command)
-        # Not raised here: that would cancel what frees blocks, should it be at it.
-        self._inbox.put(Left())
+        # Not raised here: that would cancel the release of blocks, should it be in progress.
+        self._inbox.put(RouterLeft())
 
     async def _handle_next(self) -> bool:
         """Handles one event; True after the last."""
         match await self._inbox.next():
             case Grant() as grant:
-                await self._granted(grant)
+                await self._on_grant(grant)
+            case Received() as received:
+                await self._activate(received)
             case RequestStarted() as started:
-                await self._started(started)
+                await self._report_started(started)
             case RequestTokens() as new:
-                # While the last message was written there may have been more steps: one message tells of them all.
+                # More steps may have ended while the last message was written: one message reports them all.
                 choices = [
                     *new.choices,
                     *(choice for later in self._inbox.more(RequestTokens) for choice in later.choices),
@@ -115,14 +150,17 @@ class DecodeSession:
                 await self._stream.write(pb.DecodeResponse(tokens=tokens))
             case pb.DecodeRequest() as command:
                 self._waiting_bytes -= _cost(command)
-                await self._obey(command)
-            case Left():
+                await self._handle_command(command)
+            case RouterLeft():
                 raise PeerLeft
-            case Finished() | None:
+            case ChoicesEnded() | None:
                 return True
         return False
 
-    async def _granted(self, grant: Grant) -> None:
+    # Events of the engine and of the transfer.
+    async def _on_grant(self, grant: Grant) -> None:
+        if not isinstance(self._life, _Queued):
+            return  # A command to prefill locally was handled first: the blocks wait for no transfer.
         reservation = Reservation(
             request_id=self._request_id,
             block_ids=grant.block_table[grant.num_cached_blocks :],
@@ -131,10 +169,10 @@ class DecodeSession:
             on_received=self._on_received,
             on_expired=self._on_expired,
         )
-        self._ticket = await self._receiver.grant(reservation, attempt=self._attempt)
-        await self._hand_out(self._ticket)
+        await self._hand_out(await self._receiver.grant(reservation, attempt=self._inbox.attempt))
 
     async def _hand_out(self, ticket: Ticket) -> None:
+        self._life = _Receiving(ticket)
         granted = pb.TicketGranted(
             ticket=ticket_to_proto(ticket),
             cached_tokens=ticket.first_block * ticket.layout.block_size,
@@ -142,19 +180,39 @@ class DecodeSession:
         )
         await self._stream.write(pb.DecodeResponse(ticket=granted))
 
-    async def _started(self, started: RequestStarted) -> None:
+    def _on_received(self, received: Received) -> None:
+        """Decoding starts whether the prefill worker lives on or not: the session activates the KV by itself."""
+        self._life = _Runnable(_now(), is_received=True)
+        self._inbox.put(received)
+
+    def _on_expired(self, error: PdserveError) -> None:
+        self._worker.metrics.ended(reason_of(error))
+        self._inbox.put(Failed(error=error))
+
+    async def _activate(self, received: Received) -> None:
+        try:
+            await self._worker.run(lambda: self._scheduler.activate(self._request_id, received.first_tokens))
+        except PdserveError as error:
+            self._not_active = error
+            raise
+        self._not_active = None
+        self._activation_decided.set()
+
+    async def _report_started(self, started: RequestStarted) -> None:
+        assert not isinstance(self._life, _Receiving), "a request that waits for its KV is not computed"
         message = pb.DecodeStarted(
             prefilled_locally=started.prefilled_locally,
             cached_tokens=started.num_cached,
-            queue_s=_now() - self._runnable_at,
+            queue_s=_now() - self._life.since,
         )
         await self._stream.write(pb.DecodeResponse(started=message))
 
-    async def _obey(self, command: pb.DecodeRequest) -> None:
+    # Commands of the router.
+    async def _handle_command(self, command: pb.DecodeRequest) -> None:
         kind = command.WhichOneof("command")
         if kind == "keep_lease":
-            if self._ticket is not None:
-                self._receiver.keep_lease(self._ticket.transfer_id)
+            if isinstance(self._life, _Receiving):
+                self._receiver.keep_lease(self._life.ticket.transfer_id)
         elif kind == "stop_choice":
             choice = command.stop_choice.choice_index
             await self._worker.run(lambda: self._scheduler.stop_choice(self._request_id, choice))
@@ -163,64 +221,46 @@ class DecodeSession:
         elif kind == "prefill_locally":
             await self._prefill_locally(command.prefill_locally)
         else:
-            raise RequestError(f"The stream's first message is start; {kind or 'an empty message'} came later.")
+            raise RequestError(
+                f"Request {self._request_id} is being decoded already, but {kind or 'an empty message'} came. "
+                "Send start once, as the first message of the stream."
+            )
 
     async def _renew(self, attempt: int) -> None:
-        if self._ticket is None:
-            raise InvalidTransition(f"Request {self._request_id} has no ticket to renew.")
-        try:
-            self._ticket = await self._receiver.renew(self._ticket.transfer_id, attempt=attempt)
-        except StaleAttempt:
-            raise
-        except StaleError:
-            # The commit or the end of the lease won the race, and the event that says so is on its way.
-            return
-        self._attempt = attempt
-        await self._hand_out(self._ticket)
+        match self._life:
+            case _Receiving(ticket=ticket):
+                try:
+                    renewed = await self._receiver.renew(ticket.transfer_id, attempt=attempt)
+                except StaleAttempt:
+                    raise
+                except StaleError:
+                    # The commit or the end of the lease won the race, and its event is in the inbox.
+                    return
+                await self._hand_out(renewed)
+            case _Runnable(is_received=True):
+                return  # The commit won the race.
+            case _:
+                raise InvalidTransition(f"Request {self._request_id} has no ticket that could be renewed.")
 
     async def _prefill_locally(self, command: pb.PrefillLocally) -> None:
-        if self._ticket is not None:
-            await self._receiver.abort(self._ticket.transfer_id)
-        if self._received:
+        if isinstance(self._life, _Receiving):
+            await self._receiver.abort(self._life.ticket.transfer_id)
+        if self._has_received():
             return
-        self._ticket = None
-        self._attempt = command.attempt
-        self._runnable_at = _now()
+        self._life = _Runnable(_now(), is_received=False)
         forced = tuple(command.forced_first_tokens)
         await self._worker.run(lambda: self._scheduler.prefill_locally(self._request_id, forced))
 
-    def _on_received(self, received: Received) -> None:
-        """The blocks are verified: decoding starts with the next step, whether the prefill worker lives on or not."""
-        self._received = True
-        self._runnable_at = _now()
-        posted = self._worker.post(lambda: self._scheduler.activate(self._request_id, received.first_tokens))
-        activation = asyncio.wrap_future(posted)
-        activation.add_done_callback(self._on_activated)
-
-    def _on_expired(self, error: PdserveError) -> None:
-        self._worker.metrics.ended(reason_of(error))
-        self._inbox.put(Failed(error=error))
-
-    def _on_activated(self, activation: asyncio.Future[None]) -> None:
-        if activation.cancelled():
-            return
-        error = activation.exception()
-        if isinstance(error, PdserveError):
-            self._inbox.put(Failed(error=error))
-        if self.activated.done():
-            return
-        if error is None:
-            self.activated.set_result(None)
-        else:
-            self.activated.set_exception(error)
+    def _has_received(self) -> bool:
+        return isinstance(self._life, _Runnable) and self._life.is_received
 
     async def _release(self) -> None:
         try:
-            if self._ticket is not None:
-                # Before the blocks are freed: until it is quiet, the transfer may still write to them.
-                await self._receiver.abort(self._ticket.transfer_id)
+            if isinstance(self._life, _Receiving):
+                # Before the blocks are freed: until the transfer is quiet, it may still write to them.
+                await self._receiver.abort(self._life.ticket.transfer_id)
         finally:
-            self.activated.cancel()
+            self._activation_decided.set()
             await self._worker.run(lambda: self._scheduler.abort(self._request_id))
 
 
@@ -230,7 +270,8 @@ def _cost(command: pb.DecodeRequest) -> int:
 
 def _flooded(request_id: RequestId, waiting_bytes: int) -> RequestError:
     return RequestError(
-        f"Request {request_id}: {waiting_bytes} bytes of commands wait to be obeyed, and {_MAX_COMMAND_BYTES} may."
+        f"Request {request_id} has {waiting_bytes} bytes of commands waiting, limit {_MAX_COMMAND_BYTES}. "
+        "Send them more slowly."
     )
 
 
