@@ -7,13 +7,21 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.cluster import Cluster, running_cluster
+from tests.support.prefill_gate import PrefillGate
 
 
 @pytest.fixture(scope="session")
-def shared_fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def prefill_gate(tmp_path_factory: pytest.TempPathFactory) -> PrefillGate:
+    """Holds the fragile cluster's prefill workers in the middle of a prompt."""
+    return PrefillGate(tmp_path_factory.mktemp("prefill-gate"))
+
+
+@pytest.fixture(scope="session")
+def shared_fragile(tmp_path_factory: pytest.TempPathFactory, prefill_gate: PrefillGate) -> Iterator[Cluster]:
     """Small chunks, so that a long prompt is in many pieces when something breaks; a short lease, so that tests end."""
     flags = ("--dtype", "float32", "--kv-cache-memory", "512MiB", "--prefill", "2", "--max-num-batched-tokens", "64")
-    with running_cluster(tmp_path_factory.mktemp("fragile"), *flags, PDSERVE_DECODE__LEASE_S="5") as cluster:
+    environment = {"PDSERVE_DECODE__LEASE_S": "5", **prefill_gate.environment()}
+    with running_cluster(tmp_path_factory.mktemp("fragile"), *flags, **environment) as cluster:
         yield cluster
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
 import pytest
 
 from tests.support.cluster import MODEL, Cluster, WorkerView
+from tests.support.prefill_gate import PrefillGate
 
 pytestmark = pytest.mark.timeout(300)
 
 
 def _long_prompt(first: int, length: int = 1600) -> list[int]:
-    """Some seconds of prefill; token ids that no other test uses."""
+    """Many chunks of prefill; token ids that no other test uses."""
     return [first, *((first * 17 + 11 * place) % 40_000 + 100 for place in range(1, length))]
 
 
@@ -34,39 +37,52 @@ async def _trace(client: openai.AsyncOpenAI, cluster: Cluster, request_id: str) 
     return await client.get(f"{cluster.base_url}/v1/requests/{request_id}/trace", cast_to=object)
 
 
-async def test_a_killed_prefill_worker_is_replaced_by_another_and_the_answer_is_the_same(fragile: Cluster) -> None:
+@asynccontextmanager
+async def _held_in_prefill(
+    cluster: Cluster, gate: PrefillGate, client: openai.AsyncOpenAI, prompt: list[int]
+) -> AsyncIterator[tuple[asyncio.Task[str], WorkerView]]:
+    """A request in the middle of its prefill, and the worker that computes it; held there until the gate opens."""
+    with gate.closed():
+        request = asyncio.create_task(_text(client, prompt))
+        busy = await cluster.until_async(lambda: _busy_prefill(cluster), "a prefill worker computes")
+        assert busy is not None
+        yield request, busy
+
+
+async def test_a_killed_prefill_worker_is_replaced_by_another_and_the_answer_is_the_same(
+    fragile: Cluster, prefill_gate: PrefillGate
+) -> None:
     prompt = _long_prompt(2001)
     async with fragile.async_client() as client:
-        request = asyncio.create_task(_text(client, prompt))
-        busy = await fragile.until_async(lambda: _busy_prefill(fragile), "a prefill worker computes")
-        assert busy is not None
-        fragile.kill(busy.worker_id)
+        async with _held_in_prefill(fragile, prefill_gate, client, prompt) as (request, busy):
+            fragile.kill(busy.worker_id)
         disturbed = await request
         await fragile.until_async(lambda: len(fragile.workers("prefill")) == 2, "restarted", timeout_s=60)
         assert await _text(client, prompt) == disturbed
 
 
-async def test_with_every_prefill_worker_killed_the_decode_worker_prefills(fragile: Cluster) -> None:
+async def test_with_every_prefill_worker_killed_the_decode_worker_prefills(
+    fragile: Cluster, prefill_gate: PrefillGate
+) -> None:
+    router = f"127.0.0.1:{fragile.port}"
+    fallbacks = fragile.metric(router, "pdserve_prefill_fallbacks_total")
     prompt = _long_prompt(2002, 800)
     async with fragile.async_client() as client:
-        request = asyncio.create_task(_text(client, prompt))
-        await fragile.until_async(lambda: _busy_prefill(fragile), "a prefill worker computes")
-        for name in ("prefill-0", "prefill-1"):
-            fragile.kill(name)
-        disturbed = await request
+        async with _held_in_prefill(fragile, prefill_gate, client, prompt) as (request, _):
+            for name in ("prefill-0", "prefill-1"):
+                fragile.kill(name)
+            # With the gate closed, no prefill worker that is started again can have computed it.
+            disturbed = await request
         await fragile.until_async(lambda: len(fragile.workers("prefill")) == 2, "restarted", timeout_s=60)
         assert await _text(client, prompt) == disturbed
-    router = f"127.0.0.1:{fragile.port}"
-    assert fragile.metric(router, "pdserve_prefill_fallbacks_total") > 0
+    assert fragile.metric(router, "pdserve_prefill_fallbacks_total") > fallbacks
 
 
-async def test_a_frozen_prefill_worker_is_given_up_after_the_lease(fragile: Cluster) -> None:
+async def test_a_frozen_prefill_worker_is_given_up_after_the_lease(fragile: Cluster, prefill_gate: PrefillGate) -> None:
     prompt = _long_prompt(2003)
     async with fragile.async_client() as client:
-        request = asyncio.create_task(_text(client, prompt))
-        busy = await fragile.until_async(lambda: _busy_prefill(fragile), "a prefill worker computes")
-        assert busy is not None
-        process = fragile.kill(busy.worker_id, signal.SIGSTOP)
+        async with _held_in_prefill(fragile, prefill_gate, client, prompt) as (request, busy):
+            process = fragile.kill(busy.worker_id, signal.SIGSTOP)
         try:
             disturbed = await request
         finally:
@@ -107,10 +123,14 @@ async def test_a_killed_decode_worker_ends_its_streams_with_an_error_and_is_rest
         assert await _text(client, _long_prompt(2200, 100))
 
 
-async def test_a_decode_worker_killed_before_the_first_token_is_a_clean_error(fragile: Cluster) -> None:
-    async with fragile.async_client() as client:
-        request = asyncio.create_task(_text(client, _long_prompt(2300)))
-        await fragile.until_async(lambda: _busy_prefill(fragile), "a prefill worker computes")
+async def test_a_decode_worker_killed_before_the_first_token_is_a_clean_error(
+    fragile: Cluster, prefill_gate: PrefillGate
+) -> None:
+    prompt = _long_prompt(2300)
+    async with (
+        fragile.async_client() as client,
+        _held_in_prefill(fragile, prefill_gate, client, prompt) as (request, _),
+    ):
         fragile.kill("decode-0")
         with pytest.raises(openai.APIStatusError) as caught:
             await request
@@ -118,21 +138,38 @@ async def test_a_decode_worker_killed_before_the_first_token_is_a_clean_error(fr
     assert "decode" in caught.value.message
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-async def test_a_client_that_leaves_stops_the_compute_on_both_tiers(fragile: Cluster, phase: str) -> None:
-    async with fragile.async_client() as client:
-        request = asyncio.create_task(_text(client, _long_prompt(2400 + len(phase), 900), max_tokens=4000))
-        if phase == "prefill":
-            await fragile.until_async(lambda: _busy_prefill(fragile), "a prefill worker computes")
-        else:
-            before = fragile.worker_metric("decode", "pdserve_generation_tokens_total")
-            await fragile.until_async(
-                lambda: fragile.worker_metric("decode", "pdserve_generation_tokens_total") > before + 3, "it decodes"
-            )
+async def test_a_client_that_leaves_during_prefill_stops_the_compute_on_both_tiers(
+    fragile: Cluster, prefill_gate: PrefillGate
+) -> None:
+    prompt = _long_prompt(2407, 900)
+    async with (
+        fragile.async_client() as client,
+        _held_in_prefill(fragile, prefill_gate, client, prompt) as (request, _),
+    ):
         request.cancel()
         with pytest.raises(asyncio.CancelledError):
             await request
-    fragile.wait_idle(timeout_s=5)
+        # With the gate still closed: not because the prompt was computed to its end.
+        await asyncio.to_thread(fragile.wait_idle)
+
+
+async def test_a_client_that_leaves_during_decode_stops_the_compute_on_both_tiers(fragile: Cluster) -> None:
+    generated = fragile.worker_metric("decode", "pdserve_generation_tokens_total")
+    max_tokens = 4000
+    async with fragile.async_client() as client:
+        stream = await client.completions.create(
+            model=MODEL,
+            prompt=_long_prompt(2406, 900),
+            max_tokens=max_tokens,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        for _ in range(4):
+            await anext(stream)
+        await stream.close()
+    fragile.wait_idle()
+    assert fragile.worker_metric("decode", "pdserve_generation_tokens_total") < generated + max_tokens
 
 
 async def test_a_storm_of_disconnects_leaves_nothing_behind(fragile: Cluster) -> None:
