@@ -1,4 +1,4 @@
-"""`pdserve chat`: talks to a running cluster in the terminal, or answers one question."""
+"""`pdserve chat`: holds a conversation with a running cluster in the terminal, or asks one question."""
 
 from __future__ import annotations
 
@@ -8,36 +8,39 @@ import importlib
 import signal
 import sys
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.base.config import load, option
 from pdserve.base.errors import PdserveError, SetupError
-from pdserve.cli.chat_client import Answer, Message, first_model, stream_answer
+from pdserve.cli.chat_client import Answer, ChatMessage, first_model, stream_answer
+from pdserve.cli.repetition import RepetitionDetector
 from pdserve.cli.router_client import DEFAULT_BASE_URL, get, normal_base_url
 from pdserve.cli.stop_signals import finished_before
 
 _INTERRUPTED = 130
+_SHOWN_UNIT_CHARS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatConfig:
-    """What `pdserve chat` needs to know."""
+    """Settings of `pdserve chat`."""
 
     prompt: str | None = option(
-        None, help="a question to answer; without it and with a terminal, a conversation", positional=True
+        None, help="question to ask; without one, standard input, or on a terminal a conversation", positional=True
     )
     base_url: str = option(DEFAULT_BASE_URL, help="address of the router", metavar="URL")
-    model: str | None = option(None, help="model to ask; the router's when absent", metavar="NAME")
-    system: str | None = option(None, help="instructions put before the conversation", metavar="TEXT")
-    temperature: float | None = option(None, help="0 is greedy; the model's own when absent", minimum=0)
-    top_p: float | None = option(None, help="share of probability to sample from; the model's own when absent")
-    max_tokens: int | None = option(None, help="longest answer in tokens", metavar="N", minimum=1)
-    seed: int | None = option(None, help="the same seed gives the same answer", metavar="N")
-    stats: bool = option(False, help="show TTFT and tokens per second after each answer")
+    model: str | None = option(None, help="name of the model; default: the router's", metavar="NAME")
+    system: str | None = option(None, help="instructions that precede the conversation", metavar="TEXT")
+    temperature: float | None = option(None, help="sampling temperature, 0 for greedy; default: the model's", minimum=0)
+    top_p: float | None = option(None, help="cumulative probability to sample from; default: the model's")
+    max_tokens: int = option(1024, help="maximum length of an answer in tokens", metavar="N", minimum=1)
+    stop_repetition: bool = option(True, help="stop an answer that keeps repeating itself")
+    seed: int | None = option(None, help="seed of sampling; the same seed gives the same answer", metavar="N")
+    stats: bool = option(False, help="show TTFT, tokens per second and the request id after each answer")
 
     def request(self, model: str) -> dict[str, object]:
-        """The request body without its messages."""
+        """Fields of the request body apart from the messages."""
         fields = {
             "model": model,
             "temperature": self.temperature,
@@ -49,66 +52,68 @@ class ChatConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Answers the question given as argument or on standard input, else holds a conversation."""
+    """Asks the question given as argument or on standard input, else holds a conversation. Raises `PdserveError`."""
     config = load(ChatConfig, "chat", argv, description=__doc__)
     base_url = normal_base_url(config.base_url)
     question = one_shot_question(config.prompt, None if sys.stdin.isatty() else sys.stdin.read())
-    request = config.request(config.model or first_model(get(base_url, "/v1/models")))
-    chat = Conversation(base_url=base_url, request=request, system=config.system, stats=config.stats)
+    model = config.model or first_model(get(base_url, "/v1/models"))
+    chat = Conversation(config, base_url, model)
     if question is not None:
         return 0 if chat.ask(question) else _INTERRUPTED
-    print(f"{request['model']} at {base_url}. Ctrl-C stops an answer, /clear starts anew, Ctrl-D leaves.")
+    print(f"{model} at {base_url}. Ctrl-C stops an answer, /clear starts a new conversation, Ctrl-D quits.")
     return _converse(chat)
 
 
 def one_shot_question(prompt: str | None, piped: str | None) -> str | None:
-    """The question from the argument and what was piped in, which follows it; None to hold a conversation.
+    """The question: the argument followed by the piped text, if any; None to hold a conversation.
 
     Raises `SetupError` when there is neither a question nor a terminal.
     """
     if piped is None:
         return prompt
-    parts = [part for part in (prompt, piped.strip()) if part]
-    if not parts:
-        raise SetupError("There is no question: standard input is empty.")
-    return "\n\n".join(parts)
+    texts = [text for text in (prompt, piped.strip()) if text]
+    if not texts:
+        raise SetupError("There is no question: standard input is empty. Give one as argument or pipe it in.")
+    return "\n\n".join(texts)
 
 
 class Conversation:
-    """What has been said, and the way to say more."""
+    """A conversation with one model: its messages so far, and asking for the next."""
 
-    def __init__(self, *, base_url: str, request: Mapping[str, object], system: str | None, stats: bool) -> None:
+    def __init__(self, config: ChatConfig, base_url: str, model: str) -> None:
+        self._config = config
         self._base_url = base_url
-        self._request = request
-        self._start = [Message(role="system", content=system)] if system else []
+        self._request = config.request(model)
+        self._start = [ChatMessage(role="system", content=config.system)] if config.system else []
         self._messages = list(self._start)
-        self._stats = stats
 
     def clear(self) -> None:
-        """Forgets everything but the system's instructions."""
+        """Removes all messages except the system's instructions."""
         self._messages = list(self._start)
 
     def ask(self, question: str) -> bool:
-        """Streams the answer to standard output; False when Ctrl-C stopped it. What had come by then stays said.
+        """Streams the answer to standard output; False when Ctrl-C stopped it. The text up to then is kept.
 
-        Raises `PdserveError`; the question then counts as not asked.
+        Raises `PdserveError`; the question is then not part of the conversation.
         """
         answer = Answer()
-        messages = [*self._messages, Message(role="user", content=question)]
+        messages = [*self._messages, ChatMessage(role="user", content=question)]
         finished = False
-        with contextlib.suppress(KeyboardInterrupt):  # one that came before the loop listened for it
+        with contextlib.suppress(KeyboardInterrupt):  # It arrived before the loop listened for it.
             finished = asyncio.run(self._stream(messages, answer))
         print(flush=True)
-        self._messages = [*messages, Message(role="assistant", content=answer.text)]
-        if self._stats:
+        self._messages = [*messages, ChatMessage(role="assistant", content=answer.text)]
+        if (notice := cut_notice(answer, self._config.max_tokens)) is not None:
+            print(f"[{notice}]", file=sys.stderr)
+        if self._config.stats:
             print(f"[{answer.describe()}]", file=sys.stderr)
         return finished
 
-    async def _stream(self, messages: Sequence[Message], answer: Answer) -> bool:
+    async def _stream(self, messages: Sequence[ChatMessage], answer: Answer) -> bool:
         """Prints the answer; False when Ctrl-C came first.
 
-        The loop itself listens for the signal: `asyncio.run` alone loses one that arrives just before it falls asleep.
-        A second one interrupts whatever does not stop.
+        The loop itself handles the signal: `asyncio.run` alone loses one that arrives just before it waits. A second
+        Ctrl-C interrupts code that does not stop.
         """
         loop, stopped = asyncio.get_running_loop(), asyncio.Event()
 
@@ -119,20 +124,41 @@ class Conversation:
         loop.add_signal_handler(signal.SIGINT, stop)
         return await finished_before(stopped, self._print(messages, answer))
 
-    async def _print(self, messages: Sequence[Message], answer: Answer) -> None:
+    async def _print(self, messages: Sequence[ChatMessage], answer: Answer) -> None:
+        detector = RepetitionDetector() if self._config.stop_repetition else None
         async with contextlib.aclosing(stream_answer(self._base_url, self._request, messages, answer)) as pieces:
             async for text in pieces:
                 sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
                 sys.stdout.flush()
+                if detector is not None:
+                    answer.repetition = detector.feed(text)
+                    if answer.repetition is not None:
+                        return  # Closes the stream, which cancels the request.
+
+
+def cut_notice(answer: Answer, max_tokens: int) -> str | None:
+    """Why the answer is incomplete, and the flag that lets it go on; None for a complete answer."""
+    if answer.repetition is not None:
+        unit = printable(answer.repetition.unit).strip(" ,;:")
+        shown = unit if len(unit) <= _SHOWN_UNIT_CHARS else f"{unit[:_SHOWN_UNIT_CHARS]}..."
+        return (
+            f"The answer was stopped: it repeats {shown!r} ({answer.repetition.count} times). "
+            "Use --no-stop-repetition to let it go on."
+        )
+    if answer.finish_reason != "length":
+        return None
+    if answer.completion_tokens is not None and answer.completion_tokens < max_tokens:
+        return f"The answer was cut at {answer.completion_tokens} tokens: the model's context is full."
+    return f"The answer was cut at {max_tokens} tokens. Use --max-tokens for a higher limit."
 
 
 def printable(text: str) -> str:
-    """Without control characters: a model's words must not move the cursor or rename the window."""
+    """Removes control characters: a model's output must not move the cursor or rename the window."""
     return "".join(character for character in text if unicodedata.category(character) != "Cc" or character in "\n\t")
 
 
 def _converse(chat: Conversation) -> int:
-    """Question and answer until Ctrl-D."""
+    """Reads questions and prints answers until Ctrl-D."""
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # gives `input` line editing and history
     while True:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
 from pdserve.base.errors import PdserveError
-from pdserve.cli.router_client import error_message, unreachable
+from pdserve.cli.repetition import Repetition
+from pdserve.cli.router_client import error_message, error_param, unreachable
 
 _CONNECT_TIMEOUT_S = 5.0
 _SILENCE_TIMEOUT_S = 300.0
@@ -26,20 +29,20 @@ class _Choice(BaseModel):
     finish_reason: str | None = None
 
 
-class _Usage(BaseModel):
+class _TokenUsage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
 
 
-class _Chunk(BaseModel):
+class _CompletionChunk(BaseModel):
     id: str = ""
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: _TokenUsage | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """One turn of the conversation."""
+class ChatMessage:
+    """One message of the conversation."""
 
     role: str
     content: str
@@ -47,7 +50,7 @@ class Message:
 
 @dataclass(slots=True)
 class Answer:
-    """An answer while it arrives; what has arrived stays when the stream is stopped."""
+    """An answer while it arrives. Text that has arrived is kept when the stream is stopped."""
 
     text: str = ""
     request_id: str = ""
@@ -57,29 +60,32 @@ class Answer:
     started_at: float = field(default_factory=time.monotonic)
     first_at: float | None = None
     last_at: float | None = None
+    #: Set when the stream was closed because of it.
+    repetition: Repetition | None = None
 
     def describe(self) -> str:
-        """TTFT and speed in one line, as far as they are known."""
+        """TTFT, speed and request id in one line, as far as they are known."""
         if self.first_at is None or self.last_at is None:
             return "no tokens"
-        parts = [f"TTFT {(self.first_at - self.started_at) * 1000:.0f} ms"]
+        figures = [f"TTFT {(self.first_at - self.started_at) * 1000:.0f} ms"]
         if self.completion_tokens is not None:
-            parts.append(f"{self.completion_tokens} tokens")
+            figures.append(f"{self.completion_tokens} tokens")
             if self.completion_tokens > 1 and self.last_at > self.first_at:
-                parts.append(f"{(self.completion_tokens - 1) / (self.last_at - self.first_at):.1f} tokens/s")
+                figures.append(f"{(self.completion_tokens - 1) / (self.last_at - self.first_at):.1f} tokens/s")
         if self.request_id:
-            parts.append(f"pdserve trace {self.request_id}")
-        return "   ".join(parts)
+            figures.append(f"pdserve trace {self.request_id}")
+        return "   ".join(figures)
 
 
 async def stream_answer(
-    base_url: str, request: Mapping[str, object], messages: Sequence[Message], answer: Answer
+    base_url: str, request: Mapping[str, object], messages: Sequence[ChatMessage], answer: Answer
 ) -> AsyncGenerator[str, None]:
     """Yields pieces of text as they arrive and keeps `answer` up to date.
 
-    `request` holds the model and the sampling parameters. Raises `PeerLost` when the router does not answer and
-    `PdserveError` with its words when it refuses or the stream fails. Leaving the iteration closes the connection,
-    which cancels the request.
+    `request` holds the model and the sampling parameters. Its `max_tokens` is an upper bound: where the context has
+    fewer tokens left, the answer may take those. Leaving the iteration closes the connection, which cancels the
+    request. Raises `PeerLost` when the router does not answer, and `PdserveError` with its message when it refuses or
+    the stream fails.
     """
     body = {
         **request,
@@ -91,11 +97,8 @@ async def stream_answer(
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
-            session.post(f"{base_url}/v1/chat/completions", json=body) as response,
+            _open_stream(session, f"{base_url}/v1/chat/completions", body) as response,
         ):
-            if response.status != 200:
-                refusal = error_message(await response.read())
-                raise PdserveError(refusal or f"The router answered {response.status} {response.reason}.")
             async for line in response.content:
                 if text := _take(line, answer):
                     yield text
@@ -103,17 +106,36 @@ async def stream_answer(
         raise unreachable(base_url, error) from error
 
 
+@asynccontextmanager
+async def _open_stream(
+    session: aiohttp.ClientSession, url: str, body: dict[str, object]
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """The response to `body`, or to the body without `max_tokens` if the context is too short for that many.
+
+    Raises `PdserveError` when the router refuses.
+    """
+    async with AsyncExitStack() as stack:
+        response = await stack.enter_async_context(session.post(url, json=body))
+        if response.status == HTTPStatus.BAD_REQUEST and error_param(await response.read()) == "max_tokens":
+            shorter = {name: value for name, value in body.items() if name != "max_tokens"}
+            response = await stack.enter_async_context(session.post(url, json=shorter))
+        if response.status != HTTPStatus.OK:
+            refusal = error_message(await response.read())
+            raise PdserveError(refusal or f"The router answered {response.status} {response.reason}.")
+        yield response
+
+
 def _take(line: bytes, answer: Answer) -> str:
-    """One line of the event stream; the text it adds, which may be empty."""
+    """Takes one line of the event stream into `answer`; returns the text it adds, which may be empty."""
     if not line.startswith(b"data:") or line.strip() == b"data: [DONE]":
         return ""
     data = line.removeprefix(b"data:")
     if failure := error_message(data):
         raise PdserveError(failure)
     try:
-        chunk = _Chunk.model_validate_json(data)
+        chunk = _CompletionChunk.model_validate_json(data)
     except ValidationError as error:
-        raise PdserveError(f"The stream holds something else than a chat completion: {data[:100]!r}.") from error
+        raise PdserveError(f"The stream contains something other than a chat completion: {data[:100]!r}.") from error
     answer.request_id = chunk.id or answer.request_id
     if chunk.usage is not None:
         answer.prompt_tokens = chunk.usage.prompt_tokens
@@ -128,8 +150,8 @@ def _take(line: bytes, answer: Answer) -> str:
 
 
 def first_model(models: bytes) -> str:
-    """The name of the model in the answer of `GET /v1/models`. Raises `PdserveError` when there is none."""
+    """Name of the first model in the answer of `GET /v1/models`. Raises `PdserveError` when there is none."""
     try:
         return str(json.loads(models)["data"][0]["id"])
     except (ValueError, LookupError, TypeError) as error:
-        raise PdserveError("The router names no model at /v1/models; give one with --model.") from error
+        raise PdserveError("The router lists no model at /v1/models. Give one with --model.") from error

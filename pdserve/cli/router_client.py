@@ -1,4 +1,4 @@
-"""Asks a running router over HTTP: small and quick to import, for commands that ask once."""
+"""A small HTTP client of the router that imports quickly, for commands that send one request."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def normal_base_url(text: str) -> str:
-    """`http://host:port` from what users write: without scheme, with a slash or `/v1` at the end."""
+    """Normalizes an address to `http://host:port`. The scheme may be missing; a final slash or `/v1` is removed."""
     url = text if "://" in text else f"http://{text}"
     try:
-        parts = urlsplit(url)
-        parts.port  # noqa: B018  reading it checks it
+        address = urlsplit(url)
+        address.port  # noqa: B018  reading it checks it
     except ValueError as error:
         raise SetupError(f"{text!r} is not an address such as {DEFAULT_BASE_URL}: {error}.") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if address.scheme not in ("http", "https") or not address.hostname:
         raise SetupError(f"{text!r} is not an address such as {DEFAULT_BASE_URL}.")
     return url.rstrip("/").removesuffix("/v1")
 
 
 def get(base_url: str, path: str) -> bytes:
-    """The body of `GET path`. Raises `PeerLost` when nobody answers, `NotFound`, or `PdserveError` for other refusals.
+    """The body of `GET path`. Raises `PeerLost` without an answer, `NotFound`, or `PdserveError` for other refusals.
 
-    Proxies are not used: the router is a neighbour, and a proxy that cannot see it would hide that.
+    Proxies are not used: the router is close by, and a proxy that cannot reach it would hide the cause.
     """
-    parts = urlsplit(base_url)
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    address = urlsplit(base_url)
+    kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
     try:
-        connection = kind(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
+        connection = kind(address.hostname or "", address.port, timeout=_TIMEOUT_S)
         try:
-            connection.request("GET", parts.path + path, headers={"Accept": "application/json"})
+            connection.request("GET", address.path + path, headers={"Accept": "application/json"})
             response = connection.getresponse()
             status, body = response.status, response.read()
         finally:
@@ -55,12 +55,12 @@ def get(base_url: str, path: str) -> bytes:
 
 
 def get_model(base_url: str, path: str, model: type[Model]) -> Model:
-    """The answer of `GET path`, parsed. Raises what `get` does, and `PdserveError` when it is something else."""
+    """The parsed answer of `GET path`. Raises what `get` raises, and `PdserveError` when it cannot be parsed."""
     return parse(get(base_url, path), model, base_url + path)
 
 
 def parse(body: bytes, model: type[Model], url: str) -> Model:
-    """The body of an answer of `url`. Raises `PdserveError` when it is something else."""
+    """Parses the body that `url` answered. Raises `PdserveError` when it is not a `model`."""
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -73,7 +73,7 @@ def unreachable(base_url: str, error: Exception) -> PeerLost:
     """The error for a router that does not answer."""
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return PeerLost(
-        f"Cannot reach {base_url}: {reason}. Is `pdserve up` running? Another address goes into --base-url."
+        f"Cannot reach {base_url}: {reason}. Is `pdserve up` running? Give another address with --base-url."
     )
 
 
@@ -86,3 +86,12 @@ def error_message(body: bytes) -> str:
     error = content.get("error") if isinstance(content, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
     return message if isinstance(message, str) else ""
+
+
+def error_param(body: bytes) -> str:
+    """The request field that an OpenAI-style error body names; empty when there is none."""
+    try:
+        param = json.loads(body)["error"]["param"]
+    except (ValueError, LookupError, TypeError):
+        return ""
+    return param if isinstance(param, str) else ""

@@ -1,4 +1,4 @@
-"""A router's HTTP answers without a router, in a thread."""
+"""A fake router that answers over HTTP, in a thread."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass
 class FakeRouter:
-    """What it answers, and what it was asked."""
+    """The answers of the router, and the requests it received."""
 
     pages: Mapping[str, tuple[int, object]] = field(default_factory=dict)
-    #: Texts streamed as an answer; after "STALL" nothing comes until the client has gone.
+    #: Texts streamed as an answer; "STALL" waits until the client has gone, and ends the answer.
     pieces: list[str] = field(default_factory=lambda: ["Hel", "lo"])
-    refusal: tuple[int, object] | None = None
+    finish_reason: str = "stop"
+    #: Tokens of the answer as its usage reports them; the number of pieces if None.
+    completion_tokens: int | None = None
+    #: Status and body with which the first requests are refused, one each.
+    refusals: list[tuple[int, object]] = field(default_factory=list)
     bodies: list[dict[str, object]] = field(default_factory=list)
     disconnected: threading.Event = field(default_factory=threading.Event)
     base_url: str = ""
@@ -26,7 +30,7 @@ class FakeRouter:
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that has left, as clients do after an error, is no news."""
+        """Ignores clients that have left, as they do after an error."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
@@ -40,24 +44,34 @@ def running(router: FakeRouter) -> Iterator[FakeRouter]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             router.bodies.append(body)
-            if router.refusal is not None:
-                self._answer(*router.refusal)
+            if router.refusals:
+                self._answer(*router.refusals.pop(0))
                 return
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.end_headers()
             self._event({"id": "chatcmpl-1", "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+            try:
+                self._stream()
+            except ConnectionError:
+                router.disconnected.set()
+                raise
+
+        def _stream(self) -> None:
             for piece in router.pieces:
                 if piece == "STALL":
-                    self.rfile.read(1)  # returns when the client closes
+                    self.rfile.read(1)  # Returns when the client closes the connection.
                     router.disconnected.set()
                     return
                 if piece.startswith("ERROR "):
                     self._event({"error": {"message": piece.removeprefix("ERROR ")}})
                 else:
                     self._event({"id": "chatcmpl-1", "choices": [{"index": 0, "delta": {"content": piece}}]})
-            self._event({"id": "chatcmpl-1", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-            self._event({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": len(router.pieces)}})
+            self._event(
+                {"id": "chatcmpl-1", "choices": [{"index": 0, "delta": {}, "finish_reason": router.finish_reason}]}
+            )
+            completion_tokens = router.completion_tokens or len(router.pieces)
+            self._event({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": completion_tokens}})
             self.wfile.write(b"data: [DONE]\n\n")
 
         def _event(self, value: object) -> None:

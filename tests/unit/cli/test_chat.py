@@ -1,4 +1,4 @@
-"""`pdserve chat` against a router that streams what it is told to."""
+"""`pdserve chat` against a fake router that streams what a test wants."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import pytest
 
 from pdserve.base.errors import SetupError
 from pdserve.cli.__main__ import main
-from pdserve.cli.chat import one_shot_question, printable
+from pdserve.cli.chat import cut_notice, one_shot_question, printable
 from pdserve.cli.chat_client import Answer
+from pdserve.cli.repetition import Repetition
 from tests.unit.cli.fake_router import FakeRouter, running
 
 MODELS = {"/v1/models": (200, {"object": "list", "data": [{"id": "tiny"}]})}
@@ -25,7 +26,7 @@ DEADLINE_S = 20.0
 
 
 class Terminal(io.StringIO):
-    """Standard input of a person who typed nothing yet."""
+    """Standard input of a user who has typed nothing yet."""
 
     def isatty(self) -> bool:
         return True
@@ -36,7 +37,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", Terminal())
 
 
-def test_one_question_is_answered_and_asked_as_the_flags_say(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_question_is_sent_with_the_settings_of_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeRouter(MODELS)) as router:
         flags = ["--system", "Be brief.", "--temperature", "0", "--max-tokens", "9", "--seed", "3"]
         assert main(["chat", "Hello?", "--base-url", router.base_url, *flags]) == 0
@@ -54,13 +55,69 @@ def test_one_question_is_answered_and_asked_as_the_flags_say(capsys: pytest.Capt
     ]
 
 
-def test_a_given_model_is_not_looked_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_given_model_is_used_without_asking_for_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeRouter()) as router:
         assert main(["chat", "Hello?", "--model", "mine", "--base-url", router.base_url]) == 0
     assert router.bodies[0]["model"] == "mine"
 
 
-def test_what_is_piped_in_follows_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_bounded_unless_a_flag_says_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeRouter(MODELS, finish_reason="length", completion_tokens=1024)) as router:
+        assert main(["chat", "Hello?", "--base-url", router.base_url]) == 0
+    assert router.bodies[0]["max_tokens"] == 1024
+    captured = capsys.readouterr()
+    assert captured.out == "Hello\n"
+    assert captured.err == "[The answer was cut at 1024 tokens. Use --max-tokens for a higher limit.]\n"
+
+
+def test_where_the_context_is_shorter_than_the_bound_the_answer_may_fill_it(capsys: pytest.CaptureFixture[str]) -> None:
+    too_long = (400, {"error": {"message": "The context holds 64.", "param": "max_tokens"}})
+    with running(FakeRouter(MODELS, refusals=[too_long], finish_reason="length", completion_tokens=60)) as router:
+        assert main(["chat", "Hello?", "--base-url", router.base_url]) == 0
+    first, second = router.bodies
+    assert first == second | {"max_tokens": 1024}
+    assert capsys.readouterr().err == "[The answer was cut at 60 tokens: the model's context is full.]\n"
+
+
+def test_other_refusals_are_not_retried(capsys: pytest.CaptureFixture[str]) -> None:
+    too_long = (400, {"error": {"message": "The prompt is too long.", "param": "messages"}})
+    with running(FakeRouter(MODELS, refusals=[too_long])) as router:
+        assert main(["chat", "Hello?", "--base-url", router.base_url]) == 1
+    assert len(router.bodies) == 1
+    assert capsys.readouterr().err == "error: The prompt is too long.\n"
+
+
+def test_an_answer_that_repeats_itself_is_stopped_and_its_request_cancelled(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pieces = ["I know: ", *["il Coriobella, "] * 100, "STALL"]
+    with running(FakeRouter(MODELS, pieces=pieces)) as router:
+        assert main(["chat", "Hello?", "--base-url", router.base_url]) == 0
+        assert router.disconnected.wait(DEADLINE_S)
+    captured = capsys.readouterr()
+    count = captured.out.count("il Coriobella, ")
+    assert 4 <= count < 100
+    assert captured.err == (
+        f"[The answer was stopped: it repeats 'il Coriobella' ({count} times). "
+        "Use --no-stop-repetition to let it go on.]\n"
+    )
+
+
+def test_repetition_is_let_through_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeRouter(MODELS, pieces=["il Coriobella, "] * 100)) as router:
+        assert main(["chat", "Hello?", "--base-url", router.base_url, "--no-stop-repetition"]) == 0
+    assert capsys.readouterr() == ("il Coriobella, " * 100 + "\n", "")
+
+
+def test_a_long_repeated_text_is_shortened_in_the_notice() -> None:
+    answer = Answer(repetition=Repetition(unit=" Once upon\x1b a time" * 10, count=4))
+    assert cut_notice(answer, 10) == (
+        "The answer was stopped: it repeats 'Once upon a time Once upon a time Once upon a time Once upon...' "
+        "(4 times). Use --no-stop-repetition to let it go on."
+    )
+
+
+def test_piped_text_follows_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("a long text\n"))
     with running(FakeRouter(MODELS)) as router:
         assert main(["chat", "Summarise:", "--base-url", router.base_url]) == 0
@@ -74,26 +131,26 @@ def test_an_empty_pipe_without_a_question_is_an_error() -> None:
         one_shot_question(None, " \n")
 
 
-def test_stats_tell_ttft_speed_and_how_to_look_closer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stats_show_ttft_speed_and_the_trace_command(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeRouter(MODELS)) as router:
         assert main(["chat", "Hello?", "--stats", "--base-url", router.base_url]) == 0
     stats = capsys.readouterr().err
     assert re.fullmatch(r"\[TTFT \d+ ms   2 tokens(   [\d.]+ tokens/s)?   pdserve trace chatcmpl-1\]\n", stats)
 
 
-def test_speed_counts_the_tokens_after_the_first() -> None:
+def test_speed_is_measured_after_the_first_token() -> None:
     answer = Answer(started_at=1.0, first_at=1.5, last_at=2.5, completion_tokens=11)
     assert answer.describe() == "TTFT 500 ms   11 tokens   10.0 tokens/s"
     assert Answer().describe() == "no tokens"
 
 
-def test_a_refusal_is_one_line_in_the_routers_words(capsys: pytest.CaptureFixture[str]) -> None:
-    with running(FakeRouter(MODELS, refusal=(429, {"error": {"message": "Too busy."}}))) as router:
+def test_a_refusal_is_shown_as_one_line_with_the_routers_message(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeRouter(MODELS, refusals=[(429, {"error": {"message": "Too busy."}})])) as router:
         assert main(["chat", "Hello?", "--base-url", router.base_url]) == 1
     assert capsys.readouterr().err == "error: Too busy.\n"
 
 
-def test_an_error_within_the_stream_is_told_after_what_came(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_in_the_stream_is_shown_after_the_text_so_far(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeRouter(MODELS, pieces=["Half", "ERROR Lost the worker."])) as router:
         assert main(["chat", "Hello?", "--base-url", router.base_url]) == 1
     captured = capsys.readouterr()
@@ -101,18 +158,18 @@ def test_an_error_within_the_stream_is_told_after_what_came(capsys: pytest.Captu
     assert captured.err == "error: Lost the worker.\n"
 
 
-def test_a_router_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_router_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "Hello?", "--model", "m", "--base-url", "http://127.0.0.1:9"]) == 1
     assert capsys.readouterr().err.startswith("error: Cannot reach http://127.0.0.1:9")
 
 
-def test_control_characters_are_not_printed_but_joined_emoji_are() -> None:
+def test_control_characters_are_removed_but_joined_emoji_are_kept() -> None:
     assert printable("a\x1b]0;title\x07\x9b2Jb\n\tc") == "a]0;title2Jb\n\tc"
     family = "\N{MAN}\N{ZERO WIDTH JOINER}\N{WOMAN}"
     assert printable(family) == family
 
 
-def test_ctrl_c_ends_a_single_answer_and_its_request() -> None:
+def test_ctrl_c_stops_an_answer_and_cancels_its_request() -> None:
     with running(FakeRouter(MODELS, pieces=["Once", "STALL"])) as router:
         command = [sys.executable, "-m", "pdserve.cli", "chat", "Hello?", "--base-url", router.base_url]
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as chat:
@@ -123,7 +180,7 @@ def test_ctrl_c_ends_a_single_answer_and_its_request() -> None:
         assert router.disconnected.wait(DEADLINE_S)
 
 
-def test_a_conversation_remembers_stops_on_ctrl_c_and_leaves_on_ctrl_d() -> None:
+def test_a_conversation_keeps_its_messages_stops_answers_on_ctrl_c_and_ends_on_ctrl_d() -> None:
     ours, theirs = pty.openpty()
     with running(FakeRouter(MODELS)) as router:
         command = [sys.executable, "-m", "pdserve.cli", "chat", "--base-url", router.base_url]
@@ -156,7 +213,7 @@ def test_a_conversation_remembers_stops_on_ctrl_c_and_leaves_on_ctrl_d() -> None
 
 
 def read_until(terminal: int, text: str) -> None:
-    """Reads what a process wrote to its terminal up to `text`."""
+    """Reads the output of a process on its terminal up to `text`."""
     seen = b""
     deadline = time.monotonic() + DEADLINE_S
     while text.encode() not in seen:
