@@ -150,9 +150,9 @@ class DecodeScheduler:
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """The same sequences again. What waits was looked at, and gets no block before something ends."""
-        if self._must_rescan_waiting or plan.chunks or not all(map(self._limits.can_go_ahead, plan.decoding)):
+        if self._must_rescan_waiting or plan.chunks or not all(map(self._limits.can_run_ahead, plan.decoding)):
             return None
-        if not plan.decoding or not self._running.make_room_ahead(plan.decoding):
+        if not plan.decoding or not self._running.extend_ahead(plan.decoding):
             return None
         copies = self._pool.drain_copies()
         assert not copies, "only prompts are shared: a step behind one that decodes never enters a shared block"

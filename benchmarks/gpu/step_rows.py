@@ -22,7 +22,7 @@ from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.device_runner import DeviceRunner
-from pdserve.engine.graphs import CudaRecorder, DeviceDecoder
+from pdserve.engine.graphs import CudaRecorder, DeviceDecoder, GraphConfig
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.runner import ReportLayers, Results
 from pdserve.engine.sequence import SequenceLimits
@@ -90,14 +90,12 @@ def _engine(setting: Setting, batch: int, length: int, num_passing: int) -> tupl
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
     )
-    decoder = DeviceDecoder(
-        _Kernel(setting.decoder(deterministic=True)),
-        setting.device,
-        recorder=CudaRecorder() if setting.has_graphs else None,
-        max_num_seqs=batch,
-        max_blocks=max_blocks,
-        vocab_size=shape.vocab_size,
-    )
+    graphs = None
+    if setting.has_graphs:
+        graphs = GraphConfig(
+            recorder=CudaRecorder(), max_num_seqs=batch, max_blocks=max_blocks, vocab_size=shape.vocab_size
+        )
+    decoder = DeviceDecoder(_Kernel(setting.decoder(deterministic=True)), setting.device, graphs)
     kv_cache = KvCache(layout, pool.num_blocks, setting.device)
     runner = _Timed(decoder, kv_cache, DeviceSampler(setting.device), num_passing)
     return DecodeScheduler(pool, config), runner

@@ -1,1 +1,1 @@
-"""What both tiers compute with: block pool, sequences, batch building, runner, sampler, step loop."""
+"""Computing steps, in both tiers: block pool, sequences, batch building, runner, sampler, step loop."""

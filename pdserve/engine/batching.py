@@ -1,4 +1,4 @@
-"""Turns a `StepPlan` into the `Batch` the model takes: vectors over buffers that live as long as the worker.
+"""Turns a `StepPlan` into the model's `Batch`: tensors over buffers that live as long as the worker.
 
 Rows come in the order of the plan, one for each decoding sequence and then those of the chunks:
 
@@ -21,16 +21,16 @@ from pdserve.model.batch import Batch
 
 Ints = npt.NDArray[np.int64]
 
-#: Elements that a buffer has at least, so that it hardly ever grows.
-_SMALLEST_BUFFER = 1024
+#: Smallest size of a buffer in elements; with it, buffers hardly ever grow.
+_MIN_BUFFER_SIZE = 1024
 
 
 class BatchBuilder:
-    """A batch is valid until the next one is built: its tensors are views of the builder's buffers.
+    """Builds batches whose tensors are views of its buffers: a batch is valid until the next one is built.
 
-    Mostly a step computes the next token of the sequences of the step before. Then everything but the tokens goes one
-    further, except for rows that enter a block. A block table only grows, and any other change of it makes a new array
-    (`BlockManager`), so one that is the same array needs no second look.
+    Most steps compute the next token of the previous step's sequences. Then all fields but the tokens are advanced by
+    one position in place, except in rows that enter a new block. A block table only grows, and any other change makes
+    a new array (`BlockManager`). So a table that is the same array needs no comparison.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -38,22 +38,22 @@ class BatchBuilder:
         self._buffers = _Buffers()
         self._rows = _Rows.of(self._buffers, num_tokens=0, num_sequences=0, num_logits=0, num_blocks=0)
         self._batch: Batch | None = None
-        #: Of the batch that would follow the present one.
+        #: Tables and positions of the batch that would continue the current one.
         self._next_tables: list[array[int]] = []
         self._next_positions: list[int] = []
 
     def build(self, plan: StepPlan) -> Batch:
-        """Logits are wanted for each decoding sequence, and for the last row of each chunk that has samples.
+        """The batch of a plan, with logits for each decoding sequence and for the last row of each chunk with samples.
 
-        Of a plan made ahead the token ids are not known yet: those of the batch mean nothing.
+        The tokens of a plan made ahead are not known yet, so the batch's token ids are meaningless.
         """
         tables = [sequence.block_table for sequence in plan.scheduled()]
         positions = [sequence.num_computed for sequence in plan.decoding]
         if plan.is_ahead:
             positions = [position + 1 for position in positions]
-        goes_on = not plan.chunks and positions == self._next_positions and tables == self._next_tables
-        if not (goes_on and self._advance(tables, positions)):
-            self._restart(plan, tables, positions)
+        continues = not plan.chunks and positions == self._next_positions and tables == self._next_tables
+        if not (continues and self._advance(tables, positions)):
+            self._rebuild(plan, tables, positions)
         self._rows.token_ids[: len(positions)] = [sequence.tokens[-1] for sequence in plan.decoding]
         self._next_tables = tables
         self._next_positions = [] if plan.chunks else [position + 1 for position in positions]
@@ -61,7 +61,7 @@ class BatchBuilder:
         return self._batch
 
     def _advance(self, tables: list[array[int]], positions: list[int]) -> bool:
-        """Every row is one position further; False when a table has become wider than the buffer's rows."""
+        """Advance every row by one position; False when a table has become wider than the buffer's rows."""
         rows, block_size = self._rows, self._block_size
         if max(positions) // block_size >= rows.block_tables.shape[1]:
             return False
@@ -74,8 +74,8 @@ class BatchBuilder:
                 rows.slot_mapping[index] = block * block_size
         return True
 
-    def _restart(self, plan: StepPlan, tables: list[array[int]], positions: list[int]) -> None:
-        """Everything but the tokens of decoding sequences, from the plan alone."""
+    def _rebuild(self, plan: StepPlan, tables: list[array[int]], positions: list[int]) -> None:
+        """Build all fields, except for the tokens of decoding sequences, from the plan alone."""
         num_decoding, block_size = len(plan.decoding), self._block_size
         context_lens = [*(position + 1 for position in positions), *(chunk.stop for chunk in plan.chunks)]
         num_blocks = [-(-context_len // block_size) for context_len in context_lens]
@@ -110,7 +110,7 @@ class BatchBuilder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """The fields of `Batch` as arrays, and to which sequence each row belongs."""
+    """The fields of `Batch` as arrays, and the index of each row's sequence."""
 
     token_ids: Ints
     positions: Ints
@@ -123,7 +123,7 @@ class _Rows:
 
     @classmethod
     def of(cls, buffers: _Buffers, *, num_tokens: int, num_sequences: int, num_logits: int, num_blocks: int) -> _Rows:
-        """Views of the buffers, with whatever they hold."""
+        """Views of the buffers, with undefined content."""
         return cls(
             token_ids=buffers.take("token_ids", num_tokens),
             positions=buffers.take("positions", num_tokens),
@@ -149,14 +149,14 @@ class _Rows:
 
 
 class _Buffers:
-    """Named int64 memory that grows when it has to and never shrinks."""
+    """Named int64 buffers that grow on demand and never shrink."""
 
     def __init__(self) -> None:
         self._arrays: dict[str, Ints] = {}
 
     def take(self, name: str, size: int) -> Ints:
-        """The first `size` elements of a buffer, with whatever they hold."""
+        """The first `size` elements of a buffer, with undefined content."""
         held = self._arrays.get(name)
         if held is None or len(held) < size:
-            held = self._arrays[name] = np.zeros(max(2 * size, _SMALLEST_BUFFER), np.int64)
+            held = self._arrays[name] = np.zeros(max(2 * size, _MIN_BUFFER_SIZE), np.int64)
         return held[:size]

@@ -1,13 +1,13 @@
-"""Who holds which KV block: reference counts, the hash -> block map of reusable prefixes, eviction of the oldest.
+"""Allocation of KV blocks: reference counts, the hash -> block map of reusable prefixes, eviction of the oldest.
 
-Pure bookkeeping on block ids; the bytes live in `kv_cache.KvCache`. Running out of blocks is a value (`None`), misuse
-is an assertion.
+Pure bookkeeping on block ids; the bytes are in `kv_cache.KvCache`. Running out of blocks is a value (`None`), misuse
+is an assertion. A free block is uncached (it never had reusable content, or lost it) or cached:
 
-    blank  --allocate-->  held (ref_count >= 1)  --release, no hash-->  blank
-                            |         ^
-               release, has a hash    | match_prefix
-                            v         |
-                          cached (ref_count 0, can be matched)  --allocate, no blank left-->  held, hash forgotten
+    uncached  --allocate-->  held (ref_count >= 1)  --release, no hash-->  uncached
+                               |         ^
+                  release, has a hash    | match_prefix
+                               v         |
+                             cached (ref_count 0, can be matched)  --allocate, no uncached left-->  held, hash forgotten
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from pdserve.base.ids import BlockHash, BlockId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheEvents:
-    """Net change of the set of matchable hashes since it was last drained."""
+    """Net change of the set of matchable hashes since the last drain."""
 
     added: tuple[BlockHash, ...] = ()
     removed: tuple[BlockHash, ...] = ()
 
 
 class BlockPool:
-    """Hands out block ids `0 .. num_blocks-1`. Not thread-safe: lives on the step thread."""
+    """Allocates block ids `0 .. num_blocks-1`. Not thread-safe: used on the step thread only."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        assert num_blocks > 0, f"a pool needs blocks, got {num_blocks}"
+        assert num_blocks > 0, f"a pool needs at least one block, got {num_blocks}"
         assert block_size > 0, f"a block holds at least one token, got {block_size}"
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._refs = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, BlockId] = {}
-        #: Free and without content. A stack: the block released last is the one most likely still in the CPU's cache.
+        #: Free, without reusable content. A stack: the block released last is the likeliest to be in the CPU's cache.
         self._uncached = [BlockId(block) for block in reversed(range(num_blocks))]
         #: Free but still matchable, the least recently used first.
         self._cached: OrderedDict[BlockId, None] = OrderedDict()
@@ -49,11 +49,11 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can hand out, cached ones included."""
+        """Blocks that `allocate` can return, cached ones included."""
         return len(self._uncached) + len(self._cached)
 
     def ref_count(self, block: BlockId) -> int:
-        """How many block tables hold the block."""
+        """Number of block tables that hold the block."""
         return self._refs[block]
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -63,22 +63,22 @@ class BlockPool:
     def allocate(self, count: int) -> list[BlockId] | None:
         """`count` blocks with one reference each and undefined content; None, and no change, when too few are free.
 
-        Takes blank blocks first, then evicts the cached ones not used for the longest time.
+        Takes uncached blocks first, then evicts the least recently used cached ones.
         """
         if count > self.num_free:
             return None
         return [self._take_free() for _ in range(count)]
 
     def share(self, blocks: Iterable[BlockId]) -> None:
-        """One more holder for each of these held blocks."""
+        """Add one reference to each of these held blocks."""
         for block in blocks:
             assert self._refs[block] > 0, f"block {block} is free: only a held block can be shared"
             self._refs[block] += 1
 
     def release(self, blocks: Iterable[BlockId]) -> None:
-        """One holder less for each. Pass a block table back to front, so that its tail is evicted before its head."""
+        """Drop one reference to each. Pass a block table back to front, so that its tail is evicted before its head."""
         for block in blocks:
-            assert self._refs[block] > 0, f"block {block} is released but nobody holds it"
+            assert self._refs[block] > 0, f"block {block} is released but has no holder"
             self._refs[block] -= 1
             if self._refs[block] > 0:
                 continue
@@ -88,11 +88,11 @@ class BlockPool:
                 self._cached[block] = None
 
     def count_prefix(self, hashes: Iterable[BlockHash]) -> int:
-        """How many blocks `match_prefix` would find; takes no references."""
+        """Number of blocks that `match_prefix` would find; takes no references."""
         return sum(1 for _ in takewhile(self._by_hash.__contains__, hashes))
 
     def match_prefix(self, hashes: Iterable[BlockHash]) -> list[BlockId]:
-        """The blocks of the longest known head of `hashes`, with a reference taken on each."""
+        """The blocks of the longest cached prefix of `hashes`, with a reference taken on each."""
         matched: list[BlockId] = []
         for block_hash in hashes:
             block = self._by_hash.get(block_hash)
@@ -106,8 +106,8 @@ class BlockPool:
     def register(self, block: BlockId, block_hash: BlockHash) -> bool:
         """Make a full, computed (or verified) block matchable. From now on its content must not change.
 
-        False when another block already stands for this hash: that one stays canonical, and this one, equal in
-        content, remains private to its holders and turns blank when they let go.
+        False when another block is already registered under this hash. That one stays canonical; this one, equal in
+        content, stays private to its holders and becomes uncached when they release it.
         """
         assert self._refs[block] > 0, f"block {block} is free: only its holder can register it"
         known = self._hash_of[block]
@@ -121,10 +121,10 @@ class BlockPool:
         return True
 
     def copy_on_write(self, block: BlockId) -> BlockId | None:
-        """A block that its holder alone may write to, in place of `block`; None when a copy is needed and none is free.
+        """A block that only the caller may write to, to replace `block`; None when a copy is needed and none is free.
 
-        When others hold `block` too, the caller's reference moves to a fresh block and the copy is noted for
-        `drain_copies`.
+        When there are other holders of `block`, the caller's reference moves to a fresh block, and the copy is queued
+        for `drain_copies`.
         """
         assert self._hash_of[block] is None, f"block {block} is full and matchable: it is never written again"
         if self._refs[block] == 1:
@@ -150,19 +150,19 @@ class BlockPool:
         return events
 
     def check_integrity(self, tables: Iterable[Iterable[BlockId]] | None = None) -> None:
-        """Assert conservation: every block is blank, cached or held, exactly once; the two hash maps mirror each other.
+        """Assert that every block is uncached, cached or held, exactly once, and that the two hash maps agree.
 
-        With `tables`, all block tables there are, every reference count must also equal the number of its holders.
+        With `tables`, which must be all block tables, every reference count must also equal the number of holders.
         """
         held = {block for block in range(self.num_blocks) if self._refs[block] > 0}
         assert min(self._refs) >= 0, "a reference count is negative"
         states = Counter((*self._uncached, *self._cached, *held))
-        assert len(states) == self.num_blocks, "a block is neither blank, cached nor held"
+        assert len(states) == self.num_blocks, "a block is neither uncached, cached nor held"
         assert max(states.values()) == 1, "a block is in two states at once"
         mirrored = {block: block_hash for block, block_hash in enumerate(self._hash_of) if block_hash is not None}
         assert mirrored == {block: block_hash for block_hash, block in self._by_hash.items()}, "hash maps disagree"
-        assert all(self._hash_of[block] is None for block in self._uncached), "a blank block carries a hash"
-        assert all(self._hash_of[block] is not None for block in self._cached), "a cached block carries no hash"
+        assert all(self._hash_of[block] is None for block in self._uncached), "an uncached block has a hash"
+        assert all(self._hash_of[block] is not None for block in self._cached), "a cached block has no hash"
         if tables is not None:
             holders = Counter(block for table in tables for block in table)
             counted = {block: self._refs[block] for block in held}
@@ -179,7 +179,7 @@ class BlockPool:
 
     def _forget(self, block: BlockId) -> None:
         block_hash = self._hash_of[block]
-        assert block_hash is not None, f"cached block {block} carries no hash"
+        assert block_hash is not None, f"cached block {block} has no hash"
         self._hash_of[block] = None
         del self._by_hash[block_hash]
         if self._added.pop(block_hash, self) is self:

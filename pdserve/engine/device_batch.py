@@ -1,7 +1,7 @@
-"""Batches on a device: what `BatchBuilder` made, in one copy a step, in memory that stays where it is.
+"""Batches on a device: one copy per step of what `BatchBuilder` made, into memory with a fixed address.
 
-A batch may be padded, so that few shapes occur: a padding row belongs to a sequence of its own with an empty context,
-and writes nothing (slot -1).
+A batch may be padded, so that few shapes occur. Each padding row belongs to a sequence of its own with an empty
+context, and writes no KV (slot -1).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from pdserve.model.batch import Batch
 
-#: Fields begin at multiples of 16 bytes.
-_ALIGNED = 2
+#: Fields start at multiples of this many elements, which is 16 bytes.
+_ALIGNED_ELEMENTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class BatchShape:
 
     @classmethod
     def of(cls, batch: Batch) -> BatchShape:
-        """The shape as it is."""
+        """The shape of a batch, without padding."""
         return cls(
             num_tokens=len(batch.token_ids),
             num_sequences=len(batch.context_lens),
@@ -40,20 +40,20 @@ class BatchShape:
 
     @property
     def num_elements(self) -> int:
-        """Of memory that holds all fields."""
-        return sum(-(-size // _ALIGNED) * _ALIGNED for _, size in self._sizes())
+        """Size of the memory that holds all fields, in int64 elements."""
+        return sum(-(-size // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS for _, size in self._sizes())
 
     @property
     def is_decode_only(self) -> bool:
-        """One row for each sequence, and the logits of all of them."""
+        """Whether each sequence has one row, whose logits are requested."""
         return self.num_tokens == self.num_sequences == self.num_logits
 
     def views(self, memory: Tensor) -> Batch:
-        """The fields one after the other in `memory`, int64 [num_elements] or more."""
+        """A batch whose fields follow each other in `memory`, int64 [num_elements] or more."""
         fields, first = {}, 0
         for name, size in self._sizes():
             fields[name] = memory[first : first + size]
-            first += -(-size // _ALIGNED) * _ALIGNED
+            first += -(-size // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
         fields["block_tables"] = fields["block_tables"].view(self.num_sequences, self.num_blocks)
         return Batch(**fields)
 
@@ -68,15 +68,15 @@ class BatchShape:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Within it, launches go to this device: which one is current is a matter of each thread. Not to be nested."""
+    """A context in which this thread's launches go to `device`. Not to be nested."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class DeviceBatches:
-    """Memory for batches on a device, and its pinned counterpart on the host."""
+    """Memory for batches on a device, and a pinned copy of it on the host."""
 
     def __init__(self, device: torch.device, num_elements: int = 0) -> None:
-        """With room for `num_elements`; it grows, to another address, only for a batch that does not fit."""
+        """Allocates `num_elements`. Memory grows, at another address, only for a batch that does not fit."""
         self._device = device
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._reserve(num_elements)
@@ -84,32 +84,32 @@ class DeviceBatches:
     def upload(self, batch: Batch, shape: BatchShape | None = None, token_ids: Tensor | None = None) -> Batch:
         """The batch on the device, padded to `shape`; valid until the next call. Does not wait for the copy.
 
-        `token_ids`: int64 [num_tokens] on the device, to take the place of the batch's; -1, where nothing could be
-        drawn, becomes 0. A step that reads the last batch may be under way: copies and steps follow in one stream.
+        `token_ids`, int64 [num_tokens] on the device, replace those of the batch; -1, a failed sample, becomes 0. A
+        step that reads the previous batch may still be running, because copies and steps share one stream.
         """
         shape = shape or BatchShape.of(batch)
         size = shape.num_elements
         if size > len(self._host):
             self._reserve(2 * size)
         if self._copied is not None:
-            # Made long ago, or about to be: the only step that can be under way is the one that it was made for.
+            # The previous copy is done, or about to be: only the step that it was made for can still be in flight.
             self._copied.synchronize()
         _fill(shape.views(self._host), batch)
-        self._there[:size].copy_(self._host[:size], non_blocking=True)
+        self._on_device[:size].copy_(self._host[:size], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
-        there = shape.views(self._there)
+        uploaded = shape.views(self._on_device)
         if token_ids is not None:
-            torch.clamp(token_ids, min=0, out=there.token_ids[: len(token_ids)])
-        return there
+            torch.clamp(token_ids, min=0, out=uploaded.token_ids[: len(token_ids)])
+        return uploaded
 
     def _reserve(self, num_elements: int) -> None:
         self._host = torch.zeros(num_elements, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        self._there = torch.zeros(num_elements, dtype=torch.int64, device=self._device)
+        self._on_device = torch.zeros(num_elements, dtype=torch.int64, device=self._device)
 
 
 def _fill(padded: Batch, batch: Batch) -> None:
-    """Copies `batch` and writes what stands for padding rows."""
+    """Copies `batch`, and fills in padding rows."""
     tokens, sequences, logits = len(batch.token_ids), len(batch.context_lens), len(batch.logits_rows)
     for name, size, padding in (
         ("token_ids", tokens, 0),

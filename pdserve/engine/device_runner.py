@@ -1,6 +1,6 @@
-"""Runs steps on a device without waiting for them: the next one is launched while the present one is computed.
+"""Runs steps on a device without waiting for them: the next one is launched while the current one is computed.
 
-All that steps do there is in one stream. So a step finds what those before it wrote, and may write over what they read.
+All steps run in one stream. So a step sees all writes of earlier ones, and may overwrite what they read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pdserve.model.batch import Batch
 
 
 class NonBlockingDecoder(Protocol):
-    """`pdserve.engine.graphs.DeviceDecoder`: nothing is waited for."""
+    """`pdserve.engine.graphs.DeviceDecoder`: calls return before the device has finished."""
 
     def forward(
         self,
@@ -28,18 +28,18 @@ class NonBlockingDecoder(Protocol):
         *,
         token_ids: Tensor | None = None,
     ) -> Tensor:
-        """As `Decoder.forward`, with token ids of the device, -1 being one that failed, in place of the batch's."""
+        """As `StepDecoder.forward`. `token_ids`, on the device, replace those of the batch; -1 is a failed sample."""
 
 
 class PendingSamples(Protocol):
-    """`pdserve.engine.device_sampler.DeviceSamples`: tokens that are being drawn."""
+    """`pdserve.engine.device_sampler.DeviceSamples`: tokens that are being sampled."""
 
     @property
     def token_ids(self) -> Tensor:
-        """On the device: int64 [num_rows], -1 for a row that failed."""
+        """Tokens on the device: int64 [num_rows], -1 for a row that failed."""
 
     def results(self) -> list[SampleResult]:
-        """Waits until the step has ended."""
+        """One result per row. Waits until the step has ended."""
 
 
 class NonBlockingSampler(TokenSampler, Protocol):
@@ -48,11 +48,11 @@ class NonBlockingSampler(TokenSampler, Protocol):
     def launch(
         self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int], *, is_ahead: bool = False
     ) -> PendingSamples:
-        """As `sample`, without waiting; `is_ahead`: each row is drawn a token further than it tells."""
+        """As `sample`, without waiting. `is_ahead`: sample one token beyond the next one of each row."""
 
 
 class DeviceRunner(Runner):
-    """A `Runner` of which at most two steps are in flight."""
+    """A `Runner` with at most two steps in flight."""
 
     overlaps = True
     _decoder: NonBlockingDecoder
@@ -60,7 +60,7 @@ class DeviceRunner(Runner):
 
     def __init__(self, decoder: NonBlockingDecoder, kv_cache: StepCache, sampler: NonBlockingSampler) -> None:
         super().__init__(decoder, kv_cache, sampler)
-        #: Of the step launched last, in the order of its rows.
+        #: Tokens of the step launched last, in the order of its rows.
         self._token_ids: Tensor | None = None
 
     def launch(self, plan: StepPlan, batch: Batch | None, report_layers: ReportLayers | None = None) -> Results:

@@ -1,6 +1,6 @@
-"""Sampling where the logits are: what rows are sampled with goes to the device, and tokens come back, in a copy each.
+"""Sampling on the logits' device: one copy of the parameters to it, and one copy of the tokens back.
 
-The kernels choose as `pdserve.engine.sampler` does; only a float32's rounding may differ in log-probabilities.
+The kernels sample the same tokens as `pdserve.engine.sampler`. Log-probabilities may differ by a float32's rounding.
 """
 
 from __future__ import annotations
@@ -24,76 +24,77 @@ from pdserve.engine.sequence import Sampled, SampleResult, SampleRow
 
 Array = npt.NDArray[np.generic]
 
-_ALIGNED = 16
-#: Tokens that can be added to a history on the device before it is moved to where there is more room.
-_ROOM = 64
+_ALIGNED_BYTES = 16
+#: Tokens that can be added to a history on the device before it moves to larger memory.
+_SPARE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSamples:
-    """Tokens that are being drawn."""
+    """Tokens that are being sampled."""
 
     rows: list[SampleRow]
-    #: On the device; held until they have been copied, so that nothing else gets their memory.
-    there: SampledTokens
-    #: Pinned, and to be read when `copied` has happened; None: now.
-    here: SampledTokens
+    #: Result on the device; held until it has been copied, so that its memory is not reused.
+    on_device: SampledTokens
+    #: Result in pinned memory; valid after the event `copied`, or at once if that is None.
+    on_host: SampledTokens
     copied: torch.cuda.Event | None
 
     @property
     def token_ids(self) -> Tensor:
-        """On the device: int64 [num_rows], -1 for a row that failed. For what is launched in the same stream."""
-        return self.there.token_ids
+        """Tokens on the device, for launches in the same stream: int64 [num_rows], -1 for a row that failed."""
+        return self.on_device.token_ids
 
     def results(self) -> list[SampleResult]:
-        """One per row. Waits for the device: then the step's K and V are stored, too."""
+        """One result per row. Waits for the device; afterwards the step's K and V are stored, too."""
         if self.copied is not None:
             self.copied.synchronize()
-        return _results(self.rows, self.here)
+        return _results(self.rows, self.on_host)
 
 
 class DeviceSampler:
-    """As `Sampler`, for logits on a device. Stateless, but for what it remembers of the last step's rows."""
+    """As `Sampler`, for logits on a device. Its only state is what it has uploaded for the last step's rows."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._on_device = current(device)
-        # Of their own: what is launched behind a step does not wait until its tokens are copied.
+        # A separate stream, so that the next step's launches do not wait for the copy of the tokens.
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._rows: list[SampleRow] = []  # Held, so that no other row can take the identity of one of them.
+        self._rows: list[SampleRow] = []  # Held, so that no other row gets the id() of one of them.
         self._constant: dict[str, Tensor] = {}
+        #: Histories of rows with penalties, by the row's id().
         self._histories: dict[int, _History] = {}
-        #: Of the last launch, with the tokens that it drew.
+        #: Histories after the last launch, including the tokens that it sampled.
         self._last: _DeviceHistory | None = None
 
     def sample(self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int]) -> list[SampleResult]:
-        """As `Sampler.sample`. Waits for the device once: when it returns, the step's K and V are stored, too."""
+        """As `Sampler.sample`. Waits for the device once; afterwards the step's K and V are stored, too."""
         return self.launch(logits, rows, logits_rows).results()
 
     def launch(
         self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int], *, is_ahead: bool = False
     ) -> DeviceSamples:
-        """As `sample`, without waiting. `is_ahead`: each row is drawn a token further than it tells.
+        """As `sample`, without waiting. `is_ahead`: sample one token beyond the next one of each row.
 
-        Then they are the rows of the last call, of which each had its token. Nothing here is overwritten while the
-        device may still read it: what goes up and down is in memory of its own for each call, and what stays, of the
-        same rows, changes only on the device.
+        Those must be the rows of the previous call, which sampled their next tokens. No memory is overwritten while the
+        device may still read it: uploads and downloads have new memory in each call, and the histories of unchanged
+        rows are only modified on the device.
         """
         with self._on_device:
-            chosen = self._launch(logits, rows, logits_rows, is_ahead=is_ahead)
-            here, copied = self._to_host(chosen)
-        return DeviceSamples(rows=list(rows), there=chosen, here=here, copied=copied)
+            sampled = self._launch(logits, rows, logits_rows, is_ahead=is_ahead)
+            on_host, copied = self._to_host(sampled)
+        return DeviceSamples(rows=list(rows), on_device=sampled, on_host=on_host, copied=copied)
 
     def wait_for_step(self) -> None:
-        """Returns when the device has done all that it was told."""
+        """Return when the device has done all that was launched in the current stream."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
     def _launch(
         self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int], *, is_ahead: bool
     ) -> SampledTokens:
-        goes_on = self._goes_on(rows)
-        if not goes_on:
+        is_unchanged = self._is_unchanged(rows)
+        if not is_unchanged:
             self._rows = list(rows)
             self._constant = self._upload(_constant(rows))
             penalized = {id(row) for row in rows if row.penalizes}
@@ -103,27 +104,29 @@ class DeviceSampler:
         has_edits = any(banned) or any(row.params.logit_bias or row.penalizes for row in rows)
         changing = _changing(rows, logits_rows, positions, banned)
         if is_ahead:
-            assert goes_on, "ahead of other rows"
+            assert is_unchanged, "cannot sample ahead: the rows are not those of the previous call"
             assert self._last is not None
-            told = self._upload(changing)
-            last = self._last.with_room()
+            uploaded = self._upload(changing)
+            last = self._last.with_space()
         else:
             histories = [self._histories[id(row)].of(row) for row in rows if row.penalizes]
-            told = self._upload(changing | _listed(histories))
-            listed = TokenHistory(ids=told.pop("ids"), counts=told.pop("counts"), lens=told.pop("lens"))
-            last = _DeviceHistory(listed, _ROOM)
-        asked = [row.params.logprobs for row in rows if row.params.logprobs is not None]
-        described = SampleRows(**self._constant, **told, history=last.tokens)
-        chosen = sample(logits, described, has_edits=has_edits, max_logprobs=max(asked) if asked else None)
+            uploaded = self._upload(changing | _padded(histories))
+            history = TokenHistory(ids=uploaded.pop("ids"), counts=uploaded.pop("counts"), lens=uploaded.pop("lens"))
+            last = _DeviceHistory(history, _SPARE_TOKENS)
+        num_logprobs = [row.params.logprobs for row in rows if row.params.logprobs is not None]
+        sample_rows = SampleRows(**self._constant, **uploaded, history=last.tokens)
+        sampled = sample(
+            logits, sample_rows, has_edits=has_edits, max_logprobs=max(num_logprobs) if num_logprobs else None
+        )
         if self._histories:
-            add_to_history(described, chosen.token_ids)
+            add_to_history(sample_rows, sampled.token_ids)
         self._last = last
-        return chosen
+        return sampled
 
-    def _to_host(self, chosen: SampledTokens) -> tuple[SampledTokens, torch.cuda.Event | None]:
-        """What is read of it, in host memory, and when it has come there."""
-        logprobs = chosen.logprobs
-        tensors = [chosen.token_ids]
+    def _to_host(self, sampled: SampledTokens) -> tuple[SampledTokens, torch.cuda.Event | None]:
+        """The tokens and log-probabilities in host memory, and the event after which they are there."""
+        logprobs = sampled.logprobs
+        tensors = [sampled.token_ids]
         if logprobs is not None:
             tensors += [logprobs.logprob, logprobs.rank, logprobs.top_ids, logprobs.top_logprobs]
         host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=self._copies is not None) for t in tensors]
@@ -135,66 +138,67 @@ class DeviceSampler:
             with torch.cuda.stream(self._copies):
                 _copy_all(host, tensors)
                 copied = self._copies.record_event()
-        told = None
         if logprobs is not None:
-            told = RowLogprobs(logprob=host[1], rank=host[2], top_ids=host[3], top_logprobs=host[4])
-        here = SampledTokens(token_ids=host[0], threshold=chosen.threshold, num_ties=chosen.num_ties, logprobs=told)
-        return here, copied
+            logprobs = RowLogprobs(logprob=host[1], rank=host[2], top_ids=host[3], top_logprobs=host[4])
+        on_host = SampledTokens(
+            token_ids=host[0], threshold=sampled.threshold, num_ties=sampled.num_ties, logprobs=logprobs
+        )
+        return on_host, copied
 
-    def _goes_on(self, rows: Items[SampleRow]) -> bool:
-        """Whether these are the rows of the last step, each a token further."""
+    def _is_unchanged(self, rows: Items[SampleRow]) -> bool:
+        """Whether these are the rows of the last step, which only have more tokens now."""
         return len(rows) == len(self._rows) and all(row is last for row, last in zip(rows, self._rows, strict=True))
 
     def _upload(self, arrays: dict[str, Array]) -> dict[str, Tensor]:
-        """The arrays on the device, in one copy."""
+        """Copy the arrays to the device in one transfer."""
         starts, size = {}, 0
         for name, each in arrays.items():
             starts[name] = size
-            size += -(-each.nbytes // _ALIGNED) * _ALIGNED
-        # Fresh each time: the copy of the last one may still be under way. Torch keeps pinned memory for reuse.
+            size += -(-each.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        # New memory each time, because the previous copy may not have ended. Torch keeps pinned memory for reuse.
         host = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        parts = {}
+        fields = {}
         for name, each in arrays.items():
-            piece = slice(starts[name], starts[name] + each.nbytes)
-            host[piece].numpy()[:] = each.reshape(-1).view(np.uint8)
-            parts[name] = (piece, torch.from_numpy(each[:0]).dtype, each.shape)
-        there = host.to(self._device, non_blocking=True)
-        return {name: there[piece].view(dtype).view(shape) for name, (piece, dtype, shape) in parts.items()}
+            span = slice(starts[name], starts[name] + each.nbytes)
+            host[span].numpy()[:] = each.reshape(-1).view(np.uint8)
+            fields[name] = (span, torch.from_numpy(each[:0]).dtype, each.shape)
+        uploaded = host.to(self._device, non_blocking=True)
+        return {name: uploaded[span].view(dtype).view(shape) for name, (span, dtype, shape) in fields.items()}
 
 
 class _History:
-    """The distinct tokens of one row, and how often each is in the output; taken further token by token."""
+    """The distinct tokens of one row, and how often each is in the output; updated token by token."""
 
     def __init__(self) -> None:
         self._ids, self._counts = array("i"), array("i")
-        self._places: dict[int, int] = {}
+        self._index_of: dict[int, int] = {}
         self._num_tokens = 0
 
     def of(self, row: SampleRow) -> tuple[Array, Array]:
         """Ids and counts, valid until the row has another token."""
         for index in range(self._num_tokens, len(row.tokens)):
             token = row.tokens[index]
-            place = self._places.setdefault(token, len(self._ids))
-            if place == len(self._ids):
+            entry = self._index_of.setdefault(token, len(self._ids))
+            if entry == len(self._ids):
                 self._ids.append(token)
                 self._counts.append(0)
-            self._counts[place] += index >= row.num_prompt
+            self._counts[entry] += index >= row.num_prompt
         self._num_tokens = len(row.tokens)
         return np.array(self._ids, np.int32), np.array(self._counts, np.int32)
 
 
 @dataclass(slots=True)
 class _DeviceHistory:
-    """What rows with penalties have had, on the device, where each draw adds a token."""
+    """Tokens of rows with penalties, on the device, where each step adds a token."""
 
     tokens: TokenHistory
-    #: Draws for which there is room.
-    room: int
+    #: Number of steps for which there is space.
+    space: int
 
-    def with_room(self) -> _DeviceHistory:
-        """For another draw: itself, or a copy with twice the room."""
-        if self.room > 1:
-            return _DeviceHistory(self.tokens, self.room - 1)
+    def with_space(self) -> _DeviceHistory:
+        """The history for the next step: the same memory, or a copy of twice the size."""
+        if self.space > 1:
+            return _DeviceHistory(self.tokens, self.space - 1)
         ids, counts = (
             torch.cat((each, torch.empty_like(each)), dim=1) for each in (self.tokens.ids, self.tokens.counts)
         )
@@ -202,7 +206,7 @@ class _DeviceHistory:
 
 
 def _constant(rows: Items[SampleRow]) -> dict[str, Array]:
-    """The fields of `SampleRows` that a row keeps."""
+    """The fields of `SampleRows` that never change for a row."""
     params = [row.params for row in rows]
     logprobs = [-1 if each.logprobs is None else each.logprobs for each in params]
     biases = [each.logit_bias for each in params]
@@ -226,7 +230,7 @@ def _constant(rows: Items[SampleRow]) -> dict[str, Array]:
 def _changing(
     rows: Items[SampleRow], logits_rows: Items[int], positions: list[int], banned: Items[tuple[int, ...]]
 ) -> dict[str, Array]:
-    """The other fields, but for the history."""
+    """The other fields of `SampleRows`, except for the history."""
     penalize = np.array([row.penalizes for row in rows], bool)
     return {
         "logits_index": np.array(logits_rows, np.int64),
@@ -237,13 +241,13 @@ def _changing(
     }
 
 
-def _listed(histories: Items[tuple[Array, Array]]) -> dict[str, Array]:
-    """The fields of `TokenHistory`, of ids and counts of each row with penalties; with room for `_ROOM` more."""
-    capacity = max((len(ids) for ids, _ in histories), default=0)
-    listed = np.zeros((2, len(histories), capacity + _ROOM), np.int32)
+def _padded(histories: Items[tuple[Array, Array]]) -> dict[str, Array]:
+    """The fields of `TokenHistory`, from ids and counts of each row with penalties, with `_SPARE_TOKENS` of padding."""
+    max_len = max((len(ids) for ids, _ in histories), default=0)
+    padded = np.zeros((2, len(histories), max_len + _SPARE_TOKENS), np.int32)
     for slot, (ids, counts) in enumerate(histories):
-        listed[0, slot, : len(ids)], listed[1, slot, : len(ids)] = ids, counts
-    return {"ids": listed[0], "counts": listed[1], "lens": np.array([len(ids) for ids, _ in histories], np.int32)}
+        padded[0, slot, : len(ids)], padded[1, slot, : len(ids)] = ids, counts
+    return {"ids": padded[0], "counts": padded[1], "lens": np.array([len(ids) for ids, _ in histories], np.int32)}
 
 
 def _starts(lengths: list[int]) -> npt.NDArray[np.int64]:
@@ -255,24 +259,24 @@ def _copy_all(host: Items[Tensor], tensors: Items[Tensor]) -> None:
         to.copy_(tensor, non_blocking=True)
 
 
-def _results(rows: Items[SampleRow], chosen: SampledTokens) -> list[SampleResult]:
+def _results(rows: Items[SampleRow], sampled: SampledTokens) -> list[SampleResult]:
     results: list[SampleResult] = []
-    for index, (row, token_id) in enumerate(zip(rows, chosen.token_ids.tolist(), strict=True)):
+    for index, (row, token_id) in enumerate(zip(rows, sampled.token_ids.tolist(), strict=True)):
         if token_id < 0:
             results.append(failure(row))
         else:
-            results.append(Sampled(token_id=token_id, logprobs=_logprobs(row, chosen.logprobs, index)))
+            results.append(Sampled(token_id=token_id, logprobs=_logprobs(row, sampled.logprobs, index)))
     return results
 
 
-def _logprobs(row: SampleRow, told: RowLogprobs | None, index: int) -> TokenLogprobs | None:
+def _logprobs(row: SampleRow, sampled: RowLogprobs | None, index: int) -> TokenLogprobs | None:
     count = row.params.logprobs
-    if told is None or count is None:
+    if sampled is None or count is None:
         return None
-    top_ids = tuple(token for token in told.top_ids[index, :count].tolist() if token >= 0)
+    top_ids = tuple(token for token in sampled.top_ids[index, :count].tolist() if token >= 0)
     return TokenLogprobs(
-        logprob=float(told.logprob[index]),
-        rank=int(told.rank[index]),
+        logprob=float(sampled.logprob[index]),
+        rank=int(sampled.rank[index]),
         top_ids=top_ids,
-        top_logprobs=tuple(told.top_logprobs[index, : len(top_ids)].tolist()),
+        top_logprobs=tuple(sampled.top_logprobs[index, : len(top_ids)].tolist()),
     )

@@ -1,4 +1,4 @@
-"""The bytes of all KV blocks of a worker: one tensor, block-major, so that a block is one range of memory."""
+"""Memory of all KV blocks of a worker: one block-major tensor, in which a block is one range of bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL_LAYERS = slice(None)
 
 
 def sleeping_event() -> torch.cuda.Event:
-    """Who waits for it sleeps instead of looking all the time."""
+    """A CUDA event for which threads wait by sleeping instead of polling."""
     event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     return event
 
@@ -36,38 +36,38 @@ class KvCache:
     """`tensor`: [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim] of the layout's dtype."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
-        """Raises `SetupError` when the memory cannot be had."""
+        """Raises `SetupError` when the memory cannot be allocated."""
         self.layout = layout
         self.num_blocks = num_blocks
         shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         try:
-            # Zeros: rows that attention masks out are still multiplied, and rubbish could be NaN.
+            # Zeros, because attention multiplies masked rows too, and uninitialized memory could be NaN.
             self.tensor = _zeros(shape, _DTYPES[layout.dtype], device)
         except (RuntimeError, MemoryError) as error:
             needed_mib = num_blocks * layout.block_bytes / 2**20
             raise SetupError(
-                f"{num_blocks} KV blocks need {needed_mib:.0f} MiB on {device}, which cannot be allocated: {error}. "
-                "Lower the size of the KV cache."
+                f"Cannot allocate {needed_mib:.0f} MiB on {device} for {num_blocks} KV blocks: {error}. "
+                "Use a smaller KV cache."
             ) from error
         flat = self.tensor.view(num_blocks, -1).view(torch.uint8)
         self._bytes: npt.NDArray[np.uint8] | None = flat.numpy() if device.type == "cpu" else None
-        # Of their own: copies for transfers must not wait for the steps that are being computed.
+        # A separate stream, because copies for transfers must not wait for steps.
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
     def memory(self) -> npt.NDArray[np.uint8] | None:
-        """All of it: uint8 [num_blocks * layout.block_bytes]; None off the CPU."""
+        """All blocks as bytes: uint8 [num_blocks * layout.block_bytes]; None unless on the CPU."""
         return None if self._bytes is None else self._bytes.reshape(-1)
 
     def block_bytes_view(self, block_id: BlockId) -> npt.NDArray[np.uint8]:
-        """The block's memory itself, writable: uint8 [layout.block_bytes]. Raises `SetupError` off the CPU."""
+        """A writable view of the block: uint8 [layout.block_bytes]. Raises `SetupError` unless on the CPU."""
         if self._bytes is None:
-            raise SetupError(f"KV blocks on {self.tensor.device} have no view in host memory.")
+            raise SetupError(f"KV blocks on {self.tensor.device} have no view in host memory; copy them instead.")
         view: npt.NDArray[np.uint8] = self._bytes[block_id]
         return view
 
     def record_event(self, num_layers: int) -> DeviceEvent | None:
-        """When the device will have done what this thread has launched; None: it has. On the step thread."""
+        """An event after all that this thread has launched on the device; None: it is done. On the step thread."""
         if self._copies is None:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -81,21 +81,21 @@ class KvCache:
         layers: slice = ALL_LAYERS,
         after: DeviceEvent | None = None,
     ) -> None:
-        """Copies layers of blocks to host memory, each [layers, 2, num_kv_heads, block_size, head_dim].
+        """Copy layers of blocks to host memory, each [layers, 2, num_kv_heads, block_size, head_dim]. On any thread.
 
-        Contiguous, or at least K, and V, of each layer. What writes the blocks must have ended, or end before the
-        moment `after`. On any thread.
+        Each tensor of `into` is contiguous, or at least K and V of each layer are. Writes to the blocks must have
+        ended, or end before the event `after`.
         """
         self._copy(into, [self.tensor[block_id, layers] for block_id in block_ids], after)
 
     def write_blocks(
         self, block_ids: Sequence[BlockId], data: Sequence[torch.Tensor], layers: slice = ALL_LAYERS
     ) -> None:
-        """Copies from host memory, as `read_blocks`, to blocks; steps that begin afterwards find it. On any thread."""
+        """Copy from host memory, laid out as in `read_blocks`, to blocks. Later steps see it. On any thread."""
         self._copy([self.tensor[block_id, layers] for block_id in block_ids], data)
 
     def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
-        """Copy each source block onto its destination, one after the other: a later pair may depend on an earlier."""
+        """Copy each source block to its destination, in order: a later pair may depend on an earlier one."""
         for source, destination in pairs:
             self.tensor[destination].copy_(self.tensor[source])
 
@@ -103,40 +103,40 @@ class KvCache:
         self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor], after: DeviceEvent | None = None
     ) -> None:
         if self._copies is not None:
-            # Threads begin with the first GPU, of which torch would else take memory, too.
+            # A thread starts with the first GPU as its current one, on which torch would then allocate memory, too.
             torch.cuda.set_device(self.tensor.device)
         with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
             if after is not None:
                 after.wait()
             for each_to, each_source in zip(to, source, strict=True):
-                for to_piece, source_piece in _pieces(each_to, each_source):
-                    to_piece.copy_(source_piece, non_blocking=True)
+                for to_range, source_range in _contiguous_pairs(each_to, each_source):
+                    to_range.copy_(source_range, non_blocking=True)
         if self._copies is not None:
-            # Not the stream: behind these there may be copies of others, who wait for a step.
-            # By sleeping: several threads may wait, and none of them is in a hurry of microseconds.
+            # An event instead of the stream: other threads may have queued copies behind these, which wait for a step.
+            # Sleeping, because several threads may wait here, and microseconds do not matter to any of them.
             self._copies.record_event(sleeping_event()).synchronize()
 
 
-def _pieces(to: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What a GPU copies by itself: for what is not contiguous torch makes a copy first, in memory that is not pinned.
+def _contiguous_pairs(to: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Splits a copy into contiguous ones, which a GPU does by itself. For others torch copies via unpinned memory.
 
     `to` and `source`: [layers, 2, num_kv_heads, block_size, head_dim].
     """
     if to.is_contiguous() and source.is_contiguous():
         return [(to, source)]
-    pieces = [
-        piece
-        for layer in zip(to.unbind(), source.unbind(), strict=True)
-        for piece in zip(layer[0].unbind(), layer[1].unbind(), strict=True)
+    pairs = [
+        pair
+        for to_layer, source_layer in zip(to.unbind(), source.unbind(), strict=True)
+        for pair in zip(to_layer.unbind(), source_layer.unbind(), strict=True)
     ]
-    assert all(each.is_contiguous() for piece in pieces for each in piece)
-    return pieces
+    assert all(each.is_contiguous() for pair in pairs for each in pair)
+    return pairs
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Like `torch.zeros`, but on the CPU the system hands out zeroed pages when they are first written.
+    """Like `torch.zeros`, but on the CPU the operating system provides zeroed pages at the first write.
 
-    `torch.zeros` writes them all at once, which for 2 GiB took up to 10 s of a worker's start on a virtual machine.
+    `torch.zeros` writes all pages at once. For 2 GiB that took up to 10 s at a worker's start on a virtual machine.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""What happens to a row of logits before a token is chosen (bias, penalties, bans), and their order without ties."""
+"""Changes to a row of logits before sampling (bias, penalties, bans), and a sort order without ties."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pdserve.engine.sequence import SampleRow
 Logits = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
-#: How far behind the largest logit to look for the head, one after the other.
+#: Distances from the largest logit within which `head` looks for its tokens, tried in this order.
 _DEPTHS = tuple(np.float32(depth) for depth in (2, 4, 8, 16))
 
 
 def edited_logits(logits: Logits, row: SampleRow) -> Logits:
     """A row [vocab] with bias, penalties and bans applied; the same array when there is nothing to apply.
 
-    Repetition looks at prompt and output, presence and frequency at the output only.
+    The repetition penalty applies to tokens of prompt and output, the presence and frequency penalties to the output's.
     """
     params, banned = row.params, row.banned
     if not (params.logit_bias or row.penalizes or banned):
@@ -27,7 +27,7 @@ def edited_logits(logits: Logits, row: SampleRow) -> Logits:
         ids = np.fromiter(params.logit_bias, np.int64, len(params.logit_bias))
         logits[ids] += np.fromiter(params.logit_bias.values(), np.float32, len(ids))
     if row.penalizes:
-        tokens = np.array(row.tokens, dtype=np.int64)  # a copy: a view would keep the array from growing
+        tokens = np.array(row.tokens, dtype=np.int64)  # A copy: a view would keep the array from growing.
         if params.repetition_penalty != 1.0:
             seen = logits[tokens]
             # A token that occurs twice is written twice with the same value.
@@ -41,12 +41,12 @@ def edited_logits(logits: Logits, row: SampleRow) -> Logits:
 
 
 def descending(logits: Logits) -> Ids:
-    """Indices that sort the logits, the largest first, the first of equals first."""
-    return np.argsort(-logits, kind="stable")  # -0.0 equals 0.0 here, too
+    """Indices that sort the logits in descending order; equal ones stay in order."""
+    return np.argsort(-logits, kind="stable")  # -0.0 equals 0.0 here, too.
 
 
 def head(logits: Logits, count: int) -> Ids:
-    """The first `count` of `descending`, without sorting what is far behind; the largest logit is finite."""
+    """The first `count` indices of `descending`, without sorting much smaller logits. The largest logit is finite."""
     if count == 0:
         return np.zeros(0, np.int64)
     best = logits.max()

@@ -1,4 +1,4 @@
-"""The step thread: one step after the other while there is work, and calls from outside in between."""
+"""The step thread: runs steps while there is work, and calls from other threads in between."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
-    """Where the step thread runs."""
+    """CPUs and threads that the step thread uses."""
 
-    #: CPUs the thread, and the compute threads it starts, are bound to; None: not bound. Linux only.
+    #: CPUs to which the thread, and the compute threads it starts, are pinned; None: not pinned. Linux only.
     compute_cpus: tuple[int, ...] | None = None
     #: Compute threads of one operation; None: torch decides.
     num_threads: int | None = None
     name: str = "step"
-    #: Told True when the thread wakes up and False when it goes to sleep or ends, on that thread. It starts awake.
+    #: Called on the thread with True when it wakes up, and with False when it goes to sleep or ends. It starts awake.
     on_busy: Callable[[bool], None] = lambda busy: None
 
 
 class _Call(Generic[T]):
-    """A function on its way to the step thread."""
+    """A function queued for the step thread."""
 
     def __init__(self, fn: Callable[[], T]) -> None:
         self.future: Future[T] = Future()
@@ -45,16 +45,16 @@ class _Call(Generic[T]):
             return
         try:
             self.future.set_result(self._fn())
-        except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the caller who waits
+        except BaseException as error:  # noqa: BLE001 - any error belongs to the caller that waits
             self.future.set_exception(error)
 
     def refuse(self) -> None:
         if self.future.set_running_or_notify_cancel():
-            self.future.set_exception(Draining("The step loop has ended; this worker computes nothing any more."))
+            self.future.set_exception(Draining("The step loop has ended; this worker no longer computes."))
 
 
 class StepLoop:
-    """Runs steps while the scheduler has work and sleeps otherwise. All engine state is touched on its thread only."""
+    """Runs steps while the scheduler has work and sleeps otherwise. Only its thread touches engine state."""
 
     def __init__(
         self,
@@ -66,9 +66,10 @@ class StepLoop:
         on_layers: Callable[[LayersWritten], None] | None = None,
         config: LoopConfig | None = None,
     ) -> None:
-        """`publish`, `on_layers` and `on_fatal` are called on the step thread; after `on_fatal` the thread is gone.
+        """`publish`, `on_layers` and `on_fatal` are called on the step thread, which ends after `on_fatal`.
 
-        `on_layers` gets what plans have asked for, during a forward pass; all earlier steps have been published then.
+        `on_layers` receives the reports that plans request, during a forward pass. All earlier steps have been
+        published by then.
         """
         self._scheduler = scheduler
         self._stepper = Stepper(scheduler, runner, publish, on_layers)
@@ -81,29 +82,29 @@ class StepLoop:
         self._thread = threading.Thread(target=self._run, name=self._config.name, daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Raises `SetupError` when `compute_cpus` cannot be had."""
+        """Start the thread. Raises `SetupError` when `compute_cpus` are not available."""
         cpus = self._config.compute_cpus
         if cpus is not None:
             if not hasattr(os, "sched_setaffinity"):
-                raise SetupError("compute_cpus needs Linux; leave it unset on this system.")
+                raise SetupError("compute_cpus is only supported on Linux; leave it unset on this system.")
             if not cpus or not set(cpus) <= os.sched_getaffinity(0):
                 raise SetupError(
-                    f"compute_cpus {sorted(cpus)} must be some of the CPUs this process may use, "
+                    f"compute_cpus is {sorted(cpus)}, but must be one or more of the CPUs that this process may use: "
                     f"{sorted(os.sched_getaffinity(0))}."
                 )
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the present step and wait for it. Calls not yet run fail with `Draining`."""
+        """End the thread after the current step and wait for it. Calls not yet run fail with `Draining`."""
         if self._thread.is_alive():
             self.call(self._request_stop)
             self._thread.join()
         self._close()
 
     def call(self, fn: Callable[[], T]) -> Future[T]:
-        """Run `fn` on the step thread between steps, waking it if asleep; its result or exception is the future's.
+        """Run `fn` on the step thread between steps, waking it if asleep. The future gets its result or exception.
 
-        No step is in flight then, on a device neither.
+        No step is in flight while it runs, not even on a device.
         """
         call = _Call(fn)
         with self._gate:
@@ -121,18 +122,18 @@ class StepLoop:
                     self._run_calls()
                     if self._scheduler.has_work() and not self._stopping:
                         self._stepper.step(self._calls.empty)
-        except BaseException as error:  # noqa: BLE001 - nothing can be attributed any more: the worker ends, loudly
+        except BaseException as error:  # noqa: BLE001 - no request can be blamed: the worker reports it and ends
             self._on_fatal(error)
         finally:
             self._config.on_busy(False)
             self._close()
 
     def _run_calls(self) -> None:
-        """Run what was asked for; sleep until something is when there is nothing else to do."""
+        """Run the queued calls. Without any, sleep until there is one, unless the scheduler has work."""
         has_work = self._scheduler.has_work()
         if has_work and self._calls.empty():
             return
-        # What a call tells must not overtake what the step before it told.
+        # What a call publishes must not overtake the output of the step before it.
         self._stepper.publish()
         if not has_work:
             self._next_call().run()
@@ -152,7 +153,7 @@ class StepLoop:
         return call
 
     def _pin_to_cpus(self) -> None:
-        """Bind this thread first: the compute threads that torch starts from it inherit the binding."""
+        """Pin this thread first: the compute threads that torch starts from it inherit its CPUs."""
         if self._config.compute_cpus is not None:
             os.sched_setaffinity(0, self._config.compute_cpus)
         if self._config.num_threads is not None:

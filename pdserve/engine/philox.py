@@ -16,12 +16,12 @@ Floats = npt.NDArray[np.float64]
 _MASK = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
-#: What each round adds to the two words of the key.
+#: Sums that the rounds add to the two words of the key.
 _KEY_STEPS = np.arange(10, dtype=np.uint64)[:, None, None] * np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
-#: One counter yields this many 32-bit words.
+#: 32-bit words per counter.
 WORDS = 4
 
-#: All Gumbel noise lies between: the noise of the smallest and of the largest word.
+#: Bounds of the Gumbel noise: that of the smallest and of the largest word.
 MIN_GUMBEL = -math.log(-math.log(0.5 * 2.0**-32))
 MAX_GUMBEL = -math.log(-math.log1p(-0.5 * 2.0**-32))
 
@@ -35,8 +35,8 @@ def philox4x32(even: Words, odd: Words, key: Words) -> tuple[Words, Words]:
     even = even.copy()
     buffers = np.empty_like(even), np.empty_like(even)
     for index, round_key in enumerate(keys):
-        # Each product goes to the other row: its upper half into an even word, its lower half into an odd one. The odd
-        # ones carry rubbish in their upper halves until the mask after the exclusive-or.
+        # Each product goes to the other row: its upper half into an even word, its lower half into an odd one. The
+        # upper halves of odd words are undefined until they are masked after the exclusive-or.
         products = np.multiply(even, _MULTIPLIERS, out=buffers[index % 2])[::-1]
         np.right_shift(products, _HALF, out=even)
         even ^= odd
@@ -47,16 +47,16 @@ def philox4x32(even: Words, odd: Words, key: Words) -> tuple[Words, Words]:
 
 
 class GumbelNoise:
-    """Noise of one choice at one position: that of a token depends on these and on the token's id alone."""
+    """Noise of one choice at one position. A token's noise depends on seed, choice, position and token id alone."""
 
     def __init__(self, seed: int, choice_index: int, position: int) -> None:
-        """The seed's 64 bits are the key of the generator."""
+        """The 64 bits of `seed` are the generator's key."""
         self._key = np.array([[seed & 0xFFFFFFFF], [(seed >> 32) & 0xFFFFFFFF]], np.uint64)
         self._choice = choice_index
         self._position = position
 
     def words_of_vocabulary(self, vocab_size: int) -> npt.NDArray[np.uint32]:
-        """The random words of ids `0 .. vocab_size-1`: [vocab_size]."""
+        """The random words of token ids `0 .. vocab_size-1`: [vocab_size]."""
         even, odd = self._words(np.arange(-(-vocab_size // WORDS), dtype=np.uint64))
         words = np.empty((even.shape[1], WORDS), np.uint32)
         words[:, 0::2] = even.T
@@ -65,11 +65,11 @@ class GumbelNoise:
 
     def of_tokens(self, token_ids: npt.NDArray[np.int64]) -> Floats:
         """Noise of `token_ids`: [n]."""
-        if len(token_ids) > token_ids.max(initial=0) // WORDS:  # so many that all ids up to the last take less
+        if len(token_ids) > token_ids.max(initial=0) // WORDS:  # Then all ids up to the largest need fewer counters.
             return gumbel(self.words_of_vocabulary(int(token_ids.max(initial=0)) + 1)[token_ids])
-        counters, places = np.divmod(token_ids, WORDS)
+        counters, word_indices = np.divmod(token_ids, WORDS)
         even, odd = self._words(counters.astype(np.uint64))
-        return gumbel(np.choose(places, (even[0], odd[0], even[1], odd[1])))
+        return gumbel(np.choose(word_indices, (even[0], odd[0], even[1], odd[1])))
 
     def _words(self, counters: Words) -> tuple[Words, Words]:
         even = np.empty((2, len(counters)), np.uint64)
@@ -80,12 +80,12 @@ class GumbelNoise:
 
 
 def gumbel(words: npt.NDArray[np.uint32] | Words) -> Floats:
-    """Standard Gumbel noise from 32-bit words; double precision keeps both tails finite."""
+    """Standard Gumbel noise of 32-bit words; double precision keeps both tails finite."""
     uniform = (words.astype(np.float64) + 0.5) * 2.0**-32
     noise: Floats = -np.log(-np.log(uniform))
     return noise
 
 
-def least_word(noise: float) -> int:
-    """No word below it has more than this noise; a few from it on may have less."""
+def min_word(noise: float) -> int:
+    """A lower bound of the words with more than this noise; some words from the bound on may have less."""
     return max(0, int(math.exp(-math.exp(-noise)) * 2.0**32 * (1 - 1e-9)) - 1)

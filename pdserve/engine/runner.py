@@ -1,4 +1,4 @@
-"""Owns what a step computes with: the decoder, the KV cache and the sampler."""
+"""Runs the plans of steps with a decoder, a KV cache and a sampler."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from pdserve.model.batch import Batch
 
 #: Waits until a step has ended, and returns a result for each of its samples, in order. To be called once.
 Results = Callable[[], list[SampleResult]]
-
-
+#: Receives the reports of a plan during its forward pass.
 ReportLayers = Callable[[LayersWritten], None]
 
 
 class StepCache(Protocol):
-    """`pdserve.engine.kv_cache.KvCache`, or that of a rank whom others follow."""
+    """`pdserve.engine.kv_cache.KvCache`, or rank 0's, which also drives the caches of its followers."""
 
     @property
     def tensor(self) -> Tensor:
@@ -38,22 +37,22 @@ class StepCache(Protocol):
 
     @property
     def layout(self) -> KvLayout:
-        """Of the tensor."""
+        """The tensor's layout."""
 
     def copy_blocks(self, pairs: Items[tuple[BlockId, BlockId]]) -> None:
-        """Copies each source block onto its destination, in order."""
+        """Copy each source block to its destination, in order."""
 
     def record_event(self, num_layers: int) -> DeviceEvent | None:
-        """When that many layers of what is being launched will be written; None: they are."""
+        """An event after the first `num_layers` layers of the step being launched; None: they are written already."""
 
 
 class StepDecoder(Protocol):
-    """The model, as far as the engine knows it."""
+    """The forward pass: `pdserve.model.decoder.Decoder`, its counterpart on a device, or that of several ranks."""
 
     def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
-        """Write the K and V of all rows to their slots; logits of the wanted rows, float32 [num_logits, vocab].
+        """Write K and V of all rows to their slots. Returns the requested logits, float32 [num_logits, vocab].
 
-        `on_layer` is told after each layer, or never.
+        `on_layer` is called after each layer, or never.
         """
 
 
@@ -61,16 +60,16 @@ class TokenSampler(Protocol):
     """`pdserve.engine.sampler.Sampler`, or its counterpart on a device."""
 
     def sample(self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int]) -> list[SampleResult]:
-        """One result per row, in order; row i is drawn from `logits[logits_rows[i]]`. The step has ended then."""
+        """One result per row, in order; row i is sampled from `logits[logits_rows[i]]`. Waits for the step's end."""
 
     def wait_for_step(self) -> None:
-        """Returns when the step has ended: its K and V, and blocks that were copied, are in their place."""
+        """Return when the step has ended: its K and V are stored, and its blocks are copied."""
 
 
 class Runner:
     """Executes plans. Used on the step thread only."""
 
-    #: `launch` returns while the step is computed, and another can be launched behind it.
+    #: Whether `launch` returns while the step is computed, so that another one can be launched behind it.
     overlaps = False
 
     def __init__(self, decoder: StepDecoder, kv_cache: StepCache, sampler: TokenSampler) -> None:
@@ -80,23 +79,23 @@ class Runner:
         self._batches = BatchBuilder(kv_cache.layout.block_size)
 
     def build(self, plan: StepPlan) -> Batch | None:
-        """The model's input, valid until the next call; None when the plan has nothing to compute."""
+        """The model's input, valid until the next call; None for a plan without sequences."""
         return self._batches.build(plan) if plan.decoding or plan.chunks else None
 
     def launch(self, plan: StepPlan, batch: Batch | None, report_layers: ReportLayers | None = None) -> Results:
-        """Begin the step. Its result is to be taken before the next but one is launched, in the order of launches.
+        """Start the step. At most two steps may be in flight; collect their results in the order of launches.
 
-        The plan's reports are told on the way, if the decoder says how far it is.
+        The plan's reports are sent during the launch, if the decoder calls back after each layer.
         """
         return partial(self.sample, plan, self.forward(plan, batch, report_layers))
 
     def forward(self, plan: StepPlan, batch: Batch | None, report_layers: ReportLayers | None = None) -> Tensor | None:
-        """Copy blocks first (copy-on-write), then compute: logits float32 [num_logits, vocab]."""
+        """Copy blocks (copy-on-write), then run the forward pass: logits, float32 [num_logits, vocab]."""
         on_layer = self._prepare(plan, report_layers)
         return None if batch is None else self._decoder.forward(batch, self.kv_cache.tensor, on_layer)
 
     def _prepare(self, plan: StepPlan, report_layers: ReportLayers | None) -> LayerListener | None:
-        """Copies the plan's blocks; whom the decoder is to tell of its layers, None: nobody wants to hear."""
+        """Copy the plan's blocks. Returns the listener that sends the plan's reports; None: there are none to send."""
         if plan.copies:
             self.kv_cache.copy_blocks(plan.copies)
         if report_layers is None or not plan.reports:
@@ -114,7 +113,7 @@ class Runner:
         return on_layer
 
     def try_out(self, batch: Batch) -> None:
-        """Computes a batch and draws a token, for the sake of what is set up at first use."""
+        """Compute a batch and sample a token, to trigger all set-up at first use."""
         row = SampleRow(params=SamplingParams(), choice_index=0, tokens=array("q", [0]), num_prompt=1)
         self._sampler.sample(self._decoder.forward(batch, self.kv_cache.tensor), [row], [0])
 

@@ -1,4 +1,4 @@
-"""The sequences a decode worker runs, the oldest first, and who gives way when blocks run out. Pure."""
+"""The sequences that a decode worker runs, and which of them are preempted when blocks run out. Pure."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class RunningLimits:
     max_num_seqs: int
     #: Prefill tokens of one step.
     max_num_batched_tokens: int
-    #: Beside decoding sequences, prefill is to keep a step within this time ...
+    #: Duration of a step, in seconds, that prefill should not exceed while sequences are decoding.
     itl_budget_s: float
-    #: ... but gets this many tokens in any case, so that it advances.
+    #: Prefill tokens of a step whatever `itl_budget_s` is, so that prefill always advances.
     min_prefill_tokens: int
 
     def __post_init__(self) -> None:
@@ -29,7 +29,7 @@ class RunningLimits:
         assert min(self.max_num_batched_tokens, self.min_prefill_tokens) > 0, "a prefill must be able to advance"
 
     def prefill_budget(self, pace: Pace, *, is_decoding: bool) -> int:
-        """Prefill tokens that the next step may compute."""
+        """Prefill tokens allowed in the next step."""
         if not is_decoding:
             return self.max_num_batched_tokens
         return min(self.max_num_batched_tokens, max(self.min_prefill_tokens, pace.tokens_within(self.itl_budget_s)))
@@ -37,26 +37,26 @@ class RunningLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What to compute now. All have their slots."""
+    """Sequences to compute in the next step, all with their slots."""
 
-    #: Choices of which one token is pending: the usual ones.
+    #: Choices with exactly one pending token.
     decoding: tuple[Sequence, ...]
-    #: (sequence, stop): `[num_computed, stop)` of the others.
+    #: (sequence, stop): tokens `[num_computed, stop)` of sequences in prefill.
     chunks: tuple[tuple[Sequence, int], ...]
-    #: Sequences that gave their blocks for it.
+    #: Sequences that lost their blocks to the others.
     preempted: tuple[Sequence, ...]
 
 
 class RunningSet:
-    """Active sequences hold blocks; preempted ones gave theirs back and recompute when they are resumed.
+    """Active sequences hold blocks; preempted ones have returned theirs, and recompute when they are resumed.
 
-    Age decides: the oldest is planned first, the youngest gives way first, whoever gave way first comes back first.
+    The order of admission decides: the oldest sequence is planned and resumed first, the youngest is preempted first.
     """
 
     def __init__(self, blocks: BlockManager, limits: RunningLimits) -> None:
         self._blocks = blocks
         self._limits = limits
-        #: Both sorted by (age, choice_index).
+        #: Both sorted by (admission_order, choice_index).
         self._active: list[Sequence] = []
         self._preempted: list[Sequence] = []
         self._num_added = 0
@@ -64,12 +64,12 @@ class RunningSet:
 
     @property
     def num_active(self) -> int:
-        """Sequences that hold blocks, including those beyond `max_num_seqs` that wait for their turn."""
+        """Sequences that hold blocks, including those that wait because `max_num_seqs` others run."""
         return len(self._active)
 
     @property
     def num_running(self) -> int:
-        """Sequences that the next step computes."""
+        """Sequences in the next step."""
         return min(len(self._active), self._limits.max_num_seqs)
 
     @property
@@ -88,20 +88,20 @@ class RunningSet:
         yield from self._preempted
 
     def next_admission_order(self) -> int:
-        """The age of the next request: its sequences are younger than all others."""
+        """The `admission_order` of the next request, whose sequences are younger than all others."""
         self._num_added += 1
         return self._num_added
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence that holds blocks run."""
+        """Start running a sequence that holds blocks."""
         insort(self._active, sequence, key=_order)
 
     def detach(self, sequence: Sequence) -> None:
-        """Take a sequence out, with whatever blocks it holds."""
+        """Stop running a sequence, which keeps the blocks that it holds."""
         (self._active if sequence in self._active else self._preempted).remove(sequence)
 
     def resume(self) -> None:
-        """Bring preempted sequences back, the oldest first, while that leaves a free block for each active one."""
+        """Resume preempted sequences, the oldest first, while that leaves a free block for each active one."""
         while self._preempted and len(self._active) < self._limits.max_num_seqs:
             sequence = self._preempted[0]
             if not self._blocks.admit(sequence, sequence.num_tokens, headroom=len(self._active)):
@@ -110,9 +110,9 @@ class RunningSet:
             self.add(sequence)
 
     def plan(self, pace: Pace, *, is_awaiting: bool = False) -> Planned:
-        """What to compute now, at this pace. `is_awaiting`: sequences may come to decode at any moment.
+        """Plan the next step at this pace. `is_awaiting`: more sequences may start to decode at any time.
 
-        The oldest active sequence is always among it, unless blocks held outside of this set leave it none.
+        The plan always has the oldest active sequence, unless blocks held outside of this set leave none for it.
         """
         is_decoding = is_awaiting or any(map(_is_decoding, self._active[: self._limits.max_num_seqs]))
         budget = self._limits.prefill_budget(pace, is_decoding=is_decoding)
@@ -124,36 +124,36 @@ class RunningSet:
             sequence = self._active[index]
             index += 1
             if _is_decoding(sequence):
-                if self._make_room(sequence, len(sequence.tokens), preempted):
+                if self._extend_or_preempt(sequence, len(sequence.tokens), preempted):
                     decoding.append(sequence)
                 continue
             stop = min(sequence.num_tokens, sequence.num_computed + budget)
             budget -= stop - sequence.num_computed
-            if stop > sequence.num_computed and self._make_room(sequence, stop, preempted):
+            if stop > sequence.num_computed and self._extend_or_preempt(sequence, stop, preempted):
                 chunks.append((sequence, stop))
         return Planned(decoding=tuple(decoding), chunks=tuple(chunks), preempted=tuple(preempted))
 
-    def make_room_ahead(self, decoding: Items[Sequence]) -> bool:
-        """Give each the slot after the one it writes now, while nobody has to give way; else change nothing."""
-        short = [sequence for sequence in decoding if sequence.num_slots <= len(sequence.tokens)]
-        if len(short) > self._blocks.pool.num_free:
+    def extend_ahead(self, decoding: Items[Sequence]) -> bool:
+        """Give each sequence the slot after the one it writes now. False, and no change, if that needs a preemption."""
+        full = [sequence for sequence in decoding if sequence.num_slots <= len(sequence.tokens)]
+        if len(full) > self._blocks.pool.num_free:
             return False
-        for sequence in short:
+        for sequence in full:
             is_extended = self._blocks.extend(sequence, len(sequence.tokens) + 1)
             assert is_extended, "a free block was counted above"
         return True
 
     def check_integrity(self) -> None:
-        """Assert the order of both queues, and that blocks are held by the active ones only."""
+        """Assert the order of both queues, and that only active sequences hold blocks."""
         for queue in (self._active, self._preempted):
             assert queue == sorted(queue, key=_order), "a queue is out of order"
         assert all(sequence.block_table for sequence in self._active), "an active sequence holds no blocks"
         assert not any(sequence.block_table for sequence in self._preempted), "a preempted sequence holds blocks"
 
-    def _make_room(self, sequence: Sequence, stop: int, preempted: list[Sequence]) -> bool:
-        """Preempt from the youngest on until the sequence has its slots; False when it had to give way itself.
+    def _extend_or_preempt(self, sequence: Sequence, stop: int, preempted: list[Sequence]) -> bool:
+        """Preempt the youngest sequences until this one has its slots; False when it was preempted itself.
 
-        The victims come after `sequence` in the order of planning, so none of them is planned already.
+        Victims come after `sequence` in the order of planning, so none of them has been planned yet.
         """
         while stop > sequence.num_slots and not self._blocks.extend(sequence, stop):
             victim = self._active.pop()

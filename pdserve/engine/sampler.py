@@ -1,9 +1,9 @@
-"""Logits -> tokens. A token is a pure function of its row of logits and its `SampleRow`; no generator state anywhere.
+"""Logits -> tokens. A token is a pure function of its row of logits and its `SampleRow`, without generator state.
 
-Raw log-probabilities first, then bias, penalties and bans, then greedy rows take the maximum and the others add Gumbel
-noise to what temperature, min_p, top_k and top_p left. All ties go to the lowest token id. Each row is computed by
-itself, and sums whose order could matter are sums of integers. Tokens that cannot win are left out early: with a
-vocabulary of 50,000 that is most of the work.
+Log-probabilities are those of the raw logits. Bias, penalties and bans come next. Then greedy rows take the maximum;
+others are truncated by min_p, top_k and top_p, and the largest sum of scaled logit and Gumbel noise wins. All ties go
+to the lowest token id. Each row is computed by itself, and sums whose order could matter are sums of integers. Tokens
+that cannot win are dropped early, which saves most of the work with a vocabulary of 50,000.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import Tensor
 
 from pdserve.base.sampling import SamplingParams, TokenLogprobs
 from pdserve.engine.logits import Ids, Logits, descending, edited_logits, head
-from pdserve.engine.philox import MAX_GUMBEL, MIN_GUMBEL, GumbelNoise, gumbel, least_word
+from pdserve.engine.philox import MAX_GUMBEL, MIN_GUMBEL, GumbelNoise, gumbel, min_word
 from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow
 
 Floats = npt.NDArray[np.float64]
 
-#: Probabilities are weighed in units of 2**-32 of the most likely token's.
+#: Unit of integer probabilities: 2**-32 of the most likely token's.
 _WEIGHT_UNITS = 2.0**32
-#: A token whose scaled logit is further behind the best one's loses to it, whatever the noise. It weighs nothing, too.
-_REACH = MAX_GUMBEL - MIN_GUMBEL + 0.1
-#: How far behind the best one the tokens are that are looked at first.
+#: Distance from the largest scaled logit beyond which no noise lets a token win. Its integer probability is 0, too.
+_MAX_DISTANCE = MAX_GUMBEL - MIN_GUMBEL + 0.1
+#: Distance from the largest scaled logit of the tokens that are considered first.
 _NEAR = 6.0
-#: How finely top_p divides scaled logits before it sorts.
-_STEPS_PER_UNIT = 16.0
+#: Bins per unit of scaled logits, into which top_p divides them before it sorts one of the bins.
+_BINS_PER_UNIT = 16.0
 
 
 class Sampler:
@@ -38,10 +38,10 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int]) -> list[SampleResult]:
         """One result per row, in order.
 
-        `logits`: float32 [num_logits, vocab], not modified; row i is drawn from `logits[logits_rows[i]]`.
+        `logits`: float32 [num_logits, vocab], not modified; row i is sampled from `logits[logits_rows[i]]`.
         """
         table: Logits = logits.cpu().numpy()
-        best_ids = table.argmax(axis=1).tolist()  # NaN counts as the largest; the first of equals is returned
+        best_ids = table.argmax(axis=1).tolist()  # NaN counts as the largest; of equal ones the first is returned.
         results: list[SampleResult] = []
         for row, index in zip(rows, logits_rows, strict=True):
             best_id = best_ids[index]
@@ -54,50 +54,50 @@ class Sampler:
         return results
 
     def wait_for_step(self) -> None:
-        """On a CPU a step has ended when its call returns."""
+        """Nothing to wait for: on a CPU a step has ended when its call returns."""
 
 
 def _sample_row(raw: Logits, row: SampleRow) -> SampleResult:
-    """Any row; `raw` has a finite maximum."""
+    """The result of one row, whose logits `raw` have a finite maximum."""
     logits = edited_logits(raw, row)
     token_id = int(logits.argmax())
     if not isfinite(logits[token_id]):
         return failure(row)
     if row.params.temperature > 0:
-        token_id = _draw(logits, float(logits[token_id]), row)
+        token_id = _sample_token(logits, float(logits[token_id]), row)
     count = row.params.logprobs
     return Sampled(token_id=token_id, logprobs=None if count is None else _logprobs(raw, token_id, count))
 
 
 def failure(row: SampleRow) -> SampleFailure:
-    """What becomes of a row from which nothing can be drawn."""
+    """The result of a row from which no token can be sampled."""
     return SampleFailure(reason=f"the logits of token {row.position} have no finite maximum")
 
 
-def _draw(logits: Logits, best: float, row: SampleRow) -> int:
-    """The token with the largest (logit / temperature + noise) among those left by truncation."""
+def _sample_token(logits: Logits, best: float, row: SampleRow) -> int:
+    """The token with the largest (logit / temperature + noise) among those that truncation keeps."""
     params = row.params
     noise = GumbelNoise(params.seed, row.choice_index, row.position)
     if params.top_k <= 0 and params.top_p >= 1.0 and params.min_p <= 0.0:
-        return _draw_from_all(logits, best, params.temperature, noise)
-    ids = _within(logits, best, _REACH * params.temperature)
+        return _sample_from_all(logits, best, params.temperature, noise)
+    ids = _within(logits, best, _MAX_DISTANCE * params.temperature)
     ids, scaled = _truncate(logits, ids, _scale(logits[ids], best, params.temperature), params)
     return int(ids[0]) if len(ids) == 1 else _best(ids, scaled + noise.of_tokens(ids))
 
 
-def _draw_from_all(logits: Logits, best: float, temperature: float, noise: GumbelNoise) -> int:
-    """No truncation: words for the whole vocabulary, but scores only for tokens that can beat the best near one."""
+def _sample_from_all(logits: Logits, best: float, temperature: float, noise: GumbelNoise) -> int:
+    """As `_sample_token`, without truncation: words for all tokens, scores only for those that can beat the best."""
     words = noise.words_of_vocabulary(len(logits))
     near = _within(logits, best, _NEAR * temperature)
     best_near = (_scale(logits[near], best, temperature) + gumbel(words[near])).max()
-    far = np.flatnonzero(words >= least_word(best_near + _NEAR))
+    far = np.flatnonzero(words >= min_word(best_near + _NEAR))
     ids = np.concatenate((near, far))
     return _best(ids, _scale(logits[ids], best, temperature) + gumbel(words[ids]))
 
 
-def _within(logits: Logits, best: float, depth: float) -> Ids:
-    """Ascending ids of the tokens that are at most `depth` behind the best; a few may be further, none is missed."""
-    return np.flatnonzero(logits >= np.float32(best - depth - 1e-6 * (abs(best) + depth)))
+def _within(logits: Logits, best: float, distance: float) -> Ids:
+    """Ascending ids of all tokens whose logit is at most `distance` below the best, and of a few slightly below."""
+    return np.flatnonzero(logits >= np.float32(best - distance - 1e-6 * (abs(best) + distance)))
 
 
 def _scale(logits: Logits, best: float, temperature: float) -> Floats:
@@ -106,10 +106,10 @@ def _scale(logits: Logits, best: float, temperature: float) -> Floats:
 
 
 def _truncate(logits: Logits, ids: Ids, scaled: Floats, params: SamplingParams) -> tuple[Ids, Floats]:
-    """What is left of the tokens `ids`, ascending, with their scaled logits, of which the largest is 0.
+    """The tokens that min_p, top_k and top_p keep of `ids`, which ascend, and their scaled logits, at most 0.
 
-    Each limit keeps a head of the descending order: top_k and min_p first; then top_p the smallest one that holds
-    `top_p` of the probability that they left.
+    Each keeps a head of the descending order: min_p and top_k first, then top_p the smallest head that holds `top_p` of
+    the probability that is left.
     """
     if params.min_p > 0.0:
         likely = np.exp(scaled) >= min(params.min_p, 1.0)
@@ -128,12 +128,12 @@ def _nucleus(logits: Logits, scaled: Floats, top_p: float) -> Ids:
     # Probabilities up to a factor, as integers: their sums are exact in any order, and in double precision.
     weights = (np.exp(scaled) * _WEIGHT_UNITS).astype(np.int64)
     wanted = float(weights.sum()) * top_p
-    # Steps of the descending order, so that only the one in which the head ends has to be sorted.
-    steps = (np.minimum(-scaled, _REACH) * _STEPS_PER_UNIT).astype(np.int64)
-    masses = np.bincount(steps, weights=weights).cumsum()
+    # Bins in descending order, so that only the bin in which the head ends has to be sorted.
+    bins = (np.minimum(-scaled, _MAX_DISTANCE) * _BINS_PER_UNIT).astype(np.int64)
+    masses = np.bincount(bins, weights=weights).cumsum()
     last = int(np.searchsorted(masses, wanted)) if wanted > 0 else 0
-    inside = np.flatnonzero(steps < last)
-    border = np.flatnonzero(steps == last)
+    inside = np.flatnonzero(bins < last)
+    border = np.flatnonzero(bins == last)
     border = border[descending(logits[border])]
     before = weights[border].cumsum() - weights[border] + weights[inside].sum()
     num_kept = max(int((before < wanted).sum()), 1 if not len(inside) else 0)
@@ -141,12 +141,12 @@ def _nucleus(logits: Logits, scaled: Floats, top_p: float) -> Ids:
 
 
 def _best(ids: Ids, scores: Floats) -> int:
-    """The id with the largest score, the lowest one of equals."""
+    """The id with the largest score; the lowest id of equal ones."""
     return int(ids[scores == scores.max()].min())
 
 
 def _logprobs(raw: Logits, token_id: int, count: int) -> TokenLogprobs:
-    """Of the chosen token and of the `count` most likely ones, from the logits as the model gave them."""
+    """Log-probabilities of the sampled token and of the `count` most likely ones, from the model's raw logits."""
     best = float(raw.max())
     log_total = best + float(np.log(np.exp(raw.astype(np.float64) - best).sum()))
     top = head(raw, count)

@@ -1,4 +1,4 @@
-"""One token stream on this worker: its tokens, its block table, how far its KV is computed; and when it ends."""
+"""One token stream on this worker: its tokens, its block table, how much of its KV is computed, and when it ends."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pdserve.base.sampling import MAX_N, ChoiceTokens, FinishReason, SamplingPar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRow:
-    """How the token after `tokens` is sampled; made once for a choice, whose array of tokens grows.
+    """Inputs of sampling the token after `tokens`, besides its logits. Made once for a choice, whose `tokens` grow.
 
     The token depends on nothing but these fields and its row of logits.
     """
 
     params: SamplingParams
     choice_index: int
-    #: Prompt and output so far; the sequence's own.
+    #: Prompt and output so far: the sequence's own array, not a copy.
     tokens: array[int]
     num_prompt: int
     #: Ids that end the choice.
     stop_ids: frozenset[int] = frozenset()
-    #: The token is the most likely one, and nothing more is to be told of it.
+    #: The token is the most likely one, and nothing else is reported about it.
     is_argmax: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -41,23 +41,23 @@ class SampleRow:
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """Ids that may not be chosen."""
+        """Ids that must not be sampled."""
         return self.banned_at(self.position)
 
     @property
     def penalizes(self) -> bool:
-        """Whether tokens so far make the same tokens less or more likely."""
+        """Whether tokens so far change how likely they are to occur again."""
         params = self.params
         return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
     def banned_at(self, position: int) -> tuple[int, ...]:
-        """Ids that may not be chosen there: before `min_tokens` nothing may end the choice."""
+        """Ids that must not be sampled at `position`: before `min_tokens`, all that would end the choice."""
         return tuple(sorted(self.stop_ids)) if position < self.params.min_tokens else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """The token chosen for one `SampleRow`."""
+    """The token sampled for one `SampleRow`."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -65,7 +65,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFailure:
-    """Why no token could be chosen; concerns this row only."""
+    """The reason why no token could be sampled; other rows are not affected."""
 
     reason: str
 
@@ -75,14 +75,15 @@ SampleResult = Sampled | SampleFailure
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """Mutable, owned by one scheduler.
+    """A token stream. Mutable, owned by one scheduler.
 
         tokens       | prompt ........ | output ....... |
         KV           | computed ............... | pending: the next rows to compute |
-        block_table  | full, registered | ... | partial | room |
+        block_table  | full, registered | ... | partial | unused |
 
-    Arrays of machine integers, because batch building copies them as whole memory ranges. `tokens` and `block_table`
-    only grow; whatever else changes the block table makes a new array (`BlockManager`), which a mirror of it can see.
+    Tokens and block table are arrays of machine integers, because batch building copies whole memory ranges of them.
+    Both only grow. Any other change of the block table makes a new array (`BlockManager`), so that a mirror of the
+    table can detect it.
     """
 
     request_id: RequestId
@@ -92,18 +93,18 @@ class Sequence:
     #: Prompt and output token ids.
     tokens: array[int]
     num_prompt: int
-    #: Hashes of the first full blocks of `tokens`, as far as they were needed.
+    #: Hashes of the first full blocks of `tokens`; the others have not been needed yet.
     hashes: list[BlockHash] = field(default_factory=list)
     block_table: array[int] = field(default_factory=lambda: array("q"))
-    #: Slots `[num_computed, num_slots)` exist and are the sequence's own to write.
+    #: Slots `[num_computed, num_slots)` exist, and only this sequence writes to them.
     num_slots: int = 0
     #: Tokens whose KV is stored in the block table.
     num_computed: int = 0
-    #: Blocks of the table that were offered to the pool for reuse.
+    #: Blocks of the table that were registered with the pool for reuse.
     num_registered: int = 0
-    #: Order of becoming active; smaller is older.
+    #: Position in the order of admission; the oldest has the smallest.
     admission_order: int = 0
-    #: How the next token is drawn, once the sequence is a choice; None for a bare prompt.
+    #: Inputs of sampling, once the sequence is a choice; None for a bare prompt.
     sampling: SampleRow | None = None
 
     @classmethod
@@ -116,7 +117,7 @@ class Sequence:
         hash_key: bytes,
         hashes: Items[BlockHash] = (),
     ) -> Sequence:
-        """A sequence before its first token; `hashes` are those of the prompt's first full blocks, if already known."""
+        """A sequence before its first token; `hashes` are those of the prompt's first full blocks, as far as known."""
         return cls(
             request_id=request_id,
             choice_index=0,
@@ -139,16 +140,16 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        """Tokens of the completion; the index of the next one."""
+        """Tokens of the completion, and so the index of the next one."""
         return len(self.tokens) - self.num_prompt
 
     @property
     def num_pending(self) -> int:
-        """Tokens whose KV is still to be computed; 1 for a sequence that is decoding."""
+        """Tokens whose KV is still to be computed; 1 for a decoding sequence."""
         return len(self.tokens) - self.num_computed
 
     def hash_full_blocks(self, block_size: int) -> list[BlockHash]:
-        """Hashes of all full blocks of the tokens so far; computes only those not computed before."""
+        """Hashes of all full blocks of `tokens`; computes only those that are not known yet."""
         if len(self.hashes) < len(self.tokens) // block_size:
             self.hashes = hash_blocks(self.hash_key, self.tokens, block_size, self.hashes)
         return self.hashes
@@ -156,7 +157,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceLimits:
-    """What the model and the worker allow every sequence."""
+    """Bounds of every sequence, from the model and the worker, and when a sequence ends."""
 
     #: Prompt and output tokens together.
     max_model_len: int
@@ -164,38 +165,42 @@ class SequenceLimits:
     eos_token_ids: frozenset[int] = frozenset()
 
     def check(self, prompt: Items[int], params: SamplingParams) -> None:
-        """Raises `RequestError` for what would break a step: nothing of the request has been stored yet."""
+        """Raises `RequestError` for a request that would break a step. Call it before anything of it is stored."""
         if not prompt:
-            raise RequestError("The prompt has no tokens; send at least one.", param="prompt")
+            raise RequestError("The prompt has no tokens. Send at least one.", param="prompt")
         if len(prompt) >= self.max_model_len:
             raise RequestError(
-                f"The prompt has {len(prompt)} tokens; this model takes {self.max_model_len}, one of them for output. "
+                f"The prompt has {len(prompt)} tokens (limit {self.max_model_len - 1}, which leaves one for output). "
                 "Shorten the prompt.",
                 param="prompt",
             )
         if not 1 <= params.n <= MAX_N:
-            raise RequestError(f"n is {params.n}, must be between 1 and {MAX_N}.", param="n")
+            raise RequestError(f"n is {params.n}, but must be between 1 and {MAX_N}.", param="n")
         if params.max_tokens < 1:
-            raise RequestError(f"max_tokens is {params.max_tokens}, must be at least 1.", param="max_tokens")
+            raise RequestError(f"max_tokens is {params.max_tokens}, but must be at least 1.", param="max_tokens")
         for name, ids in (
             ("prompt", prompt),
             ("logit_bias", params.logit_bias),
             ("stop_token_ids", params.stop_token_ids),
         ):
             if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
-                raise RequestError(f"{name} has token ids outside of 0 .. {self.vocab_size - 1}.", param=name)
+                worst = min(ids) if min(ids) < 0 else max(ids)
+                raise RequestError(
+                    f"{name} has token id {worst}, but token ids must be between 0 and {self.vocab_size - 1}.",
+                    param=name,
+                )
 
     def check_first_tokens(self, tokens: Items[int], params: SamplingParams) -> None:
-        """Raises `RequestError` unless there is one possible token per choice."""
+        """Raises `RequestError` unless there is one valid token per choice."""
         if len(tokens) != params.n or not all(0 <= token < self.vocab_size for token in tokens):
             raise RequestError(
-                f"Need one first token for each of {params.n} choices, each within 0 .. {self.vocab_size - 1}; "
-                f"got {len(tokens)}.",
+                f"first_tokens has {len(tokens)} token ids, but must have {params.n}, one for each choice, all between "
+                f"0 and {self.vocab_size - 1}.",
                 param="first_tokens",
             )
 
     def choice_tokens(self, sequence: Sequence, choice_index: int, sampled: Sampled) -> ChoiceTokens:
-        """Describe the token that follows the present ones, and whether it ends the choice; changes nothing."""
+        """The next token as the client receives it, with the reason if it ends the choice. Changes nothing."""
         token, params, num_tokens = sampled.token_id, sequence.params, len(sequence.tokens)
         index = num_tokens - sequence.num_prompt
         reason: FinishReason | None = None
@@ -212,26 +217,29 @@ class SequenceLimits:
             stop_token_id=token if reason is FinishReason.STOP else None,
         )
 
-    def can_go_ahead(self, sequence: Sequence) -> bool:
-        """Whether the token after the next can be drawn without a word to the host, if the next does not end it."""
+    def can_run_ahead(self, sequence: Sequence) -> bool:
+        """Whether the step after the next can be launched before the next token is known.
+
+        The sequence may still end with that token, but only because of which one it is.
+        """
         row = sequence.sampling
         return row is not None and not self._is_last(row.params, row.position, len(row.tokens))
 
     def sample_row(self, sequence: Sequence, choice_index: int) -> SampleRow:
-        """What is needed to sample the token that follows the sequence's present ones, now and later."""
+        """The inputs of sampling the sequence's next token, and all later ones."""
         return SampleRow(
             params=sequence.params,
             choice_index=choice_index,
             tokens=sequence.tokens,
             num_prompt=sequence.num_prompt,
-            stop_ids=self.stops_at(sequence.params),
+            stop_ids=self.stop_ids(sequence.params),
         )
 
-    def stops_at(self, params: SamplingParams) -> frozenset[int]:
+    def stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """Token ids that end a sequence; none of them may be sampled before `min_tokens`."""
         own = frozenset(params.stop_token_ids)
         return own if params.ignore_eos else own | self.eos_token_ids
 
     def _is_last(self, params: SamplingParams, index: int, num_tokens: int) -> bool:
-        """Whether the output's token `index`, which comes after `num_tokens`, is the last, whatever it is."""
+        """Whether the output's token `index`, which follows `num_tokens` tokens, is the last whichever it is."""
         return index + 1 >= params.max_tokens or num_tokens + 1 >= self.max_model_len

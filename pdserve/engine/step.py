@@ -1,4 +1,4 @@
-"""The values of one step: what a scheduler plans, what the sampler answers, and what the service is told. Pure."""
+"""Values of one step: what a scheduler plans, what the sampler returns, and what the service receives. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pdserve.engine.sequence import SampleFailure, SampleResult, SampleRow, Sequ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Prefill: tokens `[start, stop)` of one sequence are computed; then `samples` are drawn from its last row."""
+    """Prefill of tokens `[start, stop)` of one sequence; `samples` are then sampled from its last row."""
 
     sequence: Sequence
     start: int
@@ -28,9 +28,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayersWritten:
-    """KV of prompt tokens `[0, num_computed)` is stored for layers `[0, num_layers)`; told while the step goes on.
+    """KV of prompt tokens `[0, num_computed)` is stored for layers `[0, num_layers)`; reported during the step.
 
-    Not told by kernels that compute a step in one call: then the step's end says it for all layers.
+    Kernels that compute a step in one call do not report it. The end of the step then stands for all layers.
     """
 
     request_id: RequestId
@@ -38,25 +38,25 @@ class LayersWritten:
     num_computed: int
     #: All blocks of the prompt, in order.
     block_table: tuple[BlockId, ...]
-    #: It is stored at that moment; None: already.
+    #: Happens when the KV is stored; None: it is stored already.
     ready_event: DeviceEvent | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What one step computes: the last token of each decoding sequence, and chunks of those that are prefilled.
+    """Work of one step: the last token of each decoding sequence, and chunks of sequences in prefill.
 
-    A decoding sequence gets one token, drawn as its `sampling` says; samples are in the order of the rows, decoding
-    sequences first.
+    Each decoding sequence gets one token, sampled by its `sampling`. Samples are in the order of the rows, those of
+    decoding sequences first.
     """
 
     decoding: tuple[Sequence, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     #: (source, destination) blocks to copy first, in this order.
     copies: tuple[tuple[BlockId, BlockId], ...] = ()
-    #: What to tell as soon as it is so.
+    #: Reports to send as soon as they are true.
     reports: tuple[LayersWritten, ...] = ()
-    #: Made before the tokens of the step before were known: the same sequences, each a token further than it tells.
+    #: Planned before the previous step's tokens were known: its sequences again, each one token beyond its `tokens`.
     is_ahead: bool = False
 
     @property
@@ -65,7 +65,7 @@ class StepPlan:
         return sum(chunk.stop - chunk.start for chunk in self.chunks)
 
     def sample_rows(self) -> tuple[list[SampleRow], list[int]]:
-        """What is sampled, in order, and for each the row of logits it is drawn from; n choices can share one."""
+        """All samples in order, and for each the row of logits that it is sampled from; n choices can share a row."""
         rows = [sequence.sampling for sequence in self.decoding if sequence.sampling is not None]
         logits_rows = list(range(len(rows)))
         for index, chunk in enumerate((chunk for chunk in self.chunks if chunk.samples), len(rows)):
@@ -78,10 +78,10 @@ class StepPlan:
         return [*self.decoding, *(chunk.sequence for chunk in self.chunks)]
 
 
-# What the service is told.
+# Events for the service.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """The request holds its blocks: blocks `[num_cached_blocks, len(block_table))` of the prompt are to be received."""
+    """The request holds its blocks. Blocks `[num_cached_blocks, len(block_table))` of the prompt are to be received."""
 
     request_id: RequestId
     #: All blocks of the prompt, in order.
@@ -96,7 +96,7 @@ class RequestStarted:
     request_id: RequestId
     #: False only for a decode request whose KV was received.
     prefilled_locally: bool
-    #: Prompt tokens that the prefix cache had.
+    #: Prompt tokens found in the prefix cache.
     num_cached: int
     #: All blocks of the prompt, in order.
     block_table: tuple[BlockId, ...]
@@ -122,7 +122,7 @@ class RequestTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The request failed and holds nothing any more; others are not concerned."""
+    """The request failed and holds no resources any more; other requests are not affected."""
 
     request_id: RequestId
     error: PdserveError
@@ -130,16 +130,16 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvents:
-    """What happened since the last step's events, each kind in order."""
+    """Events since those of the last step, each kind in order."""
 
     grants: tuple[Grant, ...] = ()
     started: tuple[RequestStarted, ...] = ()
     progress: tuple[PrefillProgress, ...] = ()
     tokens: tuple[RequestTokens, ...] = ()
     failures: tuple[Failure, ...] = ()
-    #: Requests of which one sequence was preempted, once per sequence.
+    #: Requests with a preempted sequence, once for each such sequence.
     preempted: tuple[RequestId, ...] = ()
-    #: Decode: requests whose choices have all ended; they hold nothing any more.
+    #: Decode: requests whose choices have all ended; they hold no resources any more.
     finished: tuple[RequestId, ...] = ()
     cache: CacheEvents = field(default_factory=CacheEvents)
 
@@ -173,7 +173,7 @@ class EventLog:
             self.finished.remove(request_id)
 
     def drain(self, cache: CacheEvents) -> StepEvents:
-        """Everything logged since the last call."""
+        """Return all events since the last call."""
         events = StepEvents(
             grants=tuple(self.grants),
             started=tuple(self.started),
@@ -199,7 +199,7 @@ class EventLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How busy a worker is; totals count from its start."""
+    """Load of a worker; totals count from its start."""
 
     #: Sequences (decode) or prompts (prefill) that are being computed.
     num_running: int
@@ -207,9 +207,9 @@ class Load:
     num_waiting: int
     #: Decode: requests that hold blocks for a transfer. Prefill: computed prompts whose blocks are still held.
     num_held: int
-    #: Tokens of prompts (and of preempted sequences) that are still to be computed here.
+    #: Tokens of prompts and of preempted sequences that are still to be computed here.
     queued_prompt_tokens: int
-    #: Of those, the tokens of prompts that have no first token yet, by the router that sent them.
+    #: The share of `queued_prompt_tokens` whose prompts have no first token yet, by the router that sent them.
     queued_by_router: Mapping[RouterId, int]
     free_blocks: int
     total_blocks: int
@@ -230,19 +230,19 @@ class StepDurations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """All that one step has to tell; published once per step."""
+    """Output of one step; published once per step."""
 
     events: StepEvents
     load: Load
     durations: StepDurations
-    #: As measured up to this step.
+    #: Averages up to and including this step.
     pace: Pace
-    #: It was launched before the step before had ended.
+    #: The step was launched before the previous one had ended.
     is_ahead: bool
-    #: Rows of the batch: sequences, and their tokens.
+    #: Sequences and tokens of the batch.
     num_sequences: int
     num_tokens: int
-    #: Of `num_tokens`, those of prompts, and of preempted sequences that are computed again.
+    #: The share of `num_tokens` that prefills prompts or recomputes preempted sequences.
     num_prefill_tokens: int
 
 
@@ -250,22 +250,23 @@ class Scheduler(Protocol):
     """Policy of one tier: pure, driven by the step thread only."""
 
     def has_work(self) -> bool:
-        """Whether a step would do or tell anything. False: only an outside call can change that."""
+        """Whether a step would compute or report anything. If not, only a call from outside can change that."""
 
     def schedule(self, pace: Pace) -> StepPlan:
-        """Decide on the next step, which will go at `pace`; `update` must follow before anything but `plan_ahead`."""
+        """Plan the next step, expected to run at `pace`. Only `plan_ahead` may be called before its `update`."""
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """The step after `plan`, which is in flight, whatever its tokens will be; None when it cannot be told yet.
+        """Plan the step after `plan`, which is in flight; None when that depends on the tokens of `plan`.
 
-        `update` must follow for both, in order. Sequences may end in the first; what the second has of them is dropped.
+        `update` must follow for both, in order. Sequences may end in the first; their results of the second are
+        dropped.
         """
 
     def update(self, plan: StepPlan, sampled: Items[SampleResult]) -> StepEvents:
-        """Take in what the step computed: a result for each decoding sequence, then for each of the chunks' samples.
+        """Process the results of a step: one for each decoding sequence, then one for each sample of the chunks.
 
-        Hands out no block: a step in flight may still write those that are freed here.
+        Allocates no blocks: a step in flight may still write to those that are freed here.
         """
 
     def load(self) -> Load:
-        """The present load."""
+        """The current load."""

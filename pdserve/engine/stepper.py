@@ -1,15 +1,16 @@
-"""Steps: schedule -> build batch -> launch -> collect -> update, each told while the next one is computed.
+"""Steps: schedule -> build batch -> launch -> collect -> update, each published while the next one is computed.
 
-On a CPU, launching a step is computing it. On a device it is not, so there the next step is launched at once, and the
-device need not wait for the host:
+On a CPU, launching a step computes it. On a device it only queues the step, so the next one is launched at once and
+the device never waits for the host:
 
-    host    launch 1 | launch 2 | collect 1 | launch 3 | tell 1 | collect 2 | launch 4 | tell 2 | ...
-    device           | ---------- 1 --------- | ---------- 2 ---------- | ---------- 3 -----------
+    host    launch 1 | launch 2 | collect 1 | launch 3 | publish 1 | collect 2 | launch 4 | publish 2 | ...
+    device           | ---------- 1 --------- | ----------- 2 ------------ | ------------ 3 -------------
 
-Step 3 was planned before the tokens of step 2 were known: it computes the same sequences, and takes their tokens on the
-device. A sequence that ends in step 2 is still in step 3, which writes to a block that is free by then. That block is
-not handed out before step 3 has been collected, for everything that hands out blocks happens with nothing in flight:
-calls, and `Scheduler.schedule`. The one exception, `Scheduler.plan_ahead`, does so only if no sequence has ended.
+Step 3 is planned before the tokens of step 2 are known: it computes the same sequences and reads their tokens on the
+device. A sequence that ends in step 2 is still part of step 3, which writes to a block that is free by then. That block
+cannot be handed out before step 3 has been collected, because blocks are only allocated with nothing in flight: in
+calls, and in `Scheduler.schedule`. The one exception is `Scheduler.plan_ahead`, which allocates only if no sequence has
+ended.
 """
 
 from __future__ import annotations
@@ -23,20 +24,21 @@ from pdserve.engine.runner import Results, Runner
 from pdserve.engine.step import LayersWritten, Scheduler, StepDurations, StepOutput, StepPlan
 
 
-@dataclass(slots=True)  # Not frozen: one is made in every step, and that would take longer.
+@dataclass(slots=True)  # Not frozen: every step makes one, and freezing takes longer.
 class _StepInFlight:
-    """A step that was launched, and when what began."""
+    """A launched step, and the times at which its phases started."""
 
     plan: StepPlan
     results: Results
     scheduling_at: float
     building_at: float
     launching_at: float
+    #: `Runner.launch` returned.
     launched_at: float
 
 
 class Stepper:
-    """Takes steps, on one thread. Between two calls nothing is in flight."""
+    """Runs steps on one thread. Nothing is in flight between two calls of `step`."""
 
     def __init__(
         self,
@@ -54,44 +56,52 @@ class Stepper:
         self._ended_at = 0.0
 
     def step(self, may_go_on: Callable[[], bool]) -> None:
-        """Take one step, and those that can be launched ahead of the end of the one before, while `may_go_on`."""
-        began = perf_counter()
-        step = self._launch(self._scheduler.schedule(self._meter.pace), began)
+        """Run one step. While `may_go_on`, also run steps that can be launched before the previous one has ended."""
+        scheduling_at = perf_counter()
+        step = self._launch(self._scheduler.schedule(self._meter.pace), scheduling_at)
         while (following := self._launch_ahead(step.plan, may_go_on)) is not None:
             self._complete(step)
             step = following
         self._complete(step)
 
     def publish(self) -> None:
-        """Publish the last step: as late as the next one is computed, and nobody else needs the interpreter's lock.
+        """Publish the last step's output, if that is still to be done.
 
-        Whoever is told then finds it free, instead of holding up what this thread does between two steps.
+        It is done as late as possible, while the next step is computed without the interpreter's lock. Receivers then
+        find the lock free, and do not delay this thread between two steps.
         """
         if self._unpublished is not None:
             output, self._unpublished = self._unpublished, None
             self._publish(output)
 
     def _launch_ahead(self, plan: StepPlan, may_go_on: Callable[[], bool]) -> _StepInFlight | None:
-        """Launch what follows `plan`, which is in flight alone, if that can be told and is not to wait."""
+        """Launch the step after `plan`, the only one in flight, if it can be planned already and nothing else waits."""
         if not self._runner.overlaps or not may_go_on():
             return None
-        began = perf_counter()
+        scheduling_at = perf_counter()
         following = self._scheduler.plan_ahead(plan)
-        return None if following is None else self._launch(following, began)
+        return None if following is None else self._launch(following, scheduling_at)
 
-    def _launch(self, plan: StepPlan, began: float) -> _StepInFlight:
-        scheduled = perf_counter()
+    def _launch(self, plan: StepPlan, scheduling_at: float) -> _StepInFlight:
+        building_at = perf_counter()
         batch = self._runner.build(plan)
-        built = perf_counter()
-        # With chunks nothing is in flight and launching takes long: tokens should not wait for it. And what is told in
-        # its middle, of chunks only, must not overtake the end of the step before.
+        launching_at = perf_counter()
+        # A plan with chunks is launched with nothing in flight, and the launch takes long: tokens must not wait for it.
+        # Layer reports, which only chunks have, are sent during the launch and must not overtake the previous step.
         if plan.chunks or not self._runner.overlaps:
             self.publish()
         results = self._runner.launch(plan, batch, self._on_layers)
-        return _StepInFlight(plan, results, began, scheduled, built, perf_counter())
+        return _StepInFlight(
+            plan=plan,
+            results=results,
+            scheduling_at=scheduling_at,
+            building_at=building_at,
+            launching_at=launching_at,
+            launched_at=perf_counter(),
+        )
 
     def _complete(self, step: _StepInFlight) -> None:
-        """Wait for the oldest step in flight, and take in what it computed."""
+        """Wait for the oldest step in flight and process its results."""
         self.publish()
         collecting_at = perf_counter()
         sampled = step.results()
@@ -100,7 +110,7 @@ class Stepper:
         events = self._scheduler.update(plan, sampled)
         ended_at = perf_counter()
         num_decoding, num_prefill_tokens = len(plan.decoding), plan.num_prefill_tokens
-        # Of a step launched ahead from result to result: the device began it when the one before had ended.
+        # A step launched ahead is timed from result to result: the device starts it when the previous one has ended.
         step_s = ended_at - max(step.scheduling_at, self._ended_at)
         self._ended_at = ended_at
         self._meter.observe(num_decoding=num_decoding, num_prefill_tokens=num_prefill_tokens, step_s=step_s)

@@ -15,7 +15,7 @@ from kernels.decoder import ALONE, Ranks
 from kernels.split import even_slice
 from pdserve.base.layout import KvLayout
 from pdserve.base.logs import get_logger
-from pdserve.engine.graphs import CudaRecorder, DeviceDecoder
+from pdserve.engine.graphs import CudaRecorder, DeviceDecoder, GraphConfig
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.runner import TokenSampler
 from pdserve.engine.sampler import Sampler
@@ -240,13 +240,14 @@ def _step_decoder(
 ) -> Decoder | DeviceDecoder:
     if device.type == "cpu":
         return decoder
+    if not _captures(config, decoder):
+        return DeviceDecoder(decoder, device)
     vocab = decoder.config.vocab_size
-    return DeviceDecoder(
-        decoder,
-        device,
-        recorder=CudaRecorder() if _captures(config, decoder) else None,
+    graphs = GraphConfig(
+        recorder=CudaRecorder(),
         max_num_seqs=max(1, config.max_decoding),
         max_blocks=-(-decoder.max_model_len // layout.block_size),
-        # Only rank 0 is given the others' columns.
+        # Only rank 0 receives the other ranks' columns.
         vocab_size=vocab if ranks.rank == 0 else len(range(vocab)[even_slice(vocab, ranks.rank, ranks.size)]),
     )
+    return DeviceDecoder(decoder, device, graphs)

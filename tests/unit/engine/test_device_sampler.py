@@ -134,7 +134,7 @@ def test_a_row_drawn_ahead_is_drawn_as_if_the_token_before_were_known(seed: int)
 
 def test_what_rows_are_penalized_for_is_known_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     # Moved to where there is more room after two draws, and again when that is used up.
-    monkeypatch.setattr(device_sampler, "_ROOM", 2)
+    monkeypatch.setattr(device_sampler, "_SPARE_TOKENS", 2)
     sampler, plain = DeviceSampler(DEVICE), Sampler()
     penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.3}
     rows = [row(SamplingParams(seed=seed, temperature=1.0, **penalties), output=range(seed)) for seed in range(3)]
@@ -164,5 +164,5 @@ def test_nothing_is_drawn_ahead_of_other_rows() -> None:
     draw, sampler = random.Random(0), DeviceSampler(DEVICE)
     rows = [some_row(draw) for _ in range(2)]
     sampler.launch(normal(0, 2).to(DEVICE), rows, range(2))
-    with pytest.raises(AssertionError, match="ahead of other rows"):
+    with pytest.raises(AssertionError, match="cannot sample ahead"):
         sampler.launch(normal(1, 2).to(DEVICE), rows[::-1], range(2), is_ahead=True)

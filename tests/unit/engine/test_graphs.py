@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.decoder import LayerListener
-from pdserve.engine.graphs import Compute, DeviceDecoder, decode_shape
+from pdserve.engine.graphs import Compute, DeviceDecoder, GraphConfig, decode_shape
 from pdserve.model.batch import Batch
 from tests.unit.engine.test_device_batch import DEVICE, decoding, mixed
 
@@ -43,15 +43,12 @@ class Recorder:
 def device_decoder(
     decoder: Double, recorder: Recorder | None, *, max_num_seqs: int = 16, max_graphs: int = 8, max_blocks: int = 100
 ) -> DeviceDecoder:
-    return DeviceDecoder(
-        decoder,
-        DEVICE,
-        recorder=recorder,
-        max_num_seqs=max_num_seqs,
-        max_blocks=max_blocks,
-        vocab_size=2,
-        max_graphs=max_graphs,
+    if recorder is None:
+        return DeviceDecoder(decoder, DEVICE)
+    graphs = GraphConfig(
+        recorder=recorder, max_num_seqs=max_num_seqs, max_blocks=max_blocks, vocab_size=2, max_graphs=max_graphs
     )
+    return DeviceDecoder(decoder, DEVICE, graphs)
 
 
 def test_a_step_that_is_launched_tells_its_layers_and_one_that_is_replayed_does_not() -> None:

@@ -95,8 +95,8 @@ def test_some_heads_of_blocks_are_copied_in_contiguous_pieces(heads: slice, monk
     assert sizes == ([whole] * 2 if heads == slice(0, 4) else [whole // 4] * 8)
 
 
-def test_memory_that_cannot_be_had_is_a_setup_error_with_the_size() -> None:
-    with pytest.raises(SetupError, match=r"KV blocks need \d+ MiB on cpu"):
+def test_memory_that_cannot_be_allocated_is_a_setup_error_with_the_size() -> None:
+    with pytest.raises(SetupError, match=r"Cannot allocate \d+ MiB on cpu for \d+ KV blocks"):
         KvCache(LAYOUT, 2**52, CPU)
 
 

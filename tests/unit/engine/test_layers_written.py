@@ -18,7 +18,7 @@ from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.device_runner import DeviceRunner
-from pdserve.engine.graphs import DeviceDecoder
+from pdserve.engine.graphs import DeviceDecoder, GraphConfig
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.loop import StepLoop
 from pdserve.engine.runner import Runner
@@ -143,7 +143,9 @@ def prompt(*token_ids: int) -> StepPlan:
 
 def test_a_device_tells_of_the_layers_that_it_launches_and_not_of_those_it_replays() -> None:
     cache, recorder, told = Timed(), Recorder(), list[LayersWritten]()
-    decoder = DeviceDecoder(Layered(), CPU, recorder=recorder, max_num_seqs=1, max_blocks=1, vocab_size=VOCAB)
+    decoder = DeviceDecoder(
+        Layered(), CPU, GraphConfig(recorder=recorder, max_num_seqs=1, max_blocks=1, vocab_size=VOCAB)
+    )
     runner = DeviceRunner(decoder, cache, Drawing())
 
     def first_token(*token_ids: int) -> list[int]:

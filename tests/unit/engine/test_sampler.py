@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine import sampler as sampler_module
-from pdserve.engine.philox import MAX_GUMBEL, MIN_GUMBEL, GumbelNoise, gumbel, least_word, philox4x32
+from pdserve.engine.philox import MAX_GUMBEL, MIN_GUMBEL, GumbelNoise, gumbel, min_word, philox4x32
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow
 from tests.unit.engine.fakes import row
@@ -78,7 +78,7 @@ def test_noise_lies_between_its_bounds_and_a_word_below_the_least_has_less() -> 
         pytest.approx(MAX_GUMBEL, rel=1e-9),
     ]
     for noise in (-3.2, -1.0, 0.0, 6.0, 12.0, 22.0):
-        word = least_word(noise)
+        word = min_word(noise)
         assert word == 0 or gumbel(np.array([word - 1], np.uint64))[0] < noise
 
 

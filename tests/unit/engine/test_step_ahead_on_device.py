@@ -23,7 +23,7 @@ from pdserve.base.sampling import ChoiceTokens, FinishReason, SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.device_runner import DeviceRunner
 from pdserve.engine.device_sampler import DeviceSampler
-from pdserve.engine.graphs import Compute, DeviceDecoder
+from pdserve.engine.graphs import Compute, DeviceDecoder, GraphConfig
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.pace import Pace
 from pdserve.engine.runner import Runner
@@ -129,14 +129,10 @@ def tell(
     pool, plans = BlockPool(num_blocks, block_size), list[StepPlan]()
     noting = Noting(plans)
     scheduler = DecodeScheduler(pool, DecodeSchedulerConfig(limits=BOUNDS))
-    decoder = DeviceDecoder(
-        NanAt(model),
-        DEVICE,
-        recorder=noting if is_replayed else None,
-        max_num_seqs=8,
-        max_blocks=pool.blocks_for(BOUNDS.max_model_len),
-        vocab_size=97,
+    graphs = GraphConfig(
+        recorder=noting, max_num_seqs=8, max_blocks=pool.blocks_for(BOUNDS.max_model_len), vocab_size=97
     )
+    decoder = DeviceDecoder(NanAt(model), DEVICE, graphs if is_replayed else None)
     # What runs ahead is compared with what each step does by itself.
     runner_type = DeviceRunner if is_ahead else Runner
     runner, told = runner_type(decoder, KvCache(layout, num_blocks, DEVICE), DeviceSampler(DEVICE)), Told()

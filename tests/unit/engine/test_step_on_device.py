@@ -18,7 +18,7 @@ from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.device_sampler import DeviceSampler
-from pdserve.engine.graphs import Compute, CudaRecorder, DeviceDecoder, Recorder
+from pdserve.engine.graphs import Compute, CudaRecorder, DeviceDecoder, GraphConfig, Recorder
 from pdserve.engine.runner import StepDecoder, TokenSampler
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import SequenceLimits
@@ -102,6 +102,8 @@ def test_a_crowd_on_the_device_is_told_what_each_is_told_alone_on_the_host() -> 
     reference = make_decoder(FIELDS, KernelOptions(backend=Backend.REFERENCE), torch.float32)
     expected = told(reference, Sampler(), reference, torch.device("cpu"), together=False)
     model = make_decoder(FIELDS, KernelOptions(backend=Backend.TRITON), torch.float32, device=DEVICE)
-    replaying = DeviceDecoder(model, DEVICE, recorder=recorder(), max_num_seqs=8, max_blocks=8, vocab_size=97)
+    replaying = DeviceDecoder(
+        model, DEVICE, GraphConfig(recorder=recorder(), max_num_seqs=8, max_blocks=8, vocab_size=97)
+    )
     assert told(replaying, DeviceSampler(DEVICE), model, DEVICE, together=True) == expected
     assert [len(tokens) for tokens in expected.values()] == [5, 4, 4, 5]

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from kernels.choice import Backend, KernelOptions
 from pdserve.engine.device_sampler import DeviceSampler
-from pdserve.engine.graphs import CudaRecorder, DeviceDecoder
+from pdserve.engine.graphs import CudaRecorder, DeviceDecoder, GraphConfig
 from tests.property.model.tiny_models import make_decoder
 from tests.unit.engine.test_step_on_device import FIELDS, told
 
@@ -34,7 +34,9 @@ def test_what_waits_without_saying_so_is_noticed(no_hidden_waits: None) -> None:
 
 def test_a_crowd_of_prompts_and_graphs_is_computed_without_hidden_waits(request: pytest.FixtureRequest) -> None:
     model = make_decoder(FIELDS, KernelOptions(backend=Backend.TRITON), torch.float32, device=DEVICE)
-    replaying = DeviceDecoder(model, DEVICE, recorder=CudaRecorder(), max_num_seqs=8, max_blocks=8, vocab_size=97)
+    replaying = DeviceDecoder(
+        model, DEVICE, GraphConfig(recorder=CudaRecorder(), max_num_seqs=8, max_blocks=8, vocab_size=97)
+    )
     sampler = DeviceSampler(DEVICE)
     first = told(replaying, sampler, model, DEVICE, together=True)  # what is compiled and captured waits
     request.getfixturevalue("no_hidden_waits")

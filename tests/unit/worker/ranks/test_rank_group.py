@@ -209,7 +209,7 @@ def test_graphs_go_before_the_group_which_is_not_waited_for_for_ever(
     part = team.load()
     group = StuckGroup()
     there: list[bool] = []
-    decoder = DeviceDecoder(part.decoder, CPU, recorder=None, max_num_seqs=1, max_blocks=1, vocab_size=1)
+    decoder = DeviceDecoder(part.decoder, CPU)
     monkeypatch.setattr(decoder, "drop_graphs", lambda: there.append(not group.aborting.is_set()))
     monkeypatch.setattr(team, "_part", replace(part, step_decoder=decoder))
     monkeypatch.setattr(team, "_device", torch.device("cuda"))

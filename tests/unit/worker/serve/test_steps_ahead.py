@@ -52,7 +52,7 @@ def test_steps_that_were_launched_ahead_are_counted() -> None:
 
 def test_steps_overlap_on_a_device_and_not_on_a_cpu() -> None:
     decoder = make_decoder(FIELDS, KernelOptions(backend=Backend.REFERENCE), torch.float32)
-    there = DeviceDecoder(decoder, DEVICE, recorder=None, max_num_seqs=1, max_blocks=1, vocab_size=97)
+    there = DeviceDecoder(decoder, DEVICE)
     part = ModelShard(
         layout=layout(),
         config=decoder.config,
