@@ -16,59 +16,67 @@ from pdserve.base.tasks import service_group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """A group of layers of neighbouring blocks."""
+class _Slice:
+    """One group of layers of adjacent blocks."""
 
     block_ids: Sequence[BlockId]
     group: int
+    #: Event after which the device has stored it; None: it is stored.
     after: DeviceEvent | None
 
 
 class Pusher:
     """The queue between a prompt's steps and its transfer. Belongs to the event loop."""
 
-    def __init__(self, transfer: OutgoingTransfer, ticket: Ticket) -> None:
+    def __init__(self, transfer: OutgoingTransfer, ticket: Ticket, *, num_prompt_tokens: int) -> None:
         self.transfer = transfer
         self._groups = ticket.groups
+        self._block_size = ticket.layout.block_size
         self._bundle_blocks = ticket.bundle_blocks
+        self._num_prompt_tokens = num_prompt_tokens
         self._first_block = ticket.first_block
         self._end = ticket.first_block + ticket.num_blocks
-        #: Of each group: the first of the prompt's blocks that was not queued, and is not there already.
+        #: Index of the first block of the prompt that still has to be queued, by group.
         self._next_block = [ticket.first_block] * ticket.layer_groups
         #: The first of them is being sent.
-        self._parts: deque[_Part] = deque()
+        self._slices: deque[_Slice] = deque()
         self._more = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def is_idle(self) -> bool:
-        """All that was stored is on the wire."""
+        """Whether all that was stored is on the wire."""
         return self._idle.is_set()
 
     def stored(
         self,
         block_table: Sequence[BlockId],
-        num_blocks: int,
+        num_tokens: int,
         *,
         num_layers: int | None = None,
-        at: DeviceEvent | None = None,
+        after: DeviceEvent | None = None,
     ) -> None:
-        """The prompt's first `num_blocks` blocks have their first `num_layers` layers, or will have them `at`.
+        """Queue what is complete: the first `num_layers` layers of the prompt's first `num_tokens` tokens are stored.
 
-        Without `num_layers` they have all.
+        Without `num_layers` all layers are; with `after` they will be once that event has happened.
         """
-        stop = self._whole_bundles(num_blocks)
+        stop = self._whole_bundles(self._complete_blocks(num_tokens))
         count = self._groups.count if num_layers is None else self._groups.num_completed_by(num_layers)
         for group, first in enumerate(self._next_block[:count]):
             if stop > first:
-                self._parts.append(_Part(block_ids=block_table[first:stop], group=group, after=at))
+                self._slices.append(_Slice(block_ids=block_table[first:stop], group=group, after=after))
                 self._next_block[group] = stop
                 self._idle.clear()
                 self._more.set()
 
+    def _complete_blocks(self, num_tokens: int) -> int:
+        """Blocks that get no more tokens: full ones, and the prompt's last."""
+        is_whole_prompt = num_tokens >= self._num_prompt_tokens
+        return -(-num_tokens // self._block_size) if is_whole_prompt else num_tokens // self._block_size
+
     def _whole_bundles(self, num_blocks: int) -> int:
-        """The last bundle may be cut short; the others leave when all of their blocks are there."""
+        """The last bundle may be cut short; the others leave when all of their blocks are complete."""
         if num_blocks >= self._end:
             return self._end
         return num_blocks - max(0, num_blocks - self._first_block) % self._bundle_blocks
@@ -76,10 +84,10 @@ class Pusher:
     async def run(self) -> None:
         """Sends until it is cancelled. Raises what `OutgoingTransfer.push` does."""
         while True:
-            while self._parts:
-                part = self._parts[0]
-                await self.transfer.push(part.block_ids, group=part.group, after=part.after)
-                self._parts.popleft()
+            while self._slices:
+                head = self._slices[0]
+                await self.transfer.push(head.block_ids, group=head.group, after=head.after)
+                self._slices.popleft()
             self._idle.set()
             self._more.clear()
             await self._more.wait()
@@ -90,9 +98,9 @@ class Pusher:
 
 
 @asynccontextmanager
-async def pushing(transfer: OutgoingTransfer, ticket: Ticket) -> AsyncIterator[Pusher]:
+async def pushing(transfer: OutgoingTransfer, ticket: Ticket, *, num_prompt_tokens: int) -> AsyncIterator[Pusher]:
     """A pusher that runs until the block is left. When it fails, the block is cancelled and its error raised."""
-    pusher = Pusher(transfer, ticket)
+    pusher = Pusher(transfer, ticket, num_prompt_tokens=num_prompt_tokens)
     try:
         async with service_group() as tasks:
             tasks.start(pusher.run(), name="push")

@@ -1,4 +1,4 @@
-"""The prefill tier's gRPC method, and what each step's output means for the prompts here."""
+"""The prefill tier's gRPC method; routes the events of each step to the prompts that they concern."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from pdserve.v1 import prefill_pb2_grpc as pb_grpc
 from pdserve.worker.serve.inboxes import Failed, Inboxes
 from pdserve.worker.serve.worker import Worker
 from prefill_svc.config import PrefillConfig
-from prefill_svc.scheduler import PrefillJob, PrefillScheduler, PrefillSchedulerConfig
-from prefill_svc.session import Begun, Event, PrefillSession
+from prefill_svc.request import PrefillJob, PrefillSchedulerConfig
+from prefill_svc.scheduler import PrefillScheduler
+from prefill_svc.session import PrefillSession, PromptEvent, PromptStarted
 
 log = get_logger(__name__)
 
-#: Channels for commits, to incarnations of decode workers. The least recently used are closed beyond that.
+#: Maximum number of channels for commits, one per incarnation of a decode worker. The least recently used is closed.
 _MAX_DECODE_CHANNELS = 64
 
 
@@ -43,7 +44,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
             PrefillSchedulerConfig(limits=worker.model.limits, max_num_batched_tokens=config.max_num_batched_tokens),
         )
         self._worker = worker
-        self._sessions: Inboxes[Event] = Inboxes()
+        self._inboxes: Inboxes[PromptEvent] = Inboxes()
         self._sender = Sender(transport=worker.transport, memory=worker.blocks, layout=worker.model.layout)
         self._channels = rpc.ChannelPool(max_kept=_MAX_DECODE_CHANNELS)
 
@@ -53,27 +54,36 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
         pb_grpc.add_PrefillServiceServicer_to_server(self, server)
 
     async def start(self, grpc_address: str) -> str:
-        """Nothing to do: prompts come over gRPC, and nobody calls a prefill worker back."""
+        """Nothing to do: prompts come over gRPC, and this tier has no other address."""
         return ""
 
     def on_step(self, output: StepOutput) -> None:
-        """Hands a step's events to their prompts; tokens before progress, since a client waits for them."""
+        """Passes a step's events to their prompts; tokens before progress, since a client waits for them."""
         events = output.events
         durations = output.durations
         step_s = durations.schedule_s + durations.build_s + durations.forward_s + durations.sample_s
-        begun = (Begun(started=started, at=_now() - step_s) for started in events.started)
-        in_order: tuple[Event, ...] = (*begun, *events.tokens, *events.progress)
+        started_at = _now() - step_s
+        started = (
+            PromptStarted(
+                request_id=each.request_id,
+                started_at=started_at,
+                num_cached=each.num_cached,
+                block_table=each.block_table,
+            )
+            for each in events.started
+        )
+        in_order: tuple[PromptEvent, ...] = (*started, *events.tokens, *events.progress)
         for event in in_order:
-            self._sessions.put(event.request_id, event)
+            self._inboxes.put(event.request_id, event)
         for failure in events.failures:
-            self._sessions.put(failure.request_id, Failed(error=failure.error))
+            self._inboxes.put(failure.request_id, Failed(error=failure.error))
 
     def on_layers(self, written: LayersWritten) -> None:
-        """Hands it to its prompt."""
-        self._sessions.put(written.request_id, written)
+        """Passes a report from within a step to its prompt."""
+        self._inboxes.put(written.request_id, written)
 
     async def close(self) -> None:
-        """No call is left."""
+        """Closes the channels to decode workers."""
         await self._channels.close()
 
     # PrefillService
@@ -86,19 +96,20 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
             request_id = RequestId(request.ref.request_id)
             request_id_var.set(request_id)
             ticket = ticket_from_proto(request.ticket) if request.HasField("ticket") else None
-            async with self._sessions.open(request_id, request.ref.attempt) as inbox:
+            async with self._inboxes.open(request_id, request.ref.attempt) as inbox:
                 session = PrefillSession(
                     self._worker, self.scheduler, self._sender, self._channels, inbox, context.write
                 )
+                failure: str | None = None
                 try:
                     await session.run(self._job(request, ticket), ticket)
                 except PdserveError as error:
-                    session.outcome = reason_of(error)
+                    failure = reason_of(error)
                     log.warning("prefill_failed", reason=error)
                     raise
                 finally:
                     if ticket is not None:
-                        self._worker.metrics.ended(session.outcome)
+                        self._worker.metrics.ended(failure or session.outcome)
 
     def _job(self, request: pb.PrefillRequest, ticket: Ticket | None) -> PrefillJob:
         prompt = tuple(request.prompt_token_ids)
@@ -110,7 +121,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
             hash_key=key,
             hashes=hash_blocks(key, prompt, self._worker.model.layout.block_size),
             forced_first_tokens=tuple(request.forced_first_tokens),
-            # One message for all layers can go no sooner than at the step's end, of which every prompt is told.
+            # With one message for all layers, the end of each step is soon enough, and it is reported in any case.
             report_layers=ticket.groups.ends if ticket is not None and ticket.layer_groups > 1 else (),
             router_id=RouterId(request.ref.router_id),
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import StrEnum
 
 from kvtransfer.handover.sender import Sender
 from kvtransfer.handover.ticket import Commit, Ticket, commit_to_proto
@@ -13,37 +14,45 @@ from pdserve.base.ids import BlockId, RequestId
 from pdserve.base.rpc import ChannelPool, mapped_rpc_errors
 from pdserve.base.sampling import ChoiceTokens
 from pdserve.base.wire import tokens_to_wire
-from pdserve.engine.step import LayersWritten, PrefillProgress, RequestStarted, RequestTokens
+from pdserve.engine.step import LayersWritten, PrefillProgress, RequestTokens
 from pdserve.v1 import decode_pb2, decode_pb2_grpc
 from pdserve.v1 import prefill_pb2 as pb
 from pdserve.worker.serve.inboxes import Inbox
 from pdserve.worker.serve.worker import Worker
 from prefill_svc.pusher import Pusher, pushing
-from prefill_svc.scheduler import PrefillJob, PrefillScheduler
+from prefill_svc.request import PrefillJob
+from prefill_svc.scheduler import PrefillScheduler
 
-#: How often a waiting prompt says that it is still alive; well below any lease.
+#: Interval of the progress reports for a prompt of which nothing else is sent; well below any lease.
 KEEP_ALIVE_S = 1.0
 
 
+class TransferOutcome(StrEnum):
+    """How a prompt's transfer ended, unless an error ended it. The values are labels of a metric."""
+
+    ABORTED = "aborted"
+    #: Every choice ended with its first token: the ticket stays unused.
+    NOT_NEEDED = "not_needed"
+    COMMITTED = "committed"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
-    """The prompt's first step began at `at` (event loop time, seconds); it is told when that step is over."""
+class PromptStarted:
+    """The first step of a prompt has ended."""
 
-    started: RequestStarted
-    at: float
-
-    @property
-    def request_id(self) -> RequestId:
-        """Whose prompt it is."""
-        return self.started.request_id
+    request_id: RequestId
+    #: Start of that step on the event loop's clock, in seconds.
+    started_at: float
+    num_cached: int
+    block_table: tuple[BlockId, ...]
 
 
-Event = Begun | LayersWritten | PrefillProgress | RequestTokens
+PromptEvent = PromptStarted | LayersWritten | PrefillProgress | RequestTokens
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Times:
-    """When what happened, on the event loop's clock, in seconds."""
+    """Times on the event loop's clock, in seconds; 0 for what has not happened."""
 
     accepted: float
     started: float = 0.0
@@ -51,18 +60,20 @@ class _Times:
     committed: float = 0.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _State:
+    """What is known of the prompt so far."""
+
+    times: _Times
     block_table: tuple[BlockId, ...] = ()
     num_cached: int = 0
     num_computed: int = 0
     num_chunks: int = 0
     first_tokens: tuple[ChoiceTokens, ...] = ()
-    times: _Times = field(default_factory=lambda: _Times(accepted=_now()))
 
 
 class PrefillSession:
-    """Reads its inbox until the prompt is handed over. Leaving `run`, however, frees the prompt's blocks."""
+    """Handles its inbox until the prompt is handed over. However `run` ends, the prompt's blocks are freed."""
 
     def __init__(
         self,
@@ -70,7 +81,7 @@ class PrefillSession:
         scheduler: PrefillScheduler,
         sender: Sender,
         channels: ChannelPool,
-        inbox: Inbox[Event],
+        inbox: Inbox[PromptEvent],
         write: Callable[[pb.PrefillResponse], Awaitable[None]],
     ) -> None:
         self._worker = worker
@@ -80,77 +91,78 @@ class PrefillSession:
         self._inbox = inbox
         self._write = write
         self._request_id = inbox.request_id
-        self._state = _State()
-        #: How the transfer ended.
-        self.outcome = "aborted"
+        self._state = _State(times=_Times(accepted=_now()))
+        self.outcome = TransferOutcome.ABORTED
 
     async def run(self, job: PrefillJob, ticket: Ticket | None) -> None:
-        """Raises what ended the prompt before it was handed over."""
+        """Raises the error that ended the prompt before it was handed over."""
         try:
-            async with self._transfer(ticket) as pusher:
+            async with self._transfer(job, ticket) as pusher:
                 self._state.num_cached = await self._worker.run(lambda: self._add(job))
                 await self._compute(job, pusher)
-                # Nothing is left to decode when every choice ended with its first token: the ticket stays unused.
                 if all(choice.finish_reason for choice in self._state.first_tokens):
-                    self.outcome = "not_needed"
+                    self.outcome = TransferOutcome.NOT_NEEDED
                 elif pusher is not None:
                     assert ticket is not None
-                    await self._drained(pusher)
-                    await pusher.transfer.finish(
-                        [choice.token_ids[0] for choice in self._state.first_tokens],
-                        lambda commit: self._commit(ticket, commit),
-                    )
-                    self._state.times.committed = _now()
-                    self.outcome = "committed"
+                    await self._hand_over(pusher, ticket)
             await self._write(pb.PrefillResponse(done=self._summary(pusher)))
         finally:
-            await self._worker.run(lambda: self._scheduler.abort(self._request_id))
+            await self._worker.run(lambda: self._scheduler.release(self._request_id))
 
     def _add(self, job: PrefillJob) -> int:
-        """On the step thread. The prompt tokens that need not be computed, as it seems now."""
+        """On the step thread: queue the prompt; returns the number of its tokens that are cached at present."""
         self._scheduler.add(job)
         return self._scheduler.num_cached(job.request_id)
 
     @asynccontextmanager
-    async def _transfer(self, ticket: Ticket | None) -> AsyncIterator[Pusher | None]:
+    async def _transfer(self, job: PrefillJob, ticket: Ticket | None) -> AsyncIterator[Pusher | None]:
         if ticket is None:
             yield None
             return
+        num_prompt_tokens = len(job.prompt_token_ids)
         with self._worker.metrics.kv_transfers_active.track_inprogress():
             async with (
                 self._sender.open(ticket, request_id=self._request_id) as transfer,
-                pushing(transfer, ticket) as pusher,
+                pushing(transfer, ticket, num_prompt_tokens=num_prompt_tokens) as pusher,
             ):
                 yield pusher
 
     async def _compute(self, job: PrefillJob, pusher: Pusher | None) -> None:
-        """Until the first tokens are told; blocks go out meanwhile."""
+        """Handles events until the prompt is computed and its first tokens are reported; blocks go out meanwhile."""
         state = self._state
         while not (state.first_tokens and state.num_computed == len(job.prompt_token_ids)):
-            event = await self._inbox.next(timeout_s=KEEP_ALIVE_S)
-            match event:
-                case Begun(started=started, at=at):
-                    state.times.started = at
+            match await self._inbox.next(timeout_s=KEEP_ALIVE_S):
+                case PromptStarted() as started:
+                    state.times.started = started.started_at
                     state.block_table = started.block_table
                     state.num_cached = state.num_computed = started.num_cached
-                case LayersWritten():
+                    await self._report_progress(pusher)
+                # Not reported: there can be many in a step, whose end is.
+                case LayersWritten(block_table=table, num_computed=num_tokens) as written:
                     if pusher is not None:
-                        stop = self._num_complete(job, event.num_computed)
-                        pusher.stored(event.block_table, stop, num_layers=event.num_layers, at=event.ready_event)
-                    continue
-                case PrefillProgress():
-                    state.num_computed = event.num_computed
+                        pusher.stored(table, num_tokens, num_layers=written.num_layers, after=written.ready_event)
+                case PrefillProgress(num_computed=num_tokens):
+                    state.num_computed = num_tokens
                     state.num_chunks += 1
                     if pusher is not None:
-                        pusher.stored(state.block_table, self._num_complete(job, event.num_computed))
-                case RequestTokens():
+                        pusher.stored(state.block_table, num_tokens)
+                    await self._report_progress(pusher)
+                case RequestTokens(choices=choices):
                     state.times.computed = _now()
-                    state.first_tokens = event.choices
-                    await self._tell_first_tokens()
-                    continue
+                    state.first_tokens = choices
+                    await self._send_first_tokens()
                 case None:
-                    pass
-            await self._keep_alive(pusher)
+                    await self._report_progress(pusher)
+
+    async def _hand_over(self, pusher: Pusher, ticket: Ticket) -> None:
+        """Returns when the decode worker has committed the transfer."""
+        await self._drained(pusher)
+        await pusher.transfer.finish(
+            [choice.token_ids[0] for choice in self._state.first_tokens],
+            lambda commit: self._commit(ticket, commit),
+        )
+        self._state.times.committed = _now()
+        self.outcome = TransferOutcome.COMMITTED
 
     async def _drained(self, pusher: Pusher) -> None:
         """Returns when all that was stored is on the wire."""
@@ -160,37 +172,32 @@ class PrefillSession:
                     await pusher.drained()
                 return
             if pusher.transfer.waits_for_memory:
-                await self._keep_alive(pusher)
+                await self._report_progress(pusher)
 
-    async def _keep_alive(self, pusher: Pusher | None) -> None:
-        """What waits for the wire has its progress to go by; else the router keeps the decode worker's lease."""
+    async def _report_progress(self, pusher: Pusher | None) -> None:
+        """Reports progress to the router, which keeps the decode worker's lease.
+
+        Our end of the lease is kept here, too, unless blocks wait for the wire: those show progress by leaving.
+        """
         if pusher is not None and (pusher.is_idle or pusher.transfer.waits_for_memory):
             pusher.transfer.keep_lease()
-        await self._tell_progress()
-
-    def _num_complete(self, job: PrefillJob, num_computed: int) -> int:
-        """Blocks to which nothing is added any more: full ones, and the prompt's last."""
-        block_size = self._worker.model.layout.block_size
-        is_all = num_computed == len(job.prompt_token_ids)
-        return -(-num_computed // block_size) if is_all else num_computed // block_size
+        await self._send_progress()
 
     async def _commit(self, ticket: Ticket, commit: Commit) -> decode_pb2.CommitResponse:
-        peer = f"decode worker {ticket.worker_id}"
         async with self._channels.use(ticket.worker_id, ticket.epoch, ticket.grpc_address) as channel:
-            with mapped_rpc_errors(peer):
-                answer: decode_pb2.CommitResponse = await decode_pb2_grpc.DecodeServiceStub(channel).Commit(
-                    commit_to_proto(commit)
-                )
+            with mapped_rpc_errors(f"decode worker {ticket.worker_id}"):
+                stub = decode_pb2_grpc.DecodeServiceStub(channel)
+                answer: decode_pb2.CommitResponse = await stub.Commit(commit_to_proto(commit))
         return answer
 
-    async def _tell_first_tokens(self) -> None:
+    async def _send_first_tokens(self) -> None:
         state = self._state
         message = pb.PrefillFirstToken(
             choices=[tokens_to_wire(choice) for choice in state.first_tokens], cached_tokens=state.num_cached
         )
         await self._write(pb.PrefillResponse(first_token=message))
 
-    async def _tell_progress(self) -> None:
+    async def _send_progress(self) -> None:
         state = self._state
         message = pb.PrefillProgress(
             queued=not state.block_table,

@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_pool import BlockPool
-from prefill_svc.scheduler import PrefillJob, PrefillScheduler, PrefillSchedulerConfig
+from prefill_svc.request import PrefillJob, PrefillSchedulerConfig
+from prefill_svc.scheduler import PrefillScheduler
 from tests.unit.engine.fakes import BLOCK_SIZE, KEY, VOCAB, Worker, expected, limits, read_prompt
 
 NUM_BLOCKS = 6
@@ -50,18 +51,17 @@ class PrefillMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.num_computed)
     @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.num_computed)))
-        assert self.scheduler.abort(request_id)
-        assert not self.scheduler.abort(request_id)
-        self.computed.discard(request_id)
-        del self.num_computed[request_id]
+    def release_in_any_phase(self, data: st.DataObject) -> None:
+        self.release(data.draw(st.sampled_from(sorted(self.num_computed))))
 
     @precondition(lambda self: self.computed)
     @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.computed)))
-        self.scheduler.release(request_id)
+    def release_computed(self, data: st.DataObject) -> None:
+        self.release(data.draw(st.sampled_from(sorted(self.computed))))
+
+    def release(self, request_id: RequestId) -> None:
+        assert self.scheduler.release(request_id)
+        assert not self.scheduler.release(request_id)
         self.computed.discard(request_id)
         del self.num_computed[request_id]
 
@@ -108,9 +108,7 @@ class PrefillMachine(RuleBasedStateMachine):
             if self.scheduler.has_work():
                 self.take_step()
             for request_id in sorted(self.computed):
-                self.scheduler.release(request_id)
-                self.computed.discard(request_id)
-                del self.num_computed[request_id]
+                self.release(request_id)
         assert self.open() == []
         assert self.worker.pool.num_free == NUM_BLOCKS
         self.scheduler.check_integrity()

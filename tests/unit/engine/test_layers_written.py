@@ -26,7 +26,8 @@ from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import Sampled, SampleResult, SampleRow, Sequence
 from pdserve.engine.step import Chunk, LayersWritten, StepOutput, StepPlan
 from pdserve.model.batch import Batch
-from prefill_svc.scheduler import PrefillJob, PrefillScheduler, PrefillSchedulerConfig
+from prefill_svc.request import PrefillJob, PrefillSchedulerConfig
+from prefill_svc.scheduler import PrefillScheduler
 from tests.support.devices import DEVICE, gpu_only, keep_busy
 from tests.unit.engine.fakes import BLOCK_SIZE, CPU, KEY, VOCAB, FakeDecoder, expected, layout, limits
 from tests.unit.engine.test_graphs import Recorder

@@ -16,7 +16,8 @@ from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.sequence import SequenceLimits
 from pdserve.model.decoder import Decoder
 from pdserve.model.loader import load_decoder
-from prefill_svc.scheduler import PrefillJob, PrefillScheduler, PrefillSchedulerConfig
+from prefill_svc.request import PrefillJob, PrefillSchedulerConfig
+from prefill_svc.scheduler import PrefillScheduler
 from tests.unit.engine.fakes import KEY, Worker
 from tests.unit.model.tiny import save_model
 

@@ -14,7 +14,8 @@ from pdserve.base.sampling import FinishReason, SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.step import LayersWritten, StepEvents
 from pdserve.model.batch import Batch
-from prefill_svc.scheduler import PrefillJob, PrefillScheduler, PrefillSchedulerConfig
+from prefill_svc.request import PrefillJob, PrefillSchedulerConfig
+from prefill_svc.scheduler import PrefillScheduler
 from tests.unit.engine.fakes import BLOCK_SIZE, EOS, KEY, VOCAB, FakeDecoder, Worker, expected, limits, read_prompt
 
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
@@ -207,25 +208,11 @@ def test_abort_frees_everything_in_every_phase(phase: str) -> None:
         worker.step()
     elif phase == "computed":
         worker.run()
-    assert worker.scheduler.abort(A)
+    assert worker.scheduler.release(A)
     worker.scheduler.check_integrity()
     assert worker.pool.num_free == worker.pool.num_blocks
-    assert not worker.scheduler.abort(A)
+    assert not worker.scheduler.release(A)
     assert not worker.scheduler.has_work()
-
-
-def test_release_is_for_computed_prompts_only() -> None:
-    worker = prefill(budget=4)
-    for moment in ("unknown", "waiting", "computing"):
-        if moment == "waiting":
-            worker.scheduler.add(job(A, PROMPT))
-        elif moment == "computing":
-            worker.step()
-        with pytest.raises(InvalidTransition, match="no computed prompt"):
-            worker.scheduler.release(A)
-    worker.run()
-    worker.scheduler.release(A)
-    assert worker.pool.num_free == worker.pool.num_blocks
 
 
 def test_asking_about_an_unknown_request_is_refused() -> None:
@@ -234,7 +221,7 @@ def test_asking_about_an_unknown_request_is_refused() -> None:
 
 
 def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers() -> None:
-    with pytest.raises(NoFreeBlocks, match="needs 3 KV blocks, but this prefill worker has 2 in all"):
+    with pytest.raises(NoFreeBlocks, match="needs 3 KV blocks for 10 prompt tokens, but this worker has 2 in all"):
         prefill(2).scheduler.add(job(A, PROMPT))
 
 
@@ -316,7 +303,7 @@ def test_the_load_tells_whose_prompts_are_queued() -> None:
     load = worker.scheduler.load()
     assert load.queued_by_router == {"one": 7 + 11, "two": 11}
     assert load.queued_prompt_tokens == 7 + 11 + 11
-    worker.scheduler.abort(B)
+    worker.scheduler.release(B)
     assert worker.scheduler.load().queued_by_router == {"one": 7 + 11}
     worker.run()
     assert worker.scheduler.load().queued_by_router == {}
