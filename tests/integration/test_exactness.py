@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kernels.choice import instruction_sets
-from tests.support.answers import Call, differences, make_calls, send_all
+from tests.support.answers import COMPLETIONS, Call, differences, make_calls, send_all
 from tests.support.cluster import Cluster, running_cluster
 
 pytestmark = [
@@ -28,6 +28,12 @@ CALLS = make_calls(50)
 BLOCK_SIZE = 16
 #: 42 blocks: room for the longest request alone, and for no crowd.
 SCARCE = "15MiB"
+#: Eight sequences of 112 new tokens, 7 blocks each: any one of them fits into those 42 blocks, all of them never do.
+CHOICES = Call(
+    path=COMPLETIONS,
+    body={"prompt": "A list of rivers:", "n": 8, "max_tokens": 112, "temperature": 0.9, "seed": 5, "ignore_eos": True},
+    stream=False,
+)
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +101,8 @@ async def test_each_alone_with_warm_caches_and_no_prefill_worker_is_the_same(
     await _assert_answers(monolithic, CALLS, alone, at_once=1)
 
 
-async def test_preemption_changes_nothing(scarce: Cluster, alone: list[str]) -> None:
-    # Those with several choices first: they begin with the blocks of one.
-    order = sorted(range(len(CALLS)), key=lambda index: -CALLS[index].num_choices)
-    # How many run at a time depends on how fast prompts come; those of a second round come fast, being cached.
-    for _ in range(3):
-        await _assert_answers(scarce, [CALLS[i] for i in order], [alone[i] for i in order], at_once=len(CALLS))
-        if scarce.worker_metric("decode", "pdserve_num_preemptions_total"):
-            break
+async def test_preemption_changes_nothing(scarce: Cluster, disaggregated: Cluster, alone: list[str]) -> None:
+    # The choices of one request run together, so blocks run out however fast or slowly the prompts of others come.
+    [choices_alone] = await send_all(disaggregated, [CHOICES], at_once=1)
+    await _assert_answers(scarce, [CHOICES, *CALLS], [choices_alone, *alone], at_once=len(CALLS) + 1)
     assert scarce.worker_metric("decode", "pdserve_num_preemptions_total") > 0
