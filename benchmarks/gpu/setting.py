@@ -126,9 +126,9 @@ class Setting:
         angles = rotations(self.shape, self.sizes.long_context, self.device)
         if self.backend == REFERENCE:
             return ReferencePagedKv(rows, kv_cache, angles, self.shape.scale)
-        from kernels.triton.paged_kv import TritonPagedKv
+        from kernels.triton.ops import TritonOps
 
-        paged: PagedKv = TritonPagedKv(rows, kv_cache, angles, self.shape.scale, deterministic=False)
+        paged: PagedKv = TritonOps(deterministic=False).paged_kv(rows, kv_cache, angles, self.shape.scale)
         return paged
 
     def kv_cache(self, num_blocks: int, num_layers: int) -> Tensor:

@@ -1,54 +1,35 @@
-"""Causal attention of a step's rows over a paged KV cache: which kernels run, on which grids."""
+"""Causal attention of a step's rows over a paged KV cache: chooses the kernels and launches them."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from kernels.ops import KvRows
 from kernels.triton.attention_kernels import combine_kernel, decode_kernel, prefill_kernel
 from kernels.triton.attention_launch import AttentionLaunch, AttentionLaunches
+from kernels.triton.attention_softmax import AttentionShape
+from kernels.triton.paged_step import CachePointers, HeadPointers, PagedStep
 
 
 def paged_attention(
-    q: Tensor,
-    rows: KvRows,
-    kv_cache: Tensor,
-    layer: int,
-    *,
-    scale: float,
-    window: int | None,
-    launches: AttentionLaunches,
-    kv_scales: Tensor | None = None,
+    q: Tensor, step: PagedStep, layer: int, *, window: int | None, launches: AttentionLaunches
 ) -> Tensor:
-    """Attention of the rows over their contexts in `layer`, their own K and V already written there.
+    """Attention of the rows over their contexts in `layer`, where their own K and V have been written.
 
-    q: [num_tokens, num_heads, head_dim], last dimension contiguous. kv_cache: [num_blocks, num_layers, 2, num_kv_heads,
-    block_size, head_dim] of q's dtype, or float8_e4m3fn with `kv_scales`, float32 [num_layers, 2, num_kv_heads].
-    `scale` (above zero) is applied to q @ k.T; with `window`, position p sees (p - window, p]. Every sequence has a
-    row. Returns [num_tokens, num_heads * head_dim] of q's dtype; zeros for a single row with an empty context.
+    q: [num_tokens, num_heads, head_dim], last dimension contiguous. With `window`, position p sees (p - window, p].
+    Every sequence has a row. Returns [num_tokens, num_heads * head_dim] of q's dtype; zeros for a single row with an
+    empty context.
     """
-    num_tokens, num_heads, head_dim = q.shape
-    num_sequences = rows.context_lens.shape[0]
-    _check(q, rows, kv_cache, kv_scales)
-    assert scale > 0
+    _check(q, step)
     assert window is None or window > 0
+    num_tokens, num_heads, head_dim = q.shape
+    num_sequences = step.rows.context_lens.shape[0]
     out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
-    call = _Call(
-        q=q,
-        rows=rows,
-        kv_cache=kv_cache,
-        layer=layer,
-        # Kernels work with powers of two.
-        scale=scale * math.log2(math.e),
-        window=window,
-        kv_scales=kv_scales,
-    )
-    # Shapes alone tell: with as many rows as sequences each has one, and a sequence by itself has all rows.
+    call = _Call(q, step, layer, window)
+    # Shapes suffice: with as many rows as sequences each has one row, and a single sequence has all rows.
     if num_tokens == num_sequences > 0 or 1 < num_sequences < num_tokens:
         _decode(call, launches.decode, out)
     if num_tokens > num_sequences:
@@ -57,64 +38,66 @@ def paged_attention(
 
 
 class _Call:
-    """What the kernels are given alike."""
+    """The arguments that the kernels have in common."""
 
-    def __init__(
-        self,
-        *,
-        q: Tensor,
-        rows: KvRows,
-        kv_cache: Tensor,
-        layer: int,
-        scale: float,
-        window: int | None,
-        kv_scales: Tensor | None,
-    ) -> None:
+    def __init__(self, q: Tensor, step: PagedStep, layer: int, window: int | None) -> None:
+        rows = step.rows
         self.num_tokens, self.num_heads, self.head_dim = q.shape
-        self.num_sequences, max_blocks = rows.block_tables.shape
-        self.num_kv_heads, block_size = kv_cache.shape[3:5]
-        self.capacity_tokens = max_blocks * block_size
+        self.num_kv_heads, self.block_size = step.num_kv_heads, step.block_size
+        self.num_sequences = rows.context_lens.shape[0]
+        self.capacity_tokens = step.capacity_tokens
+        self.has_scales = step.kv_scales is not None
+        self.q = HeadPointers.of(q)
+        self.cache = CachePointers.of(step)
+        self.sequences = (rows.query_starts, rows.context_lens)
+        self.tables = (rows.block_tables, rows.block_tables.stride(0))
         self.layer = layer
+        # Kernels work with powers of two.
+        self.scale = step.scale * math.log2(math.e)
         self.window = window
         self.window_argument = window or 0
-        # Never read when there are none.
-        self.scales = q if kv_scales is None else kv_scales
-        self.sequences = (rows.query_starts, rows.context_lens)
-        self.inputs = (q, kv_cache, self.scales, *self.sequences, rows.block_tables, layer, scale, self.window_argument)
-        self.strides = (*q.stride()[:2], rows.block_tables.stride(0), *kv_cache.stride()[:5])
-        self.shape: dict[str, Any] = {
-            "NUM_KV_HEADS": self.num_kv_heads,
-            "SHARE": self.num_heads // self.num_kv_heads,
-            "HEAD_DIM": self.head_dim,
-            "HEAD_DIM_PADDED": max(16, triton.next_power_of_2(self.head_dim)),
-            "HAS_WINDOW": window is not None,
-            "HAS_SCALES": kv_scales is not None,
-        }
-        self.block_size = block_size
+
+    def shape(self, launch: AttentionLaunch) -> AttentionShape:
+        """The kernels' compile-time numbers."""
+        group_size = self.num_heads // self.num_kv_heads
+        assert launch.block_m >= group_size
+        assert launch.split_tokens % launch.block_n == 0
+        return AttentionShape(
+            num_kv_heads=self.num_kv_heads,
+            group_size=group_size,
+            head_dim=self.head_dim,
+            head_dim_padded=max(16, triton.next_power_of_2(self.head_dim)),
+            block_size=self.block_size,
+            block_m=launch.block_m,
+            block_n=launch.block_n,
+            has_window=self.window is not None,
+            has_scales=self.has_scales,
+        )
 
 
 def _decode(call: _Call, launch: AttentionLaunch, out: Tensor) -> None:
+    shape = call.shape(launch)
     num_splits = launch.num_splits(call.capacity_tokens, call.window)
-    assert launch.split_tokens % launch.block_n == 0
-    assert launch.block_m >= call.shape["SHARE"]
-    # Without splits there is nothing in between, and the kernel is given something it leaves alone.
+    # Without splits there are no partial results, and the kernel ignores these two.
     partial = stats = out
     if num_splits > 1:
-        places = (call.num_sequences, call.num_heads, num_splits)
-        partial = torch.empty((*places, call.head_dim), dtype=torch.float32, device=out.device)
-        stats = torch.empty((*places, 2), dtype=torch.float32, device=out.device)
+        splits = (call.num_sequences, call.num_heads, num_splits)
+        partial = torch.empty((*splits, call.head_dim), dtype=torch.float32, device=out.device)
+        stats = torch.empty((*splits, 2), dtype=torch.float32, device=out.device)
     decode_kernel[(call.num_sequences, call.num_kv_heads, num_splits)](
         out,
         partial,
         stats,
-        *call.inputs,
+        call.q,
+        call.cache,
+        *call.sequences,
+        *call.tables,
+        call.layer,
+        call.scale,
+        call.window_argument,
         num_splits,
         launch.split_tokens,
-        *call.strides,
-        **call.shape,
-        BLOCK_SIZE=call.block_size,
-        BLOCK_M=launch.block_m,
-        BLOCK_N=launch.block_n,
+        SHAPE=shape,
         EVEN_SPLITS=launch.even_splits,
         IS_SPLIT=num_splits > 1,
         num_warps=launch.num_warps,
@@ -126,14 +109,13 @@ def _decode(call: _Call, launch: AttentionLaunch, out: Tensor) -> None:
             out,
             partial,
             stats,
-            call.scales,
+            call.cache,
             *call.sequences,
             call.layer,
             call.window_argument,
             num_splits,
             launch.split_tokens,
-            **call.shape,
-            BLOCK_N=launch.block_n,
+            SHAPE=shape,
             EVEN_SPLITS=launch.even_splits,
             num_warps=1,
             enable_fp_fusion=False,
@@ -141,20 +123,21 @@ def _decode(call: _Call, launch: AttentionLaunch, out: Tensor) -> None:
 
 
 def _prefill(call: _Call, launch: AttentionLaunch, out: Tensor) -> None:
-    assert launch.block_m >= call.shape["SHARE"]
-    assert launch.split_tokens % launch.block_n == 0
+    shape = call.shape(launch)
     assert not launch.even_splits or launch.split_tokens == 0
-    tile_rows = launch.block_m // call.shape["SHARE"]
+    tile_rows = shape.block_m // shape.group_size
     prefill_kernel[(call.num_tokens // tile_rows + call.num_sequences, call.num_kv_heads)](
         out,
-        *call.inputs,
+        call.q,
+        call.cache,
+        *call.sequences,
+        *call.tables,
+        call.layer,
+        call.scale,
+        call.window_argument,
         call.num_sequences,
         launch.split_tokens,
-        *call.strides,
-        **call.shape,
-        BLOCK_SIZE=call.block_size,
-        BLOCK_M=launch.block_m,
-        BLOCK_N=launch.block_n,
+        SHAPE=shape,
         IS_SPLIT=launch.split_tokens > 0,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
@@ -162,26 +145,16 @@ def _prefill(call: _Call, launch: AttentionLaunch, out: Tensor) -> None:
     )
 
 
-def _check(q: Tensor, rows: KvRows, kv_cache: Tensor, kv_scales: Tensor | None) -> None:
-    num_tokens, num_heads, head_dim = q.shape
-    _, num_layers, two, num_kv_heads, block_size, cached_dim = kv_cache.shape
+def _check(q: Tensor, step: PagedStep) -> None:
+    step.check(q)
+    assert step.scale > 0
+    assert step.block_size <= 64
+    rows = step.rows
     num_sequences = rows.context_lens.shape[0]
-    assert two == 2
-    assert head_dim == cached_dim <= 256
-    assert num_heads % num_kv_heads == 0
-    assert block_size <= 64
-    assert num_sequences <= num_tokens
-    assert q.stride(2) == kv_cache.stride(5) == 1
+    assert num_sequences <= q.shape[0]
     assert rows.query_starts.shape == (num_sequences + 1,)
     assert rows.block_tables.shape[0] == num_sequences
     assert all(x.dtype == torch.int64 for x in (rows.query_starts, rows.context_lens, rows.block_tables))
     assert rows.query_starts.is_contiguous()
     assert rows.context_lens.is_contiguous()
     assert rows.block_tables.stride(1) == 1 or rows.block_tables.shape[1] < 2
-    if kv_scales is None:
-        assert kv_cache.dtype == q.dtype
-    else:
-        assert kv_cache.dtype == torch.float8_e4m3fn
-        assert kv_scales.dtype == torch.float32
-        assert kv_scales.shape == (num_layers, 2, num_kv_heads)
-        assert kv_scales.is_contiguous()

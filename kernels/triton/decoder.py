@@ -14,6 +14,7 @@ from kernels.triton.gather import gather_rows
 from kernels.triton.norm import MAX_WIDTH, add_rms_norm, rms_norm
 from kernels.triton.ops import TritonOps
 from kernels.triton.paged_kv import TritonPagedKv
+from kernels.triton.rope import HeadNorms
 
 #: What the paged kernels hold of a head in registers.
 MAX_HEAD_DIM = 256
@@ -47,6 +48,13 @@ def _joined_bias(*parts: Tensor | None) -> Tensor | None:
     return joined(*present) if present else None
 
 
+def _head_norms(layer: LayerWeights, eps: float) -> HeadNorms | None:
+    assert (layer.q_norm is None) == (layer.k_norm is None)
+    if layer.q_norm is None or layer.k_norm is None:
+        return None
+    return HeadNorms(q=layer.q_norm, k=layer.k_norm, eps=eps)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
     """One layer's weights as they are multiplied: q, k and v are one matrix, and so are gate and up."""
@@ -54,8 +62,7 @@ class _Layer:
     input_norm: Tensor
     qkv: Tensor
     qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    head_norms: HeadNorms | None
     output: Tensor
     output_bias: Tensor | None
     post_attention_norm: Tensor
@@ -65,13 +72,12 @@ class _Layer:
     down_bias: Tensor | None
 
     @staticmethod
-    def of(layer: LayerWeights) -> _Layer:
+    def of(layer: LayerWeights, eps: float) -> _Layer:
         return _Layer(
             input_norm=layer.input_norm,
             qkv=joined(layer.q, layer.k, layer.v),
             qkv_bias=_joined_bias(layer.q_bias, layer.k_bias, layer.v_bias),
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
+            head_norms=_head_norms(layer, eps),
             output=layer.output,
             output_bias=layer.output_bias,
             post_attention_norm=layer.post_attention_norm,
@@ -106,7 +112,7 @@ class TritonDecoder:
         self._ops = ops
         self._shape = shape
         self._embedding = weights.embedding
-        self._layers = [_Layer.of(layer) for layer in weights.layers]
+        self._layers = [_Layer.of(layer, shape.rms_norm_eps) for layer in weights.layers]
         self._norm = weights.norm
         self._lm_head = weights.lm_head
         self._cos_sin = cos_sin
@@ -148,7 +154,7 @@ class TritonDecoder:
     ) -> Tensor:
         shape = self._shape
         qkv = self._ops.linear(x, layer.qkv, layer.qkv_bias)
-        q = kv.rope_write_qkv(index, qkv, shape.num_heads, layer.q_norm, layer.k_norm, shape.rms_norm_eps)
+        q = kv.rope_write_qkv(index, qkv, shape.num_heads, layer.head_norms)
         if on_layer is not None:
             on_layer(index + 1)
         return kv.attention(index, q, shape.windows[index])

@@ -9,6 +9,7 @@ from torch.nn import functional
 from kernels.ops import KvRows
 from kernels.triton import activation, gather, gemm, norm
 from kernels.triton.paged_kv import TritonPagedKv
+from kernels.triton.paged_step import PagedStep
 
 
 class TritonOps:
@@ -45,4 +46,5 @@ class TritonOps:
     def paged_kv(
         self, rows: KvRows, kv_cache: Tensor, cos_sin: Tensor, scale: float, *, kv_scales: Tensor | None = None
     ) -> TritonPagedKv:
-        return TritonPagedKv(rows, kv_cache, cos_sin, scale, deterministic=self.deterministic, kv_scales=kv_scales)
+        step = PagedStep(rows=rows, kv_cache=kv_cache, cos_sin=cos_sin, scale=scale, kv_scales=kv_scales)
+        return TritonPagedKv(step, deterministic=self.deterministic)

@@ -1,145 +1,142 @@
 """Rotary position embedding of q and k and the write of K and V to the cache, in one launch.
 
-A program does one row's KV head and the query heads that share it. Halves of a head are read apart, because rotation
-pairs element j with element j + head_dim / 2.
+A program handles one KV head of one row and the query heads that share it. It reads the halves of a head separately,
+because rotation pairs element j with element j + head_dim / 2.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton.paged_step import CachePointers, HeadPointers, PagedStep
+
 #: The largest finite number of float8_e4m3fn.
 FP8_MAX = tl.constexpr(448.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadNorms:
+    """RMS norms of each head of q and k before the rotation, rounded as `kernels.ops.Ops.rms_norm` rounds."""
+
+    #: Weights, [head_dim].
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+class RopeShape(NamedTuple):
+    """The compile-time numbers of the kernel, passed as one constexpr."""
+
+    num_kv_heads: int
+    #: Query heads that share a KV head.
+    group_size: int
+    group_size_padded: int
+    head_dim: int
+    half_padded: int
+    block_size: int
+    block_size_padded: int
+    has_norms: bool
+    has_scales: bool
+
+
 def rope_write_kv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    cos_sin: Tensor,
-    kv_cache: Tensor,
-    layer: int,
-    norms: tuple[Tensor, Tensor] | None = None,
-    eps: float = 0.0,
-    kv_scales: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, step: PagedStep, layer: int, norms: HeadNorms | None = None
 ) -> Tensor:
     """Writes the rotated k, and v, to the rows' slots of `layer`; returns the rotated q, contiguous.
 
     q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim]; any strides but a contiguous last
-    dimension. positions, slot_mapping: int64 [num_tokens]; a row with slot -1 is written nowhere. cos_sin: float32
-    [max_positions, 2, head_dim]. kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim] of q's
-    dtype, or float8_e4m3fn with `kv_scales`, float32 [num_layers, 2, num_kv_heads]: stored is x / scale, saturated.
-
-    norms: weights [head_dim] of an RMS norm over each head of q and of k before the rotation, rounded as
-    `kernels.ops.Ops.rms_norm` rounds. A row that opens a block clears what no row of this launch writes of it.
+    dimension. A row with slot -1 is not written. A row that opens a block clears the slots of it that no row of this
+    launch writes.
     """
+    _check(q, k, v, step, norms)
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = kv_cache.shape[3:5]
-    assert k.shape == v.shape == (num_tokens, num_kv_heads, head_dim)
-    assert num_heads % num_kv_heads == 0
-    assert head_dim % 2 == 0
-    assert head_dim <= 256
-    assert q.stride(2) == k.stride(2) == v.stride(2) == kv_cache.stride(5) == 1
-    assert kv_cache.shape[2] == 2
-    assert kv_cache.shape[5] == head_dim
-    assert kv_cache.dtype == (q.dtype if kv_scales is None else torch.float8_e4m3fn)
-    assert positions.shape == slot_mapping.shape == (num_tokens,)
-    assert positions.stride(0) == slot_mapping.stride(0) == 1 or num_tokens < 2
-    assert cos_sin.dtype == torch.float32
-    assert cos_sin.is_contiguous()
-    assert cos_sin.shape[1:] == (2, head_dim)
-    assert norms is None or all(weight.shape == (head_dim,) and weight.is_contiguous() for weight in norms)
-    if kv_scales is not None:
-        assert kv_scales.shape == (kv_cache.shape[1], 2, num_kv_heads)
-        assert kv_scales.dtype == torch.float32
-        assert kv_scales.is_contiguous()
     rotated = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if num_tokens == 0:
         return rotated
-    share = num_heads // num_kv_heads
-    q_norm, k_norm = norms or (q, q)
-    _rope_write_kv_kernel[(num_tokens, num_kv_heads)](
+    group_size = num_heads // step.num_kv_heads
+    shape = RopeShape(
+        num_kv_heads=step.num_kv_heads,
+        group_size=group_size,
+        group_size_padded=triton.next_power_of_2(group_size),
+        head_dim=head_dim,
+        half_padded=triton.next_power_of_2(head_dim // 2),
+        block_size=step.block_size,
+        block_size_padded=triton.next_power_of_2(step.block_size),
+        has_norms=norms is not None,
+        has_scales=step.kv_scales is not None,
+    )
+    _rope_write_kv_kernel[(num_tokens, step.num_kv_heads)](
         rotated,
-        q,
-        k,
-        v,
-        kv_cache,
-        cos_sin,
-        positions,
-        slot_mapping,
-        q_norm,
-        k_norm,
-        q if kv_scales is None else kv_scales,
-        eps,
+        HeadPointers.of(q),
+        HeadPointers.of(k),
+        HeadPointers.of(v),
+        CachePointers.of(step),
+        step.cos_sin,
+        step.rows.positions,
+        step.rows.slot_mapping,
+        q if norms is None else norms.q,
+        q if norms is None else norms.k,
+        0.0 if norms is None else norms.eps,
         layer,
         num_tokens,
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *kv_cache.stride()[:5],
-        NUM_KV_HEADS=num_kv_heads,
-        SHARE=share,
-        SHARE_PADDED=triton.next_power_of_2(share),
-        HEAD_DIM=head_dim,
-        HALF_PADDED=triton.next_power_of_2(head_dim // 2),
-        BLOCK_SIZE=block_size,
-        BLOCK_SIZE_PADDED=triton.next_power_of_2(block_size),
-        HAS_NORMS=norms is not None,
-        HAS_SCALES=kv_scales is not None,
-        num_warps=1 if share * head_dim <= 512 else 4,
+        SHAPE=shape,
+        num_warps=1 if group_size * head_dim <= 512 else 4,
         # Sums that are to be fused are written as such: no compiler's choice changes a bit.
         enable_fp_fusion=False,
     )
     return rotated
 
 
+def _check(q: Tensor, k: Tensor, v: Tensor, step: PagedStep, norms: HeadNorms | None) -> None:
+    step.check(q)
+    num_tokens, _, head_dim = q.shape
+    rows = step.rows
+    assert head_dim % 2 == 0
+    assert k.shape == v.shape == (num_tokens, step.num_kv_heads, head_dim)
+    assert k.stride(2) == v.stride(2) == 1
+    assert rows.positions.shape == rows.slot_mapping.shape == (num_tokens,)
+    assert rows.positions.stride(0) == rows.slot_mapping.stride(0) == 1 or num_tokens < 2
+    assert step.cos_sin.dtype == torch.float32
+    assert step.cos_sin.is_contiguous()
+    assert step.cos_sin.shape[1:] == (2, head_dim)
+    if norms is not None:
+        assert norms.q.shape == norms.k.shape == (head_dim,)
+        assert norms.q.is_contiguous()
+        assert norms.k.is_contiguous()
+
+
 @triton.jit(do_not_specialize=["layer", "num_tokens"], do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
-def _rope_write_kv_kernel(
+def _rope_write_kv_kernel(  # noqa: PLR0915
     rotated_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cache_ptr,
+    q,
+    k,
+    v,
+    cache,
     cos_sin_ptr,
     positions_ptr,
     slots_ptr,
     q_norm_ptr,
     k_norm_ptr,
-    scales_ptr,
     eps,
     layer,
     num_tokens,
-    stride_q_row,
-    stride_q_head,
-    stride_k_row,
-    stride_k_head,
-    stride_v_row,
-    stride_v_head,
-    stride_block,
-    stride_layer,
-    stride_side,
-    stride_head,
-    stride_slot,
-    NUM_KV_HEADS: tl.constexpr,
-    SHARE: tl.constexpr,
-    SHARE_PADDED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HALF_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_SIZE_PADDED: tl.constexpr,
-    HAS_NORMS: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
-    HALF: tl.constexpr = HEAD_DIM // 2
+    """Grid (num_tokens, num_kv_heads). q, k, v: `HeadPointers`; cache: `CachePointers`."""
+    GROUP_SIZE: tl.constexpr = SHAPE.group_size
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
+    HALF: tl.constexpr = SHAPE.head_dim // 2
+    HAS_NORMS: tl.constexpr = SHAPE.has_norms
+    HAS_SCALES: tl.constexpr = SHAPE.has_scales
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    dims = tl.arange(0, HALF_PADDED)[None, :]
+    dims = tl.arange(0, SHAPE.half_padded)[None, :]
     inside = dims < HALF
 
     angles_ptr = cos_sin_ptr + tl.load(positions_ptr + row) * (2 * HEAD_DIM) + dims
@@ -148,12 +145,12 @@ def _rope_write_kv_kernel(
     sin_low = tl.load(angles_ptr + HEAD_DIM, mask=inside, other=0.0)
     sin_high = tl.load(angles_ptr + HEAD_DIM + HALF, mask=inside, other=0.0)
 
-    shared = tl.arange(0, SHARE_PADDED)[:, None]
-    heads = kv_head * SHARE + shared
-    mask = inside & (shared < SHARE)
-    from_ptr = q_ptr + row * stride_q_row + heads * stride_q_head + dims
+    in_group = tl.arange(0, SHAPE.group_size_padded)[:, None]
+    heads = kv_head * GROUP_SIZE + in_group
+    mask = inside & (in_group < GROUP_SIZE)
+    from_ptr = q.ptr + row * q.stride_row + heads * q.stride_head + dims
     low, high = _normed_halves(from_ptr, mask, inside, q_norm_ptr + dims, eps, HEAD_DIM, HAS_NORMS)
-    to_ptr = rotated_ptr + row * (NUM_KV_HEADS * SHARE * HEAD_DIM) + heads * HEAD_DIM + dims
+    to_ptr = rotated_ptr + row * (SHAPE.num_kv_heads * GROUP_SIZE * HEAD_DIM) + heads * HEAD_DIM + dims
     _store(to_ptr, tl.fma(high, -sin_low, low * cos_low), 1.0, mask, False)
     _store(to_ptr + HALF, tl.fma(low, sin_high, high * cos_high), 1.0, mask, False)
 
@@ -163,31 +160,31 @@ def _rope_write_kv_kernel(
     k_scale = 1.0
     v_scale = 1.0
     if HAS_SCALES:
-        k_scale = tl.load(scales_ptr + layer * (2 * NUM_KV_HEADS) + kv_head)
-        v_scale = tl.load(scales_ptr + layer * (2 * NUM_KV_HEADS) + NUM_KV_HEADS + kv_head)
-    layer_ptr = cache_ptr + tl.cast(layer, tl.int64) * stride_layer + kv_head * stride_head
-    base_ptr = layer_ptr + slot // BLOCK_SIZE * stride_block
-    offset = (slot % BLOCK_SIZE).to(tl.int32)
-    to_ptr = base_ptr + offset * stride_slot + dims
-    from_ptr = k_ptr + row * stride_k_row + kv_head * stride_k_head + dims
+        k_scale = tl.load(cache.scales_ptr + layer * (2 * SHAPE.num_kv_heads) + kv_head)
+        v_scale = tl.load(cache.scales_ptr + layer * (2 * SHAPE.num_kv_heads) + SHAPE.num_kv_heads + kv_head)
+    layer_ptr = cache.ptr + tl.cast(layer, tl.int64) * cache.stride_layer + kv_head * cache.stride_head
+    base_ptr = layer_ptr + slot // SHAPE.block_size * cache.stride_block
+    offset = (slot % SHAPE.block_size).to(tl.int32)
+    to_ptr = base_ptr + offset * cache.stride_slot + dims
+    from_ptr = k.ptr + row * k.stride_row + kv_head * k.stride_head + dims
     low, high = _normed_halves(from_ptr, inside, inside, k_norm_ptr + dims, eps, HEAD_DIM, HAS_NORMS)
     _store(to_ptr, tl.fma(high, -sin_low, low * cos_low), k_scale, inside, HAS_SCALES)
     _store(to_ptr + HALF, tl.fma(low, sin_high, high * cos_high), k_scale, inside, HAS_SCALES)
-    from_ptr = v_ptr + row * stride_v_row + kv_head * stride_v_head + dims
+    from_ptr = v.ptr + row * v.stride_row + kv_head * v.stride_head + dims
     low = tl.load(from_ptr, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(from_ptr + HALF, mask=inside, other=0.0).to(tl.float32)
-    _store(to_ptr + stride_side, low, v_scale, inside, HAS_SCALES)
-    _store(to_ptr + stride_side + HALF, high, v_scale, inside, HAS_SCALES)
+    _store(to_ptr + cache.stride_kv, low, v_scale, inside, HAS_SCALES)
+    _store(to_ptr + cache.stride_kv + HALF, high, v_scale, inside, HAS_SCALES)
 
     if offset == 0:
-        # Programs have no order, so only what none of them writes may be cleared. Rows of a sequence are consecutive:
-        # the block's j-th slot is written by the j-th row from here, or by none.
-        ahead = tl.arange(0, BLOCK_SIZE_PADDED)
+        # Programs have no order, so only slots that none of them writes may be cleared. Rows of a sequence are
+        # consecutive: the block's j-th slot is written by the j-th row from here, or by none.
+        ahead = tl.arange(0, SHAPE.block_size_padded)
         others = tl.load(slots_ptr + row + ahead, mask=row + ahead < num_tokens, other=-1)
-        unwritten = (ahead < BLOCK_SIZE) & (others != slot + ahead)
-        cleared_ptr = base_ptr + ahead[:, None] * stride_slot + dims
+        unwritten = (ahead < SHAPE.block_size) & (others != slot + ahead)
+        cleared_ptr = base_ptr + ahead[:, None] * cache.stride_slot + dims
         _clear(cleared_ptr, unwritten[:, None] & inside, HALF)
-        _clear(cleared_ptr + stride_side, unwritten[:, None] & inside, HALF)
+        _clear(cleared_ptr + cache.stride_kv, unwritten[:, None] & inside, HALF)
 
 
 @triton.jit

@@ -82,13 +82,19 @@ class Compiler:
             print(f"{'FAILED' if is_failure else 'compiled'} {name}: {text}", flush=True)
 
 
-def _forward(shape: DecoderShape, spans: Spans, *, deterministic: bool) -> None:
+def _forward(shape: DecoderShape, spans: Spans, *, deterministic: bool, is_qwen3_fp8: bool = False) -> None:
+    """`is_qwen3_fp8`: with norms of each head, and an fp8 KV cache."""
     dtype, rows = torch.bfloat16, kv_rows(spans)
-    angles = rotations(shape, max(context for _, context in spans))
-    decoder = TritonDecoder(TritonOps(deterministic=deterministic), shape, random_weights(shape, dtype), angles)
+    angles, weights = rotations(shape, max(context for _, context in spans)), random_weights(shape, dtype)
+    scales, kv_dtype = None, dtype
+    if is_qwen3_fp8:
+        norm = torch.ones(shape.head_dim, dtype=dtype)
+        weights = replace(weights, layers=tuple(replace(layer, q_norm=norm, k_norm=norm) for layer in weights.layers))
+        scales, kv_dtype = torch.ones(len(shape.windows), 2, shape.num_kv_heads), torch.float8_e4m3fn
+    decoder = TritonDecoder(TritonOps(deterministic=deterministic), shape, weights, angles, kv_scales=scales)
     size = (blocks_of(spans), len(shape.windows), 2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
-    token_ids = torch.zeros_like(rows.positions)
-    decoder.forward(token_ids, rows, rows.query_starts[1:] - 1, torch.zeros(size, dtype=dtype))
+    cache = torch.zeros(size, dtype=torch.uint8 if is_qwen3_fp8 else dtype).view(kv_dtype)
+    decoder.forward(torch.zeros_like(rows.positions), rows, rows.query_starts[1:] - 1, cache)
 
 
 def _move_blocks(num_layers: int, heads: tuple[int, int]) -> None:
@@ -126,6 +132,7 @@ def main() -> int:
             for spans in _STEPS:
                 _forward(_LLAMA, spans, deterministic=deterministic)
         _forward(_WIDE, _STEPS[-1], deterministic=True)
+        _forward(_LLAMA, _STEPS[-1], deterministic=True, is_qwen3_fp8=True)
         _sample()
     return int(compiler.num_failures > 0)
 

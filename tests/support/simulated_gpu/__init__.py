@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from kernels.triton import sample_rows
 from pdserve.base.config import set_default_variable
@@ -166,9 +167,9 @@ def _let_triton_launch() -> None:
     launch_now = interpreter.GridExecutor.__call__
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
-        for place, arg in enumerate([*args, *kwargs.values()]):
-            if isinstance(arg, torch.Tensor) and not isinstance(arg, DeviceTensor):
-                raise ValueError(f"Pointer argument (at {place}) cannot be accessed from Triton (cpu tensor?)")
+        for index, arg in enumerate([*args, *kwargs.values()]):
+            if any(isinstance(x, torch.Tensor) and not isinstance(x, DeviceTensor) for x in tree_leaves(arg)):
+                raise ValueError(f"Pointer argument (at {index}) cannot be accessed from Triton (cpu tensor?)")
         there, named = tensors._there(args), tensors._there(kwargs)
         gpu().submit(lambda: launch_now(self, *there, **named))
 

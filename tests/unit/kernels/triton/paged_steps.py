@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.ops import KvRows
 from kernels.triton.attention_launch import AttentionLaunch, AttentionLaunches
+from kernels.triton.paged_step import PagedStep
 from tests.support.devices import DEVICE
 
 FP8 = torch.float8_e4m3fn
@@ -70,13 +71,10 @@ def num_blocks_of(rows: KvRows) -> int:
 class Case:
     """A step with rotated queries over a cache that holds what the rows see of their contexts, and NaN elsewhere."""
 
-    rows: KvRows
+    step: PagedStep
     q: Tensor
-    cache: Tensor
     layer: int
     window: int | None
-    scale: float
-    kv_scales: Tensor | None
     #: What `cache` holds, float64: per sequence [2, num_kv_heads, context, head_dim].
     contexts: list[Tensor]
 
@@ -84,14 +82,14 @@ class Case:
         """Attention in float64, and the same with the magnitudes of the values, by which errors are bounded."""
         out = torch.zeros(self.q.shape, dtype=torch.float64, device=DEVICE)
         size = torch.zeros_like(out)
-        share = self.q.shape[1] // self.cache.shape[3]
-        starts = self.rows.query_starts.tolist()
+        group_size = self.q.shape[1] // self.step.num_kv_heads
+        starts = self.step.rows.query_starts.tolist()
         for index, (keys, values) in enumerate(self.contexts):
             for row in range(starts[index], starts[index + 1]):
                 position = keys.shape[1] - (starts[index + 1] - row)
                 seen = slice(0 if self.window is None else max(0, position - self.window + 1), position + 1)
-                k, v = (side[:, seen].repeat_interleave(share, 0) for side in (keys, values))
-                weights = (torch.einsum("hd,hkd->hk", self.q[row].double(), k) * self.scale).softmax(-1)
+                k, v = (side[:, seen].repeat_interleave(group_size, 0) for side in (keys, values))
+                weights = (torch.einsum("hd,hkd->hk", self.q[row].double(), k) * self.step.scale).softmax(-1)
                 out[row] = torch.einsum("hk,hkd->hd", weights, v)
                 size[row] = torch.einsum("hk,hkd->hd", weights, v.abs())
         return out.flatten(1), size.flatten(1)
@@ -126,13 +124,11 @@ def make_case(
     num_tokens = sum(num_rows for num_rows, _ in spans) + num_padding
     # Strided, as a view of merged q, k and v is.
     q = torch.randn((num_tokens, heads + 2 * kv_heads, dim), generator=generator).to(DEVICE, dtype)[:, :heads]
-    return Case(
+    step = PagedStep(
         rows=rows,
-        q=q,
-        cache=cache.to(DEVICE, FP8 if fp8 else dtype),
-        layer=layer,
-        window=window,
+        kv_cache=cache.to(DEVICE, FP8 if fp8 else dtype),
+        cos_sin=torch.empty(0, 2, dim, device=DEVICE),
         scale=dim**-0.5,
         kv_scales=scales.to(DEVICE) if fp8 else None,
-        contexts=contexts,
     )
+    return Case(step=step, q=q, layer=layer, window=window, contexts=contexts)

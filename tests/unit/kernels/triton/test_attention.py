@@ -6,6 +6,7 @@ from tests.support.devices import DEVICE, HAS_GPU, gpu_only, needs_triton  # iso
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from kernels.ops import KvRows
 from kernels.triton.attention import paged_attention
-from kernels.triton.attention_launch import AttentionLaunch, AttentionLaunches, choose_launches
+from kernels.triton.attention_launch import AttentionLaunch, AttentionLaunches, AttentionSizes, choose_launches
+from kernels.triton.paged_step import PagedStep
 from tests.unit.kernels.triton.paged_steps import SMALL_ALIGNED, SMALL_FAST, Case, make_case, make_rows
 
 pytestmark = needs_triton
@@ -24,16 +26,7 @@ IN_BOTH_WAYS = pytest.mark.parametrize("launches", [SMALL_ALIGNED, SMALL_FAST], 
 
 
 def attend(case: Case, launches: AttentionLaunches) -> Tensor:
-    return paged_attention(
-        case.q,
-        case.rows,
-        case.cache,
-        case.layer,
-        scale=case.scale,
-        window=case.window,
-        launches=launches,
-        kv_scales=case.kv_scales,
-    )
+    return paged_attention(case.q, case.step, case.layer, window=case.window, launches=launches)
 
 
 def check(case: Case, launches: AttentionLaunches) -> None:
@@ -84,12 +77,14 @@ def test_an_fp8_cache_is_read_with_its_scales(dtype: torch.dtype, launches: Atte
 def test_chosen_launches_compute_it_too(dtype: torch.dtype, deterministic: bool) -> None:
     case = make_case([(1, 700), (3, 66)], heads=4, kv_heads=1, dim=16, block_size=16, dtype=dtype)
     launches = choose_launches(
-        num_sequences=2,
-        num_heads=4,
-        num_kv_heads=1,
-        head_dim=16,
-        capacity_tokens=case.rows.block_tables.shape[1] * 16,
-        dtype=dtype,
+        AttentionSizes(
+            num_sequences=2,
+            num_heads=4,
+            num_kv_heads=1,
+            head_dim=16,
+            capacity_tokens=case.step.rows.block_tables.shape[1] * 16,
+            dtype=dtype,
+        ),
         deterministic=deterministic,
     )
     assert launches.decode.num_splits(704, None) > 1
@@ -126,9 +121,9 @@ def test_an_empty_step_is_empty(launches: AttentionLaunches) -> None:
 def test_a_great_score_in_any_split_decides(window: int | None) -> None:
     case = make_case([(1, 100), (4, 100)], heads=1, kv_heads=1, dim=16, block_size=4, window=window)
     for position in (20, 75, 98):
-        for table, context in zip(case.rows.block_tables.tolist(), case.contexts, strict=True):
+        for table, context in zip(case.step.rows.block_tables.tolist(), case.contexts, strict=True):
             context[0, :, position] *= 30
-            case.cache[table[position // 4], case.layer, 0, :, position % 4] *= 30
+            case.step.kv_cache[table[position // 4], case.layer, 0, :, position % 4] *= 30
     check(case, SMALL_ALIGNED)
     check(case, SMALL_FAST)
 
@@ -167,12 +162,14 @@ def deterministic_case(dtype: torch.dtype, dim: int, window: int | None, fp8: bo
         return case, SMALL_ALIGNED
     case = make_case([(1300, 1300)], heads=8, kv_heads=2, dim=dim, block_size=16, window=window, dtype=dtype, fp8=fp8)
     launches = choose_launches(
-        num_sequences=1,
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=dim,
-        capacity_tokens=case.rows.block_tables.shape[1] * 16,
-        dtype=dtype,
+        AttentionSizes(
+            num_sequences=1,
+            num_heads=8,
+            num_kv_heads=2,
+            head_dim=dim,
+            capacity_tokens=case.step.rows.block_tables.shape[1] * 16,
+            dtype=dtype,
+        ),
         deterministic=True,
     )
     return case, launches
@@ -182,22 +179,15 @@ def attend_parts(case: Case, parts: list[tuple[int, int]], launches: AttentionLa
     """The rows [begin, end) of a whole prompt, each part a sequence of its own over the same blocks."""
     device = case.q.device
     rows = KvRows(
-        positions=case.rows.positions,
-        slot_mapping=case.rows.slot_mapping,
+        positions=case.step.rows.positions,
+        slot_mapping=case.step.rows.slot_mapping,
         query_starts=torch.tensor([0, *(end - begin for begin, end in parts)], device=device).cumsum(0),
         context_lens=torch.tensor([end for _, end in parts], device=device),
-        block_tables=case.rows.block_tables.expand(len(parts), -1),
+        block_tables=case.step.rows.block_tables.expand(len(parts), -1),
     )
-    return paged_attention(
-        torch.cat([case.q[begin:end] for begin, end in parts]),
-        rows,
-        case.cache,
-        case.layer,
-        scale=case.scale,
-        window=case.window,
-        launches=launches,
-        kv_scales=case.kv_scales,
-    )
+    q = torch.cat([case.q[begin:end] for begin, end in parts])
+    step = replace(case.step, rows=rows)
+    return paged_attention(q, step, case.layer, window=case.window, launches=launches)
 
 
 def assert_same(left: Tensor, right: Tensor) -> None:
@@ -245,7 +235,7 @@ def test_a_row_alone_gives_what_it_gives_in_a_crowd(
 
 def chosen(**changes: int) -> AttentionLaunches:
     shape = {"num_sequences": 8, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "capacity_tokens": 8192} | changes
-    return choose_launches(**shape, dtype=torch.bfloat16, deterministic=True)
+    return choose_launches(AttentionSizes(**shape, dtype=torch.bfloat16), deterministic=True)
 
 
 def test_deterministic_launches_depend_on_the_model_alone() -> None:
@@ -257,12 +247,14 @@ def test_deterministic_launches_depend_on_the_model_alone() -> None:
 @pytest.mark.parametrize("capacity_tokens", [16, 1000, 131072])
 def test_fast_decode_fills_the_machine_where_it_can(num_sequences: int, capacity_tokens: int) -> None:
     launch = choose_launches(
-        num_sequences=num_sequences,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        capacity_tokens=capacity_tokens,
-        dtype=torch.bfloat16,
+        AttentionSizes(
+            num_sequences=num_sequences,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            capacity_tokens=capacity_tokens,
+            dtype=torch.bfloat16,
+        ),
         deterministic=False,
     ).decode
     programs = num_sequences * 8 * launch.num_splits(capacity_tokens, None)
@@ -286,8 +278,15 @@ def test_blocks_beyond_two_to_the_31_elements_are_reached() -> None:
     cache[:, 8191:] = small
     q = torch.randn((1, 32, 128), device=DEVICE).to(torch.bfloat16)
     launches = chosen()
+    cos_sin = torch.empty(0, 2, 128, device=DEVICE)
     far, near = (
-        paged_attention(q, rows, memory, layer, scale=0.1, window=None, launches=launches)
+        paged_attention(
+            q,
+            PagedStep(rows=rows, kv_cache=memory, cos_sin=cos_sin, scale=0.1),
+            layer,
+            window=None,
+            launches=launches,
+        )
         for memory, layer in ((cache, 8191), (small, 0))
     )
     assert torch.equal(far, near)

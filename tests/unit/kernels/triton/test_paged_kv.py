@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.ops import KvRows
 from kernels.reference import ReferenceOps
 from kernels.triton.ops import TritonOps
-from kernels.triton.paged_kv import TritonPagedKv
+from kernels.triton.rope import HeadNorms
 from tests.unit.kernels.triton.paged_steps import make_rows
 
 pytestmark = needs_triton
@@ -52,14 +52,14 @@ def test_steps_give_what_the_reference_gives(deterministic: bool) -> None:
     for rows in prompt_in_steps(15, [6, 13, 14]):
         num_tokens = rows.positions.shape[0]
         qkv = torch.randn((num_tokens, (HEADS + 2 * KV_HEADS) * DIM), generator=generator).to(DEVICE)
-        mine = TritonPagedKv(rows, ours, angles(), SCALE, deterministic=deterministic)
+        mine = TritonOps(deterministic=deterministic).paged_kv(rows, ours, angles(), SCALE)
         reference = ops.paged_kv(rows, theirs, angles(), SCALE)
         for layer, window in ((0, None), (1, 6)):
             q, k, v = qkv.view(num_tokens, -1, DIM).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
             if layer == 0:
                 rotated = mine.rope_write_kv(layer, q, k, v)
             else:
-                rotated = mine.rope_write_qkv(layer, qkv, HEADS, *norms, EPS)
+                rotated = mine.rope_write_qkv(layer, qkv, HEADS, HeadNorms(q=norms[0], k=norms[1], eps=EPS))
                 q, k = (ops.rms_norm(x, weight, EPS) for x, weight in zip((q, k), norms, strict=True))
             expected = reference.rope_write_kv(layer, q, k, v)
             torch.testing.assert_close(rotated, expected)
@@ -95,7 +95,8 @@ def test_steps_over_an_fp8_cache_give_what_the_reference_gives() -> None:
 
 def test_an_empty_step_passes_through() -> None:
     rows = make_rows([], BLOCK_SIZE)
-    kv = TritonPagedKv(rows, torch.zeros((1, 1, 2, KV_HEADS, BLOCK_SIZE, DIM), device=DEVICE), angles(), SCALE)
+    cache = torch.zeros((1, 1, 2, KV_HEADS, BLOCK_SIZE, DIM), device=DEVICE)
+    kv = TritonOps(deterministic=False).paged_kv(rows, cache, angles(), SCALE)
     q = kv.rope_write_qkv(0, torch.zeros((0, (HEADS + 2 * KV_HEADS) * DIM), device=DEVICE), HEADS)
     assert kv.attention(0, q, None).shape == (0, HEADS * DIM)
 
@@ -117,7 +118,7 @@ def test_a_step_can_be_captured_and_replayed_over_other_rows(deterministic: bool
     cos_sin = angles()
 
     def step(rows: KvRows, cache: Tensor) -> Tensor:
-        kv = TritonPagedKv(rows, cache, cos_sin, SCALE, deterministic=deterministic)
+        kv = TritonOps(deterministic=deterministic).paged_kv(rows, cache, cos_sin, SCALE)
         return kv.attention(1, kv.rope_write_qkv(1, qkv, HEADS), None)
 
     eager_cache, cache = start.clone(), start.clone()

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kernels.ops import KvRows
 from kernels.reference import ReferenceOps
-from kernels.triton.rope import rope_write_kv
+from kernels.triton.paged_step import PagedStep
+from kernels.triton.rope import HeadNorms, rope_write_kv
 from tests.unit.kernels.triton.paged_steps import FP8, NAN, make_rows, num_blocks_of
 
 pytestmark = needs_triton
@@ -37,20 +38,15 @@ def split(rows: KvRows, heads: int, kv_heads: int, dim: int, dtype: torch.dtype)
 
 
 def launch(
-    rows: KvRows, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, scales: Tensor | None = None, **norms: object
+    rows: KvRows,
+    cache: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    scales: Tensor | None = None,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
-    return rope_write_kv(
-        q,
-        k,
-        v,
-        positions=rows.positions,
-        slot_mapping=rows.slot_mapping,
-        cos_sin=angles(q.shape[2]),
-        kv_cache=cache,
-        layer=LAYER,
-        kv_scales=scales,
-        **norms,  # type: ignore[arg-type]
-    )
+    cos_sin = angles(qkv[0].shape[2])
+    step = PagedStep(rows=rows, kv_cache=cache, cos_sin=cos_sin, scale=1.0, kv_scales=scales)
+    return rope_write_kv(*qkv, step, LAYER, norms)
 
 
 def poisoned_cache(rows: KvRows, kv_heads: int, block_size: int, dim: int, dtype: torch.dtype) -> Tensor:
@@ -81,7 +77,7 @@ def test_q_and_the_whole_cache_are_those_of_the_reference(
     cache = poisoned_cache(rows, kv_heads, block_size, dim, dtype)
     expected_cache = cache.clone()
     expected = ReferenceOps().paged_kv(rows, expected_cache, angles(dim), 1.0).rope_write_kv(LAYER, q, k, v)
-    rotated = launch(rows, cache, q, k, v)
+    rotated = launch(rows, cache, (q, k, v))
     assert rotated.is_contiguous()
     assert_near(rotated, expected)
     assert_near(cache, expected_cache)
@@ -101,7 +97,9 @@ def test_norms_before_the_rotation_round_as_the_op_does(dtype: torch.dtype) -> N
     expected = ops.paged_kv(rows, expected_cache, angles(dim), 1.0).rope_write_kv(LAYER, normed[0], normed[1], v)
     # The interpreter rounds bfloat16 towards zero, each time; else a sum in another order seldom tips a rounding.
     roundings = 6 if dtype == torch.bfloat16 and not HAS_GPU else 4 if dtype == torch.float32 else 2
-    assert_near(launch(rows, cache, q, k, v, norms=weights, eps=eps), expected, roundings)
+    assert_near(
+        launch(rows, cache, (q, k, v), norms=HeadNorms(q=weights[0], k=weights[1], eps=eps)), expected, roundings
+    )
     assert_near(cache, expected_cache, roundings)
 
 
@@ -110,7 +108,7 @@ def test_padding_rows_write_nothing() -> None:
     cache = poisoned_cache(rows, 1, 4, 16, torch.float32)
     before = cache.clone()
     q, k, v = split(rows, 2, 1, 16, torch.float32)
-    assert not launch(rows, cache, q, k, v).isnan().any()
+    assert not launch(rows, cache, (q, k, v)).isnan().any()
     changed = (cache.nan_to_num(7.0) != before.nan_to_num(7.0)).nonzero()
     slots = changed[:, 0] * 4 + changed[:, 4]
     assert set(slots.tolist()) == {int(rows.slot_mapping[0])}
@@ -119,7 +117,7 @@ def test_padding_rows_write_nothing() -> None:
 def test_no_rows_are_no_launch() -> None:
     rows = make_rows([], 4)
     q, k, v = split(rows, 2, 1, 16, torch.float32)
-    assert launch(rows, poisoned_cache(rows, 1, 4, 16, torch.float32), q, k, v).shape == (0, 2, 16)
+    assert launch(rows, poisoned_cache(rows, 1, 4, 16, torch.float32), (q, k, v)).shape == (0, 2, 16)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="the interpreter's order of programs is at hand, a GPU's is not")
@@ -129,11 +127,11 @@ def test_clearing_harms_no_row_whatever_the_order_of_programs(monkeypatch: pytes
     rows = make_rows(SPANS, 4)
     q, k, v = split(rows, 2, 1, 16, torch.float32)
     forwards, backwards = (poisoned_cache(rows, 1, 4, 16, torch.float32) for _ in range(2))
-    launch(rows, forwards, q, k, v)
+    launch(rows, forwards, (q, k, v))
     set_place = interpreter_builder.set_grid_idx
     count = rows.positions.shape[0]
     monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda x, y, z: set_place(count - 1 - x, y, z))
-    launch(rows, backwards, q, k, v)
+    launch(rows, backwards, (q, k, v))
     assert torch.equal(forwards.nan_to_num(7.0), backwards.nan_to_num(7.0))
 
 
@@ -148,7 +146,7 @@ def test_an_fp8_cache_holds_the_nearest_of_what_it_can_hold() -> None:
     expected = ReferenceOps().paged_kv(rows, expected_cache, angles(32), 1.0).rope_write_kv(LAYER, q, k, v)
     expected_fp8 = (expected_cache / scales[None, :, :, :, None, None]).clamp(-448, 448).to(FP8)
     cache = poisoned_cache(rows, 2, 4, 32, torch.float32).to(FP8)
-    assert_near(launch(rows, cache, q, k, v, scales), expected)
+    assert_near(launch(rows, cache, (q, k, v), scales), expected)
     stored, wanted = cache.float(), expected_fp8.float()
     assert torch.equal(stored.isnan(), wanted.isnan())
     assert torch.equal(stored[:, :, 1].nan_to_num(7.0), wanted[:, :, 1].nan_to_num(7.0))
