@@ -82,6 +82,10 @@ else
 	$(BIN)/pytest $(ARGS)
 endif
 
+.PHONY: test-all
+test-all: install ## The tests that a machine can change, as on other machines; ARGS="one-core" picks rows
+	$(BIN)/python -m tests.machines $(ARGS)
+
 .PHONY: modules
 modules: install ## List every module with the first line of its docstring
 	@$(BIN)/python -m tests.arch.list_modules
