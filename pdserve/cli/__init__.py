@@ -1,1 +1,1 @@
-"""The `pdserve` command: one module per subcommand, imported only when it is the one that runs."""
+"""The `pdserve` command: one module per subcommand, imported only when that subcommand runs."""

@@ -1,4 +1,4 @@
-"""The `pdserve` command: finds the subcommand and imports only that one."""
+"""The `pdserve` command: finds the subcommand and imports only its module."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Protocol, cast
 from pdserve import __version__
 from pdserve.base.errors import PdserveError
 
-#: What each command does; it lives in the module of its name.
+#: Help text of each command, by the name of its module.
 COMMANDS = {
     "up": "start a cluster on this machine: router, prefill and decode workers, Redis",
-    "chat": "talk to a running cluster in the terminal",
-    "status": "show the tiers of a running cluster, their load and their health",
-    "bench": "measure how fast a server answers",
-    "trace": "show where a request's time went, and what was decided for it",
+    "chat": "chat with a running cluster in the terminal",
+    "status": "show the workers of a running cluster, their load and their health",
+    "bench": "measure latency and throughput of a server, or the speed of kernels",
+    "trace": "show where a request's time went and which decisions were made for it",
 }
 
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"pdserve {__version__}")
         return 0
     if name not in COMMANDS:
-        print(f"error: {name!r} is not a command of pdserve; it has {', '.join(COMMANDS)}.", file=sys.stderr)
+        print(f"error: {name!r} is not a pdserve command. Commands: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
     try:
         return cast(_Command, importlib.import_module(f"pdserve.cli.{name}")).main(rest)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read our output (`| head`) has seen enough; the interpreter must not try to flush again.
+        # The reader of our output (`| head`) has closed the pipe; the interpreter must not try to flush again.
         sys.stdout = None
         return 141
     return 1

@@ -1,7 +1,7 @@
 """Follows the log files of a directory and picks out warnings and errors.
 
-The files are followed, instead of reading the processes' output through pipes, so that no process ever waits for us: a
-terminal that is paused with Ctrl-S, or `pdserve up` suspended with Ctrl-Z, must not stop the cluster.
+Processes write to files, not to pipes, so that no process ever waits for its reader. A terminal paused with Ctrl-S, or
+`pdserve up` suspended with Ctrl-Z, must not stop the cluster.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _IN_MODIFY = 0x2
-_EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name that follows
+_EVENT = struct.Struct("iIII")  # Watch, mask, cookie, length of the name that follows.
 _READ_BYTES = 64 * 1024
-#: What a line of `pdserve.base.logs` looks like: time, level, the rest.
-_SERIOUS = re.compile(r"\d{4}-\d\d-\d\dT\S+ (WARNING|ERROR|CRITICAL)\s+(.*)")
+#: A line of `pdserve.base.logs` with a level of warning or worse: time, level, the rest.
+_WARNING = re.compile(r"\d{4}-\d\d-\d\dT\S+ (WARNING|ERROR|CRITICAL)\s+(.*)")
 
 
-def serious_part(line: str) -> str | None:
-    """A log line without its time when it is a warning or worse, else None."""
-    match = _SERIOUS.match(line)
+def warning_text(line: str) -> str | None:
+    """A log line without its time if it is a warning or worse, else None."""
+    match = _WARNING.match(line)
     return f"{match[1].lower()}: {match[2]}" if match else None
 
 
-class Follower:
-    """Hands out the whole lines that were added to a file since the last time, from byte `offset` on."""
+class LogTail:
+    """Reads the complete lines that are added to a file, from byte `offset` on."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self._path = path
@@ -37,10 +37,10 @@ class Follower:
         self._offset = offset
 
     def new_lines(self) -> list[str]:
-        """Lines that are complete by now; none when the file is gone."""
+        """Lines completed since the last call; none if the file is gone."""
         try:
             with self._path.open("rb") as log:
-                if log.seek(0, os.SEEK_END) < self._offset:  # someone emptied it
+                if log.seek(0, os.SEEK_END) < self._offset:  # The file was truncated.
                     self._offset, self._rest = 0, b""
                 log.seek(self._offset)
                 data = log.read()
@@ -52,7 +52,7 @@ class Follower:
 
 
 class LineBudget:
-    """At most `lines` lines of each name within `window_s`: a storm of warnings must not bury the console."""
+    """Allows `lines` lines per name within `window_s`, so that a flood of warnings cannot bury the console."""
 
     def __init__(self, *, lines: int = 5, window_s: float = 10.0) -> None:
         self._lines = lines
@@ -60,35 +60,35 @@ class LineBudget:
         self._windows: dict[str, tuple[float, int]] = {}
 
     def left(self, name: str, now: float) -> int:
-        """Takes one line from the budget; how many it had left, so 1 means that this one is the last for a while."""
-        began, used = self._windows.get(name, (now, 0))
-        if now - began >= self._window_s:
-            began, used = now, 0
-        self._windows[name] = (began, used + 1)
+        """Takes one line from the budget; returns the number it had left, so 1 means the last line of this window."""
+        window_start, used = self._windows.get(name, (now, 0))
+        if now - window_start >= self._window_s:
+            window_start, used = now, 0
+        self._windows[name] = (window_start, used + 1)
         return max(0, self._lines - used)
 
 
 @contextlib.contextmanager
-def watched_logs(directory: Path, on_serious: Callable[[str, str], None]) -> Iterator[bool]:
-    """While the block runs, `on_serious(name, text)` gets each warning or error added to a `name.log`.
+def watched_logs(directory: Path, on_warning: Callable[[str, str], None]) -> Iterator[bool]:
+    """Calls `on_warning(name, text)` for each warning or error added to a `name.log` while the block runs.
 
-    Yields False when the system does not let us watch (too many watches); then nothing is followed.
+    Yields False when the system allows no more watches; then no file is followed.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
     if descriptor < 0:
         yield False
         return
-    followers = {path.name: Follower(path, path.stat().st_size) for path in directory.glob("*.log")}
+    tails = {path.name: LogTail(path, path.stat().st_size) for path in directory.glob("*.log")}
 
     def on_change() -> None:
         for name in _changed_names(descriptor):
             if name.endswith(".log"):
-                if name not in followers:
-                    followers[name] = Follower(directory / name)
-                for line in followers[name].new_lines():
-                    if (text := serious_part(line)) is not None:
-                        on_serious(name.removesuffix(".log"), text)
+                if name not in tails:
+                    tails[name] = LogTail(directory / name)
+                for line in tails[name].new_lines():
+                    if (text := warning_text(line)) is not None:
+                        on_warning(name.removesuffix(".log"), text)
 
     loop = asyncio.get_running_loop()
     try:
@@ -102,7 +102,7 @@ def watched_logs(directory: Path, on_serious: Callable[[str, str], None]) -> Ite
 
 
 def _changed_names(descriptor: int) -> set[str]:
-    """The files that the pending events are about."""
+    """Names of the files with pending events."""
     names = set()
     with contextlib.suppress(BlockingIOError):
         data = os.read(descriptor, _READ_BYTES)

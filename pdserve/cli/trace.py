@@ -1,4 +1,4 @@
-"""`pdserve trace`: where a request's time went, and what was decided for it."""
+"""`pdserve trace`: shows where a request's time went and which decisions were made for it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from pdserve.cli.trace_view import RequestTrace, render
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceConfig:
-    """What `pdserve trace` needs to know."""
+    """Settings of `pdserve trace`."""
 
-    request_id: str = option("", help="id of the request: `id` of its answer", metavar="REQUEST_ID", positional=True)
+    request_id: str = option("", help="the `id` of the request's response", metavar="REQUEST_ID", positional=True)
     base_url: str = option(DEFAULT_BASE_URL, help="address of the router", metavar="URL")
-    json: bool = option(False, help="print the record as the router answers it")
+    json: bool = option(False, help="print the router's JSON answer instead of a picture")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draws one request's phases."""
+    """Prints the decision record of one request. Raises `PdserveError`."""
     config = load(TraceConfig, "trace", argv, description=__doc__)
     if not config.request_id:
-        raise SetupError("Which request? Give the `id` of its answer: pdserve trace REQUEST_ID.")
+        raise SetupError("No request id given. Pass the `id` of a response: pdserve trace REQUEST_ID.")
     base_url = normal_base_url(config.base_url)
     path = f"/v1/requests/{quote(config.request_id, safe='')}/trace"
     if config.json:

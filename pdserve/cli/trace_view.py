@@ -1,4 +1,4 @@
-"""Draws a request's decision record: the waterfall of its phases, and what was decided, retried and fallen back to.
+"""Renders a request's decision record: a waterfall of its phases, and its decisions, retries and fallbacks.
 
 The record's fields are described in `router_svc.records.record`. Times are seconds since the router accepted the
 request.
@@ -18,8 +18,8 @@ _NAME_CELLS, _TIME_CELLS = 14, 11
 _MIN_BAR_CELLS = 10
 
 
-class Outcome(BaseModel):
-    """How the request ended, as far as it has."""
+class OutcomeView(BaseModel):
+    """How the request ended, or its state so far."""
 
     finish_reasons: list[str] = []
     error: str | None = None
@@ -27,15 +27,15 @@ class Outcome(BaseModel):
     cached_tokens: int = 0
 
 
-class Chunk(BaseModel):
-    """A prefill worker's progress."""
+class PrefillProgress(BaseModel):
+    """Prompt tokens that the prefill worker had computed at a time."""
 
     at: float
     computed_tokens: int
 
 
-class Decision(BaseModel):
-    """A worker was chosen."""
+class WorkerChoice(BaseModel):
+    """The choice of a worker, and the reason."""
 
     at: float
     attempt: int
@@ -46,7 +46,7 @@ class Decision(BaseModel):
 
 
 class Incident(BaseModel):
-    """Something was retried, or fell back."""
+    """A retry or a fallback."""
 
     at: float
     attempt: int
@@ -64,10 +64,10 @@ class RequestTrace(BaseModel):
     n: int = 1
     state: str
     attempt: int = 1
-    outcome: Outcome = Outcome()
+    outcome: OutcomeView = OutcomeView()
     phases: dict[str, float] = {}
-    chunks: list[Chunk] = []
-    decisions: list[Decision] = []
+    chunks: list[PrefillProgress] = []
+    decisions: list[WorkerChoice] = []
     retries: list[Incident] = []
     fallbacks: list[Incident] = []
     prefilled_by: str | None = None
@@ -85,11 +85,11 @@ class Span:
 
     @property
     def duration_s(self) -> float:
-        """The bar's length."""
+        """Length of the bar in seconds."""
         return self.end_s - self.start_s
 
 
-#: A bar ends with its phase and begins with the latest of the named ones that happened; "" is the request's beginning.
+#: Name of each bar, phases it may start with (the first one that happened counts; "" is the request's start), its end.
 _SPANS = (
     ("queue", ("",), "admitted"),
     ("reserve", ("admitted",), "reserved"),
@@ -102,7 +102,7 @@ _SPANS = (
 )
 
 
-#: The same where the decode worker did everything: it answers the reservation with the first token.
+#: The bars when the decode worker did everything: it answers the reservation with the first token.
 _LOCAL_SPANS = (
     ("queue", ("",), "admitted"),
     ("local prefill", ("admitted",), "first_token"),
@@ -112,22 +112,22 @@ _LOCAL_SPANS = (
 
 
 def spans_of(phases: Mapping[str, float], *, prefilled_by: str | None = None) -> list[Span]:
-    """The bars for the phases that have happened, in the order of an undisturbed request."""
+    """Bars of the phases that have happened, in the order of a request without retries."""
     known = {"": 0.0, **phases}
     spans = []
-    for name, begins, ends in _LOCAL_SPANS if prefilled_by == "decode" and "prefill_start" not in phases else _SPANS:
-        begin = next((known[phase] for phase in begins if phase in known), None)
-        if begin is not None and ends in known:
-            # After a retry a phase may keep its first time, which can be before what it usually follows.
-            spans.append(Span(name=name, start_s=min(begin, known[ends]), end_s=known[ends]))
-    if "finish" in known and not any(span.name == "decode" for span in spans):  # it ended before a token came
+    for name, starts, end in _LOCAL_SPANS if prefilled_by == "decode" and "prefill_start" not in phases else _SPANS:
+        start_s = next((known[phase] for phase in starts if phase in known), None)
+        if start_s is not None and end in known:
+            # After a retry, a phase may keep its first time, which can precede the phase it usually follows.
+            spans.append(Span(name=name, start_s=min(start_s, known[end]), end_s=known[end]))
+    if "finish" in known and not any(span.name == "decode" for span in spans):
         last = max(at for phase, at in known.items() if phase != "finish")
         spans.append(Span(name="until the end", start_s=min(last, known["finish"]), end_s=known["finish"]))
     return spans
 
 
 def bar(span: Span, total_s: float, cells: int) -> str:
-    """The bar in a row of `cells`: at least one cell, never beyond the row."""
+    """Renders the bar in a row of `cells`: at least one cell long, never beyond the row."""
     scale = cells / total_s if total_s > 0 else 0.0
     start = min(int(span.start_s * scale), cells - 1)
     length = max(1, min(round(span.duration_s * scale), cells - start))
@@ -136,15 +136,15 @@ def bar(span: Span, total_s: float, cells: int) -> str:
 
 def render(trace: RequestTrace, *, width: int) -> RenderableType:
     """The whole page, for a terminal of `width` cells."""
-    parts: list[RenderableType] = [*_headline(trace), Text(), *_waterfall(trace, width)]
+    sections: list[RenderableType] = [*_headline(trace), Text(), *_waterfall(trace, width)]
     if trace.chunks:
         steps = ", ".join(f"{chunk.computed_tokens} at {_milliseconds(chunk.at)}" for chunk in trace.chunks[-8:])
-        parts.append(Text(f"prompt tokens computed: {steps}", style="dim"))
+        sections.append(Text(f"prompt tokens computed: {steps}", style="dim"))
     if trace.reported:
-        parts += [Text(), Text("measured by the workers", style="bold"), _reported(trace.reported)]
+        sections += [Text(), Text("measured by the workers", style="bold"), _reported(trace.reported)]
     if trace.decisions or trace.retries or trace.fallbacks:
-        parts += [Text(), Text("decisions", style="bold"), _decisions(trace)]
-    return Group(*parts)
+        sections += [Text(), Text("decisions", style="bold"), _decisions(trace)]
+    return Group(*sections)
 
 
 def _headline(trace: RequestTrace) -> list[Text]:
@@ -165,7 +165,7 @@ def _headline(trace: RequestTrace) -> list[Text]:
 
 
 def _figures(trace: RequestTrace) -> list[tuple[str, str]]:
-    """TTFT, handover gap, TPOT and the whole time: those that can be told."""
+    """TTFT, handover gap, TPOT and total time, as far as they are known."""
     phases = trace.phases
     figures = []
     first_write = phases.get("first_write", phases.get("first_token"))
@@ -212,7 +212,7 @@ def _reported(reported: Mapping[str, float]) -> Table:
 
 
 def _decisions(trace: RequestTrace) -> Table:
-    """Decisions, retries and fallbacks in one list, by time."""
+    """Decisions, retries and fallbacks in one list, ordered by time."""
     rows = [(each.at, each.attempt, f"{each.tier} on {each.worker}", each.why, "") for each in trace.decisions] + [
         (each.at, each.attempt, f"{kind}: {each.reason}", " ".join(filter(None, (each.worker, each.error))), "yellow")
         for kind, incidents in (("retry", trace.retries), ("fallback", trace.fallbacks))
@@ -225,7 +225,7 @@ def _decisions(trace: RequestTrace) -> Table:
 
 
 def _milliseconds(seconds: float) -> str:
-    """`0.42 ms`, `12.3 ms`, `1,234 ms`."""
+    """Formats a duration, such as `0.42 ms`, `12.3 ms` or `1,234 ms`."""
     value = seconds * 1000
     if round(value, 2) < 10:
         return f"{value:.2f} ms"

@@ -1,4 +1,4 @@
-"""What `pdserve up` shows: one line per thing that happened, and while starting, what each process is doing."""
+"""Console output of `pdserve up`: one line per event, and during the start the status of each process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _GIB = 1024**3
 
 
 class UpConsole:
-    """Prints to a terminal, or plain lines to a file or pipe. A terminal that went away is no error."""
+    """Prints to a terminal, or plain lines to a file or pipe. A closed terminal is no error."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, soft_wrap=True)
@@ -39,17 +39,17 @@ class UpConsole:
         self._live: Live | None = None
         self._starting = False
         self._budget = LineBudget()
-        #: Ignores events from now on.
+        #: Set to ignore events from then on.
         self.quiet = False
 
     def say(self, text: str, style: str = "") -> None:
-        """One line."""
+        """Prints one line."""
         with suppress(OSError):
             self._console.print(Text(text, style=style), soft_wrap=True)
 
     @contextmanager
     def progress(self) -> Iterator[None]:
-        """While the block runs, `doing` and the status of processes are shown; as they change on a terminal."""
+        """Shows `doing` and the status of processes while the block runs; on a terminal in a live table."""
         self._starting = True
         try:
             if not self._console.is_terminal:
@@ -62,7 +62,7 @@ class UpConsole:
             self._starting = False
 
     def doing(self, name: str, text: str | None) -> None:
-        """`name` now does `text`; None: it is done."""
+        """Sets the current activity of `name`; None: it is done."""
         if self._doing.get(name) == text:
             return
         if text is None:
@@ -76,7 +76,7 @@ class UpConsole:
             self.say(f"  {name}: {text}")
 
     def on_event(self, event: ProcessEvent) -> None:
-        """Shows what the supervisor reports."""
+        """Shows an event of the supervisor."""
         if self.quiet:
             return
         name = event.spec.name
@@ -84,7 +84,7 @@ class UpConsole:
             case ProcessStarted():
                 self.doing(name, "starting")
             case StatusChanged(text=text):
-                # Errors are told with the exit that follows; `ready` and `draining` have events of their own.
+                # An error is shown with the exit that follows; readiness has its own event.
                 if name in self._doing and not text.startswith("error:") and text != "ready":
                     self.doing(name, text)
             case BecameReady(took_s=took_s, is_restart=is_restart):
@@ -116,7 +116,7 @@ class UpConsole:
 
 
 def died_line(event: Died) -> str:
-    """One line: how, why if it said, when it is back, where to read more."""
+    """One line: how the process died, its reason if it gave one, when it is restarted, and its log."""
     end = event.exit
     why = f" ({end.reason.removeprefix('error:').strip()})" if end.reason.startswith("error:") else ""
     return (
@@ -126,7 +126,7 @@ def died_line(event: Died) -> str:
 
 
 def describe_share(share: CoreShare) -> str:
-    """`1 thread on core 0`, `2 threads on cores 0,1, and on core 2 when idle`, `1 thread on any core`."""
+    """Formats a share, such as `2 threads on cores 0,1, and on core 2 when idle` or `1 thread on any core`."""
     threads = f"{share.threads} thread{'s' if share.threads != 1 else ''}"
     if not share.cpus:
         return f"{threads} on any core"
@@ -139,14 +139,14 @@ def _cores(cpus: Sequence[int]) -> str:
 
 
 def describe_bytes(size: int) -> str:
-    """`2.0 GiB` or `512 MiB`."""
+    """Formats a size, such as `2.0 GiB` or `512 MiB`."""
     return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / _MIB:.0f} MiB"
 
 
 def describe_plan(
     names: Sequence[str], shares: Sequence[CoreShare], gpus: Sequence[GpuShare], kv_cache_bytes: int | None
 ) -> list[str]:
-    """One line per worker about what it gets."""
+    """One line per worker: its cores or GPU, and its KV cache."""
     if gpus:
         cache = "" if kv_cache_bytes is None else f", {describe_bytes(kv_cache_bytes)} of KV cache"
         return [f"  {name}: {gpu}{cache}" for name, gpu in zip(names, gpus, strict=True)]
@@ -158,7 +158,7 @@ def describe_plan(
 
 
 def describe_ready(*, base_url: str, grpc_address: str, served_name: str, log_dir: Path, took_s: float) -> str:
-    """What the user needs now: the address, something to paste, where to look."""
+    """Text for the user: addresses, commands to paste, and where the logs are."""
     question = {"role": "user", "content": "What is the capital of France?"}
     body = json.dumps({"model": served_name, "messages": [question], "max_tokens": 64})
     chat = "pdserve chat" if base_url == "http://127.0.0.1:8000" else f"pdserve chat --base-url {base_url}"
@@ -171,7 +171,7 @@ def describe_ready(*, base_url: str, grpc_address: str, served_name: str, log_di
 
 
 def reachable_host(host: str) -> str:
-    """An address a client on this machine can use for a listening address."""
+    """The address at which clients on this machine reach the listening address `host`."""
     if host in ("0.0.0.0", ""):
         return "127.0.0.1"
     if host == "::":

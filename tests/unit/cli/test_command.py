@@ -1,4 +1,4 @@
-"""`pdserve` itself: help, version, unknown commands, and what it costs to start."""
+"""The `pdserve` command itself: help, version, unknown commands and imports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdserve.cli.__main__ import COMMANDS, main
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
-def test_help_lists_every_command_in_a_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_command_on_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     lines = [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
     for name, text in COMMANDS.items():
@@ -20,7 +20,7 @@ def test_help_lists_every_command_in_a_line(arguments: list[str], capsys: pytest
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_a_help_text(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
     assert ended.value.code == 0
@@ -35,7 +35,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve"]) == 2
     error = capsys.readouterr().err
-    assert "'serve' is not a command" in error
+    assert "'serve' is not a pdserve command" in error
     assert all(name in error for name in COMMANDS)
 
 

@@ -1,4 +1,4 @@
-"""Warnings and errors out of the log files."""
+"""Warnings and errors from log files reach the console."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from pdserve.base import logs
-from pdserve.cli.log_watch import Follower, LineBudget, serious_part, watched_logs
+from pdserve.cli.log_watch import LineBudget, LogTail, warning_text, watched_logs
 
 TIME = "2026-01-02T03:04:05.678Z"
 
 
-def test_a_line_of_our_own_logger_is_recognised(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_warning_of_our_own_logger_is_recognized(capsys: pytest.CaptureFixture[str]) -> None:
     root = logging.getLogger()
     before = (root.handlers[:], root.level)
     try:
@@ -23,34 +23,34 @@ def test_a_line_of_our_own_logger_is_recognised(capsys: pytest.CaptureFixture[st
     finally:
         root.handlers[:], level = before
         root.setLevel(level)
-    assert serious_part(capsys.readouterr().err.strip()) == "warning: router_svc one redis_lost since=3"
+    assert warning_text(capsys.readouterr().err.strip()) == "warning: router_svc one redis_lost since=3"
 
 
 @pytest.mark.parametrize(
     "line", [f"{TIME} INFO    a b", "WARNING: from a library", "Traceback (most recent call last):", ""]
 )
 def test_other_lines_are_not_shown(line: str) -> None:
-    assert serious_part(line) is None
+    assert warning_text(line) is None
 
 
-def test_a_line_is_handed_out_once_it_is_whole(tmp_path: Path) -> None:
+def test_a_line_is_returned_once_it_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
-    follower = Follower(path)
-    assert follower.new_lines() == []
+    tail = LogTail(path)
+    assert tail.new_lines() == []
     path.write_text("one\ntw")
-    assert follower.new_lines() == ["one"]
+    assert tail.new_lines() == ["one"]
     path.write_text("one\ntwo\nthree\n")
-    assert follower.new_lines() == ["two", "three"]
-    assert follower.new_lines() == []
+    assert tail.new_lines() == ["two", "three"]
+    assert tail.new_lines() == []
 
 
-def test_an_emptied_file_is_followed_from_its_beginning(tmp_path: Path) -> None:
+def test_a_truncated_file_is_read_from_its_start(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     path.write_text("long line\n")
-    follower = Follower(path)
-    follower.new_lines()
+    tail = LogTail(path)
+    tail.new_lines()
     path.write_text("new\n")
-    assert follower.new_lines() == ["new"]
+    assert tail.new_lines() == ["new"]
 
 
 async def test_warnings_of_old_and_new_files_arrive(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ async def test_warnings_of_old_and_new_files_arrive(tmp_path: Path) -> None:
     assert seen.empty()
 
 
-def test_a_storm_of_lines_is_cut_until_the_window_is_over() -> None:
+def test_a_flood_of_lines_is_cut_until_the_window_is_over() -> None:
     budget = LineBudget(lines=2, window_s=10)
     assert [budget.left("a", now) for now in (0, 1, 2, 9)] == [2, 1, 0, 0]
     assert budget.left("b", 9) == 2

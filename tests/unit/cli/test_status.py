@@ -1,4 +1,4 @@
-"""What `pdserve status` makes of the router's answer."""
+"""`pdserve status`: the table of workers, the headline and the exit code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from pdserve.cli.__main__ import main
-from pdserve.cli.status import ClusterView, render
+from pdserve.cli.status import ClusterStatus, render
 from tests.unit.cli.fake_router import FakeRouter, running
 
 CLUSTER: dict[str, Any] = {
@@ -54,11 +54,11 @@ def changed(**changes: Any) -> dict[str, Any]:
 def text_of(cluster: dict[str, Any], width: int = 140) -> str:
     console = Console(width=width, color_system=None)
     with console.capture() as capture:
-        console.print(render(ClusterView.model_validate(cluster), "http://r", width=width))
+        console.print(render(ClusterStatus.model_validate(cluster), "http://r", width=width))
     return capture.get()
 
 
-def test_each_worker_is_a_row_prefill_first() -> None:
+def test_each_worker_has_a_row_prefill_workers_first() -> None:
     rows = [line.split() for line in text_of(CLUSTER).splitlines() if line.startswith(("prefill-", "decode-"))]
     assert rows == [
         ["prefill-0", "prefill", "ready", "2/64", "4", "999", "█░░░░", "25%", "127.0.0.1:5002"],
@@ -66,12 +66,12 @@ def test_each_worker_is_a_row_prefill_first() -> None:
     ]
 
 
-def test_a_terminal_of_80_cells_has_one_line_per_worker() -> None:
+def test_a_terminal_of_80_cells_shows_one_line_per_worker() -> None:
     cluster = changed(workers=[{**each, "ready": False, "queued_tokens": 99999} for each in CLUSTER["workers"]])
     assert len(text_of(cluster, 80).splitlines()) == len(text_of(cluster).splitlines()) == 6
 
 
-def test_the_headline_says_healthy_and_the_load() -> None:
+def test_the_headline_shows_health_and_load() -> None:
     text = text_of(CLUSTER)
     assert "http://r  healthy  tiny  pdserve 0.1.0" in text
     assert "3 running, 1 queued   redis: available" in text
@@ -82,12 +82,12 @@ def test_a_tier_without_workers_is_named() -> None:
     assert ["-", "prefill", "no", "worker"] in [line.split() for line in text.splitlines()]
 
 
-def test_what_is_degraded_is_told_and_counts_as_healthy() -> None:
+def test_degraded_subjects_are_shown_and_count_as_healthy() -> None:
     cluster = changed(router={"degraded": {"redis": "unreachable for 3 s"}}, redis={"available": False})
     text = text_of(cluster)
     assert "degraded" in text
     assert "redis: unreachable for 3 s" in text
-    assert ClusterView.model_validate(cluster).is_healthy
+    assert ClusterStatus.model_validate(cluster).is_healthy
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_healthy_cluster_gives_exit_code_0(capsys: pytest.CaptureFixture[str])
     assert json.loads(capsys.readouterr().out) == CLUSTER
 
 
-def test_an_unreachable_router_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_router_is_reported_in_one_line_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--base-url", "http://127.0.0.1:9"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: Cannot reach http://127.0.0.1:9: Connection refused. Is `pdserve up` running?")
@@ -134,7 +134,7 @@ def test_an_unreachable_router_is_one_line_and_exit_code_1(capsys: pytest.Captur
     ],
 )
 @pytest.mark.parametrize("flags", [[], ["--json"]])
-def test_other_answers_are_one_line_and_exit_code_1(
+def test_other_answers_are_reported_in_one_line_with_exit_code_1(
     answer: tuple[int, object], words: str, flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with running(FakeRouter({"/v1/cluster": answer})) as router:

@@ -1,4 +1,4 @@
-"""The waterfall of a request."""
+"""`pdserve trace`: the waterfall of a request and the rest of its page."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def text_of(trace: dict[str, Any], width: int = 100) -> str:
     return capture.get()
 
 
-def test_the_bars_of_an_undisturbed_request_follow_each_other() -> None:
+def test_without_retries_the_bars_follow_each_other() -> None:
     spans = {span.name: (span.start_s, span.end_s) for span in spans_of(TRACE["phases"])}
     assert spans == {
         "queue": (0.0, 0.001),
@@ -65,14 +65,14 @@ def test_every_phase_of_the_router_ends_a_bar() -> None:
     assert sorted(span.end_s for span in spans_of(phases)) == sorted(phases.values())
 
 
-def test_a_bar_whose_beginning_is_not_known_begins_with_the_phase_before() -> None:
+def test_a_bar_without_a_known_start_starts_with_the_preceding_phase() -> None:
     phases = {"admitted": 0.1, "reserved": 0.2, "first_token": 0.5, "finish": 0.9}
     names = {span.name: (span.start_s, span.end_s) for span in spans_of(phases)}
     assert names["prefill"] == (0.2, 0.5)
     assert names["decode"] == (0.5, 0.9)
 
 
-def test_a_request_served_by_decode_alone_has_no_reservation_of_its_own() -> None:
+def test_a_request_served_by_decode_alone_has_no_bar_for_its_reservation() -> None:
     phases = {"admitted": 0.1, "reserved": 0.4, "first_token": 0.5, "first_write": 0.5, "finish": 0.9}
     names = {span.name: (span.start_s, span.end_s) for span in spans_of(phases, prefilled_by="decode")}
     assert names == {
@@ -93,28 +93,28 @@ def test_a_request_that_failed_early_shows_the_time_until_its_end() -> None:
     assert spans_of({"finish": 0.5}) == [Span(name="until the end", start_s=0.0, end_s=0.5)]
 
 
-def test_a_request_that_just_began_has_no_bars() -> None:
+def test_a_request_that_has_just_started_has_no_bars() -> None:
     assert spans_of({}) == []
     assert "queued" in text_of({"request_id": "a", "state": "queued"})
 
 
-def test_a_phase_that_came_before_what_it_follows_has_no_negative_length() -> None:
+def test_a_phase_earlier_than_its_predecessor_has_no_negative_length() -> None:
     spans = spans_of({"prefill_start": 0.9, "first_token": 0.5})
     assert all(span.duration_s >= 0 for span in spans)
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 0), (0, 1), (1, 1), (0.5, 0.5001), (0.999, 1)])
 def test_a_bar_is_visible_and_stays_within_its_row(start: float, end: float) -> None:
-    drawn = bar(Span(name="a", start_s=start, end_s=end), 1.0, 20)
-    assert "█" in drawn
-    assert len(drawn) <= 20
+    rendered = bar(Span(name="a", start_s=start, end_s=end), 1.0, 20)
+    assert "█" in rendered
+    assert len(rendered) <= 20
 
 
-def test_bars_are_in_proportion() -> None:
+def test_bars_are_proportional_to_durations() -> None:
     assert bar(Span(name="a", start_s=0.5, end_s=0.75), 1.0, 20) == " " * 10 + "█" * 5
 
 
-def test_the_page_tells_figures_decisions_retries_and_fallbacks_in_order() -> None:
+def test_the_page_shows_figures_decisions_retries_and_fallbacks_in_order() -> None:
     text = text_of(TRACE)
     assert "cmpl-1  /v1/completions  finished (stop)  attempt 2" in text
     assert "300 prompt tokens (288 cached) -> 11 tokens" in text
@@ -133,7 +133,7 @@ def test_no_line_of_the_waterfall_is_wider_than_the_terminal(width: int) -> None
     assert all(len(row) <= width for row in rows)
 
 
-def test_the_command_draws_what_the_router_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_routers_answer_as_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeRouter({"/v1/requests/cmpl-1/trace": (200, TRACE)})) as router:
         assert main(["trace", "cmpl-1", "--base-url", router.base_url]) == 0
         assert "cmpl-1" in capsys.readouterr().out
@@ -141,15 +141,15 @@ def test_the_command_draws_what_the_router_answers(capsys: pytest.CaptureFixture
         assert '"handover' not in capsys.readouterr().out
 
 
-def test_an_unknown_request_is_one_line_in_the_routers_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_request_is_reported_with_the_routers_message(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeRouter()) as router:
         assert main(["trace", "a/b", "--base-url", router.base_url]) == 1
     assert capsys.readouterr().err == "error: There is no /v1/requests/a%2Fb/trace.\n"
 
 
-def test_a_missing_request_id_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_request_id_is_reported_with_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace"]) == 1
-    assert "Which request?" in capsys.readouterr().err
+    assert "No request id given." in capsys.readouterr().err
 
 
 def test_a_local_prefill_is_named_with_its_reason() -> None:
