@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.cluster import MODEL, Cluster, WorkerView
+from tests.support.cluster import MODEL, Cluster, WorkerStatus
 from tests.support.prefill_gate import PrefillGate
 
 pytestmark = pytest.mark.timeout(300)
@@ -29,7 +29,7 @@ async def _text(client: openai.AsyncOpenAI, prompt: Any, max_tokens: int = 12) -
     return "".join([chunk.choices[0].text async for chunk in stream])
 
 
-def _busy_prefill(cluster: Cluster) -> WorkerView | None:
+def _busy_prefill(cluster: Cluster) -> WorkerStatus | None:
     return next((worker for worker in cluster.workers("prefill") if worker.running), None)
 
 
@@ -40,7 +40,7 @@ async def _trace(client: openai.AsyncOpenAI, cluster: Cluster, request_id: str) 
 @asynccontextmanager
 async def _held_in_prefill(
     cluster: Cluster, gate: PrefillGate, client: openai.AsyncOpenAI, prompt: list[int]
-) -> AsyncIterator[tuple[asyncio.Task[str], WorkerView]]:
+) -> AsyncIterator[tuple[asyncio.Task[str], WorkerStatus]]:
     """A request in the middle of its prefill, and the worker that computes it; held there until the gate opens."""
     with gate.closed():
         request = asyncio.create_task(_text(client, prompt))

@@ -24,7 +24,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.cli.router_client import get_model
-from pdserve.cli.status import ClusterView, WorkerView
+from pdserve.cli.status import ClusterStatus, WorkerStatus
 
 MODEL = "smollm2-135m-instruct"
 READY_S = 180.0
@@ -80,11 +80,11 @@ class Cluster:
         return openai.AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key="none", max_retries=0, timeout=100)
 
     # What an operator sees
-    def view(self) -> ClusterView:
+    def view(self) -> ClusterStatus:
         """`pdserve status`, as values."""
-        return get_model(self.base_url, "/v1/cluster", ClusterView)
+        return get_model(self.base_url, "/v1/cluster", ClusterStatus)
 
-    def workers(self, tier: str) -> list[WorkerView]:
+    def workers(self, tier: str) -> list[WorkerStatus]:
         """The ready workers of a tier."""
         return [worker for worker in self.view().workers if worker.tier == tier and worker.ready]
 
@@ -156,7 +156,7 @@ class Cluster:
             and any(worker.ready for worker in view.workers)
         )
 
-    def _is_idle(self, worker: WorkerView) -> bool:
+    def _is_idle(self, worker: WorkerStatus) -> bool:
         def value(name: str) -> float:
             return self.metric(worker.http_address, name)
 
