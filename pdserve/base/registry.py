@@ -19,7 +19,7 @@ from pdserve.base.workers import (
     Tier,
     WorkerLoad,
     WorkerRecord,
-    WorkerStatus,
+    WorkerView,
     record_from_fields,
     record_to_fields,
 )
@@ -182,7 +182,7 @@ class WorkerDirectory:
         self._store = store
         self._refresh_s = refresh_s
         self._clock = clock
-        self._view = WorkerStatus(grace_s=grace_s)
+        self._view = WorkerView(grace_s=grace_s)
         self._changes = Changes()
         self._outages = store.outages
         #: Readings of the registry that failed.

@@ -133,7 +133,7 @@ class _Suspicion:
     beat: int | None = None
 
 
-class WorkerStatus:
+class WorkerView:
     """The workers a router may use. Registry readings come in with their time; answers are immediate.
 
     While the registry cannot be read, and for `grace_s` after it can be again, known workers stay: they may just not

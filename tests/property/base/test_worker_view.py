@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pdserve.base.workers import Sighting, WorkerRecord, WorkerStatus
+from pdserve.base.workers import Sighting, WorkerRecord, WorkerView
 from tests.support.records import worker_record
 
 IDS = ["a", "b", "c"]
@@ -18,7 +18,7 @@ class ViewStory(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.view = WorkerStatus(grace_s=GRACE_S)
+        self.view = WorkerView(grace_s=GRACE_S)
         self.now = 0.0
         self.registry: dict[str, Sighting] = {}
         self.read: dict[str, WorkerRecord] = {}
@@ -81,5 +81,5 @@ class ViewStory(RuleBasedStateMachine):
         assert self.view.workers_of("prefill") == []
 
 
-TestWorkerStatus = ViewStory.TestCase
-TestWorkerStatus.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestWorkerView = ViewStory.TestCase
+TestWorkerView.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)

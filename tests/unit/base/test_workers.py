@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.base.errors import StoreError
 from pdserve.base.ids import Epoch, RouterId, WorkerId
-from pdserve.base.workers import Sighting, WorkerLoad, WorkerRecord, WorkerStatus, record_from_fields, record_to_fields
+from pdserve.base.workers import Sighting, WorkerLoad, WorkerRecord, WorkerView, record_from_fields, record_to_fields
 from tests.support.records import worker_record
 
 A = WorkerId("a")
@@ -19,7 +19,7 @@ def sighting(worker_id: str = "a", *, epoch: int = 1, beat: int = 1) -> Sighting
     return Sighting(record=worker_record(worker_id, epoch=epoch), beat=beat)
 
 
-def shown(view: WorkerStatus) -> list[str]:
+def shown(view: WorkerView) -> list[str]:
     return [record.worker_id for record in view.workers_of("decode")]
 
 
@@ -87,7 +87,7 @@ def test_an_unreadable_record_is_a_store_error_that_names_the_worker(field: str,
 
 
 def test_workers_come_sorted_and_by_tier() -> None:
-    view = WorkerStatus(grace_s=5)
+    view = WorkerView(grace_s=5)
     prefill = Sighting(record=worker_record("p", tier="prefill"), beat=1)
     view.apply([sighting("b"), prefill, sighting("a")], read_at=0)
     assert shown(view) == ["a", "b"]
@@ -95,7 +95,7 @@ def test_workers_come_sorted_and_by_tier() -> None:
 
 
 def test_only_a_visible_change_is_news() -> None:
-    view = WorkerStatus(grace_s=5)
+    view = WorkerView(grace_s=5)
     assert view.apply([sighting(beat=1)], read_at=0)
     assert not view.apply([sighting(beat=2)], read_at=1)
     assert view.apply([sighting(beat=3, epoch=2)], read_at=2)
@@ -103,7 +103,7 @@ def test_only_a_visible_change_is_news() -> None:
 
 
 def test_known_workers_stay_through_an_outage_and_the_grace_after_it() -> None:
-    view = WorkerStatus(grace_s=5)
+    view = WorkerView(grace_s=5)
     view.apply([sighting("a"), sighting("b")], read_at=0)
     assert view.registry_lost()
     assert not view.registry_lost()
@@ -117,7 +117,7 @@ def test_known_workers_stay_through_an_outage_and_the_grace_after_it() -> None:
 
 
 def test_a_lost_worker_stays_out_while_only_its_old_record_lives() -> None:
-    view = WorkerStatus(grace_s=5)
+    view = WorkerView(grace_s=5)
     view.apply([sighting(beat=4)], read_at=0)
     assert view.mark_lost(A, Epoch(1), now=0.5)
     # A heartbeat written just before the death, read after it: no proof.
@@ -127,7 +127,7 @@ def test_a_lost_worker_stays_out_while_only_its_old_record_lives() -> None:
 
 
 def test_a_reading_begun_before_the_loss_proves_nothing() -> None:
-    view = WorkerStatus(grace_s=5)
+    view = WorkerView(grace_s=5)
     view.apply([sighting(beat=4)], read_at=0)
     view.mark_lost(A, Epoch(1), now=1.0)
     view.apply([sighting(beat=5)], read_at=0.9)
@@ -136,7 +136,7 @@ def test_a_reading_begun_before_the_loss_proves_nothing() -> None:
 
 
 def test_a_heartbeat_after_the_loss_brings_the_worker_back() -> None:
-    view = WorkerStatus(grace_s=5)
+    view = WorkerView(grace_s=5)
     view.apply([sighting(beat=4)], read_at=0)
     view.mark_lost(A, Epoch(1), now=0.5)
     view.apply([sighting(beat=5)], read_at=1)
@@ -145,7 +145,7 @@ def test_a_heartbeat_after_the_loss_brings_the_worker_back() -> None:
 
 
 def test_a_new_epoch_brings_the_worker_back_at_once() -> None:
-    view = WorkerStatus(grace_s=5)
+    view = WorkerView(grace_s=5)
     view.apply([sighting(epoch=1)], read_at=0)
     view.mark_lost(A, Epoch(1), now=0.5)
     assert view.apply([sighting(epoch=2)], read_at=1)
@@ -153,14 +153,14 @@ def test_a_new_epoch_brings_the_worker_back_at_once() -> None:
 
 
 def test_the_death_of_an_old_epoch_does_not_hide_the_new_one() -> None:
-    view = WorkerStatus(grace_s=5)
+    view = WorkerView(grace_s=5)
     view.apply([sighting(epoch=2)], read_at=0)
     assert not view.mark_lost(A, Epoch(1), now=1)
     assert shown(view) == ["a"]
 
 
 def test_an_answer_takes_the_loss_back() -> None:
-    view = WorkerStatus(grace_s=5)
+    view = WorkerView(grace_s=5)
     view.apply([sighting()], read_at=0)
     view.mark_lost(A, Epoch(1), now=1)
     assert not view.mark_alive(A, Epoch(2))
