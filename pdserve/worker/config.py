@@ -94,6 +94,11 @@ class WorkerConfig:
         return Path(self.model)
 
     @property
+    def model_name(self) -> str:
+        """The name clients use."""
+        return self.served_model_name or self.model_dir.name
+
+    @property
     def max_decoding(self) -> int:
-        """Sequences that one step decodes at most."""
+        """Largest number of sequences that one step decodes."""
         return 0

@@ -270,7 +270,7 @@ def _counter_sources(path: str) -> set[str]:
         (
             "Workers",
             WorkerMetrics(model_name="m", tier="decode"),
-            ("pdserve/worker/serve/process.py", "pdserve/worker/serve/step_metrics.py"),
+            ("pdserve/worker/serve/announce.py", "pdserve/worker/serve/step_metrics.py"),
         ),
     ],
 )

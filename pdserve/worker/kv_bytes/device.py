@@ -1,4 +1,4 @@
-"""Blocks that stay in a GPU's memory on their way: packed, with digests, into a stage that transports can reach."""
+"""KV blocks that stay in GPU memory on their way: packed, with digests, into a stage that transports can reach."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from pdserve.engine.kv_cache import KvCache, sleeping_event
 from pdserve.worker.config import GPU_LAYER_GROUPS
 from pdserve.worker.kv_bytes.stage import Stage, stage_bytes
 
-#: Stretched keys of the latest transfers, each as large as a block.
+#: Number of recent transfers whose expanded digest keys are kept. Each key is as large as a block.
 _KEPT_KEYS = 8
 
-#: Copies of several transfers are launched on several threads, one after the other: Triton's interpreter has one grid.
+#: Serializes launches from the threads of concurrent transfers: Triton's interpreter has only one grid.
 _LAUNCHING = Lock()
 
-Packed = Callable[[Tensor, Tensor, Tensor, tuple[int, int]], Tensor]
+Move = Callable[[Tensor, Tensor, Tensor, tuple[int, int]], Tensor]
 
 
 class DeviceBytes:
-    """A range of a GPU's memory, as transports see a `Buffer`: whatever looks at its bytes itself cannot have them."""
+    """A range of GPU memory as a transport's `Buffer`. The host cannot access its bytes."""
 
     ndim = 1
     dtype = np.dtype(np.uint8)
@@ -46,7 +46,7 @@ class DeviceBytes:
         """`memory`: uint8 [n], contiguous; kept alive."""
         self._memory = memory
         self.nbytes = memory.nbytes
-        #: Version 3; what it says is there when it is handed out, so there is no stream to wait for.
+        #: Version 3 of the interface. Without a stream: the memory is ready when it is handed out.
         self.__cuda_array_interface__ = {
             "shape": (self.nbytes,),
             "typestr": "|u1",
@@ -57,8 +57,8 @@ class DeviceBytes:
     def __len__(self) -> int:
         return self.nbytes
 
-    def __getitem__(self, part: slice) -> DeviceBytes:
-        return DeviceBytes(self._memory[part])
+    def __getitem__(self, span: slice) -> DeviceBytes:
+        return DeviceBytes(self._memory[span])
 
 
 class DeviceCopies:
@@ -67,12 +67,12 @@ class DeviceCopies:
     digest = DEVICE_DIGEST
 
     def __init__(self, cache: KvCache, stage: Tensor) -> None:
-        """`stage`: uint8. Both on one device."""
+        """`stage`: uint8, on the same device as the cache."""
         self._cache = cache
         self._stage = Stage(stage, cache.layout, cache.tensor.dtype)
         self._device = cache.tensor.device
         on_gpu = self._device.type == "cuda"
-        # Of its own: neither waits for steps that are being computed, nor holds them up more than its bytes do.
+        # A stream of its own: copies do not wait for running steps, and slow them down only by their memory traffic.
         self._stream = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._keys: OrderedDict[bytes, Tensor] = OrderedDict()
 
@@ -82,30 +82,30 @@ class DeviceCopies:
     async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
         return await to_its_end(asyncio.to_thread(self._move, self._unpack, bundles, slots, spec))
 
-    def _move(self, move: Packed, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
+    def _move(self, move: Move, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
         try:
-            together, done = self._launch(move, bundles, slots, spec)
+            block_digests, done = self._launch(move, bundles, slots, spec)
         except torch.OutOfMemoryError as error:
             if self._stream is not None:
-                self._stream.synchronize()  # What was launched before still writes to slots or blocks.
-            # What else goes wrong on a GPU is not this transfer's alone.
-            raise TransferError(f"the GPU has no memory left to pack blocks: {error}") from error
+                self._stream.synchronize()  # Earlier launches still write to slots or blocks.
+            # Other GPU errors concern more than this transfer, and are not caught.
+            raise TransferError(f"The GPU has no memory left to pack blocks: {error}") from error
         if done is not None:
-            done.synchronize()  # When digests are here, bytes are in their place.
-        given, first = [], 0
+            done.synchronize()  # When the digests have arrived, so have the bytes.
+        message_digests, first = [], 0
         for bundle in bundles:
-            digests = together[first : first + len(bundle)].numpy()
-            given.append(spec.digest.of_blocks(digests.tobytes()))
+            digests = block_digests[first : first + len(bundle)].numpy()
+            message_digests.append(spec.digest.of_blocks(digests.tobytes()))
             first += len(bundle)
-        return given
+        return message_digests
 
     def _launch(
-        self, move: Packed, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec
+        self, move: Move, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec
     ) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Digests of all blocks, uint8 [n, 16] of the host, and on a GPU when they will be there."""
+        """Digests of all blocks, uint8 [n, 16] in host memory, and on a GPU the event after which they are valid."""
         layers = (spec.layers.start, spec.layers.stop)
         if self._stream is not None:
-            torch.cuda.set_device(self._device)  # Threads begin with the first GPU.
+            torch.cuda.set_device(self._device)  # A new thread starts with the first GPU.
         with _LAUNCHING, nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if spec.after is not None:
                 spec.after.wait()
@@ -139,7 +139,7 @@ class DeviceCopies:
         return keys
 
     def warm_up(self) -> None:
-        """Packs and unpacks blocks as they are, so that no request pays for compiling. Takes some seconds."""
+        """Packs blocks and unpacks them again unchanged, so that no request pays for compiling. Takes some seconds."""
         num_layers = self._cache.layout.num_layers
         groups = LayerGroups.of(self._cache.layout, min(GPU_LAYER_GROUPS, num_layers))
         for layers in (slice(0, num_layers), *groups.layers):
@@ -158,17 +158,17 @@ def device_block_memory(kv_cache: KvCache, staging_bytes: int) -> BlockMemory:
 
 
 def staged_on_device(kv_cache: KvCache, stage: Tensor, bundle_blocks: int | None = None) -> StagedMemory:
-    """Blocks stop over in `stage`, uint8 on the cache's device."""
+    """Block memory whose stage is `stage`, uint8 on the cache's device."""
     buffer: Buffer = stage.numpy() if stage.device.type == "cpu" else cast(Buffer, DeviceBytes(stage))
     return StagedMemory(DeviceCopies(kv_cache, stage), buffer, kv_cache.layout.block_bytes, bundle_blocks)
 
 
 def device_stage(kv_cache: KvCache, size: int) -> Tensor:
-    """uint8 [size] beside the cache. Raises `SetupError`."""
+    """Memory for a stage on the cache's device, uint8 [size]. Raises `SetupError`."""
     try:
         return torch.zeros(size, dtype=torch.uint8, device=kv_cache.tensor.device)
     except torch.OutOfMemoryError as error:
         raise SetupError(
-            f"--staging-memory {size} does not fit into GPU memory beside weights and KV: lower it, or use "
+            f"--staging-memory {size} does not fit into GPU memory in addition to weights and KV. Lower it, or use "
             "--handover-memory host."
         ) from error

@@ -25,7 +25,7 @@ class CacheCopies:
     digest = HOST_DIGEST
 
     def __init__(self, cache: KvCache, stage: Stage, *, is_whole: bool = True) -> None:
-        """`is_whole`: False for one of several ranks, whose heads alone make no message that could be digested."""
+        """`is_whole`: False for one of several ranks, whose heads alone are not a message that could be digested."""
         self._cache = cache
         self._stage = stage
         self._is_whole = is_whole
@@ -37,12 +37,12 @@ class CacheCopies:
         return await to_its_end(asyncio.to_thread(self._write, bundles, slots, spec))
 
     def _read(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
-        into = self._stage.parts(bundles, slots, spec.layers)
+        into = self._stage.blocks(bundles, slots, spec.layers)
         self._cache.read_blocks(_all_blocks(bundles), into, spec.layers, spec.after)
         return self._stage.digests(bundles, slots, spec) if self._is_whole else []
 
     def _write(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
-        data = self._stage.parts(bundles, slots, spec.layers)
+        data = self._stage.blocks(bundles, slots, spec.layers)
         self._cache.write_blocks(_all_blocks(bundles), data, spec.layers)
         return self._stage.digests(bundles, slots, spec) if self._is_whole else []
 
@@ -52,25 +52,25 @@ def _all_blocks(bundles: Sequence[Bundle]) -> list[BlockId]:
 
 
 def block_memory(kv_cache: KvCache, staging_bytes: int) -> BlockMemory:
-    """Raises `SetupError` when the stage cannot be had or is too small for a block."""
+    """The cache as transports see it. Raises `SetupError` when the stage is too small or cannot be allocated."""
     if kv_cache.memory is not None:
         return InPlaceMemory(kv_cache, kv_cache.layout.num_layers)
     return staged(kv_cache, pinned_stage(kv_cache.layout, staging_bytes))
 
 
 def staged(kv_cache: KvCache, memory: Tensor, bundle_blocks: int | None = None) -> StagedMemory:
-    """Blocks stop over in `memory`, uint8 of the host."""
+    """Block memory whose stage is `memory`, uint8 in host memory."""
     layout = kv_cache.layout
     copies = CacheCopies(kv_cache, Stage(memory, layout, kv_cache.tensor.dtype))
     return StagedMemory(copies, memory.numpy(), layout.block_bytes, bundle_blocks)
 
 
 def pinned_stage(layout: KvLayout, staging_bytes: int) -> Tensor:
-    """Whole slots, uint8. Raises `SetupError`."""
+    """Pinned host memory for whole slots, uint8. Raises `SetupError`."""
     size = stage_bytes(layout, staging_bytes)
     try:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
         raise SetupError(
-            f"{staging_bytes / 2**20:.0f} MiB of pinned host memory cannot be had: {error}. Lower --staging-memory."
+            f"Cannot allocate {staging_bytes / 2**20:.0f} MiB of pinned host memory: {error}. Lower --staging-memory."
         ) from error

@@ -15,45 +15,45 @@ from pdserve.base.layout import KvLayout
 
 
 class Stage:
-    """Memory in whose slots blocks stop over, seen as numbers."""
+    """The stage's memory, divided into slots of one block each."""
 
     def __init__(self, memory: Tensor, layout: KvLayout, dtype: torch.dtype, heads: slice = slice(None)) -> None:
-        """`memory`: uint8; `layout`: of blocks with all heads; `heads`: those of one of several ranks."""
+        """`memory`: uint8. `layout`: of blocks with all heads. `heads`: those of this rank, if there are several."""
         self._memory = memory
         self._dtype = dtype
         self._layout = layout
         self._heads = heads
 
     def message(self, slot: int, num_blocks: int, layers: slice) -> Tensor:
-        """Layers of a bundle in slots from `slot` on, with all heads: uint8."""
+        """Layers of a bundle whose first block is in `slot`, with all heads: uint8, contiguous."""
         block_bytes = self._layout.block_bytes
         bundle = self._memory[slot * block_bytes : (slot + num_blocks) * block_bytes]
         return bundle[span_of(layers, self._layout.num_layers, bundle.nbytes)]
 
-    def part(self, slot: int, num_blocks: int, layers: slice) -> Tensor:
-        """The same, as numbers of the heads: [num_blocks, layers, 2, heads, block_size, head_dim]."""
+    def tensor(self, slot: int, num_blocks: int, layers: slice) -> Tensor:
+        """The same bytes as a tensor of the rank's heads: [num_blocks, layers, 2, heads, block_size, head_dim]."""
         layout = self._layout
         shape = (layers.stop - layers.start, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         message = self.message(slot, num_blocks, layers)
         return message.view(self._dtype).view(num_blocks, *shape)[:, :, :, self._heads]
 
     def digests(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
-        """Of the bundles' messages, in host memory. They may be large: not for an event loop."""
-        places = zip(bundles, slots, strict=True)
-        return [spec.digest(self.message(slot, len(bundle), spec.layers).numpy()) for bundle, slot in places]
+        """Digests of the bundles' messages, in host memory. Too slow for an event loop."""
+        located = zip(bundles, slots, strict=True)
+        return [spec.digest(self.message(slot, len(bundle), spec.layers).numpy()) for bundle, slot in located]
 
-    def parts(self, bundles: Sequence[Bundle], slots: Sequence[int], layers: slice) -> list[Tensor]:
-        """Of all blocks, one by one."""
-        places = zip(bundles, slots, strict=True)
-        return [block for bundle, slot in places for block in self.part(slot, len(bundle), layers)]
+    def blocks(self, bundles: Sequence[Bundle], slots: Sequence[int], layers: slice) -> list[Tensor]:
+        """One tensor per block, as `tensor` without its first dimension."""
+        located = zip(bundles, slots, strict=True)
+        return [block for bundle, slot in located for block in self.tensor(slot, len(bundle), layers)]
 
 
 def stage_bytes(layout: KvLayout, staging_bytes: int) -> int:
-    """Bytes of whole slots. Raises `SetupError` when they are too few."""
-    together = best_bundle_blocks(layout.block_bytes)
-    if staging_bytes < together * layout.block_bytes:
+    """`staging_bytes` rounded down to whole slots. Raises `SetupError` when it is too small for one bundle."""
+    num_blocks = best_bundle_blocks(layout.block_bytes)
+    if staging_bytes < num_blocks * layout.block_bytes:
         raise SetupError(
-            f"--staging-memory {staging_bytes} is too small for {together} KV blocks of {layout.block_bytes} bytes, "
-            "which travel together."
+            f"--staging-memory {staging_bytes} is too small: {num_blocks} KV blocks of {layout.block_bytes} bytes "
+            f"travel together. Set it to at least {num_blocks * layout.block_bytes}."
         )
     return staging_bytes // layout.block_bytes * layout.block_bytes

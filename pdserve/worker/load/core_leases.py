@@ -1,12 +1,12 @@
-"""The cores that workers on one machine lend each other while they sleep: one small file that all of them map.
+"""Leases for the cores that idle workers of a machine lend to each other, in one small file that all of them map.
 
-A line of 64 bytes for each CPU, which `kernels/cpu/src/threads.h` knows as `CoreLease`:
+The file has a line of 64 bytes per CPU, `CoreLease` in `kernels/cpu/src/threads.h`:
 
-    word 0  busy      not 0: the worker whose core it is has work. Only that worker writes it
-    word 1  borrower  the worker that computes there meanwhile, 0: nobody. Taken by compare-and-swap, by C++ only
+    word 0  busy      not 0: the core's owner has work. Only the owner writes it
+    word 1  borrower  the worker that computes there while the owner is idle, or 0. Taken by compare-and-swap, in C++
 
-All zero is an idle core. Nobody waits for anything here: an owner that wakes up shares its core until the borrower has
-seen it, and what a worker that died has left only keeps a core from being lent, until that worker is back.
+All zero is an idle core. No worker ever waits here. An owner that wakes up shares its core until the borrower notices.
+A worker that dies leaves marks that only keep cores from being lent, until that worker is back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-#: As many CPUs as Linux can have; lines that nobody uses take no memory.
+#: The largest number of CPUs that Linux supports. Unused lines take no memory.
 MAX_CPUS = 8192
 LINE_BYTES = 64
 _WORDS_PER_LINE = LINE_BYTES // 4
@@ -24,14 +24,14 @@ _BUSY, _BORROWER = 0, 1
 
 
 class CoreLeases:
-    """One worker's view. Its own cores are busy until it says otherwise: a worker that loads its model has work."""
+    """One worker's view of the file. Its own cores are busy at first: a worker that loads its model has work."""
 
     def __init__(self, path: Path, cpus: Sequence[int]) -> None:
-        """`cpus`: the worker's own, at least one, no other worker's. The file is made when it is not there.
+        """`cpus`: the worker's own cores, at least one, and no other worker's. The file is created if missing.
 
-        What this worker borrowed in an earlier life is given back. Raises OSError.
+        Cores that this worker borrowed before a restart are returned. Raises OSError.
         """
-        #: How borrowed cores are marked: the same after a restart, and unlike any other worker's.
+        #: Mark on borrowed cores: unique among workers, and the same after a restart.
         self.borrower = cpus[0] + 1
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -48,6 +48,6 @@ class CoreLeases:
                 self._words[line + _BORROWER] = 0
 
     def set_busy(self, busy: bool) -> None:
-        """Whether this worker has work: its cores are lent only while it has none."""
+        """Reports whether this worker has work. Its cores are lent only while it has none."""
         for line in self._own:
             self._words[line + _BUSY] = busy

@@ -1,4 +1,4 @@
-"""From a model directory to what one rank computes with: its part of the decoder, and KV blocks of its heads."""
+"""From a model directory to one rank's shard: its part of the decoder, and KV blocks with its heads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from pdserve.base.layout import KvLayout
 from pdserve.base.logs import get_logger
 from pdserve.engine.graphs import CudaRecorder, DeviceDecoder, GraphConfig
 from pdserve.engine.kv_cache import KvCache
-from pdserve.engine.runner import TokenSampler
 from pdserve.engine.sampler import Sampler
 from pdserve.model.checkpoint import fingerprint
 from pdserve.model.config import ModelConfig
@@ -25,44 +24,44 @@ from pdserve.model.decoder import Decoder
 from pdserve.model.kv_scales import read_kv_scales, scales_digest
 from pdserve.model.loader import load_decoder, load_weights, make_decoder, memory_of_weights
 from pdserve.worker.config import FP8_KV, WorkerConfig
-from pdserve.worker.load.device import CudaMemory, LargestSteps, measure_use
 from pdserve.worker.load.device_kv_budget import plan_device_kv
-from pdserve.worker.load.kv_budget import KvBudget, plan_kv
+from pdserve.worker.load.kv_budget import KvBudget, KvRequest, plan_kv
+from pdserve.worker.load.memory_profile import CudaMemory, LargestSteps, MemoryBefore, MemoryProfile, profile_memory
 
 if TYPE_CHECKING:
     from pdserve.engine.device_sampler import DeviceSampler
 
 log = get_logger(__name__)
 
-#: Of which one step can compute the last token, as far as memory is set aside for it.
-_MOST_PROMPTS = 64
+#: Prompts of which one step can compute the last token, as far as memory is set aside for that.
+_MAX_PROMPTS = 64
 
-#: Makes what each rank found possible into what is possible for all.
+#: Reduces the budgets of all ranks to the one that is possible on each.
 Agree = Callable[[KvBudget], KvBudget]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShard:
-    """Of one rank the whole model."""
+    """One rank's share of a model; the whole model if there is one rank."""
 
-    #: Of blocks with all heads, as they are handed over.
+    #: Layout of blocks with all heads, which is how they are handed over.
     layout: KvLayout
     config: ModelConfig
     decoder: Decoder
-    #: The same, as steps use it.
+    #: The decoder as steps call it.
     step_decoder: Decoder | DeviceDecoder
-    #: Of this rank's heads.
+    #: Blocks with this rank's heads.
     kv_cache: KvCache
 
     def close(self) -> None:
-        """Lets go of what the ranks' group cannot end with. No step is computed any more."""
+        """Frees the CUDA graphs, without which the ranks' group cannot end. The last step must have ended."""
         if isinstance(self.step_decoder, DeviceDecoder):
             self.step_decoder.drop_graphs()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """What is to be loaded, wherever it is."""
+    """The settings of one load, and the values derived from them."""
 
     config: WorkerConfig
     model: ModelConfig
@@ -70,24 +69,43 @@ class LoadPlan:
     device: torch.device
     ranks: Ranks
     agree: Agree
-    #: Of an fp8 cache: the digest of its scales, which is the model's, not the rank's.
+    #: Digest of the scales of an fp8 cache: those of the whole model, not of the rank.
     scales: str | None
 
+    @property
+    def kv_request(self) -> KvRequest:
+        """The requested size of the KV cache."""
+        return KvRequest(
+            memory_bytes=self.config.kv_cache_memory,
+            max_model_len=self.config.max_model_len,
+            model_limit=self.model.max_position_embeddings,
+        )
+
     def layout(self, max_model_len: int | None) -> KvLayout:
-        """Of blocks with all heads. Some models rotate by the length that is served: the layout names it."""
-        # Rounded weights make another model: its blocks must not be mixed with those of the original. Nor must blocks
-        # of an fp8 cache that was computed with other activations, or has other scales.
+        """Layout of blocks with all heads. It names the length served, by which some models rotate."""
+        # Rounded weights make another model, whose blocks must not be mixed with those of the original. The same holds
+        # for blocks of an fp8 cache that were computed with other activations, or have other scales.
         config, model = self.config, self.model
-        parts, dtype = [fingerprint(config.model_dir), config.quantization], config.dtype
+        fingerprints, dtype = [fingerprint(config.model_dir), config.quantization], config.dtype
         if self.scales is not None:
             computed = model.dtype if dtype == "auto" else dtype
-            parts, dtype = [*parts, computed, f"kv-scales-{self.scales}"], FP8_KV
+            fingerprints, dtype = [*fingerprints, computed, f"kv-scales-{self.scales}"], FP8_KV
         return model.kv_layout(
-            fingerprint="/".join(filter(None, parts)),
+            fingerprint="/".join(filter(None, fingerprints)),
             dtype=dtype,
             block_size=config.block_size,
             max_model_len=max_model_len,
         )
+
+    def rank_layout(self, max_model_len: int | None) -> KvLayout:
+        """Layout of blocks with one rank's heads."""
+        layout = self.layout(max_model_len)
+        return replace(layout, num_kv_heads=layout.num_kv_heads // self.ranks.size)
+
+    def replays(self, decoder: Decoder) -> bool:
+        """Whether decode steps are replayed from CUDA graphs. Plain torch synchronizes, which cannot be captured."""
+        config = self.config
+        return bool(config.max_decoding) and not config.enforce_eager and decoder.kernels.backend is Backend.TRITON
 
 
 def load_shard(
@@ -101,9 +119,23 @@ def load_shard(
 ) -> ModelShard:
     """Reads weights, allocates the KV cache. Blocks for some seconds. Raises `SetupError` with the numbers.
 
-    All ranks call it with the same config, but for cores and device. `group_bytes`: of the GPU's memory, for what they
-    say to each other.
+    All ranks call it with the same config, except for cores and device. `group_bytes`: GPU memory that communication
+    between ranks has taken.
     """
+    plan = _plan(config, device, ranks, agree, borrowing)
+    decoder, budget = _load_on_cpu(plan) if device.type == "cpu" else _load_on_gpu(plan, group_bytes)
+    return ModelShard(
+        layout=plan.layout(budget.max_model_len),
+        config=plan.model,
+        decoder=decoder,
+        step_decoder=_step_decoder(plan, decoder),
+        kv_cache=KvCache(plan.rank_layout(budget.max_model_len), budget.num_blocks, device),
+    )
+
+
+def _plan(
+    config: WorkerConfig, device: torch.device, ranks: Ranks, agree: Agree, borrowing: Borrowing | None
+) -> LoadPlan:
     model = ModelConfig.from_dir(config.model_dir)
     scales = read_kv_scales(config.model_dir, model) if config.kv_cache_dtype == FP8_KV else None
     options = KernelOptions(
@@ -114,9 +146,9 @@ def load_shard(
         borrowing=borrowing,
         quantization=config.quantization,
         deterministic=config.deterministic,
-        kv_scales=None if scales is None else _of_heads(scales, ranks),
+        kv_scales=None if scales is None else _rank_scales(scales, ranks),
     )
-    order = LoadPlan(
+    return LoadPlan(
         config=config,
         model=model,
         options=options,
@@ -125,129 +157,99 @@ def load_shard(
         agree=agree,
         scales=None if scales is None else scales_digest(scales),
     )
-    decoder, budget = _load_on_cpu(order) if device.type == "cpu" else _load_on_gpu(order, group_bytes)
-    layout = order.layout(budget.max_model_len)
-    return ModelShard(
-        layout=layout,
-        config=model,
-        decoder=decoder,
-        step_decoder=_step_decoder(config, decoder, layout, device, ranks),
-        kv_cache=KvCache(_of_rank(layout, ranks.size), budget.num_blocks, device),
-    )
 
 
-def _of_heads(scales: Tensor, ranks: Ranks) -> Tensor:
+def _rank_scales(scales: Tensor, ranks: Ranks) -> Tensor:
+    """Scales of the rank's heads: float32 [num_layers, 2, num_kv_heads / ranks]."""
     return scales.chunk(ranks.size, dim=2)[ranks.rank].contiguous()
 
 
 def open_sampler(device: torch.device) -> Sampler | DeviceSampler:
-    """What draws tokens where the logits are."""
+    """A sampler that runs where the logits are."""
     if device.type == "cpu":
         return Sampler()
-    # Only where it is used: Triton takes a second to import.
+    # Imported on use: Triton takes a second.
     from pdserve.engine.device_sampler import DeviceSampler
 
     return DeviceSampler(device)
 
 
-def _load_on_cpu(order: LoadPlan) -> tuple[Decoder, KvBudget]:
-    config, model, options, ranks = order.config, order.model, order.options, order.ranks
-    # Ranks on CPUs share one memory: blocks of all heads are what has to fit.
-    budget = order.agree(
-        plan_kv(
-            order.layout(config.max_model_len),
-            weight_bytes=memory_of_weights(model, dtype=config.dtype, kernels=options, ranks=ranks),
-            kv_cache_memory=config.kv_cache_memory,
-            wanted_model_len=config.max_model_len,
-            model_limit=model.max_position_embeddings,
-        )
-    )
+def _load_on_cpu(plan: LoadPlan) -> tuple[Decoder, KvBudget]:
+    config, model = plan.config, plan.model
+    weight_bytes = memory_of_weights(model, dtype=config.dtype, kernels=plan.options, ranks=plan.ranks)
+    # Ranks on CPUs share one memory, so blocks with all heads have to fit.
+    budget = plan.agree(plan_kv(plan.layout(config.max_model_len), plan.kv_request, weight_bytes=weight_bytes))
     decoder = load_decoder(
         config.model_dir,
         dtype=config.dtype,
         max_model_len=budget.max_model_len,
-        kernels=options,
-        device=str(order.device),
-        ranks=ranks,
+        kernels=plan.options,
+        device=str(plan.device),
+        ranks=plan.ranks,
     )
     return decoder, budget
 
 
-def _load_on_gpu(order: LoadPlan, group_bytes: int) -> tuple[Decoder, KvBudget]:
-    config, model, options, ranks, device = order.config, order.model, order.options, order.ranks, order.device
-    memory = CudaMemory(device)
-    free_before = memory.free() + group_bytes
+def _load_on_gpu(plan: LoadPlan, group_bytes: int) -> tuple[Decoder, KvBudget]:
+    config, model, options, ranks = plan.config, plan.model, plan.options, plan.ranks
+    before = MemoryBefore(free=CudaMemory(plan.device).free() + group_bytes, group=group_bytes)
     weights = load_weights(
-        config.model_dir, model, dtype=config.dtype, device=str(device), rank=ranks.rank, size=ranks.size
+        config.model_dir, model, dtype=config.dtype, device=str(plan.device), rank=ranks.rank, size=ranks.size
     )
     longest = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
-    layout = _of_rank(order.layout(longest), ranks.size)
     decoder = make_decoder(model, weights, max_model_len=longest, kernels=options, ranks=ranks)
-    use = measure_use(
-        decoder,
-        _drawing(device, ranks),
-        layout,
-        memory,
-        free_before=free_before,
-        group_bytes=group_bytes,
-        steps=LargestSteps(
-            num_tokens=config.max_num_batched_tokens,
-            num_prompts=min(config.max_num_batched_tokens, _MOST_PROMPTS),
-            num_decoding=config.max_decoding,
-            replayed=_captures(config, decoder),
-        ),
-    )
     budget = plan_device_kv(
-        layout,
-        use,
+        plan.rank_layout(longest),
+        _profile(plan, decoder, before),
+        plan.kv_request,
         utilization=config.gpu_memory_utilization,
-        kv_cache_memory=config.kv_cache_memory,
         num_ranks=ranks.size,
-        wanted_model_len=config.max_model_len,
-        model_limit=model.max_position_embeddings,
-        staging=config.staging_memory if config.handover_memory == "device" else 0,
+        staging_bytes=config.staging_memory if config.handover_memory == "device" else 0,
     )
-    log.info(
-        "gpu_memory",
-        device=str(device),
-        total=use.total,
-        weights=use.weights,
-        activations=use.activations,
-        graphs=use.graphs,
-        group=use.group,
-    )
-    budget = order.agree(budget)
-    # Bound once more: what can be served may have become shorter.
+    budget = plan.agree(budget)
+    # Made again: the length that can be served may have become shorter.
     decoder = make_decoder(model, weights, max_model_len=budget.max_model_len, kernels=options, ranks=ranks)
     return decoder, budget
 
 
-def _drawing(device: torch.device, ranks: Ranks) -> TokenSampler | None:
-    return open_sampler(device) if ranks.rank == 0 else None
+def _profile(plan: LoadPlan, decoder: Decoder, before: MemoryBefore) -> MemoryProfile:
+    config = plan.config
+    profile = profile_memory(
+        decoder,
+        open_sampler(plan.device) if plan.ranks.rank == 0 else None,
+        plan.rank_layout(decoder.max_model_len),
+        CudaMemory(plan.device),
+        before=before,
+        steps=LargestSteps(
+            num_tokens=config.max_num_batched_tokens,
+            num_prompts=min(config.max_num_batched_tokens, _MAX_PROMPTS),
+            num_decoding=config.max_decoding,
+            replayed=plan.replays(decoder),
+        ),
+    )
+    log.info(
+        "gpu_memory",
+        device=str(plan.device),
+        total=profile.total,
+        weights=profile.weights,
+        activations=profile.activations,
+        graphs=profile.graphs,
+        group=profile.group,
+    )
+    return profile
 
 
-def _of_rank(layout: KvLayout, size: int) -> KvLayout:
-    return replace(layout, num_kv_heads=layout.num_kv_heads // size)
-
-
-def _captures(config: WorkerConfig, decoder: Decoder) -> bool:
-    """Plain torch asks the device on its way, which cannot be captured."""
-    return bool(config.max_decoding) and not config.enforce_eager and decoder.kernels.backend is Backend.TRITON
-
-
-def _step_decoder(
-    config: WorkerConfig, decoder: Decoder, layout: KvLayout, device: torch.device, ranks: Ranks
-) -> Decoder | DeviceDecoder:
-    if device.type == "cpu":
+def _step_decoder(plan: LoadPlan, decoder: Decoder) -> Decoder | DeviceDecoder:
+    if plan.device.type == "cpu":
         return decoder
-    if not _captures(config, decoder):
-        return DeviceDecoder(decoder, device)
-    vocab = decoder.config.vocab_size
+    if not plan.replays(decoder):
+        return DeviceDecoder(decoder, plan.device)
+    vocab, ranks = decoder.config.vocab_size, plan.ranks
     graphs = GraphConfig(
         recorder=CudaRecorder(),
-        max_num_seqs=max(1, config.max_decoding),
-        max_blocks=-(-decoder.max_model_len // layout.block_size),
+        max_num_seqs=max(1, plan.config.max_decoding),
+        max_blocks=-(-decoder.max_model_len // plan.config.block_size),
         # Only rank 0 receives the other ranks' columns.
         vocab_size=vocab if ranks.rank == 0 else len(range(vocab)[even_slice(vocab, ranks.rank, ranks.size)]),
     )
-    return DeviceDecoder(decoder, device, graphs)
+    return DeviceDecoder(decoder, plan.device, graphs)

@@ -1,1 +1,1 @@
-"""One worker, several ranks: the first serves, the others are its child processes and compute what it computes."""
+"""A worker with several ranks: rank 0 serves, and its child processes compute what it computes."""

@@ -1,7 +1,7 @@
-"""`python -m pdserve.worker.ranks.follower STEPS COPIES STAGE`: a rank that computes what rank 0 tells it to.
+"""`python -m pdserve.worker.ranks.follower STEPS COPIES STAGE`: a rank that computes what rank 0 sends it.
 
-Started by a worker with `--tensor-parallel-size`, whose child it is; the arguments are descriptors. It ends when the
-worker closes them, or is gone.
+A worker with `--tensor-parallel-size` starts it as a child process; the arguments are descriptors. It ends when the
+worker closes them or is gone.
 """
 
 from __future__ import annotations
@@ -33,75 +33,75 @@ from pdserve.worker.ranks.messages import MessageKind, MessageReader, RankMessag
 from pdserve.worker.ranks.process_group import RanksUnreachable, agree, form_group
 from pdserve.worker.ranks.shared_stage import heads_of_rank, map_stage
 from pdserve.worker.ranks.split import config_of_rank
-from pdserve.worker.ranks.startup import RankSetup, SetupReply, receive_line, send_line
+from pdserve.worker.ranks.startup import RankSetup, SetupReply, SetupState, receive_line, send_line
 
 log = logs.get_logger(__name__)
 
-#: As many as there are layers in two steps that may be under way, about.
+#: Events of the latest layers: about as many as the layers of the two steps that may be in flight.
 _KEPT_EVENTS = 256
-#: From the end of the worker to that of a rank that does not notice.
+#: Time from the end of the worker until a rank that has not noticed is ended.
 _END_S = 3.0
 
 
 class LaunchProgress:
-    """How far steps have been launched, and when they were that far: said by one thread, waited for by another."""
+    """How far steps have been launched, and the events that follow: recorded by one thread, awaited by another."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._changed = threading.Condition()
         self._launched = StepPosition(0)
-        #: The latest on a GPU.
+        #: The latest launches on a GPU.
         self._events: deque[tuple[StepPosition, torch.cuda.Event]] = deque(maxlen=_KEPT_EVENTS)
 
-    def note_launch(self, mark: StepPosition) -> None:
-        """On a CPU it has also been computed."""
+    def record_launch(self, position: StepPosition) -> None:
+        """Steps have been launched up to `position`. On a CPU they have also been computed."""
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))
         with self._changed:
-            self._launched = mark
+            self._launched = position
             if event is not None:
-                self._events.append((mark, event))
+                self._events.append((position, event))
             self._changed.notify_all()
 
-    def wait_for(self, mark: StepPosition) -> None:
-        """Returns when steps are that far. Rank 0 has seen that it is, or will be, so: that is soon."""
+    def wait_for(self, position: StepPosition) -> None:
+        """Returns when steps have been computed up to `position`. Rank 0 is there or nearly, so the wait is short."""
         with self._changed:
-            self._changed.wait_for(lambda: self._launched >= mark)
-            # One that is not kept any more was before the oldest that is.
-            event = next((event for kept, event in self._events if kept >= mark), None)
+            self._changed.wait_for(lambda: self._launched >= position)
+            # An event that is no longer kept precedes the oldest one that is.
+            event = next((event for kept, event in self._events if kept >= position), None)
         if event is not None:
             event.synchronize()
 
 
 class Follower:
-    """The rank, once it is loaded."""
+    """A rank that has loaded its shard."""
 
-    def __init__(self, part: ModelShard, stage: Stage, device: torch.device) -> None:
-        """`stage`: its heads."""
-        self._part = part
+    def __init__(self, shard: ModelShard, stage: Stage, device: torch.device) -> None:
+        """`stage`: with the heads of this rank."""
+        self._shard = shard
         self._stage = stage
         self._progress = LaunchProgress(device)
 
     def compute(self, steps: MessageReader) -> None:
-        """Until rank 0 closes the stream."""
-        cache = self._part.kv_cache
+        """Computes steps until rank 0 closes the stream."""
+        cache = self._shard.kv_cache
         with torch.inference_mode():
             while (message := steps.receive()) is not None:
                 if message.kind is MessageKind.FORWARD:
-                    on_layer = self._noter(message.number) if message.notes_layers else None
-                    self._part.step_decoder.forward(message.batch(), cache.tensor, on_layer)
+                    on_layer = self._layer_listener(message.number) if message.reports_layers else None
+                    self._shard.step_decoder.forward(message.batch(), cache.tensor, on_layer)
                 else:
                     assert message.kind is MessageKind.COPY_BLOCKS
                     cache.copy_blocks([(BlockId(a), BlockId(b)) for a, b in message.values.view(-1, 2).tolist()])
-                self._progress.note_launch(StepPosition(message.number))
+                self._progress.record_launch(StepPosition(message.number))
 
-    def _noter(self, step: int) -> LayerListener:
-        return lambda num_layers: self._progress.note_launch(StepPosition(step, num_layers))
+    def _layer_listener(self, step: int) -> LayerListener:
+        return lambda num_layers: self._progress.record_launch(StepPosition(step, num_layers))
 
     def copy(self, stream: socket.socket) -> None:
-        """Until rank 0 closes the stream."""
+        """Copies blocks until rank 0 closes the stream."""
         requests = MessageReader(stream)
         while (message := requests.receive()) is not None:
             self._copy(message)
@@ -109,42 +109,42 @@ class Follower:
 
     def _copy(self, message: RankMessage) -> None:
         copy = message.copy()
-        parts = self._stage.parts(copy.bundles, copy.slots, copy.layers)
+        blocks = self._stage.blocks(copy.bundles, copy.slots, copy.layers)
         block_ids = [block_id for bundle in copy.bundles for block_id in bundle]
         self._progress.wait_for(copy.after)
         if message.kind is MessageKind.READ_BLOCKS:
-            self._part.kv_cache.read_blocks(block_ids, parts, copy.layers)
+            self._shard.kv_cache.read_blocks(block_ids, blocks, copy.layers)
         else:
             assert message.kind is MessageKind.WRITE_BLOCKS
-            self._part.kv_cache.write_blocks(block_ids, parts, copy.layers)
+            self._shard.kv_cache.write_blocks(block_ids, blocks, copy.layers)
 
 
-def load(order: RankSetup, stage: int, copies: socket.socket) -> Follower:
+def load(setup: RankSetup, stage: int, copies: socket.socket) -> Follower:
     """Loads in step with the other ranks. Raises `SetupError`, `RanksUnreachable`."""
-    config = config_of_rank(order.config, order.rank, num_cores=num_cores())
+    config = config_of_rank(setup.config, setup.rank, num_cores=num_cores())
     size = config.tensor_parallel_size
     if config.cpus:
         os.sched_setaffinity(0, config.cpus)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = open_device(config.device)
-    send_line(copies, SetupReply(state="here").to_json())
-    group, device_bytes = form_group(Path(order.rendezvous), order.rank, size, device)
-    part = load_shard(
+    send_line(copies, SetupReply(state=SetupState.STARTED).to_json())
+    group, device_bytes = form_group(Path(setup.rendezvous), setup.rank, size, device)
+    shard = load_shard(
         config,
         device,
         ranks=TorchRanks(group),
         agree=lambda budget: agree(group, device, budget),
         group_bytes=device_bytes,
     )
-    memory = map_stage(stage, stage_bytes(part.layout, config.staging_memory), device)
-    heads = heads_of_rank(part.layout, order.rank, size)
-    return Follower(part, Stage(memory, part.layout, part.kv_cache.tensor.dtype, heads), device)
+    memory = map_stage(stage, stage_bytes(shard.layout, config.staging_memory), device)
+    heads = heads_of_rank(shard.layout, setup.rank, size)
+    return Follower(shard, Stage(memory, shard.layout, shard.kv_cache.tensor.dtype, heads), device)
 
 
 def main() -> None:
     """Command line entry."""
-    # The worker is told to stop, and drains; then it lets go of its ranks.
+    # The worker handles these signals: it drains, and then ends its ranks.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     steps, copies, stage = map(int, sys.argv[1:])
@@ -153,23 +153,24 @@ def main() -> None:
 
 
 def _follow(step_stream: socket.socket, copy_stream: socket.socket, stage: int) -> int:
-    """Until rank 0 closes the streams. The exit code."""
+    """Runs until rank 0 closes the streams. Returns the exit code."""
     message = receive_line(copy_stream)
     if message is None:
         return 0
-    order = RankSetup.from_json(message)
-    logs.configure(order.name, order.config.log_level)
+    setup = RankSetup.from_json(message)
+    logs.configure(setup.name, setup.config.log_level)
     try:
-        follower = load(order, stage, copy_stream)
-        send_line(copy_stream, SetupReply(state="ready").to_json())
+        follower = load(setup, stage, copy_stream)
+        send_line(copy_stream, SetupReply(state=SetupState.READY).to_json())
     except ConnectionError:
         return 1  # The worker is gone.
     except (SetupError, RanksUnreachable) as error:
         with contextlib.suppress(OSError):
-            answer = SetupReply(error=str(error), hearsay=isinstance(error, RanksUnreachable))
-            send_line(copy_stream, answer.to_json())
+            is_consequence = isinstance(error, RanksUnreachable)
+            reply = SetupReply(state=SetupState.FAILED, error=str(error), is_consequence=is_consequence)
+            send_line(copy_stream, reply.to_json())
         return 1
-    except Exception as error:  # noqa: BLE001 - the worker sees that this process ends, the log why
+    except Exception as error:  # noqa: BLE001 - the worker notices that this process ends; the log says why
         log.error("rank_failed", error)
         return 1
     threading.Thread(target=_copy, args=(follower, copy_stream), name="copies", daemon=True).start()
@@ -186,23 +187,23 @@ def _copy(follower: Follower, stream: socket.socket) -> None:
         follower.copy(stream)
     except ConnectionError:
         pass  # The worker is gone.
-    except BaseException as error:  # noqa: BLE001 - the worker has to hear of it: its connection ends
+    except BaseException as error:  # noqa: BLE001 - the worker has to notice: its connection ends
         log.error("copy_failed", error)
         _leave(1)
 
 
 def _end_with_worker(steps: int) -> None:
-    """Ends this process when its worker is gone, wherever its main thread may be waiting: for others, on a GPU."""
+    """Ends this process when its worker is gone, even if its main thread waits for other ranks or for a GPU."""
     poll = select.poll()
     poll.register(steps, select.POLLRDHUP)
     poll.poll()
-    # The main thread sees it, too, between two steps.
+    # Between two steps, the main thread notices by itself.
     time.sleep(_END_S)
     _leave(1)
 
 
 def _leave(code: int) -> NoReturn:
-    """At once: threads of gloo and NCCL do not survive the interpreter, which waits for them or crashes."""
+    """Exits at once. Shutting down the interpreter would wait for threads of gloo and NCCL, or crash in them."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)

@@ -1,7 +1,7 @@
-"""What rank 0 tells the others, as int64 numbers over local sockets: kind, number, how many values, values.
+"""Messages from rank 0 to its followers, as int64 numbers over local sockets: kind, number, count, values.
 
-Two sockets lead to each: one for what belongs to steps, in order, which nobody answers; one for copies between blocks
-and the slots of the stage, each of which is answered when it is done.
+Each follower has two sockets: one for steps, in order and without replies, and one for copies between blocks and the
+slots of the stage, each of which is answered when it is done.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ from pdserve.model.batch import Batch
 _HEADER = 3
 HEADER_BYTES = 8 * _HEADER
 _SHAPE = 5
-#: For `StepPosition`: the whole step.
+#: `StepPosition.num_layers` of a whole step.
 ALL_LAYERS = 1 << 30
 
 
 class StepPosition(NamedTuple):
-    """How far steps are: so many layers of that one are written, and all of those before."""
+    """Progress of steps: this many layers of the step are written, and all earlier steps are."""
 
     step: int
     num_layers: int = ALL_LAYERS
 
 
 class MessageKind(IntEnum):
-    """What a message is about. Its number is that of the step."""
+    """The kinds of messages. A message carries the number of a step."""
 
-    #: Values: a shape, whether each layer is to be noted, then the batch.
+    #: Values: the shape, whether to report each layer, and the batch.
     FORWARD = 1
     #: Values: source and destination of each copy within the cache.
     COPY_BLOCKS = 2
-    #: Values: layers of the step that must be written, layers to copy from and to; then of each bundle its number of
-    #: blocks, its first slot, and the blocks.
+    #: Values: layers of the step that must be written, first and last layer to copy. Then for each bundle: its number
+    #: of blocks, its first slot, and the blocks.
     READ_BLOCKS = 3
-    #: The same, from slots to blocks.
+    #: The same values, for a copy from slots to blocks.
     WRITE_BLOCKS = 4
-    #: The answer to a copy. No values.
+    #: The reply to a copy. No values.
     DONE = 5
 
 
 @dataclass(frozen=True, slots=True)
 class RankMessage:
-    """`values`: int64 [count], valid until the next one is received."""
+    """One message. `values`: int64 [count], valid until the next message is received."""
 
     kind: MessageKind
     number: int
     values: Tensor
 
     def batch(self) -> Batch:
-        """Of a `FORWARD`."""
+        """The batch of a `FORWARD`."""
         num_tokens, num_sequences, num_blocks, num_logits, _ = self.values[:_SHAPE].tolist()
         shape = BatchShape(
             num_tokens=num_tokens, num_sequences=num_sequences, num_blocks=num_blocks, num_logits=num_logits
@@ -69,12 +69,12 @@ class RankMessage:
         return shape.views(self.values[_SHAPE:])
 
     @property
-    def notes_layers(self) -> bool:
-        """Of a `FORWARD`."""
+    def reports_layers(self) -> bool:
+        """Whether a `FORWARD` reports each layer."""
         return bool(self.values[_SHAPE - 1])
 
     def copy(self) -> CopyRequest:
-        """Of `READ_BLOCKS` and `WRITE_BLOCKS`."""
+        """The request of a `READ_BLOCKS` or `WRITE_BLOCKS`."""
         num_layers, start, stop, *rest = self.values.tolist()
         bundles, slots = [], []
         values = iter(rest)
@@ -88,7 +88,7 @@ class RankMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyRequest:
-    """Layers of bundles, and the first slot that each meets in; `after` that mark they may be touched."""
+    """Layers of bundles to copy, and each bundle's first slot. They may be touched once steps are at `after`."""
 
     bundles: Sequence[Bundle]
     slots: Sequence[int]
@@ -96,7 +96,7 @@ class CopyRequest:
     after: StepPosition
 
     def encode(self, kind: MessageKind) -> bytes:
-        """As a message."""
+        """The request as a message of that kind."""
         values = [self.after.num_layers, self.layers.start, self.layers.stop]
         for bundle, slot in zip(self.bundles, self.slots, strict=True):
             values += [len(bundle), slot, *bundle]
@@ -104,36 +104,36 @@ class CopyRequest:
 
 
 def encode(kind: MessageKind, number: int, values: Sequence[int] = ()) -> bytes:
-    """A message of few values."""
+    """A message with few values."""
     return np.array([kind, number, len(values), *values], np.int64).tobytes()
 
 
-def answer_to(request: bytes) -> bytes:
-    """What says that the copy of that message is done."""
+def reply_to(request: bytes) -> bytes:
+    """The reply that reports the requested copy as done."""
     _, number = np.frombuffer(request, np.int64, 2).tolist()
     return encode(MessageKind.DONE, number)
 
 
 class StepWriter:
-    """Tells steps to all followers, from one thread."""
+    """Sends steps to all followers, from one thread."""
 
     def __init__(self, sockets: Sequence[socket.socket]) -> None:
         self._sockets = sockets
         self._memory = torch.zeros(1024, dtype=torch.int64)
 
-    def forward(self, number: int, batch: Batch, *, notes_layers: bool = False) -> None:
-        """Raises `OSError` when a follower is gone."""
+    def forward(self, number: int, batch: Batch, *, reports_layers: bool = False) -> None:
+        """Sends a batch. Raises `OSError` when a follower is gone."""
         shape = BatchShape.of(batch)
         values = self._values(MessageKind.FORWARD, number, _SHAPE + shape.num_elements)
-        sizes = (shape.num_tokens, shape.num_sequences, shape.num_blocks, shape.num_logits, notes_layers)
+        sizes = (shape.num_tokens, shape.num_sequences, shape.num_blocks, shape.num_logits, reports_layers)
         values[:_SHAPE] = torch.tensor(sizes)
-        there = shape.views(values[_SHAPE:])
+        views = shape.views(values[_SHAPE:])
         for field in fields(batch):
-            getattr(there, field.name).copy_(getattr(batch, field.name))
+            getattr(views, field.name).copy_(getattr(batch, field.name))
         self._send(len(values))
 
     def copy_blocks(self, number: int, pairs: Sequence[tuple[int, int]]) -> None:
-        """Raises `OSError` when a follower is gone."""
+        """Sends copies between blocks. Raises `OSError` when a follower is gone."""
         values = self._values(MessageKind.COPY_BLOCKS, number, 2 * len(pairs))
         values[:] = torch.tensor(pairs).view(-1)
         self._send(len(values))
@@ -146,8 +146,8 @@ class StepWriter:
 
     def _send(self, count: int) -> None:
         message = _bytes(self._memory[: _HEADER + count])
-        for each in self._sockets:
-            each.sendall(message)
+        for stream in self._sockets:
+            stream.sendall(message)
 
 
 class MessageReader:
@@ -158,7 +158,7 @@ class MessageReader:
         self._memory = torch.zeros(1024, dtype=torch.int64)
 
     def receive(self) -> RankMessage | None:
-        """Waits for the next message; None when rank 0 has closed the stream, or is gone."""
+        """Waits for the next message. None when rank 0 has closed the stream or is gone."""
         if not self._fill(_HEADER):
             return None
         kind, number, count = self._memory[:_HEADER].tolist()

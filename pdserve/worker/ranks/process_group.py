@@ -1,4 +1,4 @@
-"""The process group in which ranks meet: gloo between CPUs, NCCL between GPUs, all on one machine."""
+"""The process group of a worker's ranks: gloo between CPUs, NCCL between GPUs, all on one machine."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from kernels.ranks import Group, TorchRanks
-from pdserve.worker.load.device import CudaMemory
 from pdserve.worker.load.kv_budget import KvBudget
+from pdserve.worker.load.memory_profile import CudaMemory
 
-#: For meeting: all are known to be there.
-_MEETING_TIMEOUT = timedelta(seconds=60)
-#: Ranks wait for each other while one still reads its weights. The end of a process shows at once.
+#: Limit for forming the group: all ranks are known to be running.
+_FORMING_TIMEOUT = timedelta(seconds=60)
+#: Limit of every exchange: ranks wait while another reads its weights. The end of a process is noticed at once.
 _TIMEOUT = timedelta(minutes=10)
 
 
 class RanksUnreachable(RuntimeError):
-    """Other ranks do not answer. Not an error to show, as long as one of them says why."""
+    """Other ranks do not answer. Shown only if none of them reports the cause."""
 
 
 class FormedGroup(NamedTuple):
-    """A group whose ranks have met."""
+    """A group that all ranks have joined."""
 
     group: Group
-    #: Of a GPU's memory: taken to send and receive with, torch does not know of it.
+    #: GPU memory taken for sending and receiving, which torch does not count.
     device_bytes: int
 
 
 def form_group(rendezvous: Path, rank: int, size: int, device: torch.device) -> FormedGroup:
-    """Meets the other ranks, which are known to be there, at a file that all can write. Raises `RanksUnreachable`.
+    """Joins the other ranks, which are known to be running, through a file. Raises `RanksUnreachable`.
 
-    Not torch's default group, of which a process has only one.
+    Not torch's default group, of which a process can have only one.
     """
     store = c10d.FileStore(str(rendezvous), size)
-    store.set_timeout(_MEETING_TIMEOUT)
+    store.set_timeout(_FORMING_TIMEOUT)
     free = _free_bytes(device)
     try:
         group = _nccl(store, rank, size) if device.type == "cuda" else _gloo(store, rank, size)
         _connect(TorchRanks(group), device)
     except RuntimeError as error:
-        raise RanksUnreachable(f"Rank {rank} of {size} does not reach the others: {error}") from error
+        raise RanksUnreachable(f"Rank {rank} of {size} cannot reach the other ranks: {error}") from error
     return FormedGroup(group, free - _free_bytes(device))
 
 
 def _gloo(store: c10d.Store, rank: int, size: int) -> Group:
-    # Torch's type stubs do not know gloo's options.
+    # Torch's type stubs lack gloo's options.
     options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._timeout = _MEETING_TIMEOUT
+    options._timeout = _FORMING_TIMEOUT
     group = c10d.ProcessGroupGloo(store, rank, size, options)
     group.set_timeout(_TIMEOUT)
     return cast(Group, group)
@@ -64,9 +64,9 @@ def _nccl(store: c10d.Store, rank: int, size: int) -> Group:
 
 
 def _connect(ranks: TorchRanks, device: torch.device) -> None:
-    """Makes each kind of call that steps make: NCCL connects nobody before, and takes its memory then.
+    """Makes each kind of call that steps make, on which NCCL connects the ranks and allocates its buffers.
 
-    Without it that would be after minutes of loading, in which a rank may have ended.
+    Otherwise that would happen after minutes of loading, during which a rank may have ended.
     """
     ranks.gather_columns(ranks.all_reduce(torch.zeros((1, 1), device=device)), ranks.size)
     if device.type == "cuda":
@@ -78,7 +78,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def agree(group: Group, device: torch.device, budget: KvBudget) -> KvBudget:
-    """What is possible on every rank, when all of them have called it."""
+    """The budget that is possible on every rank. Returns when all ranks have called it."""
     values = torch.tensor([budget.num_blocks, budget.max_model_len], device=device)
     options = c10d.AllreduceOptions()
     options.reduceOp = c10d.ReduceOp(c10d.ReduceOp.MIN)

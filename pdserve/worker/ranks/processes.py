@@ -1,4 +1,4 @@
-"""The processes of a worker's other ranks, as rank 0 has them: started, asked, watched, ended."""
+"""The processes of a worker's other ranks, managed by rank 0: started, sent requests, watched, ended."""
 
 from __future__ import annotations
 
@@ -16,84 +16,85 @@ from pathlib import Path
 from pdserve.base.errors import PeerLost, SetupError
 from pdserve.base.logs import get_logger
 from pdserve.worker.config import WorkerConfig
-from pdserve.worker.ranks.messages import HEADER_BYTES, answer_to
+from pdserve.worker.ranks.messages import HEADER_BYTES, reply_to
 from pdserve.worker.ranks.split import config_of_rank
-from pdserve.worker.ranks.startup import RankSetup, SetupReply, receive_line, send_line
+from pdserve.worker.ranks.startup import RankSetup, SetupReply, SetupState, receive_line, send_line
 
 log = get_logger(__name__)
 
-_MODULE = "pdserve.worker.ranks.follower"
-#: Followers end when their sockets are closed; one that does not is killed.
-_END_S = 10.0
-#: A follower that has ended has said why before, or never will.
-_REASON_S = 2.0
+FOLLOWER_MODULE = "pdserve.worker.ranks.follower"
+#: Followers end when their sockets are closed. One that has not ended by then is killed.
+END_S = 10.0
+#: A follower that knows why start-up failed says so within this time.
+REASON_S = 2.0
 
 
 class RankProcess:
     """One of the other ranks, and the sockets that lead to it."""
 
     def __init__(self, rank: int, stage: int, device: str) -> None:
+        """`stage`: descriptor of the shared stage."""
         self.rank = rank
         self._device = device
         self.steps, steps = socket.socketpair()
         self.copies, copies = socket.socketpair()
         passed = (steps.fileno(), copies.fileno(), stage)
         flags = ("-P",) if sys.flags.safe_path else ()
+        command = [sys.executable, *flags, "-m", FOLLOWER_MODULE, *map(str, passed)]
         with steps, copies:
-            self.process = subprocess.Popen(
-                [sys.executable, *flags, "-m", _MODULE, *map(str, passed)], pass_fds=passed, stdin=subprocess.DEVNULL
-            )
-        self._turn = asyncio.Lock()
+            self.process = subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL)
+        self._one_request = asyncio.Lock()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self._device})"
 
-    def order(self, order: RankSetup) -> None:
-        """The first thing it is told."""
-        with contextlib.suppress(OSError):  # `expect` says what happened.
-            send_line(self.copies, order.to_json())
+    def set_up(self, setup: RankSetup) -> None:
+        """Sends the first message."""
+        with contextlib.suppress(OSError):  # `expect` reports what happened.
+            send_line(self.copies, setup.to_json())
 
-    def expect(self, state: str) -> None:
-        """Waits until it says so. Raises `SetupError` with what it says instead, or that it ended."""
+    def expect(self, state: SetupState) -> None:
+        """Waits until the follower reports `state`. Raises `SetupError` with what it reports instead."""
         line = receive_line(self.copies)
         if line is None:
-            code = self.end(time.monotonic() + _END_S)
-            raise SetupError(self.says(f"ended with exit code {code} while it was started."))
-        answer = SetupReply(**line)
-        if answer.error:
-            raise SetupError(self.says(answer.error))
-        assert answer.state == state
+            code = self.end(time.monotonic() + END_S)
+            raise SetupError(self._explained(f"ended with exit code {code} while starting. Its log says why."))
+        reply = SetupReply.from_json(line)
+        if reply.state is SetupState.FAILED:
+            raise SetupError(self._explained(reply.error))
+        assert reply.state is state
 
     def complaint(self, deadline: float) -> str | None:
-        """What it says has gone wrong, if it says anything of its own until then, by `time.monotonic`."""
+        """The error it reports until `deadline` (`time.monotonic`, seconds), unless another rank's caused it."""
         try:
-            # Zero is another thing.
+            # A timeout of zero would mean non-blocking.
             line = receive_line(self.copies, timeout_s=max(0.001, deadline - time.monotonic()))
         except TimeoutError:
             return None
-        answer = SetupReply() if line is None else SetupReply(**line)
-        return self.says(answer.error) if answer.error and not answer.hearsay else None
+        if line is None:
+            return None
+        reply = SetupReply.from_json(line)
+        return self._explained(reply.error) if reply.error and not reply.is_consequence else None
 
-    def says(self, error: str) -> str:
-        """The error, with the rank whose it is."""
+    def _explained(self, error: str) -> str:
         return f"{str(self).capitalize()}: {error}"
 
-    async def ask(self, request: bytes) -> None:
-        """Returns when it has done what was asked. Raises `PeerLost`. Belongs to one event loop."""
-        async with self._turn:
+    async def request_copy(self, request: bytes) -> None:
+        """Returns when the follower has made the copy. Raises `PeerLost`. Belongs to one event loop."""
+        async with self._one_request:
             try:
                 if self._streams is None:
                     self._streams = await asyncio.open_connection(sock=self.copies)
                 reader, writer = self._streams
                 writer.write(request)
-                answer = await reader.readexactly(HEADER_BYTES)
+                reply = await reader.readexactly(HEADER_BYTES)
             except (OSError, asyncio.IncompleteReadError) as error:
                 raise PeerLost(f"{self} of this worker has ended") from error
-            assert answer == answer_to(request), f"{self} answers something else"
+            assert reply == reply_to(request), f"{self} replied to another request"
 
     def end(self, deadline: float) -> int:
-        """Its exit code, once it has ended, which it is to do until then, by `time.monotonic`."""
+        """Waits for its end and returns its exit code; kills it at `deadline` (`time.monotonic`, seconds)."""
         try:
             return self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -102,7 +103,7 @@ class RankProcess:
             return self.process.wait()
 
     def close(self) -> None:
-        """Lets it end."""
+        """Closes its sockets, on which it ends."""
         self.steps.close()
         if self._streams is not None:
             self._streams[1].transport.abort()
@@ -110,10 +111,10 @@ class RankProcess:
 
 
 class RankProcesses:
-    """All of them."""
+    """All other ranks of a worker. Implements `pdserve.worker.ranks.rank0.Followers`."""
 
     def __init__(self, config: WorkerConfig, stage: int, rendezvous: Path, on_lost: Callable[[PeerLost], None]) -> None:
-        """Starts them. `on_lost` is called, on a thread of its own, when one has ended that was not told to."""
+        """Starts them. `on_lost` is called, on a thread of its own, when one ends unexpectedly."""
         self._on_lost = on_lost
         self._closing = False
         self._lost: PeerLost | None = None
@@ -121,58 +122,58 @@ class RankProcesses:
             RankProcess(rank, stage, config_of_rank(config, rank, num_cores=1).device)
             for rank in range(1, config.tensor_parallel_size)
         ]
-        for each in self._all:
-            name = f"{config.worker_id or 'worker'}-rank-{each.rank}"
-            each.order(RankSetup(rank=each.rank, name=name, rendezvous=str(rendezvous), config=config))
-            threading.Thread(target=self._watch, args=(each,), name=name, daemon=True).start()
-        self.steps = [each.steps for each in self._all]
+        for follower in self._all:
+            name = f"{config.worker_id or 'worker'}-rank-{follower.rank}"
+            follower.set_up(RankSetup(rank=follower.rank, name=name, rendezvous=str(rendezvous), config=config))
+            threading.Thread(target=self._watch, args=(follower,), name=name, daemon=True).start()
+        self.steps = [follower.steps for follower in self._all]
 
-    def expect(self, state: str) -> None:
-        """Waits until all say so. Raises `SetupError` with what one says instead, or that it ended."""
+    def expect(self, state: SetupState) -> None:
+        """Waits until all report `state`. Raises `SetupError` with what one reports instead."""
         with selectors.DefaultSelector() as selector:
-            for each in self._all:
-                selector.register(each.copies, selectors.EVENT_READ, each)
-            # Not one after the other: on GPUs the others wait for ever for one that has failed.
+            for follower in self._all:
+                selector.register(follower.copies, selectors.EVENT_READ, follower)
+            # Not one after the other: on GPUs, the others wait forever for one that has failed.
             while selector.get_map():
                 for key, _ in selector.select():
                     selector.unregister(key.fileobj)
                     key.data.expect(state)
 
     def complaint(self) -> str | None:
-        """What the first of them that says anything of its own soon says has gone wrong."""
-        deadline = time.monotonic() + _REASON_S
-        for each in self._all:
-            if complaint := each.complaint(deadline):
+        """The first error that a follower reports soon and that no other rank caused."""
+        deadline = time.monotonic() + REASON_S
+        for follower in self._all:
+            if complaint := follower.complaint(deadline):
                 return complaint
         return None
 
     def check(self) -> None:
-        """Raises `PeerLost` from the moment on at which one is known to have ended."""
+        """Raises `PeerLost` as soon as one is known to have ended."""
         if self._lost is not None:
             raise self._lost
 
-    async def ask(self, request: bytes) -> None:
-        """Returns when all have done what was asked, or will not. Raises `PeerLost`."""
-        answers = await asyncio.gather(*(each.ask(request) for each in self._all), return_exceptions=True)
-        for answer in answers:
-            if answer is not None:
-                raise answer
+    async def request_copy(self, request: bytes) -> None:
+        """Returns when every follower has made the copy, or never will. Raises `PeerLost`."""
+        requests = (follower.request_copy(request) for follower in self._all)
+        for outcome in await asyncio.gather(*requests, return_exceptions=True):
+            if outcome is not None:
+                raise outcome
 
     def close(self) -> None:
-        """Ends them. No step is computed any more, and nothing copied."""
+        """Ends them. The last step and the last copy must have ended."""
         self._closing = True
-        for each in self._all:
-            each.close()
-        deadline = time.monotonic() + _END_S
-        for each in self._all:
-            each.end(deadline)
+        for follower in self._all:
+            follower.close()
+        deadline = time.monotonic() + END_S
+        for follower in self._all:
+            follower.end(deadline)
 
-    def _watch(self, each: RankProcess) -> None:
-        code = each.process.wait()
+    def _watch(self, follower: RankProcess) -> None:
+        code = follower.process.wait()
         if self._closing:
             return
-        log.error("rank_lost", rank=each.rank, exit_code=code)
-        error = PeerLost(f"{each} of this worker ended with exit code {code}")
-        # First: what `on_lost` does may let a step end that has computed rubbish.
+        log.error("rank_lost", rank=follower.rank, exit_code=code)
+        error = PeerLost(f"{follower} of this worker ended with exit code {code}")
+        # Before `on_lost`, which may let a step end whose result is garbage.
         self._lost = error
         self._on_lost(error)

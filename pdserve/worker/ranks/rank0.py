@@ -1,8 +1,8 @@
-"""What rank 0 of several does so that the others do it, too: each step, and each copy of blocks.
+"""Rank 0's side of steps and block copies: it sends each one to its followers, which carry it out as well.
 
-A step's batch goes to all others before rank 0 begins with it, so all ranks launch the same kernels in the same order;
-they meet in `kernels.ranks.TorchRanks`. Blocks that are handed over meet in the stage, to and from which every rank
-copies its own heads.
+A step's batch goes to all followers before rank 0 starts it. All ranks therefore launch the same kernels in the same
+order, and they exchange results in `kernels.ranks.TorchRanks`. Blocks that are handed over pass through the stage, to
+and from which every rank copies its own heads.
 """
 
 from __future__ import annotations
@@ -31,155 +31,157 @@ from pdserve.worker.ranks.messages import CopyRequest, MessageKind, StepPosition
 
 
 class Followers(Protocol):
-    """The other ranks: `pdserve.worker.ranks.processes.RankProcesses`."""
+    """The other ranks, as `pdserve.worker.ranks.processes.RankProcesses` has them."""
 
     @property
     def steps(self) -> Sequence[socket.socket]:
-        """Where steps are told, to each."""
+        """One socket per follower, for steps."""
 
     def check(self) -> None:
-        """Raises `PeerLost` when one has ended."""
+        """Raises `PeerLost` when a follower has ended."""
 
-    async def ask(self, request: bytes) -> None:
-        """Returns when all have done what was asked, or will not. Raises `PeerLost`."""
+    async def request_copy(self, request: bytes) -> None:
+        """Returns when every follower has made the copy, or never will. Raises `PeerLost`."""
 
 
 class Rank0:
-    """How far steps are on rank 0, and what it tells the others. Numbers of steps are given here."""
+    """Numbers steps, sends them to the followers, and keeps track of how far rank 0 is."""
 
-    def __init__(self, others: Followers) -> None:
-        self._others = others
-        self._steps = StepWriter(others.steps)
+    def __init__(self, followers: Followers) -> None:
+        self._followers = followers
+        self._steps = StepWriter(followers.steps)
         self._number = 0
         #: The last step whose result rank 0 has seen.
         self._ended = 0
 
     # The step thread.
     def decoder(self, own: StepDecoder) -> StepDecoder:
-        """The decoder, with all ranks."""
+        """A decoder that has all ranks compute."""
         return _AllRanksDecoder(self, own)
 
     def sampler(self, own: TokenSampler) -> TokenSampler:
-        """The sampler; from what it gives follows that a step has ended."""
+        """A sampler whose results mark the end of a step."""
         return _WatchedSampler(self, own)
 
     def cache(self, own: KvCache) -> StepCache:
-        """The cache, with the blocks of all ranks."""
+        """A cache whose copies include the blocks of all ranks."""
         return _AllRanksCache(self, own)
 
-    def begin_copies(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
-        """Has the others copy their blocks."""
+    def start_copies(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
+        """Has the followers copy their blocks."""
         self._number += 1
         self._steps.copy_blocks(self._number, pairs)
 
-    def begin_forward(self, batch: Batch, *, notes_layers: bool) -> None:
-        """Has the others compute it."""
+    def start_forward(self, batch: Batch, *, reports_layers: bool) -> None:
+        """Has the followers compute the batch."""
         self._number += 1
-        self._steps.forward(self._number, batch, notes_layers=notes_layers)
+        self._steps.forward(self._number, batch, reports_layers=reports_layers)
 
     @property
     def number(self) -> int:
-        """Of the step that was begun last."""
+        """Number of the step that was started last."""
         return self._number
 
-    def note_end(self) -> None:
-        """All that has begun has ended. Raises `PeerLost`: without a rank, a step on GPUs ends with rubbish."""
-        self._others.check()
+    def record_end(self) -> None:
+        """Every started step has ended. Raises `PeerLost`: on GPUs, a step that lost a rank ends with garbage."""
+        self._followers.check()
         self._ended = self._number
 
     # The event loop.
     @property
     def ended(self) -> StepPosition:
-        """Rank 0 has seen the result of all steps up to here."""
+        """The last position whose result rank 0 has seen."""
         return StepPosition(self._ended)
 
-    async def have_copied(self, kind: MessageKind, copy: CopyRequest) -> None:
-        """Has the others copy. Raises `PeerLost`."""
-        await self._others.ask(copy.encode(kind))
+    async def copy_on_followers(self, kind: MessageKind, copy: CopyRequest) -> None:
+        """Has the followers copy. Raises `PeerLost`."""
+        await self._followers.request_copy(copy.encode(kind))
 
 
 class _AllRanksDecoder:
-    def __init__(self, lead: Rank0, decoder: StepDecoder) -> None:
-        self._lead = lead
+    def __init__(self, rank0: Rank0, decoder: StepDecoder) -> None:
+        self._rank0 = rank0
         self._decoder = decoder
 
     def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
-        self._lead.begin_forward(batch, notes_layers=on_layer is not None)
+        self._rank0.start_forward(batch, reports_layers=on_layer is not None)
         return self._decoder.forward(batch, kv_cache, on_layer)
 
 
 class _AllRanksCache:
     """Implements `pdserve.engine.runner.StepCache`."""
 
-    def __init__(self, lead: Rank0, own: KvCache) -> None:
-        self._lead = lead
+    def __init__(self, rank0: Rank0, own: KvCache) -> None:
+        self._rank0 = rank0
         self._own = own
         self.tensor = own.tensor
         self.layout = own.layout
 
     def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
-        self._lead.begin_copies(pairs)
+        self._rank0.start_copies(pairs)
         self._own.copy_blocks(pairs)
 
     def record_event(self, num_layers: int) -> RankEvent:
-        return RankEvent(StepPosition(self._lead.number, num_layers), self._own.record_event(num_layers))
+        return RankEvent(StepPosition(self._rank0.number, num_layers), self._own.record_event(num_layers))
 
 
 @dataclass(frozen=True, slots=True)
 class RankEvent:
-    """A moment of rank 0, and what the others have to have written by then."""
+    """An event on rank 0, with the position that the followers have to reach."""
 
-    mark: StepPosition
+    position: StepPosition
     own: DeviceEvent | None
 
     def wait(self) -> None:
-        """As `DeviceEvent.wait`, of rank 0."""
+        """Waits for the event on rank 0, as `DeviceEvent.wait` does."""
         if self.own is not None:
             self.own.wait()
 
 
 class _WatchedSampler:
-    def __init__(self, lead: Rank0, sampler: TokenSampler) -> None:
-        self._lead = lead
+    def __init__(self, rank0: Rank0, sampler: TokenSampler) -> None:
+        self._rank0 = rank0
         self._sampler = sampler
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow], logits_rows: Sequence[int]) -> list[SampleResult]:
         results = self._sampler.sample(logits, rows, logits_rows)
-        self._lead.note_end()
+        self._rank0.record_end()
         return results
 
     def wait_for_step(self) -> None:
         self._sampler.wait_for_step()
-        self._lead.note_end()
+        self._rank0.record_end()
 
 
 class RankCopies:
-    """Implements `kvtransfer.handover.staging.BlockCopies`: a block is there when every rank has copied its heads."""
+    """Implements `BlockCopies` of kvtransfer: a block is complete once every rank has copied its heads."""
 
     digest = HOST_DIGEST
 
-    def __init__(self, lead: Rank0, own: KvCache, stage: Stage) -> None:
-        self._lead = lead
+    def __init__(self, rank0: Rank0, own: KvCache, stage: Stage) -> None:
+        self._rank0 = rank0
         self._own = CacheCopies(own, stage, is_whole=False)
         self._stage = stage
 
     async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
         assert spec.after is None or isinstance(spec.after, RankEvent)
-        mark = self._lead.ended if spec.after is None else spec.after.mark
-        copy = CopyRequest(bundles=bundles, slots=slots, layers=spec.layers, after=mark)
-        await self._all(self._own.read(bundles, slots, spec), self._lead.have_copied(MessageKind.READ_BLOCKS, copy))
+        position = self._rank0.ended if spec.after is None else spec.after.position
+        copy = CopyRequest(bundles=bundles, slots=slots, layers=spec.layers, after=position)
+        followers = self._rank0.copy_on_followers(MessageKind.READ_BLOCKS, copy)
+        await self._all(self._own.read(bundles, slots, spec), followers)
         return await self._digests(bundles, slots, spec)
 
     async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
-        copy = CopyRequest(bundles=bundles, slots=slots, layers=spec.layers, after=self._lead.ended)
-        await self._all(self._own.write(bundles, slots, spec), self._lead.have_copied(MessageKind.WRITE_BLOCKS, copy))
+        copy = CopyRequest(bundles=bundles, slots=slots, layers=spec.layers, after=self._rank0.ended)
+        followers = self._rank0.copy_on_followers(MessageKind.WRITE_BLOCKS, copy)
+        await self._all(self._own.write(bundles, slots, spec), followers)
         return await self._digests(bundles, slots, spec)
 
     async def _digests(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
         return await to_its_end(asyncio.to_thread(self._stage.digests, bundles, slots, spec))
 
-    async def _all(self, own: Awaitable[list[bytes]], others: Awaitable[None]) -> None:
-        outcomes = await to_its_end(asyncio.gather(own, others, return_exceptions=True))
+    async def _all(self, own: Awaitable[list[bytes]], followers: Awaitable[None]) -> None:
+        outcomes = await to_its_end(asyncio.gather(own, followers, return_exceptions=True))
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome

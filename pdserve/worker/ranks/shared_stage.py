@@ -1,4 +1,4 @@
-"""The stage of several ranks: memory that all of them have mapped, in whose slots their heads of a block meet."""
+"""The stage of several ranks: shared memory in whose slots their heads form whole blocks."""
 
 from __future__ import annotations
 
@@ -14,32 +14,35 @@ from pdserve.base.layout import KvLayout
 
 
 def make_stage(size: int) -> int:
-    """A descriptor of `size` bytes of memory, which the system hands out when they are written. Raises `SetupError`."""
+    """A descriptor of `size` bytes of shared memory, allocated on first write. Raises `SetupError`."""
     try:
         stage = os.memfd_create("pdserve-stage")
         os.ftruncate(stage, size)
     except (OSError, AttributeError) as error:
-        raise SetupError(f"Memory that ranks share cannot be had: {error}.") from error
+        raise SetupError(
+            f"Cannot create {size / 2**20:.0f} MiB of shared memory (--staging-memory): {error}."
+        ) from error
     return stage
 
 
 def map_stage(stage: int, size: int, device: torch.device) -> Tensor:
-    """Its first `size` bytes, uint8; a GPU copies contiguous pieces of it by itself. Raises `SetupError`."""
+    """Its first `size` bytes, uint8, pinned if `device` is a GPU. Raises `SetupError`."""
     try:
         memory = torch.frombuffer(mmap.mmap(stage, size), dtype=torch.uint8)
     except (OSError, ValueError) as error:
-        raise SetupError(f"{size / 2**20:.0f} MiB that ranks share cannot be mapped: {error}.") from error
+        raise SetupError(
+            f"Cannot map {size / 2**20:.0f} MiB of shared memory: {error}. Lower --staging-memory."
+        ) from error
     if device.type == "cuda":
         with torch.cuda.device(device):
             code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)  # type: ignore[no-untyped-call]
         if int(code):
             raise SetupError(
-                f"{size / 2**20:.0f} MiB of host memory cannot be pinned (CUDA error {int(code)}). Lower "
-                "--staging-memory."
+                f"Cannot pin {size / 2**20:.0f} MiB of host memory (CUDA error {int(code)}). Lower --staging-memory."
             )
     return memory
 
 
 def heads_of_rank(layout: KvLayout, rank: int, size: int) -> slice:
-    """A rank's heads of a block."""
+    """The rank's heads among those of a block."""
     return even_slice(layout.num_kv_heads, rank, size)

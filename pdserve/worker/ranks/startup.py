@@ -1,4 +1,4 @@
-"""What a follower is told when it starts, and what it answers: lines of JSON on the socket for copies."""
+"""How rank 0 sets up a follower, and how it replies: lines of JSON on the socket for copies."""
 
 from __future__ import annotations
 
@@ -6,47 +6,48 @@ import json
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
 from typing import Any
 
 from pdserve.worker.config import WorkerConfig
 
-#: Not a follower's business, and it may hold a password.
-_KEPT = "redis_url"
+#: The setting that is not passed on: a follower does not need it, and it may contain a password.
+_WITHHELD = "redis_url"
 _TUPLES = ("cpus", "borrow_cpus")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowerConfig(WorkerConfig):
-    """A worker's settings, without its tier."""
+    """The settings of a worker, without those of its tier."""
 
     num_decoding: int = 0
 
     @property
     def max_decoding(self) -> int:
-        """As of the worker."""
+        """Largest number of sequences that one step of the worker decodes."""
         return self.num_decoding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetup:
-    """Everything a follower has to know."""
+    """Everything a follower needs at start."""
 
     rank: int
     name: str
     rendezvous: str
-    #: As all ranks have it: each takes its own part.
+    #: The worker's settings, the same for all ranks. Each derives its own from them.
     config: WorkerConfig
 
     def to_json(self) -> dict[str, object]:
-        """What `from_json` reads."""
+        """The form that `from_json` reads."""
         config = {field.name: getattr(self.config, field.name) for field in fields(WorkerConfig)}
-        config[_KEPT] = ""
+        config[_WITHHELD] = ""
         config["num_decoding"] = self.config.max_decoding
         return {"rank": self.rank, "name": self.name, "rendezvous": self.rendezvous, "config": config}
 
     @classmethod
     def from_json(cls, message: Mapping[str, Any]) -> RankSetup:
-        """The order, with a `FollowerConfig`."""
+        """The setup, with a `FollowerConfig`."""
         config = dict(message["config"])
         for name in _TUPLES:
             config[name] = tuple(config[name])
@@ -58,22 +59,38 @@ class RankSetup:
         )
 
 
+class SetupState(StrEnum):
+    """How far a follower has come."""
+
+    FAILED = "failed"
+    #: It has read its setup and is about to meet the other ranks.
+    STARTED = "started"
+    #: It has loaded its shard and computes from now on.
+    READY = "ready"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetupReply:
-    """What a follower says while it is started: how far it is, or what has gone wrong."""
+    """A follower's report while it starts."""
 
-    state: str = ""
+    state: SetupState
+    #: What has gone wrong, if it has failed.
     error: str = ""
-    #: What has gone wrong is that others do not answer: one of those knows why.
-    hearsay: bool = False
+    #: Whether it failed because other ranks do not answer: one of those knows the cause.
+    is_consequence: bool = False
 
     def to_json(self) -> dict[str, object]:
-        """What `SetupReply(**...)` takes."""
+        """The form that `from_json` reads."""
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, message: Mapping[str, Any]) -> SetupReply:
+        """The reply."""
+        return cls(state=SetupState(message["state"]), error=message["error"], is_consequence=message["is_consequence"])
 
 
 def send_line(stream: socket.socket, message: Mapping[str, object]) -> None:
-    """Raises `OSError` when the other end is gone."""
+    """Sends one line of JSON. Raises `OSError` when the other end is gone."""
     stream.sendall(json.dumps(message).encode() + b"\n")
 
 
@@ -83,7 +100,7 @@ def receive_line(stream: socket.socket, timeout_s: float | None = None) -> dict[
     try:
         line = bytearray()
         while not line.endswith(b"\n"):
-            # One by one: what comes after the line is not ours.
+            # Byte by byte: whatever follows the line belongs to the next reader of the socket.
             received = stream.recv(1)
             if not received:
                 return None

@@ -1,4 +1,4 @@
-"""Counts what a worker is busy with, refuses more while it drains, and tells when nothing is left."""
+"""Counts the requests a worker serves, and refuses new ones while it loads or drains."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from pdserve.base.errors import Draining
 
 
 class ActiveCalls:
-    """The requests a worker serves. Belongs to the event loop."""
+    """The requests a worker is serving. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._count = 0
-        self._refusal: str | None = "The worker is still loading; try another one."
+        self._refusal: str | None = "The worker is still loading. Retry on another worker."
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def count(self) -> int:
-        """Calls that are being served."""
+        """Number of requests being served."""
         return self._count
 
     def accept(self) -> None:
-        """From now on requests are served."""
+        """From now on requests are accepted."""
         self._refusal = None
 
     def drain(self) -> None:
         """From now on requests are refused."""
-        self._refusal = "The worker is shutting down; try another one."
+        self._refusal = "The worker is shutting down. Retry on another worker."
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Holds one request open. Raises `Draining` when none is taken."""
+        """Counts one request until the block ends. Raises `Draining` when requests are refused."""
         if self._refusal is not None:
             raise Draining(self._refusal)
         self._count += 1

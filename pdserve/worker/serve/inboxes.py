@@ -1,4 +1,4 @@
-"""The requests a worker holds, one session each; a newer attempt of a request takes the place of an older one."""
+"""One inbox for each request on a worker. A newer attempt of a request replaces an older one."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The session cannot go on."""
+    """The request cannot go on: reading this event raises its error."""
 
     error: PdserveError
 
 
 class Inbox(Generic[Event]):
-    """What one request's handler and the rest of the worker share: an inbox of events, in order."""
+    """Events for one request's handler, in order. The rest of the worker puts them there."""
 
     def __init__(self, request_id: RequestId, attempt: int) -> None:
         self.request_id = request_id
         self.attempt = attempt
         self.closed = asyncio.Event()
-        # Bounded by what a request can cause: one event of each kind per step until max_tokens. What peers send, those
-        # who put it here bound.
-        self._inbox: deque[Event | Failed] = deque()
+        # Bounded by what a request can cause: one event of each kind per step until max_tokens. Events that come from
+        # peers are bounded where they are put here.
+        self._events: deque[Event | Failed] = deque()
         self._arrived = asyncio.Event()
 
     def put(self, event: Event | Failed) -> None:
         """Adds an event; never blocks."""
-        self._inbox.append(event)
+        self._events.append(event)
         self._arrived.set()
 
     async def next(self, *, timeout_s: float | None = None) -> Event | None:
         """The next event, or None after `timeout_s`. Raises the error of a `Failed`."""
-        if not self._inbox:
+        if not self._events:
             self._arrived.clear()
             if timeout_s is None:
                 await self._arrived.wait()
@@ -52,50 +52,46 @@ class Inbox(Generic[Event]):
                         await self._arrived.wait()
                 except TimeoutError:
                     return None
-        event = self._inbox.popleft()
+        event = self._events.popleft()
         if isinstance(event, Failed):
             raise event.error
         return event
 
     def more(self, kind: type[Kind]) -> Iterator[Kind]:
-        """The events of this kind that come next and are here already."""
-        while self._inbox and isinstance(event := self._inbox[0], kind):
-            self._inbox.popleft()
+        """The events of this kind at the head of the inbox, without waiting."""
+        while self._events and isinstance(event := self._events[0], kind):
+            self._events.popleft()
             yield event
 
 
 class Inboxes(Generic[Event]):
-    """All sessions of a worker, by request id. Belongs to the event loop."""
+    """All inboxes of a worker, by request id. Belongs to the event loop."""
 
     def __init__(self) -> None:
-        self._sessions: dict[RequestId, Inbox[Event]] = {}
-
-    def find(self, request_id: RequestId) -> Inbox[Event] | None:
-        """The request's session, if it is here."""
-        return self._sessions.get(request_id)
+        self._inboxes: dict[RequestId, Inbox[Event]] = {}
 
     def put(self, request_id: RequestId, event: Event | Failed) -> None:
-        """Hands an event to a session; events of requests that have left are dropped."""
-        session = self._sessions.get(request_id)
-        if session is not None:
-            session.put(event)
+        """Delivers an event. One for a request that has already left is dropped."""
+        inbox = self._inboxes.get(request_id)
+        if inbox is not None:
+            inbox.put(event)
 
     @asynccontextmanager
     async def open(self, request_id: RequestId, attempt: int) -> AsyncIterator[Inbox[Event]]:
-        """The request's session until the block ends. An older attempt is ended first, and awaited.
+        """The request's inbox until the block ends. An older attempt is ended first, and awaited.
 
-        Raises: StaleAttempt when this attempt is not newer than the one here.
+        Raises: StaleAttempt when the attempt here is the same or a newer one.
         """
-        while (older := self._sessions.get(request_id)) is not None:
+        while (older := self._inboxes.get(request_id)) is not None:
             if attempt <= older.attempt:
                 raise StaleAttempt(
-                    f"Attempt {attempt} of request {request_id}: attempt {older.attempt} is already here."
+                    f"Attempt {attempt} of request {request_id} is stale: attempt {older.attempt} is already here."
                 )
-            older.put(Failed(error=StaleAttempt(f"Attempt {attempt} of {request_id} took over.")))
+            older.put(Failed(error=StaleAttempt(f"Attempt {attempt} of request {request_id} took over.")))
             await older.closed.wait()
-        session = self._sessions[request_id] = Inbox[Event](request_id, attempt)
+        inbox = self._inboxes[request_id] = Inbox[Event](request_id, attempt)
         try:
-            yield session
+            yield inbox
         finally:
-            del self._sessions[request_id]
-            session.closed.set()
+            del self._inboxes[request_id]
+            inbox.closed.set()

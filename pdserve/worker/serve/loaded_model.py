@@ -1,4 +1,4 @@
-"""From a model directory to something that computes: decoder, KV cache and pool, sized and checked."""
+"""From a model directory to a model that is ready to compute: decoder, KV cache and block pool, sized and checked."""
 
 from __future__ import annotations
 
@@ -30,87 +30,87 @@ from pdserve.worker.ranks.rank_group import RankGroup
 if TYPE_CHECKING:
     from pdserve.engine.device_sampler import DeviceSampler
 
-#: Rows of the warm-up step: enough to take the paths that a prompt takes.
+#: Rows of the warm-up step: enough to take the code paths of a prompt.
 _WARM_UP_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """What the step loop computes with, and what it may be asked."""
+    """Everything the step loop computes with, and the limits of what may be requested."""
 
     layout: KvLayout
     limits: SequenceLimits
     decoder: Decoder
     kernels: KernelChoice
-    #: Of several ranks, rank 0's heads.
+    #: Heads of this rank alone, if there are several ranks.
     kv_cache: KvCache
     pool: BlockPool
     runner: Runner
-    #: Where this worker says whether its cores are idle; None: they are not lent.
+    #: The file in which this worker reports whether its cores are idle; None: they are not lent.
     core_leases: CoreLeases | None
-    #: The other ranks; None: there are none.
-    team: RankGroup | None
+    #: This rank together with the others; None: there are no others.
+    rank_group: RankGroup | None
 
     def close(self) -> None:
-        """Ends the other ranks. No step is computed any more, and no block copied."""
-        if self.team is not None:
-            self.team.close()
+        """Ends the other ranks. The last step and the last copy of blocks must have ended."""
+        if self.rank_group is not None:
+            self.rank_group.close()
 
 
 def load_model(config: WorkerConfig) -> LoadedModel:
     """Reads the weights, allocates the KV cache. Blocks for some seconds. Raises `SetupError` with the numbers.
 
-    With several ranks it starts the other processes, too; who calls it closes what it returns.
+    With several ranks it also starts the other processes. The caller closes the result.
     """
     require_handover_memory(config)
     device = open_device(config.device, config.tensor_parallel_size)
     require_cpus(config)
     if config.tensor_parallel_size > 1:
-        return _load_with_team(config, device)
+        return _load_with_ranks(config, device)
     leases = open_core_leases(config) if device.type == "cpu" else None
-    part = load_shard(config, device, borrowing=_borrowing(config, leases))
-    return _loaded(part, _runner(part, open_sampler(device)), leases=leases)
+    shard = load_shard(config, device, borrowing=_borrowing(config, leases))
+    return _loaded(shard, _runner(shard, open_sampler(device)), leases=leases)
 
 
-def _load_with_team(config: WorkerConfig, device: torch.device) -> LoadedModel:
+def _load_with_ranks(config: WorkerConfig, device: torch.device) -> LoadedModel:
     with ExitStack() as stack:
-        team = RankGroup(config, device)
-        stack.callback(team.close)
-        part = team.load()
+        group = RankGroup(config, device)
+        stack.callback(group.close)
+        shard = group.load()
         runner = Runner(
-            team.lead.decoder(part.step_decoder),
-            team.lead.cache(part.kv_cache),
-            team.lead.sampler(open_sampler(device)),
+            group.rank0.decoder(shard.step_decoder),
+            group.rank0.cache(shard.kv_cache),
+            group.rank0.sampler(open_sampler(device)),
         )
-        loaded = _loaded(part, runner, team=team)
+        loaded = _loaded(shard, runner, rank_group=group)
         stack.pop_all()
         return loaded
 
 
 def _loaded(
-    part: ModelShard, runner: Runner, *, leases: CoreLeases | None = None, team: RankGroup | None = None
+    shard: ModelShard, runner: Runner, *, leases: CoreLeases | None = None, rank_group: RankGroup | None = None
 ) -> LoadedModel:
     return LoadedModel(
-        layout=part.layout,
+        layout=shard.layout,
         limits=SequenceLimits(
-            max_model_len=part.decoder.max_model_len,
-            vocab_size=part.config.vocab_size,
-            eos_token_ids=frozenset(part.config.eos_token_ids),
+            max_model_len=shard.decoder.max_model_len,
+            vocab_size=shard.config.vocab_size,
+            eos_token_ids=frozenset(shard.config.eos_token_ids),
         ),
-        decoder=part.decoder,
-        kernels=part.decoder.kernels,
-        kv_cache=part.kv_cache,
-        pool=BlockPool(part.kv_cache.num_blocks, part.layout.block_size),
+        decoder=shard.decoder,
+        kernels=shard.decoder.kernels,
+        kv_cache=shard.kv_cache,
+        pool=BlockPool(shard.kv_cache.num_blocks, shard.layout.block_size),
         runner=runner,
         core_leases=leases,
-        team=team,
+        rank_group=rank_group,
     )
 
 
-def _runner(part: ModelShard, sampler: Sampler | DeviceSampler) -> Runner:
-    if isinstance(part.step_decoder, DeviceDecoder) and not isinstance(sampler, Sampler):
-        return DeviceRunner(part.step_decoder, part.kv_cache, sampler)
-    return Runner(part.step_decoder, part.kv_cache, sampler)
+def _runner(shard: ModelShard, sampler: Sampler | DeviceSampler) -> Runner:
+    if isinstance(shard.step_decoder, DeviceDecoder) and not isinstance(sampler, Sampler):
+        return DeviceRunner(shard.step_decoder, shard.kv_cache, sampler)
+    return Runner(shard.step_decoder, shard.kv_cache, sampler)
 
 
 def _borrowing(config: WorkerConfig, leases: CoreLeases | None) -> Borrowing | None:
@@ -120,9 +120,9 @@ def _borrowing(config: WorkerConfig, leases: CoreLeases | None) -> Borrowing | N
 
 
 def warm_up(loaded: LoadedModel) -> None:
-    """One prompt chunk and one decode row, so that no request pays for mapping the weights in, compiling, lazy set-up.
+    """Computes one prompt chunk and one decode row, so that no request pays for page faults, compiling or lazy set-up.
 
-    Runs on the step thread before anything else; block 0 is free then, and what it holds does not matter.
+    Runs on the step thread before anything else. It overwrites block 0, which is free then.
     """
     for first, num_tokens in ((0, min(_WARM_UP_TOKENS, loaded.layout.block_size)), (0, 1)):
         rows = torch.arange(first, first + num_tokens)

@@ -1,4 +1,4 @@
-"""Calls from one thread to the event loop of another, in order, and never losing the interpreter's lock."""
+"""Calls from a thread to an event loop, in order, without giving up the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ _ONE = (1).to_bytes(8, "little")
 class LoopCalls:
     """`loop.call_soon_threadsafe` for a thread that must not be held up.
 
-    That writes to a socket and lets the interpreter's lock go meanwhile. The loop, awake at once, takes it, and the
-    caller waits until the loop sleeps again: 0.2 ms of every step of a worker. Here the lock is kept until the caller
-    lets it go by itself, which a step does when it begins to compute. Without eventfd it is the slower way.
+    The original writes to a socket and releases the interpreter's lock for that. The loop wakes up and takes the lock,
+    and the caller waits until the loop sleeps again, which costs 0.2 ms of every step of a worker. Here the caller
+    keeps the lock until it releases it by itself, which a step does when it starts to compute. Without eventfd the
+    original is used.
     """
 
     def __init__(self) -> None:
-        """On the event loop that runs the calls."""
+        """To be created on the event loop that runs the calls."""
         self._loop = asyncio.get_running_loop()
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._event = -1
@@ -32,7 +33,7 @@ class LoopCalls:
             self._loop.add_reader(self._event, self._on_event)
 
     def post(self, call: Callable[..., object], *arguments: object) -> None:
-        """Have the loop call `call(*arguments)` after all that was posted before. From any thread; never blocks."""
+        """Schedules `call(*arguments)` on the loop, after all earlier posts. From any thread; never blocks."""
         self._calls.append((call, arguments))
         if self._event >= 0:
             self._write(self._event, _ONE, len(_ONE))
@@ -40,18 +41,18 @@ class LoopCalls:
             self._loop.call_soon_threadsafe(self.deliver)
 
     def deliver(self) -> None:
-        """On the loop: what has been posted, now, for who must not see the loop's other news before."""
+        """Runs, on the loop, everything posted so far, ahead of whatever else the loop has to do."""
         while self._calls:
             call, arguments = self._calls.popleft()
             try:
                 call(*arguments)
-            except Exception as error:  # noqa: BLE001 - it is nobody's who happens to be here; the others still run
+            except Exception as error:  # noqa: BLE001 - not the error of the code running here; later calls still run
                 self._loop.call_exception_handler(
-                    {"message": f"a call of a mailbox failed: {call}", "exception": error}
+                    {"message": f"A call posted to the event loop failed: {call}", "exception": error}
                 )
 
     def close(self) -> None:
-        """Deliver the last calls. Nothing may be posted any more."""
+        """Runs the last calls. Nothing may be posted afterwards."""
         if self._event >= 0:
             self._loop.remove_reader(self._event)
             os.close(self._event)

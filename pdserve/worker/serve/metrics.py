@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from prometheus_client import Counter, Gauge, Histogram
 
 from pdserve.base.metrics import CounterReader, CounterSource, HistogramReader, TokenHistogram, process_registry
@@ -14,78 +16,81 @@ _TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 class WorkerMetrics:
-    """All metrics of one worker process; the services set them, nobody reads them but Prometheus."""
+    """All metrics of one worker process, set by its services and read by Prometheus alone."""
 
     def __init__(self, *, model_name: str, tier: str) -> None:
         self.registry = process_registry()
         self._labels = {"model_name": model_name, "tier": tier}
-        # Requests and blocks
+        self._add_requests()
+        self._add_steps()
+        self._add_transfers()
+        self._worker_info = self._info(
+            "worker_info",
+            "Constant 1; identity and settings of this worker",
+            "worker_id",
+            "epoch",
+            "transport",
+            "device",
+            "tensor_parallel_size",
+            "dtype",
+            "block_size",
+            "version",
+        )
+        self._kernels_info = self._info(
+            "kernels_info",
+            "Constant 1; the kernels in use, and the reason when they are not the C++ ones",
+            "kernels",
+            "instruction_set",
+            "quantization",
+            "mode",
+            "reason",
+        )
+
+    def _add_requests(self) -> None:
         self.num_requests_running = self._gauge("num_requests_running", "Requests that take part in steps")
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Requests that wait for blocks or for a step")
         self.queued_prompt_tokens = self._gauge("queued_prompt_tokens", "Prompt tokens accepted but not yet computed")
         self.kv_cache_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1")
         self.kv_blocks = self._gauge("kv_blocks", "KV blocks of this worker")
         self.kv_blocks_free = self._gauge(
-            "kv_blocks_free", "KV blocks no request holds (cached prefixes count as free)"
+            "kv_blocks_free", "KV blocks that no request holds (cached prefixes count as free)"
         )
-        # Work
+
+    def _add_steps(self) -> None:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed")
         self.generation_tokens = self._counter("generation_tokens", "Tokens sampled")
-        self.schedule_s, self.build_s, self.forward_s, self.sample_s = (
+        self.schedule_s, self.build_s, self.forward_s, self.sample_s = phases = [
             TokenHistogram(_STEP_BUCKETS, self.labels(phase=phase))
             for phase in ("schedule", "build", "forward", "sample")
-        )
-        phases = (self.schedule_s, self.build_s, self.forward_s, self.sample_s)
+        ]
         HistogramReader(self.registry, "engine_step_seconds", "Duration of a step's phase", *phases)
         self.iteration_tokens = TokenHistogram(_TOKEN_BUCKETS, self._labels)
         HistogramReader(self.registry, "iteration_tokens", "Tokens of a step", self.iteration_tokens)
-        self.steps_ahead = self._counter("steps_ahead", "Steps launched while the one before was still computed")
-        # Handover
+        self.steps_ahead = self._counter("steps_ahead", "Steps launched while the previous one was still running")
+
+    def _add_transfers(self) -> None:
         self.kv_transfer_bytes = self._counter(
             "kv_transfer_bytes", "KV bytes sent or received", "direction", "transport"
         )
         self.kv_transfer_blocks = self._counter("kv_transfer_blocks", "KV blocks sent or received", "direction")
-        self.kv_transfers = self._counter("kv_transfers", "Transfers by how they ended", "outcome")
+        self.kv_transfers = self._counter("kv_transfers", "Transfers by outcome", "outcome")
         self.kv_transfers_active = self._gauge("kv_transfers_active", "Transfers that hold blocks or a lease")
-        self.kv_transfer_seconds = Histogram(
-            "pdserve_kv_transfer_seconds",
+        self.kv_transfer_seconds = self._histogram(
+            "kv_transfer_seconds",
             "Prefill: time with a block on the wire. Decode: first to last block, computing in between included",
-            LABELS,
-            buckets=_TRANSFER_BUCKETS,
-            registry=self.registry,
-        ).labels(**self._labels)
-        self.kv_transfer_exposed_seconds = Histogram(
-            "pdserve_kv_transfer_exposed_seconds",
-            "Prefill: from the end of a prompt's last step to its last byte having left",
-            LABELS,
-            buckets=_TRANSFER_BUCKETS,
-            registry=self.registry,
-        ).labels(**self._labels)
-        self.worker_info = Gauge(
-            "pdserve_worker_info",
-            "Constant 1; what this worker is",
-            [
-                *LABELS,
-                "worker_id",
-                "epoch",
-                "transport",
-                "device",
-                "tensor_parallel_size",
-                "dtype",
-                "block_size",
-                "version",
-            ],
-            registry=self.registry,
         )
-        self.kernels_info = Gauge(
-            "pdserve_kernels_info",
-            "Constant 1; what computes, and why it is not C++ when it is not",
-            [*LABELS, "kernels", "instruction_set", "quantization", "mode", "reason"],
-            registry=self.registry,
+        self.kv_transfer_exposed_seconds = self._histogram(
+            "kv_transfer_exposed_seconds",
+            "Prefill: from the end of a prompt's last step until its last byte has left",
         )
 
+    def describe(self, worker: Mapping[str, str], kernels: Mapping[str, str]) -> None:
+        """Sets the info metrics, which have these labels in addition to the common ones."""
+        self._worker_info.labels(**self.labels(**worker)).set(1)
+        self._kernels_info.labels(**self.labels(**kernels)).set(1)
+
     def read(self, *sources: CounterSource) -> None:
-        """Adds counters that are kept elsewhere."""
+        """Exposes counters that other objects keep."""
         CounterReader(self.registry, self._labels, *sources)
 
     def sent(self, num_bytes: int, num_blocks: int, busy_s: float, transport: str) -> None:
@@ -98,11 +103,11 @@ class WorkerMetrics:
         self.ended("committed")
 
     def ended(self, outcome: str) -> None:
-        """A transfer ended, in this way."""
+        """A transfer ended with this outcome."""
         self.kv_transfers.labels(**self._labels, outcome=outcome).inc()
 
     def labels(self, **more: str) -> dict[str, str]:
-        """The labels every metric has, and `more`."""
+        """The labels that every metric has, and `more`."""
         return {**self._labels, **more}
 
     def _moved(self, direction: str, num_bytes: int, num_blocks: int, busy_s: float, transport: str) -> None:
@@ -117,3 +122,10 @@ class WorkerMetrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         counter = Counter(f"pdserve_{name}", text, [*LABELS, *labels], registry=self.registry)
         return counter if labels else counter.labels(**self._labels)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        histogram = Histogram(f"pdserve_{name}", text, LABELS, buckets=_TRANSFER_BUCKETS, registry=self.registry)
+        return histogram.labels(**self._labels)
+
+    def _info(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"pdserve_{name}", text, [*LABELS, *labels], registry=self.registry)

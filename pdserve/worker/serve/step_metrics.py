@@ -1,4 +1,4 @@
-"""Carries what each step tells into metrics, the load report and the prefix index."""
+"""Passes each step's report on to metrics, to the load report and to the prefix index."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _EMPTY = Load(
 
 
 class StepMetrics:
-    """Fed on the event loop: once per step, and whenever the load changed without one."""
+    """Updated on the event loop after each step, and whenever the load changes without one."""
 
     def __init__(self, metrics: WorkerMetrics) -> None:
         self._metrics = metrics
         self._load = _EMPTY
         self._pace: Pace | None = None
-        #: Hears which blocks became reusable and which ceased to be.
+        #: Called with the blocks that became reusable and those that no longer are.
         self.on_cache_events: Callable[[Sequence[BlockHash], Sequence[BlockHash]], None] = lambda added, removed: None
-        #: Hears that no prompt is left to compute where some were.
+        #: Called when the last queued prompt has been computed or dropped.
         self.on_queue_empty: Callable[[], None] = lambda: None
-        self._show_load()
+        self._expose_load()
 
-    def _show_load(self) -> None:
-        """What the load tells is read when it is scraped, not written with every step."""
+    def _expose_load(self) -> None:
+        """Metrics of the load are computed at each scrape instead of being written with every step."""
         metrics = self._metrics
         metrics.num_requests_running.set_function(lambda: self._load.num_running)
         metrics.num_requests_waiting.set_function(lambda: self._load.num_waiting)
@@ -49,7 +49,7 @@ class StepMetrics:
         metrics.read(
             CounterSource(
                 name="num_preemptions",
-                text="Sequences put back to recompute for lack of blocks",
+                text="Sequences preempted for lack of blocks, to be recomputed",
                 value=lambda: self._load.num_preemptions,
             ),
             CounterSource(
@@ -66,23 +66,23 @@ class StepMetrics:
 
     @property
     def load(self) -> Load:
-        """The load as last told."""
+        """The load as last reported."""
         return self._load
 
     @property
     def pace(self) -> Pace | None:
-        """How fast the latest steps were; None before one computed prompt tokens."""
+        """Speed of the latest steps; None until one has computed prompt tokens."""
         return self._pace
 
     def set_load(self, load: Load) -> None:
-        """The load now."""
+        """Replaces the load."""
         had_prompts = self._load.queued_prompt_tokens > 0
         self._load = load
         if had_prompts and not load.queued_prompt_tokens:
             self.on_queue_empty()
 
     def observe(self, output: StepOutput) -> None:
-        """One step."""
+        """Takes in one step's report."""
         metrics, durations, events = self._metrics, output.durations, output.events
         self.set_load(output.load)
         if output.num_prefill_tokens or self._pace is not None:
@@ -98,8 +98,8 @@ class StepMetrics:
         if output.num_prefill_tokens:
             metrics.prompt_tokens.inc(output.num_prefill_tokens)
         if events.tokens:
-            told = sum(len(choice.token_ids) for new in events.tokens for choice in new.choices)
-            metrics.generation_tokens.inc(told)
+            num_tokens = sum(len(choice.token_ids) for new in events.tokens for choice in new.choices)
+            metrics.generation_tokens.inc(num_tokens)
         if events.cache.added or events.cache.removed:
             self.on_cache_events(events.cache.added, events.cache.removed)
 

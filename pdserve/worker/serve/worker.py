@@ -1,4 +1,4 @@
-"""What a tier's service works with, and what it must offer in return."""
+"""`Worker`, which a tier's service builds on, and `TierService`, the interface it implements in return."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class TierService(Protocol):
-    """What a tier adds: its policy and its gRPC methods."""
+    """A tier's own parts: its scheduling policy and its gRPC methods."""
 
     @property
     def name(self) -> str:
@@ -42,35 +42,38 @@ class TierService(Protocol):
 
     @property
     def scheduler(self) -> Scheduler:
-        """The tier's policy, driven by the step thread."""
+        """The tier's policy, which runs on the step thread."""
 
     @property
     def max_num_seqs(self) -> int:
-        """Sequences that one step computes at most."""
+        """Largest number of sequences in one step."""
 
     @property
     def itl_budget_s(self) -> float | None:
-        """What a step with prompt tokens beside decoding sequences may take; None where nothing decodes."""
+        """Time limit of a step that computes prompt tokens and decoding sequences; None where nothing decodes."""
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the gRPC methods."""
 
     async def start(self, grpc_address: str) -> str:
-        """The gRPC server listens, requests come from now on. Returns `WorkerRecord.stream_address`."""
+        """Called once the gRPC server listens, before the first request. Returns `WorkerRecord.stream_address`."""
 
     def on_step(self, output: StepOutput) -> None:
-        """What a step has to tell, on the event loop, in order."""
+        """Handles a step's output, on the event loop, in the order of steps."""
 
     def on_layers(self, written: LayersWritten) -> None:
-        """What a plan asked to be told during its step, on the event loop: between `on_step` of the steps around it."""
+        """Handles layers written during a step whose plan reports them.
+
+        On the event loop, between `on_step` of the previous step and of this one.
+        """
 
     async def close(self) -> None:
-        """No call is left."""
+        """Ends what the service still runs; called when the gRPC server has stopped."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Worker:
-    """One worker process. Everything belongs to the event loop; `run` is the way to the step thread."""
+    """One worker process. Everything belongs to the event loop; `run` and `post` reach the step thread."""
 
     config: WorkerConfig
     tier: Tier
@@ -82,17 +85,18 @@ class Worker:
     tasks: ServiceGroup
     calls: ActiveCalls = field(default_factory=ActiveCalls)
     steps: StepMetrics = field(init=False)
-    #: The KV cache as transports reach it.
+    #: The KV cache as transports see it.
     blocks: BlockMemory = field(init=False)
     _scheduler: Scheduler | None = None
     _loop: StepLoop | None = None
-    _told: LoopCalls | None = None  # By the step thread.
+    #: Calls from the step thread to the event loop.
+    _loop_calls: LoopCalls | None = None
 
     def __post_init__(self) -> None:
         self.steps = StepMetrics(self.metrics)
         model, staging_bytes = self.model, self.config.staging_memory
-        if model.team is not None:
-            self.blocks = model.team.block_memory(model.layout, model.kv_cache, staging_bytes)
+        if model.rank_group is not None:
+            self.blocks = model.rank_group.block_memory(model.layout, model.kv_cache, staging_bytes)
         elif self.config.handover_memory == "device":
             # Imported on use: Triton takes a second.
             from pdserve.worker.kv_bytes.device import device_block_memory
@@ -102,7 +106,7 @@ class Worker:
             self.blocks = block_memory(model.kv_cache, staging_bytes)
 
     def hash_key(self, salt: bytes) -> bytes:
-        """The key of block hashes for prompts of one tenant."""
+        """The key of the block hashes of one tenant's prompts."""
         layout = self.model.layout
         return hash_key(model=layout.model, dtype=layout.dtype, block_size=layout.block_size, salt=salt)
 
@@ -112,28 +116,31 @@ class Worker:
             # Shielded: cancelling the wrapped future would take back a call that has not run yet.
             return await asyncio.shield(asyncio.wrap_future(self.post(fn)))
         finally:
-            if self._told is not None:  # What was told before the call, the caller sees before its result.
-                self._told.deliver()
+            if self._loop_calls is not None:  # The caller sees reports of earlier steps before the result of its call.
+                self._loop_calls.deliver()
 
     def post(self, fn: Callable[[], T]) -> Future[T]:
-        """As `run`, without waiting. The future belongs to the step thread; its result may overtake what steps tell."""
+        """Like `run`, without waiting.
+
+        The future belongs to the step thread. Its result may overtake reports of earlier steps.
+        """
         assert self._loop is not None, "the step loop runs before requests are served"
-        scheduler, told = self._scheduler, self._told
+        scheduler, loop_calls = self._scheduler, self._loop_calls
         assert scheduler is not None
-        assert told is not None
+        assert loop_calls is not None
 
         def call() -> T:
             try:
                 return fn()
             finally:
-                # Blocks may have been taken or freed without a step: what is reported stays true.
-                told.post(self.steps.set_load, scheduler.load())
+                # The call may have taken or freed blocks without a step; the reported load has to follow.
+                loop_calls.post(self.steps.set_load, scheduler.load())
 
         return self._loop.call(call)
 
     @asynccontextmanager
     async def computing(self, service: TierService) -> AsyncIterator[asyncio.Future[BaseException]]:
-        """The step thread, started and warm. Yields a future that is set when it dies."""
+        """Runs the step thread until the block ends. Yields, once it is warm, a future that is set when it dies."""
         fatal: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
         def on_step(output: StepOutput) -> None:
@@ -141,36 +148,36 @@ class Worker:
             service.on_step(output)
 
         def end(error: BaseException) -> None:
-            if not fatal.done():  # A lost rank is heard of in two ways.
+            if not fatal.done():  # A lost rank is reported in two ways.
                 fatal.set_result(error)
 
-        with closing(LoopCalls()) as told:
+        with closing(LoopCalls()) as loop_calls:
 
             def die(error: BaseException) -> None:
-                told.post(end, error)
+                loop_calls.post(end, error)
 
-            self._told, self._scheduler = told, service.scheduler
+            self._loop_calls, self._scheduler = loop_calls, service.scheduler
             self._loop = StepLoop(
                 service.scheduler,
                 self.model.runner,
-                publish=lambda output: told.post(on_step, output),
+                publish=lambda output: loop_calls.post(on_step, output),
                 on_fatal=die,
-                on_layers=lambda written: told.post(service.on_layers, written),
+                on_layers=lambda written: loop_calls.post(service.on_layers, written),
                 config=self._loop_config(),
             )
             self._loop.start()
-            if self.model.team is not None:
-                self.model.team.watch(die)
+            if self.model.rank_group is not None:
+                self.model.rank_group.watch(die)
             try:
                 await self.run(lambda: warm_up(self.model))
                 yield fatal
             finally:
-                if self.model.team is not None:
-                    self.model.team.watch(lambda error: None)
+                if self.model.rank_group is not None:
+                    self.model.rank_group.watch(lambda error: None)
                 await asyncio.to_thread(self._loop.stop)
 
     def _loop_config(self) -> LoopConfig:
-        """C++ kernels bring threads of their own, pinned to the other cores: torch's would only be in their way."""
+        """C++ kernels have threads of their own, pinned to the other cores, which torch's threads would slow down."""
         own = config_of_rank(self.config, 0, num_cores=num_cores())
         cpus, threads = own.cpus, own.threads or len(own.cpus)
         if self.model.kernels.backend is Backend.CPU:
@@ -181,5 +188,5 @@ class Worker:
 
     @property
     def load(self) -> Load:
-        """The load as last told by the step thread."""
+        """The load as last reported by the step thread."""
         return self.steps.load

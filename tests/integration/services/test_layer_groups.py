@@ -155,7 +155,7 @@ async def test_a_group_of_several_ranks_is_on_the_wire_before_the_next_layers_ar
     async with running_cluster(
         model, prefill_transport=wire, prefill=ranks, decode=ONE_CHUNK | {"layer_groups": 3}
     ) as cluster:
-        assert cluster.prefill.model.team is not None
+        assert cluster.prefill.model.rank_group is not None
         # Of the runner's decoder, which leads the other rank: its half of the heads comes from another process.
         decoder = stopping(cluster, wire, {2: NUM_BLOCKS, 3: 2 * NUM_BLOCKS})
         _, tokens = await handed_over(cluster.request(PROMPT))

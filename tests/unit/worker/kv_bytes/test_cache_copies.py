@@ -1,4 +1,4 @@
-"""Whoever cancels a copy of blocks waits for it: then nothing touches the blocks any more."""
+"""Cancelling a copy of blocks waits for its end, after which nothing touches the blocks."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ DEADLINE_S = 20.0
 
 
 class HeldCache:
-    """Whose copies take until they may end."""
+    """A cache whose copies end on request."""
 
     def __init__(self) -> None:
-        self.begun = threading.Event()
+        self.started = threading.Event()
         self.may_end = threading.Event()
         self.ended = False
 
     def read_blocks(self, *_: object) -> None:
-        self.begun.set()
+        self.started.set()
         assert self.may_end.wait(DEADLINE_S)
         self.ended = True
 
@@ -39,15 +39,15 @@ class HeldCache:
 
 
 @pytest.mark.parametrize("way", ["read", "write"])
-async def test_a_cancelled_copy_is_waited_for(way: str) -> None:
+async def test_a_cancelled_copy_is_awaited(way: str) -> None:
     cache = HeldCache()
     stage = Stage(torch.zeros(2 * LAYOUT.block_bytes, dtype=torch.uint8), LAYOUT, torch.float32)
     copies = CacheCopies(cast(KvCache, cache), stage)
     spec = MessageSpec(layers=slice(0, 2), digest=MessageDigest(new_key()))
     copy = copies.read if way == "read" else copies.write
     task = asyncio.create_task(copy([[BlockId(1)]], [0], spec))
-    assert await asyncio.to_thread(cache.begun.wait, DEADLINE_S)
-    for _ in range(2):  # However often.
+    assert await asyncio.to_thread(cache.started.wait, DEADLINE_S)
+    for _ in range(2):  # No matter how often.
         task.cancel()
         done, _ = await asyncio.wait([task], timeout=0.1)
         assert not done

@@ -57,7 +57,7 @@ def blocks(*ids: int) -> list[BlockId]:
 
 @dataclass(eq=False)
 class Pair:
-    """A prefill and a decode worker's ends, and what the latter was told."""
+    """The two ends of a transfer, and the callbacks that the decode worker received."""
 
     source: KvCache
     target: KvCache
@@ -138,16 +138,16 @@ async def test_digests_are_the_references_of_each_block_keyed_for_the_transfer()
     bundle = blocks(3, 0)
     [buffer] = await memory.lend([bundle])
     [given] = await memory.load([bundle], [buffer], MessageSpec(layers=slice(1, 3), digest=DIGEST))
-    parts = cache.tensor[[3, 0], 1:3].reshape(2, -1).view(torch.uint8)
-    keys = reference.digest_keys(DIGEST.device_key, parts.shape[1], CPU)
-    assert given == DIGEST.of_blocks(reference.digest(parts, keys).numpy().tobytes())
-    assert np.array_equal(buffer[2 * LAYOUT.block_bytes // 3 :], parts.flatten().numpy())
+    content = cache.tensor[[3, 0], 1:3].reshape(2, -1).view(torch.uint8)
+    keys = reference.digest_keys(DIGEST.device_key, content.shape[1], CPU)
+    assert given == DIGEST.of_blocks(reference.digest(content, keys).numpy().tobytes())
+    assert np.array_equal(buffer[2 * LAYOUT.block_bytes // 3 :], content.flatten().numpy())
     [other] = await memory.load([bundle], [buffer], MessageSpec(layers=slice(1, 3), digest=MessageDigest(b"l" * 32)))
     assert other != given
     assert await memory.store([bundle], [buffer], MessageSpec(layers=slice(1, 3), digest=DIGEST)) == [given]
 
 
-async def test_a_worker_with_other_digests_refuses_the_ticket_and_says_what_to_do() -> None:
+async def test_a_ticket_for_other_digests_is_refused_with_a_remedy() -> None:
     async with pair_of() as pair:
         ticket = await pair.receiver.grant(pair.reservation(0), attempt=1)
         on_host = Sender(transport=pair.sending, memory=InPlaceMemory(pair.source, 3), layout=LAYOUT)
@@ -157,17 +157,17 @@ async def test_a_worker_with_other_digests_refuses_the_ticket_and_says_what_to_d
         await pair.receiver.abort(ticket.transfer_id)
 
 
-def test_bytes_in_gpu_memory_are_described_as_arrays_are() -> None:
+def test_bytes_in_gpu_memory_have_the_cuda_array_interface() -> None:
     memory = torch.zeros(100, dtype=torch.uint8)
-    part = DeviceBytes(memory)[10:30]
-    assert (len(part), part.nbytes, part.ndim) == (20, 20, 1)
-    assert part.__cuda_array_interface__["data"] == (memory.data_ptr() + 10, False)
-    assert part.__cuda_array_interface__["shape"] == (20,)
-    Operation(1, part)  # type: ignore[arg-type]
+    span = DeviceBytes(memory)[10:30]
+    assert (len(span), span.nbytes, span.ndim) == (20, 20, 1)
+    assert span.__cuda_array_interface__["data"] == (memory.data_ptr() + 10, False)
+    assert span.__cuda_array_interface__["shape"] == (20,)
+    Operation(1, span)  # type: ignore[arg-type]
 
 
 class Writing:
-    """A moment at which a step has written a block."""
+    """An event after which a step has written a block."""
 
     def __init__(self, cache: KvCache) -> None:
         self._cache = cache
@@ -176,7 +176,7 @@ class Writing:
         self._cache.tensor[3] = 7
 
 
-async def test_blocks_are_packed_after_the_moment_at_which_they_are_written() -> None:
+async def test_blocks_are_packed_after_the_event_at_which_they_are_written() -> None:
     cache = filled(4, 3)
     memory = staged(cache)
     bundle = blocks(3)
@@ -185,7 +185,7 @@ async def test_blocks_are_packed_after_the_moment_at_which_they_are_written() ->
     assert (torch.from_numpy(buffer).view(torch.bfloat16) == 7).all()
 
 
-def test_trying_the_kernels_out_changes_no_block() -> None:
+def test_warming_up_changes_no_block() -> None:
     cache = filled(3, 4)
     before = cache.tensor.clone()
     stage = torch.zeros(16 * LAYOUT.block_bytes, dtype=torch.uint8, device=DEVICE)
@@ -200,15 +200,15 @@ async def test_a_gpu_without_memory_ends_the_transfer_and_not_the_worker(monkeyp
     [buffer] = await memory.lend([bundle])
 
     def full(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("no room")
+        raise torch.OutOfMemoryError("exhausted")
 
     monkeypatch.setattr("kernels.triton.blocks.pack", full)
-    with pytest.raises(TransferError, match="the GPU has no memory left to pack blocks: no room"):
+    with pytest.raises(TransferError, match="The GPU has no memory left to pack blocks: exhausted"):
         await memory.load([bundle], [buffer], MessageSpec(layers=slice(0, 3), digest=DIGEST))
 
 
 async def test_ucx_takes_bytes_by_their_address() -> None:
-    # Which UCX finds out to be the host's; its way to a GPU begins the same.
+    # UCX finds that this memory is the host's. For a GPU's memory, the call starts the same.
     sent, landed = torch.arange(1 << 20).to(torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
     ours, theirs = open_transport("ucx"), open_transport("ucx")
     receive = theirs.post_receive(5, cast(Buffer, DeviceBytes(landed)))

@@ -1,4 +1,4 @@
-"""Blocks are packed on a device when they are there, and not when all that was launched is done."""
+"""Blocks are packed on a device as soon as they are written, without waiting for everything launched."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def copies() -> tuple[KvCache, torch.Tensor, DeviceCopies]:
     return cache, stage, DeviceCopies(cache, stage)
 
 
-async def test_what_is_packed_has_what_was_launched_before_its_moment_and_waits_for_nothing_else() -> None:
+async def test_packing_waits_for_its_event_and_for_no_later_launch() -> None:
     cache, stage, packing = copies()
-    await packing.read([[BlockId(0)]], [1], FIRST)  # what is compiled at first use waits
+    await packing.read([[BlockId(0)]], [1], FIRST)  # the first use compiles, and waits
     keep_busy()
     cache.tensor[1, 0] = 5
-    moment = cache.record_event(1)
+    event = cache.record_event(1)
     keep_busy()
     cache.tensor[1, 0] = 6
     later = torch.cuda.current_stream().record_event()
-    spec = MessageSpec(layers=FIRST.layers, digest=FIRST.digest, after=moment)
+    spec = MessageSpec(layers=FIRST.layers, digest=FIRST.digest, after=event)
     first = await packing.read([[BlockId(1)]], [0], spec)
     assert not later.query()
     layer = stage[: LAYOUT.block_bytes // LAYOUT.num_layers].view(torch.bfloat16)
@@ -47,7 +47,7 @@ async def test_what_is_packed_has_what_was_launched_before_its_moment_and_waits_
     )
 
 
-async def test_what_is_unpacked_is_found_by_what_is_launched_then() -> None:
+async def test_unpacked_blocks_are_visible_to_later_launches() -> None:
     cache, stage, packing = copies()
     stage.view(torch.bfloat16).fill_(3)
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Layers of blocks on their way through a stage: each in its place, and read when they are there."""
+"""Layers of blocks pass through a stage at the right offsets, and are read only once they are written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class Writing:
-    """A moment at which a step has written a block."""
+    """An event after which a step has written a block."""
 
     def __init__(self, cache: KvCache) -> None:
         self._cache = cache
@@ -29,7 +29,7 @@ class Writing:
         self._cache.tensor[1] = 7
 
 
-async def test_layers_are_read_into_their_place_after_the_moment_at_which_they_are_written() -> None:
+async def test_layers_are_read_to_their_offset_after_the_event_at_which_they_are_written() -> None:
     cache, stage = KvCache(LAYOUT, 3, CPU), torch.zeros(2 * LAYOUT.block_bytes, dtype=torch.uint8)
     memory = staged(cache, stage, bundle_blocks=1)
     cache.tensor[2] = 1
@@ -42,7 +42,7 @@ async def test_layers_are_read_into_their_place_after_the_moment_at_which_they_a
         assert (layers[1] == value).all()
 
 
-async def test_layers_are_written_from_their_place_and_no_others() -> None:
+async def test_only_the_given_layers_are_written() -> None:
     cache, stage = KvCache(LAYOUT, 3, CPU), torch.zeros(2 * LAYOUT.block_bytes, dtype=torch.uint8)
     memory = staged(cache, stage, bundle_blocks=1)
     (buffer,) = await memory.lend([[BlockId(1)]])
@@ -54,7 +54,7 @@ async def test_layers_are_written_from_their_place_and_no_others() -> None:
     assert not cache.tensor[[0, 2]].any()
 
 
-async def test_a_bundle_has_a_group_of_layers_of_all_its_blocks_side_by_side() -> None:
+async def test_a_bundle_holds_each_layer_group_of_all_its_blocks_contiguously() -> None:
     cache, stage = KvCache(LAYOUT, 4, CPU), torch.zeros(4 * LAYOUT.block_bytes, dtype=torch.uint8)
     cache.tensor.copy_(torch.arange(cache.tensor.numel()).view(cache.tensor.shape) % 251)
     memory = staged(cache, stage, bundle_blocks=2)
@@ -64,14 +64,16 @@ async def test_a_bundle_has_a_group_of_layers_of_all_its_blocks_side_by_side() -
         await memory.load([bundle], [buffer], MessageSpec(layers=layers, digest=DIGEST))
     expected = torch.cat([cache.tensor[[3, 1], :2].flatten(), cache.tensor[[3, 1], 2:].flatten()])
     assert torch.equal(torch.from_numpy(buffer).view(torch.bfloat16), expected)
-    # And back, into other blocks.
+    # Back again, into other blocks.
     other = [BlockId(0), BlockId(2)]
     for layers in (slice(2, 3), slice(0, 2)):
         await memory.store([other], [buffer], MessageSpec(layers=layers, digest=DIGEST))
     assert torch.equal(cache.tensor[[0, 2]], cache.tensor[[3, 1]])
 
 
-def test_a_stage_has_room_for_a_bundle() -> None:
+def test_a_stage_holds_at_least_one_bundle() -> None:
     assert stage_bytes(LAYOUT, 16 * LAYOUT.block_bytes + 5) == 16 * LAYOUT.block_bytes
-    with pytest.raises(SetupError, match=r"too small for 16 KV blocks of 768 bytes, which travel together"):
+    with pytest.raises(
+        SetupError, match=r"too small: 16 KV blocks of 768 bytes travel together\. Set it to at least 12288"
+    ):
         stage_bytes(LAYOUT, 16 * LAYOUT.block_bytes - 1)

@@ -54,13 +54,13 @@ def test_contents_stay_and_the_pages_are_there() -> None:
     assert int(memory.sum(dtype=np.int64)) == 7
 
 
-def test_pieces_are_whole_pages_within_the_memory() -> None:
+def test_chunks_are_whole_pages_within_the_memory() -> None:
     memory = np.zeros(3 * 1024**2 + 5, dtype=np.uint8)[3:]
-    pieces = list(populate._pieces(memory))
-    assert all(start % mmap.PAGESIZE == size % mmap.PAGESIZE == 0 for start, size in pieces)
-    assert pieces[0][0] >= memory.ctypes.data
-    assert pieces[-1][0] + pieces[-1][1] <= memory.ctypes.data + memory.nbytes
-    assert sum(size for _, size in pieces) > memory.nbytes - 2 * mmap.PAGESIZE
+    chunks = list(populate._chunks(memory))
+    assert all(start % mmap.PAGESIZE == size % mmap.PAGESIZE == 0 for start, size in chunks)
+    assert chunks[0][0] >= memory.ctypes.data
+    assert chunks[-1][0] + chunks[-1][1] <= memory.ctypes.data + memory.nbytes
+    assert sum(size for _, size in chunks) > memory.nbytes - 2 * mmap.PAGESIZE
 
 
 def test_a_system_that_refuses_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

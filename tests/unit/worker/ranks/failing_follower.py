@@ -1,4 +1,4 @@
-"""`python -m tests.unit.worker.ranks.failing_follower STEPS COPIES STAGE`: fails as the model's directory is named."""
+"""`python -m tests.unit.worker.ranks.failing_follower STEPS COPIES STAGE`: fails in the way the model's name says."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ import torch
 
 from pdserve.worker.ranks.messages import MessageKind, MessageReader, encode
 from pdserve.worker.ranks.process_group import form_group
-from pdserve.worker.ranks.startup import RankSetup, SetupReply, receive_line, send_line
+from pdserve.worker.ranks.startup import RankSetup, SetupReply, SetupState, receive_line, send_line
 
 
 def main() -> None:
-    """Reads its order, then fails."""
+    """Reads its setup, then fails."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.alarm(60)  # Whatever becomes of the test.
+    signal.alarm(60)  # A failed test leaves no process behind.
     steps, copies, _ = map(int, sys.argv[1:])
     with socket.socket(fileno=steps), socket.socket(fileno=copies) as stream:
         message = receive_line(stream)
         assert message is not None
-        order = RankSetup.from_json(message)
-        how = order.config.model_dir.name
+        setup = RankSetup.from_json(message)
+        how = setup.config.model_dir.name
         if how == "never-ends":
             signal.pause()
-        if how == "says-nothing-more":
+        if how == "closes-its-socket":
             stream.close()
             signal.pause()
-        if how == "ends-at-once":
+        if how == "exits-at-once":
             sys.exit(7)
         if how == "cannot-load":
-            send_line(stream, SetupReply(error="no memory").to_json())
+            send_line(stream, SetupReply(state=SetupState.FAILED, error="no memory").to_json())
             sys.exit(1)
-        send_line(stream, SetupReply(state="here").to_json())
-        if how == "last-fails" and order.rank == order.config.tensor_parallel_size - 1:
+        send_line(stream, SetupReply(state=SetupState.STARTED).to_json())
+        if how == "last-fails" and setup.rank == setup.config.tensor_parallel_size - 1:
             os._exit(7)
         if how == "last-fails":
             signal.pause()
-        if how == "answers-another":
-            asked = MessageReader(stream).receive()
-            assert asked is not None
-            stream.sendall(encode(MessageKind.DONE, asked.number + 1))
+        if how == "replies-to-another":
+            request = MessageReader(stream).receive()
+            assert request is not None
+            stream.sendall(encode(MessageKind.DONE, request.number + 1))
             signal.pause()
-        form_group(Path(order.rendezvous), order.rank, order.config.tensor_parallel_size, torch.device("cpu"))
+        form_group(Path(setup.rendezvous), setup.rank, setup.config.tensor_parallel_size, torch.device("cpu"))
         if how == "cannot-agree":
-            # The first one has only heard of it.
-            last = order.rank == order.config.tensor_parallel_size - 1
-            error = "no room for one block" if last else "does not reach the others"
-            send_line(stream, SetupReply(error=error, hearsay=not last).to_json())
+            # The others only see its consequence.
+            last = setup.rank == setup.config.tensor_parallel_size - 1
+            error = "no memory for one block" if last else "cannot reach the others"
+            send_line(stream, SetupReply(state=SetupState.FAILED, error=error, is_consequence=not last).to_json())
         os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""A rank copies no block before the step that writes it is that far, as far as it has to be."""
+"""A follower copies a block only once the step that writes it has come far enough, and no later."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.support.devices import DEVICE, gpu_only, keep_busy
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 LAYOUT = KvLayout(model="m", dtype="float32", block_size=2, num_layers=2, num_kv_heads=1, head_dim=4)
 DEADLINE_S = 20.0
-#: For what must not happen.
+#: Time in which nothing may happen.
 SOON_S = 0.2
 
 
 class Event:
-    """As `torch.cuda.Event`."""
+    """Stands in for `torch.cuda.Event`."""
 
     waited_for: tuple[Event, ...] = ()
 
@@ -44,7 +44,7 @@ class Event:
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
-    """Those that were made, in order."""
+    """The events that were made, in order."""
     made: list[Event] = []
 
     def event() -> Event:
@@ -57,27 +57,29 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     return made
 
 
-def test_a_mark_is_waited_for_where_it_was_launched(events: list[Event]) -> None:
+def test_waiting_for_a_position_waits_for_the_event_of_its_launch(events: list[Event]) -> None:
     progress = LaunchProgress(GPU)
-    for mark in (StepPosition(1, 1), StepPosition(1, 2), StepPosition(1), StepPosition(2)):
-        progress.note_launch(mark)
-    for mark in (StepPosition(1, 2), StepPosition(1), StepPosition(1, 1), StepPosition(2, 1), StepPosition(0)):
-        progress.wait_for(mark)
-    assert Event.waited_for == tuple(events[place] for place in (1, 2, 0, 3, 0))
+    for position in (StepPosition(1, 1), StepPosition(1, 2), StepPosition(1), StepPosition(2)):
+        progress.record_launch(position)
+    for position in (StepPosition(1, 2), StepPosition(1), StepPosition(1, 1), StepPosition(2, 1), StepPosition(0)):
+        progress.wait_for(position)
+    assert Event.waited_for == tuple(events[index] for index in (1, 2, 0, 3, 0))
 
 
-def test_a_mark_that_is_forgotten_is_before_the_oldest_that_is_not(events: list[Event]) -> None:
+def test_a_position_whose_event_is_gone_waits_for_the_oldest_event_kept(events: list[Event]) -> None:
     progress = LaunchProgress(GPU)
     for step in range(1, _KEPT_EVENTS + 3):
-        progress.note_launch(StepPosition(step))
+        progress.record_launch(StepPosition(step))
     progress.wait_for(StepPosition(1))
     assert Event.waited_for == (events[2],)
 
 
 @pytest.mark.parametrize("device", [CPU, GPU])
-def test_what_is_not_launched_is_waited_for(device: torch.device, events: list[Event]) -> None:
+def test_waiting_for_a_position_that_is_not_launched_waits_for_its_launch(
+    device: torch.device, events: list[Event]
+) -> None:
     progress = LaunchProgress(device)
-    progress.note_launch(StepPosition(1))
+    progress.record_launch(StepPosition(1))
     reached = threading.Event()
 
     def wait() -> None:
@@ -87,22 +89,22 @@ def test_what_is_not_launched_is_waited_for(device: torch.device, events: list[E
     thread = threading.Thread(target=wait)
     thread.start()
     assert not reached.wait(SOON_S)
-    progress.note_launch(StepPosition(2, 1))
+    progress.record_launch(StepPosition(2, 1))
     assert reached.wait(DEADLINE_S)
     thread.join()
     assert Event.waited_for == tuple(events[1:])
 
 
 class HeldDecoder:
-    """Writes a layer when it is told to."""
+    """Writes a layer when it may."""
 
     def __init__(self) -> None:
         self.may_write = [threading.Event() for _ in range(LAYOUT.num_layers)]
         self.may_end = threading.Event()
 
     def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
-        for layer, told in enumerate(self.may_write):
-            assert told.wait(DEADLINE_S)
+        for layer, allowed in enumerate(self.may_write):
+            assert allowed.wait(DEADLINE_S)
             kv_cache[:, layer] = 1 + layer
             if on_layer is not None:
                 on_layer(layer + 1)
@@ -111,7 +113,7 @@ class HeldDecoder:
 
 
 class Cache:
-    """Blocks of one rank, and what was read of them."""
+    """Blocks of one rank; remembers whether they were written."""
 
     def __init__(self) -> None:
         self.tensor = torch.zeros(3, 2, 2, 1, 2, 4)
@@ -125,28 +127,28 @@ class Cache:
         self.written = True
 
 
-class Led:
-    """A follower on two threads, seen from rank 0."""
+class StartedFollower:
+    """A follower on two threads, as rank 0 sees it."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.decoder, self.cache = HeldDecoder(), Cache()
         self.stage = torch.zeros(3 * LAYOUT.block_bytes, dtype=torch.uint8)
-        part = cast(ModelShard, SimpleNamespace(step_decoder=self.decoder, kv_cache=self.cache))
-        follower = Follower(part, Stage(self.stage, LAYOUT, torch.float32), CPU)
+        shard = cast(ModelShard, SimpleNamespace(step_decoder=self.decoder, kv_cache=self.cache))
+        rank = Follower(shard, Stage(self.stage, LAYOUT, torch.float32), CPU)
         steps, their_steps = socket.socketpair()
         self.copies, their_copies = socket.socketpair()
-        for each in (their_steps, their_copies):
-            stack.enter_context(each)
-        for target, of in ((follower.compute, MessageReader(their_steps)), (follower.copy, their_copies)):
-            thread = threading.Thread(target=target, args=(of,))
+        for end in (their_steps, their_copies):
+            stack.enter_context(end)
+        for target, stream in ((rank.compute, MessageReader(their_steps)), (rank.copy, their_copies)):
+            thread = threading.Thread(target=target, args=(stream,))
             thread.start()
             stack.callback(thread.join)
-        for each in (steps, self.copies):
-            stack.enter_context(each)
+        for end in (steps, self.copies):
+            stack.enter_context(end)
         self.copies.settimeout(DEADLINE_S)
-        self._steps, self._answers = StepWriter([steps]), MessageReader(self.copies)
+        self._steps, self._replies = StepWriter([steps]), MessageReader(self.copies)
 
-    def begin(self, number: int, *, notes_layers: bool = False) -> None:
+    def start(self, number: int, *, reports_layers: bool = False) -> None:
         row = torch.zeros(1, dtype=torch.int64)
         batch = Batch(
             token_ids=row,
@@ -157,18 +159,18 @@ class Led:
             block_tables=row.view(1, 1),
             logits_rows=row,
         )
-        self._steps.forward(number, batch, notes_layers=notes_layers)
+        self._steps.forward(number, batch, reports_layers=reports_layers)
 
-    def ask(self, kind: MessageKind, after: StepPosition, layers: slice = slice(0, 2)) -> None:
+    def request(self, kind: MessageKind, after: StepPosition, layers: slice = slice(0, 2)) -> None:
         copy = CopyRequest(bundles=[[BlockId(1)]], slots=[2], layers=layers, after=after)
         self.copies.sendall(copy.encode(kind))
 
-    def answer(self) -> tuple[MessageKind, int]:
-        message = self._answers.receive()
+    def reply(self) -> tuple[MessageKind, int]:
+        message = self._replies.receive()
         assert message is not None
         return message.kind, message.number
 
-    def does_not_answer(self) -> bool:
+    def does_not_reply(self) -> bool:
         self.copies.settimeout(SOON_S)
         try:
             return not self.copies.recv(1, socket.MSG_PEEK)
@@ -178,81 +180,81 @@ class Led:
             self.copies.settimeout(DEADLINE_S)
 
     def read_back(self) -> list[float]:
-        """The first number of each layer of the slot."""
+        """The first number of each layer in the slot."""
         numbers: list[float] = self.stage.view(torch.float32).view(3, 2, -1)[2, :, 0].tolist()
         return numbers
 
 
 @pytest.fixture
-def led() -> Iterator[Led]:
+def follower() -> Iterator[StartedFollower]:
     with ExitStack() as stack:
-        led = Led(stack)
-        yield led
-        # A failed test leaves it held.
-        for held in (*led.decoder.may_write, led.decoder.may_end):
+        follower = StartedFollower(stack)
+        yield follower
+        # A failed test leaves the decoder held.
+        for held in (*follower.decoder.may_write, follower.decoder.may_end):
             held.set()
 
 
-def test_a_block_is_read_when_the_step_has_ended(led: Led) -> None:
-    led.begin(1)
-    led.ask(MessageKind.READ_BLOCKS, StepPosition(1))
-    for held in led.decoder.may_write:
+def test_a_block_is_read_after_its_step_has_ended(follower: StartedFollower) -> None:
+    follower.start(1)
+    follower.request(MessageKind.READ_BLOCKS, StepPosition(1))
+    for held in follower.decoder.may_write:
         held.set()
-    assert led.does_not_answer()
-    led.decoder.may_end.set()
-    assert led.answer() == (MessageKind.DONE, 1)
-    assert led.read_back() == [1, 2]
+    assert follower.does_not_reply()
+    follower.decoder.may_end.set()
+    assert follower.reply() == (MessageKind.DONE, 1)
+    assert follower.read_back() == [1, 2]
 
 
-def test_a_layer_is_read_when_it_is_written_and_no_later(led: Led) -> None:
-    led.begin(1, notes_layers=True)
-    led.ask(MessageKind.READ_BLOCKS, StepPosition(1, 1), slice(0, 1))
-    assert led.does_not_answer()
-    led.decoder.may_write[0].set()
-    assert led.answer() == (MessageKind.DONE, 1)
-    assert led.read_back() == [1, 0]
-    led.ask(MessageKind.READ_BLOCKS, StepPosition(1, 2), slice(1, 2))
-    assert led.does_not_answer()
-    led.decoder.may_write[1].set()
-    assert led.answer() == (MessageKind.DONE, 1)
+def test_a_layer_is_read_as_soon_as_it_is_written(follower: StartedFollower) -> None:
+    follower.start(1, reports_layers=True)
+    follower.request(MessageKind.READ_BLOCKS, StepPosition(1, 1), slice(0, 1))
+    assert follower.does_not_reply()
+    follower.decoder.may_write[0].set()
+    assert follower.reply() == (MessageKind.DONE, 1)
+    assert follower.read_back() == [1, 0]
+    follower.request(MessageKind.READ_BLOCKS, StepPosition(1, 2), slice(1, 2))
+    assert follower.does_not_reply()
+    follower.decoder.may_write[1].set()
+    assert follower.reply() == (MessageKind.DONE, 1)
 
 
-def test_a_layer_that_is_not_noted_is_written_when_the_step_has_ended(led: Led) -> None:
-    led.begin(1)
-    led.decoder.may_write[0].set()
-    led.ask(MessageKind.READ_BLOCKS, StepPosition(1, 1), slice(0, 1))
-    assert led.does_not_answer()
-    led.decoder.may_write[1].set()
-    led.decoder.may_end.set()
-    assert led.answer() == (MessageKind.DONE, 1)
+def test_without_layer_reports_a_layer_is_read_after_its_step_has_ended(follower: StartedFollower) -> None:
+    follower.start(1)
+    follower.decoder.may_write[0].set()
+    follower.request(MessageKind.READ_BLOCKS, StepPosition(1, 1), slice(0, 1))
+    assert follower.does_not_reply()
+    follower.decoder.may_write[1].set()
+    follower.decoder.may_end.set()
+    assert follower.reply() == (MessageKind.DONE, 1)
 
 
-def test_blocks_are_not_overwritten_under_a_step(led: Led) -> None:
-    led.begin(1)
-    led.ask(MessageKind.WRITE_BLOCKS, StepPosition(1))
-    assert led.does_not_answer()
-    assert not led.cache.written
-    for held in (*led.decoder.may_write, led.decoder.may_end):
+def test_blocks_are_not_overwritten_during_a_step(follower: StartedFollower) -> None:
+    follower.start(1)
+    follower.request(MessageKind.WRITE_BLOCKS, StepPosition(1))
+    assert follower.does_not_reply()
+    assert not follower.cache.written
+    for held in (*follower.decoder.may_write, follower.decoder.may_end):
         held.set()
-    assert led.answer() == (MessageKind.DONE, 1)
-    assert led.cache.written
+    assert follower.reply() == (MessageKind.DONE, 1)
+    assert follower.cache.written
 
 
 class TestOnHardware:
-    """What is launched is not written yet."""
+    """On a GPU, launched is not yet written."""
 
     pytestmark = gpu_only
 
-    def test_who_waits_for_layers_goes_on_when_they_are_written_and_not_later(self) -> None:
+    def test_waiting_for_layers_ends_when_they_are_written_and_no_later(self) -> None:
         progress = LaunchProgress(DEVICE)
         keep_busy()
         written = torch.cuda.Event()
         written.record()
-        progress.note_launch(StepPosition(3, 1))
+        progress.record_launch(StepPosition(3, 1))
         keep_busy()
         ended = torch.cuda.Event()
         ended.record()
-        progress.note_launch(StepPosition(3))
+        progress.record_launch(StepPosition(3))
         progress.wait_for(StepPosition(3, 1))
         assert written.query()
         assert not ended.query()

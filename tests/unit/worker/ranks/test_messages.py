@@ -1,4 +1,4 @@
-"""What rank 0 tells arrives as it was told, whatever its size, and the end of a stream is seen as such."""
+"""Messages of any size arrive as they were sent, and the end of a stream is recognized."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdserve.worker.ranks.messages import MessageKind, MessageReader, RankMessag
 
 
 def batch(num_sequences: int, num_blocks: int) -> Batch:
-    """A row of each sequence, with numbers that tell where they belong."""
+    """One row per sequence, with numbers that identify each field."""
     rows = torch.arange(num_sequences)
     return Batch(
         token_ids=rows + 1000,
@@ -34,19 +34,19 @@ def received(reader: MessageReader) -> RankMessage:
 
 def test_batches_arrive_on_every_socket_whole_and_in_order() -> None:
     pairs = [socket.socketpair() for _ in range(2)]
-    # Beyond what a socket takes at a time, and beyond what was reserved.
-    told = [batch(3, 2), batch(64, 512), batch(1, 1)]
+    # Larger than a socket accepts at a time, and larger than the reserved memory.
+    sent = [batch(3, 2), batch(64, 512), batch(1, 1)]
 
-    def tell() -> None:
+    def send() -> None:
         writer = StepWriter([ours for ours, _ in pairs])
-        for number, each in enumerate(told):
-            writer.forward(number, each)
+        for number, next_batch in enumerate(sent):
+            writer.forward(number, next_batch)
         writer.copy_blocks(9, [(4, 5), (5, 6)])
 
-    teller = threading.Thread(target=tell)
-    teller.start()
+    sender = threading.Thread(target=send)
+    sender.start()
     readers = [MessageReader(theirs) for _, theirs in pairs]
-    for number, expected in enumerate(told):
+    for number, expected in enumerate(sent):
         for reader in readers:
             message = received(reader)
             assert (message.kind, message.number) == (MessageKind.FORWARD, number)
@@ -55,13 +55,13 @@ def test_batches_arrive_on_every_socket_whole_and_in_order() -> None:
     for reader in readers:
         message = received(reader)
         assert (message.kind, message.number, message.values.tolist()) == (MessageKind.COPY_BLOCKS, 9, [4, 5, 5, 6])
-    teller.join()
+    sender.join()
     for ours, theirs in pairs:
         ours.close()
         theirs.close()
 
 
-def test_small_messages_may_be_encoded_at_once() -> None:
+def test_small_messages_may_be_sent_together() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         with ours:
@@ -74,7 +74,7 @@ def test_small_messages_may_be_encoded_at_once() -> None:
         assert reader.receive() is None
 
 
-def test_a_stream_that_ends_within_a_message_has_ended() -> None:
+def test_a_stream_that_ends_within_a_message_counts_as_ended() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         with ours:

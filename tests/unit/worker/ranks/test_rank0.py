@@ -1,4 +1,4 @@
-"""Rank 0 has the others do what it does, and tells nothing that was computed without one of them."""
+"""Rank 0 has its followers do what it does, and reports nothing that was computed without one of them."""
 
 from __future__ import annotations
 
@@ -24,92 +24,92 @@ from pdserve.worker.ranks.rank0 import Rank0, RankCopies
 
 
 class Followers:
-    """Other ranks, of which one may be lost, and which copy until they may end; of steps they are told nothing."""
+    """Followers that receive no steps, one of which may be lost, and whose copies end on request."""
 
     steps: Sequence[socket.socket] = ()
 
     def __init__(self) -> None:
         self.lost: PeerLost | None = None
-        self.asked = asyncio.Event()
+        self.requested = asyncio.Event()
         self.may_end = asyncio.Event()
 
     def check(self) -> None:
         if self.lost is not None:
             raise self.lost
 
-    async def ask(self, request: bytes) -> None:
-        self.asked.set()
+    async def request_copy(self, request: bytes) -> None:
+        self.requested.set()
         await self.may_end.wait()
         self.check()
 
 
 class Sampler:
-    """Draws, and meanwhile a rank is lost."""
+    """A sampler during whose work a rank is lost."""
 
-    def __init__(self, others: Followers, lost: PeerLost | None) -> None:
-        self._others = others
+    def __init__(self, followers: Followers, lost: PeerLost | None) -> None:
+        self._followers = followers
         self._lost = lost
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow], logits_rows: Sequence[int]) -> list[SampleResult]:
-        self._others.lost = self._lost
+        self._followers.lost = self._lost
         return []
 
     def wait_for_step(self) -> None:
-        self._others.lost = self._lost
+        self._followers.lost = self._lost
 
 
 @pytest.mark.parametrize("ends", ["sample", "wait_for_step"])
-def test_what_was_drawn_without_a_rank_is_not_told(ends: str) -> None:
-    others = Followers()
-    lead = Rank0(others)
-    lead.begin_copies([])
-    sampler = lead.sampler(Sampler(others, PeerLost("rank 1 is lost")))
+def test_tokens_sampled_without_a_rank_are_not_reported(ends: str) -> None:
+    followers = Followers()
+    rank0 = Rank0(followers)
+    rank0.start_copies([])
+    sampler = rank0.sampler(Sampler(followers, PeerLost("rank 1 is lost")))
     with pytest.raises(PeerLost, match="rank 1 is lost"):
         sampler.wait_for_step() if ends == "wait_for_step" else sampler.sample(torch.zeros(1, 9), [], [0])
-    assert lead.ended == StepPosition(0)
+    assert rank0.ended == StepPosition(0)
 
 
 @pytest.mark.parametrize("ends", ["sample", "wait_for_step"])
-def test_a_step_has_ended_when_its_result_is_there(ends: str) -> None:
-    others = Followers()
-    lead = Rank0(others)
-    sampler = lead.sampler(Sampler(others, None))
+def test_a_step_has_ended_when_its_result_is_available(ends: str) -> None:
+    followers = Followers()
+    rank0 = Rank0(followers)
+    sampler = rank0.sampler(Sampler(followers, None))
     for number in (1, 2):
-        lead.begin_copies([])
-        assert lead.ended == StepPosition(number - 1)
+        rank0.start_copies([])
+        assert rank0.ended == StepPosition(number - 1)
         sampler.wait_for_step() if ends == "wait_for_step" else sampler.sample(torch.zeros(1, 9), [], [0])
-        assert lead.ended == StepPosition(number)
+        assert rank0.ended == StepPosition(number)
 
 
 LAYOUT = KvLayout(model="m", dtype="float32", block_size=2, num_layers=2, num_kv_heads=1, head_dim=4)
-PART = MessageSpec(layers=slice(0, 2), digest=MessageDigest(new_key()))
+SPEC = MessageSpec(layers=slice(0, 2), digest=MessageDigest(new_key()))
 
 
-def copies_of(others: Followers) -> RankCopies:
+def copies_of(followers: Followers) -> RankCopies:
     own = KvCache(LAYOUT, 2, torch.device("cpu"))
     stage = Stage(torch.zeros(2 * LAYOUT.block_bytes, dtype=torch.uint8), LAYOUT, torch.float32)
-    return RankCopies(Rank0(others), own, stage)
+    return RankCopies(Rank0(followers), own, stage)
 
 
 @pytest.mark.parametrize("way", ["read", "write"])
-async def test_a_cancelled_copy_is_waited_for_on_all_ranks(way: str) -> None:
-    others = Followers()
-    copies = copies_of(others)
+async def test_a_cancelled_copy_is_awaited_on_all_ranks(way: str) -> None:
+    followers = Followers()
+    copies = copies_of(followers)
     copy = copies.read if way == "read" else copies.write
-    task = asyncio.create_task(copy([[BlockId(1)]], [0], PART))
-    await others.asked.wait()
-    for _ in range(2):  # However often.
+    task = asyncio.create_task(copy([[BlockId(1)]], [0], SPEC))
+    await followers.requested.wait()
+    for _ in range(2):  # No matter how often.
         task.cancel()
         done, _ = await asyncio.wait([task], timeout=0.1)
         assert not done
-    others.may_end.set()
+    followers.may_end.set()
     with pytest.raises(asyncio.CancelledError):
         await task
 
 
-async def test_a_copy_without_a_rank_fails() -> None:
-    others = Followers()
-    others.lost = PeerLost("rank 1 is lost")
-    others.may_end.set()
+async def test_a_copy_fails_without_one_of_the_ranks() -> None:
+    followers = Followers()
+    followers.lost = PeerLost("rank 1 is lost")
+    followers.may_end.set()
     with pytest.raises(PeerLost, match="rank 1 is lost"):
-        await copies_of(others).read([[BlockId(1)]], [0], PART)
+        await copies_of(followers).read([[BlockId(1)]], [0], SPEC)

@@ -1,4 +1,4 @@
-"""A follower is told what its worker was told, and each rank takes its part of it."""
+"""A follower gets its worker's settings, and each rank derives its own share from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from decode_svc.config import DecodeConfig
 from pdserve.base.errors import SetupError
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.ranks.split import config_of_rank
-from pdserve.worker.ranks.startup import FollowerConfig, RankSetup, SetupReply, receive_line, send_line
+from pdserve.worker.ranks.startup import FollowerConfig, RankSetup, SetupReply, SetupState, receive_line, send_line
 
 CONFIG = DecodeConfig(
     model="/model",
@@ -23,57 +23,57 @@ CONFIG = DecodeConfig(
 )
 
 
-def test_an_order_arrives_with_every_setting_but_the_password() -> None:
+def test_a_setup_arrives_with_every_setting_except_the_redis_url() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         with ours:
             send_line(ours, RankSetup(rank=1, name="r", rendezvous="/tmp/r", config=CONFIG).to_json())
-            ours.sendall(b"what follows is not read")
+            ours.sendall(b"left for the next reader")
         message = receive_line(theirs)
         assert message is not None
         assert "secret" not in str(message)
-        order = RankSetup.from_json(message)
-        assert theirs.recv(100) == b"what follows is not read"
+        setup = RankSetup.from_json(message)
+        assert theirs.recv(100) == b"left for the next reader"
         assert receive_line(theirs) is None
-    assert (order.rank, order.name, order.rendezvous) == (1, "r", "/tmp/r")
-    mine = asdict(order.config)
+    assert (setup.rank, setup.name, setup.rendezvous) == (1, "r", "/tmp/r")
+    mine = asdict(setup.config)
     for name in WorkerConfig.__dataclass_fields__:
         assert mine[name] == ("" if name == "redis_url" else getattr(CONFIG, name)), name
-    assert order.config.max_decoding == CONFIG.max_decoding == 17
+    assert setup.config.max_decoding == CONFIG.max_decoding == 17
 
 
-def test_an_answer_arrives_as_it_was_said() -> None:
-    said = SetupReply(error="no", hearsay=True)
+def test_a_reply_arrives_as_it_was_sent() -> None:
+    reply = SetupReply(state=SetupState.FAILED, error="no", is_consequence=True)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        send_line(ours, said.to_json())
+        send_line(ours, reply.to_json())
         line = receive_line(theirs)
         assert line is not None
-        assert SetupReply(**line) == said
+        assert SetupReply.from_json(line) == reply
 
 
-def test_a_line_that_does_not_come_is_a_timeout() -> None:
+def test_a_line_that_does_not_arrive_is_a_timeout() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(TimeoutError):
         receive_line(theirs, timeout_s=0.01)
 
 
-def part(rank: int, num_cores: int = 8, **changes: object) -> tuple[str, tuple[int, ...], int | None]:
+def share(rank: int, num_cores: int = 8, **changes: object) -> tuple[str, tuple[int, ...], int | None]:
     config = config_of_rank(replace(CONFIG, **changes), rank, num_cores=num_cores)  # type: ignore[arg-type]
     return config.device, config.cpus, config.threads
 
 
-def test_ranks_have_cores_of_their_own_as_far_as_there_are_any() -> None:
-    assert [part(rank) for rank in range(2)] == [("cpu", (0, 2), 1), ("cpu", (4,), 1)]
-    assert part(1, threads=6) == ("cpu", (4,), 3)
-    assert part(1, cpus=(3,)) == ("cpu", (), 1)
-    assert part(0, cpus=()) == ("cpu", (), 4)
-    assert part(0, cpus=(), num_cores=1) == ("cpu", (), 1)
+def test_ranks_have_cores_of_their_own_if_there_are_enough() -> None:
+    assert [share(rank) for rank in range(2)] == [("cpu", (0, 2), 1), ("cpu", (4,), 1)]
+    assert share(1, threads=6) == ("cpu", (4,), 3)
+    assert share(1, cpus=(3,)) == ("cpu", (), 1)
+    assert share(0, cpus=()) == ("cpu", (), 4)
+    assert share(0, cpus=(), num_cores=1) == ("cpu", (), 1)
 
 
-def test_ranks_have_neighbouring_gpus() -> None:
-    assert [part(rank, device="cuda")[0] for rank in range(2)] == ["cuda:0", "cuda:1"]
-    assert [part(rank, device="cuda:2")[0] for rank in range(2)] == ["cuda:2", "cuda:3"]
+def test_ranks_have_consecutive_gpus() -> None:
+    assert [share(rank, device="cuda")[0] for rank in range(2)] == ["cuda:0", "cuda:1"]
+    assert [share(rank, device="cuda:2")[0] for rank in range(2)] == ["cuda:2", "cuda:3"]
 
 
 def test_one_rank_keeps_its_settings() -> None:
@@ -82,5 +82,5 @@ def test_one_rank_keeps_its_settings() -> None:
 
 
 def test_ranks_neither_lend_nor_borrow_cores() -> None:
-    with pytest.raises(SetupError, match="leave them out with --tensor-parallel-size"):
+    with pytest.raises(SetupError, match="support one rank only, and --tensor-parallel-size is 2"):
         config_of_rank(replace(CONFIG, core_leases="/leases"), 0, num_cores=8)

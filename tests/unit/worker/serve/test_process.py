@@ -1,4 +1,4 @@
-"""While a worker drains, too, the end of its step loop is its end; and what its transport is told."""
+"""A draining worker ends with its step loop, and a transport gets the right device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Draining:
         await _drain(self._worker, self.fatal, self.health)
 
 
-async def test_a_rank_that_is_lost_while_draining_is_heard() -> None:
+async def test_a_rank_lost_while_draining_ends_the_worker() -> None:
     draining = Draining()
     with draining.calls.serving():
         task = asyncio.create_task(draining.drain())
@@ -46,7 +46,7 @@ async def test_a_rank_that_is_lost_while_draining_is_heard() -> None:
     assert "rank 1 is lost" in draining.health.dead
 
 
-async def test_draining_ends_with_the_last_request_or_with_its_time() -> None:
+async def test_draining_ends_with_the_last_request_or_at_its_timeout() -> None:
     draining = Draining()
     with draining.calls.serving():
         task = asyncio.create_task(draining.drain())
@@ -59,17 +59,17 @@ async def test_draining_ends_with_the_last_request_or_with_its_time() -> None:
 
 
 @pytest.mark.parametrize(("memory", "device"), [("device", "cuda:1"), ("host", None)])
-async def test_a_transport_is_told_the_gpu_in_whose_memory_its_buffers_are(
+async def test_a_transport_gets_the_gpu_that_holds_its_buffers(
     monkeypatch: pytest.MonkeyPatch, memory: str, device: str | None
 ) -> None:
-    told: list[str | None] = []
+    devices: list[str | None] = []
 
     def open_transport(name: str, *, host: str, device: str | None) -> InprocTransport:
-        told.append(device)
+        devices.append(device)
         return InprocTransport()
 
     monkeypatch.setattr(process, "open_transport", open_transport)
     monkeypatch.setattr(process, "bind_thread", lambda config: None)
     config = WorkerConfig(model="m", redis_url="", device="cuda:1", transport="nccl", handover_memory=memory)
     async with _opened_transport(config):
-        assert told == [device]
+        assert devices == [device]

@@ -1,3 +1,5 @@
+"""Step reports reach the callbacks."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -21,20 +23,20 @@ def output(load: Load) -> StepOutput:
     )
 
 
-def test_a_queue_that_becomes_empty_is_told_once_whether_a_step_or_an_abort_emptied_it() -> None:
+def test_an_emptied_queue_is_reported_once_whether_a_step_or_an_abort_emptied_it() -> None:
     steps = StepMetrics(WorkerMetrics(model_name="m", tier="prefill"))
-    told: list[Load] = []
-    steps.on_queue_empty = lambda: told.append(steps.load)
+    reported: list[Load] = []
+    steps.on_queue_empty = lambda: reported.append(steps.load)
     queued = replace(_EMPTY, queued_prompt_tokens=700)
     idle = replace(_EMPTY, free_blocks=9)
     steps.set_load(queued)
     steps.observe(output(replace(queued, queued_prompt_tokens=200)))
-    assert told == []
+    assert reported == []
     steps.observe(output(idle))
-    # Steps of sequences that decode.
+    # Steps that only decode.
     steps.observe(output(_EMPTY))
     steps.set_load(_EMPTY)
-    assert told == [idle]
+    assert reported == [idle]
     steps.set_load(queued)
     steps.set_load(idle)
-    assert told == [idle, idle]
+    assert reported == [idle, idle]

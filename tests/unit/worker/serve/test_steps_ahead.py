@@ -1,4 +1,4 @@
-"""Where steps run ahead, and where one sees it."""
+"""Steps overlap on a device only, and steps launched ahead are counted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def output(*, is_ahead: bool) -> StepOutput:
     )
 
 
-def test_steps_that_were_launched_ahead_are_counted() -> None:
+def test_steps_launched_ahead_are_counted() -> None:
     metrics = WorkerMetrics(model_name="m", tier="decode")
     steps = StepMetrics(metrics)
     for is_ahead in (False, True, True):
@@ -52,13 +52,13 @@ def test_steps_that_were_launched_ahead_are_counted() -> None:
 
 def test_steps_overlap_on_a_device_and_not_on_a_cpu() -> None:
     decoder = make_decoder(FIELDS, KernelOptions(backend=Backend.REFERENCE), torch.float32)
-    there = DeviceDecoder(decoder, DEVICE)
-    part = ModelShard(
+    on_device = DeviceDecoder(decoder, DEVICE)
+    shard = ModelShard(
         layout=layout(),
         config=decoder.config,
         decoder=decoder,
         step_decoder=decoder,
         kv_cache=KvCache(layout(), 1, CPU),
     )
-    assert not _runner(part, Sampler()).overlaps
-    assert _runner(replace(part, step_decoder=there), DeviceSampler(DEVICE)).overlaps
+    assert not _runner(shard, Sampler()).overlaps
+    assert _runner(replace(shard, step_decoder=on_device), DeviceSampler(DEVICE)).overlaps
