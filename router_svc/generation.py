@@ -1,4 +1,4 @@
-"""One prompt to complete, as a value: what the API layers make and the saga runs."""
+"""One prompt to complete, as a value that the API layers make and a saga runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdserve.base.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRules:
-    """How tokens become text, which is the router's business alone."""
+    """How tokens become text. Only the router needs these rules."""
 
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
@@ -19,17 +19,17 @@ class TextRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A prompt with everything that decides its completion. Never changed once made."""
+    """A prompt with everything that decides its completion."""
 
     request_id: RequestId
-    #: The id workers know it by: unique even when a client sends one request id twice.
+    #: The id that workers get, which is unique even when a client repeats a request id.
     worker_request_id: RequestId
     prompt: tuple[int, ...]
     sampling: SamplingParams
     text: TextRules
-    #: Choice i of this prompt is number `first_choice + i` in the response.
+    #: Index of this prompt's first choice in the response.
     first_choice: int = 0
-    #: Isolates prefix reuse between tenants; empty: shared.
+    #: Isolates prefix reuse between tenants; empty shares it.
     cache_salt: bytes = b""
-    #: Which API the request came through, for the decision record.
+    #: The API that received the request, for the decision record.
     endpoint: str

@@ -26,12 +26,13 @@ from router_svc.api.openai.info import ModelApi, OperatorApi
 from router_svc.api.served_model import ServedModel
 from router_svc.config import RouterConfig
 from router_svc.records.metrics import RouterMetrics
-from router_svc.records.record import Ring
+from router_svc.records.record import RecentRecords
 from router_svc.records.request_store import RequestStore
+from router_svc.records.traces import Traces
 from router_svc.request.gate import Gate
-from router_svc.request.requests import Requests
-from router_svc.routing.cluster import TIERS, Cluster, Policy
-from router_svc.routing.placement import incarnation_of
+from router_svc.request.requests import Recorders, Requests
+from router_svc.routing.cluster import TIERS, Cluster, RoutingPolicy
+from router_svc.routing.incarnation import incarnation_of
 
 log = get_logger(__name__)
 
@@ -59,7 +60,7 @@ class Router:
         self._mirror = PrefixMirror(store)
         self._request_store = RequestStore(store)
         self.cluster = Cluster(
-            policy=Policy(
+            policy=RoutingPolicy(
                 model_name=config.model_name,
                 local_prefill_threshold=config.local_prefill_threshold,
                 # A threshold of 0 keeps prompts away from decode workers, whatever the load.
@@ -70,7 +71,6 @@ class Router:
             ),
             directory=self._directory,
             index=self._mirror.overlap,
-            metrics=self.metrics,
         )
         self._gate = Gate(max_waiting=config.max_num_queued_reqs, max_wait_s=config.queue_timeout_s)
         self.metrics.watch_degraded(health.degraded)
@@ -80,11 +80,12 @@ class Router:
             CounterSource(name="prefix_index_failures", text="Readings lost", value=lambda: self._mirror.failures),
             CounterSource(name="request_records_dropped", text="Not kept", value=lambda: self._request_store.dropped),
         )
-        self.metrics.num_requests_running.set_function(lambda: self._gate.num_running)
+        self.metrics.num_requests_running.set_function(lambda: self._gate.num_admitted)
         self.metrics.num_requests_waiting.set_function(lambda: self._gate.num_waiting)
-        self._requests = Requests(
-            self.cluster, self._gate, Ring(config.trace_capacity), self._request_store, model.tokenizer
-        )
+        recent = RecentRecords(config.trace_capacity)
+        recorders = Recorders(metrics=self.metrics, recent=recent, store=self._request_store)
+        self._requests = Requests(self.cluster, self._gate, recorders, model.tokenizer)
+        self._traces = Traces(recent, self._request_store)
         self._model = model
         #: What is missing, or None, as the supervisor last heard; empty before it heard anything.
         self._told_supervisor: tuple[str | None, ...] = ()
@@ -129,7 +130,7 @@ class Router:
 
     def _app(self) -> web.Application:
         model = ModelApi(self._model, self._max_model_len)
-        operator = OperatorApi(self.cluster, self._requests, self._gate, self.health, self._store)
+        operator = OperatorApi(self.cluster, self._traces, self._gate, self.health, self._store)
         generation = GenerationApi(self._model, self._requests, self._max_model_len)
         return make_app(
             [generation.routes(), model.routes(), operator.routes(), health_routes(self.health, self.metrics.registry)],

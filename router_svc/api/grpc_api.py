@@ -59,7 +59,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 stream.first_write()
 
             try:
-                await stream.into(write)
+                await stream.write_to(write)
             except ConnectionResetError as error:
                 raise TransferTimeout(f"The client is gone: {error}.") from None
             usage = stream.usage

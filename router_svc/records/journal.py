@@ -1,81 +1,121 @@
-"""What a saga writes down as it goes: into the request's record, into the metrics, and about lost workers."""
+"""Reports what happens to one request: to its decision record, to Redis, to the metrics and to the log."""
 
 from __future__ import annotations
 
-from pdserve.base.errors import PdserveError, reason_of
+import json
+
+from pdserve.base.errors import Overloaded, PdserveError, reason_of
+from pdserve.base.logs import get_logger
 from pdserve.base.workers import WorkerRecord
 from pdserve.v1 import decode_pb2, prefill_pb2
-from router_svc.records.record import Phase, Record
+from router_svc.records.metrics import RouterMetrics
+from router_svc.records.record import Record, TracePhase
 from router_svc.records.request_state import RequestState
-from router_svc.request.calls import is_gone
-from router_svc.routing.cluster import Cluster
+from router_svc.records.request_store import RequestStore
 from router_svc.routing.local_prefill import LocalPrefillReason, PrefillPlan
 from router_svc.routing.placement import Placement
+
+log = get_logger(__name__)
 
 _S = RequestState
 
 
 class Journal:
-    """The books of one request. Owned by its saga."""
+    """The only writer of a request's record: each method reports one event, and moves the state if the event does."""
 
-    def __init__(self, record: Record, cluster: Cluster) -> None:
+    def __init__(self, record: Record, metrics: RouterMetrics, store: RequestStore) -> None:
         self.record = record
-        self._metrics = cluster.metrics
-        self._directory = cluster.directory
+        self._metrics = metrics
+        self._store = store
         self._last_tokens_s: float | None = None
         self._has_decoded = False
-        #: Why the decode worker prefills, if it does.
+        #: Reason for a local prefill, should the decode worker do one.
         self._local_prefill_reason = LocalPrefillReason.SHORT
-        #: So many uncached tokens were to be its own at most.
+        #: Uncached tokens up to which the decode worker was to prefill.
         self._local_prefill_threshold = 0
 
-    def chose(self, placement: Placement) -> None:
-        """A prefill worker was chosen."""
-        self.record.decide(placement.worker, placement.why)
+    # -- admission and workers
+
+    def admitted(self) -> None:
+        """The request left the admission queue."""
+        self.record.mark(TracePhase.ADMITTED)
 
     def chose_decode(self, placement: Placement, plan: PrefillPlan) -> None:
-        """A decode worker was chosen, and which way the prompt is to go."""
-        self.record.decide(placement.worker, "; ".join(filter(None, (placement.why, plan.why))))
+        """A decode worker was chosen, with a plan where to prefill."""
+        self.record.add_decision(placement.worker, "; ".join(filter(None, (placement.why, plan.why))))
         self._local_prefill_reason = plan.reason
         self._local_prefill_threshold = plan.threshold
+        if plan.reason is LocalPrefillReason.FALLBACK:
+            self._fall_back("no_prefill_worker", placement.worker)
+
+    def chose_prefill(self, placement: Placement) -> None:
+        """A prefill worker was chosen and is about to receive the prompt."""
+        self.record.add_decision(placement.worker, placement.why)
+        self._move(_S.PREFILLING, placement.worker)
+
+    def retry(self, error: PdserveError, worker: WorkerRecord) -> None:
+        """The next attempt starts because the worker failed with `error`."""
+        reason = reason_of(error)
+        self.record.retries.append(self.record.incident(reason, worker.worker_id, error))
+        self._metrics.retried(reason)
+        if self.record.state is _S.RETRYING:
+            # The previous attempt was refused before it reached a state of its own.
+            self._move(_S.QUEUED)
+        self._move(_S.RETRYING)
+
+    def prefill_on_decode(self, reason: str, worker: WorkerRecord) -> None:
+        """The decode worker prefills although a prefill worker should have. It does so in an attempt of its own."""
+        if self.record.state is not _S.RETRYING:
+            self._move(_S.RETRYING)
+        self._fall_back(reason, worker)
+
+    # -- events of the decode worker
 
     def granted(self, granted: decode_pb2.TicketGranted, worker: WorkerRecord) -> None:
-        """A decode worker holds blocks for the request."""
+        """The decode worker has reserved blocks."""
         self._reserved(worker)
         self.record.reported["reserve_s"] = granted.reserve_s
 
     def started(self, started: decode_pb2.DecodeStarted, worker: WorkerRecord) -> None:
-        """The sequences run on a decode worker."""
+        """The sequences run on the decode worker."""
         self._reserved(worker)
-        self.record.move(_S.DECODING)
+        self._move(_S.DECODING)
         self.record.reported["decode_queue_s"] = started.queue_s
         if started.prefilled_locally:
             uncached = self.record.prompt_tokens - started.cached_tokens
             if self._local_prefill_reason is LocalPrefillReason.SHORT and uncached > self._local_prefill_threshold:
-                self.fall_back("not_receivable", worker)
+                self._fall_back("not_receivable", worker)
             self.record.prefilled_by = "decode"
             self.record.local_prefill_reason = self._local_prefill_reason
             self.record.cached_tokens = started.cached_tokens
         else:
-            self.record.mark(Phase.COMMIT)
+            self.record.mark(TracePhase.COMMIT)
+
+    def decoded(self) -> None:
+        """The decode worker has sent tokens."""
+        if not self._has_decoded:
+            self._has_decoded = True
+            self.record.mark(TracePhase.FIRST_DECODE)
+
+    # -- events of the prefill worker
 
     def progressed(self, progress: prefill_pb2.PrefillProgress) -> None:
-        """A prefill worker told how far it is."""
+        """The prefill worker has reported its progress."""
         if progress.queued:
             return
-        self.record.mark(Phase.PREFILL_START, ago_s=progress.computing_s)
+        self.record.mark(TracePhase.PREFILL_START, ago_s=progress.computing_s)
         if progress.computed_tokens:
-            self.record.computed(progress.computed_tokens)
+            self.record.add_chunk(progress.computed_tokens)
 
     def prefilled(self, first: prefill_pb2.PrefillFirstToken) -> None:
-        """A prefill worker has sampled the first tokens."""
+        """The prefill worker has sampled the first tokens."""
         self.record.prefilled_by = "prefill"
         self.record.local_prefill_reason = None
         self.record.cached_tokens = first.cached_tokens
 
     def committed(self, done: prefill_pb2.PrefillDone) -> None:
-        """A prefill worker is done, and tells how long it took."""
-        self.record.mark(Phase.COMMIT)
+        """The prefill worker has finished and reported its durations."""
+        self.record.mark(TracePhase.COMMIT)
         self.record.reported.update(
             prefill_queue_s=done.queue_s,
             prefill_compute_s=done.compute_s,
@@ -87,44 +127,58 @@ class Journal:
             chunks=done.chunks,
         )
 
-    def decoded(self) -> None:
-        """A decode worker has sent tokens."""
-        if not self._has_decoded:
-            self._has_decoded = True
-            self.record.mark(Phase.FIRST_DECODE)
+    # -- output
 
     def produced(self, completion_tokens: int) -> None:
-        """The client gets tokens; now there are this many."""
+        """New tokens are about to be sent to the client, `completion_tokens` in total."""
         self.record.completion_tokens = completion_tokens
         now = self.record.elapsed_s()
         if self._last_tokens_s is None:
-            self.record.mark(Phase.FIRST_TOKEN)
+            self.record.mark(TracePhase.FIRST_TOKEN)
         else:
             self._metrics.inter_token_latency.observe(now - self._last_tokens_s)
         self._last_tokens_s = now
 
-    def failed_on(self, worker: WorkerRecord, error: PdserveError) -> None:
-        """A worker failed the request; one that is gone is told to the directory, so that others avoid it."""
-        if is_gone(error):
-            self._directory.mark_lost(worker.worker_id, worker.epoch)
+    def first_written(self) -> None:
+        """The first token of the response was written to the client."""
+        self.record.mark(TracePhase.FIRST_WRITE)
 
-    def retry(self, error: PdserveError, worker: WorkerRecord) -> None:
-        """The next attempt begins because of `error`."""
-        reason = reason_of(error)
-        self.record.retries.append(self.record.incident(reason, worker.worker_id, error))
-        self._metrics.retried(reason)
-        if self.record.state is _S.RETRYING:
-            # The last attempt came no further than to be refused.
-            self.record.move(_S.QUEUED)
-        self.record.move(_S.RETRYING)
+    # -- the end
 
-    def fall_back(self, reason: str, worker: WorkerRecord) -> None:
-        """A decode worker prefills although a prefill worker should have."""
-        self.record.fallbacks.append(self.record.incident(reason, worker.worker_id, None))
-        self._metrics.fell_back(reason)
-        self._local_prefill_reason = LocalPrefillReason.FALLBACK
+    def finished(self, finish_reasons: list[str]) -> None:
+        """Every choice is complete."""
+        self.record.finish_reasons = finish_reasons
+        self._end(_S.FINISHED, ",".join(finish_reasons))
+
+    def failed(self, error: PdserveError) -> None:
+        """The request has failed; the client gets `error`."""
+        if isinstance(error, Overloaded):
+            self._metrics.rejected("queue_timeout")
+        self.record.error = str(error)
+        self._end(_S.FAILED, type(error).__name__)
+
+    def cancelled(self) -> None:
+        """The client has left, or the router ends. Ignored if the request has ended already."""
+        if not self.record.state.is_final:
+            self._end(_S.CANCELLED, "cancelled")
+
+    def _end(self, state: RequestState, outcome: str) -> None:
+        self.record.mark(TracePhase.FINISH)
+        self.record.move(state, outcome=outcome)
+        self._store.put(self.record.progress, json.dumps(self.record.as_json()))
+        self._metrics.ended(self.record)
+        log.info("request_ended", **self.record.summary())
+
+    def _move(self, state: RequestState, worker: WorkerRecord | None = None) -> None:
+        self.record.move(state, worker=worker)
+        self._store.put(self.record.progress)
 
     def _reserved(self, worker: WorkerRecord) -> None:
         if self.record.state in (_S.QUEUED, _S.RETRYING):
-            self.record.move(_S.RESERVED, worker=worker)
-        self.record.mark(Phase.RESERVED)
+            self._move(_S.RESERVED, worker)
+        self.record.mark(TracePhase.RESERVED)
+
+    def _fall_back(self, reason: str, worker: WorkerRecord) -> None:
+        self.record.fallbacks.append(self.record.incident(reason, worker.worker_id, None))
+        self._metrics.fell_back(reason)
+        self._local_prefill_reason = LocalPrefillReason.FALLBACK

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdserve.base.metrics import CounterReader, CounterSource, HistogramReader, TokenHistogram, process_registry
-from router_svc.records.record import Phase, Record
+from router_svc.records.record import Record, TracePhase
 
-#: What can work less well than it should.
+#: Subjects of degraded service.
 DEGRADABLE = ("redis", "prefill")
 
 # fmt: off
@@ -31,123 +31,144 @@ _LENGTH_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000,
 
 
 class RouterMetrics:
-    """All metrics of the router; nobody reads them but Prometheus."""
+    """All metrics of the router. Only Prometheus reads them."""
 
     def __init__(self, *, model_name: str) -> None:
         self.registry = process_registry()
         self._model_name = model_name
+        families = _Families(self.registry, model_name)
         # Load
-        self.num_requests_running = self._gauge("num_requests_running", "Requests admitted and not ended")
-        self.num_requests_waiting = self._gauge("num_requests_waiting", "Requests in the admission queue")
-        self.workers_ready = self._labelled_gauge("workers_ready", "Workers that take work", "tier")
-        self.degraded = self._labelled_gauge("degraded", "1 while something works less well than it should", "subject")
+        self.num_requests_running = families.gauge("num_requests_running", "Requests admitted and not ended")
+        self.num_requests_waiting = families.gauge("num_requests_waiting", "Requests in the admission queue")
+        self._workers_ready = families.labelled_gauge("workers_ready", "Workers that accept requests", "tier")
+        self._degraded = families.labelled_gauge("degraded", "1 while the service is degraded", "subject")
         # Decisions
-        self.admission_rejections = self._counter("admission_rejections", "Requests refused", "reason")
-        self.request_success = self._counter("request_success", "Choices completed", "finished_reason")
-        self.request_outcomes = self._counter("request_outcomes", "Requests ended", "outcome")
-        self.request_retries = self._counter("request_retries", "Times a request was tried again", "reason")
-        self.prefill_fallbacks = self._counter(
+        self._admission_rejections = families.counter("admission_rejections", "Requests refused", "reason")
+        self._request_success = families.counter("request_success", "Choices completed", "finished_reason")
+        self._request_outcomes = families.counter("request_outcomes", "Requests ended", "outcome")
+        self._request_retries = families.counter("request_retries", "Times a request was retried", "reason")
+        self._prefill_fallbacks = families.counter(
             "prefill_fallbacks", "Prompts prefilled by a decode worker because no prefill worker could", "reason"
         )
-        self.prefills = self._counter("prefills", "Prompts by the tier that prefilled them", "tier")
-        self.local_prefills = self._counter("local_prefills", "Prompts prefilled by a decode worker, by why", "reason")
+        self._prefills = families.counter("prefills", "Prompts by the tier that prefilled them", "tier")
+        self._local_prefills = families.counter("local_prefills", "Prompts prefilled by a decode worker", "reason")
         # Tokens
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token").labels(
-            model_name
-        )
-        self.prompt_tokens_cached = self._counter(
-            "prompt_tokens_cached", "Of these, tokens the prefilling worker had cached"
+        self._prompt_tokens = families.counter(
+            "prompt_tokens", "Prompt tokens of requests that got a first token"
         ).labels(model_name)
-        self.generation_tokens = self._counter("generation_tokens", "Tokens given to clients").labels(model_name)
-        # Times
-        self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "From accepting a request to its first token being written", _TTFT_BUCKETS
+        self._prompt_tokens_cached = families.counter(
+            "prompt_tokens_cached", "Prompt tokens that the prefilling worker had cached"
+        ).labels(model_name)
+        self._generation_tokens = families.counter("generation_tokens", "Tokens sent to clients").labels(model_name)
+        # Times and lengths
+        self._distributions = _Distributions(families)
+        self.time_to_first_token = families.histogram(
+            "time_to_first_token_seconds", "Time from accepting a request to writing its first token", _TTFT_BUCKETS
         )
         self.inter_token_latency = TokenHistogram(_TOKEN_TIME_BUCKETS, {"model_name": model_name})
         HistogramReader(
             self.registry,
             "inter_token_latency_seconds",
-            "Between two messages with tokens of one request",
+            "Time between two messages with tokens of one request",
             self.inter_token_latency,
-        )
-        self._time_per_output_token = self._histogram(
-            "request_time_per_output_token_seconds", "Mean time per token after the first", _TOKEN_TIME_BUCKETS
-        )
-        self._e2e = self._histogram("e2e_request_latency_seconds", "From accept to finish", _REQUEST_TIME_BUCKETS)
-        self._queue_time = self._histogram(
-            "request_queue_time_seconds", "From accept to admission", _REQUEST_TIME_BUCKETS
-        )
-        self._handover_gap = self._histogram(
-            "handover_gap_seconds", "From the first token, by prefill, to the second, by decode", _TTFT_BUCKETS
-        )
-        self._request_prompt_tokens = self._histogram("request_prompt_tokens", "Prompt length", _LENGTH_BUCKETS)
-        self._request_generation_tokens = self._histogram(
-            "request_generation_tokens", "Completion length, all choices", _LENGTH_BUCKETS
         )
 
     def read(self, *sources: CounterSource) -> None:
-        """Adds counters that are kept elsewhere."""
+        """Exports counters that other objects keep."""
         CounterReader(self.registry, {"model_name": self._model_name}, *sources)
 
     def rejected(self, reason: str) -> None:
         """A request was refused before it was admitted."""
-        self.admission_rejections.labels(self._model_name, reason).inc()
+        self._admission_rejections.labels(self._model_name, reason).inc()
 
     def retried(self, reason: str) -> None:
-        """A request is tried again."""
-        self.request_retries.labels(self._model_name, reason).inc()
+        """A request is retried."""
+        self._request_retries.labels(self._model_name, reason).inc()
 
     def fell_back(self, reason: str) -> None:
         """A decode worker prefills because no prefill worker can."""
-        self.prefill_fallbacks.labels(self._model_name, reason).inc()
+        self._prefill_fallbacks.labels(self._model_name, reason).inc()
 
     def set_workers(self, tier: str, ready: int) -> None:
-        """How many workers of a tier take work."""
-        self.workers_ready.labels(self._model_name, tier).set(ready)
+        """Sets the number of workers of a tier that accept requests."""
+        self._workers_ready.labels(self._model_name, tier).set(ready)
 
     def watch_degraded(self, degraded: Collection[str]) -> None:
-        """Shows which subjects are in `degraded`, now and whenever it changes."""
+        """Exports which subjects are in `degraded`, as of each scrape."""
         for subject in DEGRADABLE:
-            gauge = self.degraded.labels(self._model_name, subject)
+            gauge = self._degraded.labels(self._model_name, subject)
             gauge.set_function(functools.partial(degraded.__contains__, subject))
 
     def ended(self, record: Record) -> None:
-        """Everything that is known once a request has ended."""
-        self.request_outcomes.labels(self._model_name, record.state).inc()
+        """Counts a request that has ended."""
+        self._request_outcomes.labels(self._model_name, record.state).inc()
         for reason in record.finish_reasons if record.state == "finished" else ():
-            self.request_success.labels(self._model_name, reason).inc()
+            self._request_success.labels(self._model_name, reason).inc()
         if record.prefilled_by is not None:
-            self.prefills.labels(self._model_name, record.prefilled_by).inc()
+            self._prefills.labels(self._model_name, record.prefilled_by).inc()
         if record.local_prefill_reason is not None:
-            self.local_prefills.labels(self._model_name, record.local_prefill_reason).inc()
-        self.generation_tokens.inc(record.completion_tokens)
-        if Phase.FIRST_TOKEN in record.phases:
-            self.prompt_tokens.inc(record.prompt_tokens)
-            self.prompt_tokens_cached.inc(record.cached_tokens)
+            self._local_prefills.labels(self._model_name, record.local_prefill_reason).inc()
+        self._generation_tokens.inc(record.completion_tokens)
+        if TracePhase.FIRST_TOKEN in record.phases:
+            self._prompt_tokens.inc(record.prompt_tokens)
+            self._prompt_tokens_cached.inc(record.cached_tokens)
         if record.state == "finished":
-            self._observe(record)
+            self._distributions.observe(record)
 
-    def _observe(self, record: Record) -> None:
+
+class _Distributions:
+    """Histograms over finished requests."""
+
+    def __init__(self, families: _Families) -> None:
+        self._time_per_output_token = families.histogram(
+            "request_time_per_output_token_seconds", "Mean time per token after the first", _TOKEN_TIME_BUCKETS
+        )
+        self._e2e = families.histogram(
+            "e2e_request_latency_seconds", "Time from accept to finish", _REQUEST_TIME_BUCKETS
+        )
+        self._queue_time = families.histogram(
+            "request_queue_time_seconds", "Time from accept to admission", _REQUEST_TIME_BUCKETS
+        )
+        self._handover_gap = families.histogram(
+            "handover_gap_seconds",
+            "Time from the first token, by a prefill worker, to the second, by a decode worker",
+            _TTFT_BUCKETS,
+        )
+        self._prompt_tokens = families.histogram("request_prompt_tokens", "Prompt length", _LENGTH_BUCKETS)
+        self._generation_tokens = families.histogram(
+            "request_generation_tokens", "Completion length over all choices", _LENGTH_BUCKETS
+        )
+
+    def observe(self, record: Record) -> None:
         phases = record.phases
-        self._e2e.observe(phases[Phase.FINISH])
-        self._queue_time.observe(phases[Phase.ADMITTED])
-        self._request_prompt_tokens.observe(record.prompt_tokens)
-        self._request_generation_tokens.observe(record.completion_tokens)
-        longest = record.completion_tokens / record.n
-        if longest > 1:
-            self._time_per_output_token.observe((phases[Phase.FINISH] - phases[Phase.FIRST_TOKEN]) / (longest - 1))
-        if record.prefilled_by == "prefill" and Phase.FIRST_DECODE in phases:
-            self._handover_gap.observe(max(phases[Phase.FIRST_DECODE] - phases[Phase.FIRST_TOKEN], 0.0))
+        self._e2e.observe(phases[TracePhase.FINISH])
+        self._queue_time.observe(phases[TracePhase.ADMITTED])
+        self._prompt_tokens.observe(record.prompt_tokens)
+        self._generation_tokens.observe(record.completion_tokens)
+        mean_length = record.completion_tokens / record.n
+        if mean_length > 1:
+            decode_s = phases[TracePhase.FINISH] - phases[TracePhase.FIRST_TOKEN]
+            self._time_per_output_token.observe(decode_s / (mean_length - 1))
+        if record.prefilled_by == "prefill" and TracePhase.FIRST_DECODE in phases:
+            self._handover_gap.observe(max(phases[TracePhase.FIRST_DECODE] - phases[TracePhase.FIRST_TOKEN], 0.0))
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return self._labelled_gauge(name, text).labels(self._model_name)
 
-    def _labelled_gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(f"pdserve_{name}", text, ["model_name", *labels], registry=self.registry)
+class _Families:
+    """Makes metric families of one registry, all with our prefix and the label `model_name`."""
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"pdserve_{name}", text, ["model_name", *labels], registry=self.registry)
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._registry = registry
+        self._model_name = model_name
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(f"pdserve_{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
+    def gauge(self, name: str, text: str) -> Gauge:
+        return self.labelled_gauge(name, text).labels(self._model_name)
+
+    def labelled_gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"pdserve_{name}", text, ["model_name", *labels], registry=self._registry)
+
+    def counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"pdserve_{name}", text, ["model_name", *labels], registry=self._registry)
+
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(f"pdserve_{name}", text, ["model_name"], buckets=buckets, registry=self._registry)
         return histogram.labels(self._model_name)

@@ -1,8 +1,8 @@
-"""A request's decision record: what happened when, on which workers, why, and what was retried or fell back.
+"""A request's decision record: what happened when, on which workers and why, and what was retried or fell back.
 
-`as_json` is what `GET /v1/requests/{id}/trace` answers and what Redis keeps. All times are seconds since the request
-was accepted, on the router's clock, except `accepted_at` (Unix time) and the durations under `reported`, which workers
-measured themselves.
+`as_json` is the answer of `GET /v1/requests/{id}/trace` and the form kept in Redis. Times are seconds since the request
+was accepted, on the router's clock. Exceptions are `accepted_at` (Unix time) and the durations under `reported`, which
+the workers measured.
 
     {
       "request_id": "cmpl-...",       "endpoint": "/v1/completions",    "router": "0.1.0",
@@ -24,7 +24,7 @@ measured themselves.
                    "sent_blocks": 19, "chunks": 2}
     }
 
-Every phase, decision and list entry is there only once it has happened.
+Phases, decisions and list entries appear only once they have happened.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from router_svc.generation import Generation
 from router_svc.records.request_state import RequestProgress, RequestState
 from router_svc.routing.local_prefill import LocalPrefillReason
 
-#: Chunks beyond these are counted in `reported` but not listed one by one.
+#: Later chunks are counted in `reported` but not listed one by one.
 MAX_CHUNKS = 256
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 
-class Phase(StrEnum):
-    """A moment in a request's life, in the order of an undisturbed one."""
+class TracePhase(StrEnum):
+    """Events in a request's life whose time is recorded, in the order of a request without faults."""
 
     ADMITTED = "admitted"
     RESERVED = "reserved"
@@ -62,7 +62,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """A worker was chosen."""
+    """The choice of a worker."""
 
     at: float
     attempt: int
@@ -74,7 +74,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
-    """Something was retried, or fell back to what had not been planned."""
+    """A retry, or a fallback to something that was not planned."""
 
     at: float
     attempt: int
@@ -84,8 +84,8 @@ class Incident:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """A prefill worker's progress."""
+class ComputedChunk:
+    """Progress of a prefill worker."""
 
     at: float
     computed_tokens: int
@@ -93,7 +93,7 @@ class Chunk:
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """Written by the request's saga alone."""
+    """The decision record of one prompt. Only its `Journal` writes to it."""
 
     request_id: RequestId
     endpoint: str
@@ -102,13 +102,12 @@ class Record:
     n: int
     #: Unix time.
     accepted_at: float
-    #: Monotonic seconds, and what it showed when the request was accepted.
+    #: Monotonic clock in seconds, and its reading when the request was accepted.
     clock: Callable[[], float]
     accepted_clock: float
     progress: RequestProgress
-    on_move: Callable[[Record], None]
-    phases: dict[Phase, float] = field(default_factory=dict)
-    chunks: list[Chunk] = field(default_factory=list)
+    phases: dict[TracePhase, float] = field(default_factory=dict)
+    chunks: list[ComputedChunk] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     retries: list[Incident] = field(default_factory=list)
     fallbacks: list[Incident] = field(default_factory=list)
@@ -121,15 +120,8 @@ class Record:
     error: str | None = None
 
     @classmethod
-    def of(
-        cls,
-        generation: Generation,
-        *,
-        accepted_at: float,
-        clock: Callable[[], float],
-        on_move: Callable[[Record], None] = lambda record: None,
-    ) -> Record:
-        """The record of a request accepted now. It does not keep the prompt."""
+    def new(cls, generation: Generation, *, accepted_at: float, clock: Callable[[], float]) -> Record:
+        """The record of a request that is accepted now. It does not keep the prompt."""
         return cls(
             request_id=generation.request_id,
             endpoint=generation.endpoint,
@@ -139,13 +131,12 @@ class Record:
             accepted_at=accepted_at,
             clock=clock,
             accepted_clock=clock(),
-            progress=RequestProgress.begin(generation.request_id, at=accepted_at),
-            on_move=on_move,
+            progress=RequestProgress.new(generation.request_id, at=accepted_at),
         )
 
     @property
     def state(self) -> RequestState:
-        """Where the request stands."""
+        """The request's state."""
         return self.progress.state
 
     @property
@@ -162,21 +153,20 @@ class Record:
             decode_worker=worker.worker_id if worker is not None and worker.tier == "decode" else None,
             outcome=outcome,
         )
-        self.on_move(self)
 
     def elapsed_s(self) -> float:
         """Seconds since the request was accepted."""
         return self.clock() - self.accepted_clock
 
-    def mark(self, phase: Phase, *, ago_s: float = 0.0) -> bool:
-        """The phase happened `ago_s` seconds ago; True when it did for the first time, which is the one that counts."""
+    def mark(self, phase: TracePhase, *, ago_s: float = 0.0) -> bool:
+        """Records that the phase happened `ago_s` seconds ago. Only the first call counts; later ones return False."""
         if phase in self.phases:
             return False
         self.phases[phase] = max(0.0, self.elapsed_s() - ago_s)
         return True
 
-    def decide(self, worker: WorkerRecord, why: str) -> None:
-        """A worker was chosen."""
+    def add_decision(self, worker: WorkerRecord, why: str) -> None:
+        """Records the choice of a worker."""
         self.decisions.append(
             Decision(
                 at=self.elapsed_s(),
@@ -189,7 +179,7 @@ class Record:
         )
 
     def incident(self, reason: str, worker: WorkerId | None, error: Exception | None) -> Incident:
-        """An entry for `retries` or `fallbacks`, as of now."""
+        """An entry for `retries` or `fallbacks`, timed now."""
         return Incident(
             at=self.elapsed_s(),
             attempt=self.attempt,
@@ -198,13 +188,13 @@ class Record:
             error=None if error is None else str(error),
         )
 
-    def computed(self, computed_tokens: int) -> None:
-        """A chunk was computed."""
+    def add_chunk(self, computed_tokens: int) -> None:
+        """Records that a chunk was computed."""
         if len(self.chunks) < MAX_CHUNKS:
-            self.chunks.append(Chunk(at=self.elapsed_s(), computed_tokens=computed_tokens))
+            self.chunks.append(ComputedChunk(at=self.elapsed_s(), computed_tokens=computed_tokens))
 
     def summary(self) -> dict[str, object]:
-        """The log line of a request that has ended."""
+        """The fields of the log line that ends a request."""
         fields: dict[str, object] = {
             "request_id": self.request_id,
             "state": self.state.value,
@@ -223,7 +213,7 @@ class Record:
         return {name: value for name, value in fields.items() if value is not None}
 
     def as_json(self) -> dict[str, Json]:
-        """See the module's description."""
+        """The record as JSON; see the module's docstring."""
         return {
             "request_id": self.request_id,
             "endpoint": self.endpoint,
@@ -251,7 +241,7 @@ class Record:
         }
 
 
-class Ring:
+class RecentRecords:
     """The records of the latest requests, running or finished."""
 
     def __init__(self, capacity: int) -> None:
@@ -259,12 +249,12 @@ class Ring:
         self._records: OrderedDict[str, Record] = OrderedDict()
 
     def add(self, record: Record) -> None:
-        """Remembers a record; the oldest is forgotten for it when there are too many."""
+        """Keeps a record, and drops the oldest one beyond the capacity."""
         self._records.pop(record.request_id, None)
         self._records[record.request_id] = record
         if len(self._records) > self._capacity:
             self._records.popitem(last=False)
 
     def get(self, request_id: str) -> Record | None:
-        """The record, when it is still remembered."""
+        """The record, or None when it is no longer kept."""
         return self._records.get(request_id)

@@ -1,4 +1,4 @@
-"""The state machine of a request: where it stands, how it came there, and which moves there are. Pure.
+"""The state machine of a request: its state, its history and the legal transitions. Pure.
 
 QUEUED -> RESERVED -> PREFILLING -> DECODING -> FINISHED | FAILED | CANCELLED
              ^------------- RETRYING <-------------'
@@ -14,7 +14,7 @@ from pdserve.base.ids import RequestId, WorkerId
 
 
 class RequestState(StrEnum):
-    """Where a request stands."""
+    """The states of a request."""
 
     QUEUED = "queued"
     RESERVED = "reserved"
@@ -27,23 +27,23 @@ class RequestState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether the request is over."""
+        """Whether the request has ended."""
         return not TRANSITIONS[self]
 
 
 _S = RequestState
 _ABANDONED = frozenset({_S.RETRYING, _S.FAILED, _S.CANCELLED})
 
-#: Every legal move. Within one attempt no state comes twice; RETRYING begins the next attempt.
+#: Every legal transition. No state occurs twice within an attempt; RETRYING starts the next attempt.
 TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
-    # Straight to PREFILLING when one token is asked for: no decode worker is needed.
+    # Straight to PREFILLING when one token is requested: no decode worker is needed.
     _S.QUEUED: _ABANDONED | {_S.RESERVED, _S.PREFILLING},
-    # Straight to DECODING when the decode worker prefilled by itself.
+    # Straight to DECODING when the decode worker prefilled locally.
     _S.RESERVED: _ABANDONED | {_S.PREFILLING, _S.DECODING},
     # Straight to FINISHED when the first token ended it.
     _S.PREFILLING: _ABANDONED | {_S.DECODING, _S.FINISHED},
     _S.DECODING: _ABANDONED | {_S.FINISHED},
-    # Back to QUEUED when no worker has room at the moment.
+    # Back to QUEUED while no worker has capacity.
     _S.RETRYING: frozenset({_S.QUEUED, _S.RESERVED, _S.PREFILLING, _S.FAILED, _S.CANCELLED}),
     _S.FINISHED: frozenset(),
     _S.FAILED: frozenset(),
@@ -52,8 +52,8 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """The request entered `state` of `attempt` at `at` (Unix time)."""
+class StateChange:
+    """The entry into `state` of `attempt` at `at` (Unix time)."""
 
     state: RequestState
     attempt: int
@@ -61,29 +61,29 @@ class Step:
 
     @property
     def mark(self) -> str:
-        """Names the state and the attempt: what a compare-and-set compares."""
+        """State and attempt as one word, which a compare-and-set compares."""
         return f"{self.state}:{self.attempt}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestProgress:
-    """A request's way so far. Each move gives a new value; no mark comes twice in a history."""
+    """A request's history so far. Each transition gives a new value; no mark occurs twice in a history."""
 
     request_id: RequestId
-    history: tuple[Step, ...]
+    history: tuple[StateChange, ...]
     prefill_worker: WorkerId | None = None
     decode_worker: WorkerId | None = None
-    #: How it ended: a finish reason, or what went wrong. Empty while it runs.
+    #: The finish reasons, or the error's class. Empty while the request runs.
     outcome: str = ""
 
     @classmethod
-    def begin(cls, request_id: RequestId, *, at: float) -> RequestProgress:
+    def new(cls, request_id: RequestId, *, at: float) -> RequestProgress:
         """A request that was just accepted: QUEUED, attempt 1."""
-        return cls(request_id=request_id, history=(Step(state=RequestState.QUEUED, attempt=1, at=at),))
+        return cls(request_id=request_id, history=(StateChange(state=RequestState.QUEUED, attempt=1, at=at),))
 
     @property
     def state(self) -> RequestState:
-        """Where the request stands."""
+        """The current state."""
         return self.history[-1].state
 
     @property
@@ -93,7 +93,7 @@ class RequestProgress:
 
     @property
     def mark(self) -> str:
-        """State and attempt in one word."""
+        """The mark of the current state."""
         return self.history[-1].mark
 
     def advance(
@@ -105,19 +105,19 @@ class RequestProgress:
         decode_worker: WorkerId | None = None,
         outcome: str = "",
     ) -> RequestProgress:
-        """The request after a move to `state`; what is not given stays as it is. RETRYING counts the attempt up.
+        """The request after a transition to `state`; omitted values stay. RETRYING increments the attempt.
 
         Raises:
-            InvalidTransition: there is no such move; the message tells the request's story.
+            InvalidTransition: the table has no such transition; the message includes the history.
         """
         if state not in TRANSITIONS[self.state]:
             raise InvalidTransition(
-                f"Request {self.request_id} cannot go from {self.state} to {state}. Its way so far: {self.story()}."
+                f"Request {self.request_id} cannot go from {self.state} to {state}. Its history: {self.story()}."
             )
         attempt = self.attempt + (state is RequestState.RETRYING)
         return replace(
             self,
-            history=(*self.history, Step(state=state, attempt=attempt, at=at)),
+            history=(*self.history, StateChange(state=state, attempt=attempt, at=at)),
             prefill_worker=prefill_worker or self.prefill_worker,
             decode_worker=decode_worker or self.decode_worker,
             outcome=outcome or self.outcome,

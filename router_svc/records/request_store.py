@@ -1,9 +1,9 @@
-"""Keeps the state of requests in Redis, in the background: for `pdserve trace`, and as a fence between attempts.
+"""Stores the state of requests in Redis in the background, for `pdserve trace` and as a fence between attempts.
 
-`pd:req:{id}` is a hash with the state, the attempt, the history, the workers, the outcome and the decision record;
+`pd:req:{id}` is a hash with the state, the attempt, the history, the workers, the outcome and the decision record.
 `pd:reqs` lists the newest requests and bounds how many are kept. A write is a compare-and-set on (state, attempt): it
-is refused unless what Redis holds is a mark that this very request has passed, so neither an older attempt nor an older
-state ever overwrites a newer one, and writes may be merged or dropped without blocking those that follow.
+is refused unless the mark in Redis is one that this request has passed. An older attempt or state therefore never
+overwrites a newer one, and writes may be merged or dropped without blocking later ones.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pdserve.base.errors import StaleAttempt, StoreError
 from pdserve.base.ids import RequestId, WorkerId
 from pdserve.base.logs import get_logger
 from pdserve.base.store import Argument, Store, as_bytes, as_fields, as_list, script_command
-from router_svc.records.request_state import RequestProgress, RequestState, Step
+from router_svc.records.request_state import RequestProgress, RequestState, StateChange
 
 log = get_logger(__name__)
 
 REQUEST_KEY = "pd:req:"
 REQUESTS_KEY = "pd:reqs"
 
-# KEYS: request, newest requests. ARGV: TTL in ms, how many to keep, key prefix, id, number of accepted marks, the
-# marks, field, value, ... Answers the mark that was there when it is none of the accepted ones, else nothing.
+# KEYS: request, newest requests. ARGV: TTL in ms, requests to keep, key prefix, id, number of accepted marks, the
+# marks, field, value, ... Returns the stored mark if it is not an accepted one, else the empty string.
 _COMPARE_AND_SET = """
 local stored = redis.call('HGET', KEYS[1], 'mark')
 local marks = tonumber(ARGV[5])
@@ -50,14 +50,14 @@ return ''
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRequest:
-    """What Redis keeps of a request; `record` is the decision record as JSON, empty when none was written."""
+    """A request as stored in Redis. `record` is the decision record as JSON, empty while the request runs."""
 
     progress: RequestProgress
     record: str = ""
 
 
 class RequestStore:
-    """Writes requests while `run` runs. `put` never waits; what Redis cannot take is dropped and counted."""
+    """Writes requests while `run` runs. `put` never waits; writes beyond the queue's limit are dropped and counted."""
 
     def __init__(
         self,
@@ -76,21 +76,21 @@ class RequestStore:
         self._ttl_s = ttl_s
         self._retry_s = retry_s
         self._batch_size = batch_size
-        # Only the latest state of each waits: its history says what came before.
+        # Only the latest state of each request waits: its history includes the earlier ones.
         self._queued: dict[RequestId, StoredRequest] = {}
         self._due = asyncio.Event()
-        #: Writes given up because the queue was full.
+        #: Writes dropped because the queue was full.
         self.dropped = 0
-        #: Writes that Redis refused because a newer attempt or state is there.
+        #: Writes that Redis refused because it holds a newer attempt or state.
         self.refused = 0
 
     @property
     def queued(self) -> int:
-        """Requests that wait to be written."""
+        """Requests waiting to be written."""
         return len(self._queued)
 
     def put(self, progress: RequestProgress, record: str = "") -> None:
-        """Has the request written soon. A later `put` of the same request replaces one that still waits."""
+        """Queues a write. A later `put` of the same request replaces one that is still queued."""
         if progress.request_id not in self._queued and len(self._queued) >= self._max_queued:
             self.dropped += 1
             return
@@ -98,7 +98,7 @@ class RequestStore:
         self._due.set()
 
     async def run(self) -> None:
-        """Writes until cancelled, then what still waits, if Redis takes it."""
+        """Writes until cancelled, then writes the rest of the queue if Redis is available."""
         try:
             while True:
                 await self._due.wait()
@@ -113,27 +113,27 @@ class RequestStore:
         """Writes one request now.
 
         Raises:
-            StaleAttempt: Redis holds a state that this request has not passed: somebody else took it further.
-            StoreError: Redis cannot be used.
+            StaleAttempt: Redis holds a state that this request has not passed: another writer has advanced it.
+            StoreError: Redis is unavailable.
         """
         [stored] = await self._write([StoredRequest(progress=progress, record=record)])
         if stored is not None:
             raise StaleAttempt(
-                f"Request {progress.request_id} is {stored} in Redis; {progress.mark} may not be written over it."
+                f"Request {progress.request_id} is {stored} in Redis; {progress.mark} may not overwrite it."
             )
 
     async def get(self, request_id: RequestId) -> StoredRequest | None:
-        """What is kept of a request, or None. Raises `StoreError`."""
+        """The stored request, or None. Raises `StoreError`."""
         fields = as_fields(await self._store.call("HGETALL", REQUEST_KEY + request_id))
         return _from_fields(request_id, fields) if fields else None
 
     async def newest(self, count: int) -> list[RequestId]:
-        """The ids of the newest requests, newest first; the oldest of them may have expired. Raises `StoreError`."""
+        """The ids of the newest requests, newest first. The last ones may have expired. Raises `StoreError`."""
         reply = await self._store.call("LRANGE", REQUESTS_KEY, 0, count - 1)
         return [RequestId(as_bytes(request_id).decode()) for request_id in as_list(reply)]
 
     async def _flush(self) -> bool:
-        """Writes all that waits, in batches. False when Redis could not be used; the rest then waits on."""
+        """Writes the queue in batches. False if Redis is unavailable; the rest then stays queued."""
         while self._queued:
             batch = list(itertools.islice(self._queued.values(), self._batch_size))
             try:
@@ -142,13 +142,13 @@ class RequestStore:
                 return False
             self.refused += sum(mark is not None for mark in stored)
             for request in batch:
-                # A later state may have taken its place meanwhile.
+                # A later state may have replaced it during the write.
                 if self._queued.get(request.progress.request_id) is request:
                     del self._queued[request.progress.request_id]
         return True
 
     async def _write(self, requests: Sequence[StoredRequest]) -> list[str | None]:
-        """For each request the mark for which it was refused, or None when it was written."""
+        """For each request, the stored mark that made Redis refuse it, or None if it was written."""
         replies = await self._store.pipeline([self._command(request) for request in requests])
         return [as_bytes(reply).decode() or None for reply in replies]
 
@@ -188,7 +188,7 @@ def _to_fields(request: StoredRequest) -> dict[str, str]:
 def _from_fields(request_id: RequestId, fields: dict[str, bytes]) -> StoredRequest:
     try:
         history = tuple(
-            Step(state=RequestState(step["state"]), attempt=int(step["attempt"]), at=float(step["at"]))
+            StateChange(state=RequestState(step["state"]), attempt=int(step["attempt"]), at=float(step["at"]))
             for step in json.loads(fields["history"])
         )
         progress = RequestProgress(
@@ -200,4 +200,4 @@ def _from_fields(request_id: RequestId, fields: dict[str, bytes]) -> StoredReque
         )
         return StoredRequest(progress=progress, record=fields["record"].decode())
     except (KeyError, ValueError, TypeError) as error:
-        raise StoreError(f"Request {request_id} in Redis cannot be read: {error!r}.") from error
+        raise StoreError(f"Request {request_id} in Redis cannot be parsed: {error!r}.") from error

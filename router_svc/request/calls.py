@@ -1,4 +1,4 @@
-"""The calls a saga makes to workers: their errors are mapped, and leaving the block ends the call for certain."""
+"""The calls of a request to workers. Errors are mapped, and leaving a call's block ends it on the worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from pdserve.base.errors import PeerLost, TransferTimeout
+from pdserve.base.errors import PdserveError, PeerLost, TransferTimeout
 from pdserve.base.rpc import ChannelPool, mapped_rpc_errors
 from pdserve.base.streams import MessageStream, open_stream
 from pdserve.base.wire import error_from_wire
@@ -18,57 +18,113 @@ from pdserve.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
 
 
 class _Reported(Exception):
-    """Cause of an error that a worker told over a stream."""
+    """Cause of an error that a worker reported over a stream."""
 
 
 def is_reported(error: BaseException) -> bool:
-    """Whether the worker itself answered with this error, so that it is alive."""
+    """Whether the worker itself has answered with this error, and is therefore alive."""
     cause = error.__cause__
     if isinstance(cause, grpc.aio.AioRpcError):
         return any(str(key).startswith("pdserve-") for key, _ in cause.trailing_metadata() or ())
     return isinstance(cause, _Reported)
 
 
-#: Errors of a connection that say something of the peer; others, like too many open files, are our own.
+#: Connection errors that say something about the peer. Others, such as too many open files, are the router's own.
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT}
 
 
 def is_gone(error: BaseException) -> bool:
-    """Whether the worker itself could not be reached; a loss that it reports is somebody else's."""
+    """Whether the worker itself could not be reached. A loss that a worker reports is the loss of another one."""
     cause = error.__cause__
-    is_its = isinstance(cause, (grpc.aio.AioRpcError, ConnectionError, TimeoutError)) or (
+    is_from_peer = isinstance(cause, (grpc.aio.AioRpcError, ConnectionError, TimeoutError)) or (
         isinstance(cause, OSError) and cause.errno in _UNREACHABLE
     )
-    return isinstance(error, PeerLost) and is_its and not is_reported(error)
+    return isinstance(error, PeerLost) and is_from_peer and not is_reported(error)
+
+
+class DecodeFailed(Exception):
+    """The attempt on a decode worker has failed with `error`. Never leaves the saga."""
+
+    def __init__(self, error: PdserveError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class DecodeCall:
-    """A request on one decode worker: commands go out, events come in, until one side closes."""
+    """A request on one decode worker: commands go out and events come in until one side closes.
 
-    def __init__(self, stream: MessageStream[decode_pb2.DecodeResponse], peer: str) -> None:
+    One task reads the events. Another one may wait for the milestones among them, which are tickets and the start.
+    """
+
+    def __init__(self, stream: MessageStream[decode_pb2.DecodeResponse], worker: WorkerRecord) -> None:
         self._stream = stream
-        self._peer = peer
+        self.worker = worker
+        # Unbounded, but a worker sends no more milestones than there are attempts.
+        self._milestones: asyncio.Queue[decode_pb2.DecodeResponse] = asyncio.Queue()
+        #: Whether the sequences run, so that failures of prefill workers no longer matter.
+        self.has_started = False
 
-    async def send(self, request: decode_pb2.DecodeRequest) -> None:
-        """Tells the worker something. What ended the call, if that has happened, is raised by `next_event`."""
-        await self._stream.write(request)
+    async def send(self, command: decode_pb2.DecodeRequest) -> None:
+        """Sends a command. If the call has ended, `next_event` raises the reason."""
+        await self._stream.write(command)
 
-    async def next_event(self, silence_s: float | None) -> decode_pb2.DecodeResponse:
-        """The next event. Raises the error the worker ended with, `PeerLost`, `TransferTimeout` after `silence_s`."""
+    async def next_event(self, silence_s: float) -> decode_pb2.DecodeResponse:
+        """The next event from the worker.
+
+        The worker may be silent for `silence_s` once decoding has started. Until then only milestones have deadlines.
+
+        Raises:
+            DecodeFailed: with the error that the worker reported, `PeerLost` or `TransferTimeout`.
+        """
+        try:
+            event = await self._read(silence_s if self.has_started else None)
+        except PdserveError as error:
+            raise DecodeFailed(error) from error
+        if event.WhichOneof("event") in ("ticket", "started"):
+            self.has_started |= event.HasField("started")
+            self._milestones.put_nowait(event)
+        return event
+
+    async def milestone(self, timeout_s: float, error: PdserveError) -> decode_pb2.DecodeResponse:
+        """The next ticket or start. Raises `DecodeFailed` with `error` after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._milestones.get()
+        except TimeoutError:
+            raise DecodeFailed(error) from error
+
+    async def _read(self, silence_s: float | None) -> decode_pb2.DecodeResponse:
+        peer = _name_of(self.worker)
         try:
             event = await self._stream.read(silence_s)
         except TimeoutError:
-            raise TransferTimeout(f"{self._peer} has been silent for {silence_s:g} s.") from None
+            raise TransferTimeout(f"The {peer} has been silent for {silence_s:g} s.") from None
         if event is None:
-            # A worker that dies closes it too, by its kernel; one that has said everything leaves that to us.
-            raise PeerLost(f"Lost {self._peer}: it closed the connection.") from ConnectionResetError()
+            # The kernel closes a dead worker's connection. A worker that has finished leaves closing to the router.
+            raise PeerLost(f"Lost {peer}: it closed the connection.") from ConnectionResetError()
         if event.HasField("failed"):
             raise error_from_wire(event.failed) from _Reported()
         return event
 
-    def close(self) -> None:
-        """Frees everything on the worker."""
-        self._stream.close()
+
+@asynccontextmanager
+async def decode_call(worker: WorkerRecord) -> AsyncIterator[DecodeCall]:
+    """Connects to the worker; leaving the block frees the blocks there. Raises `DecodeFailed` if it is unreachable."""
+    try:
+        stream = await _connect(worker)
+    except PeerLost as error:
+        raise DecodeFailed(error) from error
+    try:
+        yield DecodeCall(stream, worker)
+    finally:
+        stream.close()
+
+
+async def _connect(worker: WorkerRecord) -> MessageStream[decode_pb2.DecodeResponse]:
+    try:
+        return await open_stream(worker.stream_address, decode_pb2.DecodeResponse.FromString)
+    except OSError as error:
+        raise PeerLost(f"Lost {_name_of(worker)}: {error.strerror or 'it does not answer'}.") from error
 
 
 class PrefillCall:
@@ -81,7 +137,11 @@ class PrefillCall:
         self._peer = peer
 
     async def next_event(self, silence_s: float | None) -> prefill_pb2.PrefillResponse | None:
-        """The next event; None when the worker closed the stream. Raises `TransferTimeout` after `silence_s`."""
+        """The next event, or None once the worker has closed the stream.
+
+        Raises:
+            PdserveError: the error that the worker reported, `PeerLost`, or `TransferTimeout` after `silence_s`.
+        """
         with mapped_rpc_errors(self._peer):
             try:
                 async with asyncio.timeout(silence_s):
@@ -89,27 +149,21 @@ class PrefillCall:
             except StopAsyncIteration:
                 return None
             except TimeoutError:
-                raise TransferTimeout(f"{self._peer} has been silent for {silence_s:g} s.") from None
-
-
-async def open_decode_call(worker: WorkerRecord) -> DecodeCall:
-    """A call to be closed. Raises `PeerLost`."""
-    peer = f"decode worker {worker.worker_id}"
-    try:
-        stream = await open_stream(worker.stream_address, decode_pb2.DecodeResponse.FromString)
-    except OSError as error:
-        raise PeerLost(f"Lost {peer}: {error.strerror or 'it does not answer'}.") from error
-    return DecodeCall(stream, peer)
+                raise TransferTimeout(f"The {self._peer} has been silent for {silence_s:g} s.") from None
 
 
 @asynccontextmanager
 async def prefill_call(
     channels: ChannelPool, worker: WorkerRecord, request: prefill_pb2.PrefillRequest
 ) -> AsyncIterator[PrefillCall]:
-    """Opens the call; leaving the block stops the compute and frees the blocks."""
+    """Opens the call; leaving the block stops the computation and frees the blocks."""
     async with channels.use(worker.worker_id, worker.epoch, worker.grpc_address) as channel:
         call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(request)
         try:
-            yield PrefillCall(call, f"prefill worker {worker.worker_id}")
+            yield PrefillCall(call, _name_of(worker))
         finally:
             call.cancel()
+
+
+def _name_of(worker: WorkerRecord) -> str:
+    return f"{worker.tier} worker {worker.worker_id}"

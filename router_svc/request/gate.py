@@ -1,4 +1,4 @@
-"""The admission queue with waiting: the asyncio shell around `AdmissionQueue`."""
+"""The I/O layer around `AdmissionQueue`: requests wait here for their turn."""
 
 from __future__ import annotations
 
@@ -6,58 +6,63 @@ import asyncio
 from collections.abc import Sequence
 
 from pdserve.base.errors import Overloaded
-from router_svc.request.admission import AdmissionQueue, Place
+from router_svc.request.admission import AdmissionQueue, QueueSlot
 
 
 class Gate:
-    """Lets requests through in order of arrival, as many sequences at a time as the cluster can run."""
+    """Admits requests in order of arrival, with at most as many concurrent sequences as the cluster can run."""
 
     def __init__(self, *, max_waiting: int, max_wait_s: float) -> None:
         self._queue = AdmissionQueue(max_waiting=max_waiting, max_wait_s=max_wait_s)
         self._max_wait_s = max_wait_s
-        self._waiters: dict[Place, asyncio.Future[None]] = {}
+        self._waiters: dict[QueueSlot, asyncio.Future[None]] = {}
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
+        """Prompts in the queue."""
         return self._queue.num_waiting
 
     @property
-    def num_running(self) -> int:
-        """Requests that were let through and have not ended."""
+    def num_admitted(self) -> int:
+        """Prompts that were admitted and have not ended."""
         return self._queue.num_admitted
 
     def set_capacity(self, sequences: int) -> None:
-        """How many sequences the cluster can run at a time."""
+        """Sets how many sequences the cluster can run concurrently."""
         self._wake(self._queue.set_capacity(sequences, self._now()))
 
-    def enter(self, sequences: Sequence[int]) -> list[Place]:
-        """A place for each entry, or `Overloaded` for all. Each must `leave` in the end."""
+    def enter(self, sequences: Sequence[int]) -> list[QueueSlot]:
+        """A queue slot for each entry, all or none. Each slot must be given to `leave` in the end.
+
+        Raises `Overloaded`.
+        """
         return self._queue.offer(sequences, self._now())
 
-    async def admitted(self, place: Place) -> None:
-        """Returns when the place may start. Raises `Overloaded` when that takes longer than it may."""
-        if place.admitted_at is not None:
+    async def wait_for_turn(self, slot: QueueSlot) -> None:
+        """Returns when the slot is admitted. Raises `Overloaded` when that takes too long."""
+        if slot.admitted_at is not None:
             return
-        waiter = self._waiters[place] = asyncio.get_running_loop().create_future()
+        waiter = self._waiters[slot] = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout_at(place.offered_at + self._max_wait_s):
+            async with asyncio.timeout_at(slot.offered_at + self._max_wait_s):
                 await waiter
         except TimeoutError:
+            retry_after_s = self._queue.retry_after_s(self._now())
             raise Overloaded(
-                f"The request waited {self._max_wait_s:.0f} s without its turn coming. Try again later.",
-                retry_after_s=self._queue.retry_after_s(self._now()),
+                f"The request waited in the queue for {self._max_wait_s:.0f} s, which is the limit. "
+                f"Retry after {retry_after_s:.0f} s.",
+                retry_after_s=retry_after_s,
             ) from None
         finally:
-            del self._waiters[place]
+            del self._waiters[slot]
 
-    def leave(self, place: Place) -> None:
-        """Gives a place up; doing so again is harmless."""
-        self._wake(self._queue.leave(place, self._now()))
+    def leave(self, slot: QueueSlot) -> None:
+        """Gives a slot back. Further calls are harmless."""
+        self._wake(self._queue.leave(slot, self._now()))
 
-    def _wake(self, admitted: list[Place]) -> None:
-        for place in admitted:
-            waiter = self._waiters.get(place)
+    def _wake(self, admitted: list[QueueSlot]) -> None:
+        for slot in admitted:
+            waiter = self._waiters.get(slot)
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
 

@@ -1,13 +1,14 @@
-"""Turns numbered tokens from workers into what a client sees: text, in order, once, and never past a stop string. Pure.
+"""Turns numbered tokens from workers into text for the client: in order, once, and never past a stop string. Pure.
 
-Two workers report tokens of the same choice: the first comes from prefill, the rest from decode, and a retry repeats
-some. The index of each token decides; arrival order does not.
+Two workers send tokens of the same choice: the prefill worker the first one, the decode worker the rest. A retry
+repeats some. The index of each token decides its position, not the order of arrival.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from pdserve.base.errors import PdserveError
 from pdserve.base.sampling import ChoiceTokens, FinishReason, TokenLogprobs
@@ -18,7 +19,7 @@ from router_svc.request.stop_strings import StopScanner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceDelta:
-    """What one choice gained. `stop_reason` is the stop string or stop token that the client had asked for."""
+    """New output of one choice. `stop_reason` is the stop string or stop token of the request that ended it."""
 
     choice_index: int
     text: str
@@ -26,6 +27,23 @@ class ChoiceDelta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+
+
+class OutputProgress(Enum):
+    """How much of the output the client may have."""
+
+    NOTHING = auto()
+    #: Some choices have tokens, others have none.
+    INCOMPLETE = auto()
+    #: Exactly the first token of every choice, which a prefill worker samples.
+    FIRST_TOKENS = auto()
+    #: The first token of every choice, and later ones, which only a decode worker samples.
+    BEYOND = auto()
+
+    @property
+    def has_first_tokens(self) -> bool:
+        """Whether the first token of every choice is known."""
+        return self in (OutputProgress.FIRST_TOKENS, OutputProgress.BEYOND)
 
 
 class Output:
@@ -38,10 +56,10 @@ class Output:
         self.completion_tokens = 0
 
     def push(self, tokens: Iterable[ChoiceTokens]) -> list[ChoiceDelta]:
-        """Takes tokens from any worker, in any order, repeated or not; returns what is new to the client."""
+        """Accepts tokens from any worker, in any order, repeated or not, and returns those new to the client."""
         deltas = []
-        for piece in tokens:
-            delta = self._choices[piece.choice_index].push(piece)
+        for chunk in tokens:
+            delta = self._choices[chunk.choice_index].push(chunk)
             if delta is not None:
                 deltas.append(delta)
                 self.completion_tokens += len(delta.token_ids)
@@ -49,7 +67,7 @@ class Output:
         return deltas
 
     def forget_early(self) -> None:
-        """Drops tokens that wait for their first one: the decode worker they came from was given up."""
+        """Drops tokens that wait for their first one. Call it when the decode worker that sent them has failed."""
         for choice in self._choices:
             choice.early.clear()
 
@@ -59,28 +77,23 @@ class Output:
         return not self._num_open
 
     @property
-    def has_started(self) -> bool:
-        """Whether a client may have seen a token."""
-        return any(choice.token_ids for choice in self._choices)
-
-    @property
-    def has_first_tokens(self) -> bool:
-        """Whether the first token of every choice is known."""
-        return all(choice.token_ids for choice in self._choices)
-
-    @property
-    def is_past_first_tokens(self) -> bool:
-        """Whether some choice went on after its first token: only a decode worker could have done that."""
-        return any(len(choice.token_ids) > 1 for choice in self._choices)
+    def progress(self) -> OutputProgress:
+        """How much of the output the client may have."""
+        lengths = [len(choice.token_ids) for choice in self._choices]
+        if not any(lengths):
+            return OutputProgress.NOTHING
+        if not all(lengths):
+            return OutputProgress.INCOMPLETE
+        return OutputProgress.BEYOND if max(lengths) > 1 else OutputProgress.FIRST_TOKENS
 
     @property
     def first_tokens(self) -> list[int]:
-        """The first token of every choice, or none when one is unknown: what a retry must begin with."""
-        return [choice.token_ids[0] for choice in self._choices] if self.has_first_tokens else []
+        """The first token of every choice, with which a retry must start. Empty while one is unknown."""
+        return [choice.token_ids[0] for choice in self._choices] if self.progress.has_first_tokens else []
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Per choice: "stop", "length" or "unfinished"."""
+        """The finish reason of each choice, "unfinished" where there is none yet."""
         return [choice.finish_reason.value if choice.finish_reason else "unfinished" for choice in self._choices]
 
 
@@ -91,8 +104,8 @@ class _Ended:
 
 
 @dataclass(slots=True)
-class _Step:
-    """What the tokens of one piece added up to."""
+class _Gained:
+    """New output of one `push`."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -109,7 +122,7 @@ class _Choice:
         self._include_stop = rules.include_stop_str_in_output
         self._min_tokens = sampling.min_tokens
         self._stop_token_ids = sampling.stop_token_ids
-        #: Tokens that arrived before the first one: decode can overtake prefill's stream.
+        #: Tokens that arrived before the first one: the decode worker can overtake the prefill worker's stream.
         self.early: list[ChoiceTokens] = []
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
@@ -118,72 +131,72 @@ class _Choice:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def push(self, piece: ChoiceTokens) -> ChoiceDelta | None:
+    def push(self, chunk: ChoiceTokens) -> ChoiceDelta | None:
         if self.finished:
             return None
-        if piece.first_index > len(self.token_ids):
-            self._hold(piece)
+        if chunk.first_index > len(self.token_ids):
+            self._hold(chunk)
             return None
-        step = _Step()
-        self._take(piece, step)
-        while self.early and step.ended is None:
-            self._take(self.early.pop(0), step)
-        if step.ended is not None:
-            self.finish_reason = step.ended.finish_reason
-        elif not step.token_ids:
+        gained = _Gained()
+        self._take(chunk, gained)
+        while self.early and gained.ended is None:
+            self._take(self.early.pop(0), gained)
+        if gained.ended is not None:
+            self.finish_reason = gained.ended.finish_reason
+        elif not gained.token_ids:
             return None
         return ChoiceDelta(
             choice_index=self._index,
-            text="".join(step.text),
-            token_ids=tuple(step.token_ids),
-            logprobs=tuple(step.logprobs),
+            text="".join(gained.text),
+            token_ids=tuple(gained.token_ids),
+            logprobs=tuple(gained.logprobs),
             finish_reason=self.finish_reason,
-            stop_reason=step.ended.stop_reason if step.ended else None,
+            stop_reason=gained.ended.stop_reason if gained.ended else None,
         )
 
-    def _hold(self, piece: ChoiceTokens) -> None:
+    def _hold(self, chunk: ChoiceTokens) -> None:
         expected = self.early[-1].first_index + len(self.early[-1].token_ids) if self.early else 1
-        if self.token_ids or piece.first_index != expected:
+        if self.token_ids or chunk.first_index != expected:
             raise PdserveError(
                 f"A worker skipped tokens: choice {self._index} has {len(self.token_ids)} tokens, "
-                f"the next message starts at {piece.first_index}."
+                f"and the next message starts at token {chunk.first_index}."
             )
-        self.early.append(piece)
+        self.early.append(chunk)
 
-    def _take(self, piece: ChoiceTokens, step: _Step) -> None:
-        """Adds the tokens of `piece` that are new, up to the one that completes a stop string."""
-        known = len(self.token_ids) - piece.first_index
-        last = len(piece.token_ids) - 1
-        for position in range(known, len(piece.token_ids)):
-            self.token_ids.append(piece.token_ids[position])
-            step.token_ids.append(piece.token_ids[position])
-            step.logprobs.extend(piece.logprobs[position : position + 1])
-            # The token that ends a choice is a signal, not text.
-            ends_by_token = position == last and piece.finish_reason is FinishReason.STOP
+    def _take(self, chunk: ChoiceTokens, gained: _Gained) -> None:
+        """Adds the new tokens of `chunk`, up to the one that completes a stop string."""
+        known = len(self.token_ids) - chunk.first_index
+        last = len(chunk.token_ids) - 1
+        for position in range(known, len(chunk.token_ids)):
+            self.token_ids.append(chunk.token_ids[position])
+            gained.token_ids.append(chunk.token_ids[position])
+            gained.logprobs.extend(chunk.logprobs[position : position + 1])
+            # The token that ends a choice is a signal and not text.
+            ends_by_token = position == last and chunk.finish_reason is FinishReason.STOP
             if ends_by_token and not self._include_stop:
                 break
-            if self._emit(self._detokenizer.push([piece.token_ids[position]]), step):
+            if self._emit(self._detokenizer.push([chunk.token_ids[position]]), gained):
                 return
-        if piece.finish_reason is not None and not self._emit(self._detokenizer.finish(), step):
-            step.text.append(self._scanner.flush())
-            step.ended = _Ended(piece.finish_reason, self._asked_for(piece.stop_token_id))
+        if chunk.finish_reason is not None and not self._emit(self._detokenizer.finish(), gained):
+            gained.text.append(self._scanner.flush())
+            gained.ended = _Ended(chunk.finish_reason, self._if_requested(chunk.stop_token_id))
 
-    def _emit(self, text: str, step: _Step) -> bool:
-        """Adds text; True when it completed a stop string, which then ended the choice."""
+    def _emit(self, text: str, gained: _Gained) -> bool:
+        """Adds text. True if it completed a stop string and thereby ended the choice."""
         if len(self.token_ids) <= self._min_tokens:
-            step.text.append(text)
+            gained.text.append(text)
             return False
         scanned = self._scanner.push(text)
-        step.text.append(scanned.text)
+        gained.text.append(scanned.text)
         if scanned.matched is None:
             return False
-        step.ended = _Ended(FinishReason.STOP, scanned.matched)
+        gained.ended = _Ended(FinishReason.STOP, scanned.matched)
         return True
 
-    def _asked_for(self, stop_token_id: int | None) -> int | None:
+    def _if_requested(self, stop_token_id: int | None) -> int | None:
         return stop_token_id if stop_token_id in self._stop_token_ids else None
 
 
 def ended_by_stop_string(deltas: Sequence[ChoiceDelta]) -> list[int]:
-    """The choices that these deltas ended without their worker knowing it."""
+    """The choices that ended with these deltas without the decode worker's knowledge."""
     return [delta.choice_index for delta in deltas if isinstance(delta.stop_reason, str)]

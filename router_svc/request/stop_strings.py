@@ -1,7 +1,7 @@
-"""Finds stop strings in streamed text and holds back what may still become one. Pure.
+"""Finds stop strings in streamed text and holds back text that may still become one. Pure.
 
-Each stop string runs as a Knuth-Morris-Pratt automaton over the characters, so that the work per character is constant
-and the outcome does not depend on how the text is cut into pieces.
+Each stop string is a Knuth-Morris-Pratt automaton over the characters. The work per character is therefore constant,
+and the outcome does not depend on how the text is cut into chunks.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scanned:
-    """What a piece of text led to: `text` may be shown; `matched` is the stop string that ended it."""
+    """The result of a chunk of text: `text` may be shown, and `matched` is the stop string that ended it."""
 
     text: str
     matched: str | None = None
 
 
 class _Automaton:
-    """How much of one stop string the text read so far ends with."""
+    """Length of the longest prefix of one stop string that the text so far ends with."""
 
     __slots__ = ("_failure", "length", "stop")
 
@@ -29,7 +29,7 @@ class _Automaton:
         self._failure = _failure_table(stop)
 
     def step(self, character: str) -> bool:
-        """Reads one character; True when the stop string is complete."""
+        """Reads one character. True if it completes the stop string."""
         while self.length and self.stop[self.length] != character:
             self.length = self._failure[self.length - 1]
         if self.stop[self.length] == character:
@@ -50,10 +50,10 @@ def _failure_table(stop: str) -> list[int]:
 
 
 class StopScanner:
-    """Passes text on, except what could be the beginning of a stop string.
+    """Passes text on, except for text that could be the start of a stop string.
 
-    The stop string that is complete first wins; of several that end at the same character, the longest. With
-    `include`, the text up to and with the stop string is shown, without it the text before.
+    The stop string that is complete first wins, and the longest of several that end at the same character. With
+    `include` the text including the stop string is shown, otherwise only the text before it.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -66,7 +66,7 @@ class StopScanner:
         if not self._automata:
             return Scanned(text=text)
         for position, character in enumerate(text):
-            # Every automaton must read the character, also after one has matched on it: no short circuit.
+            # No short circuit: every automaton must read the character, even after another has matched.
             complete = [automaton for automaton in self._automata if automaton.step(character)]
             if complete:
                 stop = complete[0].stop
@@ -78,6 +78,6 @@ class StopScanner:
         return Scanned(text=shown[:keep])
 
     def flush(self) -> str:
-        """The held text, once it is known that nothing follows."""
+        """The text held back. Call it at the end of the text."""
         held, self._held = self._held, ""
         return held

@@ -1,4 +1,4 @@
-"""What all sagas share: the workers, what they have cached, what is placed on them, and the ways to reach them."""
+"""The cluster as this router sees it: workers, their cached prefixes, the work placed on them, and channels to them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pdserve.base.layout import KvLayout
 from pdserve.base.registry import WorkerDirectory
 from pdserve.base.rpc import ChannelPool
 from pdserve.base.workers import Tier, WorkerRecord
-from router_svc.records.metrics import RouterMetrics
-from router_svc.routing.placement import InFlight
+from router_svc.routing.in_flight import InFlight
 
 TIERS: tuple[Tier, ...] = ("prefill", "decode")
 #: Longer prompts are hashed in a thread: a block takes about 2 us.
@@ -21,14 +20,14 @@ _INLINE_HASH_TOKENS = 16_384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """The settings sagas follow."""
+class RoutingPolicy:
+    """Settings that decide where requests go and how long they may wait for workers."""
 
     model_name: str
     local_prefill_threshold: int
-    #: Whether decode workers also prefill what is longer, when that is clearly sooner.
+    #: Whether decode workers also prefill longer prompts when that is clearly sooner.
     local_prefill_by_load: bool
-    #: Whether prompts are meant to be computed by prefill workers at all.
+    #: Whether the cluster is configured with prefill workers.
     expects_prefill: bool
     reserve_timeout_s: float
     token_timeout_s: float
@@ -36,32 +35,31 @@ class Policy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The workers as this router sees them."""
+    """The workers and everything that all requests share to reach them."""
 
-    policy: Policy
+    policy: RoutingPolicy
     directory: WorkerDirectory
-    #: Leading blocks that each worker holds, from hashes.
+    #: Leading blocks that each worker has cached, from the hashes of a prompt's blocks.
     index: Callable[[Sequence[BlockHash]], Mapping[WorkerId, int]]
-    metrics: RouterMetrics
     channels: ChannelPool = field(default_factory=ChannelPool)
     in_flight: InFlight = field(default_factory=lambda: InFlight(new_router_id()))
 
     def ready(self, tier: Tier) -> list[WorkerRecord]:
-        """Workers of our model that take work."""
+        """Workers of the tier that serve this router's model and accept requests."""
         workers = self.directory.workers_of(tier)
         return [worker for worker in workers if worker.ready and worker.model == self.policy.model_name]
 
     @property
     def decode_capacity(self) -> int:
-        """Sequences that can be decoded at the same time."""
+        """Sequences that the decode tier can run concurrently."""
         return sum(worker.max_num_seqs for worker in self.ready("decode"))
 
     def max_model_len(self, default: int) -> int:
-        """The longest sequence that every worker can hold; `default` while none is known."""
+        """The longest sequence that every worker can hold; `default` while no worker is ready."""
         return min((worker.max_model_len for tier in TIERS for worker in self.ready(tier)), default=default)
 
     async def overlap(self, prompt: Sequence[int], salt: bytes) -> dict[WorkerId, int]:
-        """Leading blocks of the prompt that each worker has cached, as far as the index knows."""
+        """Leading blocks of the prompt that each worker has cached, according to the index."""
         found: dict[WorkerId, int] = {}
         workers = [worker for tier in TIERS for worker in self.ready(tier)]
         for layout in {worker.layout for worker in workers}:

@@ -1,10 +1,10 @@
-"""Whether a decode worker computes a prompt by itself: conditional disaggregation, by length and by load. Pure policy.
+"""Conditional disaggregation: whether a decode worker prefills a prompt itself, by length and by load. Pure policy.
 
-A short remainder of a prompt costs less to compute than to hand over. And while prompts queue at the prefill tier, a
-decode worker that would have the first token clearly sooner takes its share: in a burst, both tiers compute. It does so
-in chunks that keep its own streams within their ITL budget, which is why it is slower beside them.
-Source: the conditional disaggregation of NVIDIA Dynamo, by the prompt's length and that of the prefill queue; here the
-time on either way is compared.
+A short uncached remainder costs less to compute than to hand over. While prompts queue at the prefill tier, a decode
+worker that would have the first token clearly sooner also prefills longer ones, so both tiers compute in a burst. It
+computes them in chunks that keep its own streams within their ITL budget, and is therefore slower while it decodes.
+Source: NVIDIA Dynamo's conditional disaggregation, by prompt length and prefill queue length. Here predicted times are
+compared instead.
 """
 
 from __future__ import annotations
@@ -14,36 +14,37 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pdserve.base.workers import WorkerLoad
-from router_svc.routing.placement import InFlight, Placement, num_sequences, queued_tokens
+from router_svc.routing.in_flight import InFlight
+from router_svc.routing.placement import Placement, num_sequences, queued_tokens
 
-#: Compute every prompt on the decode worker; what `DecodeStart.local_prefill_threshold` says for it.
+#: Value of `DecodeStart.local_prefill_threshold` with which the decode worker prefills every prompt.
 ALWAYS_LOCAL = 2**32 - 1
-#: Local prefill must need at most this share of the other way's time, and save this much: predictions are coarse, and
-#: what the decode worker computes costs its streams some speed.
+#: Local prefill must take at most this share of the remote prefill's time, and save at least this much. Predictions are
+#: coarse, and local prefill slows the decode worker's streams.
 CLEARLY_SOONER = 0.8
 WORTHWHILE_S = 0.05
-#: How fast a decode worker that has not measured it yet is beside its streams, against a worker without any.
-_SHARE_BESIDE_DECODING = 0.5
+#: Assumed prefill speed of a decode worker with running sequences, relative to an idle one, until it has been measured.
+_SPEED_WHILE_DECODING = 0.5
 
 
 class LocalPrefillReason(StrEnum):
-    """Why a decode worker computed a prompt."""
+    """Why a decode worker prefilled a prompt."""
 
     #: At most `--local-prefill-threshold` tokens were not cached there.
     SHORT = "short"
     #: It was predicted to have the first token clearly sooner than the prefill tier.
     LOAD = "load"
-    #: No prefill worker could.
+    #: No prefill worker could compute it.
     FALLBACK = "fallback"
-    #: None is meant to.
+    #: The cluster is configured without prefill workers.
     NO_PREFILL_TIER = "no_prefill_tier"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backlog:
-    """What one worker computes until the prompt's first token is there, and how fast."""
+    """Everything one worker computes until the prompt's first token, and how fast."""
 
-    #: Prompt tokens of others, which come first.
+    #: Tokens of other prompts, which come first.
     queued_tokens: int
     #: Tokens of this prompt that the worker has not cached.
     uncached_tokens: int
@@ -61,23 +62,23 @@ class Backlog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillPlan:
-    """Which way the prompt is to go. The decode worker has the last word: it knows what it really has cached."""
+    """Where the prompt should be prefilled. The decode worker decides: it knows exactly what it has cached."""
 
     #: The decode worker prefills when at most this many tokens are uncached there.
     threshold: int
-    #: Why it does, in that case.
+    #: Reason for the record if the decode worker prefills.
     reason: LocalPrefillReason
-    #: For the decision record: what was compared; empty when nothing was.
+    #: Comparison for the decision record; empty when nothing was compared.
     why: str = ""
 
 
 def plan_by_length(threshold: int) -> PrefillPlan:
-    """Local up to `threshold` uncached tokens."""
+    """Local prefill up to `threshold` uncached tokens."""
     return PrefillPlan(threshold=threshold, reason=LocalPrefillReason.SHORT)
 
 
 def plan_by_load(threshold: int, decode: Placement, prefill: Placement, in_flight: InFlight) -> PrefillPlan:
-    """Local as well where the decode worker is clearly sooner than the prefill worker."""
+    """Local prefill also of longer prompts, if the decode worker is clearly sooner than the prefill worker."""
     is_decoding = num_sequences(decode.worker, in_flight) > 0
     rates = prefill_rates(decode.worker.load, prefill.worker.load, is_decoding=is_decoding)
     if rates is None or decode.uncached_tokens <= threshold:
@@ -93,17 +94,17 @@ def plan_by_load(threshold: int, decode: Placement, prefill: Placement, in_fligh
     why = f"first token in about {here} there, {there} through {prefill.worker.worker_id}"
     if not is_clearly_sooner(here, there):
         return PrefillPlan(threshold=threshold, reason=LocalPrefillReason.SHORT, why=why)
-    # No more than was expected: when the index was wrong, so may be the choice.
+    # No more than expected: if the index overstated what is cached, this choice may be wrong, too.
     return PrefillPlan(
         threshold=decode.uncached_tokens, reason=LocalPrefillReason.LOAD, why=f"{why}: prefills by itself"
     )
 
 
 def is_clearly_sooner(here: Backlog, there: Backlog) -> bool:
-    """Whether local prefill is worth what it costs the streams beside it.
+    """Whether local prefill saves enough to be worth slowing down the decode worker's streams.
 
-    A difference between measured rates alone may be noise: a prompt that finds the prefill tier idle belongs there,
-    unless less of it is cached there.
+    A difference in measured rates alone may be noise. A prompt therefore goes to an idle prefill worker unless that
+    worker has less of it cached.
     """
     if there.queued_tokens == 0 and here.uncached_tokens >= there.uncached_tokens:
         return False
@@ -111,14 +112,14 @@ def is_clearly_sooner(here: Backlog, there: Backlog) -> bool:
 
 
 def prefill_rates(decode: WorkerLoad, prefill: WorkerLoad, *, is_decoding: bool) -> tuple[float, float] | None:
-    """Prompt tokens per second of the decode and of the prefill worker, as far as they have measured.
+    """Prefill speed of the decode worker and of the prefill worker, in prompt tokens per second.
 
-    One that has not is taken to be as fast as the other. None: nobody has computed a prompt yet.
+    A worker without a measurement is assumed to be as fast as the other. None if neither has one.
     """
     known = prefill.prefill_tokens_per_s or decode.prefill_tokens_per_s
     if known is None:
         return None
     if not is_decoding:
         return decode.prefill_tokens_per_s or known, known
-    beside = decode.prefill_tokens_per_s_beside_decoding
-    return known * _SHARE_BESIDE_DECODING if beside is None else beside, known
+    measured = decode.prefill_tokens_per_s_beside_decoding
+    return known * _SPEED_WHILE_DECODING if measured is None else measured, known

@@ -19,7 +19,7 @@ from router_svc.api.parse import parse_body
 from router_svc.api.served_model import ServedModel
 from router_svc.request.output import ChoiceDelta
 from router_svc.request.requests import Requests
-from router_svc.request.stream import WRITE_TIMEOUT_S, Stream
+from router_svc.request.stream import WRITE_TIMEOUT_S, DeltaStream
 
 log = get_logger(__name__)
 
@@ -85,7 +85,7 @@ async def read_body(request: web.Request, cls: type[AnyBody]) -> AnyBody:
     return await asyncio.to_thread(parse_body, cls, body)
 
 
-async def _send_whole(response: Response, stream: Stream) -> web.Response:
+async def _send_whole(response: Response, stream: DeltaStream) -> web.Response:
     collected = response.new_collection()
 
     async def collect(deltas: list[ChoiceDelta]) -> None:
@@ -93,11 +93,11 @@ async def _send_whole(response: Response, stream: Stream) -> web.Response:
         for delta in deltas:
             collected[delta.choice_index].add(delta)
 
-    await stream.into(collect)
+    await stream.write_to(collect)
     return web.Response(body=to_json(response.whole(collected, stream.usage)), content_type="application/json")
 
 
-async def _send_stream(request: web.Request, response: Response, stream: Stream, ids: Ids) -> web.StreamResponse:
+async def _send_stream(request: web.Request, response: Response, stream: DeltaStream, ids: Ids) -> web.StreamResponse:
     """Server-sent events. Headers go out with the first token, so that what fails before it has a status of its own.
 
     A client that reads slowly makes `write` wait; one that went away makes it raise, or cancels this handler.
@@ -121,7 +121,7 @@ async def _send_stream(request: web.Request, response: Response, stream: Stream,
             stream.first_write()
 
     try:
-        await stream.into(write)
+        await stream.write_to(write)
         last = response.closing(stream.usage)
     except PdserveError as error:
         if not sse.prepared:

@@ -21,8 +21,8 @@ from router_svc.api.openai.shapes import Fields
 from router_svc.api.sampling import check_token_ids
 from router_svc.api.served_model import ServedModel
 from router_svc.records.record import Json
+from router_svc.records.traces import Traces
 from router_svc.request.gate import Gate
-from router_svc.request.requests import Requests
 from router_svc.routing.cluster import TIERS, Cluster
 
 
@@ -102,9 +102,9 @@ class ModelApi:
 class OperatorApi:
     """/v1/cluster and /v1/requests/{id}/trace: what `pdserve status` and `pdserve trace` show."""
 
-    def __init__(self, cluster: Cluster, requests: Requests, gate: Gate, health: Health, store: Store) -> None:
+    def __init__(self, cluster: Cluster, traces: Traces, gate: Gate, health: Health, store: Store) -> None:
         self._cluster = cluster
-        self._requests = requests
+        self._traces = traces
         self._gate = gate
         self._health = health
         self._store = store
@@ -122,7 +122,7 @@ class OperatorApi:
                     **health,
                     "version": pdserve.__version__,
                     "model": self._cluster.policy.model_name,
-                    "running": self._gate.num_running,
+                    "running": self._gate.num_admitted,
                     "queued": self._gate.num_waiting,
                 },
                 "redis": {"available": self._store.available},
@@ -134,7 +134,7 @@ class OperatorApi:
         request_id = request.match_info["id"]
         if not is_valid_id(request_id):
             raise RequestError("This is not a request id.", param="id")
-        record = await self._requests.trace(request_id)
+        record = await self._traces.get(request_id)
         if record is None:
             raise NotFound(f"Nothing is known of request {request_id}; the latest requests are kept for a while.")
         return _json(record)

@@ -14,7 +14,7 @@ from router_svc.api.openai.jobs import Job
 from router_svc.api.openai.logprobs import chat_logprobs, completion_logprobs
 from router_svc.records.record import Json
 from router_svc.request.output import ChoiceDelta
-from router_svc.request.stream import Usage
+from router_svc.request.stream import TokenUsage
 
 _FINGERPRINT = f"pdserve-{pdserve.__version__}"
 
@@ -158,7 +158,7 @@ class Response:
         openings = map(self._format.opening, range(self._num_choices))
         return b"".join(self._event(opening, None) for opening in openings if opening is not None)
 
-    def events(self, deltas: Sequence[ChoiceDelta], usage: Usage | None) -> bytes:
+    def events(self, deltas: Sequence[ChoiceDelta], usage: TokenUsage | None) -> bytes:
         """An event for each choice that gained something to show; text that is held back shows nothing."""
         return b"".join(
             [
@@ -168,11 +168,11 @@ class Response:
             ]
         )
 
-    def closing(self, usage: Usage) -> bytes:
+    def closing(self, usage: TokenUsage) -> bytes:
         """The event after all tokens, when usage was asked for."""
         return self._event(None, usage) if self._job.include_usage else b""
 
-    def whole(self, collected: Sequence[Collected], usage: Usage) -> Fields:
+    def whole(self, collected: Sequence[Collected], usage: TokenUsage) -> Fields:
         """The response that is not streamed."""
         choices: list[Json] = [self._format.whole(index, choice) for index, choice in enumerate(collected)]
         return {**self._envelope(self._format.whole_object), "choices": choices, "usage": _usage(usage)}
@@ -181,7 +181,7 @@ class Response:
         """An empty choice for each one asked for."""
         return [Collected() for _ in range(self._num_choices)]
 
-    def _event(self, choice: Fields | None, usage: Usage | None) -> bytes:
+    def _event(self, choice: Fields | None, usage: TokenUsage | None) -> bytes:
         """What differs between the events of a response is its choice, and its usage if that was asked for."""
         shown = b"" if choice is None else to_json(choice)
         if not self._job.include_usage:
@@ -199,7 +199,7 @@ class Response:
         }
 
 
-def _usage(usage: Usage) -> Fields:
+def _usage(usage: TokenUsage) -> Fields:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

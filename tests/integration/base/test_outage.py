@@ -96,7 +96,7 @@ async def test_redis_comes_and_goes_and_everything_is_right_again(redis_server: 
                 await until(both.mirror, both.mirror_equals_truth)
             await redis_server.stop(kill=rng.random() < 0.5)
             both.workers[0].change(rng)
-            progress = RequestProgress.begin(RequestId(f"request-{outage}"), at=float(outage))
+            progress = RequestProgress.new(RequestId(f"request-{outage}"), at=float(outage))
             both.requests.put(progress)
             if rng.random() < 0.5:
                 await until(both.directory, lambda: both.directory.degraded)
@@ -115,7 +115,7 @@ async def test_all_of_it_stops_at_once_when_redis_is_gone(redis_server: PrivateR
     async with cluster(redis_server.url) as both:
         await until(both.directory, lambda: len(both.known) == 2)
         both.workers[0].publisher.publish(HASHES, [])
-        both.requests.put(RequestProgress.begin(RequestId("request"), at=0.0))
+        both.requests.put(RequestProgress.new(RequestId("request"), at=0.0))
         await redis_server.stop(kill=True)
         await until(both.mirror, lambda: both.mirror.degraded)
 

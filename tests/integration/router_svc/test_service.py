@@ -15,7 +15,7 @@ import pytest
 from pdserve.base.workers import WorkerLoad
 from pdserve.cli.private_redis import PrivateRedis
 from router_svc.request.output import ChoiceDelta
-from router_svc.request.stream import Stream
+from router_svc.request.stream import DeltaStream
 from tests.integration.router_svc.conftest import ScriptedCluster, open_cluster
 from tests.integration.router_svc.fake_workers import Context, hang
 from tests.support.redis import eventually
@@ -75,7 +75,7 @@ async def test_overload_is_said_with_a_time_to_come_back(redis_server: PrivateRe
             assert int(refusal.headers["Retry-After"]) >= 1
             error = (await refusal.json())["error"]
         assert error["type"] == "rate_limit_error"
-        assert "2 requests wait" in error["message"]
+        assert "2 waiting, limit 2" in error["message"]
         assert await cluster.metric("admission_rejections_total", reason="queue_full") == 1
         assert await cluster.metric("num_requests_waiting") == 2
         await cancel(*running)
@@ -183,7 +183,7 @@ async def test_a_client_that_does_not_read_holds_its_own_request_up_and_no_other
     small_cluster: ScriptedCluster,
 ) -> None:
     """Its tokens stay where they are made: a router that buffered them would have a slow client's answer in memory."""
-    stream = Stream([object()], lambda _: None)  # type: ignore[list-item] # nobody looks at the record
+    stream = DeltaStream([object()], lambda _: None)  # type: ignore[list-item] # the journal is never used
     reads, received = asyncio.Event(), []
 
     async def write(deltas: list[ChoiceDelta]) -> None:
@@ -191,7 +191,7 @@ async def test_a_client_that_does_not_read_holds_its_own_request_up_and_no_other
         received.extend(deltas)
 
     async with asyncio.timeout(10), asyncio.TaskGroup() as group:
-        group.create_task(stream.into(write))
+        group.create_task(stream.write_to(write))
         await asyncio.sleep(0)
         putting = group.create_task(_put_all(stream))
         assert (await small_cluster.complete(max_tokens=10))[0] == 200
@@ -200,7 +200,7 @@ async def test_a_client_that_does_not_read_holds_its_own_request_up_and_no_other
     assert [delta.text for delta in received] == list("abc")
 
 
-async def _put_all(stream: Stream) -> None:
+async def _put_all(stream: DeltaStream) -> None:
     for text in "abc":
         await stream.put([ChoiceDelta(choice_index=0, text=text)])
     await stream.end()

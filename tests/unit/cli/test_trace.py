@@ -9,7 +9,7 @@ from rich.console import Console
 
 from pdserve.cli.__main__ import main
 from pdserve.cli.trace_view import RequestTrace, Span, bar, render, spans_of
-from router_svc.records.record import Phase
+from router_svc.records.record import TracePhase
 from tests.unit.cli.fake_router import FakeRouter, running
 
 TRACE: dict[str, Any] = {
@@ -61,7 +61,7 @@ def test_without_retries_the_bars_follow_each_other() -> None:
 
 
 def test_every_phase_of_the_router_ends_a_bar() -> None:
-    phases = {phase.value: 1.0 + index for index, phase in enumerate(Phase)}
+    phases = {phase.value: 1.0 + index for index, phase in enumerate(TracePhase)}
     assert sorted(span.end_s for span in spans_of(phases)) == sorted(phases.values())
 
 

@@ -20,7 +20,7 @@ R = RequestId("request-1")
 
 
 def begin(request_id: str = "request-1") -> RequestProgress:
-    return RequestProgress.begin(RequestId(request_id), at=100.0)
+    return RequestProgress.new(RequestId(request_id), at=100.0)
 
 
 def walk(progress: RequestProgress, *states: str) -> RequestProgress:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pdserve.base.errors import InvalidTransition
 from pdserve.base.ids import RequestId, WorkerId
-from router_svc.records.request_state import RequestProgress, RequestState, Step
+from router_svc.records.request_state import RequestProgress, RequestState, StateChange
 
 # Written out once more on purpose: changing the table must be a decision, not a slip.
 LEGAL = {
@@ -28,7 +28,7 @@ FINAL = {RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED}
 
 
 def in_state(state: RequestState) -> RequestProgress:
-    return RequestProgress(request_id=RequestId("r"), history=(Step(state=state, attempt=3, at=1.0),))
+    return RequestProgress(request_id=RequestId("r"), history=(StateChange(state=state, attempt=3, at=1.0),))
 
 
 @pytest.mark.parametrize(("source", "target"), sorted(LEGAL))
@@ -56,7 +56,7 @@ def test_final_states_are_those_without_moves() -> None:
 @settings(deadline=None)
 @given(st.data())
 def test_on_every_way_marks_are_unique_and_attempts_count_retries(data: st.DataObject) -> None:
-    progress = RequestProgress.begin(RequestId("r"), at=0.0)
+    progress = RequestProgress.new(RequestId("r"), at=0.0)
     for number in range(data.draw(st.integers(0, 25), label="steps")):
         choices = sorted(target for source, target in LEGAL if source is progress.state)
         if not choices:
@@ -70,7 +70,7 @@ def test_on_every_way_marks_are_unique_and_attempts_count_retries(data: st.DataO
 
 
 def test_what_a_move_does_not_name_stays() -> None:
-    progress = RequestProgress.begin(RequestId("r"), at=0.0)
+    progress = RequestProgress.new(RequestId("r"), at=0.0)
     progress = progress.advance(RequestState.RESERVED, at=1.0, decode_worker=WorkerId("d"))
     progress = progress.advance(RequestState.PREFILLING, at=2.0, prefill_worker=WorkerId("p"))
     progress = progress.advance(RequestState.FINISHED, at=3.5, outcome="stop")

@@ -1,3 +1,5 @@
+"""The admission queue: order, bounds, and Retry-After."""
+
 from __future__ import annotations
 
 import pytest
@@ -5,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.base.errors import Overloaded
-from router_svc.request.admission import AdmissionQueue, DrainRate, Place
+from router_svc.request.admission import AdmissionQueue, DrainRate, QueueSlot
 
 
 def queue(*, capacity: int = 2, max_waiting: int = 3, max_wait_s: float = 1000.0) -> AdmissionQueue:
@@ -14,15 +16,15 @@ def queue(*, capacity: int = 2, max_waiting: int = 3, max_wait_s: float = 1000.0
     return made
 
 
-def offer(waiting: AdmissionQueue, sequences: int = 1, now: float = 0.0) -> Place:
-    [place] = waiting.offer([sequences], now)
-    return place
+def offer(waiting: AdmissionQueue, sequences: int = 1, now: float = 0.0) -> QueueSlot:
+    [slot] = waiting.offer([sequences], now)
+    return slot
 
 
-def test_requests_start_at_once_while_there_is_capacity_and_wait_in_order_after_that() -> None:
+def test_requests_start_at_once_while_there_is_capacity_and_then_wait_in_order() -> None:
     waiting = queue()
     running = [offer(waiting), offer(waiting)]
-    assert all(place.admitted_at == 0.0 for place in running)
+    assert all(slot.admitted_at == 0.0 for slot in running)
     third, fourth = offer(waiting, now=1.0), offer(waiting, now=2.0)
     assert third.admitted_at is None
     assert waiting.leave(running[0], 3.0) == [third]
@@ -30,7 +32,7 @@ def test_requests_start_at_once_while_there_is_capacity_and_wait_in_order_after_
     assert (third.admitted_at, fourth.admitted_at) == (3.0, 4.0)
 
 
-def test_a_place_given_up_in_the_queue_is_passed_over() -> None:
+def test_a_slot_given_up_in_the_queue_is_skipped() -> None:
     waiting = queue(capacity=1)
     running, second, third = offer(waiting), offer(waiting), offer(waiting)
     waiting.leave(second, 1.0)
@@ -55,54 +57,54 @@ def test_a_request_wider_than_the_cluster_runs_alone() -> None:
 
 def test_nothing_starts_without_capacity_and_everything_with_it() -> None:
     waiting = queue(capacity=0)
-    places = [offer(waiting), offer(waiting)]
-    assert waiting.set_capacity(8, 5.0) == places
+    slots = [offer(waiting), offer(waiting)]
+    assert waiting.set_capacity(8, 5.0) == slots
 
 
-def test_a_full_queue_refuses_and_says_how_many_wait() -> None:
+def test_a_full_queue_refuses_and_names_the_number_waiting_and_the_limit() -> None:
     waiting = queue(capacity=1, max_waiting=2)
     for _ in range(3):
         offer(waiting)
-    with pytest.raises(Overloaded, match="2 requests wait, 2 may"):
+    with pytest.raises(Overloaded, match=r"queue is full \(2 waiting, limit 2\). Retry after 1 s"):
         offer(waiting)
     assert waiting.num_waiting == 2
 
 
-def test_prompts_of_one_request_get_all_places_or_none() -> None:
+def test_prompts_of_one_request_get_all_slots_or_none() -> None:
     waiting = queue(capacity=1, max_waiting=2)
     with pytest.raises(Overloaded):
         waiting.offer([1, 1, 1, 1], 0.0)
     assert (waiting.num_waiting, waiting.num_admitted) == (0, 0)
-    assert [place.admitted_at for place in waiting.offer([1, 1, 1], 0.0)] == [0.0, None, None]
+    assert [slot.admitted_at for slot in waiting.offer([1, 1, 1], 0.0)] == [0.0, None, None]
 
 
-def test_retry_after_is_the_time_the_queue_takes_at_the_measured_rate() -> None:
+def test_retry_after_is_the_time_to_empty_the_queue_at_the_measured_rate() -> None:
     waiting = queue(capacity=1, max_waiting=5)
-    places = [offer(waiting) for _ in range(6)]
-    for second in range(1, 6):  # One leaves each second, and one comes.
-        waiting.leave(places[second - 1], float(second))
-        places.append(offer(waiting, now=float(second)))
+    slots = [offer(waiting) for _ in range(6)]
+    for second in range(1, 6):  # Each second one leaves and one arrives.
+        waiting.leave(slots[second - 1], float(second))
+        slots.append(offer(waiting, now=float(second)))
     with pytest.raises(Overloaded) as refusal:
         offer(waiting, now=6.0)
-    # 5 departures since 5 s ago are 1 per second; 5 wait, and the one who asks.
+    # 5 departures in 5 s are 1 per second; 5 wait, plus the new one.
     assert refusal.value.retry_after_s == 6.0
 
 
 def test_retry_after_is_bounded() -> None:
     waiting = queue(capacity=1, max_waiting=100)
     assert waiting.retry_after_s(0.0) == 1.0
-    places = [offer(waiting) for _ in range(100)]
+    slots = [offer(waiting) for _ in range(100)]
     for number in range(4):
-        waiting.leave(places[number], 15.0 * number)
+        waiting.leave(slots[number], 15.0 * number)
     assert waiting.retry_after_s(59.0) == 60.0
 
 
 def test_a_wait_that_would_be_too_long_is_refused_before_it_begins() -> None:
     waiting = queue(capacity=1, max_waiting=100, max_wait_s=10.0)
-    places = [offer(waiting) for _ in range(9)]
+    slots = [offer(waiting) for _ in range(9)]
     for second in range(4):
-        waiting.leave(places[second], 2.0 * second)
-    with pytest.raises(Overloaded, match="longer than the 10 s"):
+        waiting.leave(slots[second], 2.0 * second)
+    with pytest.raises(Overloaded, match=r"limit 10 s"):
         for _ in range(50):
             offer(waiting, now=6.0)
     assert 4 < waiting.num_waiting < 50
@@ -110,8 +112,8 @@ def test_a_wait_that_would_be_too_long_is_refused_before_it_begins() -> None:
 
 def test_a_cluster_that_stopped_draining_does_not_look_fast() -> None:
     rate = DrainRate()
-    for moment in (0.0, 0.1, 0.2, 0.3):
-        rate.note(moment)
+    for now in (0.0, 0.1, 0.2, 0.3):
+        rate.note(now)
     assert rate.per_second(0.4) == pytest.approx(10.0)
     assert rate.per_second(40.0) == pytest.approx(0.1)
     assert rate.per_second(100.0) is None
@@ -121,9 +123,9 @@ def test_a_cluster_that_stopped_draining_does_not_look_fast() -> None:
 def test_capacity_is_never_exceeded_and_order_never_broken(moves: list[tuple[str, int]]) -> None:
     waiting = AdmissionQueue(max_waiting=5, max_wait_s=1e9)
     capacity = 0
-    alive: list[Place] = []
+    alive: list[QueueSlot] = []
     for now, (move, number) in enumerate(moves):
-        before = [place for place in alive if place.admitted_at is not None]
+        before = [slot for slot in alive if slot.admitted_at is not None]
         if move == "offer":
             try:
                 alive += waiting.offer([number % 3 + 1], float(now))
@@ -134,11 +136,11 @@ def test_capacity_is_never_exceeded_and_order_never_broken(moves: list[tuple[str
         elif move == "capacity":
             capacity = number
             waiting.set_capacity(capacity, float(now))
-        admitted = [place for place in alive if place.admitted_at is not None]
+        admitted = [slot for slot in alive if slot.admitted_at is not None]
         if len(admitted) > len(before):
-            assert sum(place.sequences for place in admitted) <= capacity or len(admitted) == 1
+            assert sum(slot.sequences for slot in admitted) <= capacity or len(admitted) == 1
         assert waiting.num_admitted == len(admitted)
         assert waiting.num_waiting == len(alive) - len(admitted)
-        # Who came first is admitted first.
-        flags = [place.admitted_at is not None for place in alive]
+        # Slots are admitted in order of arrival.
+        flags = [slot.admitted_at is not None for slot in alive]
         assert flags == sorted(flags, reverse=True)

@@ -1,3 +1,5 @@
+"""Tokens in any order become text in order."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -9,7 +11,7 @@ from pdserve.base.ids import RequestId
 from pdserve.base.sampling import ChoiceTokens, FinishReason, SamplingParams, TokenLogprobs
 from pdserve.model.tokenizer import Tokenizer
 from router_svc.generation import Generation, TextRules
-from router_svc.request.output import ChoiceDelta, Output, ended_by_stop_string
+from router_svc.request.output import ChoiceDelta, Output, OutputProgress, ended_by_stop_string
 from tests.support.tiny_model import END, tokens_of
 
 
@@ -36,7 +38,7 @@ def output(
     )
 
 
-def piece(
+def chunk(
     text: str, first: int, *, choice: int = 0, finish: FinishReason | None = None, end: int | None = None
 ) -> ChoiceTokens:
     """Tokens of a text; `end` is a stop token after it."""
@@ -54,37 +56,37 @@ def text_of(deltas: list[ChoiceDelta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
-def test_tokens_come_once_whoever_repeats_them(tokenizer: Tokenizer) -> None:
+def test_repeated_tokens_are_delivered_once(tokenizer: Tokenizer) -> None:
     out = output(tokenizer)
-    assert text_of(out.push([piece("He", 0)])) == "He"
-    assert out.push([piece("He", 0)]) == []
-    assert text_of(out.push([piece("ello", 1)])) == "llo"
+    assert text_of(out.push([chunk("He", 0)])) == "He"
+    assert out.push([chunk("He", 0)]) == []
+    assert text_of(out.push([chunk("ello", 1)])) == "llo"
     assert out.completion_tokens == 5
 
 
-def test_tokens_that_overtake_the_first_one_wait_for_it(tokenizer: Tokenizer) -> None:
+def test_tokens_that_overtake_the_first_token_wait_for_it(tokenizer: Tokenizer) -> None:
     out = output(tokenizer)
-    assert out.push([piece("el", 1)]) == []
-    assert out.push([piece("lo", 3)]) == []
-    assert not out.has_started
-    assert text_of(out.push([piece("H", 0)])) == "Hello"
+    assert out.push([chunk("el", 1)]) == []
+    assert out.push([chunk("lo", 3)]) == []
+    assert out.progress is OutputProgress.NOTHING
+    assert text_of(out.push([chunk("H", 0)])) == "Hello"
 
 
 def test_early_tokens_are_forgotten_with_the_worker_that_sent_them(tokenizer: Tokenizer) -> None:
     out = output(tokenizer)
-    out.push([piece("XX", 1)])
+    out.push([chunk("XX", 1)])
     out.forget_early()
-    assert text_of(out.push([piece("H", 0), piece("i", 1)])) == "Hi"
+    assert text_of(out.push([chunk("H", 0), chunk("i", 1)])) == "Hi"
 
 
-def test_a_missing_token_is_an_error_and_never_a_gap(tokenizer: Tokenizer) -> None:
+def test_a_skipped_token_is_an_error(tokenizer: Tokenizer) -> None:
     out = output(tokenizer)
-    out.push([piece("H", 0)])
+    out.push([chunk("H", 0)])
     with pytest.raises(PdserveError, match="skipped tokens"):
-        out.push([piece("llo", 2)])
+        out.push([chunk("llo", 2)])
 
 
-def test_a_character_over_several_tokens_is_shown_whole(tokenizer: Tokenizer) -> None:
+def test_a_character_split_over_several_tokens_appears_whole(tokenizer: Tokenizer) -> None:
     out = output(tokenizer)
     first, second, third = (
         ChoiceTokens(choice_index=0, first_index=i, token_ids=(b,)) for i, b in enumerate("€".encode())
@@ -93,7 +95,7 @@ def test_a_character_over_several_tokens_is_shown_whole(tokenizer: Tokenizer) ->
     assert text_of(out.push([third])) == "€"
 
 
-def test_a_character_that_is_never_completed_ends_as_a_replacement(tokenizer: Tokenizer) -> None:
+def test_an_incomplete_character_at_the_end_becomes_the_replacement_character(tokenizer: Tokenizer) -> None:
     out = output(tokenizer)
     [delta] = out.push(
         [ChoiceTokens(choice_index=0, first_index=0, token_ids=(0xE2,), finish_reason=FinishReason.LENGTH)]
@@ -101,59 +103,60 @@ def test_a_character_that_is_never_completed_ends_as_a_replacement(tokenizer: To
     assert delta.text == "�"
 
 
-def test_the_end_token_is_no_text_and_no_stop_reason(tokenizer: Tokenizer) -> None:
+def test_the_end_token_is_neither_text_nor_a_stop_reason(tokenizer: Tokenizer) -> None:
     out = output(tokenizer, text=TextRules(skip_special_tokens=False))
-    [delta] = out.push([piece("Hi", 0, end=END)])
+    [delta] = out.push([chunk("Hi", 0, end=END)])
     assert (delta.text, delta.finish_reason, delta.stop_reason) == ("Hi", FinishReason.STOP, None)
     assert len(delta.token_ids) == 3
 
 
-def test_a_stop_token_the_client_chose_is_the_stop_reason(tokenizer: Tokenizer) -> None:
+def test_a_requested_stop_token_is_the_stop_reason(tokenizer: Tokenizer) -> None:
     out = output(tokenizer, stop_token_ids=(ord("!"),))
-    [delta] = out.push([piece("Hi", 0, end=ord("!"))])
+    [delta] = out.push([chunk("Hi", 0, end=ord("!"))])
     assert (delta.text, delta.stop_reason) == ("Hi", ord("!"))
 
 
-def test_a_stop_token_is_text_when_it_is_to_be_included(tokenizer: Tokenizer) -> None:
+def test_a_stop_token_is_text_if_the_request_includes_it(tokenizer: Tokenizer) -> None:
     out = output(tokenizer, stop_token_ids=(ord("!"),), text=TextRules(include_stop_str_in_output=True))
-    assert text_of(out.push([piece("Hi", 0, end=ord("!"))])) == "Hi!"
+    assert text_of(out.push([chunk("Hi", 0, end=ord("!"))])) == "Hi!"
 
 
 def test_a_stop_string_ends_a_choice_at_the_token_that_completes_it(tokenizer: Tokenizer) -> None:
     out = output(tokenizer, n=2, text=TextRules(stop=("\n\n",)))
-    out.push([piece("a", 0), piece("b", 0, choice=1)])
-    deltas = out.push([piece(" line\n\nmore", 1)])
+    out.push([chunk("a", 0), chunk("b", 0, choice=1)])
+    deltas = out.push([chunk(" line\n\nmore", 1)])
     assert text_of(deltas) == " line"
     assert deltas[0].finish_reason is FinishReason.STOP
     assert deltas[0].stop_reason == "\n\n"
     assert out.completion_tokens == len("a line\n\n") + 1
     assert ended_by_stop_string(deltas) == [0]
     assert not out.is_finished
-    assert out.push([piece("late", 11)]) == []
+    assert out.push([chunk("late", 11)]) == []
 
 
-def test_held_back_text_is_given_at_the_end(tokenizer: Tokenizer) -> None:
+def test_text_held_back_is_delivered_at_the_end(tokenizer: Tokenizer) -> None:
     out = output(tokenizer, text=TextRules(stop=("STOP",)))
-    assert text_of(out.push([piece("a ST", 0)])) == "a "
-    assert text_of(out.push([piece("", 4, finish=FinishReason.LENGTH)])) == "ST"
+    assert text_of(out.push([chunk("a ST", 0)])) == "a "
+    assert text_of(out.push([chunk("", 4, finish=FinishReason.LENGTH)])) == "ST"
     assert out.is_finished
 
 
-def test_a_stop_string_in_the_first_min_tokens_does_not_stop(tokenizer: Tokenizer) -> None:
+def test_a_stop_string_within_the_first_min_tokens_does_not_stop(tokenizer: Tokenizer) -> None:
     out = output(tokenizer, min_tokens=6, text=TextRules(stop=("stop",)))
-    assert text_of(out.push([piece("a stop, and stop again", 0)])) == "a stop, and "
+    assert text_of(out.push([chunk("a stop, and stop again", 0)])) == "a stop, and "
 
 
 def test_first_tokens_are_known_only_for_all_choices(tokenizer: Tokenizer) -> None:
     out = output(tokenizer, n=2)
-    out.push([piece("a", 0)])
-    assert (out.has_started, out.has_first_tokens, out.first_tokens) == (True, False, [])
-    out.push([piece("bc", 0, choice=1)])
-    assert out.first_tokens == [ord("a"), ord("b")]
-    assert out.is_past_first_tokens
+    out.push([chunk("a", 0)])
+    assert (out.progress, out.first_tokens) == (OutputProgress.INCOMPLETE, [])
+    out.push([chunk("b", 0, choice=1)])
+    assert (out.progress, out.first_tokens) == (OutputProgress.FIRST_TOKENS, [ord("a"), ord("b")])
+    out.push([chunk("c", 1, choice=1)])
+    assert (out.progress, out.first_tokens) == (OutputProgress.BEYOND, [ord("a"), ord("b")])
 
 
-def test_logprobs_go_with_their_tokens_when_some_were_known(tokenizer: Tokenizer) -> None:
+def test_logprobs_stay_with_their_tokens_when_some_tokens_are_repeated(tokenizer: Tokenizer) -> None:
     out = output(tokenizer, logprobs=0)
     entries = tuple(TokenLogprobs(logprob=-float(i), rank=1) for i in range(3))
     out.push([ChoiceTokens(choice_index=0, first_index=0, token_ids=(65,), logprobs=entries[:1])])

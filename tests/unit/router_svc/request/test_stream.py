@@ -1,36 +1,38 @@
-"""From sagas to the client: order, errors, and clients that take nothing."""
+"""The stream from sagas to the client: order, errors, and clients that read nothing."""
 
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from pdserve.base.errors import PeerLost
-from router_svc.request import stream as module
+from router_svc.records.journal import Journal
 from router_svc.request.output import ChoiceDelta
-from router_svc.request.stream import Stream
+from router_svc.request.stream import WRITE_TIMEOUT_S, DeltaStream, Write
 
-WAIT_S = 10.0
-
-
-def new_stream() -> Stream:
-    """Of one prompt, whose record nobody looks at."""
-    return Stream([object()], lambda _: None)  # type: ignore[list-item]
+pytestmark = pytest.mark.virtual_time
 
 
-def delta(text: str) -> list[ChoiceDelta]:
-    return [ChoiceDelta(choice_index=0, text=text)]
+def new_stream() -> DeltaStream:
+    """The stream of one prompt, whose journal is never used."""
+    return DeltaStream([cast(Journal, SimpleNamespace())], lambda _: None)
 
 
-async def started(stream: Stream, write: module.Write, group: asyncio.TaskGroup) -> asyncio.Task[None]:
-    """`into`, begun as an API layer does: before any saga runs."""
-    task = group.create_task(stream.into(write))
+def delta(text: str, choice_index: int = 0) -> list[ChoiceDelta]:
+    return [ChoiceDelta(choice_index=choice_index, text=text)]
+
+
+async def started(stream: DeltaStream, write: Write, group: asyncio.TaskGroup) -> asyncio.Task[None]:
+    """`write_to`, called as an API layer does: before any saga runs."""
+    task = group.create_task(stream.write_to(write))
     await asyncio.sleep(0)
     return task
 
 
-async def test_pieces_are_written_one_at_a_time_in_the_order_they_were_put() -> None:
+async def test_deltas_are_written_one_at_a_time_in_the_order_of_put() -> None:
     stream, written = new_stream(), []
     gate, busy = asyncio.Event(), 0
 
@@ -42,7 +44,7 @@ async def test_pieces_are_written_one_at_a_time_in_the_order_they_were_put() -> 
         written.append(deltas[0].text)
         busy -= 1
 
-    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
+    async with asyncio.TaskGroup() as group:
         await started(stream, write, group)
         puts = [group.create_task(stream.put(delta(text))) for text in "abc"]
         await asyncio.sleep(0)
@@ -52,7 +54,21 @@ async def test_pieces_are_written_one_at_a_time_in_the_order_they_were_put() -> 
     assert written == ["a", "b", "c"]
 
 
-async def test_an_error_comes_behind_what_is_being_written_and_nothing_comes_behind_it() -> None:
+async def test_choices_are_numbered_as_in_the_response() -> None:
+    stream, written = new_stream(), []
+
+    async def write(deltas: list[ChoiceDelta]) -> None:
+        written.extend(delta.choice_index for delta in deltas)
+
+    async with asyncio.TaskGroup() as group:
+        await started(stream, write, group)
+        await stream.put(delta("a", choice_index=1))
+        await stream.put(delta("b", choice_index=1), first_choice=4)
+        await stream.end()
+    assert written == [1, 5]
+
+
+async def test_an_error_follows_the_write_in_progress_and_nothing_follows_the_error() -> None:
     stream, written, gate = new_stream(), [], asyncio.Event()
 
     async def write(deltas: list[ChoiceDelta]) -> None:
@@ -61,10 +77,10 @@ async def test_an_error_comes_behind_what_is_being_written_and_nothing_comes_beh
 
     async def fails() -> None:
         with pytest.raises(PeerLost):
-            await stream.into(write)
+            await stream.write_to(write)
         assert written == ["a"]
 
-    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
+    async with asyncio.TaskGroup() as group:
         group.create_task(fails())
         await asyncio.sleep(0)
         group.create_task(stream.put(delta("a")))
@@ -77,51 +93,49 @@ async def test_an_error_comes_behind_what_is_being_written_and_nothing_comes_beh
     assert written == ["a"]
 
 
-async def test_what_writing_raises_is_heard_by_the_api_layer_and_not_by_the_saga() -> None:
+async def test_an_error_of_the_writer_reaches_the_api_layer_and_not_the_saga() -> None:
     stream = new_stream()
 
     async def write(deltas: list[ChoiceDelta]) -> None:
         raise ConnectionResetError("client gone")
 
-    async def hears() -> None:
+    async def fails() -> None:
         with pytest.raises(ConnectionResetError, match="client gone"):
-            await stream.into(write)
+            await stream.write_to(write)
 
-    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
-        group.create_task(hears())
+    async with asyncio.TaskGroup() as group:
+        group.create_task(fails())
         await asyncio.sleep(0)
         await stream.put(delta("a"))
 
 
-async def test_a_client_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WRITE_TIMEOUT_S", 0.05)
+async def test_a_client_that_reads_nothing_is_disconnected() -> None:
     stream = new_stream()
 
     async def write(deltas: list[ChoiceDelta]) -> None:
         await asyncio.Event().wait()
 
-    async def gives_up() -> None:
-        with pytest.raises(ConnectionResetError):
-            await stream.into(write)
+    async def disconnects() -> None:
+        with pytest.raises(ConnectionResetError, match="read nothing for 60 s"):
+            await stream.write_to(write)
         putting.cancel()
 
-    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
-        group.create_task(gives_up())
+    async with asyncio.TaskGroup() as group:
+        group.create_task(disconnects())
         await asyncio.sleep(0)
         putting = group.create_task(stream.put(delta("a")))
 
 
-async def test_a_client_that_waits_long_for_its_tokens_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WRITE_TIMEOUT_S", 0.01)
+async def test_a_client_that_waits_long_for_its_tokens_is_not_disconnected() -> None:
     stream, written = new_stream(), []
 
     async def write(deltas: list[ChoiceDelta]) -> None:
         written.append(deltas[0].text)
 
-    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
-        into = await started(stream, write, group)
-        _, pending = await asyncio.wait([into], timeout=0.05)
-        assert pending
+    async with asyncio.TaskGroup() as group:
+        writing = await started(stream, write, group)
+        await asyncio.sleep(10 * WRITE_TIMEOUT_S)
+        assert not writing.done()
         await stream.put(delta("a"))
         await stream.end()
     assert written == ["a"]

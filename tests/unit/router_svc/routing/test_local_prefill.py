@@ -1,4 +1,4 @@
-"""Which way a prompt goes, as a table of numbers and as properties."""
+"""Where a prompt is prefilled, as a table of numbers and as properties."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pdserve.base.ids import WorkerId
 from pdserve.base.workers import WorkerLoad, WorkerRecord
+from router_svc.routing.in_flight import InFlight, QueuedPrompt
 from router_svc.routing.local_prefill import (
     CLEARLY_SOONER,
     WORTHWHILE_S,
@@ -21,7 +22,7 @@ from router_svc.routing.local_prefill import (
     plan_by_load,
     prefill_rates,
 )
-from router_svc.routing.placement import InFlight, Need, Placement, QueuedPrompt, choose_decode, choose_prefill
+from router_svc.routing.placement import Demand, Placement, choose_decode, choose_prefill
 from tests.support.records import ME, worker_record
 
 THRESHOLD = 64
@@ -43,9 +44,9 @@ def placed(
     tokens: int, pair: tuple[WorkerRecord, WorkerRecord], in_flight: InFlight, **overlap: int
 ) -> tuple[Placement, Placement]:
     held = {WorkerId(name.replace("_", "-")): blocks for name, blocks in overlap.items()}
-    need = Need(prompt_tokens=tokens, sequences=1, overlap=held)
-    decode = choose_decode(pair[:1], need, in_flight)
-    prefill = choose_prefill(pair[1:], need, in_flight)
+    demand = Demand(prompt_tokens=tokens, sequences=1, overlap=held)
+    decode = choose_decode(pair[:1], demand, in_flight)
+    prefill = choose_prefill(pair[1:], demand, in_flight)
     assert decode is not None
     assert prefill is not None
     return decode, prefill
@@ -67,14 +68,14 @@ def plan(
         ((0, 0), 256, LOAD),
         ((256, 0), 256, SHORT),
         ((256, 0), 512, LOAD),
-        # Beside its own sequences it is half as fast.
+        # With running sequences it prefills half as fast.
         ((0, 1), 256, SHORT),
         ((0, 1), 512, LOAD),
         ((256, 8), 512, SHORT),
         ((256, 8), 1024, LOAD),
     ],
 )
-def test_a_decode_worker_prefills_where_it_is_clearly_sooner(
+def test_a_decode_worker_prefills_if_it_is_clearly_sooner(
     decode: tuple[int, int], prefill: int, reason: LocalPrefillReason
 ) -> None:
     queued, sequences = decode
@@ -86,13 +87,13 @@ def test_a_decode_worker_prefills_where_it_is_clearly_sooner(
     assert made.threshold == (256 if reason is LOAD else THRESHOLD)
 
 
-def test_an_idle_prefill_tier_computes_the_prompt_however_slow_it_was_measured() -> None:
+def test_an_idle_prefill_tier_gets_the_prompt_however_slow_it_was_measured() -> None:
     slow = replace(MEASURED, prefill_tokens_per_s=100.0)
     assert plan(prefill=slow).reason is SHORT
     assert plan(prefill=replace(slow, queued_tokens=1)).reason is LOAD
 
 
-def test_the_record_tells_what_was_compared() -> None:
+def test_the_plan_explains_what_was_compared() -> None:
     made = plan(prefill=replace(MEASURED, queued_tokens=400))
     assert made.why == (
         "first token in about 320 ms (0 + 256 tokens) there, 820 ms (400 + 256 tokens) through prefill-0: "
@@ -101,12 +102,12 @@ def test_the_record_tells_what_was_compared() -> None:
     assert plan().why.endswith("320 ms (0 + 256 tokens) through prefill-0")
 
 
-def test_what_either_worker_has_cached_counts() -> None:
+def test_cached_blocks_count_on_both_workers() -> None:
     assert plan(1024, decode_0=40).reason is LOAD
     assert plan(1024, decode_0=40, prefill_0=40).reason is SHORT
 
 
-def test_no_more_is_computed_locally_than_was_expected_to_be_missing() -> None:
+def test_the_threshold_is_the_expected_number_of_uncached_tokens() -> None:
     assert plan(1024, decode_0=40).threshold == 1024 - 40 * 16
 
 
@@ -123,7 +124,7 @@ def test_without_any_measured_rate_length_decides() -> None:
     )
 
 
-def test_a_worker_that_has_not_measured_is_as_fast_as_the_other() -> None:
+def test_a_worker_without_a_measurement_is_assumed_as_fast_as_the_other() -> None:
     unknown, known = WorkerLoad(), WorkerLoad(prefill_tokens_per_s=800.0)
     assert prefill_rates(unknown, known, is_decoding=False) == (800.0, 800.0)
     assert prefill_rates(known, unknown, is_decoding=False) == (800.0, 800.0)
@@ -131,18 +132,18 @@ def test_a_worker_that_has_not_measured_is_as_fast_as_the_other() -> None:
     assert prefill_rates(unknown, unknown, is_decoding=True) is None
 
 
-def test_a_decode_worker_without_time_for_prefill_gets_none() -> None:
+def test_a_decode_worker_without_time_for_prefill_gets_no_prompt() -> None:
     stuck = replace(MEASURED, prefill_tokens_per_s_beside_decoding=0.0, running=1)
     assert plan(decode=stuck, prefill=replace(MEASURED, queued_tokens=99_999)).reason is SHORT
 
 
-def test_a_gain_that_nobody_notices_is_none() -> None:
+def test_a_gain_too_small_to_notice_keeps_the_prompt_remote() -> None:
     fast = replace(MEASURED, prefill_tokens_per_s=100_000.0)
     assert plan(decode=fast, prefill=replace(fast, queued_tokens=1000)).reason is SHORT
 
 
 @given(counts, counts, counts, rates, rates)
-def test_more_in_the_way_never_makes_a_worker_the_better_one(
+def test_a_longer_queue_never_makes_a_worker_the_better_choice(
     here: int, there: int, more: int, here_rate: float, there_rate: float
 ) -> None:
     decode = Backlog(queued_tokens=here, uncached_tokens=100, tokens_per_s=here_rate)
@@ -151,7 +152,7 @@ def test_more_in_the_way_never_makes_a_worker_the_better_one(
         assert is_clearly_sooner(decode, replace(prefill, queued_tokens=there + more))
         assert decode.seconds <= CLEARLY_SOONER * prefill.seconds
         assert prefill.seconds - decode.seconds >= WORTHWHILE_S
-        # Nor can it look the other way round from there: the choice does not flap.
+        # Seen from the other side the choice is the same: it does not flap.
         assert not is_clearly_sooner(prefill, decode)
     else:
         assert not is_clearly_sooner(replace(decode, queued_tokens=here + more), prefill)
@@ -163,45 +164,34 @@ def test_more_in_the_way_never_makes_a_worker_the_better_one(
     st.floats(100.0, 5000.0),
     st.floats(0.2, 1.0),
 )
-def test_a_burst_leaves_neither_tier_far_behind_the_other(
+def test_a_burst_leaves_neither_tier_far_behind(
     prompts: list[int], decode_rate: float, prefill_rate: float, share: float
 ) -> None:
-    beside = decode_rate * share
-    decoding = replace(MEASURED, running=1, prefill_tokens_per_s_beside_decoding=beside)
+    rate_while_decoding = decode_rate * share
+    decoding = replace(MEASURED, running=1, prefill_tokens_per_s_beside_decoding=rate_while_decoding)
     pair = workers(decoding, replace(MEASURED, prefill_tokens_per_s=prefill_rate))
     in_flight = InFlight(ME)
     with ExitStack() as burst:
         for tokens in prompts:
-            # No worker tells of anything in between.
+            # No worker reports anything in between.
             made = plan_by_load(THRESHOLD, *placed(tokens, pair, in_flight), in_flight)
-            burst.enter_context(QueuedPrompt(in_flight)).on(pair[made.reason is not LOAD], tokens)
-        here, there = in_flight.prompt_tokens(DECODE) / beside, in_flight.prompt_tokens(PREFILL) / prefill_rate
-        one_here, one_there = max(prompts) / beside, max(prompts) / prefill_rate
+            burst.enter_context(QueuedPrompt(in_flight).assigned(pair[made.reason is not LOAD], tokens))
+        here, there = (
+            in_flight.prompt_tokens(DECODE) / rate_while_decoding,
+            in_flight.prompt_tokens(PREFILL) / prefill_rate,
+        )
+        one_here, one_there = max(prompts) / rate_while_decoding, max(prompts) / prefill_rate
         assert here <= CLEARLY_SOONER * (there + one_there)
         assert there <= max((here + one_here) / CLEARLY_SOONER, here + one_here + WORTHWHILE_S, one_there)
     assert in_flight.prompt_tokens(DECODE) == in_flight.prompt_tokens(PREFILL) == 0
 
 
-def test_a_burst_is_shared_as_the_rates_are() -> None:
+def test_a_burst_is_shared_in_proportion_to_the_rates() -> None:
     pair, in_flight = workers(), InFlight(ME)
     with ExitStack() as burst:
         for _ in range(16):
             made = plan_by_load(THRESHOLD, *placed(256, pair, in_flight), in_flight)
-            burst.enter_context(QueuedPrompt(in_flight)).on(pair[made.reason is not LOAD], 256)
+            burst.enter_context(QueuedPrompt(in_flight).assigned(pair[made.reason is not LOAD], 256))
             burst.enter_context(in_flight.decoding(DECODE, 1))
         assert in_flight.prompt_tokens(DECODE) == 4 * 256
         assert in_flight.prompt_tokens(PREFILL) == 12 * 256
-
-
-def test_a_prompt_is_counted_on_one_worker_at_a_time() -> None:
-    (decode, prefill), in_flight = workers(), InFlight(ME)
-    with QueuedPrompt(in_flight) as queued:
-        queued.plan(decode, 100)
-        queued.plan(prefill, 100)
-        queued.on(prefill, 30)
-        assert (in_flight.prompt_tokens(DECODE), in_flight.prompt_tokens(PREFILL)) == (0, 30)
-        queued.on(prefill, 0)
-        assert in_flight.prompt_tokens(PREFILL) == 0
-        queued.leave()
-        queued.on(decode, 5)
-    assert in_flight.prompt_tokens(DECODE) == 0

@@ -1,10 +1,13 @@
+"""Which worker gets a request."""
+
 from __future__ import annotations
 
 from dataclasses import replace
 
 from pdserve.base.ids import WorkerId
 from pdserve.base.workers import Tier, WorkerLoad, WorkerRecord
-from router_svc.routing.placement import SEQUENCE_TOKENS, InFlight, Need, Placement, choose_decode, choose_prefill
+from router_svc.routing.in_flight import InFlight
+from router_svc.routing.placement import SEQUENCE_TOKENS, Demand, Placement, choose_decode, choose_prefill
 from tests.support.records import ME, worker_record
 
 
@@ -12,8 +15,8 @@ def worker(name: str, tier: Tier = "decode", **load: int) -> WorkerRecord:
     return replace(worker_record(name, tier=tier), load=WorkerLoad(**({"free_blocks": 100} | load)))
 
 
-def need(tokens: int = 160, *, sequences: int = 1, **overlap: int) -> Need:
-    return Need(
+def demand(tokens: int = 160, *, sequences: int = 1, **overlap: int) -> Demand:
+    return Demand(
         prompt_tokens=tokens,
         sequences=sequences,
         overlap={WorkerId(name.replace("_", "-")): blocks for name, blocks in overlap.items()},
@@ -25,73 +28,73 @@ def name_of(placement: Placement | None) -> str:
     return placement.worker.worker_id
 
 
-def test_a_cached_prefix_attracts() -> None:
+def test_a_cached_prefix_attracts_a_request() -> None:
     workers = [worker("decode-0"), worker("decode-1")]
-    chosen = choose_decode(workers, need(decode_1=5), InFlight(ME))
+    chosen = choose_decode(workers, demand(decode_1=5), InFlight(ME))
     assert name_of(chosen) == "decode-1"
     assert chosen is not None
     assert chosen.expected_cached_tokens == 80
     assert chosen.why == "80 of 160 tokens cached, cost 80; next best decode-0 costs 160"
 
 
-def test_load_outweighs_a_prefix_worth_less() -> None:
+def test_load_outweighs_a_short_cached_prefix() -> None:
     busy = worker("decode-1", running=80 // SEQUENCE_TOKENS + 1)
-    assert name_of(choose_decode([worker("decode-0"), busy], need(decode_1=5), InFlight(ME))) == "decode-0"
+    assert name_of(choose_decode([worker("decode-0"), busy], demand(decode_1=5), InFlight(ME))) == "decode-0"
 
 
-def test_among_equals_the_choice_is_repeatable() -> None:
+def test_the_choice_among_equal_workers_is_deterministic() -> None:
     workers = [worker("decode-1"), worker("decode-0")]
-    assert {name_of(choose_decode(workers, need(), InFlight(ME))) for _ in range(5)} == {"decode-0"}
+    assert {name_of(choose_decode(workers, demand(), InFlight(ME))) for _ in range(5)} == {"decode-0"}
 
 
-def test_what_was_placed_since_the_last_heartbeat_counts() -> None:
+def test_requests_placed_since_the_last_heartbeat_count() -> None:
     workers = [worker("decode-0"), worker("decode-1")]
     in_flight = InFlight(ME)
     with in_flight.decoding(WorkerId("decode-0"), 1):
-        assert name_of(choose_decode(workers, need(), in_flight)) == "decode-1"
-    assert name_of(choose_decode(workers, need(), in_flight)) == "decode-0"
+        assert name_of(choose_decode(workers, demand(), in_flight)) == "decode-1"
+    assert name_of(choose_decode(workers, demand(), in_flight)) == "decode-0"
 
 
 def test_a_full_worker_is_chosen_only_when_all_are() -> None:
     no_slots = worker("decode-0", running=8)
     no_blocks = worker("decode-1", free_blocks=3)
     free = worker("decode-2", running=7)
-    assert name_of(choose_decode([no_slots, no_blocks, free], need(decode_0=10), InFlight(ME))) == "decode-2"
-    chosen = choose_decode([no_slots, no_blocks], need(), InFlight(ME))
+    assert name_of(choose_decode([no_slots, no_blocks, free], demand(decode_0=10), InFlight(ME))) == "decode-2"
+    chosen = choose_decode([no_slots, no_blocks], demand(), InFlight(ME))
     assert chosen is not None
     assert "(full)" in chosen.why
 
 
-def test_blocks_that_are_cached_need_not_be_free() -> None:
-    assert choose_decode([worker("decode-0", free_blocks=1)], need(decode_0=10), InFlight(ME)) is not None
-    placement = choose_decode([worker("decode-0", free_blocks=1)], need(decode_0=10), InFlight(ME))
+def test_cached_blocks_need_not_be_free() -> None:
+    assert choose_decode([worker("decode-0", free_blocks=1)], demand(decode_0=10), InFlight(ME)) is not None
+    placement = choose_decode([worker("decode-0", free_blocks=1)], demand(decode_0=10), InFlight(ME))
     assert placement is not None
     assert "(full)" not in placement.why
 
 
-def test_prefill_goes_where_the_prompt_is_done_first() -> None:
+def test_prefill_goes_to_the_worker_that_finishes_the_prompt_first() -> None:
     workers = [worker("prefill-0", "prefill", queued_tokens=100), worker("prefill-1", "prefill", queued_tokens=20)]
-    assert name_of(choose_prefill(workers, need(), InFlight(ME))) == "prefill-1"
-    assert name_of(choose_prefill(workers, need(prefill_0=6), InFlight(ME))) == "prefill-0"
+    assert name_of(choose_prefill(workers, demand(), InFlight(ME))) == "prefill-1"
+    assert name_of(choose_prefill(workers, demand(prefill_0=6), InFlight(ME))) == "prefill-0"
 
 
 def test_prompts_placed_since_the_last_heartbeat_count_as_queued() -> None:
     workers = [worker("prefill-0", "prefill"), worker("prefill-1", "prefill")]
     in_flight = InFlight(ME)
     with in_flight.prefilling(WorkerId("prefill-0"), 160):
-        assert name_of(choose_prefill(workers, need(), in_flight)) == "prefill-1"
+        assert name_of(choose_prefill(workers, demand(), in_flight)) == "prefill-1"
 
 
-def test_workers_that_failed_or_are_not_ready_are_no_candidates() -> None:
+def test_failed_and_unready_workers_are_no_candidates() -> None:
     failed = worker("decode-0")
     loading = replace(worker("decode-1"), ready=False)
-    asked = replace(need(), excluded={(failed.worker_id, failed.epoch)})
-    assert choose_decode([failed, loading], asked, InFlight(ME)) is None
+    wanted = replace(demand(), excluded={(failed.worker_id, failed.epoch)})
+    assert choose_decode([failed, loading], wanted, InFlight(ME)) is None
     restarted = worker_record("decode-0", epoch=2)
-    assert name_of(choose_decode([restarted, loading], asked, InFlight(ME))) == "decode-0"
+    assert name_of(choose_decode([restarted, loading], wanted, InFlight(ME))) == "decode-0"
 
 
-def test_the_last_token_is_computed_whatever_is_cached() -> None:
-    chosen = choose_prefill([worker("prefill-0", "prefill")], need(160, prefill_0=10), InFlight(ME))
+def test_the_last_token_is_computed_even_if_it_is_cached() -> None:
+    chosen = choose_prefill([worker("prefill-0", "prefill")], demand(160, prefill_0=10), InFlight(ME))
     assert chosen is not None
     assert (chosen.expected_cached_tokens, chosen.cost_tokens) == (159, 1)

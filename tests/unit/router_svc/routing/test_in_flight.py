@@ -1,9 +1,11 @@
-"""What a router takes to be queued at a worker, whose reports are old: examples, and any story of two routers."""
+"""How many prompt tokens a router counts as queued at a worker, given that the worker's reports are late."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,16 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pdserve.base.ids import RouterId, WorkerId
 from pdserve.base.workers import WorkerLoad, WorkerRecord
+from router_svc.routing.in_flight import InFlight, QueuedPrompt
+from router_svc.routing.incarnation import incarnation_of
 from router_svc.routing.local_prefill import LocalPrefillReason, plan_by_load
-from router_svc.routing.placement import (
-    InFlight,
-    Need,
-    QueuedPrompt,
-    choose_decode,
-    choose_prefill,
-    incarnation_of,
-    queued_tokens,
-)
+from router_svc.routing.placement import Demand, choose_decode, choose_prefill, queued_tokens
 from tests.support.records import ME, worker_record
 
 OTHER = RouterId("other")
@@ -28,7 +24,7 @@ PREFILL = WorkerId("prefill-0")
 
 
 def report(epoch: int = 1, **tokens: int) -> WorkerRecord:
-    """A prefill worker's record with these tokens queued, by router."""
+    """The record of a prefill worker with these tokens queued, by router."""
     by_router = {RouterId(name): count for name, count in tokens.items()}
     load = WorkerLoad(
         queued_tokens=sum(tokens.values()), queued_by_router=by_router, free_blocks=100, prefill_tokens_per_s=800.0
@@ -39,22 +35,29 @@ def report(epoch: int = 1, **tokens: int) -> WorkerRecord:
 IDLE = report()
 
 
-def test_a_prompt_whose_first_token_came_is_not_queued_whatever_the_report_says() -> None:
+@contextmanager
+def sent(in_flight: InFlight, tokens: int, worker: WorkerRecord = IDLE) -> Iterator[QueuedPrompt]:
+    """A prompt that was sent to a worker."""
+    prompt = QueuedPrompt(in_flight)
+    with prompt.assigned(worker, tokens):
+        yield prompt
+
+
+def test_a_prompt_with_a_first_token_is_not_queued_whatever_the_report_says() -> None:
     in_flight = InFlight(ME)
-    with QueuedPrompt(in_flight) as prompt:
-        prompt.on(IDLE, 600)
+    with sent(in_flight, 600) as prompt:
         assert queued_tokens(IDLE, in_flight) == queued_tokens(report(me=600), in_flight) == 600
-        prompt.computed()
+        prompt.mark_computed()
         assert queued_tokens(report(me=600), in_flight) == 0
     assert queued_tokens(report(me=600), in_flight) == 0
 
 
 def test_back_to_back_prompts_find_the_prefill_tier_idle() -> None:
     in_flight = InFlight(ME)
-    need = Need(prompt_tokens=600, sequences=1, overlap={})
+    demand = Demand(prompt_tokens=600, sequences=1, overlap={})
     idle_decode = replace(worker_record(), load=WorkerLoad(free_blocks=100, prefill_tokens_per_s=800.0))
     for prefill, reason in ((report(me=600), LocalPrefillReason.SHORT), (report(other=600), LocalPrefillReason.LOAD)):
-        here, there = choose_decode([idle_decode], need, in_flight), choose_prefill([prefill], need, in_flight)
+        here, there = choose_decode([idle_decode], demand, in_flight), choose_prefill([prefill], demand, in_flight)
         assert here is not None
         assert there is not None
         assert plan_by_load(64, here, there, in_flight).reason is reason
@@ -62,90 +65,116 @@ def test_back_to_back_prompts_find_the_prefill_tier_idle() -> None:
 
 def test_prompts_of_other_routers_count_as_reported() -> None:
     in_flight = InFlight(ME)
-    with QueuedPrompt(in_flight) as prompt:
-        prompt.on(IDLE, 100)
+    with sent(in_flight, 100):
         assert queued_tokens(report(me=600, other=300), in_flight) == 400
     assert queued_tokens(report(other=300), InFlight(OTHER)) == 0
 
 
-def test_of_a_worker_that_does_not_tell_whose_prompts_it_counts_the_larger_number_counts() -> None:
+def test_if_a_worker_does_not_report_by_router_the_larger_of_both_numbers_counts() -> None:
     record = report(me=600)
     old = replace(record, load=replace(record.load, queued_by_router=None))
     in_flight = InFlight(ME)
-    with QueuedPrompt(in_flight) as prompt:
-        for placed in (600, 900, 200):
-            prompt.on(IDLE, placed)
-            assert queued_tokens(old, in_flight) == max(600, placed)
-        prompt.computed()
+    with sent(in_flight, 600) as prompt:
+        for remaining in (600, 900, 200):
+            prompt.update(remaining)
+            assert queued_tokens(old, in_flight) == max(600, remaining)
+        prompt.mark_computed()
     assert queued_tokens(old, in_flight) == 600
 
 
-def test_what_preempted_sequences_compute_again_counts_for_every_router() -> None:
+def test_tokens_that_preempted_sequences_recompute_count_for_every_router() -> None:
     record = report(me=600)
-    again = replace(record, load=replace(record.load, queued_tokens=650))
-    assert queued_tokens(again, InFlight(ME)) == 50
+    recomputing = replace(record, load=replace(record.load, queued_tokens=650))
+    assert queued_tokens(recomputing, InFlight(ME)) == 50
 
 
 def test_a_prompt_that_was_given_up_counts_until_the_worker_is_known_to_have_dropped_it() -> None:
     in_flight = InFlight(ME)
-    with QueuedPrompt(in_flight) as prompt:
-        prompt.on(IDLE, 600)
+    with sent(in_flight, 600):
+        pass
     assert queued_tokens(report(me=600), in_flight) == 600
     assert queued_tokens(IDLE, in_flight) == 0
-    with QueuedPrompt(in_flight) as another:
-        another.on(IDLE, 200)
-        # One report has both, another neither: nothing counts twice.
+    with sent(in_flight, 200) as later:
+        # One report includes both prompts, another neither: nothing counts twice.
         assert [queued_tokens(report(me=tokens), in_flight) for tokens in (800, 600, 0)] == [800, 600, 200]
-        another.computed()
+        later.mark_computed()
     assert queued_tokens(report(me=800), in_flight) == 0
 
 
-def test_a_prompt_that_moved_on_or_had_all_computed_was_not_given_up() -> None:
+def test_a_prompt_that_was_reassigned_or_computed_was_not_given_up() -> None:
     in_flight = InFlight(ME)
-    with QueuedPrompt(in_flight) as prompt:
-        prompt.on(IDLE, 600)
-        prompt.on(worker_record(), 600)
-        prompt.leave()
-        prompt.on(IDLE, 600)
-        prompt.computed()
-        # What tells of progress may come behind the first token.
-        prompt.on(IDLE, 0)
+    prompt = QueuedPrompt(in_flight)
+    with prompt.assigned(IDLE, 600), prompt.assigned(worker_record(), 600):
+        prompt.unassign()
+        with prompt.assigned(IDLE, 600):
+            prompt.mark_computed()
+            # A progress report may arrive after the first token.
+            prompt.update(0)
     assert queued_tokens(report(me=600), in_flight) == 0
 
 
-def test_a_prompt_that_the_worker_never_got_was_not_given_up() -> None:
+def test_a_prompt_that_the_worker_never_received_was_not_given_up() -> None:
     in_flight = InFlight(ME)
-    with QueuedPrompt(in_flight) as prompt:
-        prompt.plan(IDLE, 600)
+    prompt = QueuedPrompt(in_flight)
+    with prompt.assigned(IDLE, 600, is_sent=False):
         assert queued_tokens(IDLE, in_flight) == 600
-    with QueuedPrompt(in_flight) as prompt:
-        prompt.on(IDLE, 600)
-        prompt.plan(worker_record(), 600)
+    with prompt.assigned(IDLE, 600), prompt.assigned(worker_record(), 600, is_sent=False):
+        pass
     assert queued_tokens(report(me=600), in_flight) == 0
 
 
-def test_a_prompt_that_was_sent_before_another_was_given_up_tells_nothing_of_that() -> None:
+def test_a_prompt_is_counted_on_one_worker_at_a_time() -> None:
+    in_flight, decode, prefill = InFlight(ME), worker_record(), IDLE
+    prompt = QueuedPrompt(in_flight)
+
+    def counted() -> tuple[int, int]:
+        return in_flight.prompt_tokens(decode.worker_id), in_flight.prompt_tokens(prefill.worker_id)
+
+    with prompt.assigned(decode, 100, is_sent=False):
+        assert counted() == (100, 0)
+        with prompt.assigned(prefill, 100):
+            assert counted() == (0, 100)
+            prompt.update(30)
+            assert counted() == (0, 30)
+            prompt.update(0)
+            assert counted() == (0, 0)
+            prompt.unassign()
+            with prompt.assigned(decode, 5):
+                assert counted() == (5, 0)
+    assert counted() == (0, 0)
+
+
+def test_a_prompt_that_was_sent_before_another_was_given_up_proves_nothing_about_that_one() -> None:
     in_flight = InFlight(ME)
-    with QueuedPrompt(in_flight) as before, QueuedPrompt(in_flight) as after:
-        before.on(IDLE, 100)
-        with QueuedPrompt(in_flight) as prompt:
-            prompt.on(IDLE, 600)
-        after.on(IDLE, 200)
-        before.on(IDLE, 50)
-        before.computed()
-        before.on(IDLE, 0)
-        before.computed()
-        assert queued_tokens(report(me=800), in_flight) == 800
-        after.computed()
-        assert queued_tokens(report(me=600), in_flight) == 0
+    with sent(in_flight, 100) as before:
+        with sent(in_flight, 600):
+            pass
+        with sent(in_flight, 200) as after:
+            before.update(50)
+            before.mark_computed()
+            before.update(0)
+            before.mark_computed()
+            assert queued_tokens(report(me=800), in_flight) == 800
+            after.mark_computed()
+            assert queued_tokens(report(me=600), in_flight) == 0
 
 
-def test_what_was_given_up_on_a_worker_is_forgotten_when_it_is_gone_and_on_no_other() -> None:
+def test_an_assignment_to_the_same_worker_does_not_make_a_prompt_younger() -> None:
+    in_flight = InFlight(ME)
+    with sent(in_flight, 100) as prompt:
+        with sent(in_flight, 600):
+            pass
+        with prompt.assigned(IDLE, 100):
+            prompt.mark_computed()
+    assert queued_tokens(report(me=600), in_flight) == 600
+
+
+def test_prompts_given_up_on_a_worker_are_forgotten_when_that_worker_is_gone() -> None:
     in_flight = InFlight(ME)
     successor = report(epoch=2, me=600)
     for worker in (IDLE, successor):
-        with QueuedPrompt(in_flight) as prompt:
-            prompt.on(worker, 600)
+        with sent(in_flight, 600, worker):
+            pass
     in_flight.sweep({incarnation_of(successor)})
     assert queued_tokens(report(me=600), in_flight) == 0
     assert queued_tokens(successor, in_flight) == 600
@@ -153,24 +182,30 @@ def test_what_was_given_up_on_a_worker_is_forgotten_when_it_is_gone_and_on_no_ot
 
 def test_a_worker_that_died_leaves_nothing_to_its_successor() -> None:
     in_flight = InFlight(ME)
-    with QueuedPrompt(in_flight) as prompt:
-        prompt.on(IDLE, 600)
+    with sent(in_flight, 600):
+        pass
     assert queued_tokens(report(epoch=2, me=300), in_flight) == 0
 
 
 @dataclass(eq=False)
 class Sent:
-    """A prompt on the worker; `prompt` is None once its router gave it up."""
+    """A prompt on the worker."""
 
     router: InFlight
     tokens: int
+    #: None once its router has given it up.
     prompt: QueuedPrompt | None
-    #: Number of the step of the story in which it was sent.
+    #: Logical time at which it was sent.
     at: int
+    assigned: ExitStack = field(default_factory=ExitStack)
+
+    def give_up(self) -> None:
+        self.assigned.close()
+        self.prompt = None
 
 
 class Reports(RuleBasedStateMachine):
-    """A worker computes the prompts of two routers in order; its reports reach either of them late, or never."""
+    """A worker computes the prompts of two routers in order. Its reports reach each router late, or never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +213,7 @@ class Reports(RuleBasedStateMachine):
         self.queue: list[Sent] = []
         self.reports = [IDLE]
         self.seen = dict.fromkeys(self.routers, 0)
-        #: When the last prompt was given up of which no later one has been computed.
+        #: Time of the latest give-up after which no prompt of that router has been computed.
         self.given_up: dict[RouterId, int | None] = dict.fromkeys(self.routers)
         self.epoch = 1
         self.now = 0
@@ -188,23 +223,24 @@ class Reports(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from([ME, OTHER]), tokens=st.integers(1, 900))
     def send(self, name: RouterId, tokens: int) -> None:
-        prompt = QueuedPrompt(self.routers[name])
-        prompt.on(report(self.epoch), tokens)
         self.now += 1
-        self.queue.append(Sent(self.routers[name], tokens, prompt, self.now))
+        sent = Sent(self.routers[name], tokens, QueuedPrompt(self.routers[name]), self.now)
+        assert sent.prompt is not None
+        sent.assigned.enter_context(sent.prompt.assigned(report(self.epoch), tokens))
+        self.queue.append(sent)
 
     @precondition(lambda self: self.queue)
     @rule(tokens=st.integers(1, 900))
     def compute(self, tokens: int) -> None:
-        """A step; its progress or its first token is told at once."""
+        """A step, whose progress or first token arrives at once."""
         first = self.queue[0]
         first.tokens -= min(tokens, first.tokens)
         if not first.tokens:
             del self.queue[0]
         if first.prompt is not None and first.tokens:
-            first.prompt.on(report(self.epoch), first.tokens)
+            first.prompt.update(first.tokens)
         elif first.prompt is not None:
-            first.prompt.computed()
+            first.prompt.mark_computed()
             given_up = self.given_up[first.router.router_id]
             if given_up is not None and given_up < first.at:
                 self.given_up[first.router.router_id] = None
@@ -212,11 +248,10 @@ class Reports(RuleBasedStateMachine):
     @precondition(lambda self: self.queue)
     @rule(data=st.data(), at_once=st.booleans())
     def give_up(self, data: st.DataObject, at_once: bool) -> None:
-        """A client leaves, and the worker drops the prompt now or later."""
+        """A client leaves, and the worker drops the prompt at once or later."""
         sent = data.draw(st.sampled_from(self.queue))
         if sent.prompt is not None:
-            sent.prompt.__exit__(None, None, None)
-            sent.prompt = None
+            sent.give_up()
             self.now += 1
             self.given_up[sent.router.router_id] = self.now
         if at_once:
@@ -224,10 +259,9 @@ class Reports(RuleBasedStateMachine):
 
     @rule()
     def die(self) -> None:
-        """All sagas see their calls break; a successor takes the worker's name."""
-        for sent in list(self.queue):
-            if sent.prompt is not None:
-                sent.prompt.__exit__(None, None, None)
+        """All calls to the worker break, and a successor takes its name."""
+        for sent in self.queue:
+            sent.give_up()
         self.queue.clear()
         self.given_up = dict.fromkeys(self.given_up)
         self.epoch += 1
@@ -240,11 +274,11 @@ class Reports(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from([ME, OTHER]), data=st.data())
     def read_report(self, name: RouterId, data: st.DataObject) -> None:
-        """Not always the newest, never one that is older than the last."""
+        """A router reads a report that may be old, but not older than the one before."""
         self.seen[name] = data.draw(st.integers(self.seen[name], len(self.reports) - 1))
 
     @invariant()
-    def each_router_is_right_about_its_own_and_goes_by_the_report_for_the_others(self) -> None:
+    def each_router_counts_its_own_prompts_exactly_and_those_of_others_as_reported(self) -> None:
         for name, router in self.routers.items():
             record = self.reports[self.seen[name]]
             waited_for = sum(s.tokens for s in self.queue if s.router is router and s.prompt is not None)

@@ -1,0 +1,55 @@
+"""Finds the decision record of a request: in this router's memory, else in Redis."""
+
+from __future__ import annotations
+
+import json
+
+from pdserve.base.ids import RequestId
+from router_svc.records.record import Json, RecentRecords
+from router_svc.records.request_state import RequestProgress
+from router_svc.records.request_store import RequestStore
+
+#: Prefixes of response ids: chat completions, completions, gRPC.
+ID_PREFIXES = ("chatcmpl-", "cmpl-", "gen-")
+
+
+class Traces:
+    """The decision records of recent requests, by id."""
+
+    def __init__(self, recent: RecentRecords, store: RequestStore) -> None:
+        self._recent = recent
+        self._store = store
+
+    async def get(self, request_id: str) -> dict[str, Json] | None:
+        """The record as JSON, or None when neither memory nor Redis has it. Raises `StoreError`.
+
+        The id may be the response's id or the X-Request-Id that the client sent.
+        """
+        candidates = [RequestId(prefix + request_id) for prefix in ("", *ID_PREFIXES)]
+        for candidate in candidates:
+            record = self._recent.get(candidate)
+            if record is not None:
+                return record.as_json()
+        for candidate in candidates:
+            stored = await self._store.get(candidate)
+            if stored is not None:
+                return _parsed(stored.record) if stored.record else _unfinished(stored.progress)
+        return None
+
+
+def _parsed(text: str) -> dict[str, Json]:
+    record: dict[str, Json] = json.loads(text)
+    return record
+
+
+def _unfinished(progress: RequestProgress) -> dict[str, Json]:
+    """The trace of a request whose router was lost before the request ended: only its history is known."""
+    return {
+        "request_id": progress.request_id,
+        "accepted_at": progress.history[0].at,
+        "state": progress.state.value,
+        "attempt": progress.attempt,
+        "story": progress.story(),
+        "prefill_worker": progress.prefill_worker,
+        "decode_worker": progress.decode_worker,
+    }

@@ -1,0 +1,94 @@
+"""The state that all steps of one request's saga share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from pdserve.base.errors import PdserveError
+from pdserve.base.ids import WorkerId
+from pdserve.base.wire import tokens_from_wire
+from pdserve.base.workers import Tier, WorkerRecord
+from pdserve.v1 import common_pb2, decode_pb2
+from router_svc.generation import Generation
+from router_svc.records.journal import Journal
+from router_svc.request.calls import DecodeCall, is_gone
+from router_svc.request.output import Output, ended_by_stop_string
+from router_svc.request.recovery import MAX_PREFILL_FAILURES
+from router_svc.request.stream import DeltaStream
+from router_svc.routing.cluster import Cluster
+from router_svc.routing.in_flight import QueuedPrompt
+from router_svc.routing.incarnation import Incarnation
+from router_svc.routing.placement import Demand, Placement, choose_decode, choose_prefill
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestContext:
+    """One prompt on its way through the cluster. Owned by its saga."""
+
+    generation: Generation
+    cluster: Cluster
+    journal: Journal
+    output: Output
+    stream: DeltaStream
+    #: `generation.sampling` as workers receive it.
+    sampling: common_pb2.SamplingParams
+    #: Where the prompt's uncached tokens are counted.
+    prompt: QueuedPrompt
+    #: Leading blocks of the prompt that each worker has cached.
+    overlap: dict[WorkerId, int] = field(default_factory=dict)
+    failed_prefill: set[Incarnation] = field(default_factory=set)
+    #: Set once every choice is complete and has been written.
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def choose(self, tier: Tier, excluded: Collection[Incarnation]) -> Placement | None:
+        """The best worker of the tier for this request, or None without a candidate."""
+        demand = Demand(
+            prompt_tokens=len(self.generation.prompt),
+            sequences=self.generation.sampling.n,
+            overlap=self.overlap,
+            excluded=excluded,
+        )
+        if tier == "decode":
+            return choose_decode(self.cluster.ready(tier), demand, self.cluster.in_flight)
+        if len(excluded) >= MAX_PREFILL_FAILURES:
+            return None
+        return choose_prefill(self.cluster.ready(tier), demand, self.cluster.in_flight)
+
+    def choose_prefill(self) -> Placement | None:
+        """The best prefill worker that has not failed this request."""
+        return self.choose("prefill", self.failed_prefill)
+
+    def prefill_failed(self, placement: Placement, error: PdserveError) -> None:
+        """A prefill worker has failed, and the next attempt starts."""
+        self.failed_prefill.add(placement.incarnation)
+        self.report_if_gone(placement.worker, error)
+        self.journal.retry(error, placement.worker)
+
+    def report_if_gone(self, worker: WorkerRecord, error: PdserveError) -> None:
+        """Makes other requests avoid a worker that cannot be reached."""
+        if is_gone(error):
+            self.cluster.directory.mark_lost(worker.worker_id, worker.epoch)
+
+    def ref(self) -> common_pb2.RequestRef:
+        """The current attempt, as workers know it."""
+        return common_pb2.RequestRef(
+            request_id=self.generation.worker_request_id,
+            attempt=self.journal.record.attempt,
+            router_id=self.cluster.in_flight.router_id,
+        )
+
+    async def deliver(self, tokens: Sequence[common_pb2.ChoiceTokens], call: DecodeCall | None) -> None:
+        """Sends tokens to the client, and notifies the decode worker of choices that a stop string has ended."""
+        deltas = self.output.push(map(tokens_from_wire, tokens))
+        if not deltas:
+            return
+        self.journal.produced(self.output.completion_tokens)
+        await self.stream.put(deltas, first_choice=self.generation.first_choice)
+        if self.output.is_finished:
+            self.finished.set()
+        elif call is not None:
+            for index in ended_by_stop_string(deltas):
+                stop = decode_pb2.StopChoice(choice_index=index)
+                await call.send(decode_pb2.DecodeRequest(stop_choice=stop))

@@ -1,0 +1,164 @@
+"""One request on one decode worker, until every choice is complete.
+
+Two tasks run concurrently: `_relay` reads the worker's events to the end, and `_hand_over` gets the prompt's KV to the
+worker. Leaving the block that holds them ends both, and leaving a call's block frees the blocks on its worker. A client
+that disconnects therefore needs no code here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+
+from pdserve.base.errors import NoFreeBlocks, PdserveError, TransferError, TransferTimeout, reason_of
+from pdserve.v1 import decode_pb2
+from router_svc.request.calls import DecodeCall, DecodeFailed, is_reported
+from router_svc.request.context import RequestContext
+from router_svc.request.prefill_attempt import prefill
+from router_svc.request.recovery import NextStep, after_prefill_failure, failure_of
+from router_svc.routing.placement import Placement
+
+
+class DecodeAttempt:
+    """Runs a request through one `DecodeCall`."""
+
+    def __init__(self, context: RequestContext, call: DecodeCall) -> None:
+        self._context = context
+        self._call = call
+        self._journal = context.journal
+        self._output = context.output
+        self._prompt = context.prompt
+        self._policy = context.cluster.policy
+
+    async def run(self, start: decode_pb2.DecodeStart) -> None:
+        """Returns when every choice is complete. Raises `DecodeFailed`, or an error for the client."""
+        await self._call.send(decode_pb2.DecodeRequest(start=start))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                relay = tasks.create_task(self._relay())
+                handover = tasks.create_task(self._hand_over())
+                await self._context.finished.wait()
+                relay.cancel()
+                handover.cancel()
+        except* (DecodeFailed, PdserveError) as errors:
+            # Both tasks may have seen the same failure; the first error explains it.
+            raise errors.exceptions[0] from None
+
+    async def _relay(self) -> None:
+        """Reads the decode worker's events until every choice is complete."""
+        worker = self._call.worker
+        with ExitStack() as local_prefill:
+            while not self._output.is_finished:
+                event = await self._call.next_event(self._policy.token_timeout_s)
+                match event.WhichOneof("event"):
+                    case "ticket":
+                        self._journal.granted(event.ticket, worker)
+                    case "started":
+                        self._journal.started(event.started, worker)
+                        if event.started.prefilled_locally:
+                            uncached = len(self._context.generation.prompt) - event.started.cached_tokens
+                            local_prefill.enter_context(self._prompt.assigned(worker, uncached))
+                    case "tokens":
+                        self._journal.decoded()
+                        self._prompt.mark_computed()
+                        await self._context.deliver(event.tokens.choices, self._call)
+
+    async def _hand_over(self) -> None:
+        """Gets the prompt's KV to the decode worker: from a prefill worker, else by local prefill."""
+        opened = await self._call.milestone(
+            self._policy.reserve_timeout_s,
+            NoFreeBlocks(
+                f"Decode worker {self._call.worker.worker_id} had no free blocks for the request within "
+                f"{self._policy.reserve_timeout_s:g} s."
+            ),
+        )
+        reason = "no_prefill_worker"
+        while opened.HasField("ticket"):
+            # The plan has served its purpose, and must not count against the worker it favoured.
+            self._prompt.unassign()
+            placement = self._context.choose_prefill()
+            if placement is None:
+                await self._prefill_on_decode(reason)
+                return
+            try:
+                await prefill(self._context, placement, opened.ticket.ticket, self._call)
+                await self._started()
+                return
+            except PdserveError as failed:
+                error = failed
+            match self._next_step(placement, error):
+                case NextStep.CARRY_ON:
+                    return
+                case NextStep.FAIL:
+                    raise error
+                case NextStep.FAIL_ATTEMPT:
+                    raise DecodeFailed(error) from error
+                case NextStep.RENEW_TICKET:
+                    self._context.prefill_failed(placement, error)
+                    opened, reason = await self._renew_ticket(), reason_of(error)
+                case NextStep.PREFILL_LOCALLY:
+                    self._context.prefill_failed(placement, error)
+                    await self._prefill_on_decode(reason_of(error))
+                    return
+        self._require_first_tokens(opened)
+
+    def _next_step(self, placement: Placement, error: PdserveError) -> NextStep:
+        context = self._context
+        others = context.choose("prefill", context.failed_prefill | {placement.incarnation})
+        return after_prefill_failure(
+            failure_of(error, is_reported=is_reported(error)),
+            self._output.progress,
+            decode_has_started=self._call.has_started,
+            has_other_prefill=others is not None,
+        )
+
+    async def _started(self) -> decode_pb2.DecodeResponse:
+        """Returns when the decode worker has started to decode."""
+        return await self._call.milestone(
+            self._policy.token_timeout_s,
+            TransferTimeout(
+                f"Decode worker {self._call.worker.worker_id} did not start to decode within "
+                f"{self._policy.token_timeout_s:g} s."
+            ),
+        )
+
+    async def _renew_ticket(self) -> decode_pb2.DecodeResponse:
+        """A ticket for the new attempt, or the start, if the previous attempt had been committed after all."""
+        attempt = self._journal.record.attempt
+        renewal = decode_pb2.RenewTicket(attempt=attempt)
+        await self._call.send(decode_pb2.DecodeRequest(renew_ticket=renewal))
+        while True:
+            opened = await self._call.milestone(
+                self._policy.reserve_timeout_s,
+                TransferTimeout(
+                    f"Decode worker {self._call.worker.worker_id} did not renew the ticket within "
+                    f"{self._policy.reserve_timeout_s:g} s."
+                ),
+            )
+            if not opened.HasField("ticket") or opened.ticket.ticket.attempt == attempt:
+                return opened
+
+    async def _prefill_on_decode(self, reason: str) -> None:
+        worker = self._call.worker
+        self._journal.prefill_on_decode(reason, worker)
+        command = decode_pb2.PrefillLocally(
+            attempt=self._journal.record.attempt, forced_first_tokens=self._output.first_tokens
+        )
+        # The worker reports with its start how many of these tokens it has cached.
+        with self._prompt.assigned(worker, len(self._context.generation.prompt)):
+            await self._call.send(decode_pb2.DecodeRequest(prefill_locally=command))
+            started = await self._started()
+            if not started.started.prefilled_locally:
+                # The previous attempt had been committed after all: there is nothing left to compute.
+                self._prompt.mark_computed()
+        self._require_first_tokens(started)
+
+    def _require_first_tokens(self, started: decode_pb2.DecodeResponse) -> None:
+        """Fails the attempt if a prefill worker was lost between its commit and its first tokens: nobody else has them.
+
+        Without this check the request would wait for them until it times out.
+        """
+        if not started.started.prefilled_locally and not self._output.progress.has_first_tokens:
+            raise DecodeFailed(
+                TransferError(f"The first tokens for {self._call.worker.worker_id} were lost with the prefill worker.")
+            )

@@ -1,0 +1,54 @@
+"""One prompt on one prefill worker, from the call to the commit."""
+
+from __future__ import annotations
+
+from pdserve.base.errors import PeerLost
+from pdserve.v1 import decode_pb2, prefill_pb2
+from router_svc.request.calls import DecodeCall, prefill_call
+from router_svc.request.context import RequestContext
+from router_svc.routing.placement import Placement
+
+#: Share of a ticket's lease for which a prefill worker may be silent. The rest is for renewing the ticket in time.
+_SILENCE_SHARE = 0.75
+
+
+async def prefill(
+    context: RequestContext, placement: Placement, ticket: decode_pb2.Ticket | None, call: DecodeCall | None
+) -> None:
+    """Returns when the prefill worker has committed, or when its first tokens complete every choice.
+
+    `ticket` and `call` are the decode worker's, or None when the request needs none. Raises the error that the worker
+    reported, `PeerLost`, or `TransferTimeout` when it is silent.
+    """
+    worker, prompt, journal = placement.worker, context.prompt, context.journal
+    journal.chose_prefill(placement)
+    request = prefill_pb2.PrefillRequest(
+        ref=context.ref(),
+        prompt_token_ids=context.generation.prompt,
+        sampling=context.sampling,
+        ticket=ticket,
+        forced_first_tokens=context.output.first_tokens,
+        cache_salt=context.generation.cache_salt,
+    )
+    silence_s = context.cluster.policy.token_timeout_s if ticket is None else ticket.lease_s * _SILENCE_SHARE
+    with prompt.assigned(worker, placement.uncached_tokens):
+        async with prefill_call(context.cluster.channels, worker, request) as prefilling:
+            while (event := await prefilling.next_event(silence_s)) is not None:
+                match event.WhichOneof("event"):
+                    case "progress":
+                        journal.progressed(event.progress)
+                        # The worker knows better than the index what it has cached, even while the prompt is queued.
+                        done = max(event.progress.computed_tokens, event.progress.cached_tokens)
+                        prompt.update(max(placement.prompt_tokens - done, 0))
+                        if call is not None:
+                            await call.send(decode_pb2.DecodeRequest(keep_lease=decode_pb2.KeepLease()))
+                    case "first_token":
+                        prompt.mark_computed()
+                        journal.prefilled(event.first_token)
+                        await context.deliver(event.first_token.choices, call)
+                        if context.output.is_finished:
+                            return
+                    case "done":
+                        journal.committed(event.done)
+                        return
+    raise PeerLost(f"Prefill worker {worker.worker_id} ended the stream before the transfer was committed.")

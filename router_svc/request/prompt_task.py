@@ -1,0 +1,60 @@
+"""The task of one prompt, from the admission queue to its last token; errors stop here."""
+
+from __future__ import annotations
+
+from pdserve.base.errors import PdserveError
+from pdserve.base.logs import get_logger, request_id_var
+from pdserve.base.wire import sampling_to_wire
+from pdserve.model.tokenizer import Tokenizer
+from router_svc.generation import Generation
+from router_svc.records.journal import Journal
+from router_svc.request.admission import QueueSlot
+from router_svc.request.context import RequestContext
+from router_svc.request.gate import Gate
+from router_svc.request.output import Output
+from router_svc.request.saga import Saga
+from router_svc.request.stream import DeltaStream
+from router_svc.routing.cluster import Cluster
+from router_svc.routing.in_flight import QueuedPrompt
+
+log = get_logger(__name__)
+
+
+class PromptTask:
+    """Runs one prompt when its turn comes."""
+
+    def __init__(self, generation: Generation, journal: Journal, gate: Gate, slot: QueueSlot) -> None:
+        self._generation = generation
+        self._journal = journal
+        self._gate = gate
+        self._slot = slot
+
+    async def run(self, cluster: Cluster, tokenizer: Tokenizer, stream: DeltaStream) -> None:
+        """Returns when the prompt is complete or has failed. The error goes into the stream, after the tokens."""
+        request_id_var.set(self._generation.request_id)
+        error: PdserveError | None = None
+        try:
+            await self._gate.wait_for_turn(self._slot)
+            self._journal.admitted()
+            output = Output(self._generation, tokenizer)
+            context = RequestContext(
+                generation=self._generation,
+                cluster=cluster,
+                journal=self._journal,
+                output=output,
+                stream=stream,
+                sampling=sampling_to_wire(self._generation.sampling),
+                prompt=QueuedPrompt(cluster.in_flight),
+            )
+            await Saga(context).run()
+            self._journal.finished(output.finish_reasons)
+        except PdserveError as expected:
+            error = expected
+        except Exception as unexpected:  # noqa: BLE001 - the error border of a request: others go on
+            log.error("request_broke", exc=unexpected)
+            error = PdserveError("The request failed unexpectedly. The router's log has the traceback.")
+        finally:
+            self._gate.leave(self._slot)
+        if error is not None:
+            self._journal.failed(error)
+        await stream.end(error)

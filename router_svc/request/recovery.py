@@ -1,0 +1,112 @@
+"""What happens to a request after a worker failed it. Pure policy, as a table; the saga executes the steps.
+
+decode worker failed           nothing sent     first tokens sent    more sent
+  refused for lack of capacity another, or wait as for a loss        fail
+  lost, or any other error     another, once    another, once        fail
+  the request is wrong         fail             fail                 fail
+
+prefill worker failed          before decode has started             after
+  any other error              renew the ticket for another,         nothing, if the first tokens are known,
+                               else prefill on the decode worker     else the decode worker starts over
+  the request is wrong         fail                                  fail
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from pdserve.base.errors import CapacityError, PdserveError, RequestError, TransferError
+from router_svc.request.output import OutputProgress
+
+#: Decode workers that one request may lose. A request that crashes its workers must not take down all of them.
+MAX_DECODE_LOSSES = 1
+#: Prefill workers that may fail one request before the decode worker prefills.
+MAX_PREFILL_FAILURES = 2
+
+
+class Failure(Enum):
+    """Kinds of failures that the policy distinguishes."""
+
+    #: The request itself is wrong: no worker will accept it.
+    REQUEST = auto()
+    #: The worker refused for lack of capacity.
+    CAPACITY = auto()
+    #: The worker reported a failed transfer (its lease ran out). It is healthy and may get the request again.
+    TRANSFER = auto()
+    #: The worker is lost, silent or stale, or has failed in another way.
+    WORKER = auto()
+
+    @property
+    def excludes_worker(self) -> bool:
+        """Whether the worker gets no further attempt of this request."""
+        return self is not Failure.TRANSFER
+
+
+class NextStep(Enum):
+    """What the saga does next."""
+
+    #: The client gets the error.
+    FAIL = auto()
+    #: A new attempt starts on another decode worker.
+    RETRY = auto()
+    #: The request waits until a decode worker has capacity.
+    WAIT_FOR_CAPACITY = auto()
+    #: The decode worker issues a ticket for a new attempt, and another prefill worker gets the prompt.
+    RENEW_TICKET = auto()
+    #: The decode worker prefills.
+    PREFILL_LOCALLY = auto()
+    #: The attempt on the decode worker has failed, too.
+    FAIL_ATTEMPT = auto()
+    #: Nothing: the worker failed after its work was done.
+    CARRY_ON = auto()
+
+
+def failure_of(error: PdserveError, *, is_reported: bool) -> Failure:
+    """The kind of a failure. `is_reported`: the worker itself has answered with this error."""
+    if isinstance(error, RequestError):
+        return Failure.REQUEST
+    if isinstance(error, CapacityError):
+        return Failure.CAPACITY
+    if isinstance(error, TransferError) and is_reported:
+        return Failure.TRANSFER
+    return Failure.WORKER
+
+
+def is_refusal(failure: Failure, progress: OutputProgress) -> bool:
+    """Whether a decode worker merely refused the request, which counts as no loss."""
+    return failure is Failure.CAPACITY and progress is OutputProgress.NOTHING
+
+
+def after_decode_failure(
+    failure: Failure, progress: OutputProgress, *, losses: int, has_other_decode: bool, has_prefill: bool
+) -> NextStep:
+    """The step after a decode worker has failed.
+
+    Args:
+        losses: decode workers that this request has lost, this one included.
+        has_other_decode: another decode worker can take the request.
+        has_prefill: a prefill worker is ready. Only those can be given first tokens that the client already has.
+    """
+    if is_refusal(failure, progress):
+        return NextStep.RETRY if has_other_decode else NextStep.WAIT_FOR_CAPACITY
+    if failure is Failure.REQUEST or losses > MAX_DECODE_LOSSES or not has_other_decode:
+        return NextStep.FAIL
+    if progress is OutputProgress.NOTHING or (progress is OutputProgress.FIRST_TOKENS and has_prefill):
+        return NextStep.RETRY
+    return NextStep.FAIL
+
+
+def after_prefill_failure(
+    failure: Failure, progress: OutputProgress, *, decode_has_started: bool, has_other_prefill: bool
+) -> NextStep:
+    """The step after a prefill worker has failed, on behalf of a decode worker that holds a reservation.
+
+    Args:
+        decode_has_started: the decode worker has all KV blocks and runs.
+        has_other_prefill: another prefill worker can take the prompt.
+    """
+    if failure is Failure.REQUEST:
+        return NextStep.FAIL
+    if decode_has_started:
+        return NextStep.CARRY_ON if progress.has_first_tokens else NextStep.FAIL_ATTEMPT
+    return NextStep.RENEW_TICKET if has_other_prefill else NextStep.PREFILL_LOCALLY
