@@ -1,0 +1,1 @@
+"""The decode tier: receives KV blocks and generates tokens with continuous batching."""

@@ -7,7 +7,7 @@ from pdserve.base.service import run_service
 
 
 async def _serve(config: DecodeConfig) -> None:
-    # Imported here, so that --help and a wrong flag answer at once.
+    # Imported here so that --help and errors in flags need not wait for torch.
     from decode_svc.service import DecodeService
     from pdserve.worker.serve.process import serve_worker
 
@@ -15,12 +15,11 @@ async def _serve(config: DecodeConfig) -> None:
 
 
 def main() -> None:
-    """Command line entry."""
+    """Runs the worker until it is stopped by a signal."""
     run_service(
         DecodeConfig,
         "decode_svc",
         _serve,
-        log_level=lambda config: config.log_level,
         description="A decode worker: receives KV blocks and generates tokens with continuous batching.",
     )
 

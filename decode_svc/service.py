@@ -44,7 +44,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         self.max_num_seqs = config.max_num_seqs
         self.itl_budget_s = config.itl_budget_ms / 1000
         self._lease_s = config.lease_s
-        self._layer_groups = config.groups_of(worker.model.layout.num_layers)
+        self._layer_groups = config.num_layer_groups(worker.model.layout.num_layers)
         self.scheduler = DecodeScheduler(
             worker.model.pool,
             DecodeSchedulerConfig(

@@ -1,0 +1,1 @@
+"""The prefill tier: computes prompts in chunks and streams their KV blocks to decode workers."""

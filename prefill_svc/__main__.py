@@ -7,7 +7,7 @@ from prefill_svc.config import PrefillConfig
 
 
 async def _serve(config: PrefillConfig) -> None:
-    # Imported here, so that --help and a wrong flag answer at once.
+    # Imported here so that --help and errors in flags need not wait for torch.
     from pdserve.worker.serve.process import serve_worker
     from prefill_svc.service import PrefillService
 
@@ -15,12 +15,11 @@ async def _serve(config: PrefillConfig) -> None:
 
 
 def main() -> None:
-    """Command line entry."""
+    """Runs the worker until it is stopped by a signal."""
     run_service(
         PrefillConfig,
         "prefill_svc",
         _serve,
-        log_level=lambda config: config.log_level,
         description="A prefill worker: computes prompts and streams their KV blocks to decode workers.",
     )
 

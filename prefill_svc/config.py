@@ -9,4 +9,4 @@ from pdserve.worker.config import WorkerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig(WorkerConfig):
-    """What a prefill worker needs to know at start: nothing of its own. `max_num_batched_tokens` is its chunk size."""
+    """The settings of all workers: prefill workers add none. `max_num_batched_tokens` is their chunk size."""

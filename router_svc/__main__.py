@@ -13,7 +13,6 @@ def main() -> None:
         RouterConfig,
         "router_svc",
         serve,
-        log_level=lambda config: config.log_level,
         description="Answers the OpenAI-compatible API and takes each request through the cluster.",
     )
 

@@ -5,13 +5,22 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from pdserve.base import logs, notify
 from pdserve.base.config import load
 from pdserve.base.errors import SetupError
 
-Config = TypeVar("Config")
+
+class ServiceConfig(Protocol):
+    """The settings that every service has."""
+
+    @property
+    def log_level(self) -> str:
+        """Level from which on messages are logged."""
+
+
+Config = TypeVar("Config", bound=ServiceConfig)
 
 
 def run_service(
@@ -19,13 +28,12 @@ def run_service(
     service: str,
     serve: Callable[[Config], Awaitable[None]],
     *,
-    log_level: Callable[[Config], str],
     description: str,
 ) -> None:
     """The `__main__` of one service. Exit code 1 with `error: ...` on standard error for a `SetupError`."""
     try:
         config = load(config_class, service, description=description)
-        logs.configure(service, log_level(config))
+        logs.configure(service, config.log_level)
         asyncio.run(_main(serve(config)))
     except SetupError as error:
         notify.notify(f"STATUS=error: {error}")

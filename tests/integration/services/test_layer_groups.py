@@ -309,7 +309,7 @@ async def test_a_ticket_with_a_number_of_groups_that_no_model_has_is_refused(mod
 
 
 async def test_more_groups_than_layers_do_not_start(model: Path) -> None:
-    with pytest.raises(SetupError, match="--layer-groups 5 is more than the model has layers, 4"):
+    with pytest.raises(SetupError, match="--layer-groups is 5, but the model has 4 layers"):
         async with running_cluster(model, decode=LAYERED | {"layer_groups": 5}):
             pass
 

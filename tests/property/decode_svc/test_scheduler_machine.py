@@ -1,4 +1,4 @@
-"""Any order of commands and steps on a tiny pool: references add up, all get on, tokens are those of a lone run."""
+"""Any order of commands and steps on a tiny pool: references add up, all requests advance, tokens are a lone run's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.engine.late import LateWorker, WatchedPool
 
 NUM_BLOCKS = 7
 CAPACITY = NUM_BLOCKS * BLOCK_SIZE
-#: What the oracle may emit: a sequence that fills the pool ends with one token more.
+#: Bounds of a lone run: a sequence that fills the pool ends with one token more.
 BOUNDS: SequenceLimits = limits(CAPACITY + 1)
 
 params = st.builds(
@@ -34,7 +34,7 @@ params = st.builds(
     ignore_eos=st.booleans(),
     repetition_penalty=st.sampled_from([1.0, 1.0, 1.0, 1.2]),
 )
-#: Few different prompts of many lengths, so that prefixes meet.
+#: Few different prompts of many lengths, so that prefixes are shared.
 prompts = st.builds(
     lambda start, length: [(start + index) % VOCAB for index in range(length)],
     st.integers(8, 9),
@@ -51,7 +51,7 @@ class DecodeMachine(RuleBasedStateMachine):
         self.worker = LateWorker(pool=pool, scheduler=self.scheduler, check=self.scheduler.check_integrity)
         self.jobs: dict[RequestId, DecodeJob] = {}
         self.granted: dict[RequestId, Grant] = {}
-        #: Where the telling of each choice starts: 1 when the client has the first tokens already.
+        #: Index of the first token that is reported of each choice: 1 when the client has the first tokens already.
         self.starts_at: dict[RequestId, int] = {}
         self.stopped: set[tuple[RequestId, int]] = set()
         self.over: set[RequestId] = set()
@@ -98,15 +98,41 @@ class DecodeMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(sorted(self.granted)))
         self.prefill_locally(request_id, forced)
 
-    @precondition(lambda self: self.open())
+    @precondition(lambda self: self.jobs)
     @rule(data=st.data(), forced=st.booleans())
     def prefill_anything_locally(self, data: st.DataObject, forced: bool) -> None:
-        """Also where it is not allowed: then nothing may change."""
-        request_id = data.draw(st.sampled_from(self.open()))
+        """Also in phases that do not allow it: then nothing may change."""
+        request_id = data.draw(st.sampled_from(sorted(self.jobs)))
+        before = self.scheduler.load()
         try:
             self.prefill_locally(request_id, forced)
         except InvalidTransition:
-            return
+            assert self.scheduler.load() == before
+
+    @precondition(lambda self: set(self.jobs) - set(self.granted))
+    @rule(data=st.data())
+    def activate_what_waits_for_no_transfer(self, data: st.DataObject) -> None:
+        """No phase but RESERVED allows it."""
+        request_id = data.draw(st.sampled_from(sorted(set(self.jobs) - set(self.granted))))
+        before = self.scheduler.load()
+        with pytest.raises(InvalidTransition):
+            self.scheduler.activate(request_id, self.first_tokens(request_id))
+        assert self.scheduler.load() == before
+
+    def certainly_here(self) -> list[RequestId]:
+        """Requests that no command can have ended: such an end is reported by the next step only."""
+        stopped = {request_id for request_id, _ in self.stopped}
+        return [each for each in self.open() if each not in stopped and self.starts_at[each] == 0]
+
+    @precondition(lambda self: self.certainly_here())
+    @rule(data=st.data())
+    def reserve_again(self, data: st.DataObject) -> None:
+        """A request id that is here already is refused."""
+        request_id = data.draw(st.sampled_from(self.certainly_here()))
+        before = self.scheduler.load()
+        with pytest.raises(InvalidTransition):
+            self.scheduler.reserve(self.jobs[request_id])
+        assert self.scheduler.load() == before
 
     def prefill_locally(self, request_id: RequestId, forced: bool) -> None:
         self.scheduler.prefill_locally(request_id, self.first_tokens(request_id) if forced else ())
@@ -132,7 +158,7 @@ class DecodeMachine(RuleBasedStateMachine):
 
     @rule(token_s=st.sampled_from([0.0005, 0.002, 0.1]))
     def another_pace(self, token_s: float) -> None:
-        """Chunks beside decoding sequences become 7, 5 or 4 tokens."""
+        """Chunks alongside decoding sequences become 7, 5 or 4 tokens."""
         self.worker.pace = Pace(decode_step_s=0.0, prefill_token_s=token_s)
 
     @rule(count=st.integers(1, 6))
@@ -141,13 +167,13 @@ class DecodeMachine(RuleBasedStateMachine):
             if self.scheduler.has_work():
                 self.take_step()
 
-    @rule(most=st.integers(2, 12))
-    def step_ahead(self, most: int) -> None:
+    @rule(max_steps=st.integers(2, 12))
+    def step_ahead(self, max_steps: int) -> None:
         if self.scheduler.has_work():
-            self.run_ahead(most)
+            self.run_ahead(max_steps)
 
-    def run_ahead(self, most: int) -> None:
-        for events in self.worker.run_ahead(most):
+    def run_ahead(self, max_steps: int) -> None:
+        for events in self.worker.run_ahead(max_steps):
             self.take_in(events)
 
     def take_step(self) -> None:
@@ -170,34 +196,34 @@ class DecodeMachine(RuleBasedStateMachine):
             if (request_id, choice) not in self.stopped:
                 whole = self.lone_run(request_id, choice)
                 assert self.worker.tokens(request_id, choice) == whole[self.starts_at[request_id] :]
-                told = self.worker.told.get(request_id, {}).get(choice, [])
-                assert all(piece.finish_reason is None for piece in told[:-1])
-                assert not told or told[-1].finish_reason is not None
+                messages = self.worker.reported.get(request_id, {}).get(choice, [])
+                assert all(message.finish_reason is None for message in messages[:-1])
+                assert not messages or messages[-1].finish_reason is not None
 
     @invariant()
     def references_are_those_of_the_requests(self) -> None:
         self.scheduler.check_integrity()
 
     @invariant()
-    def no_more_is_queued_for_routers_than_in_all(self) -> None:
+    def tokens_queued_for_routers_are_within_the_total(self) -> None:
         load = self.scheduler.load()
         assert sum(load.queued_by_router.values()) <= load.queued_prompt_tokens
         assert all(tokens > 0 for tokens in load.queued_by_router.values())
 
     @invariant()
-    def what_was_told_is_the_head_of_a_lone_run(self) -> None:
-        for request_id, choices in self.worker.told.items():
+    def reported_tokens_are_the_head_of_a_lone_run(self) -> None:
+        for request_id, choices in self.worker.reported.items():
             job = self.jobs[request_id]
-            for choice, told in choices.items():
+            for choice, messages in choices.items():
                 whole = self.lone_run(request_id, choice)
-                start = told[0].first_index
+                start = messages[0].first_index
                 assert start == self.starts_at[request_id]
                 tokens = self.worker.tokens(request_id, choice)
                 assert tokens == whole[start : start + len(tokens)]
                 assert EOS not in tokens[:-1] or job.params.ignore_eos
 
     def teardown(self) -> None:
-        """Nobody starves: with transfers that arrive, every request comes to its end."""
+        """No request starves: if their transfers arrive, all of them end."""
         for _ in range(2000):
             if not self.scheduler.has_work() and not self.granted:
                 break

@@ -157,7 +157,7 @@ def _check(worker: LateWorker, request_id: RequestId, arrival: Arrival, *, has_f
     for choice, tokens in enumerate(lone):
         got = worker.tokens(request_id, choice)
         assert got == tokens[: min(len(got), survive[choice])]
-        pieces = worker.told.get(request_id, {}).get(choice, [])
+        pieces = worker.reported.get(request_id, {}).get(choice, [])
         assert all(piece.finish_reason is None for piece in pieces[:-1])
         if arrival.leaves_after is None and not must_fail:
             assert got == tokens

@@ -1,4 +1,4 @@
-"""Any order of adding, aborting, releasing and stepping on a tiny pool: nothing leaks, nobody starves, KV is right."""
+"""Any order of adding, releasing and stepping on a tiny pool: nothing leaks, no prompt starves, KV is right."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from pdserve.base.errors import InvalidTransition
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_pool import BlockPool
@@ -54,6 +55,16 @@ class PrefillMachine(RuleBasedStateMachine):
     def release_in_any_phase(self, data: st.DataObject) -> None:
         self.release(data.draw(st.sampled_from(sorted(self.num_computed))))
 
+    @precondition(lambda self: self.num_computed)
+    @rule(data=st.data())
+    def add_again(self, data: st.DataObject) -> None:
+        """A request id that is here already is refused, in every phase."""
+        request_id = data.draw(st.sampled_from(sorted(self.num_computed)))
+        before = self.scheduler.load()
+        with pytest.raises(InvalidTransition):
+            self.scheduler.add(self.jobs[request_id])
+        assert self.scheduler.load() == before
+
     @precondition(lambda self: self.computed)
     @rule(data=st.data())
     def release_computed(self, data: st.DataObject) -> None:
@@ -82,9 +93,9 @@ class PrefillMachine(RuleBasedStateMachine):
             self.num_computed[progress.request_id] = progress.num_computed
         for tokens in events.tokens:
             job = self.jobs[tokens.request_id]
-            told = [choice.token_ids[0] for choice in tokens.choices]
+            reported = [choice.token_ids[0] for choice in tokens.choices]
             lone = [expected(job.prompt_token_ids, job.params, c, limits())[0] for c in range(job.params.n)]
-            assert told == (list(job.forced_first_tokens) or lone)
+            assert reported == (list(job.forced_first_tokens) or lone)
             assert tokens.request_id not in self.computed
             self.computed.add(tokens.request_id)
 
@@ -93,7 +104,7 @@ class PrefillMachine(RuleBasedStateMachine):
         self.scheduler.check_integrity()
 
     @invariant()
-    def what_is_computed_can_be_sent(self) -> None:
+    def computed_tokens_can_be_sent(self) -> None:
         for request_id, count in self.num_computed.items():
             table = self.scheduler.block_table(request_id)
             if count:
@@ -101,7 +112,7 @@ class PrefillMachine(RuleBasedStateMachine):
                 assert read_prompt(self.worker.cache, table, count) == self.jobs[request_id].prompt_token_ids[:count]
 
     def teardown(self) -> None:
-        """Nobody starves: when what is computed is released, every prompt is computed."""
+        """No prompt starves: if computed prompts are released, all are computed."""
         for _ in range(1000):
             if not self.open() and not self.computed:
                 break

@@ -1,4 +1,4 @@
-"""In how many groups of layers a decode worker has blocks sent."""
+"""The number of layer groups in which a decode worker receives blocks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def config(**changes: object) -> DecodeConfig:
 @pytest.mark.parametrize(
     ("device", "num_layers", "groups"), [("cpu", 32, 1), ("cuda", 32, 4), ("cuda:1", 32, 4), ("cuda", 3, 3)]
 )
-def test_without_a_number_there_are_groups_only_where_layers_are_launched_one_by_one(
+def test_by_default_layers_are_grouped_only_on_devices_that_launch_them_one_by_one(
     device: str, num_layers: int, groups: int
 ) -> None:
-    assert config(device=device).groups_of(num_layers) == groups
+    assert config(device=device).num_layer_groups(num_layers) == groups
 
 
-def test_a_number_is_taken_as_it_is_up_to_one_group_a_layer() -> None:
-    assert [config(layer_groups=groups).groups_of(4) for groups in (1, 3, 4)] == [1, 3, 4]
-    assert config(device="cuda", layer_groups=1).groups_of(4) == 1
-    with pytest.raises(SetupError, match="--layer-groups 5 is more than the model has layers, 4"):
-        config(layer_groups=5).groups_of(4)
+def test_a_configured_number_is_used_unless_it_exceeds_the_number_of_layers() -> None:
+    assert [config(layer_groups=groups).num_layer_groups(4) for groups in (1, 3, 4)] == [1, 3, 4]
+    assert config(device="cuda", layer_groups=1).num_layer_groups(4) == 1
+    with pytest.raises(SetupError, match="--layer-groups is 5, but the model has 4 layers"):
+        config(layer_groups=5).num_layer_groups(4)

@@ -11,7 +11,7 @@ from pdserve.base.sampling import FinishReason, SamplingParams
 from pdserve.engine.pace import Pace
 from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult
 from pdserve.engine.step import StepPlan
-from tests.unit.decode_svc.test_scheduler import ALWAYS, GREEDY, PROMPT, A, B, C, DecodeWorker, decode, job
+from tests.unit.decode_svc.decode_worker import ALWAYS, GREEDY, PROMPT, A, B, C, DecodeWorker, decode, job
 from tests.unit.engine.fakes import BLOCK_SIZE, EOS, limits
 
 LONG = replace(GREEDY, max_tokens=40)

@@ -96,7 +96,7 @@ def row(params: SamplingParams, *, position: int = 0, choice: int = 0, output: I
 
 @dataclass
 class Worker:
-    """A pool, a cache and a scheduler, stepped by hand; remembers all that was told."""
+    """A pool, a cache and a scheduler, stepped by hand; remembers all that was reported."""
 
     pool: BlockPool
     scheduler: Scheduler
@@ -107,7 +107,7 @@ class Worker:
     pace: Pace = field(default_factory=Pace)
     plans: list[StepPlan] = field(default_factory=list)
     seen: list[StepEvents] = field(default_factory=list)
-    told: dict[RequestId, dict[int, list[ChoiceTokens]]] = field(default_factory=dict)
+    reported: dict[RequestId, dict[int, list[ChoiceTokens]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.cache = KvCache(self.kv_layout, self.pool.num_blocks, self.device)
@@ -122,11 +122,11 @@ class Worker:
         return events
 
     def note(self, events: StepEvents) -> None:
-        """These were told."""
+        """Remember what a step reported."""
         self.seen.append(events)
         for tokens in events.tokens:
             for choice in tokens.choices:
-                self.told.setdefault(tokens.request_id, {}).setdefault(choice.choice_index, []).append(choice)
+                self.reported.setdefault(tokens.request_id, {}).setdefault(choice.choice_index, []).append(choice)
 
     def run(self, max_steps: int = 500) -> list[StepEvents]:
         """Step until nothing is left to do."""
@@ -137,12 +137,12 @@ class Worker:
         return events
 
     def tokens(self, request_id: RequestId, choice: int = 0) -> list[int]:
-        """All tokens told of one choice, checked to be numbered without a gap from where they start."""
-        told = self.told.get(request_id, {}).get(choice, [])
+        """All reported tokens of one choice, checked to be numbered without a gap from where they start."""
+        messages = self.reported.get(request_id, {}).get(choice, [])
         flat: list[int] = []
-        for piece in told:
-            assert piece.first_index == told[0].first_index + len(flat)
-            flat.extend(piece.token_ids)
+        for message in messages:
+            assert message.first_index == messages[0].first_index + len(flat)
+            flat.extend(message.token_ids)
         return flat
 
 

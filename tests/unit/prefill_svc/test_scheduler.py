@@ -140,7 +140,7 @@ def test_all_choices_are_sampled_from_one_row_of_logits() -> None:
     worker.scheduler.add(job(A, PROMPT, params))
     worker.run()
     assert [worker.tokens(A, c) for c in range(4)] == [[first_token(PROMPT, params, c)] for c in range(4)]
-    assert all(len(worker.told[A][c][0].logprobs) == 1 for c in range(4))
+    assert all(len(worker.reported[A][c][0].logprobs) == 1 for c in range(4))
 
 
 def test_forced_first_tokens_are_told_instead_of_sampled() -> None:
@@ -148,7 +148,7 @@ def test_forced_first_tokens_are_told_instead_of_sampled() -> None:
     worker.scheduler.add(replace(job(A, PROMPT, replace(GREEDY, n=2)), forced_first_tokens=(3, EOS)))
     worker.run()
     assert [worker.tokens(A, 0), worker.tokens(A, 1)] == [[3], [EOS]]
-    assert worker.told[A][1][0].finish_reason is FinishReason.STOP
+    assert worker.reported[A][1][0].finish_reason is FinishReason.STOP
     assert worker.plans[0].chunks[0].samples == ()
 
 
@@ -158,9 +158,9 @@ def test_a_request_that_ends_with_its_first_token_says_so() -> None:
     worker.scheduler.add(job(B, PROMPT, replace(GREEDY, logit_bias={EOS: 100.0})))
     worker.scheduler.add(job(C, PROMPT, replace(GREEDY, logit_bias={EOS: 100.0}, min_tokens=1)))
     worker.run()
-    assert worker.told[A][0][0].finish_reason is FinishReason.LENGTH
-    assert (worker.told[B][0][0].finish_reason, worker.told[B][0][0].stop_token_id) == (FinishReason.STOP, EOS)
-    assert worker.told[C][0][0].finish_reason is None
+    assert worker.reported[A][0][0].finish_reason is FinishReason.LENGTH
+    assert (worker.reported[B][0][0].finish_reason, worker.reported[B][0][0].stop_token_id) == (FinishReason.STOP, EOS)
+    assert worker.reported[C][0][0].finish_reason is None
 
 
 def test_computed_blocks_are_held_until_released_and_stay_matchable_after() -> None:
@@ -170,7 +170,7 @@ def test_computed_blocks_are_held_until_released_and_stay_matchable_after() -> N
     assert worker.pool.num_free == 0
     worker.scheduler.add(job(B, PROMPT[:9]))
     worker.run(max_steps=1)
-    assert B not in worker.told
+    assert B not in worker.reported
     worker.scheduler.release(A)
     worker.scheduler.check_integrity()
     worker.run()
@@ -194,10 +194,10 @@ def test_a_prompt_that_does_not_fit_holds_up_those_behind_it() -> None:
     worker.scheduler.add(job(B, [2, *PROMPT[1:]]))
     worker.scheduler.add(job(C, [3]))
     worker.run()
-    assert set(worker.told) == {A}
+    assert set(worker.reported) == {A}
     worker.scheduler.release(A)
     worker.run()
-    assert set(worker.told) == {A, B, C}
+    assert set(worker.reported) == {A, B, C}
 
 
 @pytest.mark.parametrize("phase", ["waiting", "computing", "computed"])
