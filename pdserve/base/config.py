@@ -1,8 +1,8 @@
 """Loads a service's settings, once, from flags, environment and a TOML file: the only reader of the environment.
 
 A service's settings are one frozen dataclass whose fields are made by `option`. A flag wins over the environment, the
-environment over the file, the file over the default. The environment name of field `grpc_port` of service `router` is
-`PDSERVE_ROUTER__GRPC_PORT`; the two underscores keep it apart from the names Kubernetes makes up for its services.
+environment over the file, the file over the default. Field `grpc_port` of service `router` is the variable
+`PDSERVE_ROUTER__GRPC_PORT`; two underscores, because Kubernetes defines variables with one for its services.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import difflib
 import os
 import tomllib
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar
@@ -23,6 +23,24 @@ from pdserve.base.errors import SetupError
 T = TypeVar("T")
 
 _UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "kib": 1024, "mib": 1024**2, "gib": 1024**3}
+_SETTING = "setting"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How a field of a settings dataclass is read and described."""
+
+    help: str
+    metavar: str | None = None
+    #: The values allowed; empty: any.
+    choices: tuple[str, ...] = ()
+    #: Turns a string into the value where the type alone does not say how.
+    parse: Callable[[str], Any] | None = None
+    minimum: float | None = None
+    #: An argument without a flag.
+    positional: bool = False
+    #: Whether the flag takes several words. `parse` gets them joined by spaces.
+    several: bool = False
 
 
 def option(
@@ -32,55 +50,60 @@ def option(
     metavar: str | None = None,
     choices: Sequence[str] = (),
     parse: Callable[[str], Any] | None = None,
-    positional: bool = False,
     minimum: float | None = None,
-    several: bool = False,
 ) -> Any:
-    """A field of a settings dataclass; `parse` turns a string into the value when the type alone does not say how.
+    """A field of a settings dataclass, set by a flag of its name. The parameters are those of `Setting`."""
+    setting = Setting(help=help, metavar=metavar, choices=tuple(choices), parse=parse, minimum=minimum)
+    return dataclasses.field(default=default, metadata={_SETTING: setting})
 
-    The flag of one with `several` takes one or more words; `parse` gets them with spaces between.
-    """
-    metadata = {
-        "help": help,
-        "metavar": metavar,
-        "choices": tuple(choices),
-        "parse": parse,
-        "positional": positional,
-        "minimum": minimum,
-        "several": several,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
+
+def positional(default: Any, *, help: str, metavar: str | None = None) -> Any:
+    """A field that is set by an argument without a flag."""
+    setting = Setting(help=help, metavar=metavar, positional=True)
+    return dataclasses.field(default=default, metadata={_SETTING: setting})
+
+
+def words_option(default: Any, *, help: str, parse: Callable[[str], Any], metavar: str | None = None) -> Any:
+    """A field whose flag takes one or more words. `parse` gets them joined by spaces."""
+    setting = Setting(help=help, metavar=metavar, parse=parse, several=True)
+    return dataclasses.field(default=default, metadata={_SETTING: setting})
+
+
+def setting_of(field: dataclasses.Field[Any]) -> Setting:
+    """The field's setting."""
+    setting: Setting = field.metadata[_SETTING]
+    return setting
 
 
 def default_of(cls: type[Any], name: str) -> Any:
-    """The default of another settings class's field, for a setting that is passed on to it."""
+    """The default of a field in another settings class, for a setting that is passed on to it."""
     return next(field.default for field in dataclasses.fields(cls) if field.name == name)
 
 
 def parse_bytes(text: str) -> int:
-    """A size such as `2GiB`, `512MiB`, `1.5G` or `1000000` in bytes."""
+    """Bytes of a size such as `2GiB`, `512MiB`, `1.5G` or `1000000`. Raises ValueError."""
     number = text.strip().lower().rstrip("abcdefghijklmnopqrstuvwxyz ")
     unit = text.strip().lower()[len(number) :].strip()
     try:
         return int(float(number) * _UNITS[unit])
     except (ValueError, KeyError) as error:
-        raise ValueError(f"{text!r} is not a size; write for example 2GiB or 512MiB") from error
+        raise ValueError(f"{text!r} is not a size; write, for example, 2GiB or 512MiB") from error
 
 
 def parse_ints(text: str) -> tuple[int, ...]:
-    """Comma-separated numbers and ranges: `0,2-3` is (0, 2, 3)."""
+    """Comma-separated numbers and ranges: `0,2-3` is (0, 2, 3). Raises ValueError."""
     values: list[int] = []
     try:
-        for part in filter(None, text.split(",")):
-            first, dash, last = part.partition("-")
+        for item in filter(None, text.split(",")):
+            first, dash, last = item.partition("-")
             values.extend(range(int(first), int(last) + 1) if dash else [int(first)])
     except ValueError:
-        raise ValueError(f"{text!r} is not a list of numbers and ranges such as 0,2-3") from None
+        raise ValueError(f"{text!r} is not a list of numbers and ranges; write, for example, 0,2-3") from None
     return tuple(values)
 
 
 def load(cls: type[T], service: str, argv: Sequence[str] | None = None, *, description: str | None = None) -> T:
-    """Builds `cls` for this process. argparse ends it on a wrong flag; `SetupError` for the rest."""
+    """The settings of this process. argparse exits on an unknown flag; everything else raises `SetupError`."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {service}" if service.endswith("_svc") else f"pdserve {service}",
         description=description,
@@ -96,17 +119,18 @@ def add_options(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
     """Adds a flag for every field of `cls`, and `--config`."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        flags = [field.name] if field.metadata["positional"] else [f"--{field.name.replace('_', '-')}"]
-        settings: dict[str, Any] = {"help": _help_text(field), "default": None}
+        setting = setting_of(field)
+        flags = [field.name] if setting.positional else [_flag(field.name)]
+        arguments: dict[str, Any] = {"help": _help_text(field), "default": None}
         if _base_type(hints[field.name]) is bool:
-            settings["action"] = argparse.BooleanOptionalAction
+            arguments["action"] = argparse.BooleanOptionalAction
         else:
-            settings["metavar"] = field.metadata["metavar"] or field.name.rsplit("_", 1)[-1].upper()
-        if field.metadata["positional"]:
-            settings["nargs"] = "?"
-        if field.metadata["several"]:
-            settings.update(nargs="+", action=_Joined)
-        parser.add_argument(*flags, **settings)
+            arguments["metavar"] = setting.metavar or field.name.rsplit("_", 1)[-1].upper()
+        if setting.positional:
+            arguments["nargs"] = "?"
+        if setting.several:
+            arguments.update(nargs="+", action=_Joined)
+        parser.add_argument(*flags, **arguments)
     parser.add_argument(
         "--config", metavar="FILE", help="TOML file with any of these settings; flags and environment win"
     )
@@ -120,28 +144,31 @@ def from_arguments(
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     prefix = f"PDSERVE_{service.removesuffix('_svc').replace(' ', '_').upper()}__"
-    from_file = _read_file(getattr(arguments, "config", None) or environment.get(f"{prefix}CONFIG"), fields)
-    from_environment = {
-        name.removeprefix(prefix).lower(): value for name, value in environment.items() if name.startswith(prefix)
-    }
-    from_environment.pop("config", None)
-    _refuse_unknown(from_environment, fields, where=f"the environment ({prefix}*)")
+    sources = [
+        {_flag(name): value for name, value in vars(arguments).items() if value is not None},
+        _from_environment(prefix, environment, fields),
+        _read_file(getattr(arguments, "config", None) or environment.get(f"{prefix}CONFIG"), fields),
+    ]
     values: dict[str, Any] = {}
     for name, field in fields.items():
-        flag = getattr(arguments, name, None)
-        sources = ((f"--{name.replace('_', '-')}", flag), (prefix + name.upper(), from_environment.get(name)))
-        given = next(((where, value) for where, value in sources if value is not None), None)
-        if given is None and name in from_file:
-            given = (f"{name} in the config file", from_file[name])
+        keys = (_flag(name), prefix + name.upper(), f"{name} in the config file")
+        given = next(((key, source[key]) for key, source in zip(keys, sources, strict=True) if key in source), None)
         if given is not None:
-            values[name] = _convert(field, hints[name], *given)
+            values[name] = _convert(setting_of(field), hints[name], *given)
         elif field.default is dataclasses.MISSING:
-            raise SetupError(f"--{name.replace('_', '-')} is required: {field.metadata['help']}.")
+            raise SetupError(
+                f"{_flag(name)} is required: {setting_of(field).help}. "
+                f"Set it there, as {prefix + name.upper()}, or in the config file."
+            )
     return cls(**values)
 
 
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 class _Joined(argparse.Action):
-    """Keeps the words of a flag as one text."""
+    """Joins the words of a flag to one text."""
 
     def __call__(
         self,
@@ -154,64 +181,71 @@ class _Joined(argparse.Action):
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """One flag per line, text in a column that leaves room for our longest flag."""
+    """One flag per line, with the text in a column to the right of the longest flag."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=110)
 
 
-HelpFormatter = _HelpFormatter
-
-
 def _help_text(field: dataclasses.Field[Any]) -> str:
-    text = str(field.metadata["help"]).replace("%", "%%")
-    if field.metadata["choices"]:
-        text += f" ({', '.join(field.metadata['choices'])})"
+    setting = setting_of(field)
+    text = setting.help.replace("%", "%%")
+    if setting.choices:
+        text += f" ({', '.join(setting.choices)})"
     if field.default not in (dataclasses.MISSING, None, (), ""):
         words = map(str, field.default) if isinstance(field.default, tuple) else [str(field.default)]
         text += f" [default: {','.join(words)}]"
     return text
 
 
+def _from_environment(prefix: str, environment: Mapping[str, str], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by the variable's name."""
+    found = {name: value for name, value in environment.items() if name.startswith(prefix)}
+    found.pop(f"{prefix}CONFIG", None)
+    names = [name.removeprefix(prefix).lower() for name in found]
+    _refuse_unknown(names, fields, where=f"the environment ({prefix}*)")
+    return {prefix + name.upper(): value for name, value in zip(names, found.values(), strict=True)}
+
+
 def _read_file(path: str | None, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by "NAME in the config file"."""
     if not path:
         return {}
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise SetupError(f"Cannot read the config file {path}: {error.strerror}.") from error
+        raise SetupError(f"Cannot read the config file {path}: {error.strerror}. Check --config.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SetupError(f"The config file {path} is not valid TOML: {error}.") from error
     values = {name.replace("-", "_"): value for name, value in content.items()}
     _refuse_unknown(values, fields, where=f"the config file {path}")
-    return values
+    return {f"{name} in the config file": value for name, value in values.items()}
 
 
-def _refuse_unknown(given: Mapping[str, Any], fields: Mapping[str, Any], *, where: str) -> None:
+def _refuse_unknown(given: Iterable[str], fields: Mapping[str, Any], *, where: str) -> None:
     for name in given:
         if name not in fields:
             near = difflib.get_close_matches(name, fields, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(fields))}."
-            raise SetupError(f"Unknown setting {name!r} in {where}.{hint}")
+            hint = f"Did you mean {near[0]!r}?" if near else f"Known settings: {', '.join(sorted(fields))}."
+            raise SetupError(f"Unknown setting {name!r} in {where}. {hint}")
 
 
 def _base_type(hint: Any) -> Any:
     if typing.get_origin(hint) in (typing.Union, UnionType):
-        return next(part for part in typing.get_args(hint) if part is not type(None))
+        return next(member for member in typing.get_args(hint) if member is not type(None))
     return hint
 
 
-def _convert(field: dataclasses.Field[Any], hint: Any, where: str, value: Any) -> Any:
+def _convert(setting: Setting, hint: Any, where: str, value: Any) -> Any:
     base = _base_type(hint)
     try:
-        converted = _parse(field.metadata["parse"], base, value)
+        converted = _parse(setting.parse, base, value)
     except (ValueError, TypeError) as error:
         raise SetupError(f"{where}: {error}.") from error
-    if field.metadata["choices"] and converted not in field.metadata["choices"]:
-        raise SetupError(f"{where}: {converted!r} is not one of {', '.join(field.metadata['choices'])}.")
-    minimum = field.metadata["minimum"]
-    if minimum is not None and converted < minimum:
-        raise SetupError(f"{where}: {converted} is less than {minimum}.")
+    if setting.choices and converted not in setting.choices:
+        raise SetupError(f"{where} is {converted!r}, but must be one of {', '.join(setting.choices)}.")
+    if setting.minimum is not None and converted < setting.minimum:
+        raise SetupError(f"{where} is {converted}, but must be at least {setting.minimum}.")
     return converted
 
 
@@ -246,17 +280,17 @@ def _parse_number(base: type[int] | type[float], text: str) -> int | float:
 def _parse_bool(text: str) -> bool:
     words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     if text.lower() not in words:
-        raise ValueError(f"{text!r} is not one of {', '.join(words)}")
+        raise ValueError(f"{text!r} is not a switch; use one of {', '.join(words)}")
     return words[text.lower()]
 
 
 def variable(name: str) -> str | None:
-    """One variable of the environment that is not a setting of ours (NOTIFY_SOCKET, XDG_CACHE_HOME, ...)."""
+    """An environment variable that is not a setting of pdserve, such as NOTIFY_SOCKET or XDG_CACHE_HOME."""
     return os.environ.get(name)
 
 
 def set_default_variable(name: str, value: str) -> None:
-    """Sets a variable that a library reads while it is loaded, unless the user has set it."""
+    """Sets a variable that a library reads when it is loaded, unless the user has set it."""
     os.environ.setdefault(name, value)
 
 

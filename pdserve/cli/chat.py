@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdserve.base.config import load, option
+from pdserve.base.config import load, option, positional
 from pdserve.base.errors import PdserveError, SetupError
 from pdserve.cli.chat_client import Answer, ChatMessage, first_model, stream_answer
 from pdserve.cli.repetition import RepetitionDetector
@@ -26,8 +26,8 @@ _SHOWN_UNIT_CHARS = 60
 class ChatConfig:
     """Settings of `pdserve chat`."""
 
-    prompt: str | None = option(
-        None, help="question to ask; without one, standard input, or on a terminal a conversation", positional=True
+    prompt: str | None = positional(
+        None, help="question to ask; without one, standard input, or on a terminal a conversation"
     )
     base_url: str = option(DEFAULT_BASE_URL, help="address of the router", metavar="URL")
     model: str | None = option(None, help="name of the model; default: the router's", metavar="NAME")

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from rich.console import Console
 
-from pdserve.base.config import load, option
+from pdserve.base.config import load, option, positional
 from pdserve.base.errors import SetupError
 from pdserve.cli.router_client import DEFAULT_BASE_URL, get, get_model, normal_base_url
 from pdserve.cli.trace_view import RequestTrace, render
@@ -18,7 +18,7 @@ from pdserve.cli.trace_view import RequestTrace, render
 class TraceConfig:
     """Settings of `pdserve trace`."""
 
-    request_id: str = option("", help="the `id` of the request's response", metavar="REQUEST_ID", positional=True)
+    request_id: str = positional("", help="the `id` of the request's response", metavar="REQUEST_ID")
     base_url: str = option(DEFAULT_BASE_URL, help="address of the router", metavar="URL")
     json: bool = option(False, help="print the router's JSON answer instead of a picture")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decode_svc.config import DecodeConfig
-from pdserve.base.config import default_of, option, parse_bytes
+from pdserve.base.config import default_of, option, parse_bytes, positional
 from pdserve.base.logs import LEVELS
 from pdserve.worker.config import (
     DTYPES,
@@ -27,9 +27,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 class UpConfig:
     """Settings of `pdserve up`."""
 
-    model: str = option(
-        DEFAULT_MODEL, help="name, directory, .gguf file or hub id of the model", metavar="MODEL", positional=True
-    )
+    model: str = positional(DEFAULT_MODEL, help="name, directory, .gguf file or hub id of the model", metavar="MODEL")
     host: str = option("127.0.0.1", help="address the router listens on; 0.0.0.0 for all", metavar="ADDRESS")
     port: int = option(8000, help="port of the OpenAI-compatible HTTP API", minimum=1)
     grpc_port: int | None = option(None, help="port of the gRPC API; default: --port + 1", minimum=1)

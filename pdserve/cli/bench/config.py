@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pdserve.base.config import option
+from pdserve.base.config import option, words_option
 from pdserve.base.errors import SetupError
 from pdserve.cli.bench.arrivals import EXPONENTIAL, LINEAR
 from pdserve.cli.bench.metrics import DEFAULT_PERCENTILES, GOODPUT_METRICS, METRICS
@@ -100,12 +100,11 @@ class ServeConfig:
         0.001, help="trace: seconds of a unit of its timestamps; more is slower", minimum=0
     )
 
-    request_rate: tuple[float, ...] = option(
+    request_rate: tuple[float, ...] = words_option(
         ALL_AT_ONCE,
         help="requests a second on average; inf sends all at once, a trace as its timestamps say; several, such as "
         "1 2 4, are run one after another",
         parse=parse_numbers,
-        several=True,
     )
     burstiness: float = option(
         1.0, help="shape of the gamma distribution of gaps: 1 is Poisson, less comes in bursts, more is more even"
@@ -122,12 +121,11 @@ class ServeConfig:
     ignore_eos: bool = option(False, help="generate all tokens, past the model's end of text")
     seed: int = option(0, help="the same seed gives the same requests at the same times", metavar="N")
 
-    goodput: Mapping[str, float] | None = option(
+    goodput: Mapping[str, float] | None = words_option(
         None,
         help="count requests that keep these promises in milliseconds, such as ttft:500 tpot:50 e2el:5000",
         metavar="METRIC:MS",
         parse=parse_goodput,
-        several=True,
     )
     percentile_metrics: tuple[str, ...] = option(METRICS, help="latencies to report", parse=parse_metrics)
     metric_percentiles: tuple[float, ...] = option(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.base.config import add_options, from_arguments, option, parse_bytes, parse_ints
+from pdserve.base.config import add_options, from_arguments, option, parse_bytes, parse_ints, words_option
 from pdserve.base.errors import SetupError
 
 
@@ -21,7 +21,7 @@ class _Config:
     level: str = option("info", help="a level", choices=("info", "debug"))
     fast: bool = option(False, help="a switch")
     lease_s: float = option(1.0, help="a time")
-    colours: tuple[str, ...] = option((), help="words", parse=lambda text: tuple(text.split()), several=True)
+    colours: tuple[str, ...] = words_option((), help="words", parse=lambda text: tuple(text.split()))
 
 
 def _load(*argv: str, **environment: str) -> _Config:
@@ -46,17 +46,17 @@ def test_values_are_parsed_by_type() -> None:
 @pytest.mark.parametrize(
     ("argv", "environment", "needle"),
     [
-        ((), {}, "--model is required"),
-        (("--model", "m", "--port", "x"), {}, "--port"),
-        (("--model", "m", "--port", "-1"), {}, "less than 0"),
-        (("--model", "m", "--level", "loud"), {}, "not one of info, debug"),
-        (("--model", "m", "--memory", "2 bananas"), {}, "write for example 2GiB"),
+        ((), {}, "--model is required: a model. Set it there, as PDSERVE_ROUTER__MODEL, or in the config file"),
+        (("--model", "m", "--port", "x"), {}, "--port: 'x' is not a whole number"),
+        (("--model", "m", "--port", "-1"), {}, "--port is -1, but must be at least 0"),
+        (("--model", "m", "--level", "loud"), {}, "--level is 'loud', but must be one of info, debug"),
+        (("--model", "m", "--memory", "2 bananas"), {}, "write, for example, 2GiB"),
         (("--model", "m"), {"PDSERVE_ROUTER__PROT": "1"}, "Did you mean 'port'"),
         (("--model", "m", "--config", "/nowhere.toml"), {}, "No such file"),
         (("--model", "m"), {"PDSERVE_ROUTER__FAST": "perhaps"}, "PDSERVE_ROUTER__FAST"),
     ],
 )
-def test_a_mistake_is_named_with_its_place(argv: tuple[str, ...], environment: dict[str, str], needle: str) -> None:
+def test_a_mistake_is_named_with_its_source(argv: tuple[str, ...], environment: dict[str, str], needle: str) -> None:
     with pytest.raises(SetupError, match=needle):
         _load(*argv, **environment)
 
