@@ -15,7 +15,7 @@ from benchmarks.peers.environments import PeerUnavailable
 from benchmarks.peers.rows import ARRIVALS, BURST, DECODE, PREFILL, PREFIX
 from pdserve.cli.bench.arrivals import steady
 from pdserve.cli.bench.client import open_session, send
-from pdserve.cli.bench.datasets import TokenPool, random_requests
+from pdserve.cli.bench.datasets import RandomLengths, TokenPool, random_requests
 from pdserve.cli.bench.metrics import percentile
 from pdserve.cli.bench.run import run_workload
 from pdserve.cli.bench.workload import BenchRequest, RequestRecord, Target
@@ -71,9 +71,7 @@ async def shared_prefix(target: Target, sizes: Sizes, seed: int) -> Samples:
         pair = random_requests(
             _POOL,
             2,
-            input_len=tail_tokens,
-            output_len=1,
-            prefix_len=sizes.prefix_tokens,
+            RandomLengths(input_len=tail_tokens, output_len=1, prefix_len=sizes.prefix_tokens),
             seed=f"prefix:{seed}:{number}",
         )
         records = await _one_by_one(target, pair)
@@ -110,7 +108,7 @@ async def arrivals(target: Target, sizes: Sizes, seed: int) -> Samples:
             while not is_over.is_set():
                 name = f"running:{seed}:{number}:{len(records)}"
                 [request] = _random(1, sizes.prompt_tokens, sizes.running_output_tokens, name)
-                records.append(_completed(await send(session, target, request, began_at=0.0)))
+                records.append(_completed(await send(session, target, request, run_started_at=0.0)))
         return records
 
     async with asyncio.TaskGroup() as group:
@@ -138,7 +136,7 @@ WORKLOADS: Mapping[str, Workload] = {
 
 
 def _random(count: int, input_len: int, output_len: int, seed: str) -> list[BenchRequest]:
-    return random_requests(_POOL, count, input_len=input_len, output_len=output_len, seed=seed)
+    return random_requests(_POOL, count, RandomLengths(input_len=input_len, output_len=output_len), seed=seed)
 
 
 async def _one_by_one(target: Target, requests: Sequence[BenchRequest]) -> list[RequestRecord]:

@@ -1,4 +1,4 @@
-"""`pdserve bench`: measures how fast a server answers, and how fast the ops are that it computes with."""
+"""`pdserve bench`: measures a server's latency and throughput, and the speed of the kernels it computes with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-#: What each benchmark does; it lives in the module of its name.
+#: Help text of each benchmark, by the name of its module.
 BENCHMARKS = {
     "serve": "drive any OpenAI-compatible server and report its latencies and throughput",
     "kernels": "measure each op of the C++ kernels against the reference and the machine's limits",
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
         print(_help())
         sys.exit(0)
     if name not in BENCHMARKS:
-        print(f"error: {name!r} is not a benchmark; there are {', '.join(BENCHMARKS)}.", file=sys.stderr)
+        print(f"error: {name!r} is not a benchmark. Benchmarks: {', '.join(BENCHMARKS)}.", file=sys.stderr)
         return 2
     exit_code: int = importlib.import_module(f"pdserve.cli.bench.{name}").main(rest)
     return exit_code

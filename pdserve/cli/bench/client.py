@@ -1,4 +1,4 @@
-"""Sends one streamed request over HTTP and notes when what arrived."""
+"""Sends one streamed request over HTTP and records when its chunks arrive."""
 
 from __future__ import annotations
 
@@ -12,18 +12,26 @@ from http import HTTPStatus
 import aiohttp
 
 from pdserve.base.errors import PdserveError
-from pdserve.cli.bench.stream import DONE, Chunk, EventReader, NotACompletion, StreamRefused, Usage, read_chunk
-from pdserve.cli.bench.workload import BenchRequest, Failure, RequestRecord, Target
+from pdserve.cli.bench.stream import (
+    DONE,
+    CompletionChunk,
+    EventReader,
+    NotACompletion,
+    StreamRefused,
+    TokenCounts,
+    read_chunk,
+)
+from pdserve.cli.bench.workload import BenchRequest, RequestFailure, RequestRecord, Target
 from pdserve.cli.router_client import error_message
 
 _CONNECT_TIMEOUT_S = 30.0
-#: Shorter than servers keep idle connections, so that none is used at the moment the server closes it.
+#: Shorter than servers keep idle connections open, so that a request never meets one that the server is closing.
 _KEEPALIVE_S = 2.0
 
 
 @asynccontextmanager
 async def open_session(target: Target) -> AsyncIterator[aiohttp.ClientSession]:
-    """A session with as many connections as requests; how many there are is for the caller to limit."""
+    """A session that opens a connection per concurrent request; the caller limits their number."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=target.silence_timeout_s)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
     headers = {"Content-Type": "application/json", **target.headers}
@@ -32,16 +40,16 @@ async def open_session(target: Target) -> AsyncIterator[aiohttp.ClientSession]:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _Arrivals:
     """A stream while it arrives."""
 
     arrivals_s: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     end_s: float = 0.0
-    usage: Usage | None = None
+    usage: TokenCounts | None = None
     is_complete: bool = False
 
-    def take(self, chunk: Chunk, at_s: float) -> None:
+    def take(self, chunk: CompletionChunk, at_s: float) -> None:
         self.usage = chunk.usage or self.usage
         if not chunk.has_choice:
             return
@@ -49,20 +57,19 @@ class _Seen:
         self.texts.append(chunk.text)
         self.is_complete |= chunk.is_finished
         if chunk.has_token or (chunk.is_finished and not self.arrivals_s):
-            # A completion whose only token has no text is told by its end alone.
+            # If the only token of a completion has no text, its end is the only sign of it.
             self.arrivals_s.append(at_s)
 
 
 async def send(
-    session: aiohttp.ClientSession, target: Target, request: BenchRequest, *, began_at: float
+    session: aiohttp.ClientSession, target: Target, request: BenchRequest, *, run_started_at: float
 ) -> RequestRecord:
-    """Sends the request and reads its stream to the end; a failure is part of the record, not raised.
+    """Sends the request and reads its stream to the end. A failure is recorded, not raised.
 
-    `began_at` is the start of the run in `time.perf_counter`'s seconds. Leaving by cancellation closes the
-    connection.
+    `run_started_at` is the start of the run in `time.perf_counter`'s seconds. Cancellation closes the connection.
     """
     body = json.dumps(target.body(request)).encode()
-    seen = _Seen()
+    seen = _Arrivals()
     started_at = time.perf_counter()
     failure = None
     try:
@@ -70,18 +77,18 @@ async def send(
             if response.status == HTTPStatus.OK:
                 await _read_stream(response, seen, started_at)
             else:
-                failure = Failure(
+                failure = RequestFailure(
                     reason=f"HTTP {response.status}",
                     message=error_message(await response.read()) or str(response.reason),
                 )
     except (TimeoutError, aiohttp.ClientError, OSError, PdserveError) as error:
-        failure = Failure(reason=_reason(error), message=str(error) or type(error).__name__)
+        failure = RequestFailure(reason=_reason(error), message=str(error) or type(error).__name__)
     if failure is None and not (seen.is_complete and seen.arrivals_s):
-        failure = Failure(reason="broken stream", message="the stream ended before the completion did")
-    return _record(request, seen, failure, start_s=started_at - began_at, took_s=time.perf_counter() - started_at)
+        failure = RequestFailure(reason="broken stream", message="the stream ended before the completion did")
+    return _record(request, seen, failure, start_s=started_at - run_started_at, took_s=time.perf_counter() - started_at)
 
 
-async def _read_stream(response: aiohttp.ClientResponse, seen: _Seen, started_at: float) -> None:
+async def _read_stream(response: aiohttp.ClientResponse, seen: _Arrivals, started_at: float) -> None:
     events = EventReader()
     async for data in response.content.iter_any():
         at_s = time.perf_counter() - started_at
@@ -93,10 +100,10 @@ async def _read_stream(response: aiohttp.ClientResponse, seen: _Seen, started_at
 
 
 def _record(
-    request: BenchRequest, seen: _Seen, failure: Failure | None, *, start_s: float, took_s: float
+    request: BenchRequest, seen: _Arrivals, failure: RequestFailure | None, *, start_s: float, took_s: float
 ) -> RequestRecord:
     known_input = 0 if isinstance(request.prompt, str) else len(request.prompt)
-    usage = seen.usage or Usage(input_tokens=known_input, output_tokens=len(seen.arrivals_s))
+    usage = seen.usage or TokenCounts(input_tokens=known_input, output_tokens=len(seen.arrivals_s))
     return RequestRecord(
         start_s=start_s,
         end_s=seen.end_s if failure is None else took_s,

@@ -1,4 +1,4 @@
-"""Workloads from files: conversations in ShareGPT's form, and traces in Mooncake's form, a JSON object a line."""
+"""Workloads from files: conversations in ShareGPT's format, and traces in Mooncake's, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from pdserve.base.errors import SetupError
-from pdserve.cli.bench.datasets import Pool, Seed, draw_units
+from pdserve.cli.bench.datasets import Pool, Seed, sample_units
 from pdserve.cli.bench.workload import BenchRequest
 
-#: Which conversations are asked: the same bounds as in `vllm bench serve`.
-_MIN_TOKENS = 4
-_MAX_INPUT_TOKENS = 1024
+#: Bounds of the conversations that are used, as in `vllm bench serve`.
+MIN_TOKENS = 4
+MAX_INPUT_TOKENS = 1024
 _MAX_TOTAL_TOKENS = 2048
 
 
 class TraceLine(BaseModel):
-    """One request of a trace. Requests with equal `hash_ids` at their start have equal tokens there."""
+    """One request of a trace. Requests whose `hash_ids` start alike have the same tokens there."""
 
     timestamp: float
     input_length: int = Field(ge=1)
@@ -37,7 +37,7 @@ class _Conversation(BaseModel):
 
 
 def read_trace(path: Path, count: int) -> list[TraceLine]:
-    """The first `count` requests of a trace by time. Raises `SetupError` naming the line that is wrong."""
+    """The first `count` requests of a trace by time. Raises `SetupError` that names an invalid line."""
     lines = []
     for number, text in enumerate(_read(path).splitlines(), start=1):
         if text.strip():
@@ -53,33 +53,32 @@ def read_trace(path: Path, count: int) -> list[TraceLine]:
 def trace_requests(
     pool: Pool, lines: Sequence[TraceLine], *, tokens_per_hash: int, seed: Seed = 0
 ) -> list[BenchRequest]:
-    """Requests with the lengths and the common prefixes of a trace.
+    """Requests with the lengths and common prefixes of a trace.
 
-    Each hash stands for `tokens_per_hash` units, the same wherever it occurs; what a line's hashes do not cover is its
-    own.
+    Each hash stands for `tokens_per_hash` units, the same wherever it occurs. Units beyond a line's hashes are random.
     """
     requests = []
     for index, line in enumerate(lines):
         units: list[int] = []
         for hash_id in line.hash_ids:
             if len(units) < line.input_length:
-                units += draw_units(random.Random(f"trace:{seed}:hash:{hash_id}"), pool, tokens_per_hash)
-        units += draw_units(random.Random(f"trace:{seed}:line:{index}"), pool, line.input_length - len(units))
+                units += sample_units(random.Random(f"trace:{seed}:hash:{hash_id}"), pool, tokens_per_hash)
+        units += sample_units(random.Random(f"trace:{seed}:line:{index}"), pool, line.input_length - len(units))
         requests.append(BenchRequest(prompt=pool.prompt(units[: line.input_length]), max_tokens=line.output_length))
     return requests
 
 
 def trace_arrivals_s(lines: Sequence[TraceLine], sec_multiplier: float) -> list[float]:
-    """When the requests of a trace come, the first at 0."""
+    """Send times of a trace's requests in seconds, the first 0."""
     return [(line.timestamp - lines[0].timestamp) * sec_multiplier for line in lines]
 
 
 def read_sharegpt(path: Path) -> list[tuple[str, str]]:
-    """The first question and answer of each conversation. Raises `SetupError` when the file is something else."""
+    """The first question and answer of each conversation. Raises `SetupError` for a file of another format."""
     try:
         conversations = TypeAdapter(list[_Conversation]).validate_python(json.loads(_read(path)))
     except ValidationError as error:
-        raise SetupError(f"{path} does not hold conversations as ShareGPT's do: {_first(error)}.") from error
+        raise SetupError(f"{path} does not contain conversations in ShareGPT's format: {_first(error)}.") from error
     except ValueError as error:
         raise SetupError(f"{path} is not JSON: {error}.") from error
     turns = (conversation.conversations[:2] for conversation in conversations)
@@ -94,9 +93,9 @@ def sharegpt_requests(
     output_len: int | None = None,
     seed: Seed = 0,
 ) -> list[BenchRequest]:
-    """Up to `count` questions in random order, each with as many tokens to generate as its answer has.
+    """Up to `count` questions in random order, without very short and very long ones.
 
-    Very short and very long ones are left out. `output_len` is for all, when given.
+    The number of tokens to generate is `output_len`, or if None the length of the question's answer.
     """
     order = list(pairs)
     random.Random(f"sharegpt:{seed}").shuffle(order)
@@ -106,15 +105,15 @@ def sharegpt_requests(
             break
         input_tokens = count_tokens(question)
         max_tokens = count_tokens(answer) if output_len is None else output_len
-        if _is_usual(input_tokens, max_tokens):
+        if _is_within_bounds(input_tokens, max_tokens):
             requests.append(BenchRequest(prompt=question, max_tokens=max_tokens))
     return requests
 
 
-def _is_usual(input_tokens: int, output_tokens: int) -> bool:
+def _is_within_bounds(input_tokens: int, output_tokens: int) -> bool:
     return (
-        _MIN_TOKENS <= input_tokens <= _MAX_INPUT_TOKENS
-        and output_tokens >= _MIN_TOKENS
+        MIN_TOKENS <= input_tokens <= MAX_INPUT_TOKENS
+        and output_tokens >= MIN_TOKENS
         and input_tokens + output_tokens <= _MAX_TOTAL_TOKENS
     )
 

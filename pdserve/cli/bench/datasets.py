@@ -1,7 +1,7 @@
-"""Made-up workloads. Pure: a seed gives the same requests every time.
+"""Synthetic workloads. Pure: the same seed gives the same requests.
 
-A prompt is drawn as units of a pool, numbered from 0. Units are token ids where the server's tokenizer is known, so
-that lengths are exact, else words, most of which are one token.
+A prompt is sampled as units of a pool, numbered from 0. Units are token ids if the server's tokenizer is known, so that
+lengths are exact, else words, most of which are one token.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ Seed = int | str
 
 
 class Pool(Protocol):
-    """What made-up prompts consist of."""
+    """Units of which synthetic prompts consist."""
 
     @property
     def size(self) -> int:
-        """How many units there are."""
+        """Number of units."""
 
     def prompt(self, units: Sequence[int]) -> Prompt:
-        """The prompt of these units, by their numbers."""
+        """The prompt made of the units with these numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPool:
-    """Units are token ids; no special tokens should be among them."""
+    """Units are token ids, which should not include special tokens."""
 
     token_ids: Sequence[int]
 
     @property
     def size(self) -> int:
-        """How many units there are."""
+        """Number of units."""
         return len(self.token_ids)
 
     def prompt(self, units: Sequence[int]) -> Prompt:
-        """Token ids."""
+        """The prompt as token ids."""
         return tuple(self.token_ids[unit] for unit in units)
 
 
@@ -51,65 +51,68 @@ class WordPool:
 
     @property
     def size(self) -> int:
-        """How many units there are."""
+        """Number of units."""
         return len(self.words)
 
     def prompt(self, units: Sequence[int]) -> Prompt:
-        """Text."""
+        """The prompt as text."""
         return " ".join(self.words[unit] for unit in units)
 
 
-def random_requests(
-    pool: Pool,
-    count: int,
-    *,
-    input_len: int,
-    output_len: int,
-    range_ratio: float = 0.0,
-    prefix_len: int = 0,
-    seed: Seed = 0,
-) -> list[BenchRequest]:
-    """Prompts that share nothing but their first `prefix_len` units.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomLengths:
+    """Lengths of random prompts and outputs, in units and tokens.
 
-    The length of what follows, and of the output, is drawn evenly from `length * (1 - range_ratio)` to
+    The input after the prefix, and the output, are uniform from `length * (1 - range_ratio)` to
     `length * (1 + range_ratio)`.
     """
-    draws = random.Random(f"random:{seed}")
-    prefix = draw_units(draws, pool, prefix_len)
+
+    input_len: int
+    output_len: int
+    range_ratio: float = 0.0
+    #: Units of a prefix that all prompts share.
+    prefix_len: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPrefixLengths:
+    """Number of prefixes, and lengths of prefixes, suffixes and outputs, in units and tokens."""
+
+    num_prefixes: int
+    prefix_len: int
+    suffix_len: int
+    output_len: int
+
+
+def random_requests(pool: Pool, count: int, lengths: RandomLengths, *, seed: Seed = 0) -> list[BenchRequest]:
+    """Prompts that share nothing but their prefix."""
+    rng = random.Random(f"random:{seed}")
+    prefix = sample_units(rng, pool, lengths.prefix_len)
     requests = []
     for _ in range(count):
-        units = draw_units(draws, pool, _length(draws, input_len, range_ratio))
-        max_tokens = _length(draws, output_len, range_ratio)
+        units = sample_units(rng, pool, _length(rng, lengths.input_len, lengths.range_ratio))
+        max_tokens = _length(rng, lengths.output_len, lengths.range_ratio)
         requests.append(BenchRequest(prompt=pool.prompt(prefix + units), max_tokens=max_tokens))
     return requests
 
 
 def shared_prefix_requests(
-    pool: Pool,
-    count: int,
-    *,
-    num_prefixes: int,
-    prefix_len: int,
-    suffix_len: int,
-    output_len: int,
-    seed: Seed = 0,
+    pool: Pool, count: int, lengths: SharedPrefixLengths, *, seed: Seed = 0
 ) -> list[BenchRequest]:
-    """Prompts of one of `num_prefixes` prefixes, used equally often in random order, and a suffix of their own."""
-    draws = random.Random(f"shared-prefix:{seed}")
-    prefixes = [draw_units(draws, pool, prefix_len) for _ in range(num_prefixes)]
-    order = [index % num_prefixes for index in range(count)]
-    draws.shuffle(order)
-    return [
-        BenchRequest(prompt=pool.prompt(prefixes[index] + draw_units(draws, pool, suffix_len)), max_tokens=output_len)
-        for index in order
-    ]
+    """Prompts with one of several prefixes, each used equally often in random order, and a suffix of their own."""
+    rng = random.Random(f"shared-prefix:{seed}")
+    prefixes = [sample_units(rng, pool, lengths.prefix_len) for _ in range(lengths.num_prefixes)]
+    order = [index % lengths.num_prefixes for index in range(count)]
+    rng.shuffle(order)
+    prompts = (pool.prompt(prefixes[index] + sample_units(rng, pool, lengths.suffix_len)) for index in order)
+    return [BenchRequest(prompt=prompt, max_tokens=lengths.output_len) for prompt in prompts]
 
 
-def draw_units(draws: random.Random, pool: Pool, count: int) -> list[int]:
-    """Numbers of `count` units of the pool; none when `count` is not above 0."""
-    return draws.choices(range(pool.size), k=count)
+def sample_units(rng: random.Random, pool: Pool, count: int) -> list[int]:
+    """Numbers of `count` units sampled from the pool; none if `count` is not above 0."""
+    return rng.choices(range(pool.size), k=count)
 
 
-def _length(draws: random.Random, middle: int, range_ratio: float) -> int:
-    spread = int(middle * range_ratio)
-    return max(1, draws.randint(middle - spread, middle + spread))
+def _length(rng: random.Random, mean: int, range_ratio: float) -> int:
+    spread = int(mean * range_ratio)
+    return max(1, rng.randint(mean - spread, mean + spread))

@@ -1,4 +1,4 @@
-"""What a result depends on besides its flags: the machine that asked, and versions. Nothing names the machine."""
+"""Describes the client's machine and versions, on which a result depends. Nothing identifies the machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def describe_client(now: datetime) -> dict[str, object]:
-    """Hardware and versions where the benchmark runs; the server may be elsewhere."""
+    """Hardware and versions of the benchmark's client; the server may run elsewhere."""
     cores = available_cores()
     return {
         "date": now.isoformat(timespec="seconds"),
@@ -31,7 +31,7 @@ def describe_client(now: datetime) -> dict[str, object]:
 
 
 def cpu_model(cpuinfo: Path) -> str:
-    """The processor's name with family and model, which tell more when a hypervisor hides the name."""
+    """Name, family and model of the processor; a hypervisor may hide the name."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""`pdserve bench kernels`: runs the kernels' own benchmark in a process of its own, for it needs torch."""
+"""`pdserve bench kernels`: runs the kernels' benchmark in a separate process, because it needs torch."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code; `argv` is what `python -m kernels.bench` takes."""
+    """Returns the exit code. `argv` holds the arguments of `python -m kernels.bench`."""
     return subprocess.run([sys.executable, "-m", "kernels.bench", *argv], check=False).returncode

@@ -1,4 +1,4 @@
-"""From what was seen of each request to the figures of a run. Pure; names follow `vllm bench serve`."""
+"""Computes the metrics of a run from the records of its requests. Pure; names follow `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pdserve.cli.bench.workload import BenchResult, RequestRecord
 
 TTFT, TPOT, ITL, E2EL = METRICS = ("ttft", "tpot", "itl", "e2el")
-#: What a request can be promised; ITL is a stream's, not a request's.
+#: Metrics that can be an objective. A request has many ITLs, so ITL is not one.
 GOODPUT_METRICS = (TTFT, TPOT, E2EL)
 DEFAULT_PERCENTILES = (50.0, 90.0, 99.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """A latency in milliseconds over all samples of a run; `percentiles` by their number."""
+    """A latency in milliseconds over all samples of a run; `percentiles_ms` is keyed by percent."""
 
     mean_ms: float
     median_ms: float
@@ -29,10 +29,10 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """The figures of a run. Latencies are over the completed requests; one without samples is not in `latencies`.
+    """The metrics of a run. Latencies cover the completed requests; `latencies` omits those without samples.
 
-    `request_goodput`: completed requests a second that kept all promises; None when nothing was promised.
-    `failures`: how many requests failed of each reason.
+    `request_goodput`: completed requests per second that met all objectives; None without objectives.
+    `failures`: number of failed requests by reason.
     """
 
     duration_s: float
@@ -48,17 +48,17 @@ class Metrics:
 
     @property
     def request_throughput(self) -> float:
-        """Completed requests a second."""
+        """Completed requests per second."""
         return self.completed / self.duration_s
 
     @property
     def output_throughput(self) -> float:
-        """Generated tokens a second."""
+        """Generated tokens per second."""
         return self.total_output_tokens / self.duration_s
 
     @property
     def total_token_throughput(self) -> float:
-        """Tokens of prompts and completions a second."""
+        """Tokens of prompts and completions per second."""
         return (self.total_input_tokens + self.total_output_tokens) / self.duration_s
 
 
@@ -68,9 +68,9 @@ def summarize(
     percentiles: Sequence[float] = DEFAULT_PERCENTILES,
     goodput_ms: Mapping[str, float] | None = None,
 ) -> Metrics:
-    """The figures of a run; `goodput_ms` are the promises, milliseconds by metric (`ttft`, `tpot`, `e2el`)."""
+    """The metrics of a run; `goodput_ms` holds objectives in milliseconds by metric (`ttft`, `tpot`, `e2el`)."""
     completed = result.completed
-    good = sum(_keeps(record, goodput_ms) for record in completed) if goodput_ms else None
+    good = sum(_meets(record, goodput_ms) for record in completed) if goodput_ms else None
     samples_s = {metric: _samples_s(metric, completed) for metric in METRICS}
     return Metrics(
         duration_s=result.duration_s,
@@ -87,7 +87,7 @@ def summarize(
 
 
 def percentile(ascending: Sequence[float], percent: float) -> float:
-    """The percentile of ascending values, interpolated linearly between its neighbours."""
+    """The percentile of ascending values, interpolated linearly between neighbors."""
     position = (len(ascending) - 1) * percent / 100
     below = math.floor(position)
     above = min(below + 1, len(ascending) - 1)
@@ -104,8 +104,8 @@ def _latency_s(metric: str, record: RequestRecord) -> float | None:
     return {TTFT: record.ttft_s, TPOT: record.tpot_s, E2EL: record.e2el_s}[metric]
 
 
-def _keeps(record: RequestRecord, goodput_ms: Mapping[str, float]) -> bool:
-    """A request of one token has no TPOT to be broken."""
+def _meets(record: RequestRecord, goodput_ms: Mapping[str, float]) -> bool:
+    """Whether a request meets all objectives. One with a single token has no TPOT and meets any."""
     return all((_latency_s(metric, record) or 0.0) * 1000 <= bound for metric, bound in goodput_ms.items())
 
 
@@ -122,7 +122,7 @@ def _distribution(samples_s: Sequence[float], percentiles: Sequence[float]) -> D
 
 
 def _peak_output_per_s(records: Sequence[RequestRecord]) -> float:
-    """Most tokens within one second of the run's clock; a stream's tokens are spread evenly over its arrivals."""
+    """Maximum tokens within a second of the run; a stream's tokens are spread evenly over its arrivals."""
     tokens: dict[int, float] = {}
     for record in records:
         per_arrival = record.output_tokens / len(record.arrivals_s)
@@ -133,7 +133,7 @@ def _peak_output_per_s(records: Sequence[RequestRecord]) -> float:
 
 
 def _peak_concurrency(records: Sequence[RequestRecord]) -> int:
-    """Most requests under way at one time; one that ends when another starts is not there any more."""
+    """Maximum concurrent requests. A request that ends when another starts does not overlap it."""
     changes = sorted(
         change for record in records for change in ((record.start_s, 1), (record.start_s + record.end_s, -1))
     )

@@ -1,4 +1,4 @@
-"""From settings to a workload: which requests are sent, and when. Pure but for the files that datasets are in."""
+"""Turns settings into a workload: the requests and their send times. Reads the files of datasets."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from pdserve.base.errors import SetupError
 from pdserve.cli.bench.arrivals import ramp, steady
 from pdserve.cli.bench.config import SHARED_PREFIX, SHAREGPT, TRACE, ServeConfig
 from pdserve.cli.bench.dataset_files import (
+    MAX_INPUT_TOKENS,
+    MIN_TOKENS,
     read_sharegpt,
     read_trace,
     sharegpt_requests,
     trace_arrivals_s,
     trace_requests,
 )
-from pdserve.cli.bench.datasets import Seed, random_requests, shared_prefix_requests
+from pdserve.cli.bench.datasets import RandomLengths, Seed, SharedPrefixLengths, random_requests, shared_prefix_requests
 from pdserve.cli.bench.vocabulary import Vocabulary
 from pdserve.cli.bench.workload import BenchRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests, and when each is sent, in seconds after the start; `warmups` go before and are not counted."""
+    """Requests and their send times in seconds after the start; `warmups` are sent before and not counted."""
 
     requests: list[BenchRequest]
     arrivals_s: list[float]
@@ -31,20 +33,23 @@ class Workload:
 
 
 def plan(config: ServeConfig, vocabulary: Vocabulary, *, rate: float, run: int = 0) -> Workload:
-    """The workload of run number `run` of a sweep. Raises `SetupError` when a file does not give it.
+    """The workload of run number `run` of a sweep. Raises `SetupError` when its file cannot be used.
 
-    Runs and warm-ups have seeds of their own, so that none finds the made-up prefixes of another in a cache.
+    Runs and warm-ups have different seeds, so that none finds another's synthetic prefixes in a cache.
     """
     seed = f"{config.seed}:{run}" if run else config.seed
     requests = build_requests(config, vocabulary, config.num_prompts, seed)
     if not requests:
-        raise SetupError(f"{config.dataset_path} has no conversation of a usual length.")
+        raise SetupError(
+            f"{config.dataset_path} has no conversation of a suitable length, "
+            f"which is {MIN_TOKENS} to {MAX_INPUT_TOKENS} prompt tokens."
+        )
     warmups = build_requests(config, vocabulary, config.num_warmups, f"{seed}:warm-up")
     return Workload(requests=requests, arrivals_s=_arrivals_s(config, len(requests), rate), warmups=warmups)
 
 
 def build_requests(config: ServeConfig, vocabulary: Vocabulary, count: int, seed: Seed) -> list[BenchRequest]:
-    """Up to `count` requests of the dataset that the settings name."""
+    """Up to `count` requests of the configured dataset."""
     if count == 0:
         return []
     if config.dataset_name == SHAREGPT:
@@ -63,24 +68,20 @@ def build_requests(config: ServeConfig, vocabulary: Vocabulary, count: int, seed
             seed=seed,
         )
     if config.dataset_name == SHARED_PREFIX:
-        return shared_prefix_requests(
-            vocabulary.pool,
-            count,
+        shared = SharedPrefixLengths(
             num_prefixes=config.prefix_repetition_num_prefixes,
             prefix_len=config.prefix_repetition_prefix_len,
             suffix_len=config.prefix_repetition_suffix_len,
             output_len=config.prefix_repetition_output_len,
-            seed=seed,
         )
-    return random_requests(
-        vocabulary.pool,
-        count,
+        return shared_prefix_requests(vocabulary.pool, count, shared, seed=seed)
+    lengths = RandomLengths(
         input_len=config.random_input_len,
         output_len=config.random_output_len,
         range_ratio=config.random_range_ratio,
         prefix_len=config.random_prefix_len,
-        seed=seed,
     )
+    return random_requests(vocabulary.pool, count, lengths, seed=seed)
 
 
 def _arrivals_s(config: ServeConfig, count: int, rate: float) -> list[float]:
@@ -93,5 +94,5 @@ def _arrivals_s(config: ServeConfig, count: int, rate: float) -> list[float]:
 
 
 def _dataset_path(config: ServeConfig) -> Path:
-    assert config.dataset_path is not None, "the settings were checked"
+    assert config.dataset_path is not None, "the settings have been validated"
     return Path(config.dataset_path)

@@ -1,4 +1,4 @@
-"""Draws latency against request rate. matplotlib is imported only here, and only when a picture is asked for."""
+"""Plots latency over request rate. matplotlib is imported only here, and only when a plot is requested."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from pdserve.cli.bench.report import TITLES
 
 _PANEL_INCHES = (4.5, 3.2)
 _COLUMNS = 2
-#: From the usual to the worst case: light to dark.
+#: Range of shades, from the lowest percentile (light) to the highest (dark).
 _SHADES = (0.4, 0.95)
 
 
 def require_matplotlib() -> None:
-    """Raises `SetupError` when it is not installed: before a long run, not after."""
+    """Raises `SetupError` if matplotlib is not installed. Call it before a long run."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise SetupError("--plot needs matplotlib: pip install 'pdserve[bench]'.")
+        raise SetupError("--plot needs matplotlib. Install it with: pip install 'pdserve[bench]'.")
 
 
-def draw(path: Path, rates: Sequence[float], runs: Sequence[Metrics], *, latencies: Sequence[str], title: str) -> None:
-    """Writes a picture with a panel for each latency, a line for each percentile, a point for each rate.
+def plot_latencies(
+    path: Path, rates: Sequence[float], runs: Sequence[Metrics], *, latencies: Sequence[str], title: str
+) -> None:
+    """Writes a picture with a panel per latency, a line per percentile and a point per rate.
 
-    `rates` and `runs` belong together, in any order. Raises `SetupError` when the file cannot be written.
+    `rates[i]` is the rate of `runs[i]`; the order is free. Raises `SetupError` when the file cannot be written.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -57,7 +59,7 @@ def draw(path: Path, rates: Sequence[float], runs: Sequence[Metrics], *, latenci
 
 
 def _lines(metric: str, ordered: Sequence[tuple[float, Metrics]]) -> dict[float, list[tuple[float, float]]]:
-    """Points (requests a second, milliseconds) by percentile; rates without samples have none."""
+    """Points (requests per second, milliseconds) by percentile; rates without samples have none."""
     lines: dict[float, list[tuple[float, float]]] = {}
     for rate, metrics in ordered:
         if metric in metrics.latencies:

@@ -1,4 +1,4 @@
-"""A run's figures for people (a table) and for programs (JSON): pure. Rows and keys follow `vllm bench serve`."""
+"""Formats the metrics of a run as a table and as JSON. Pure; rows and keys follow `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TITLES = {
 def table(
     metrics: Metrics, *, latencies: Sequence[str], request_rate: float | None = None, max_concurrency: int | None = None
 ) -> str:
-    """The figures in lines of 50 columns, with the latencies that were asked for."""
+    """The metrics as a table 50 columns wide, with the requested latencies."""
     lines = [f"{' Serving Benchmark Result ':=^{_WIDTH}}"]
     lines += [f"{name:<40} {value:<10}" for name, value in _totals(metrics, request_rate, max_concurrency)]
     for metric in latencies:
@@ -64,7 +64,7 @@ def _latency_rows(metric: str, metrics: Metrics) -> Iterator[tuple[str, str]]:
 
 
 def figures(metrics: Metrics) -> dict[str, object]:
-    """The figures by their JSON keys; latencies without samples are null."""
+    """The metrics by JSON key; latencies without samples are null."""
     values: dict[str, object] = {
         "duration": metrics.duration_s,
         "completed": metrics.completed,
@@ -91,7 +91,7 @@ def figures(metrics: Metrics) -> dict[str, object]:
 
 
 def details(result: BenchResult) -> dict[str, object]:
-    """Every request's part, one list each in the workload's order; seconds."""
+    """Lists with one entry per request, in the workload's order; times in seconds."""
     records = result.records
     return {
         "input_lens": [record.input_tokens for record in records],

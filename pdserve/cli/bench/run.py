@@ -1,4 +1,4 @@
-"""Runs a workload against a server: each request at its time, at most so many at once."""
+"""Runs a workload against a server: each request at its send time, within a limit of concurrency."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdserve.cli.bench.workload import BenchRequest, BenchResult, RequestRecord,
 
 
 def _ignore(_: RequestRecord) -> None:
-    """Nobody watches."""
+    """Default callback: does nothing."""
 
 
 async def run_workload(
@@ -26,11 +26,10 @@ async def run_workload(
     max_concurrency: int | None = None,
     on_done: Callable[[RequestRecord], None] = _ignore,
 ) -> BenchResult:
-    """Sends request *i* `arrivals_s[i]` seconds after the start, or later when `max_concurrency` are under way.
+    """Sends request *i* `arrivals_s[i]` seconds after the start, or later when `max_concurrency` are in flight.
 
-    Arrivals ascend. `on_done` is called with each record when its request has ended. What fails is in the records;
-    nothing is raised for it. Cancelling closes all connections. Raises `ValueError` when there are not as many times
-    as requests.
+    Arrivals ascend. `on_done` gets each record when its request has ended. Failures are recorded, not raised.
+    Cancellation closes all connections. Raises `ValueError` when `arrivals_s` and `requests` differ in length.
     """
     schedule = list(zip(requests, arrivals_s, strict=True))
     slots: contextlib.AbstractAsyncContextManager[Any] = (
@@ -39,17 +38,17 @@ async def run_workload(
 
     async def run_one(session: aiohttp.ClientSession, request: BenchRequest) -> RequestRecord:
         async with slots:
-            record = await send(session, target, request, began_at=began_at)
+            record = await send(session, target, request, run_started_at=started_at)
         on_done(record)
         return record
 
     async with open_session(target) as session:
-        began_at = time.perf_counter()
+        started_at = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             tasks = []
             for request, arrival_s in schedule:
-                if (wait_s := began_at + arrival_s - time.perf_counter()) > 0:
+                if (wait_s := started_at + arrival_s - time.perf_counter()) > 0:
                     await asyncio.sleep(wait_s)
                 tasks.append(group.create_task(run_one(session, request)))
-        duration_s = time.perf_counter() - began_at
+        duration_s = time.perf_counter() - started_at
     return BenchResult(duration_s=duration_s, records=tuple(task.result() for task in tasks))

@@ -21,7 +21,7 @@ from pdserve.cli.bench.config import SHAREGPT, ServeConfig
 from pdserve.cli.bench.environment import describe_client
 from pdserve.cli.bench.metrics import Metrics, summarize
 from pdserve.cli.bench.plan import Workload, plan
-from pdserve.cli.bench.plot import draw, require_matplotlib
+from pdserve.cli.bench.plot import plot_latencies, require_matplotlib
 from pdserve.cli.bench.report import details, figures, table
 from pdserve.cli.bench.run import run_workload
 from pdserve.cli.bench.server import Server
@@ -30,7 +30,7 @@ from pdserve.cli.bench.workload import BenchResult, RequestRecord, Target
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the workload at each rate. Exit code 1 when all requests failed."""
+    """Runs the workload at each rate. Returns exit code 1 when all requests failed. Raises `PdserveError`."""
     config = load(ServeConfig, "bench serve", argv, description=__doc__)
     if config.plot is not None:
         require_matplotlib()
@@ -56,13 +56,15 @@ def main(argv: Sequence[str]) -> int:
     if config.save_result:
         _note(f"Result written to {_save(config, target, documents)}")
     if config.plot is not None:
-        draw(Path(config.plot), config.request_rate, runs, latencies=config.percentile_metrics, title=target.model)
+        plot_latencies(
+            Path(config.plot), config.request_rate, runs, latencies=config.percentile_metrics, title=target.model
+        )
         _note(f"Picture written to {config.plot}")
     return 0 if any(metrics.completed for metrics in runs) else 1
 
 
 def measure(target: Target, workload: Workload, max_concurrency: int | None) -> BenchResult:
-    """Warm-ups, then the workload with a progress bar. Raises `PdserveError` when a warm-up fails."""
+    """Sends the warm-ups, then the workload. Raises `PdserveError` when a warm-up fails."""
     with _progress("warm-up", len(workload.warmups)) as count:
         at_once = [0.0] * len(workload.warmups)
         warm = asyncio.run(run_workload(target, workload.warmups, at_once, max_concurrency=1, on_done=count))
@@ -76,7 +78,7 @@ def measure(target: Target, workload: Workload, max_concurrency: int | None) -> 
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[RequestRecord], None]]:
-    """A bar on the terminal, and the function that moves it."""
+    """Shows a progress bar on the terminal; yields the function that advances it."""
     console = Console(stderr=True)
     columns = (
         TextColumn(what),
@@ -110,18 +112,18 @@ def _show(config: ServeConfig, metrics: Metrics, result: BenchResult, rate: floa
     for failure in {failure.reason: failure for failure in result.failures}.values():
         _note(f"{failure.reason}: for example {failure.message}")
     if not all(record.is_counted_by_server for record in result.completed):
-        _note("The server tells no usage: output tokens are counted as one a chunk.")
+        _note("The server reports no usage: each chunk is counted as one output token.")
 
 
 def _note(text: str) -> None:
-    """Tells what is no part of the result."""
+    """Prints a line that is not part of the result."""
     print(text, file=sys.stderr, flush=True)
 
 
 def _document(
     config: ServeConfig, target: Target, rate: float, metrics: Metrics, result: BenchResult
 ) -> dict[str, object]:
-    """A run as JSON: what was asked, what came out, what it depends on. Headers may hold keys and are left out."""
+    """A run as JSON: settings and results. Headers may contain API keys and are left out."""
     flags = dataclasses.asdict(config)
     del flags["header"]
     flags["request_rate"] = [_json_rate(each) for each in config.request_rate]
@@ -145,7 +147,7 @@ def _json_rate(rate: float) -> float | str:
 
 
 def _save(config: ServeConfig, target: Target, runs: Sequence[dict[str, object]]) -> Path:
-    """Writes one run as it is, several as `runs`. Raises `SetupError` when the file cannot be written."""
+    """Writes a single run as it is, several as `runs`. Raises `SetupError` when the file cannot be written."""
     rate = "sweep" if len(runs) > 1 else f"{config.request_rate[0]:g}qps"
     model = target.model.rsplit("/", 1)[-1]
     name = config.result_filename or f"openai-{rate}-{model}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"

@@ -1,4 +1,4 @@
-"""What a benchmark asks the server before it begins: its models, its version, and token ids of texts."""
+"""Requests to the server before a benchmark starts: its models, its version, and token ids of texts."""
 
 from __future__ import annotations
 
@@ -36,48 +36,48 @@ class _Version(BaseModel):
 
 
 class Server:
-    """An OpenAI-compatible server; one connection a question."""
+    """An OpenAI-compatible server; each request opens a connection."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str]) -> None:
         self._base_url = base_url
         self._headers = {"Content-Type": "application/json", **headers}
 
     def model(self, wanted: str | None) -> str:
-        """The name of the model to ask: `wanted`, or the first there is.
+        """Name of the model to use: `wanted`, or the server's first.
 
-        Raises `PeerLost` when the server cannot be reached and `SetupError` when it has no such model. A server that
-        does not tell its models is believed to have the wanted one.
+        A server that does not list its models is assumed to have the wanted one. Raises `PeerLost` when the server
+        cannot be reached and `SetupError` when it has no such model.
         """
         try:
-            names = [model.id for model in self._parse("/v1/models", self._ask("/v1/models"), _Models).data]
+            names = [model.id for model in self._parse("/v1/models", self._send("/v1/models"), _Models).data]
         except NotFound:
             names = []
         if wanted is not None and (not names or wanted in names):
             return wanted
         if wanted is None and names:
             return names[0]
-        known = f"it has {', '.join(names)}" if names else "it does not say which it has: give --model"
+        known = f"its models: {', '.join(names)}" if names else "it lists none: give one with --model"
         raise SetupError(f"{self._base_url} has no model {wanted or 'to choose'}; {known}.")
 
     def version(self) -> str | None:
-        """The version of the server, as far as it tells."""
+        """Version of the server; None if it does not report one."""
         try:
-            return self._parse("/version", self._ask("/version"), _Version).version
+            return self._parse("/version", self._send("/version"), _Version).version
         except PdserveError:
             return None
 
     def tokenize(self, text: str, model: str) -> list[int]:
-        """Token ids of a text, without special tokens. Raises `PdserveError` when the server has no way to tell.
+        """Token ids of a text, without special tokens. Raises `PdserveError` when the server cannot tokenize.
 
         Servers name the text `prompt` (vLLM, pdserve) or `content` (llama.cpp).
         """
-        questions = (
+        bodies = (
             {"model": model, "prompt": text, "add_special_tokens": False},
             {"content": text, "add_special": False},
         )
-        for question in questions:
+        for body in bodies:
             try:
-                tokens = self._parse("/tokenize", self._ask("/tokenize", question), _Tokens).tokens
+                tokens = self._parse("/tokenize", self._send("/tokenize", body), _Tokens).tokens
             except PdserveError:
                 continue
             if tokens:
@@ -88,16 +88,16 @@ class Server:
         try:
             return model.model_validate_json(body)
         except ValidationError as error:
-            raise PdserveError(f"{self._base_url}{path} answers something else: {body[:_SHOWN_BYTES]!r}.") from error
+            raise PdserveError(f"{self._base_url}{path} sent an unexpected answer: {body[:_SHOWN_BYTES]!r}.") from error
 
-    def _ask(self, path: str, question: Mapping[str, object] | None = None) -> bytes:
-        """The body of GET, or of POST with a question."""
-        parts = urlsplit(self._base_url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
+    def _send(self, path: str, body: Mapping[str, object] | None = None) -> bytes:
+        """Sends GET, or POST with a body; returns the body of the answer."""
+        url = urlsplit(self._base_url)
+        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        connection = kind(url.hostname or "", url.port, timeout=_TIMEOUT_S)
         try:
-            body = None if question is None else json.dumps(question)
-            connection.request("GET" if body is None else "POST", parts.path + path, body, self._headers)
+            data = None if body is None else json.dumps(body)
+            connection.request("GET" if data is None else "POST", url.path + path, data, self._headers)
             response = connection.getresponse()
             status, answer = response.status, response.read()
         except (OSError, http.client.HTTPException, ValueError) as error:

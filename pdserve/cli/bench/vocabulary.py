@@ -1,4 +1,4 @@
-"""What made-up prompts consist of and how texts are counted, as far as somebody can tell the model's tokens."""
+"""Units of synthetic prompts, and counting of tokens, by the model's tokenizer if one is available."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """`notice` says why lengths are not exact; empty when they are."""
+    """Units and token counter. `notice` explains why lengths are not exact; empty when they are."""
 
     pool: Pool
     count_tokens: Callable[[str], int]
@@ -24,9 +24,10 @@ class Vocabulary:
 
 
 def find_vocabulary(server: Server, model: str, *, tokenizer_dir: str | None, text_only: bool) -> Vocabulary:
-    """Token ids from the directory's tokenizer or the server's `/tokenize`; words where there is neither.
+    """Token ids from the directory's tokenizer or the server's `/tokenize`; words without either.
 
-    Words too with `text_only`: chats take no token ids. Raises `SetupError` when the directory has no tokenizer.
+    With `text_only` also words, because chats take no token ids. Raises `SetupError` when the directory has no
+    tokenizer.
     """
     try:
         encode = _local(tokenizer_dir) if tokenizer_dir is not None else _remote(server, model)
@@ -37,13 +38,13 @@ def find_vocabulary(server: Server, model: str, *, tokenizer_dir: str | None, te
         return Vocabulary(
             pool=WordPool(WORDS),
             count_tokens=lambda text: len(text.split()),
-            notice=f"{error} Lengths are in words, about one token each; they are exact with --tokenizer DIR.",
+            notice=f"{error} Lengths are in words, about one token each; use --tokenizer DIR for exact ones.",
         )
     if text_only:
         return Vocabulary(
             pool=WordPool(WORDS),
             count_tokens=lambda text: len(encode(text)),
-            notice="Chats take text: the lengths of made-up prompts are in words, about one token each.",
+            notice="Chats take text: the lengths of synthetic prompts are in words, about one token each.",
         )
     return Vocabulary(pool=TokenPool(tuple(token_ids)), count_tokens=lambda text: len(encode(text)))
 

@@ -1,4 +1,4 @@
-"""What a benchmark sends and what it saw: values only."""
+"""Requests of a benchmark and records of their results. Pure values."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from itertools import pairwise
 COMPLETIONS = "/v1/completions"
 CHAT_COMPLETIONS = "/v1/chat/completions"
 
-#: Text, or token ids, whose number every server counts alike.
+#: Text or token ids. All servers count the latter alike.
 Prompt = str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRequest:
-    """One request of a workload: a prompt, and how many tokens may be generated."""
+    """One request of a workload: a prompt and the maximum number of tokens to generate."""
 
     prompt: Prompt
     max_tokens: int
@@ -23,9 +23,9 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The server under test and what every request to it says.
+    """The server under test and the common fields of all requests.
 
-    `fields` are added to each body: sampling parameters, `ignore_eos` and whatever else the server takes.
+    `fields` are added to each body: sampling parameters, `ignore_eos` and anything else the server takes.
     """
 
     base_url: str
@@ -37,11 +37,11 @@ class Target:
 
     @property
     def is_chat(self) -> bool:
-        """Whether prompts go out as one user message, which must be text."""
+        """Whether prompts are sent as one user message, which must be text."""
         return self.endpoint.rstrip("/").endswith("chat/completions")
 
     def body(self, request: BenchRequest) -> dict[str, object]:
-        """The request's JSON body: streamed, with the server's own count of tokens at the end."""
+        """JSON body of a request: streamed, with the server's count of tokens at the end."""
         if self.is_chat:
             prompt: dict[str, object] = {"messages": [{"role": "user", "content": request.prompt}]}
         else:
@@ -57,8 +57,8 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """Why a request failed: a reason that can be counted, and the words that came with it."""
+class RequestFailure:
+    """Cause of a failed request: a reason to count it by, and the message that came with it."""
 
     reason: str
     message: str
@@ -66,12 +66,12 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """What was seen of one request. `start_s` counts from the start of the run, all other times from `start_s`.
+    """Measurements of one request. `start_s` is relative to the start of the run, all other times to `start_s`.
 
-    `arrivals_s` are the arrivals of chunks with tokens: a chunk with several tokens is one arrival, and chunks that
-    one read of the connection brought have the same time. `end_s` is the arrival of the last chunk that told of the
-    completion. The numbers of tokens are those of the server's `usage` if `is_counted_by_server`; else the output is
-    counted as one token an arrival, and the input is as long as the prompt if that was sent as token ids, else 0.
+    `arrivals_s` are the arrivals of chunks with tokens: a chunk with several tokens is one arrival, and chunks from one
+    read of the connection have the same time. `end_s` is the arrival of the completion's last chunk. Token counts are
+    those of the server's `usage` if `is_counted_by_server`. Otherwise each arrival counts as one output token, and the
+    input counts as the length of a prompt of token ids, or 0 for text.
     """
 
     start_s: float
@@ -81,7 +81,7 @@ class RequestRecord:
     output_tokens: int = 0
     is_counted_by_server: bool = True
     text: str = ""
-    failure: Failure | None = None
+    failure: RequestFailure | None = None
 
     @property
     def ttft_s(self) -> float:
@@ -90,12 +90,12 @@ class RequestRecord:
 
     @property
     def itls_s(self) -> tuple[float, ...]:
-        """Times between arrivals, one fewer than arrivals."""
+        """Gaps between arrivals, one fewer than arrivals."""
         return tuple(later - earlier for earlier, later in pairwise(self.arrivals_s))
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first; None when there is only one."""
+        """Time per output token after the first; None if there is only one."""
         if self.output_tokens < 2:
             return None
         return (self.end_s - self.ttft_s) / (self.output_tokens - 1)
@@ -108,7 +108,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
-    """What a run of a workload gave: one record for each request, in the workload's order."""
+    """Result of a run: one record per request, in the workload's order."""
 
     duration_s: float
     records: tuple[RequestRecord, ...]
@@ -119,6 +119,6 @@ class BenchResult:
         return tuple(record for record in self.records if record.failure is None)
 
     @property
-    def failures(self) -> tuple[Failure, ...]:
-        """What the others failed of."""
+    def failures(self) -> tuple[RequestFailure, ...]:
+        """Causes of the requests that failed."""
         return tuple(record.failure for record in self.records if record.failure is not None)

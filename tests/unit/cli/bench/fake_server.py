@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server that answers as a test tells it to, in threads."""
+"""A fake OpenAI-compatible server whose answers a test chooses, in threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 Body = dict[str, object]
-#: Pieces of a stream, or a status and what is said with it.
+#: Pieces of a stream, or a status and its body.
 Reply = Iterable[bytes] | tuple[int, object]
 
 #: A piece after which the connection is cut.
@@ -35,13 +35,13 @@ DONE = event(b"[DONE]")
 
 
 def completion(texts: Sequence[str], *, prompt_tokens: int = 5) -> list[bytes]:
-    """A whole stream with one token a text."""
+    """A complete stream with one token per text."""
     *first, last = texts
     return [*map(token, first), token(last, "length"), usage(prompt_tokens, len(texts)), DONE]
 
 
-def as_asked(body: Body) -> Reply:
-    """As many tokens as asked for, and as many prompt tokens as sent."""
+def as_requested(body: Body) -> Reply:
+    """A completion of `max_tokens` tokens, whose usage counts the tokens or words of the prompt."""
     prompt = body.get("prompt", "")
     assert isinstance(prompt, (str, list))
     assert isinstance(body["max_tokens"], int)
@@ -51,9 +51,9 @@ def as_asked(body: Body) -> Reply:
 
 @dataclass
 class FakeServer:
-    """How it answers, and what it was asked."""
+    """The answers of the server, and the requests it received."""
 
-    reply: Callable[[Body], Reply] = as_asked
+    reply: Callable[[Body], Reply] = as_requested
     pages: dict[str, tuple[int, object]] = field(default_factory=lambda: dict(MODELS))
     tokenize: Callable[[Body], tuple[int, object]] = lambda _: (404, {})
     bodies: list[Body] = field(default_factory=list)
@@ -69,7 +69,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 64
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that has left, as clients do after an error, is no news."""
+        """Ignores clients that have left, as they do after an error."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 

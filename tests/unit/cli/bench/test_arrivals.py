@@ -1,4 +1,4 @@
-"""When requests are sent."""
+"""Send times of requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdserve.cli.bench.arrivals import EXPONENTIAL, LINEAR, ramp, steady
 
-#: So even that a gap is its mean to five digits.
+#: Burstiness at which gaps equal their mean to five digits.
 EVEN = 1e12
 
 
@@ -35,7 +35,7 @@ def test_an_infinite_rate_sends_all_at_once() -> None:
     burstiness=st.floats(0.05, 100),
     seed=st.integers(0, 1000),
 )
-def test_times_ascend_from_zero_at_the_asked_rate(count: int, rate: float, burstiness: float, seed: int) -> None:
+def test_times_ascend_from_zero_at_the_requested_rate(count: int, rate: float, burstiness: float, seed: int) -> None:
     times = steady(count, rate, burstiness=burstiness, seed=seed)
     assert len(times) == count
     assert times[0] == 0.0
@@ -49,7 +49,7 @@ def test_a_seed_gives_the_same_times_and_another_gives_others() -> None:
 
 
 @pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5)])
-def test_gaps_vary_as_a_gamma_distribution_of_that_shape_does(burstiness: float, variation: float) -> None:
+def test_gaps_vary_like_a_gamma_distribution_of_that_shape(burstiness: float, variation: float) -> None:
     assert _variation(_gaps(steady(20_000, 5.0, burstiness=burstiness))) == pytest.approx(variation, rel=0.05)
 
 

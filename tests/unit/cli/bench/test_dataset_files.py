@@ -34,7 +34,7 @@ def _words(text: str) -> int:
     return len(text.split())
 
 
-def test_a_trace_is_read_by_time_and_its_first_requests_kept(tmp_path: Path) -> None:
+def test_a_trace_is_sorted_by_time_and_its_first_requests_are_kept(tmp_path: Path) -> None:
     rows = [
         {"timestamp": stamp, "input_length": 10, "output_length": 2, "hash_ids": [stamp], "session": "x"}
         for stamp in (3000, 1000, 2000)
@@ -45,7 +45,7 @@ def test_a_trace_is_read_by_time_and_its_first_requests_kept(tmp_path: Path) -> 
     assert trace_arrivals_s(lines, 0.01) == [0.0, 10.0]
 
 
-def test_equal_hashes_are_equal_tokens_wherever_they_stand() -> None:
+def test_equal_hashes_give_equal_tokens_wherever_they_occur() -> None:
     one, two, three = (
         request.prompt
         for request in trace_requests(
@@ -59,12 +59,12 @@ def test_equal_hashes_are_equal_tokens_wherever_they_stand() -> None:
 
 
 @pytest.mark.parametrize(("length", "hashes"), [(5, [1]), (16, [1, 2]), (20, [1, 2]), (9, []), (3, [1, 2, 3])])
-def test_prompts_are_as_long_as_the_trace_says(length: int, hashes: list[int]) -> None:
+def test_prompts_have_the_lengths_of_the_trace(length: int, hashes: list[int]) -> None:
     [request] = trace_requests(POOL, [_line(0, length, hashes, output_length=4)], tokens_per_hash=8)
     assert (len(request.prompt), request.max_tokens) == (length, 4)
 
 
-def test_another_seed_gives_other_tokens_of_the_same_structure() -> None:
+def test_another_seed_gives_other_tokens_with_the_same_structure() -> None:
     lines = [_line(0, 16, [1, 2]), _line(0, 16, [1, 3])]
     first, again, other = (trace_requests(POOL, lines, tokens_per_hash=8, seed=seed) for seed in (1, 1, 2))
     assert first == again
@@ -80,12 +80,12 @@ def test_another_seed_gives_other_tokens_of_the_same_structure() -> None:
         ([""], "no requests"),
     ],
 )
-def test_a_wrong_trace_is_named_with_its_line(tmp_path: Path, lines: list[str], needle: str) -> None:
+def test_an_invalid_trace_is_reported_with_its_line(tmp_path: Path, lines: list[str], needle: str) -> None:
     with pytest.raises(SetupError, match=needle):
         read_trace(_write(tmp_path / "t.jsonl", *lines), 10)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"nothing\.jsonl"):
         read_trace(tmp_path / "nothing.jsonl", 1)
 
@@ -101,14 +101,14 @@ def test_conversations_give_their_first_question_and_answer(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("content", "needle"), [("[", "not JSON"), ('[{"conversations": [{"from": 1}]}]', "value")])
-def test_a_file_that_is_something_else_is_named(tmp_path: Path, content: str, needle: str) -> None:
+def test_a_file_of_another_format_is_named_in_the_error(tmp_path: Path, content: str, needle: str) -> None:
     path = tmp_path / "s.json"
     path.write_text(content)
     with pytest.raises(SetupError, match=needle):
         read_sharegpt(path)
 
 
-def test_questions_get_as_many_tokens_as_their_answer_has() -> None:
+def test_questions_may_generate_as_many_tokens_as_their_answer_has() -> None:
     requests = sharegpt_requests([("one two three four", "a b c d e f")], 5, count_tokens=_words)
     assert [(request.prompt, request.max_tokens) for request in requests] == [("one two three four", 6)]
     [request] = sharegpt_requests([("one two three four", "a")], 5, count_tokens=_words, output_len=9)
@@ -116,15 +116,15 @@ def test_questions_get_as_many_tokens_as_their_answer_has() -> None:
 
 
 @pytest.mark.parametrize(
-    ("question_len", "answer_len", "is_asked"),
+    ("question_len", "answer_len", "is_used"),
     [(3, 10, False), (4, 3, False), (4, 4, True), (1024, 1024, True), (1025, 4, False), (1024, 1025, False)],
 )
-def test_unusual_lengths_are_left_out(question_len: int, answer_len: int, is_asked: bool) -> None:
+def test_conversations_outside_the_length_bounds_are_skipped(question_len: int, answer_len: int, is_used: bool) -> None:
     pair = ("q " * question_len, "a " * answer_len)
-    assert bool(sharegpt_requests([pair], 1, count_tokens=_words)) == is_asked
+    assert bool(sharegpt_requests([pair], 1, count_tokens=_words)) == is_used
 
 
-def test_the_order_is_of_the_seed_and_the_count_a_limit() -> None:
+def test_the_seed_determines_the_order_and_the_count_is_a_limit() -> None:
     pairs = [(f"question number {i} here", "an answer of words") for i in range(50)]
     first, again, other = (sharegpt_requests(pairs, 10, count_tokens=_words, seed=seed) for seed in (1, 1, 2))
     assert first == again

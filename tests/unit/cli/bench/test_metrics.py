@@ -1,4 +1,4 @@
-"""The figures of a run."""
+"""The metrics of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.cli.bench.metrics import percentile, summarize
-from pdserve.cli.bench.workload import BenchResult, Failure, RequestRecord
+from pdserve.cli.bench.workload import BenchResult, RequestFailure, RequestRecord
 
 
 def _record(
@@ -24,7 +24,9 @@ def _record(
 
 
 def _failed(reason: str, *, start_s: float = 0.0, end_s: float = 0.1) -> RequestRecord:
-    return RequestRecord(start_s=start_s, end_s=end_s, failure=Failure(reason=reason, message="no"), input_tokens=10)
+    return RequestRecord(
+        start_s=start_s, end_s=end_s, failure=RequestFailure(reason=reason, message="no"), input_tokens=10
+    )
 
 
 def _result(*records: RequestRecord, duration_s: float = 2.0) -> BenchResult:
@@ -33,11 +35,11 @@ def _result(*records: RequestRecord, duration_s: float = 2.0) -> BenchResult:
 
 @settings(deadline=None)
 @given(values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30).map(sorted), percent=st.floats(0, 100))
-def test_percentiles_are_numpys(values: list[float], percent: float) -> None:
+def test_percentiles_equal_those_of_numpy(values: list[float], percent: float) -> None:
     assert percentile(values, percent) == pytest.approx(float(np.percentile(values, percent)), abs=1e-6)
 
 
-def test_latencies_are_those_of_the_completed_requests() -> None:
+def test_latencies_cover_the_completed_requests() -> None:
     metrics = summarize(_result(_record(0.1, 0.2, 0.4), _record(0.3, 0.4), _failed("timeout", end_s=9.0)))
     latencies = metrics.latencies
     assert latencies["ttft"].mean_ms == pytest.approx(200)
@@ -57,13 +59,13 @@ def test_throughput_counts_tokens_not_chunks() -> None:
     assert metrics.total_token_throughput == 29 / 4
 
 
-def test_tpot_is_by_tokens_where_a_chunk_has_several() -> None:
+def test_tpot_counts_tokens_where_a_chunk_has_several() -> None:
     metrics = summarize(_result(_record(1.0, 2.0, tokens=5)))
     assert metrics.latencies["tpot"].mean_ms == pytest.approx(250)
     assert metrics.latencies["itl"].mean_ms == pytest.approx(1000)
 
 
-def test_a_last_chunk_without_tokens_counts_for_the_end_alone() -> None:
+def test_a_last_chunk_without_tokens_only_sets_the_end() -> None:
     metrics = summarize(_result(_record(0.1, 0.2, end_s=0.5)))
     assert metrics.latencies["itl"].max_ms == pytest.approx(100)
     assert metrics.latencies["e2el"].max_ms == pytest.approx(500)
@@ -73,7 +75,7 @@ def test_one_token_has_neither_tpot_nor_itl() -> None:
     assert set(summarize(_result(_record(0.1))).latencies) == {"ttft", "e2el"}
 
 
-def test_failures_are_counted_by_reason_the_most_frequent_first() -> None:
+def test_failures_are_counted_by_reason_in_descending_order() -> None:
     metrics = summarize(_result(_failed("timeout"), _failed("HTTP 429"), _failed("HTTP 429")))
     assert list(metrics.failures.items()) == [("HTTP 429", 2), ("timeout", 1)]
     assert metrics.latencies == {}
@@ -81,7 +83,7 @@ def test_failures_are_counted_by_reason_the_most_frequent_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("promises", "good"),
+    ("objectives", "good"),
     [
         ({"ttft": 100.0}, 2),
         ({"ttft": 99.0}, 1),
@@ -91,21 +93,21 @@ def test_failures_are_counted_by_reason_the_most_frequent_first() -> None:
         ({"ttft": 1.0}, 0),
     ],
 )
-def test_goodput_counts_requests_that_keep_all_promises(promises: dict[str, float], good: int) -> None:
+def test_goodput_counts_requests_that_meet_all_objectives(objectives: dict[str, float], good: int) -> None:
     records = (_record(0.1, 0.2, 0.3), _record(0.05, 0.1), _failed("timeout"))
-    assert summarize(_result(*records), goodput_ms=promises).request_goodput == good / 2.0
+    assert summarize(_result(*records), goodput_ms=objectives).request_goodput == good / 2.0
 
 
-def test_without_promises_there_is_no_goodput() -> None:
+def test_without_objectives_there_is_no_goodput() -> None:
     assert summarize(_result(_record(0.1))).request_goodput is None
 
 
-def test_peak_output_is_the_best_second() -> None:
+def test_peak_output_is_that_of_the_best_second() -> None:
     records = (_record(0.2, 0.4, 1.1, tokens=6), _record(0.1, 0.2, start_s=1.0))
     assert summarize(_result(*records)).max_output_tokens_per_s == 4
 
 
-def test_peak_concurrency_counts_what_was_under_way_together() -> None:
+def test_peak_concurrency_counts_overlapping_requests() -> None:
     records = (
         _record(1.0),
         _failed("x", start_s=0.5, end_s=1.0),

@@ -1,4 +1,4 @@
-"""From settings to a workload."""
+"""Settings become a workload."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def test_a_trace_keeps_its_own_times_unless_a_rate_is_given(trace: str) -> None:
     assert plan(config, VOCABULARY, rate=4.0).arrivals_s[-1] == pytest.approx(0.5)
 
 
-def test_a_trace_with_fewer_requests_than_asked_is_sent_whole(trace: str) -> None:
+def test_a_trace_with_fewer_requests_than_configured_is_sent_whole(trace: str) -> None:
     workload = plan(ServeConfig(dataset_name="trace", dataset_path=trace), VOCABULARY, rate=math.inf)
     assert len(workload.requests) == len(workload.arrivals_s) == 5
 
 
-def test_a_ramp_says_the_times() -> None:
+def test_a_ramp_determines_the_send_times() -> None:
     config = ServeConfig(
         num_prompts=5, ramp_up_strategy="linear", ramp_up_start_rps=1, ramp_up_end_rps=4, burstiness=1e12
     )

@@ -1,4 +1,4 @@
-"""The picture of latency against rate."""
+"""The picture of latency over request rate."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from pdserve.base.errors import SetupError
 from pdserve.cli.bench.metrics import METRICS, Metrics, summarize
-from pdserve.cli.bench.plot import draw
-from pdserve.cli.bench.workload import BenchResult, Failure, RequestRecord
+from pdserve.cli.bench.plot import plot_latencies
+from pdserve.cli.bench.workload import BenchResult, RequestFailure, RequestRecord
 
 
 def _run(ttft_s: float) -> Metrics:
@@ -20,52 +20,54 @@ def _run(ttft_s: float) -> Metrics:
     return summarize(BenchResult(duration_s=1.0, records=(record,)), percentiles=(50.0, 99.0))
 
 
+FAILED_RECORD = RequestRecord(start_s=0, end_s=1, failure=RequestFailure(reason="timeout", message=""))
 FAILED = summarize(
     BenchResult(
-        duration_s=1.0, records=(RequestRecord(start_s=0, end_s=1, failure=Failure(reason="timeout", message="")),)
+        duration_s=1.0,
+        records=(FAILED_RECORD,),
     )
 )
 
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[float], list[float]]]:
-    """What is drawn: label, rates, milliseconds."""
-    drawn = []
+    """Lines of the picture: label, rates, milliseconds."""
+    plotted = []
     usual = matplotlib.axes.Axes.plot
 
     def plot(self: Any, x: Sequence[float], y: Sequence[float], **style: Any) -> Any:
-        drawn.append((style["label"], list(x), list(y)))
+        plotted.append((style["label"], list(x), list(y)))
         return usual(self, x, y, **style)
 
     monkeypatch.setattr(matplotlib.axes.Axes, "plot", plot)
-    return drawn
+    return plotted
 
 
 def test_each_percentile_is_a_line_over_ascending_rates(
     tmp_path: Path, lines: list[tuple[str, list[float], list[float]]]
 ) -> None:
     path = tmp_path / "new" / "p.png"
-    draw(path, [4.0, 1.0, 2.0], [_run(0.4), _run(0.1), _run(0.2)], latencies=("ttft",), title="tiny")
+    plot_latencies(path, [4.0, 1.0, 2.0], [_run(0.4), _run(0.1), _run(0.2)], latencies=("ttft",), title="tiny")
     assert [(label, rates) for label, rates, _ in lines] == [("P50", [1, 2, 4]), ("P99", [1, 2, 4])]
     assert lines[0][2] == pytest.approx([100, 200, 400])
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_rates_at_which_all_failed_have_no_point(
+def test_rates_at_which_all_requests_failed_have_no_point(
     tmp_path: Path, lines: list[tuple[str, list[float], list[float]]]
 ) -> None:
-    draw(tmp_path / "p.png", [1.0, 2.0], [_run(0.1), FAILED], latencies=METRICS, title="tiny")
+    plot_latencies(tmp_path / "p.png", [1.0, 2.0], [_run(0.1), FAILED], latencies=METRICS, title="tiny")
     assert {tuple(rates) for _, rates, _ in lines} == {(1.0,)}
     assert len(lines) == 2 * len(METRICS)
 
 
-def test_a_picture_of_nothing_is_still_a_picture(tmp_path: Path) -> None:
-    draw(tmp_path / "p.png", [1.0, 2.0], [FAILED, FAILED], latencies=("ttft", "itl"), title="tiny")
+def test_a_picture_without_samples_is_still_a_picture(tmp_path: Path) -> None:
+    plot_latencies(tmp_path / "p.png", [1.0, 2.0], [FAILED, FAILED], latencies=("ttft", "itl"), title="tiny")
     assert (tmp_path / "p.png").stat().st_size > 0
 
 
 @pytest.mark.parametrize("name", ["p.nothing", "taken/p.png"])
-def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> None:
+def test_a_picture_that_cannot_be_written_is_named_in_the_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(SetupError, match="Cannot write the picture"):
-        draw(tmp_path / name, [1.0, 2.0], [_run(0.1), _run(0.2)], latencies=("ttft",), title="tiny")
+        plot_latencies(tmp_path / name, [1.0, 2.0], [_run(0.1), _run(0.2)], latencies=("ttft",), title="tiny")

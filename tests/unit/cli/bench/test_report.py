@@ -1,4 +1,4 @@
-"""How figures are told to people and programs."""
+"""Metrics as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 
 from pdserve.cli.bench.metrics import METRICS, summarize
 from pdserve.cli.bench.report import details, figures, table
-from pdserve.cli.bench.workload import BenchResult, Failure, RequestRecord
+from pdserve.cli.bench.workload import BenchResult, RequestFailure, RequestRecord
 
 GOOD = RequestRecord(start_s=0.0, end_s=0.3, arrivals_s=(0.1, 0.2, 0.3), input_tokens=10, output_tokens=3, text="a b c")
-BAD = RequestRecord(start_s=0.5, end_s=0.6, failure=Failure(reason="HTTP 429", message="later"))
+BAD = RequestRecord(start_s=0.5, end_s=0.6, failure=RequestFailure(reason="HTTP 429", message="later"))
 RESULT = BenchResult(duration_s=2.0, records=(GOOD, BAD))
 
 TABLE = """\
@@ -43,19 +43,19 @@ Max ITL (ms):                            100.00
 =================================================="""
 
 
-def test_the_table_is_laid_out_as_users_know_it() -> None:
+def test_the_table_has_the_layout_of_vllm_bench_serve() -> None:
     metrics = summarize(RESULT, percentiles=(50.0, 99.9), goodput_ms={"ttft": 500.0})
     lines = table(metrics, latencies=("ttft", "itl"), request_rate=2.5, max_concurrency=8).splitlines()
     assert [line.rstrip() for line in lines] == TABLE.splitlines()
     assert {len(line) for line in lines} == {50, 51}
 
 
-def test_the_table_leaves_out_what_was_not_asked_for() -> None:
+def test_the_table_omits_latencies_that_were_not_requested() -> None:
     lines = table(summarize(RESULT), latencies=()).splitlines()
     assert not [line for line in lines if "goodput" in line or "concurrency" in line or "configured" in line]
 
 
-def test_a_latency_without_samples_says_so() -> None:
+def test_a_latency_without_samples_is_shown_as_such() -> None:
     metrics = summarize(BenchResult(duration_s=1.0, records=(BAD,)))
     assert "TTFT (ms):                               no samples" in table(metrics, latencies=("ttft",))
     assert figures(metrics)["mean_ttft_ms"] is None
@@ -81,7 +81,7 @@ def test_json_has_the_keys_that_scripts_read() -> None:
     assert (values["completed"], values["failed"], values["failures"]) == (1, 1, {"HTTP 429": 1})
 
 
-def test_details_have_a_place_for_every_request() -> None:
+def test_details_have_an_entry_for_every_request() -> None:
     values = details(RESULT)
     assert {len(column) for column in values.values()} == {2}
     assert values["ttfts"] == [0.1, None]

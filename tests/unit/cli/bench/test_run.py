@@ -1,4 +1,4 @@
-"""The client and the runner against a server that answers as told."""
+"""The client and the runner against a fake server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.cli.bench.fake_server import (
 )
 
 REQUEST = BenchRequest(prompt=(1, 2, 3), max_tokens=4)
-#: Longer than any machine takes; a test that needs it has failed.
+#: Upper bound of a wait that ends at once unless the test fails.
 PATIENCE_S = 30.0
 
 
@@ -44,7 +44,7 @@ def _streaming(*pieces: bytes) -> FakeServer:
     return FakeServer(reply=lambda _: list(pieces))
 
 
-def test_token_ids_are_asked_for_as_a_streamed_completion_with_usage() -> None:
+def test_token_ids_are_sent_as_a_streamed_completion_with_usage() -> None:
     with running(FakeServer()) as server:
         record = _only(server, fields={"temperature": 0, "ignore_eos": True}, headers={"Authorization": "Bearer k"})
     assert server.bodies == [
@@ -65,7 +65,7 @@ def test_token_ids_are_asked_for_as_a_streamed_completion_with_usage() -> None:
     assert 0 < record.arrivals_s[0] <= record.arrivals_s[-1] <= record.end_s
 
 
-def test_a_chat_is_asked_with_a_message_and_begins_with_its_first_token() -> None:
+def test_a_chat_is_sent_as_a_message_and_starts_with_its_first_token() -> None:
     def chunk(finish_reason: str | None = None, **delta: object) -> bytes:
         return event({"choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]})
 
@@ -110,7 +110,7 @@ def test_a_completion_whose_only_token_has_no_text_has_a_first_token() -> None:
         ([b"data: hello\n\n"], "not a completion", "hello"),
     ],
 )
-def test_a_failure_has_a_reason_and_the_servers_words(reply: Reply, reason: str, message: str) -> None:
+def test_a_failure_has_a_reason_and_the_servers_message(reply: Reply, reason: str, message: str) -> None:
     with running(FakeServer(reply=lambda _: reply)) as server:
         record = _only(server)
     assert record.failure is not None
@@ -118,14 +118,14 @@ def test_a_failure_has_a_reason_and_the_servers_words(reply: Reply, reason: str,
     assert message in record.failure.message
 
 
-def test_what_came_before_a_stream_broke_is_kept() -> None:
+def test_text_received_before_a_stream_broke_is_kept() -> None:
     with running(_streaming(token("a"), token("b"), CUT)) as server:
         record = _only(server)
     assert record.text == "ab"
     assert 1 <= len(record.arrivals_s) <= 2
 
 
-def test_a_server_that_is_not_there_is_unreachable() -> None:
+def test_a_closed_port_is_reported_as_unreachable() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         record = _only(FakeServer(base_url=f"http://127.0.0.1:{unused.getsockname()[1]}"))
@@ -133,7 +133,7 @@ def test_a_server_that_is_not_there_is_unreachable() -> None:
     assert record.failure.reason == "unreachable"
 
 
-def test_a_server_that_falls_silent_is_a_timeout() -> None:
+def test_a_server_that_stops_sending_is_a_timeout() -> None:
     gone = threading.Event()
 
     def stall(_: Body) -> Iterator[bytes]:
@@ -147,7 +147,7 @@ def test_a_server_that_falls_silent_is_a_timeout() -> None:
     assert record.failure.reason == "timeout"
 
 
-def test_one_failure_leaves_the_others_alone_and_order_is_the_workloads() -> None:
+def test_a_failure_does_not_affect_other_requests_nor_their_order() -> None:
     def reply(body: Body) -> Reply:
         return (429, {}) if body["max_tokens"] == 2 else completion([f"{body['max_tokens']}"])
 
@@ -159,21 +159,21 @@ def test_one_failure_leaves_the_others_alone_and_order_is_the_workloads() -> Non
 
 
 class _Crowd:
-    """Answers when `size` requests are there together, and notes how many ever were."""
+    """Answers once `size` requests are in flight, and records the maximum."""
 
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size)
         self._lock = threading.Lock()
-        self._now = 0
-        self.most = 0
+        self._in_flight = 0
+        self.max_in_flight = 0
 
     def __call__(self, _: Body) -> Iterator[bytes]:
         with self._lock:
-            self._now += 1
-            self.most = max(self.most, self._now)
+            self._in_flight += 1
+            self.max_in_flight = max(self.max_in_flight, self._in_flight)
         self._barrier.wait(PATIENCE_S)
         with self._lock:
-            self._now -= 1
+            self._in_flight -= 1
         yield from completion(["x"])
 
 
@@ -183,18 +183,18 @@ def _run_many(server: FakeServer, arrivals_s: Sequence[float], limit: int | None
     return asyncio.run(run_workload(target, requests, arrivals_s, max_concurrency=limit))
 
 
-def test_without_a_limit_all_are_under_way_together() -> None:
+def test_without_a_limit_all_requests_are_in_flight_together() -> None:
     crowd = _Crowd(12)
     with running(FakeServer(reply=crowd)) as server:
         assert len(_run_many(server, [0.0] * 12, None).completed) == 12
-    assert crowd.most == 12
+    assert crowd.max_in_flight == 12
 
 
-def test_no_more_than_the_limit_are_under_way_together() -> None:
+def test_no_more_requests_than_the_limit_are_in_flight() -> None:
     crowd = _Crowd(3)
     with running(FakeServer(reply=crowd)) as server:
         assert len(_run_many(server, [0.0] * 12, 3).completed) == 12
-    assert crowd.most == 3
+    assert crowd.max_in_flight == 3
 
 
 def test_no_request_is_sent_before_its_time() -> None:
@@ -205,20 +205,20 @@ def test_no_request_is_sent_before_its_time() -> None:
     assert result.duration_s >= arrivals_s[-1]
 
 
-def test_each_record_is_told_when_its_request_has_ended() -> None:
-    told: list[RequestRecord] = []
+def test_each_record_is_reported_when_its_request_has_ended() -> None:
+    reported: list[RequestRecord] = []
     with running(FakeServer()) as server:
         target = Target(base_url=server.base_url, model="tiny")
-        result = asyncio.run(run_workload(target, [REQUEST] * 3, [0.0] * 3, on_done=told.append))
-    assert sorted(record.start_s for record in told) == sorted(record.start_s for record in result.records)
+        result = asyncio.run(run_workload(target, [REQUEST] * 3, [0.0] * 3, on_done=reported.append))
+    assert sorted(record.start_s for record in reported) == sorted(record.start_s for record in result.records)
 
 
-def test_requests_and_times_that_do_not_match_are_refused() -> None:
+def test_requests_and_times_of_different_length_are_refused() -> None:
     with running(FakeServer()) as server, pytest.raises(ValueError, match="shorter"):
         asyncio.run(run_workload(Target(base_url=server.base_url, model="tiny"), [REQUEST] * 2, [0.0]))
 
 
-def test_cancelling_closes_the_connections() -> None:
+def test_cancellation_closes_the_connections() -> None:
     started, closed = threading.Event(), threading.Event()
 
     def endless(_: Body) -> Iterator[bytes]:
@@ -241,7 +241,7 @@ def test_cancelling_closes_the_connections() -> None:
         assert closed.wait(PATIENCE_S)
 
 
-def test_extra_fields_win() -> None:
+def test_extra_fields_override_the_request() -> None:
     with running(FakeServer()) as server:
         _run(server, fields={"max_tokens": 1, "min_tokens": 1})
     assert (server.bodies[0]["max_tokens"], server.bodies[0]["min_tokens"]) == (1, 1)

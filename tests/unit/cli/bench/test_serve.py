@@ -1,4 +1,4 @@
-"""`pdserve bench serve` as a user runs it, against a server that answers as told."""
+"""`pdserve bench serve` as a user runs it, against a fake server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = ("--num-prompts", "4", "--random-input-len", "6", "--random-output-len",
 
 
 def _tokenize(body: Body) -> tuple[int, object]:
-    """One id a word, as vLLM's and ours answer."""
+    """One id per word, in the format of vLLM and pdserve."""
     return 200, {"tokens": [1000 + index for index, _ in enumerate(str(body["prompt"]).split())]}
 
 
@@ -51,7 +51,7 @@ def test_a_run_prints_the_table_and_sends_token_ids_of_exact_length(capsys: pyte
     assert {body["model"] for body in server.bodies} == {"tiny"}
 
 
-def test_host_and_port_name_the_server_too() -> None:
+def test_host_and_port_can_name_the_server() -> None:
     with running(FakeServer()) as server:
         assert main(["bench", "serve", *SMALL, "--host", "localhost", "--port", str(server.port)]) == 0
     assert len(server.bodies) == 4
@@ -66,7 +66,7 @@ def test_a_seed_sends_the_same_prompts_again() -> None:
     assert prompts("1") == prompts("1") != prompts("2")
 
 
-def test_llama_cpps_tokenize_is_understood() -> None:
+def test_the_tokenize_format_of_llama_cpp_is_supported() -> None:
     def tokenize(body: Body) -> tuple[int, object]:
         return 200, {"tokens": list(range(len(str(body.get("content", "")).split())))}
 
@@ -75,7 +75,7 @@ def test_llama_cpps_tokenize_is_understood() -> None:
     assert {type(body["prompt"]) for body in server.bodies} == {list}
 
 
-def test_without_tokenize_prompts_are_words_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_tokenize_prompts_are_words_and_a_notice_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeServer()) as server:
         assert _bench(server, *SMALL) == 0
     assert "--tokenizer DIR" in capsys.readouterr().err
@@ -85,7 +85,7 @@ def test_without_tokenize_prompts_are_words_and_that_is_said(capsys: pytest.Capt
         assert set(words) <= set(WORDS)
 
 
-def test_the_result_is_written_with_what_it_depends_on(tmp_path: Path) -> None:
+def test_the_result_contains_settings_client_and_server_version(tmp_path: Path) -> None:
     with running(FakeServer(tokenize=_tokenize)) as server:
         result = _saved(server, tmp_path, "--metric-percentiles", "95", "--header", '{"Authorization": "secret"}')
     assert (result["completed"], result["total_output_tokens"], result["model_id"]) == (4, 12, "tiny")
@@ -99,7 +99,7 @@ def test_the_result_is_written_with_what_it_depends_on(tmp_path: Path) -> None:
     assert "generated_texts" not in result
 
 
-def test_details_are_written_when_asked_for(tmp_path: Path) -> None:
+def test_details_are_written_on_request(tmp_path: Path) -> None:
     with running(FakeServer(tokenize=_tokenize)) as server:
         result = _saved(server, tmp_path, "--save-detailed")
     assert result["generated_texts"] == ["xxx"] * 4
@@ -107,7 +107,7 @@ def test_details_are_written_when_asked_for(tmp_path: Path) -> None:
     assert [len(itls) for itls in result["itls"]] == [2] * 4
 
 
-def test_several_rates_are_several_runs_with_prompts_of_their_own(tmp_path: Path) -> None:
+def test_each_rate_is_a_run_with_its_own_prompts(tmp_path: Path) -> None:
     picture = tmp_path / "p" / "latency.png"
     rates = ("--request-rate", "200", "400", "--plot", str(picture))
     with running(FakeServer(tokenize=_tokenize)) as server:
@@ -143,7 +143,7 @@ def test_a_failing_warm_up_ends_the_run(capsys: pytest.CaptureFixture[str]) -> N
     assert len(server.bodies) == 1
 
 
-def test_a_run_in_which_all_failed_says_why_and_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_completed_request_reports_why_and_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeServer(reply=lambda _: (429, {"error": {"message": "queue full"}}))) as server:
         assert _bench(server, *SMALL) == 1
     captured = capsys.readouterr()
@@ -151,11 +151,11 @@ def test_a_run_in_which_all_failed_says_why_and_exits_with_1(capsys: pytest.Capt
     assert "queue full" in captured.err
 
 
-def test_some_failures_are_counted_and_the_rest_is_a_result(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failures_are_counted_and_the_other_requests_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     answers = iter([(429, {}), (429, {})])
     server = FakeServer()
-    usual = server.reply
-    server.reply = lambda body: next(answers, None) or usual(body)
+    default_reply = server.reply
+    server.reply = lambda body: next(answers, None) or default_reply(body)
     with running(server):
         assert _bench(server, *SMALL, "--max-concurrency", "1") == 0
     out = capsys.readouterr().out
@@ -163,16 +163,16 @@ def test_some_failures_are_counted_and_the_rest_is_a_result(capsys: pytest.Captu
     assert "  HTTP 429:                              2" in out
 
 
-def test_a_server_without_usage_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_without_usage_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     server = FakeServer()
-    usual = server.reply
-    server.reply = lambda body: [piece for piece in usual(body) if b"usage" not in piece]  # type: ignore[operator]
+    default_reply = server.reply
+    server.reply = lambda body: [piece for piece in default_reply(body) if b"usage" not in piece]  # type: ignore[operator]
     with running(server):
         assert _bench(server, *SMALL) == 0
     assert "no usage" in capsys.readouterr().err
 
 
-def test_an_unknown_model_names_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_model_is_reported_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeServer()) as server:
         assert _bench(server, *SMALL, "--model", "huge") == 1
     error = capsys.readouterr().err
@@ -180,13 +180,13 @@ def test_an_unknown_model_names_those_there_are(capsys: pytest.CaptureFixture[st
     assert "tiny" in error
 
 
-def test_a_server_that_does_not_list_models_is_asked_for_the_given_one() -> None:
+def test_a_server_that_lists_no_models_gets_the_given_one() -> None:
     with running(FakeServer(pages={})) as server:
         assert _bench(server, *SMALL, "--model", "mine") == 0
     assert server.bodies[0]["model"] == "mine"
 
 
-def test_an_address_where_nobody_listens_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_server_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         assert main(["bench", "serve", "--port", str(unused.getsockname()[1])]) == 1
@@ -256,14 +256,14 @@ def test_conversations_are_sent_as_text_and_a_file_without_any_is_refused(
         (["--burstiness", "0"], "--burstiness"),
         (["--random-range-ratio", "1.5"], "--random-range-ratio"),
         (["--metric-percentiles", "101"], "--metric-percentiles"),
-        (["--percentile-metrics", "ttft,speed"], "speed is none of"),
-        (["--goodput", "itl:5"], "itl is none of"),
+        (["--percentile-metrics", "ttft,speed"], "speed is not one of"),
+        (["--goodput", "itl:5"], "itl is not one of"),
         (["--goodput", "ttft"], "not a number"),
         (["--dataset-name", "trace"], "--dataset-path"),
         (["--dataset-path", "x"], "--dataset-path"),
-        (["--plot", "x.png"], "several rates"),
+        (["--plot", "x.png"], "several finite rates"),
         (["--save-detailed"], "--save-result"),
-        (["--plot", "x.png", "--request-rate", "1", "inf"], "several rates"),
+        (["--plot", "x.png", "--request-rate", "1", "inf"], "several finite rates"),
         (["--ramp-up-start-rps", "1"], "need --ramp-up-strategy"),
         (["--ramp-up-strategy", "linear", "--ramp-up-start-rps", "1"], "--ramp-up-end-rps"),
         (
@@ -283,7 +283,9 @@ def test_conversations_are_sent_as_text_and_a_file_without_any_is_refused(
         (["--base-url", "ftp://x"], "not an address"),
     ],
 )
-def test_a_wrong_setting_is_named(flags: list[str], needle: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_setting_is_named_in_the_error(
+    flags: list[str], needle: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", "serve", *flags]) == 1
     assert needle in capsys.readouterr().err
 
@@ -293,7 +295,7 @@ def test_an_unknown_benchmark_names_the_known_ones(capsys: pytest.CaptureFixture
     assert "serve" in capsys.readouterr().err
 
 
-def test_a_local_tokenizer_is_preferred_and_must_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_local_tokenizer_is_preferred_and_must_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeServer(tokenize=_tokenize)) as server:
         assert _bench(server, *SMALL, "--tokenizer", str(tmp_path)) == 1
     assert str(tmp_path) in capsys.readouterr().err
@@ -308,17 +310,17 @@ def test_a_local_tokenizer_is_preferred_and_must_be_there(tmp_path: Path, capsys
         ({"base_url": "10.0.0.7:80/v1", "port": 9}, "http://10.0.0.7:80"),
     ],
 )
-def test_the_address_is_made_of_what_is_given(flags: dict[str, Any], url: str) -> None:
+def test_the_address_comes_from_base_url_or_host_and_port(flags: dict[str, Any], url: str) -> None:
     assert ServeConfig(**flags).server_url == url
 
 
-def test_something_else_than_a_model_server_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_is_not_openai_compatible_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeServer(pages={"/v1/models": (200, b"<html>")})) as server:
         assert _bench(server, *SMALL) == 1
-    assert "answers something else" in capsys.readouterr().err
+    assert "sent an unexpected answer" in capsys.readouterr().err
 
 
-def test_a_terminal_sees_the_progress_and_a_pipe_does_not() -> None:
+def test_progress_is_shown_on_a_terminal_but_not_in_a_pipe() -> None:
     def shown(stderr: int) -> str:
         command = [sys.executable, "-m", "pdserve.cli", "bench", "serve", "--base-url", server.base_url, *SMALL]
         done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=stderr, check=True, timeout=60)
