@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from kvtransfer.handover.sender import OutgoingTransfer
+from kvtransfer.handover.outgoing import OutgoingTransfer
 from kvtransfer.handover.ticket import Ticket
 from pdserve.base.device_event import DeviceEvent
 from pdserve.base.ids import BlockId

@@ -1,6 +1,6 @@
-"""What happens to a handover and what is to be done about it: the events and effects of its two state machines.
+"""What happens in a handover and what to do about it: events and effects of its two state machines. Pure.
 
-`index` numbers messages, as `kvtransfer.handover.layer_groups` does.
+`index` numbers the messages of a transfer and `bundle` its bundles, as `TransferShape` does.
 """
 
 from __future__ import annotations
@@ -8,12 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.base.errors import PdserveError, TransferError
+from pdserve.base.ids import RequestId
 
 
 # Events of the decode side.
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MessageLanded:
+    """Message `index` is in memory from which it still has to be copied to its blocks."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MessageReceived:
-    """Message `index` is in memory; `digest` is of what arrived."""
+    """Message `index` is in its blocks; `digest` is that of the bytes that arrived."""
 
     index: int
     digest: bytes
@@ -21,7 +29,7 @@ class MessageReceived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageLost:
-    """The receive of message `index` failed; nothing will write to its bytes any more."""
+    """The receive or the copy of message `index` failed; nothing will write to its blocks any more."""
 
     index: int
     error: TransferError
@@ -29,12 +37,27 @@ class MessageLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitArrived:
-    """A commit whose MAC is right. `attempt` is the sender's."""
+    """A commit with a valid MAC. All four fields are its identity: a repeated commit has the same."""
 
+    request_id: RequestId
     attempt: int
     digests: tuple[bytes, ...]
+    first_tokens: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TicketRenewed:
+    """The router wants another ticket for the same blocks, for `attempt`: this transfer must end."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quiet:
+    """The answer to `CancelReceives`: no buffer of the transfer can be written any more."""
+
+
+# Events of both sides.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseKept:
     """The other side made progress that no message shows."""
@@ -47,25 +70,21 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed:
-    """Look at the lease."""
+    """Check the lease. The first one, right after the start, returns when to check again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quiet:
-    """After `CancelReceives`: no buffer of the transfer can be written any more."""
-
-
-# Events of the prefill side; LeaseKept, Aborted and TimePassed are shared.
+# Events of the prefill side.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendStarted:
-    """Message `index` was handed to the transport."""
+    """Message `index`, whose bytes have this digest, is about to be handed to the transport."""
 
     index: int
+    digest: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendDone:
-    """The transport no longer reads message `index`; `error` says that it did not get through."""
+    """The transport no longer reads message `index`; `error` is why it did not get through."""
 
     index: int
     error: TransferError | None = None
@@ -73,32 +92,63 @@ class SendDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllSent:
-    """Nothing follows; the first tokens are known."""
+    """Every message was handed to the transport, and the first tokens are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitAnswered:
-    """The decode worker's answer; `error` when it refused or could not be reached."""
+    """The decode worker answered; `error` when it refused the commit or could not be reached."""
 
     error: PdserveError | None = None
 
 
-Event = (
-    MessageReceived
+ReceiveEvent = (
+    MessageLanded
+    | MessageReceived
     | MessageLost
     | CommitArrived
+    | TicketRenewed
+    | Quiet
     | LeaseKept
     | Aborted
     | TimePassed
-    | Quiet
-    | SendStarted
-    | SendDone
-    | AllSent
-    | CommitAnswered
 )
+SendEvent = SendStarted | SendDone | AllSent | CommitAnswered | LeaseKept | Aborted | TimePassed
 
 
-# Effects.
+# Effects of both sides.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchLease:
+    """Report `TimePassed` at `until`, in the time of the events. There is at most one such timer."""
+
+    until: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """Nothing reads or writes the blocks: they may be reused. Issued once, or never if `Verified` was.
+
+    `error` is set when the machine ended by itself and the request has yet to learn why.
+    """
+
+    error: PdserveError | None = None
+
+
+# Effects of the decode side.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreMessage:
+    """Copy message `index` to its blocks, then report `MessageReceived` or `MessageLost`."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveBack:
+    """Every message of `bundle` is in its blocks: its buffer is free."""
+
+    bundle: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelReceives:
     """Withdraw every receive of the transfer, then report `Quiet`."""
@@ -106,7 +156,13 @@ class CancelReceives:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """Every byte is what was sent: the blocks belong to the request, the transfer is over. Exactly once, or never."""
+    """Every byte is what was sent: the blocks belong to the request. Issued once, or never if `Released` was.
+
+    `receive_s` is the time from the first to the last message.
+    """
+
+    first_tokens: tuple[int, ...]
+    receive_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,18 +173,24 @@ class AnswerCommit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Released:
-    """Nothing reads or writes the blocks: they may be reused. Exactly once, unless `Verified` came.
+class ForgetAt:
+    """Answer repeated commits until `at`, in the time of the events, then forget the transfer."""
 
-    `error`: why the machine ended by itself; None after an abort, and on the prefill side after a success.
-    """
+    at: float
 
-    error: PdserveError | None = None
+
+# Effects of the prefill side.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopSending:
+    """No message can be sent any more, and a commit under way is given up. Issued once; `error` is the reason."""
+
+    error: PdserveError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disconnect:
-    """Sends are stuck: give the peer up, which ends them."""
+    """Sends are stuck: disconnect the peer, which ends them."""
 
 
-Effect = CancelReceives | Verified | AnswerCommit | Released | Disconnect
+ReceiveEffect = WatchLease | Released | StoreMessage | GiveBack | CancelReceives | Verified | AnswerCommit | ForgetAt
+SendEffect = WatchLease | Released | StopSending | Disconnect

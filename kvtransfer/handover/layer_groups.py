@@ -1,7 +1,7 @@
-"""How blocks become messages: groups of neighbouring layers of neighbouring blocks. Pure.
+"""How blocks become messages: groups of consecutive layers of consecutive blocks. Pure.
 
-A bundle is some blocks of a transfer, side by side; with one block for each, it is the block. In the memory of a bundle
-group comes after group, and in a group block after block:
+A bundle is a run of blocks of a transfer that travel together; it may be a single block. The memory of a bundle is
+ordered by group, and within a group by block:
 
     layers 0-3 of block 0 | layers 0-3 of block 1 | layers 4-7 of block 0 | layers 4-7 of block 1
     '------------- message 0 ------------------'   '------------- message 1 ------------------'
@@ -18,19 +18,19 @@ from pdserve.base.layout import KvLayout
 
 
 def span_of(layers: slice, num_layers: int, num_bytes: int) -> slice:
-    """Where layers of `num_layers` are in the memory of a bundle, or of a block, of `num_bytes`."""
+    """Byte range of `layers` (of `num_layers`) in the `num_bytes` of a bundle or a block."""
     layer_bytes = num_bytes // num_layers
     return slice(layers.start * layer_bytes, layers.stop * layer_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroups:
-    """The groups of one transfer, in the order in which a forward pass completes them; their sizes differ by a layer.
+    """The layer groups of one transfer, in the order in which a forward pass completes them.
 
-    Message `index` of the transfer is group `index % count` of its bundle `index // count`.
+    Their sizes differ by one layer at most.
     """
 
-    #: Of each group: its layers, and where in a block their bytes are.
+    #: Layers of each group, and their byte range in a block.
     layers: tuple[slice, ...]
     spans: tuple[slice, ...]
 
@@ -44,57 +44,66 @@ class LayerGroups:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of groups."""
         return len(self.layers)
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """After so many layers a group is complete, ascending."""
+        """Number of layers after which each group is complete, ascending."""
         return tuple(group.stop for group in self.layers)
 
     @property
     def max_block_bytes(self) -> int:
-        """Of one block in the largest message."""
+        """Bytes per block in the largest group."""
         return int(self.spans[0].stop)
 
     def span(self, group: int, num_blocks: int) -> slice:
-        """Where a group's message is in the memory of a bundle."""
+        """Byte range of a group's message in the memory of a bundle of `num_blocks`."""
         return slice(num_blocks * self.spans[group].start, num_blocks * self.spans[group].stop)
 
     def num_completed_by(self, num_layers: int) -> int:
-        """Groups that layers [0, num_layers) complete."""
+        """Number of groups that layers [0, num_layers) complete."""
         return sum(end <= num_layers for end in self.ends)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bundles:
-    """The bundles of one transfer: `size` blocks in each, in its last one what is left."""
+class TransferShape:
+    """How the blocks of one transfer are cut into bundles, and bundles into messages.
+
+    Message `index` is layer group `index % layer_groups` of bundle `index // layer_groups`.
+    """
 
     num_blocks: int
-    size: int
+    #: Blocks in each bundle; the last bundle may have fewer.
+    bundle_blocks: int
+    #: Messages in each bundle.
+    layer_groups: int
 
     @property
-    def count(self) -> int:
-        """How many there are."""
-        return -(-self.num_blocks // self.size)
+    def num_bundles(self) -> int:
+        """Number of bundles, the last one included."""
+        return -(-self.num_blocks // self.bundle_blocks)
 
     @property
-    def unit(self) -> str:
-        """What people call one."""
-        return "block" if self.size == 1 else "bundle"
+    def num_messages(self) -> int:
+        """Number of messages."""
+        return self.num_bundles * self.layer_groups
 
-    def of(self, block_ids: Sequence[BlockId]) -> list[Sequence[BlockId]]:
-        """Blocks of the transfer, from the first of a bundle on, bundle by bundle."""
-        return [block_ids[first : first + self.size] for first in range(0, len(block_ids), self.size)]
+    def bundles(self, block_ids: Sequence[BlockId]) -> list[Sequence[BlockId]]:
+        """Cuts blocks of the transfer, which start with a bundle, into bundles."""
+        size = self.bundle_blocks
+        return [block_ids[first : first + size] for first in range(0, len(block_ids), size)]
 
+    def name(self, index: int) -> str:
+        """A message's name in error texts: `block 3`, or `layer group 1 of bundle 3`."""
+        bundle, group = divmod(index, self.layer_groups)
+        return f"{self._unit} {bundle}" if self.layer_groups == 1 else f"layer group {group} of {self._unit} {bundle}"
 
-def message_name(index: int, layer_groups: int, unit: str) -> str:
-    """What people call it: `block 3`, or `group 1 of bundle 3`."""
-    bundle, group = divmod(index, layer_groups)
-    return f"{unit} {bundle}" if layer_groups == 1 else f"group {group} of {unit} {bundle}"
+    def __str__(self) -> str:
+        """All messages, in error texts: `12 blocks`, or `24 layer groups of 12 bundles`."""
+        groups = "" if self.layer_groups == 1 else f"{self.num_messages} layer groups of "
+        return f"{groups}{self.num_bundles} {self._unit}s"
 
-
-def messages(num_bundles: int, layer_groups: int, unit: str) -> str:
-    """All of them: `12 blocks`, or `24 parts of 12 bundles`."""
-    parts = "" if layer_groups == 1 else f"{num_bundles * layer_groups} parts of "
-    return f"{parts}{num_bundles} {unit}s"
+    @property
+    def _unit(self) -> str:
+        return "block" if self.bundle_blocks == 1 else "bundle"

@@ -1,4 +1,4 @@
-"""Where blocks live, as far as moving them is concerned: memory that transports read and write."""
+"""The memory of blocks as the handover sees it: bytes that transports read and write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from kvtransfer.transport import Buffer
 from pdserve.base.device_event import DeviceEvent
 from pdserve.base.ids import BlockId
 
-#: Enough to keep a fast wire busy, little enough that another transfer gets its turn soon. Within a GPU all is faster.
+#: Bytes of one transfer on the wire: enough to keep a fast wire busy, few enough that other transfers soon get a turn.
+#: Copies within a GPU are faster.
 HOST_WINDOW_BYTES, DEVICE_WINDOW_BYTES = 32 << 20, 256 << 20
 
 #: Blocks that travel together, in order.
@@ -24,11 +25,11 @@ Bundle = Sequence[BlockId]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageSpec:
-    """What is loaded or stored of bundles: one message of each."""
+    """One message of each bundle: which layers it has, and how it is digested."""
 
     layers: slice
     digest: MessageDigest
-    #: The blocks have these layers then; None: they have them.
+    #: Event after which the blocks hold these layers; None: they hold them now.
     after: DeviceEvent | None = None
 
 
@@ -37,26 +38,26 @@ class BlockMemory(Protocol):
 
     @property
     def max_blocks(self) -> int:
-        """So many blocks can be lent at a time."""
+        """Number of blocks that can be lent at a time."""
 
     @property
     def bundle_blocks(self) -> int:
-        """So many are best received together; fewer take as much room, of what `max_blocks` says there is."""
+        """Number of blocks best received together. A smaller bundle takes as much of `max_blocks` as a full one."""
 
     @property
     def copies(self) -> bool:
-        """False: what is lent for bundles of one block are the blocks themselves, and nothing has to be stored."""
+        """Whether blocks are copied. If not, a bundle of one block is lent the block itself, and nothing is stored."""
 
     @property
     def digest(self) -> str:
-        """Which one messages have."""
+        """Kind of the messages' digests, one of `DIGESTS`."""
 
     @property
     def window_bytes(self) -> int:
-        """As much of a transfer may be on the wire at a time."""
+        """Bytes of one transfer that may be on the wire at a time."""
 
     async def lend(self, bundles: Sequence[Bundle]) -> list[Buffer]:
-        """Memory for these bundles, uint8 [blocks * block_bytes] each; every one is to be given back.
+        """Memory for these bundles, uint8 [blocks * block_bytes] each. The caller gives every buffer back.
 
         Waits, first come first served, while other transfers hold too much of it.
 
@@ -64,17 +65,17 @@ class BlockMemory(Protocol):
         """
 
     async def load(self, bundles: Sequence[Bundle], buffers: Sequence[Buffer], spec: MessageSpec) -> list[bytes]:
-        """Has that part of the bundles in its place in the memory lent for them.
+        """Copies the messages that `spec` describes from the bundles' blocks to their buffers.
 
-        Gives the messages' digests where it copies, else nothing: then bytes are digested as they pass. Raises
-        `TransferError`.
+        Returns the messages' digests if it copies, else nothing: the caller then digests the messages it sends.
+        Raises: TransferError.
         """
 
     async def store(self, bundles: Sequence[Bundle], buffers: Sequence[Buffer], spec: MessageSpec) -> list[bytes]:
-        """Has in the bundles' blocks what is in its place in the memory lent for them. Else as `load`."""
+        """Copies the messages from the buffers to the bundles' blocks. Otherwise like `load`."""
 
     def give_back(self, buffer: Buffer) -> None:
-        """Nothing reads or writes it any more."""
+        """Takes a lent buffer back: nothing reads or writes it any more."""
 
 
 class HostBlocks(Protocol):
@@ -88,7 +89,7 @@ class HostBlocks(Protocol):
 class InPlaceMemory:
     """Implements `BlockMemory`: transports read and write the blocks themselves.
 
-    Only larger bundles, which a worker on a GPU may ask for, are put together in memory of their own to be sent.
+    Only bundles of several blocks, which a worker on a GPU may ask for, are gathered in memory of their own to be sent.
     """
 
     max_blocks = sys.maxsize
@@ -105,7 +106,7 @@ class InPlaceMemory:
         return [self._lend(bundle) for bundle in bundles]
 
     async def load(self, bundles: Sequence[Bundle], buffers: Sequence[Buffer], spec: MessageSpec) -> list[bytes]:
-        assert spec.after is None, "what computes in host memory has computed when it says so"
+        assert spec.after is None, "blocks in host memory are computed before they are reported"
         for bundle, buffer in zip(bundles, buffers, strict=True):
             if len(bundle) > 1:
                 self._gather(bundle, buffer, spec.layers)
@@ -122,7 +123,7 @@ class InPlaceMemory:
         return first if len(bundle) == 1 else np.empty(len(bundle) * first.nbytes, np.uint8)
 
     def _gather(self, bundle: Bundle, buffer: Buffer, layers: slice) -> None:
-        there = buffer[span_of(layers, self._num_layers, buffer.nbytes)].reshape(len(bundle), -1)
-        of_block = span_of(layers, self._num_layers, buffer.nbytes // len(bundle))
-        for row, block_id in enumerate(bundle):
-            there[row] = self._blocks.block_bytes_view(block_id)[of_block]
+        rows = buffer[span_of(layers, self._num_layers, buffer.nbytes)].reshape(len(bundle), -1)
+        block_span = span_of(layers, self._num_layers, buffer.nbytes // len(bundle))
+        for row, block_id in zip(rows, bundle, strict=True):
+            row[:] = self._blocks.block_bytes_view(block_id)[block_span]

@@ -1,44 +1,47 @@
-"""One transfer at the decode worker, free of I/O: events in, effects out, time is an argument.
+"""The protocol of one transfer at the decode worker, free of I/O: events in, effects out, time is an argument. Pure.
 
-RECEIVING --commit--> COMMITTING --all is here, digests equal--> COMMITTED
-    |  message lost      | message lost, digests differ
-    +-----> BROKEN <-----+            BROKEN: no commit can succeed; the reservation waits for a new ticket
-any of the three --abort, lease over--> CANCELLING --quiet--> RELEASED
+RECEIVING -- commit --> COMMITTING -- all here, digests equal --> COMMITTED
+    |                       |
+    | message lost          | message lost, digests differ
+    '--------> BROKEN <-----'         No commit can succeed; the blocks wait for a new ticket.
+
+RECEIVING, COMMITTING or BROKEN -- abort, renewal, lease over --> CANCELLING -- quiet --> RELEASED
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from enum import Enum
 
+from kvtransfer.handover import transfer_errors
 from kvtransfer.handover.events import (
     Aborted,
     AnswerCommit,
     CancelReceives,
     CommitArrived,
-    Effect,
-    Event,
+    ForgetAt,
+    GiveBack,
     LeaseKept,
+    MessageLanded,
     MessageLost,
     MessageReceived,
     Quiet,
+    ReceiveEffect,
+    ReceiveEvent,
     Released,
+    StoreMessage,
+    TicketRenewed,
     TimePassed,
     Verified,
+    WatchLease,
 )
-from kvtransfer.handover.layer_groups import message_name, messages
-from pdserve.base.errors import (
-    DigestMismatch,
-    InvalidTransition,
-    PdserveError,
-    StaleAttempt,
-    TransferError,
-    TransferTimeout,
-)
+from kvtransfer.handover.layer_groups import TransferShape
+from pdserve.base.errors import PdserveError, TransferError
+from pdserve.base.ids import RequestId
 
 
 class ReceiveState(Enum):
-    """Where a transfer is at the decode worker."""
+    """State of a transfer at the decode worker."""
 
     RECEIVING = "receiving"
     COMMITTING = "committing"
@@ -48,191 +51,248 @@ class ReceiveState(Enum):
     RELEASED = "released"
 
 
+_S = ReceiveState
+_Moves = Mapping[type[ReceiveEvent], frozenset[ReceiveState]]
+
+
+def _to(*states: ReceiveState) -> frozenset[ReceiveState]:
+    return frozenset(states)
+
+
+def _staying(state: ReceiveState, *events: type[ReceiveEvent]) -> _Moves:
+    return dict.fromkeys(events, _to(state))
+
+
+_ENDINGS: _Moves = {Aborted: _to(_S.CANCELLING), TicketRenewed: _to(_S.CANCELLING)}
+
+#: The states to which each event may lead. An event that is not listed for a state is illegal there.
+TRANSITIONS: dict[ReceiveState, _Moves] = {
+    _S.RECEIVING: {
+        **_staying(_S.RECEIVING, MessageLanded, MessageReceived, LeaseKept),
+        MessageLost: _to(_S.BROKEN),
+        CommitArrived: _to(_S.COMMITTING, _S.COMMITTED, _S.BROKEN),
+        TimePassed: _to(_S.RECEIVING, _S.CANCELLING),
+        **_ENDINGS,
+    },
+    _S.COMMITTING: {
+        **_staying(_S.COMMITTING, MessageLanded, CommitArrived, LeaseKept),
+        MessageReceived: _to(_S.COMMITTING, _S.COMMITTED, _S.BROKEN),
+        MessageLost: _to(_S.BROKEN),
+        TimePassed: _to(_S.COMMITTING, _S.CANCELLING),
+        **_ENDINGS,
+    },
+    _S.BROKEN: {
+        **_staying(_S.BROKEN, MessageLanded, MessageReceived, MessageLost, CommitArrived, LeaseKept),
+        TimePassed: _to(_S.BROKEN, _S.CANCELLING),
+        **_ENDINGS,
+    },
+    _S.CANCELLING: {
+        **_staying(_S.CANCELLING, MessageLanded, MessageReceived, MessageLost, CommitArrived),
+        **_staying(_S.CANCELLING, LeaseKept, Aborted, TicketRenewed, TimePassed),
+        Quiet: _to(_S.RELEASED),
+    },
+    _S.COMMITTED: _staying(_S.COMMITTED, CommitArrived, LeaseKept, Aborted, TicketRenewed, TimePassed),
+    _S.RELEASED: {
+        **_staying(_S.RELEASED, MessageLanded, MessageReceived, MessageLost, CommitArrived),
+        **_staying(_S.RELEASED, LeaseKept, Aborted, TicketRenewed, TimePassed),
+    },
+}
+#: States in which the transfer holds the lease. In the others its end changes nothing.
+_LEASED = _to(_S.RECEIVING, _S.COMMITTING, _S.BROKEN)
+
+
 class ReceiveMachine:
-    """One transfer at the decode worker. The lease is renewed by every sign of progress."""
+    """One transfer at the decode worker. Every sign of progress renews the lease."""
 
     def __init__(
-        self, *, num_bundles: int, layer_groups: int, attempt: int, lease_s: float, now: float, unit: str = "block"
+        self, *, shape: TransferShape, request_id: RequestId, attempt: int, lease_s: float, now: float
     ) -> None:
         self.state = ReceiveState.RECEIVING
         self.num_received = 0
         self.deadline = now + lease_s
+        self._shape = shape
+        self._request_id = request_id
         self._attempt = attempt
         self._lease_s = lease_s
-        self._num_bundles = num_bundles
-        self._layer_groups = layer_groups
-        self._unit = unit
-        self._received: list[bytes | None] = [None] * (num_bundles * layer_groups)
+        #: Digests of received messages.
+        self._digests: list[bytes | None] = [None] * shape.num_messages
+        #: Messages that have not been received, for each bundle.
+        self._missing = [shape.layer_groups] * shape.num_bundles
+        self._storing: set[int] = set()
         self._lost: set[int] = set()
+        self._first_landed_at: float | None = None
+        self._last_landed_at = now
+        #: The first commit, whose repetition gets the same answer.
         self._commit: CommitArrived | None = None
+        #: The request let the transfer go, and need not learn how it ended.
+        self._disowned = False
         self._error: PdserveError | None = None
+        self._story = [self.state.value]
 
     @property
     def num_outstanding(self) -> int:
-        """Messages whose receive has neither completed nor failed."""
-        return len(self._received) - self.num_received - len(self._lost)
+        """Messages that were neither received nor lost."""
+        return len(self._digests) - self.num_received - len(self._lost)
 
-    def handle(self, event: Event, now: float) -> list[Effect]:
-        """Moves on.
+    def handle(self, event: ReceiveEvent, now: float) -> list[ReceiveEffect]:
+        """Takes one event.
 
-        Raises: InvalidTransition; StaleAttempt for a commit of another attempt; the machine is then unchanged.
+        Raises: InvalidTransition; StaleError or StaleAttempt for a commit or a renewal that comes too late or is not
+            for this ticket. The machine is then unchanged.
         """
-        handler = _RECEIVE_TABLE.get((self.state, type(event)))
-        if handler is None:
-            raise InvalidTransition(f"a transfer that is {self.state.value} does not take {event!r}")
-        return handler(self, event, now)
+        before, moves = self.state, TRANSITIONS[self.state]
+        if type(event) not in moves:
+            raise transfer_errors.illegal_event(before.value, event, self._story)
+        effects = self._dispatch(event, now)
+        if self.state is not before:
+            assert self.state in moves[type(event)], f"{before} -> {self.state} on {event!r}"
+            self._story.append(f"{self.state.value} on {type(event).__name__}")
+        return effects
 
-    def _on_received(self, event: Event, now: float) -> list[Effect]:
-        assert isinstance(event, MessageReceived)
+    def _dispatch(self, event: ReceiveEvent, now: float) -> list[ReceiveEffect]:
+        match event:
+            case MessageReceived():
+                return self._on_received(event, now)
+            case MessageLanded():
+                return self._on_landed(event, now)
+            case MessageLost():
+                return self._on_lost(event)
+            case CommitArrived():
+                return self._on_commit(event, now)
+            case LeaseKept():
+                return self._on_lease_kept(now)
+            case TimePassed():
+                return self._on_time(now)
+            case TicketRenewed():
+                return self._on_renewed(event)
+            case Aborted():
+                return self._on_aborted()
+            case Quiet():
+                return self._on_quiet()
+
+    def _on_landed(self, event: MessageLanded, now: float) -> list[ReceiveEffect]:
         self._require_outstanding(event.index)
-        self._received[event.index] = event.digest
+        if self.state not in _LEASED:
+            return []
+        self._storing.add(event.index)
+        self._note_arrival(now)
+        return [StoreMessage(index=event.index)]
+
+    def _on_received(self, event: MessageReceived, now: float) -> list[ReceiveEffect]:
+        index = event.index
+        self._require_outstanding(index)
+        if self.state is ReceiveState.RELEASED:
+            return []
+        if index in self._storing:
+            self._storing.remove(index)
+        else:
+            self._note_arrival(now)
+        self._digests[index] = event.digest
         self.num_received += 1
-        if self.state is ReceiveState.CANCELLING:
-            return []
-        self._renew(now)
-        return self._try_commit() if self.state is ReceiveState.COMMITTING else []
+        bundle = index // self._shape.layer_groups
+        self._missing[bundle] -= 1
+        effects: list[ReceiveEffect] = [] if self._missing[bundle] else [GiveBack(bundle=bundle)]
+        if self.state in _LEASED:
+            self._renew_lease(now)
+        if self.state is ReceiveState.COMMITTING:
+            effects += self._try_commit(now)
+        return effects
 
-    def _on_lost(self, event: Event, now: float) -> list[Effect]:
-        assert isinstance(event, MessageLost)
+    def _on_lost(self, event: MessageLost) -> list[ReceiveEffect]:
         self._require_outstanding(event.index)
+        self._storing.discard(event.index)
         self._lost.add(event.index)
-        return [] if self.state is ReceiveState.CANCELLING else self._break(event.error)
+        return self._break(event.error) if self.state in _LEASED else []
 
-    def _on_commit(self, event: Event, now: float) -> list[Effect]:
-        assert isinstance(event, CommitArrived)
-        self._require_attempt(event)
-        self._renew(now)
-        if len(event.digests) != len(self._received):
-            return self._break(DigestMismatch(f"the commit has {len(event.digests)} digests for {self._messages}"))
-        self._commit = event
-        self.state = ReceiveState.COMMITTING
-        return self._try_commit()
-
-    def _on_commit_again(self, event: Event, now: float) -> list[Effect]:
-        """The sender did not see our answer: the same commit gets the same answer, another one is refused."""
-        assert isinstance(event, CommitArrived)
-        self._require_attempt(event)
-        if event != self._commit:
-            raise StaleAttempt("another commit of this transfer came first")
-        return [AnswerCommit()] if self.state is ReceiveState.COMMITTED else []
-
-    def _on_commit_refused(self, event: Event, now: float) -> list[Effect]:
-        assert isinstance(event, CommitArrived)
-        self._require_attempt(event)
-        return [AnswerCommit(error=self._error or StaleAttempt("the transfer was given up"))]
-
-    def _on_kept(self, event: Event, now: float) -> list[Effect]:
-        self._renew(now)
-        return []
-
-    def _on_abort(self, event: Event, now: float) -> list[Effect]:
-        return self._cancel(None)
-
-    def _on_time(self, event: Event, now: float) -> list[Effect]:
-        if now < self.deadline:
+    def _on_commit(self, commit: CommitArrived, now: float) -> list[ReceiveEffect]:
+        if commit.request_id != self._request_id:
+            raise transfer_errors.other_request(self._request_id)
+        if commit.attempt != self._attempt:
+            raise transfer_errors.other_attempt(commit.attempt, self._attempt)
+        if self._commit is not None and commit != self._commit:
+            raise transfer_errors.other_commit()
+        self._commit = commit
+        if self.state is ReceiveState.COMMITTING:
             return []
-        return self._cancel(
-            TransferTimeout(f"no progress for {self._lease_s:g} s; {self.num_received} of {self._messages} had arrived")
-        )
+        if self.state is ReceiveState.COMMITTED:
+            return [AnswerCommit()]
+        if self.state is not ReceiveState.RECEIVING:
+            return [AnswerCommit(error=self._error or transfer_errors.given_up())]
+        self.state = ReceiveState.COMMITTING
+        self._renew_lease(now)
+        if len(commit.digests) != self._shape.num_messages:
+            return self._break(transfer_errors.digests_miscounted(len(commit.digests), self._shape))
+        return self._try_commit(now)
 
-    def _on_quiet(self, event: Event, now: float) -> list[Effect]:
-        self.state = ReceiveState.RELEASED
-        return [Released(error=self._error)]
-
-    def _ignore(self, event: Event, now: float) -> list[Effect]:
+    def _on_lease_kept(self, now: float) -> list[ReceiveEffect]:
+        if self.state in _LEASED:
+            self._renew_lease(now)
         return []
 
-    def _try_commit(self) -> list[Effect]:
-        assert self._commit is not None
+    def _on_time(self, now: float) -> list[ReceiveEffect]:
+        if self.state not in _LEASED:
+            return []
+        if now < self.deadline:
+            return [WatchLease(until=self.deadline)]
+        return self._cancel(transfer_errors.lease_over(self._lease_s, self.num_received, self._shape))
+
+    def _on_renewed(self, event: TicketRenewed) -> list[ReceiveEffect]:
+        if self.state not in _LEASED:
+            raise transfer_errors.reservation_over()
+        if event.attempt <= self._attempt:
+            raise transfer_errors.attempt_not_newer(event.attempt, self._attempt)
+        return self._on_aborted()
+
+    def _on_aborted(self) -> list[ReceiveEffect]:
+        self._disowned = True
+        return self._cancel(None) if self.state in _LEASED else []
+
+    def _on_quiet(self) -> list[ReceiveEffect]:
+        self.state = ReceiveState.RELEASED
+        return [Released(error=None if self._disowned else self._error)]
+
+    def _try_commit(self, now: float) -> list[ReceiveEffect]:
         if self.num_outstanding:
             return []
-        wrong = [
-            index
-            for index, (mine, theirs) in enumerate(zip(self._received, self._commit.digests, strict=True))
-            if mine != theirs
-        ]
+        assert self._commit is not None
+        expected = self._commit.digests
+        wrong = [index for index, digest in enumerate(self._digests) if digest != expected[index]]
         if wrong:
-            return self._break(
-                DigestMismatch(
-                    f"{len(wrong)} of {self._messages} are not what was sent, "
-                    f"the first is {message_name(wrong[0], self._layer_groups, self._unit)}"
-                )
-            )
+            return self._break(transfer_errors.digests_differ(wrong, self._shape))
         self.state = ReceiveState.COMMITTED
-        return [Verified(), AnswerCommit()]
+        first = self._first_landed_at
+        receive_s = 0.0 if first is None else self._last_landed_at - first
+        return [
+            Verified(first_tokens=self._commit.first_tokens, receive_s=receive_s),
+            AnswerCommit(),
+            # The sender repeats a commit whose answer it did not see.
+            ForgetAt(at=now + self._lease_s),
+        ]
 
-    def _break(self, error: TransferError) -> list[Effect]:
-        """No commit can succeed any more. The blocks stay reserved: the router asks for a new ticket, or lets go."""
-        waiting = self.state is ReceiveState.COMMITTING or isinstance(error, DigestMismatch)
+    def _break(self, error: TransferError) -> list[ReceiveEffect]:
+        """No commit can succeed any more. The blocks stay reserved until the router renews the ticket or lets go."""
+        is_committing = self.state is ReceiveState.COMMITTING
         if self.state is not ReceiveState.BROKEN:
             self._error = error
         self.state = ReceiveState.BROKEN
-        return [AnswerCommit(error=error)] if waiting else []
+        return [AnswerCommit(error=error)] if is_committing else []
 
-    def _cancel(self, error: PdserveError | None) -> list[Effect]:
-        waiting = self.state is ReceiveState.COMMITTING
+    def _cancel(self, error: PdserveError | None) -> list[ReceiveEffect]:
+        is_committing = self.state is ReceiveState.COMMITTING
         self.state = ReceiveState.CANCELLING
         self._error = error
-        answer: list[Effect] = [AnswerCommit(error=error or StaleAttempt("the transfer was given up"))]
-        return [*(answer if waiting else []), CancelReceives()]
+        if is_committing:
+            return [AnswerCommit(error=error or transfer_errors.given_up()), CancelReceives()]
+        return [CancelReceives()]
 
-    def _renew(self, now: float) -> None:
+    def _note_arrival(self, now: float) -> None:
+        if self._first_landed_at is None:
+            self._first_landed_at = now
+        self._last_landed_at = now
+
+    def _renew_lease(self, now: float) -> None:
         self.deadline = max(self.deadline, now + self._lease_s)
 
     def _require_outstanding(self, index: int) -> None:
-        if not 0 <= index < len(self._received) or self._received[index] is not None or index in self._lost:
-            name = message_name(index, self._layer_groups, self._unit)
-            raise InvalidTransition(f"{name} of {self._messages} is not outstanding")
-
-    @property
-    def _messages(self) -> str:
-        return messages(self._num_bundles, self._layer_groups, self._unit)
-
-    def _require_attempt(self, event: CommitArrived) -> None:
-        if event.attempt != self._attempt:
-            raise StaleAttempt(f"the commit is of attempt {event.attempt}, the ticket of attempt {self._attempt}")
-
-
-_ReceiveHandler = Callable[[ReceiveMachine, Event, float], list[Effect]]
-
-
-def _rows(
-    states: Sequence[ReceiveState], moves: dict[type[Event], _ReceiveHandler]
-) -> dict[tuple[ReceiveState, type[Event]], _ReceiveHandler]:
-    return {(state, event): handler for state in states for event, handler in moves.items()}
-
-
-_R = ReceiveMachine
-_RECEIVE_TABLE: dict[tuple[ReceiveState, type[Event]], _ReceiveHandler] = (
-    _rows(
-        [ReceiveState.RECEIVING, ReceiveState.COMMITTING, ReceiveState.BROKEN],
-        {
-            MessageReceived: _R._on_received,
-            MessageLost: _R._on_lost,
-            LeaseKept: _R._on_kept,
-            Aborted: _R._on_abort,
-            TimePassed: _R._on_time,
-        },
-    )
-    | _rows([ReceiveState.RECEIVING], {CommitArrived: _R._on_commit})
-    | _rows([ReceiveState.COMMITTING], {CommitArrived: _R._on_commit_again})
-    | _rows([ReceiveState.BROKEN], {CommitArrived: _R._on_commit_refused})
-    | _rows(
-        [ReceiveState.CANCELLING],
-        {
-            MessageReceived: _R._on_received,
-            MessageLost: _R._on_lost,
-            CommitArrived: _R._on_commit_refused,
-            LeaseKept: _R._ignore,
-            Aborted: _R._ignore,
-            TimePassed: _R._ignore,
-            Quiet: _R._on_quiet,
-        },
-    )
-    | _rows([ReceiveState.COMMITTED], {CommitArrived: _R._on_commit_again})
-    | _rows([ReceiveState.RELEASED], {CommitArrived: _R._on_commit_refused})
-    | _rows(
-        [ReceiveState.COMMITTED, ReceiveState.RELEASED],
-        {LeaseKept: _R._ignore, Aborted: _R._ignore, TimePassed: _R._ignore},
-    )
-)
+        if not 0 <= index < len(self._digests) or self._digests[index] is not None or index in self._lost:
+            raise transfer_errors.not_outstanding(index, self._shape)

@@ -1,4 +1,4 @@
-"""What a decode worker says of itself in tickets, which blocks it waits for, and what it is told of them."""
+"""Values around a transfer into a decode worker: its identity, the blocks it reserves, and the result."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pdserve.base.layout import KvLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverIdentity:
-    """What this worker's tickets say about it."""
+    """The worker, as its tickets describe it."""
 
     worker_id: WorkerId
     epoch: Epoch
     grpc_address: str
     layout: KvLayout
-    #: Messages in which each block is to be sent, at most one for each layer.
+    #: Messages in which each block is sent, at most one per layer.
     layer_groups: int = 1
 
 
@@ -31,21 +31,21 @@ class Received:
     first_tokens: tuple[int, ...]
     received_blocks: int
     received_bytes: int
-    #: From the first to the last received message.
+    #: Time from the first to the last received message.
     receive_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """Blocks that wait to be filled for one request.
+    """Blocks that are to be filled for one request.
 
-    `on_received` or `on_expired` is called exactly once, on the event loop, unless `Receiver.abort` comes first.
+    Either `on_received` or `on_expired` is called, once, on the event loop, unless `Receiver.abort` comes first.
     After `on_expired` nothing writes to the blocks any more and they may be freed. Neither may raise.
     """
 
     request_id: RequestId
     block_ids: Sequence[BlockId]
-    #: Position of the first of them among the prompt's blocks.
+    #: Index of the first of them among the prompt's blocks.
     first_block: int
     lease_s: float
     on_received: Callable[[Received], None]

@@ -1,33 +1,37 @@
-"""One transfer at the prefill worker, free of I/O: events in, effects out, time is an argument.
+"""The protocol of one transfer at the prefill worker, free of I/O: events in, effects out, time is an argument. Pure.
 
-SENDING --finish--> COMMITTING --answer--> CLOSED
-either --abort, send failed, lease over, commit refused--> DRAINING --nothing outstanding--> CLOSED
+SENDING -- all sent --> COMMITTING -- answer --> DRAINING -- nothing outstanding --> CLOSED
+   '-- abort, send failed, lease over -----------^
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from enum import Enum
+from itertools import chain
 
+from kvtransfer.handover import transfer_errors
 from kvtransfer.handover.events import (
     Aborted,
     AllSent,
     CommitAnswered,
     Disconnect,
-    Effect,
-    Event,
     LeaseKept,
     Released,
     SendDone,
+    SendEffect,
+    SendEvent,
     SendStarted,
+    StopSending,
     TimePassed,
+    WatchLease,
 )
-from kvtransfer.handover.layer_groups import message_name, messages
-from pdserve.base.errors import InvalidTransition, PdserveError, PeerLost, TransferTimeout
+from kvtransfer.handover.layer_groups import TransferShape
+from pdserve.base.errors import PdserveError, PeerLost, TransferTimeout
 
 
 class SendState(Enum):
-    """Where a transfer is at the prefill worker."""
+    """State of a transfer at the prefill worker."""
 
     SENDING = "sending"
     COMMITTING = "committing"
@@ -35,152 +39,225 @@ class SendState(Enum):
     CLOSED = "closed"
 
 
-class SendMachine:
-    """One transfer at the prefill worker: blocks are its to read until `Released`.
+_S = SendState
+_Moves = Mapping[type[SendEvent], frozenset[SendState]]
 
-    A group of layers goes out bundle by bundle; how far one group is does not bind another.
+
+def _to(*states: SendState) -> frozenset[SendState]:
+    return frozenset(states)
+
+
+def _staying(state: SendState, *events: type[SendEvent]) -> _Moves:
+    return dict.fromkeys(events, _to(state))
+
+
+_END = _to(_S.DRAINING, _S.CLOSED)
+
+#: The states to which each event may lead. An event that is not listed for a state is illegal there.
+TRANSITIONS: dict[SendState, _Moves] = {
+    _S.SENDING: {
+        **_staying(_S.SENDING, LeaseKept),
+        SendStarted: _END | {_S.SENDING},
+        SendDone: _END | {_S.SENDING},
+        AllSent: _END | {_S.COMMITTING},
+        Aborted: _END,
+        TimePassed: _END | {_S.SENDING},
+    },
+    _S.COMMITTING: {
+        **_staying(_S.COMMITTING, LeaseKept),
+        SendDone: _END | {_S.COMMITTING},
+        CommitAnswered: _END,
+        Aborted: _END,
+        TimePassed: _END | {_S.COMMITTING},
+    },
+    _S.DRAINING: {
+        **_staying(_S.DRAINING, CommitAnswered, LeaseKept, Aborted, TimePassed),
+        SendDone: _END,
+    },
+    _S.CLOSED: _staying(_S.CLOSED, CommitAnswered, LeaseKept, Aborted, TimePassed),
+}
+
+
+class SendMachine:
+    """One transfer at the prefill worker: its blocks may be read until `Released`.
+
+    A layer group goes through the bundles in order, independently of the other groups.
     """
 
-    def __init__(self, *, num_bundles: int, layer_groups: int, lease_s: float, now: float, unit: str = "block") -> None:
+    def __init__(self, *, shape: TransferShape, lease_s: float, now: float) -> None:
         self.state = SendState.SENDING
         self.deadline = now + lease_s
         self.num_sent = 0
-        self.error: PdserveError | None = None
-        self._num_bundles = num_bundles
-        self._layer_groups = layer_groups
-        self._unit = unit
+        self.wire_time = WireTime()
+        self._shape = shape
         self._lease_s = lease_s
-        #: Of each group.
-        self._next_bundle = [0] * layer_groups
+        #: Digests of the bundles' messages, for each layer group.
+        self._digests: list[list[bytes]] = [[] for _ in range(shape.layer_groups)]
         self._outstanding: set[int] = set()
+        self._error: PdserveError | None = None
         self._disconnected = False
+        self._story = [self.state.value]
 
     @property
     def num_outstanding(self) -> int:
-        """Messages the transport reads at the moment."""
+        """Messages that the transport is reading."""
         return len(self._outstanding)
 
     @property
     def num_unsent(self) -> int:
         """Messages that were not handed to the transport yet."""
-        return self._num_bundles * self._layer_groups - sum(self._next_bundle)
+        return self._shape.num_messages - sum(map(len, self._digests))
 
-    def handle(self, event: Event, now: float) -> list[Effect]:
-        """Moves on.
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        """Digests of all messages, for the commit."""
+        return tuple(chain.from_iterable(zip(*self._digests, strict=True)))
+
+    def next_index(self, group: int) -> int:
+        """The message of a layer group that is sent next."""
+        return len(self._digests[group]) * self._shape.layer_groups + group
+
+    def handle(self, event: SendEvent, now: float) -> list[SendEffect]:
+        """Takes one event. A message or a commit that comes after the lease ends the transfer instead.
 
         Raises: InvalidTransition, with the machine unchanged.
         """
-        handler = _SEND_TABLE.get((self.state, type(event)))
-        if handler is None:
-            raise InvalidTransition(f"a transfer that is {self.state.value} does not take {event!r}")
-        return handler(self, event, now)
+        before, moves = self.state, TRANSITIONS[self.state]
+        if type(event) not in moves:
+            raise transfer_errors.illegal_event(before.value, event, self._story)
+        effects = self._dispatch(event, now)
+        if self.state is not before:
+            assert self.state in moves[type(event)], f"{before} -> {self.state} on {event!r}"
+            self._story.append(f"{self.state.value} on {type(event).__name__}")
+        return effects
 
-    def _on_started(self, event: Event, now: float) -> list[Effect]:
-        assert isinstance(event, SendStarted)
-        bundle, group = divmod(event.index, self._layer_groups)
-        if bundle != self._next_bundle[group] or bundle >= self._num_bundles:
-            name = message_name(event.index, self._layer_groups, self._unit)
-            raise InvalidTransition(
-                f"{self._unit} {self._next_bundle[group]} of {self._num_bundles} is next, not {name}"
-            )
-        self._next_bundle[group] += 1
+    def _dispatch(self, event: SendEvent, now: float) -> list[SendEffect]:
+        match event:
+            case SendStarted():
+                return self._on_started(event, now)
+            case SendDone():
+                return self._on_done(event, now)
+            case AllSent():
+                return self._on_all_sent(now)
+            case CommitAnswered():
+                return self._on_answer(event)
+            case LeaseKept():
+                return self._on_lease_kept(now)
+            case Aborted():
+                return self._on_aborted()
+            case TimePassed():
+                return self._on_time(now)
+
+    def _on_started(self, event: SendStarted, now: float) -> list[SendEffect]:
+        if now >= self.deadline:
+            return self._expire()
+        group = event.index % self._shape.layer_groups
+        expected = self.next_index(group)
+        if event.index != expected or expected >= self._shape.num_messages:
+            raise transfer_errors.out_of_order(event.index, expected, self._shape)
+        self._digests[group].append(event.digest)
         self._outstanding.add(event.index)
+        self.wire_time.started(now)
         return []
 
-    def _on_done(self, event: Event, now: float) -> list[Effect]:
-        assert isinstance(event, SendDone)
+    def _on_done(self, event: SendDone, now: float) -> list[SendEffect]:
         if event.index not in self._outstanding:
-            raise InvalidTransition(f"{message_name(event.index, self._layer_groups, self._unit)} is not outstanding")
+            raise transfer_errors.not_outstanding(event.index, self._shape)
         self._outstanding.remove(event.index)
+        self.wire_time.done(now)
         if event.error is None:
             self.num_sent += 1
         if self.state is SendState.DRAINING:
             return self._try_release()
         if event.error is not None:
             return self._drain(event.error)
-        self._renew(now)
+        self._renew_lease(now)
         return []
 
-    def _on_all_sent(self, event: Event, now: float) -> list[Effect]:
+    def _on_all_sent(self, now: float) -> list[SendEffect]:
+        if now >= self.deadline:
+            return self._expire()
         if self.num_unsent:
-            raise InvalidTransition(f"{self.num_unsent} of {self._messages} were not sent")
-        self._renew(now)
+            raise transfer_errors.not_all_sent(self.num_unsent, self._shape)
+        self._renew_lease(now)
         self.state = SendState.COMMITTING
         return []
 
-    def _on_answer(self, event: Event, now: float) -> list[Effect]:
-        assert isinstance(event, CommitAnswered)
-        return self._drain(event.error)
+    def _on_answer(self, event: CommitAnswered) -> list[SendEffect]:
+        return self._drain(event.error) if self.state is SendState.COMMITTING else []
 
-    def _on_kept(self, event: Event, now: float) -> list[Effect]:
-        self._renew(now)
+    def _on_lease_kept(self, now: float) -> list[SendEffect]:
+        if self.state in (SendState.SENDING, SendState.COMMITTING):
+            self._renew_lease(now)
         return []
 
-    def _on_abort(self, event: Event, now: float) -> list[Effect]:
-        return self._drain(None)
+    def _on_aborted(self) -> list[SendEffect]:
+        return self._drain(None) if self.state in (SendState.SENDING, SendState.COMMITTING) else []
 
-    def _on_time(self, event: Event, now: float) -> list[Effect]:
+    def _on_time(self, now: float) -> list[SendEffect]:
+        if self.state is SendState.CLOSED or self._disconnected:
+            return []
         if now < self.deadline:
-            return []
-        return self._drain(
-            TransferTimeout(f"no progress for {self._lease_s:g} s; {self.num_sent} of {self._messages} had got through")
-        )
-
-    def _on_time_draining(self, event: Event, now: float) -> list[Effect]:
-        if now < self.deadline or self._disconnected:
-            return []
+            return [WatchLease(until=self.deadline)]
+        if self.state is not SendState.DRAINING:
+            return self._expire()
         self._disconnected = True
-        self.error = self.error or PeerLost("the peer does not take what was sent")
+        self._error = self._error or transfer_errors.sends_stuck(self._lease_s)
         return [Disconnect()]
 
-    def _ignore(self, event: Event, now: float) -> list[Effect]:
-        return []
+    def _expire(self) -> list[SendEffect]:
+        if self.state is SendState.COMMITTING and not self._outstanding:
+            return self._drain(transfer_errors.commit_unanswered(self._lease_s))
+        return self._drain(transfer_errors.lease_over(self._lease_s, self.num_sent, self._shape))
 
-    def _drain(self, error: PdserveError | None) -> list[Effect]:
+    def _drain(self, error: PdserveError | None) -> list[SendEffect]:
         self.state = SendState.DRAINING
-        self.error = error
-        # The decode worker drains what it no longer wants. One that did not make progress for a whole lease will not.
+        self._error = error
+        stop = StopSending(error=error or transfer_errors.transfer_over())
+        # A decode worker that lives takes even what it no longer wants. One that made no progress for a whole lease,
+        # or is lost, will not.
         if isinstance(error, TransferTimeout | PeerLost) and self._outstanding:
             self._disconnected = True
-            return [Disconnect()]
-        return self._try_release()
+            return [stop, Disconnect()]
+        return [stop, *self._try_release()]
 
-    def _try_release(self) -> list[Effect]:
+    def _try_release(self) -> list[SendEffect]:
         if self._outstanding:
             return []
         self.state = SendState.CLOSED
-        return [Released(error=self.error)]
+        return [Released(error=self._error)]
 
-    @property
-    def _messages(self) -> str:
-        return messages(self._num_bundles, self._layer_groups, self._unit)
-
-    def _renew(self, now: float) -> None:
+    def _renew_lease(self, now: float) -> None:
         self.deadline = max(self.deadline, now + self._lease_s)
 
 
-_SendHandler = Callable[[SendMachine, Event, float], list[Effect]]
+class WireTime:
+    """The union of the intervals in which at least one message was on its way. Times in seconds."""
 
-_S = SendMachine
-_SEND_TABLE: dict[tuple[SendState, type[Event]], _SendHandler] = {
-    (SendState.SENDING, SendStarted): _S._on_started,
-    (SendState.SENDING, SendDone): _S._on_done,
-    (SendState.SENDING, AllSent): _S._on_all_sent,
-    (SendState.SENDING, LeaseKept): _S._on_kept,
-    (SendState.SENDING, Aborted): _S._on_abort,
-    (SendState.SENDING, TimePassed): _S._on_time,
-    (SendState.COMMITTING, SendDone): _S._on_done,
-    (SendState.COMMITTING, CommitAnswered): _S._on_answer,
-    (SendState.COMMITTING, LeaseKept): _S._on_kept,
-    (SendState.COMMITTING, Aborted): _S._on_abort,
-    (SendState.COMMITTING, TimePassed): _S._on_time,
-    (SendState.DRAINING, SendDone): _S._on_done,
-    (SendState.DRAINING, CommitAnswered): _S._ignore,
-    (SendState.DRAINING, LeaseKept): _S._ignore,
-    (SendState.DRAINING, Aborted): _S._ignore,
-    (SendState.DRAINING, TimePassed): _S._on_time_draining,
-    (SendState.CLOSED, CommitAnswered): _S._ignore,
-    (SendState.CLOSED, LeaseKept): _S._ignore,
-    (SendState.CLOSED, Aborted): _S._ignore,
-    (SendState.CLOSED, TimePassed): _S._ignore,
-}
+    __slots__ = ("_busy_s", "_num_outstanding", "_since", "first_started_at", "last_done_at")
+
+    def __init__(self) -> None:
+        self.first_started_at: float | None = None
+        self.last_done_at: float | None = None
+        self._num_outstanding = 0
+        self._since = 0.0
+        self._busy_s = 0.0
+
+    def started(self, now: float) -> None:
+        """A message was handed to the transport."""
+        if self.first_started_at is None:
+            self.first_started_at = now
+        if self._num_outstanding == 0:
+            self._since = now
+        self._num_outstanding += 1
+
+    def done(self, now: float) -> None:
+        """The transport is done with a message."""
+        self.last_done_at = now
+        self._num_outstanding -= 1
+        if self._num_outstanding == 0:
+            self._busy_s += now - self._since
+
+    def busy_s(self, now: float) -> float:
+        """Seconds until now."""
+        return self._busy_s + (now - self._since if self._num_outstanding else 0.0)

@@ -1,13 +1,13 @@
-"""The values two workers exchange about a transfer, checked when they come off the wire: the ticket and the commit."""
+"""Ticket and commit, the two values that workers exchange about a transfer, and their checked wire formats."""
 
 from __future__ import annotations
 
-import math
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvtransfer.handover.digest import DIGEST_BYTES, DIGESTS, HOST_DIGEST, MAC_BYTES, commit_mac, same_mac
-from kvtransfer.handover.layer_groups import Bundles, LayerGroups
+from kvtransfer.handover.layer_groups import LayerGroups, TransferShape
 from kvtransfer.transport import TRANSPORTS
 from pdserve.base.errors import DigestMismatch, RequestError
 from pdserve.base.ids import Epoch, RequestId, TransferId, WorkerId
@@ -16,7 +16,7 @@ from pdserve.v1 import common_pb2, decode_pb2
 
 KEY_BYTES = 32
 TRANSFER_ID_BYTES = 16
-#: Message tags of a transfer: the upper bits are random, the lower ones count its messages.
+#: Low bits of a tag, which count the messages of a transfer. The bits above are random.
 TAG_INDEX_BITS = 20
 MAX_MESSAGES = 1 << TAG_INDEX_BITS
 MAX_LEASE_S = 3600.0
@@ -24,6 +24,8 @@ MAX_ADDRESS_BYTES = 1 << 16
 MAX_BLOCK_BYTES = 1 << 30
 MAX_FIRST_TOKENS = 128
 _MAX_DIMENSION = 1 << 20
+_MAX_EPOCH = (1 << 63) - 1
+_MAX_FIRST_BLOCK = (1 << 31) - 1
 _DTYPES = ("float32", "bfloat16", "float16", "fp8_e4m3")
 
 
@@ -44,38 +46,42 @@ class Ticket:
     lease_s: float
     key: bytes
     tag_base: int
-    #: Messages of which each bundle consists, and blocks of which it does.
+    #: Messages per bundle, each with a group of layers.
     layer_groups: int
+    #: Blocks per bundle; the last bundle may have fewer.
     bundle_blocks: int = 1
+    #: Kind of the messages' digests, one of `DIGESTS`.
     digest: str = HOST_DIGEST
 
     @property
     def groups(self) -> LayerGroups:
-        """Which layers each message of a bundle has."""
+        """Layers of each message of a bundle."""
         return LayerGroups.of(self.layout, self.layer_groups)
 
     @property
-    def bundles(self) -> Bundles:
-        """Which blocks travel together."""
-        return Bundles(num_blocks=self.num_blocks, size=self.bundle_blocks)
+    def shape(self) -> TransferShape:
+        """Bundles and messages of the transfer."""
+        return TransferShape(
+            num_blocks=self.num_blocks, bundle_blocks=self.bundle_blocks, layer_groups=self.layer_groups
+        )
 
     def tag(self, index: int) -> int:
-        """Of the transfer's message `index`, as `LayerGroups` counts them."""
+        """Tag of message `index`, as `TransferShape` numbers them."""
         return self.tag_base + index
 
 
 def new_tag_base() -> int:
-    """Random upper 44 bits: tags of two transfers do not meet."""
+    """A tag with random upper 44 bits, so that two transfers do not share tags."""
     return secrets.randbits(64 - TAG_INDEX_BITS) << TAG_INDEX_BITS
 
 
 def new_key() -> bytes:
-    """32 random bytes."""
+    """A transfer's key, 32 random bytes."""
     return secrets.token_bytes(KEY_BYTES)
 
 
 def layout_to_proto(layout: KvLayout) -> decode_pb2.KvLayout:
-    """As it travels in tickets."""
+    """The layout as it travels in tickets."""
     return decode_pb2.KvLayout(
         model=layout.model,
         dtype=layout.dtype,
@@ -87,11 +93,10 @@ def layout_to_proto(layout: KvLayout) -> decode_pb2.KvLayout:
 
 
 def layout_from_proto(message: decode_pb2.KvLayout) -> KvLayout:
-    """Raises: RequestError when it is not a layout a worker could have."""
-    _require(message.dtype in _DTYPES, f"layout.dtype {message.dtype!r} is not one of {', '.join(_DTYPES)}")
+    """The layout of a ticket. Raises: RequestError when no worker could have it."""
+    _require_one_of("layout.dtype", message.dtype, _DTYPES)
     for name in ("block_size", "num_layers", "num_kv_heads", "head_dim"):
-        value: int = getattr(message, name)
-        _require(0 < value <= _MAX_DIMENSION, f"layout.{name} is {value}")
+        _require_between(f"layout.{name}", getattr(message, name), 1, _MAX_DIMENSION)
     layout = KvLayout(
         model=message.model,
         dtype=message.dtype,
@@ -100,12 +105,12 @@ def layout_from_proto(message: decode_pb2.KvLayout) -> KvLayout:
         num_kv_heads=message.num_kv_heads,
         head_dim=message.head_dim,
     )
-    _require(layout.block_bytes <= MAX_BLOCK_BYTES, f"a block of {layout.block_bytes} bytes is beyond any model")
+    _require_between("block_bytes of layout", layout.block_bytes, 1, MAX_BLOCK_BYTES)
     return layout
 
 
 def ticket_to_proto(ticket: Ticket) -> decode_pb2.Ticket:
-    """As it travels to the router and the prefill worker."""
+    """The ticket as it travels to the router and the prefill worker."""
     return decode_pb2.Ticket(
         transfer_id=ticket.transfer_id,
         attempt=ticket.attempt,
@@ -127,24 +132,21 @@ def ticket_to_proto(ticket: Ticket) -> decode_pb2.Ticket:
 
 
 def ticket_from_proto(message: decode_pb2.Ticket) -> Ticket:
-    """Raises: RequestError naming the field that no honest decode worker would have sent."""
-    _require(len(message.transfer_id) == TRANSFER_ID_BYTES, f"transfer_id has {len(message.transfer_id)} bytes")
-    _require(len(message.key) == KEY_BYTES, f"key has {len(message.key)} bytes")
-    _require(0 < message.epoch < 1 << 63, f"epoch is {message.epoch}")
-    _require(message.transport in TRANSPORTS, f"transport {message.transport!r} is unknown")
-    _require(0 < len(message.data_address) <= MAX_ADDRESS_BYTES, f"data_address has {len(message.data_address)} bytes")
-    _require(message.first_block < 1 << 31, f"first_block is {message.first_block}")
-    _require(math.isfinite(message.lease_s) and 0 < message.lease_s <= MAX_LEASE_S, f"lease_s is {message.lease_s}")
-    _require(message.tag_base % MAX_MESSAGES == 0, f"tag_base {message.tag_base:#x} leaves no room for message numbers")
+    """The ticket, checked. Raises: RequestError, which names a field that no honest decode worker would send."""
+    _require_bytes("transfer_id", message.transfer_id, TRANSFER_ID_BYTES)
+    _require_bytes("key", message.key, KEY_BYTES)
+    _require_between("epoch", message.epoch, 1, _MAX_EPOCH)
+    _require_one_of("transport", message.transport, TRANSPORTS)
+    _require_between("length of data_address", len(message.data_address), 1, MAX_ADDRESS_BYTES)
+    _require_between("first_block", message.first_block, 0, _MAX_FIRST_BLOCK)
+    _require(0 < message.lease_s <= MAX_LEASE_S, f"lease_s is {message.lease_s}, not above 0 and up to {MAX_LEASE_S:g}")
+    _require(message.tag_base % MAX_MESSAGES == 0, f"tag_base {message.tag_base:#x} leaves no bits to count messages")
     _require(bool(message.grpc_address), "grpc_address is empty")
-    layout, groups = layout_from_proto(message.layout), message.layer_groups
-    _require(1 <= groups <= layout.num_layers, f"layer_groups is {groups}, with a model of {layout.num_layers} layers")
-    _require(
-        message.num_blocks * groups <= MAX_MESSAGES, f"num_blocks is {message.num_blocks} with {groups} messages each"
-    )
-    most = max(1, MAX_BLOCK_BYTES // layout.block_bytes)
-    _require(1 <= message.bundle_blocks <= most, f"bundle_blocks is {message.bundle_blocks}, not 1 to {most}")
-    _require(message.digest in DIGESTS, f"digest {message.digest!r} is not one of {', '.join(DIGESTS)}")
+    layout = layout_from_proto(message.layout)
+    _require_between("layer_groups", message.layer_groups, 1, layout.num_layers)
+    _require_between("num_blocks", message.num_blocks, 0, MAX_MESSAGES // message.layer_groups)
+    _require_between("bundle_blocks", message.bundle_blocks, 1, max(1, MAX_BLOCK_BYTES // layout.block_bytes))
+    _require_one_of("digest", message.digest, DIGESTS)
     return Ticket(
         transfer_id=TransferId(message.transfer_id),
         attempt=message.attempt,
@@ -159,7 +161,7 @@ def ticket_from_proto(message: decode_pb2.Ticket) -> Ticket:
         lease_s=message.lease_s,
         key=message.key,
         tag_base=message.tag_base,
-        layer_groups=groups,
+        layer_groups=message.layer_groups,
         bundle_blocks=message.bundle_blocks,
         digest=message.digest,
     )
@@ -167,7 +169,7 @@ def ticket_from_proto(message: decode_pb2.Ticket) -> Ticket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """A prefill worker's word that a transfer is complete: what was sent, and the tokens sampled first."""
+    """A prefill worker's statement that a transfer is complete: digests of what it sent, and the first tokens."""
 
     request_id: RequestId
     attempt: int
@@ -180,14 +182,14 @@ class Commit:
     def require_authentic(self, key: bytes) -> None:
         """Raises: DigestMismatch unless the MAC was made with the ticket's key over exactly these fields."""
         if not same_mac(self.mac, _mac_of(key, self)):
-            raise DigestMismatch(f"the commit of request {self.request_id} is not signed with its ticket's key")
+            raise DigestMismatch(f"The commit of request {self.request_id} is not signed with its ticket's key.")
 
 
 def signed_commit(
     ticket: Ticket, *, request_id: RequestId, digests: tuple[bytes, ...], first_tokens: tuple[int, ...]
 ) -> Commit:
     """The commit for a ticket, with its MAC."""
-    bare = Commit(
+    unsigned = Commit(
         request_id=request_id,
         attempt=ticket.attempt,
         transfer_id=ticket.transfer_id,
@@ -196,11 +198,11 @@ def signed_commit(
         first_tokens=first_tokens,
         mac=b"",
     )
-    return replace(bare, mac=_mac_of(ticket.key, bare))
+    return replace(unsigned, mac=_mac_of(ticket.key, unsigned))
 
 
 def commit_to_proto(commit: Commit) -> decode_pb2.CommitRequest:
-    """As it travels to the decode worker."""
+    """The commit as it travels to the decode worker."""
     return decode_pb2.CommitRequest(
         ref=common_pb2.RequestRef(request_id=commit.request_id, attempt=commit.attempt),
         transfer_id=commit.transfer_id,
@@ -212,13 +214,14 @@ def commit_to_proto(commit: Commit) -> decode_pb2.CommitRequest:
 
 
 def commit_from_proto(message: decode_pb2.CommitRequest) -> Commit:
-    """Raises: RequestError when a field is out of any honest range."""
-    _require(len(message.transfer_id) == TRANSFER_ID_BYTES, f"transfer_id has {len(message.transfer_id)} bytes")
-    _require(len(message.mac) == MAC_BYTES, f"mac has {len(message.mac)} bytes")
-    _require(0 < message.epoch < 1 << 63, f"epoch is {message.epoch}")
-    _require(len(message.digests) <= MAX_MESSAGES, f"there are {len(message.digests)} digests")
-    _require(all(len(digest) == DIGEST_BYTES for digest in message.digests), "a digest is not 16 bytes long")
-    _require(0 < len(message.first_tokens) <= MAX_FIRST_TOKENS, f"there are {len(message.first_tokens)} first tokens")
+    """The commit, checked. Raises: RequestError, which names a field that no honest prefill worker would send."""
+    _require_bytes("transfer_id", message.transfer_id, TRANSFER_ID_BYTES)
+    _require_bytes("mac", message.mac, MAC_BYTES)
+    _require_between("epoch", message.epoch, 1, _MAX_EPOCH)
+    _require_between("number of digests", len(message.digests), 0, MAX_MESSAGES)
+    has_digests = all(len(digest) == DIGEST_BYTES for digest in message.digests)
+    _require(has_digests, f"one of the digests does not have {DIGEST_BYTES} bytes")
+    _require_between("number of first_tokens", len(message.first_tokens), 1, MAX_FIRST_TOKENS)
     return Commit(
         request_id=RequestId(message.ref.request_id),
         attempt=message.ref.attempt,
@@ -231,17 +234,23 @@ def commit_from_proto(message: decode_pb2.CommitRequest) -> Commit:
 
 
 def _mac_of(key: bytes, commit: Commit) -> bytes:
-    return commit_mac(
-        key,
-        transfer_id=commit.transfer_id,
-        request_id=commit.request_id,
-        attempt=commit.attempt,
-        epoch=commit.epoch,
-        digests=commit.digests,
-        first_tokens=commit.first_tokens,
-    )
+    numbers = commit.attempt.to_bytes(4, "little") + commit.epoch.to_bytes(8, "little")
+    tokens = b"".join(token.to_bytes(4, "little") for token in commit.first_tokens)
+    return commit_mac(key, commit.transfer_id, commit.request_id.encode(), numbers, b"".join(commit.digests), tokens)
+
+
+def _require_bytes(name: str, value: bytes, num_bytes: int) -> None:
+    _require(len(value) == num_bytes, f"{name} has {len(value)} bytes, not {num_bytes}")
+
+
+def _require_between(name: str, value: int, least: int, greatest: int) -> None:
+    _require(least <= value <= greatest, f"{name} is {value}, not {least} to {greatest}")
+
+
+def _require_one_of(name: str, value: str, known: Sequence[str]) -> None:
+    _require(value in known, f"{name} {value!r} is not one of {', '.join(known)}")
 
 
 def _require(holds: bool, fault: str) -> None:
     if not holds:
-        raise RequestError(f"malformed transfer message: {fault}")
+        raise RequestError(f"Malformed transfer message: {fault}.")

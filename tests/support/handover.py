@@ -1,24 +1,30 @@
-"""A pair of workers over the inproc transport."""
+"""A prefill and a decode worker that hand blocks over within this process, and the memories that they may have."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvtransfer.handover.memory import BlockMemory, InPlaceMemory
+from kvtransfer.handover.digest import HOST_DIGEST
+from kvtransfer.handover.memory import BlockMemory, Bundle, InPlaceMemory, MessageSpec
+from kvtransfer.handover.outgoing import OutgoingTransfer
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import Received, ReceiverIdentity, Reservation
-from kvtransfer.handover.sender import OutgoingTransfer, Sender
+from kvtransfer.handover.sender import Sender
+from kvtransfer.handover.staging import StagedMemory
 from kvtransfer.handover.ticket import Ticket
 from kvtransfer.transport import Buffer
 from kvtransfer.transport.inproc import InprocTransport
-from pdserve.base.errors import PdserveError
+from pdserve.base.device_event import DeviceEvent
+from pdserve.base.errors import PdserveError, TransferError
 from pdserve.base.ids import BlockId, Epoch, RequestId, WorkerId
 from pdserve.base.layout import KvLayout
 from pdserve.base.tasks import service_group
+from tests.support.virtual_time import VirtualTimeLoop
 
 LAYOUT = KvLayout(model="m", dtype="float32", block_size=4, num_layers=4, num_kv_heads=1, head_dim=4)
 REQUEST = RequestId("r1")
@@ -37,12 +43,13 @@ class Memory:
 
 
 def in_place(memory: Memory) -> InPlaceMemory:
+    """Transports read and write the blocks themselves."""
     return InPlaceMemory(memory, LAYOUT.num_layers)
 
 
 @dataclass(eq=False)
 class Pair:
-    """A prefill worker, a decode worker, and what the decode worker was told."""
+    """A prefill worker, a decode worker, and what the decode worker's requests were notified of."""
 
     receiver: Receiver
     sender: Sender
@@ -67,14 +74,26 @@ class Pair:
         return await self.receiver.grant(self.reservation(block_ids, lease_s=lease_s), attempt=attempt)
 
 
+def not_received(ticket: Ticket) -> Ticket:
+    """The same ticket with tags for which no receive is posted, as if the decode worker read nothing."""
+    return replace(ticket, tag_base=ticket.tag_base ^ (1 << 40))
+
+
 async def push_all(transfer: OutgoingTransfer, *ids: int) -> None:
-    """Every group of layers of these blocks, one group after another."""
+    """Every layer group of these blocks, one group after another."""
     for group in range(transfer._groups.count):
         await transfer.push(blocks(*ids), group=group)
 
 
 def blocks(*ids: int) -> list[BlockId]:
+    """These block ids."""
     return [BlockId(block_id) for block_id in ids]
+
+
+async def until_idle() -> None:
+    """Returns when all other tasks wait for a timer or for this one. Needs `virtual_time`."""
+    assert isinstance(asyncio.get_running_loop(), VirtualTimeLoop)
+    await asyncio.sleep(1e-6)
 
 
 @asynccontextmanager
@@ -85,6 +104,7 @@ async def worker_pair(
     layer_groups: int = 1,
     stage: Callable[[Memory], BlockMemory] = in_place,
 ) -> AsyncIterator[Pair]:
+    """Two workers over the inproc transport. `stage` makes their memories, the receiver's first."""
     sending, receiving = InprocTransport(), InprocTransport()
     source, target = Memory(num_blocks, 1), Memory(num_blocks, 2)
     identity = ReceiverIdentity(
@@ -105,3 +125,94 @@ async def worker_pair(
         await pair.receiver.close()
         await sending.close()
         await receiving.close()
+
+
+class Copies:
+    """Implements `BlockCopies` for the blocks of a `Memory`. Copies end while `may_end` is set."""
+
+    def __init__(self, memory: Memory, stage: Buffer) -> None:
+        self._blocks = memory.blocks
+        self._stage = stage
+        self._layer_bytes = LAYOUT.block_bytes // LAYOUT.num_layers
+        self.fails = False
+        self.may_end = asyncio.Event()
+        self.may_end.set()
+        #: Blocks and layers of each copy that was started.
+        self.started: list[list[int]] = []
+        self.layers: list[tuple[int, int]] = []
+        #: Events after which the copies read.
+        self.events: list[DeviceEvent | None] = []
+        self.has_started = asyncio.Event()
+
+    digest = HOST_DIGEST
+
+    async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
+        await self._copy(bundles, spec.layers)
+        self.events.append(spec.after)
+        digests = []
+        for message, rows in self._views(bundles, slots, spec.layers):
+            message[:] = rows
+            digests.append(spec.digest(message.reshape(-1)))
+        return digests
+
+    async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
+        await self._copy(bundles, spec.layers)
+        digests = []
+        for bundle, (message, _) in zip(bundles, self._views(bundles, slots, spec.layers), strict=True):
+            self._blocks[list(bundle), self._span(spec.layers)] = message
+            digests.append(spec.digest(message.reshape(-1)))
+        return digests
+
+    def _views(self, bundles: Sequence[Bundle], slots: Sequence[int], layers: slice) -> Iterator[tuple[Buffer, Buffer]]:
+        """Each bundle's message in the stage, and the layers of its blocks, both with a row per block."""
+        span = self._span(layers)
+        for bundle, slot in zip(bundles, slots, strict=True):
+            first = slot * LAYOUT.block_bytes
+            message = self._stage[first + len(bundle) * span.start : first + len(bundle) * span.stop]
+            yield message.reshape(len(bundle), -1), self._blocks[list(bundle), span]
+
+    def _span(self, layers: slice) -> slice:
+        return slice(layers.start * self._layer_bytes, layers.stop * self._layer_bytes)
+
+    async def _copy(self, bundles: Sequence[Bundle], layers: slice) -> None:
+        self.started.append([block for bundle in bundles for block in bundle])
+        self.layers.append((layers.start, layers.stop))
+        self.has_started.set()
+        await asyncio.sleep(0)
+        await self.may_end.wait()
+        if self.fails:
+            raise TransferError("a rank is gone")
+
+
+def staged(memory: Memory, num_slots: int = 4) -> StagedMemory:
+    """A stage of `num_slots` blocks."""
+    return staged_with_copies(memory, num_slots)[0]
+
+
+def staged_with_copies(memory: Memory, num_slots: int, bundle_blocks: int = 1) -> tuple[StagedMemory, Copies]:
+    """A stage of `num_slots` blocks, and the copies to and from it."""
+    stage = np.zeros(num_slots * LAYOUT.block_bytes, np.uint8)
+    copies = Copies(memory, stage)
+    return StagedMemory(copies, stage, LAYOUT.block_bytes, bundle_blocks), copies
+
+
+class Stages:
+    """Makes the stages of a pair and keeps them: `made[0]` is the receiver's, `made[1]` the sender's."""
+
+    def __init__(self, *num_slots: int, bundle_blocks: int = 1) -> None:
+        """`num_slots`: of the sender's stage, then of the receiver's."""
+        self._num_slots = list(num_slots)
+        self._bundle_blocks = bundle_blocks
+        self.made: list[StagedMemory] = []
+        self.copies: list[Copies] = []
+
+    def __call__(self, memory: Memory) -> StagedMemory:
+        # `worker_pair` makes the receiver's first.
+        stage, copies = staged_with_copies(memory, self._num_slots[1 - len(self.made)], self._bundle_blocks)
+        self.made.append(stage)
+        self.copies.append(copies)
+        return stage
+
+    @property
+    def are_empty(self) -> bool:
+        return all(stage.num_free == stage.max_blocks for stage in self.made)

@@ -285,7 +285,8 @@ async def test_a_wrong_byte_in_a_group_is_refused_and_the_prompt_computed_in_pla
         request = cluster.request(PROMPT)
         await request.start()
         named = (
-            f"1 of 36 parts of 12 blocks are not what was sent, the first is group {wrong % 3} of block {wrong // 3}"
+            "1 of 36 layer groups of 12 blocks are not what was sent, "
+            f"the first is layer group {wrong % 3} of block {wrong // 3}"
         )
         with pytest.raises(DigestMismatch, match=named):
             await request.prefill(await request.ticket())
@@ -302,7 +303,7 @@ async def test_a_ticket_with_a_number_of_groups_that_no_model_has_is_refused(mod
         await request.start()
         ticket = await request.ticket()
         ticket.layer_groups = nonsense
-        with pytest.raises(RequestError, match=f"layer_groups is {nonsense}, with a model of 4 layers"):
+        with pytest.raises(RequestError, match=f"layer_groups is {nonsense}, not 1 to 4"):
             await request.prefill(ticket)
         request.cancel()
         await cluster.all_free()

@@ -9,14 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvtransfer.handover.sender import OutgoingTransfer
+from kvtransfer.handover.outgoing import OutgoingTransfer
 from kvtransfer.handover.ticket import Ticket
 from pdserve.base.errors import PeerLost, TransferTimeout
 from pdserve.base.ids import BlockId
 from prefill_svc.pusher import Pusher
 from prefill_svc.pusher import pushing as pushing_prompt
-from tests.support.handover import LAYOUT, REQUEST, Pair, blocks, worker_pair
-from tests.unit.kvtransfer.handover.test_staging import Stages, every_message
+from tests.support.handover import LAYOUT, REQUEST, Pair, Stages, blocks, not_received, until_idle, worker_pair
+
+pytestmark = pytest.mark.virtual_time
 
 TABLE = blocks(5, 3, 1, 0, 2)
 BLOCK = LAYOUT.block_size
@@ -95,15 +96,14 @@ async def test_a_prompt_whose_blocks_are_all_cached_has_nothing_to_drain() -> No
 async def test_a_wire_that_fails_ends_the_prompt_with_its_error() -> None:
     async with worker_pair(max_outstanding_bytes=1) as pair:
         ticket = await granted(pair)
-        stray = replace(ticket, tag_base=ticket.tag_base ^ (1 << 40))  # Nothing is received under these tags.
+        stray = not_received(ticket)
         with pytest.raises(PeerLost):
             async with (
-                asyncio.timeout(5),
                 pair.sender.open(stray, request_id=REQUEST) as transfer,
                 pushing(transfer, stray) as pusher,
             ):
                 pusher.stored(TABLE, PROMPT_TOKENS)
-                await every_message()
+                await until_idle()
                 pair.sending.disconnect(transfer._peer)
                 await asyncio.get_running_loop().create_future()  # Stands for the computing of the prompt.
 
@@ -111,11 +111,11 @@ async def test_a_wire_that_fails_ends_the_prompt_with_its_error() -> None:
 async def test_a_prompt_that_fails_together_with_the_wire_raises_one_error() -> None:
     async with worker_pair(max_outstanding_bytes=1) as pair:
         ticket = await granted(pair)
-        stray = replace(ticket, tag_base=ticket.tag_base ^ (1 << 40))
+        stray = not_received(ticket)
         with pytest.raises(PeerLost):
             async with pair.sender.open(stray, request_id=REQUEST) as transfer, pushing(transfer, stray) as pusher:
                 pusher.stored(TABLE, PROMPT_TOKENS)
-                await every_message()
+                await until_idle()
                 pair.sending.disconnect(transfer._peer)
                 try:
                     await asyncio.get_running_loop().create_future()
@@ -126,11 +126,11 @@ async def test_a_prompt_that_fails_together_with_the_wire_raises_one_error() -> 
 async def test_leaving_drops_the_blocks_that_still_wait_for_the_wire() -> None:
     async with worker_pair(max_outstanding_bytes=1) as pair:
         ticket = await granted(pair)
-        stray = replace(ticket, tag_base=ticket.tag_base ^ (1 << 40), lease_s=0.1)
-        async with asyncio.timeout(5), pair.sender.open(stray, request_id=REQUEST) as transfer:
+        stray = not_received(ticket)
+        async with pair.sender.open(stray, request_id=REQUEST) as transfer:
             async with pushing(transfer, stray) as pusher:
                 pusher.stored(TABLE, PROMPT_TOKENS)
-                await every_message()
+                await until_idle()
             assert transfer.num_unsent == 4
         assert transfer.quiet
 

@@ -1,4 +1,4 @@
-"""Whatever order things happen in, a prefill worker's blocks are released once, and never while the wire reads them."""
+"""In whatever order things happen, a prefill worker's blocks are released once, and never while the wire reads them."""
 
 from __future__ import annotations
 
@@ -12,72 +12,107 @@ from kvtransfer.handover.events import (
     AllSent,
     CommitAnswered,
     Disconnect,
-    Event,
     LeaseKept,
     Released,
     SendDone,
+    SendEvent,
     SendStarted,
+    StopSending,
     TimePassed,
+    WatchLease,
 )
-from kvtransfer.handover.send_machine import SendMachine, SendState
-from pdserve.base.errors import DigestMismatch, InvalidTransition, PeerLost, StaleError
+from kvtransfer.handover.layer_groups import TransferShape
+from kvtransfer.handover.send_machine import TRANSITIONS, SendMachine, SendState
+from pdserve.base.errors import DigestMismatch, InvalidTransition, PeerLost, StaleError, TransferTimeout
 
 LEASE_S = 10.0
+OVER = (SendState.DRAINING, SendState.CLOSED)
+
+
+def digest_of(index: int) -> bytes:
+    return bytes([index]) * 16
 
 
 class PrefillSide(RuleBasedStateMachine):
-    """The machine, and a wire that keeps its own books."""
+    """The machine, and a wire with a record of its own."""
 
     @initialize(num_bundles=st.integers(0, 4), layer_groups=st.integers(1, 3))
     def start(self, num_bundles: int, layer_groups: int) -> None:
         self.now = 100.0
-        self.machine = SendMachine(num_bundles=num_bundles, layer_groups=layer_groups, lease_s=LEASE_S, now=self.now)
+        shape = TransferShape(num_blocks=num_bundles, bundle_blocks=1, layer_groups=layer_groups)
+        self.machine = SendMachine(shape=shape, lease_s=LEASE_S, now=self.now)
         self.num_bundles = num_bundles
-        #: Of each group of layers.
+        #: Next block of each layer group.
         self.next_block = [0] * layer_groups
         self.on_the_wire: set[int] = set()
         self.disconnects = 0
         self.released: list[Released] = []
+        self.stopped: list[StopSending] = []
         self.committed = False
+        self.last_progress = self.now
+        #: Seconds in which something was on the wire.
+        self.busy_s = 0.0
+        #: Time of the one timer, as the effects set it.
+        self.timer: float | None = None
+        self.take(TimePassed())
 
-    def take(self, event: Event) -> None:
+    def take(self, event: SendEvent) -> None:
         for effect in self.machine.handle(event, self.now):
             match effect:
                 case Released():
                     assert not self.on_the_wire, "released while the wire reads"
+                    assert self.stopped, "released while more may be sent"
                     self.released.append(effect)
                 case Disconnect():
                     self.disconnects += 1
+                case StopSending(error=error):
+                    self.stopped.append(effect)
+                    assert not isinstance(error, TransferTimeout) or self.now - self.last_progress >= LEASE_S
+                case WatchLease(until=until):
+                    assert until > self.now
+                    self.timer = until
 
     @property
     def num_unsent(self) -> int:
         return self.num_bundles * len(self.next_block) - sum(self.next_block)
 
+    @property
+    def lease_is_over(self) -> bool:
+        return self.now - self.last_progress >= LEASE_S
+
     @rule(data=st.data())
     def a_group_of_a_block_is_pushed(self, data: st.DataObject) -> None:
         group = data.draw(st.integers(0, len(self.next_block) - 1))
-        index = self.next_block[group] * len(self.next_block) + group
-        if self.machine.state is SendState.SENDING and self.next_block[group] < self.num_bundles:
+        index = self.machine.next_index(group)
+        assert index == self.next_block[group] * len(self.next_block) + group
+        started = SendStarted(index=index, digest=digest_of(index))
+        if self.machine.state is SendState.SENDING and self.lease_is_over:
+            self.take(started)
+            assert isinstance(self.stopped[0].error, TransferTimeout)
+        elif self.machine.state is SendState.SENDING and self.next_block[group] < self.num_bundles:
             self.on_the_wire.add(index)
-            self.take(SendStarted(index=index))
+            self.take(started)
             self.next_block[group] += 1
         else:
             with pytest.raises(InvalidTransition):
-                self.take(SendStarted(index=index))
+                self.take(started)
 
+    @precondition(lambda self: not self.lease_is_over)
     @rule(data=st.data())
     def a_group_goes_through_the_blocks_in_their_order_and_once(self, data: st.DataObject) -> None:
         count = len(self.next_block)
         group = data.draw(st.integers(0, count - 1))
         block = data.draw(st.integers(0, self.num_bundles + 1).filter(lambda block: block != self.next_block[group]))
         with pytest.raises(InvalidTransition):
-            self.take(SendStarted(index=block * count + group))
+            self.take(SendStarted(index=block * count + group, digest=digest_of(0)))
 
     @rule(data=st.data())
     def a_block_got_through(self, data: st.DataObject) -> None:
         if self.on_the_wire:
             index = data.draw(st.sampled_from(sorted(self.on_the_wire)))
             self.on_the_wire.remove(index)
+            if not self.stopped:
+                self.last_progress = self.now
             self.take(SendDone(index=index))
 
     @rule(data=st.data())
@@ -86,7 +121,7 @@ class PrefillSide(RuleBasedStateMachine):
             index = data.draw(st.sampled_from(sorted(self.on_the_wire)))
             self.on_the_wire.remove(index)
             self.take(SendDone(index=index, error=PeerLost("gone")))
-            assert self.machine.state in (SendState.DRAINING, SendState.CLOSED)
+            assert self.machine.state in OVER
 
     @rule()
     def a_send_cannot_end_twice(self) -> None:
@@ -95,9 +130,15 @@ class PrefillSide(RuleBasedStateMachine):
 
     @rule()
     def all_is_sent(self) -> None:
-        if self.machine.state is SendState.SENDING and not self.num_unsent:
+        if self.machine.state is SendState.SENDING and (self.lease_is_over or not self.num_unsent):
+            was_over = self.lease_is_over
+            if not was_over:
+                self.last_progress = self.now
             self.take(AllSent())
-            self.committed = True
+            assert was_over == bool(self.stopped)
+            if not was_over:
+                self.committed = True
+                assert self.machine.digests == tuple(digest_of(index) for index in range(sum(self.next_block)))
         else:
             with pytest.raises(InvalidTransition):
                 self.take(AllSent())
@@ -106,38 +147,56 @@ class PrefillSide(RuleBasedStateMachine):
     @rule(refused=st.booleans())
     def the_commit_is_answered(self, refused: bool) -> None:
         self.take(CommitAnswered(error=DigestMismatch("no") if refused else None))
-        assert self.machine.state in (SendState.DRAINING, SendState.CLOSED)
+        assert self.machine.state in OVER
 
     @rule()
     def abort_comes(self) -> None:
         self.take(Aborted())
-        assert self.machine.state in (SendState.DRAINING, SendState.CLOSED)
+        assert self.machine.state in OVER
 
     @rule()
     def lease_is_kept(self) -> None:
+        if not self.stopped:
+            self.last_progress = self.now
         self.take(LeaseKept())
 
-    @rule(seconds=st.floats(0.1, 12.0))
-    def time_passes(self, seconds: float) -> None:
+    @rule(seconds=st.floats(0.1, 12.0), is_late=st.booleans())
+    def time_passes(self, seconds: float, is_late: bool) -> None:
+        """The timer may fire late: what happens in between finds the lease over."""
         self.now += seconds
+        if self.on_the_wire:
+            self.busy_s += seconds
+        if is_late or self.timer is None or self.now < self.timer:
+            return
+        self.timer = None
         self.take(TimePassed())
-        if self.now >= self.machine.deadline:
-            assert self.machine.state in (SendState.DRAINING, SendState.CLOSED)
+        if self.lease_is_over:
+            assert self.machine.state in OVER
             assert self.disconnects or not self.on_the_wire
 
     @invariant()
     def blocks_are_released_once_and_only_when_quiet(self) -> None:
         assert len(self.released) <= 1
+        assert len(self.stopped) <= 1
         assert self.disconnects <= 1
         assert (self.machine.state is SendState.CLOSED) == bool(self.released)
+        assert (self.machine.state in OVER) == bool(self.stopped)
         assert self.machine.num_outstanding == len(self.on_the_wire)
         assert self.machine.num_unsent == self.num_unsent
+
+    @invariant()
+    def a_transfer_on_the_wire_is_watched_until_its_peer_is_disconnected(self) -> None:
+        assert self.timer is not None or not self.on_the_wire or self.disconnects
+
+    @invariant()
+    def the_time_on_the_wire_is_counted_once(self) -> None:
+        assert self.machine.wire_time.busy_s(self.now) == pytest.approx(self.busy_s)
 
     def teardown(self) -> None:
         """The lease's end alone frees the blocks: first the peer is given up, then its sends fail."""
         if hasattr(self, "machine"):
-            self.now = max(self.now, self.machine.deadline)
-            self.take(TimePassed())
+            while self.timer is not None:
+                self.time_passes(max(0.1, self.timer - self.now), is_late=False)
             if not self.released:
                 assert self.disconnects == 1
                 for index in sorted(self.on_the_wire):
@@ -148,3 +207,16 @@ class PrefillSide(RuleBasedStateMachine):
 
 TestPrefillSide = PrefillSide.TestCase
 TestPrefillSide.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
+
+
+def test_every_state_has_a_row_and_the_last_one_is_final() -> None:
+    assert TRANSITIONS.keys() == set(SendState)
+    assert set().union(*TRANSITIONS[SendState.CLOSED].values()) == {SendState.CLOSED}
+
+
+def test_an_illegal_event_is_refused_with_the_transfers_history() -> None:
+    machine = SendMachine(shape=TransferShape(num_blocks=0, bundle_blocks=1, layer_groups=1), lease_s=LEASE_S, now=0.0)
+    machine.handle(AllSent(), 1.0)
+    machine.handle(CommitAnswered(), 2.0)
+    with pytest.raises(InvalidTransition, match="sending -> committing on AllSent -> closed on CommitAnswered"):
+        machine.handle(AllSent(), 3.0)

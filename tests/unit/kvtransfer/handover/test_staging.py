@@ -1,10 +1,9 @@
-"""Blocks stop over in a bounded stage: nothing is lost in it, nobody starves, and it is empty in the end."""
+"""Blocks pass through a bounded stage: nothing is lost, no transfer starves, and it is empty in the end."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,115 +11,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.handover.digest import HOST_DIGEST
-from kvtransfer.handover.memory import BlockMemory, Bundle, MessageSpec
-from kvtransfer.handover.staging import StagedMemory
+from kvtransfer.handover.memory import BlockMemory, Bundle
 from kvtransfer.transport import Buffer, Operation, Peer
-from pdserve.base.device_event import DeviceEvent
 from pdserve.base.errors import DigestMismatch, NoFreeBlocks, TransferError, TransferTimeout
-from tests.support.handover import LAYOUT, REQUEST, Memory, Pair, blocks, in_place, push_all, worker_pair
+from tests.support.handover import (
+    LAYOUT,
+    REQUEST,
+    Memory,
+    Pair,
+    Stages,
+    blocks,
+    in_place,
+    not_received,
+    push_all,
+    staged,
+    staged_with_copies,
+    until_idle,
+    worker_pair,
+)
+
+pytestmark = pytest.mark.virtual_time
 
 
-class Copies:
-    """Implements `BlockCopies` for the blocks of a `Memory`; a copy takes its time."""
-
-    def __init__(self, memory: Memory, stage: Buffer) -> None:
-        self._blocks = memory.blocks
-        self._stage = stage
-        self._layer_bytes = LAYOUT.block_bytes // LAYOUT.num_layers
-        self.fails = False
-        #: Set while copies may end.
-        self.goes_on = asyncio.Event()
-        self.goes_on.set()
-        #: Blocks of each copy that was begun.
-        self.begun: list[list[int]] = []
-        #: And the layers, and for those that read, the moments after which they did.
-        self.layers: list[tuple[int, int]] = []
-        self.moments: list[DeviceEvent | None] = []
-        self.has_begun = asyncio.Event()
-
-    digest = HOST_DIGEST
-
-    async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
-        await self._copy(bundles, spec.layers)
-        self.moments.append(spec.after)
-        digests = []
-        for there, here in self._places(bundles, slots, spec.layers):
-            there[:] = here
-            digests.append(spec.digest(there.reshape(-1)))
-        return digests
-
-    async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
-        await self._copy(bundles, spec.layers)
-        digests = []
-        for bundle, (there, _) in zip(bundles, self._places(bundles, slots, spec.layers), strict=True):
-            self._blocks[list(bundle), self._span(spec.layers)] = there
-            digests.append(spec.digest(there.reshape(-1)))
-        return digests
-
-    def _places(
-        self, bundles: Sequence[Bundle], slots: Sequence[int], layers: slice
-    ) -> Iterator[tuple[Buffer, Buffer]]:
-        """Of each bundle its message in the stage, and what its blocks have, a row for each block."""
-        span = self._span(layers)
-        for bundle, slot in zip(bundles, slots, strict=True):
-            first = slot * LAYOUT.block_bytes
-            message = self._stage[first + len(bundle) * span.start : first + len(bundle) * span.stop]
-            yield message.reshape(len(bundle), -1), self._blocks[list(bundle), span]
-
-    def _span(self, layers: slice) -> slice:
-        return slice(layers.start * self._layer_bytes, layers.stop * self._layer_bytes)
-
-    async def _copy(self, bundles: Sequence[Bundle], layers: slice) -> None:
-        self.begun.append([block for bundle in bundles for block in bundle])
-        self.layers.append((layers.start, layers.stop))
-        self.has_begun.set()
-        await asyncio.sleep(0)
-        await self.goes_on.wait()
-        if self.fails:
-            raise TransferError("a rank is gone")
-
-
-def staged(memory: Memory, num_slots: int = 4) -> StagedMemory:
-    return staged_with_copies(memory, num_slots)[0]
-
-
-def staged_with_copies(memory: Memory, num_slots: int, bundle_blocks: int = 1) -> tuple[StagedMemory, Copies]:
-    stage = np.zeros(num_slots * LAYOUT.block_bytes, np.uint8)
-    copies = Copies(memory, stage)
-    return StagedMemory(copies, stage, LAYOUT.block_bytes, bundle_blocks), copies
-
-
-def lone(*ids: int) -> list[Bundle]:
-    """A bundle of each."""
+def single_blocks(*ids: int) -> list[Bundle]:
+    """A bundle of one block for each id."""
     return [[block] for block in blocks(*ids)]
-
-
-class Stages:
-    """Makes the stages of a pair, the sender's first, and keeps them."""
-
-    def __init__(self, *num_slots: int, bundle_blocks: int = 1) -> None:
-        self._num_slots = list(num_slots)
-        self._bundle_blocks = bundle_blocks
-        self.made: list[StagedMemory] = []
-        self.copies: list[Copies] = []
-
-    def __call__(self, memory: Memory) -> StagedMemory:
-        # `worker_pair` makes the receiver's first.
-        stage, copies = staged_with_copies(memory, self._num_slots[1 - len(self.made)], self._bundle_blocks)
-        self.made.append(stage)
-        self.copies.append(copies)
-        return stage
-
-    @property
-    def are_empty(self) -> bool:
-        return all(stage.num_free == stage.max_blocks for stage in self.made)
-
-
-async def every_message() -> None:
-    """Returns when nothing is on its way any more: a message within a process takes a few turns of the loop."""
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 async def hand_over(pair: Pair, sources: list[int], targets: list[int]) -> None:
@@ -145,8 +60,8 @@ async def test_a_transfer_waits_for_the_stage_until_another_has_received() -> No
         first = await pair.grant([0, 1, 2])
         second = asyncio.create_task(pair.grant([3, 4]))
         third = asyncio.create_task(pair.grant([5]))
-        await asyncio.sleep(0)
-        # There would be room for the third, but it came later.
+        await until_idle()
+        # The third would fit, but it came later.
         assert not second.done()
         assert not third.done()
         async with pair.sender.open(first, request_id=REQUEST) as transfer:
@@ -158,12 +73,12 @@ async def test_a_transfer_waits_for_the_stage_until_another_has_received() -> No
         assert stages.are_empty
 
 
-async def test_who_stops_waiting_leaves_the_turn_to_the_next() -> None:
+async def test_a_cancelled_waiter_lets_the_next_one_through() -> None:
     stage = staged(Memory(8, 1))
-    held = await stage.lend(lone(0, 1, 2))
-    large = asyncio.create_task(stage.lend(lone(3, 4)))
-    small = asyncio.create_task(stage.lend(lone(5)))
-    await asyncio.sleep(0)
+    held = await stage.lend(single_blocks(0, 1, 2))
+    large = asyncio.create_task(stage.lend(single_blocks(3, 4)))
+    small = asyncio.create_task(stage.lend(single_blocks(5)))
+    await until_idle()
     large.cancel()
     with pytest.raises(asyncio.CancelledError):
         await large
@@ -172,11 +87,11 @@ async def test_who_stops_waiting_leaves_the_turn_to_the_next() -> None:
     assert stage.num_free == 4
 
 
-async def test_who_is_cancelled_as_its_turn_comes_gives_it_back() -> None:
+async def test_a_waiter_cancelled_after_it_was_served_gives_the_memory_back() -> None:
     stage = staged(Memory(8, 1))
-    held = await stage.lend(lone(0, 1, 2, 3))
-    waiting = asyncio.create_task(stage.lend(lone(4)))
-    await asyncio.sleep(0)
+    held = await stage.lend(single_blocks(0, 1, 2, 3))
+    waiting = asyncio.create_task(stage.lend(single_blocks(4)))
+    await until_idle()
     for buffer in held:
         stage.give_back(buffer)
     waiting.cancel()
@@ -185,11 +100,11 @@ async def test_who_is_cancelled_as_its_turn_comes_gives_it_back() -> None:
     assert stage.num_free == 4
 
 
-async def test_a_waiter_whom_room_and_cancellation_reach_together_is_cancelled() -> None:
+async def test_a_waiter_cancelled_just_before_memory_is_freed_is_cancelled() -> None:
     stage = staged(Memory(8, 1))
-    held = await stage.lend(lone(0, 1, 2, 3))
-    waiting = asyncio.create_task(stage.lend(lone(4)))
-    await asyncio.sleep(0)
+    held = await stage.lend(single_blocks(0, 1, 2, 3))
+    waiting = asyncio.create_task(stage.lend(single_blocks(4)))
+    await until_idle()
     waiting.cancel()
     for buffer in held:
         stage.give_back(buffer)
@@ -198,9 +113,9 @@ async def test_a_waiter_whom_room_and_cancellation_reach_together_is_cancelled()
     assert stage.num_free == 4
 
 
-async def test_what_can_never_fit_is_refused_with_what_to_do() -> None:
+async def test_a_transfer_larger_than_the_stage_is_refused_with_advice() -> None:
     async with worker_pair(stage=Stages(4, 4)) as pair:
-        with pytest.raises(NoFreeBlocks, match=r"5 bundles of .* room for 4 of 1. Raise --staging-memory"):
+        with pytest.raises(NoFreeBlocks, match=r"5 bundles of .* holds 4 bundles of 1. Raise --staging-memory"):
             await pair.grant([0, 1, 2, 3, 4])
         await hand_over(pair, [0], [1])
 
@@ -215,7 +130,7 @@ async def test_a_transfer_that_is_given_up_leaves_the_stage_empty() -> None:
                 raise RuntimeError("the prompt was lost")
         await pair.receiver.abort(ticket.transfer_id)
         assert stages.are_empty
-        # And the slots are as good as new.
+        # The slots can be used again.
         await hand_over(pair, [4, 5, 6, 7], [4, 5, 6, 7])
         assert np.array_equal(pair.target.blocks[4:8], pair.source.blocks[4:8])
 
@@ -231,9 +146,9 @@ async def test_an_expired_lease_empties_the_stage() -> None:
         assert stages.are_empty
 
 
-async def test_each_buffer_is_lent_to_one_at_a_time() -> None:
+async def test_a_buffer_is_lent_once_at_a_time() -> None:
     stage = staged(Memory(8, 1))
-    lent = await stage.lend(lone(0, 1))
+    lent = await stage.lend(single_blocks(0, 1))
     assert not np.shares_memory(lent[0], lent[1])
     stage.give_back(lent[0])
     with pytest.raises(KeyError):
@@ -243,20 +158,20 @@ async def test_each_buffer_is_lent_to_one_at_a_time() -> None:
 async def test_blocks_that_arrive_during_a_copy_are_stored_together() -> None:
     stages = Stages(8, 8)
     async with worker_pair(stage=stages) as pair:
-        stages.copies[0].goes_on.clear()
+        stages.copies[0].may_end.clear()
         ticket = await pair.grant([8, 9, 10, 11])
         async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
             await transfer.push(blocks(0))
-            await stages.copies[0].has_begun.wait()
+            await stages.copies[0].has_started.wait()
             await transfer.push(blocks(1, 2, 3))
-            await every_message()
-            stages.copies[0].goes_on.set()
+            await until_idle()
+            stages.copies[0].may_end.set()
             await transfer.finish([5], pair.receiver.commit)
-        assert stages.copies[0].begun == [[8], [9, 10, 11]]
+        assert stages.copies[0].started == [[8], [9, 10, 11]]
         assert np.array_equal(pair.target.blocks[8:12], pair.source.blocks[:4])
 
 
-async def test_a_copy_that_fails_refuses_the_commit_and_the_stage_is_empty_in_the_end() -> None:
+async def test_a_failed_copy_refuses_the_commit_and_leaves_the_stage_empty() -> None:
     stages = Stages(4, 4)
     async with worker_pair(stage=stages) as pair:
         stages.copies[0].fails = True
@@ -270,7 +185,7 @@ async def test_a_copy_that_fails_refuses_the_commit_and_the_stage_is_empty_in_th
         assert stages.are_empty
 
 
-async def test_blocks_that_cannot_be_read_end_the_transfer_and_leave_the_stage_empty() -> None:
+async def test_a_failed_read_ends_the_transfer_and_leaves_the_stage_empty() -> None:
     stages = Stages(4, 4)
     async with worker_pair(stage=stages) as pair:
         stages.copies[1].fails = True
@@ -282,19 +197,19 @@ async def test_blocks_that_cannot_be_read_end_the_transfer_and_leave_the_stage_e
         assert stages.are_empty
 
 
-async def test_an_abort_returns_when_nothing_is_stored_any_more() -> None:
+async def test_an_abort_waits_for_a_copy_under_way() -> None:
     stages = Stages(4, 4)
     async with worker_pair(stage=stages) as pair:
-        stages.copies[0].goes_on.clear()
+        stages.copies[0].may_end.clear()
         ticket = await pair.grant([8, 9])
         async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
             await transfer.push(blocks(0, 1))
-            await stages.copies[0].has_begun.wait()
+            await stages.copies[0].has_started.wait()
             abort = asyncio.create_task(pair.receiver.abort(ticket.transfer_id))
-            await every_message()
+            await until_idle()
             assert not abort.done()
             assert stages.made[0].num_free == 2
-            stages.copies[0].goes_on.set()
+            stages.copies[0].may_end.set()
             await abort
             assert stages.made[0].num_free == 4
 
@@ -302,7 +217,7 @@ async def test_an_abort_returns_when_nothing_is_stored_any_more() -> None:
 @pytest.mark.parametrize("bundle_blocks", [2, 3, 4, 16])
 @pytest.mark.parametrize("layer_groups", [1, 3])
 @pytest.mark.parametrize("is_sender_staged", [True, False])
-async def test_bundles_arrive_block_by_block_the_last_of_them_cut_short(
+async def test_bundles_arrive_although_the_last_one_is_shorter(
     bundle_blocks: int, layer_groups: int, is_sender_staged: bool
 ) -> None:
     stages = Stages(16, 16, bundle_blocks=bundle_blocks)
@@ -348,12 +263,12 @@ async def test_a_wrong_byte_in_a_bundle_is_found() -> None:
 
 async def test_a_bundle_takes_a_frame_however_short_it_is() -> None:
     stage, _ = staged_with_copies(Memory(8, 1), 11, 4)
-    assert stage.max_blocks == stage.num_free == 8  # Two frames; three slots are too few for another.
+    assert stage.max_blocks == stage.num_free == 8  # Two frames: the other three slots are no whole frame.
     short, whole = await stage.lend([blocks(0), blocks(1, 2, 3, 4)])
     assert (short.nbytes, whole.nbytes) == (LAYOUT.block_bytes, 4 * LAYOUT.block_bytes)
     assert not np.shares_memory(short, whole)
     waiting = asyncio.create_task(stage.lend([blocks(5)]))
-    await asyncio.sleep(0)
+    await until_idle()
     assert not waiting.done()
     stage.give_back(short)
     [third] = await waiting
@@ -362,27 +277,27 @@ async def test_a_bundle_takes_a_frame_however_short_it_is() -> None:
     assert stage.num_free == 8
 
 
-async def test_bundles_that_no_frame_holds_are_refused() -> None:
+async def test_bundles_larger_than_a_frame_are_refused() -> None:
     stage, _ = staged_with_copies(Memory(8, 1), 8, 2)
-    with pytest.raises(NoFreeBlocks, match=r"1 bundles of up to 3 KV blocks .* room for 4 of 2"):
+    with pytest.raises(NoFreeBlocks, match=r"1 bundles of up to 3 KV blocks .* holds 4 bundles of 2"):
         await stage.lend([blocks(0, 1, 2)])
 
 
 @given(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), max_size=12), st.randoms(use_true_random=False))
-def test_who_counts_whole_bundles_never_waits(transfers: list[list[int]], draw: random.Random) -> None:
-    """As the decode scheduler does; in whatever order room is given back."""
+def test_transfers_that_fit_in_whole_bundles_never_wait(transfers: list[list[int]], rng: random.Random) -> None:
+    """The decode scheduler counts this way. Memory is given back in any order."""
     stage, _ = staged_with_copies(Memory(8, 1), 24, 3)
 
     async def run() -> None:
         lent: list[list[Buffer]] = []
         for sizes in transfers:
             while 3 * (sum(map(len, lent)) + len(sizes)) > stage.max_blocks:
-                for buffer in lent.pop(draw.randrange(len(lent))):
+                for buffer in lent.pop(rng.randrange(len(lent))):
                     stage.give_back(buffer)
-            taking = asyncio.ensure_future(stage.lend([blocks(0) * size for size in sizes]))
-            await asyncio.sleep(0)
-            assert taking.done()
-            lent.append(taking.result())
+            lending = stage.lend([blocks(0) * size for size in sizes])
+            with pytest.raises(StopIteration) as returned:  # It does not wait even once.
+                lending.send(None)
+            lent.append(returned.value.value)
         for buffers in lent:
             for buffer in buffers:
                 stage.give_back(buffer)
@@ -391,19 +306,18 @@ def test_who_counts_whole_bundles_never_waits(transfers: list[list[int]], draw: 
     asyncio.run(run())
 
 
-async def test_a_peer_that_takes_nothing_leaves_room_for_transfers_to_others() -> None:
+async def test_a_peer_that_reads_nothing_leaves_memory_for_transfers_to_others() -> None:
     stages = Stages(8, 32)
     async with worker_pair(stage=stages) as pair:
         stuck, fine = await pair.grant([*range(8)]), await pair.grant([8, 9])
-        nobody = replace(stuck, tag_base=stuck.tag_base ^ (1 << 40))
         async with (
-            pair.sender.open(nobody, request_id=REQUEST) as blocked,
+            pair.sender.open(not_received(stuck), request_id=REQUEST) as blocked,
             pair.sender.open(fine, request_id=REQUEST) as transfer,
         ):
             pushing = asyncio.create_task(blocked.push(blocks(*range(8))))
-            await every_message()
+            await until_idle()
             assert not pushing.done()
-            assert stages.made[1].num_free == 5  # Two on the wire, and one ready.
+            assert stages.made[1].num_free == 5  # Two are on the wire and one is ready.
             await transfer.push(blocks(0, 1))
             await transfer.finish([5], pair.receiver.commit)
             pushing.cancel()
@@ -412,10 +326,10 @@ async def test_a_peer_that_takes_nothing_leaves_room_for_transfers_to_others() -
         assert stages.are_empty
 
 
-async def test_a_lease_that_ends_while_memory_is_waited_for_ends_the_push() -> None:
+async def test_a_lease_that_ends_while_a_push_waits_for_memory_ends_the_push() -> None:
     stages = Stages(2, 8)
     async with worker_pair(stage=stages) as pair:
-        held = await stages.made[1].lend(lone(0, 1))
+        held = await stages.made[1].lend(single_blocks(0, 1))
         ticket = await pair.grant([0], lease_s=0.1)
         async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
             with pytest.raises(TransferTimeout):
@@ -427,14 +341,14 @@ async def test_a_lease_that_ends_while_memory_is_waited_for_ends_the_push() -> N
         assert stages.made[1].num_free == 2
 
 
-async def test_who_waits_for_memory_says_so_and_goes_on() -> None:
+async def test_a_transfer_shows_that_it_waits_for_memory() -> None:
     stages = Stages(2, 8)
     async with worker_pair(stage=stages) as pair:
-        held = await stages.made[1].lend(lone(0, 1))
+        held = await stages.made[1].lend(single_blocks(0, 1))
         ticket = await pair.grant([0])
         async with pair.sender.open(ticket, request_id=REQUEST) as transfer:
             pushing = asyncio.create_task(transfer.push(blocks(0)))
-            await every_message()
+            await until_idle()
             assert transfer.waits_for_memory
             for buffer in held:
                 stages.made[1].give_back(buffer)

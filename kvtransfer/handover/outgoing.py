@@ -1,0 +1,266 @@
+"""One transfer out of this worker: the I/O layer of `SendMachine`, which sends blocks while later ones are computed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from kvtransfer.handover.digest import MessageDigest
+from kvtransfer.handover.events import (
+    Aborted,
+    AllSent,
+    CommitAnswered,
+    Disconnect,
+    LeaseKept,
+    Released,
+    SendDone,
+    SendEvent,
+    SendStarted,
+    StopSending,
+    TimePassed,
+    WatchLease,
+)
+from kvtransfer.handover.memory import BlockMemory, Bundle, MessageSpec
+from kvtransfer.handover.send_machine import SendMachine
+from kvtransfer.handover.ticket import Commit, Ticket, signed_commit
+from kvtransfer.transport import Buffer, Operation, Peer, Transport
+from pdserve.base.device_event import DeviceEvent
+from pdserve.base.errors import PdserveError, PeerLost, TransferError
+from pdserve.base.ids import BlockId, RequestId
+from pdserve.base.tasks import to_its_end
+
+T = TypeVar("T")
+
+#: Share of the messages that may be on the wire which is copied at once, where blocks are copied before they are sent.
+_COPIED_AT_ONCE = 1 / 4
+#: Bytes digested before the event loop, and with it the wire, gets a turn.
+_YIELD_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendStats:
+    """What one transfer put on the wire. Times are the event loop's, in seconds; None before the first message."""
+
+    #: Blocks that were sent whole.
+    sent_blocks: int
+    sent_bytes: int
+    #: Time in which at least one message was on its way.
+    busy_s: float
+    first_started_at: float | None
+    last_done_at: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendPath:
+    """The way of a transfer's bytes: from `memory` over `transport` to `peer`."""
+
+    memory: BlockMemory
+    transport: Transport
+    peer: Peer
+    #: Messages that may be on the wire at a time.
+    max_outstanding: int
+
+
+class OutgoingTransfer:
+    """One ticket being served. Used by one task at a time."""
+
+    def __init__(self, ticket: Ticket, request_id: RequestId, machine: SendMachine, path: SendPath) -> None:
+        self._ticket = ticket
+        self._request_id = request_id
+        self._machine = machine
+        self._memory = path.memory
+        self._transport = path.transport
+        self._peer = path.peer
+        self._max_outstanding = path.max_outstanding
+        self._digest = MessageDigest(ticket.key)
+        self._groups = ticket.groups
+        self._sent_bytes = 0
+        #: Waits for this worker's own memory, which other transfers hold: the peer does not cause the delay.
+        self.waits_for_memory = False
+        self._loop = asyncio.get_running_loop()  # Kept: asking for it is a system call, made several times per block.
+        #: Set at every event: the window may have opened.
+        self._changed = asyncio.Event()
+        #: Done, with the reason, when nothing more can be sent.
+        self._stopped: asyncio.Future[PdserveError] = self._loop.create_future()
+        self._released = asyncio.Event()
+        #: Ends a commit under way when the transfer stops.
+        self._commit_timeout: asyncio.Timeout | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._handle(TimePassed())
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing of this transfer is on the wire now."""
+        return self._machine.num_outstanding == 0
+
+    @property
+    def num_unsent(self) -> int:
+        """Messages of the ticket that were not pushed yet."""
+        return self._machine.num_unsent
+
+    @property
+    def stats(self) -> SendStats:
+        """Statistics so far."""
+        wire_time = self._machine.wire_time
+        return SendStats(
+            sent_blocks=self._sent_bytes // self._ticket.layout.block_bytes,
+            sent_bytes=self._sent_bytes,
+            busy_s=wire_time.busy_s(self._loop.time()),
+            first_started_at=wire_time.first_started_at,
+            last_done_at=wire_time.last_done_at,
+        )
+
+    def keep_lease(self) -> None:
+        """The prompt is being computed; the decode worker learns that from the router."""
+        self._handle(LeaseKept())
+
+    async def push(self, block_ids: Sequence[BlockId], *, group: int = 0, after: DeviceEvent | None = None) -> None:
+        """Sends a layer group of the ticket's next blocks, in its order; `after` is when they are computed.
+
+        Each group goes through all bundles independently; only the ticket's last bundle may have fewer blocks. Returns
+        when the last message is on the wire.
+        Raises: TransferTimeout when the lease ended, PeerLost; nothing more can be sent then.
+        """
+        bundles = self._ticket.shape.bundles(block_ids)
+        spec = MessageSpec(layers=self._groups.layers[group], digest=self._digest, after=after)
+        # At most what may be on the wire: buffers come back only when they were sent.
+        at_once = self._max_outstanding
+        if self._memory.copies:  # The first batch leaves while the next is copied.
+            at_once = max(1, int(_COPIED_AT_ONCE * at_once))
+        for first in range(0, len(bundles), at_once):
+            batch = bundles[first : first + at_once]
+            buffers = await self._lend(batch)
+            try:
+                digests = await self._memory.load(batch, buffers, spec)
+                await self._send_batch(batch, buffers, group, digests)
+            finally:
+                for buffer in buffers:
+                    self._memory.give_back(buffer)
+
+    async def finish(self, first_tokens: Sequence[int], commit: Callable[[Commit], Awaitable[T]]) -> T:
+        """Commits, waits for the answer and for every message to have left, and returns what `commit` returned.
+
+        The commit goes out at once: the decode worker waits for the messages it overtakes.
+        Raises: what `commit` raises; TransferTimeout when the lease ended, PeerLost.
+        """
+        self._advance(AllSent())
+        message = signed_commit(
+            self._ticket,
+            request_id=self._request_id,
+            digests=self._machine.digests,
+            first_tokens=tuple(first_tokens),
+        )
+        try:
+            answer = await self._until_stopped(commit(message))
+        except PdserveError as error:
+            self._handle(CommitAnswered(error=error))
+            raise
+        self._handle(CommitAnswered())
+        await self._released.wait()
+        # What the decode worker has verified counts, even when the wire reported a fault afterwards.
+        return answer
+
+    async def close(self) -> None:
+        """Ends the transfer. Returns when nothing reads its blocks; cancelling the caller does not shorten that."""
+        self._handle(Aborted())
+        try:
+            if not self._released.is_set():
+                await to_its_end(self._released.wait())
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+
+    # Inside.
+    async def _lend(self, bundles: Sequence[Bundle]) -> list[Buffer]:
+        """Waits for memory as `BlockMemory.lend` does, until the transfer is over."""
+        if not self._memory.copies:
+            return await self._memory.lend(bundles)
+        lending = asyncio.ensure_future(self._memory.lend(bundles))
+        self.waits_for_memory = True
+        try:
+            await asyncio.wait((lending, self._stopped), return_when=asyncio.FIRST_COMPLETED)
+            self._require_sending()
+            return lending.result()
+        except BaseException:
+            lending.cancel()
+            await asyncio.wait((lending,))
+            if not lending.cancelled() and lending.exception() is None:
+                for buffer in lending.result():
+                    self._memory.give_back(buffer)
+            raise
+        finally:
+            self.waits_for_memory = False
+
+    async def _send_batch(
+        self, batch: Sequence[Bundle], buffers: list[Buffer], group: int, digests: Sequence[bytes]
+    ) -> None:
+        """Sends a message of each bundle. Takes each buffer off `buffers` as soon as its send gives it back."""
+        since_yield = 0
+        for position, bundle in enumerate(batch):
+            while self._machine.num_outstanding >= self._max_outstanding and not self._stopped.done():
+                await self._change()
+            buffer = buffers[0]
+            message = buffer[self._groups.span(group, len(bundle))]
+            index = self._machine.next_index(group)
+            self._advance(SendStarted(index=index, digest=digests[position] if digests else self._digest(message)))
+            send = self._transport.post_send(self._peer, self._ticket.tag(index), message)
+            send.add_done_callback(partial(self._on_sent, index, buffer))
+            del buffers[0]
+            since_yield += message.nbytes
+            if since_yield >= _YIELD_BYTES:
+                since_yield = 0
+                await asyncio.sleep(0)
+
+    def _on_sent(self, index: int, buffer: Buffer, send: Operation) -> None:
+        self._memory.give_back(buffer)
+        error = send.error
+        if error is None:
+            self._sent_bytes += send.buffer.nbytes
+        elif not isinstance(error, TransferError):
+            error = PeerLost(str(error))
+        self._handle(SendDone(index=index, error=error))
+
+    async def _until_stopped(self, commit: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(None) as timeout:
+                self._commit_timeout = timeout
+                try:
+                    return await commit
+                finally:
+                    self._commit_timeout = None
+        except TimeoutError:
+            if self._stopped.done():
+                raise self._stopped.result() from None
+            raise
+
+    def _advance(self, event: SendEvent) -> None:
+        """Handles an event that only a transfer that sends may take. Raises the reason why it does not send."""
+        self._require_sending()
+        self._handle(event)
+        self._require_sending()
+
+    def _require_sending(self) -> None:
+        if self._stopped.done():
+            raise self._stopped.result()
+
+    def _handle(self, event: SendEvent) -> None:
+        for effect in self._machine.handle(event, self._loop.time()):
+            match effect:
+                case WatchLease(until=until):
+                    self._timer = self._loop.call_at(until, self._handle, TimePassed())
+                case StopSending(error=error):
+                    self._stopped.set_result(error)
+                    if self._commit_timeout is not None:
+                        self._commit_timeout.reschedule(self._loop.time())
+                case Disconnect():
+                    self._transport.disconnect(self._peer)
+                case Released():
+                    self._released.set()
+        self._changed.set()
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
