@@ -13,11 +13,11 @@ Decoder::Decoder(const ModelShape& shape, WeightType type, Format format, const 
       type_(type),
       format_(format),
       kernels_(kernels),
-      team_(num_threads, std::move(cpus), std::move(borrowing)) {}
+      threads_(num_threads, std::move(cpus), std::move(borrowing)) {}
 
 void Decoder::add_layer(const LayerSource& source) {
-  const auto pack = [&](std::vector<Source> parts, bool interleave = false) {
-    return Packed(weights_, parts, type_, format_, interleave, kernels_.reads_codes);
+  const auto pack = [&](std::vector<Source> sources, bool interleave = false) {
+    return Packed(weights_, sources, type_, format_, interleave, kernels_.reads_codes);
   };
   layers_.push_back({
       pack({source.q, source.k, source.v}),
@@ -38,11 +38,12 @@ void Decoder::finish(const void* embedding, const void* norm, const Source& lm_h
   norm_ = to_floats(norm, shape_.hidden_size, type_);
   lm_head_ = std::make_unique<Packed>(weights_, std::vector<Source>{lm_head}, type_, format_, false, kernels_.reads_codes);
   counters_ = std::make_unique<std::atomic<long>[]>(num_counters());
-  long most_columns = lm_head_->matrix().columns;
+  long max_columns = lm_head_->matrix().columns;
   for (const Layer& layer : layers_)
     for (const Packed* packed : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
-      most_columns = std::max(most_columns, packed->matrix().columns);
-  ledger_ = std::make_unique<Ledger>(std::max(most_columns / kPanelColumns, Pass::kRacingRows * shape_.num_kv_heads));
+      max_columns = std::max(max_columns, packed->matrix().columns);
+  const long max_units = std::max(max_columns / kPanelColumns, Pass::kMaxSpeculativeRows * shape_.num_kv_heads);
+  scheduler_ = std::make_unique<PhaseScheduler>(max_units);
 }
 
 size_t Decoder::num_counters() const { return layers_.size() * Pass::kPhasesPerLayer + Pass::kOtherPhases; }
@@ -57,8 +58,9 @@ size_t Decoder::weight_bytes() const {
 Decoder::RowArea Decoder::make_area(long num_rows) const {
   const long width = std::max({shape_.hidden_size, shape_.intermediate_size, long(shape_.num_heads) * shape_.head_dim});
   const long per_unit = format_ == Format::f32 ? 1 : format_ == Format::bf16 ? 2 : 4;
-  // A stride that is no multiple of a page: rows that are multiplied together then fall into different cache sets.
-  const long stride = ceil_to(ceil_div(width, per_unit), kLanes) + kLanes, units = num_rows * stride;
+  // The stride is no multiple of a page, so that rows that are multiplied together fall into different cache sets.
+  const long stride = ceil_to(ceil_div(width, per_unit), kLanes) + kLanes;
+  const long units = num_rows * stride;
   RowArea area{Memory((2 * units + num_rows) * sizeof(uint32_t)), {}};
   auto* at = area.memory.as<uint32_t>();
   area.rows = {format_, at, at + units, reinterpret_cast<float*>(at + 2 * units), stride};
@@ -67,8 +69,9 @@ Decoder::RowArea Decoder::make_area(long num_rows) const {
 
 void Decoder::reserve(long num_tokens) {
   if (num_tokens <= work_.capacity) return;
-  // A little more than asked for: the sizes of batches creep upwards. Replaced as a whole, or, without memory, not at all.
-  const long rows = ceil_to(num_tokens, 64), width = long(shape_.num_heads) * shape_.head_dim;
+  // A little more than requested, since batches grow slowly. Replaced as a whole, or not at all if memory is short.
+  const long rows = ceil_to(num_tokens, 64);
+  const long width = long(shape_.num_heads) * shape_.head_dim;
   Workspace fresh;
   const auto floats = [&](long per_row) { return Memory(rows * ceil_to(per_row, kPanelColumns) * sizeof(float)); };
   fresh.hidden = floats(shape_.hidden_size);
@@ -80,9 +83,10 @@ void Decoder::reserve(long num_tokens) {
   const AttentionShape attention{shape_.num_heads, shape_.num_kv_heads, shape_.head_dim, shape_.scale};
   const long panel_bytes = fresh.areas[0].rows.stride * kPanelColumns * sizeof(uint32_t);
   const long vectors = std::max(kQueryTile, long(shape_.num_heads / shape_.num_kv_heads));
-  const long panel_floats = kPanelColumns * std::max(Pass::kRacingRows * Pass::kPanelsAtOnce, std::min(rows, Pass::kMostRows));
-  for (int member = 0; member < team_.most(); ++member) {
-    fresh.areas.push_back(make_area(Pass::kOwnRows));
+  const long tile_rows = std::max(Pass::kMaxSpeculativeRows * Pass::kMaxPanelsPerUnit, std::min(rows, Pass::kMaxBlockRows));
+  const long panel_floats = kPanelColumns * tile_rows;
+  for (int thread = 0; thread < threads_.max_size(); ++thread) {
+    fresh.areas.push_back(make_area(Pass::kMaxPrivateRows));
     fresh.results.push_back(Memory(std::max(vectors * shape_.head_dim, panel_floats) * sizeof(float)));
     fresh.scratch.push_back(Memory(std::max(kernels_.attend_scratch_bytes(attention), panel_bytes)));
   }
@@ -104,13 +108,13 @@ void Decoder::plan(const Step& step) {
   for (long i = 0; i < step.num_sequences; ++i) {
     const Span span{step.starts[i], step.starts[i + 1], step.contexts[i], step.tables + i * step.table_stride};
     spans_.push_back(span);
-    // Late rows first: they see the most keys, and what is handed out last should be small.
+    // Late rows first: they see the most keys, and the last units should be the short ones.
     for (long last = span.end; last > span.begin; last -= std::min(rows_at_once, last - span.begin))
       for (int head = 0; head < shape_.num_kv_heads; ++head)
         items_.push_back({span, head, std::max(span.begin, last - rows_at_once), last,
                           std::max(span.begin, last - rows_at_once)});
   }
-  // Two logits of one row would both add to it.
+  // Not if a row's logits are wanted twice: both results would be added to the same row.
   const int64_t* wanted = step.logits_rows;
   const bool are_distinct = std::is_sorted(wanted, wanted + step.num_logits, std::less_equal<>());
   last_is_narrow_ = step.num_logits < step.num_tokens && are_distinct;
@@ -123,30 +127,32 @@ void Decoder::plan(const Step& step) {
 void Decoder::forward(const Step& step, const KvCache& cache, float* logits, long stride) {
   reserve(std::max(step.num_tokens, step.num_logits));
   plan(step);
-  // Nothing in a pass allocates or throws: the members could not meet again.
+  // Nothing in a pass allocates or throws: threads that have thrown could not reach the next barrier.
   Pass ours{*this, step, cache};
-  const auto together = [&](auto&& job) {
-    team_.regroup();
-    const Pass begun = ours;  // Where all stand, also who joins only now.
-    team_.run([&](int member) noexcept {
-      if (member == 0) return job(ours);
-      Pass pass = begun;
-      pass.member = member;
+  const auto run = [&](auto&& job) {
+    threads_.update_borrowed_cores();
+    // The state that all threads start from, including those that join only now.
+    const Pass current = ours;
+    threads_.run([&](int thread) noexcept {
+      if (thread == 0) return job(ours);
+      Pass pass = current;
+      pass.thread = thread;
       job(pass);
     });
   };
-  if (ours.is_racing) {
-    together([&](Pass& pass) {
+  if (ours.is_speculative) {
+    run([&](Pass& pass) {
       pass.embed();
       for (size_t index = 0; index < layers_.size() && !pass.has_left; ++index) pass.layer(index);
       pass.head(logits, stride);
     });
-  } else {  // Between layers cores come and go.
-    together([](Pass& pass) { pass.embed(); });
-    for (size_t index = 0; index < layers_.size(); ++index) together([=](Pass& pass) { pass.layer(index); });
-    together([=](Pass& pass) { pass.head(logits, stride); });
+  } else {
+    // A job for each layer: between jobs, cores are borrowed and returned.
+    run([](Pass& pass) { pass.embed(); });
+    for (size_t index = 0; index < layers_.size(); ++index) run([=](Pass& pass) { pass.layer(index); });
+    run([=](Pass& pass) { pass.head(logits, stride); });
   }
-  team_.disband();
+  threads_.return_borrowed_cores();
 }
 
 }  // namespace pdserve

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "kernels.h"
-#include "ledger.h"
 #include "pack.h"
+#include "phase_scheduler.h"
 #include "threads.h"
 
 namespace pdserve {
@@ -21,8 +21,10 @@ struct ModelShape {
 struct LayerSource {
   Source q, k, v, output, gate, up, down;
   const void *input_norm, *post_attention_norm;
-  const void *q_norm, *k_norm;  // Null: the model has none.
-  long window;                  // 0: none.
+  // Null: the model has none.
+  const void *q_norm, *k_norm;
+  // 0: none.
+  long window;
 };
 
 // One step's rows, as `kernels.ops.KvRows` describes them.
@@ -45,9 +47,9 @@ class Decoder {
 
   long logits_stride() const { return lm_head_->matrix().columns; }
   size_t weight_bytes() const;
-  int num_threads() const { return team_.size(); }
-  double borrowed_core_seconds() const { return team_.borrowed_seconds(); }
-  uint64_t redone_units() const { return ledger_->redone(); }
+  int num_threads() const { return threads_.size(); }
+  double borrowed_core_seconds() const { return threads_.borrowed_seconds(); }
+  uint64_t redone_units() const { return scheduler_->num_redone(); }
 
  private:
   struct Layer {
@@ -59,9 +61,10 @@ class Decoder {
     Span span;
     int kv_head;
     long first, last;
-    long out;  // Row of the result.
+    // First row of the result.
+    long out;
   };
-  // Rows of floats on their way to a product: one area for all members, and a small one of each member's own.
+  // Memory for the left-hand side of a product.
   struct RowArea {
     Memory memory;
     Activations rows;
@@ -69,7 +72,9 @@ class Decoder {
   struct Workspace {
     long capacity = 0;
     Memory hidden, qkv, q, attended, gated;
-    std::vector<RowArea> areas;  // The shared one, then one for each member that there may be.
+    // One that all threads share, then a small one for each possible thread.
+    std::vector<RowArea> areas;
+    // For each possible thread.
     std::vector<Memory> scratch, results;
   };
   struct Pass;
@@ -84,7 +89,7 @@ class Decoder {
   const WeightType type_;
   const Format format_;
   const Kernels& kernels_;
-  Team team_;
+  ThreadGroup threads_;
   std::shared_ptr<Arena> weights_ = std::make_shared<Arena>();
   std::vector<Layer> layers_;
   std::unique_ptr<Packed> lm_head_;
@@ -95,9 +100,11 @@ class Decoder {
   Workspace work_;
   std::vector<Span> spans_;
   std::vector<AttentionItem> items_, last_items_;
-  bool last_is_narrow_ = false;  // The last layer goes on with the rows whose logits are wanted: `last_items_`.
-  std::unique_ptr<std::atomic<long>[]> counters_;  // What is handed out unit by unit, of each phase.
-  std::unique_ptr<Ledger> ledger_;                 // What members race for.
+  // The last layer attends only rows whose logits are wanted: `last_items_`.
+  bool last_is_narrow_ = false;
+  // For each phase, the next unit to hand out.
+  std::unique_ptr<std::atomic<long>[]> counters_;
+  std::unique_ptr<PhaseScheduler> scheduler_;
 };
 
 }  // namespace pdserve

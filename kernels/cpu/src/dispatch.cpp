@@ -1,4 +1,4 @@
-// Which instruction sets were built, and which of them this machine has.
+// The instruction sets that were built, and those of them that this machine has.
 #include <cstring>
 
 #include "dispatch.h"

@@ -1,4 +1,4 @@
-// The Python face: `kernels.cpu._native`. Tensors come as addresses that `kernels/cpu/decoder.py` has checked.
+// The Python module `kernels.cpu._native`. It takes tensors as addresses, which `kernels/cpu/decoder.py` has checked.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -32,17 +32,18 @@ const Kernels& kernels_named(const std::string& name) {
   return *kernels;
 }
 
-Source source(const nb::tuple& parts) {  // (weight, bias or 0, rows, depth)
-  return {pointer<void>(nb::cast<uintptr_t>(parts[0])), pointer<void>(nb::cast<uintptr_t>(parts[1])),
-          nb::cast<long>(parts[2]), nb::cast<long>(parts[3])};
+// `fields`: (weight, bias or 0, rows, depth).
+Source source(const nb::tuple& fields) {
+  return {pointer<void>(nb::cast<uintptr_t>(fields[0])), pointer<void>(nb::cast<uintptr_t>(fields[1])),
+          nb::cast<long>(fields[2]), nb::cast<long>(fields[3])};
 }
 
 }  // namespace
 
 NB_MODULE(_native, module) {
-  // A step thread that outlives the interpreter holds its decoder: no leak, and no business of a worker's log.
+  // A step thread that outlives the interpreter holds its decoder. That is no leak, and should not be logged as one.
   nb::set_leak_warnings(false);
-  module.def("instruction_sets", &instruction_sets, "What was built and runs here, best first.");
+  module.def("instruction_sets", &instruction_sets, "Instruction sets that were built and run here, best first.");
   bind_ops(module);
 
   nb::class_<Decoder>(module, "Decoder")
@@ -59,10 +60,10 @@ NB_MODULE(_native, module) {
                                Borrowing{pointer<CoreLease>(core_leases), borrower, std::move(borrow_cpus),
                                          std::chrono::nanoseconds(int64_t(1e9 * stay_away_s))});
           },
-          nb::keep_alive<1, 15>(),  // Threads read the leases until they have ended.
+          nb::keep_alive<1, 15>(),  // Threads read the leases until they end.
           nb::kw_only(), "isa"_a, "weight_type"_a, "format"_a, "hidden_size"_a, "intermediate_size"_a, "vocab_size"_a,
-          "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a, "eps"_a, "num_threads"_a, "cpus"_a, "memory"_a.none(), "core_leases"_a, "borrower"_a,
-          "borrow_cpus"_a, "stay_away_s"_a)
+          "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a, "eps"_a, "num_threads"_a, "cpus"_a,
+          "memory"_a.none(), "core_leases"_a, "borrower"_a, "borrow_cpus"_a, "stay_away_s"_a)
       .def(
           "add_layer",
           [](Decoder& self, const nb::tuple& q, const nb::tuple& k, const nb::tuple& v, const nb::tuple& output,
@@ -98,7 +99,7 @@ NB_MODULE(_native, module) {
           [](Decoder& self, long num_tokens, long num_sequences, long num_logits, long table_stride, uintptr_t token_ids,
              uintptr_t positions, uintptr_t slots, uintptr_t starts, uintptr_t contexts, uintptr_t tables,
              uintptr_t logits_rows, uintptr_t kv_cache, int kv_type, long block_stride, long layer_stride,
-             long side_stride, long head_stride, long block_size, uintptr_t logits) {
+             long kv_stride, long head_stride, long block_size, uintptr_t logits) {
             const Step step{num_tokens,
                             num_sequences,
                             num_logits,
@@ -111,7 +112,7 @@ NB_MODULE(_native, module) {
                             pointer<int64_t>(tables),
                             pointer<int64_t>(logits_rows)};
             const KvCache cache{pointer<char>(kv_cache), KvType(kv_type), block_stride, layer_stride,
-                                side_stride,             head_stride,     block_size};
+                                kv_stride,               head_stride,     block_size};
             self.forward(step, cache, pointer<float>(logits), self.logits_stride());
           },
           nb::call_guard<nb::gil_scoped_release>())

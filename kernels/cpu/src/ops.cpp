@@ -1,5 +1,5 @@
-// The functions of one instruction set's table, one by one, as Python can call them: for tests and benchmarks. Memory comes
-// as addresses; a team shares rows, panels or attention items. `times` repeats ops that are shorter than a call from Python.
+// The functions of one instruction set's table, one by one, for tests and benchmarks in Python. Memory comes as addresses. A
+// group of threads shares rows, panels or attention items. `times` repeats ops that are shorter than a call from Python.
 #include "ops.h"
 
 #include <nanobind/stl/string.h>
@@ -29,51 +29,52 @@ T* at(Address address) {
 
 long element_bytes(KvType type) { return type == KvType::f32 ? 4 : 2; }
 
-// What computes: an instruction set and a team.
+// An instruction set and the threads that use it.
 class Machine {
  public:
   Machine(const std::string& isa, int num_threads, std::vector<int> cpus)
-      : kernels_(find_kernels(isa.c_str())), team_(num_threads, std::move(cpus)) {
+      : kernels_(find_kernels(isa.c_str())), threads_(num_threads, std::move(cpus)) {
     if (kernels_ == nullptr) throw std::invalid_argument("this machine does not run the instruction set " + isa);
   }
 
   const Kernels& kernels() const { return *kernels_; }
-  int size() const { return team_.size(); }
+  int size() const { return threads_.size(); }
 
-  // work(first, last) for each member's part of `count`.
+  // work(first, last) for each thread's range of [0, count).
   template <class Work>
-  void share(long count, long times, Work&& work) {
+  void for_ranges(long count, long times, Work&& work) {
     for (long i = 0; i < times; ++i)
-      team_.run([&](int member) { work(count * member / size(), count * (member + 1) / size()); });
+      threads_.run([&](int thread) { work(count * thread / size(), count * (thread + 1) / size()); });
   }
 
-  // work(i, member) for each i, as members come for more.
+  // work(i, thread) for each i, by the threads as they become free.
   template <class Work>
-  void hand_out(long count, long times, Work&& work) {
+  void for_each(long count, long times, Work&& work) {
     for (long i = 0; i < times; ++i) {
       std::atomic<long> next{0};
-      team_.run([&](int member) {
-        for (long item; (item = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(item, member);
+      threads_.run([&](int thread) {
+        for (long item; (item = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(item, thread);
       });
     }
   }
 
  private:
   const Kernels* kernels_;
-  Team team_;
+  ThreadGroup threads_;
 };
 
-Activations activations(const nb::tuple& rows) {  // (format, units, low, scale, stride)
+// `rows`: (format, units, low, scale, stride).
+Activations activations(const nb::tuple& rows) {
   return {Format(nb::cast<int>(rows[0])), at<uint32_t>(nb::cast<Address>(rows[1])),
           at<uint32_t>(nb::cast<Address>(rows[2])), at<float>(nb::cast<Address>(rows[3])), nb::cast<long>(rows[4])};
 }
 
-Packed pack(const std::vector<nb::tuple>& parts, int type, int format, bool interleave,
-            const std::string& isa) {
-  std::vector<Source> sources;  // Of (weight, bias or 0, rows, depth).
-  for (const nb::tuple& part : parts)
-    sources.push_back({at<void>(nb::cast<Address>(part[0])), at<void>(nb::cast<Address>(part[1])),
-                       nb::cast<long>(part[2]), nb::cast<long>(part[3])});
+// `matrices`: (weight, bias or 0, rows, depth) of each.
+Packed pack(const std::vector<nb::tuple>& matrices, int type, int format, bool interleave, const std::string& isa) {
+  std::vector<Source> sources;
+  for (const nb::tuple& fields : matrices)
+    sources.push_back({at<void>(nb::cast<Address>(fields[0])), at<void>(nb::cast<Address>(fields[1])),
+                       nb::cast<long>(fields[2]), nb::cast<long>(fields[3])});
   const Kernels* reader = find_kernels(isa.c_str());
   nb::gil_scoped_release release;
   const bool as_codes = reader != nullptr && reader->reads_codes;
@@ -90,8 +91,8 @@ void multiply(Machine& machine, const nb::tuple& left, long num_rows, const std:
   for (const Packed* packed : matrices) {
     const Matrix& matrix = packed->matrix();
     if (matrix.codes != nullptr && !machine.kernels().reads_codes)
-      throw std::invalid_argument("this instruction set reads no codes");
-    machine.share(matrix.columns / kPanelColumns, 1, [&](long first, long last) {
+      throw std::invalid_argument("this instruction set does not read compressed weights");
+    machine.for_ranges(matrix.columns / kPanelColumns, 1, [&](long first, long last) {
       const Memory scratch(matrix.codes != nullptr ? matrix.depth * kPanelColumns * sizeof(uint32_t) : 0);
       kernel(rows, num_rows, matrix, first, last, at<float>(out) + first * kPanelColumns / (silu ? 2 : 1), stride,
              false, scratch.as<void>());
@@ -102,7 +103,7 @@ void multiply(Machine& machine, const nb::tuple& left, long num_rows, const std:
 void to_rows(Machine& machine, Address x, long num_rows, long width, const nb::tuple& out, long times) {
   const Activations area = activations(out);
   nb::gil_scoped_release release;
-  machine.share(num_rows, times, [&](long first, long last) {
+  machine.for_ranges(num_rows, times, [&](long first, long last) {
     for (long row = first; row < last; ++row) machine.kernels().to_rows(at<float>(x) + row * width, width, area, row);
   });
 }
@@ -111,7 +112,7 @@ void norm(Machine& machine, Address x, Address weight, float eps, long num_rows,
           long times) {
   const Activations area = activations(out);
   nb::gil_scoped_release release;
-  machine.share(num_rows, times, [&](long first, long last) {
+  machine.for_ranges(num_rows, times, [&](long first, long last) {
     for (long row = first; row < last; ++row)
       machine.kernels().norm(at<float>(x) + row * width, at<float>(weight), eps, width, area, row);
   });
@@ -122,7 +123,7 @@ void rotate(Machine& machine, Address x, Address norm, float eps, Address angles
             int type, Address out, Address offsets, long head_stride, long times) {
   nb::gil_scoped_release release;
   const long bytes = element_bytes(KvType(type));
-  machine.share(num_rows, times, [&](long first, long last) {
+  machine.for_ranges(num_rows, times, [&](long first, long last) {
     for (long row = first; row < last; ++row)
       for (long head = 0; head < heads; ++head)
         machine.kernels().rotate(at<float>(x) + (row * heads + head) * head_dim, at<float>(norm), eps,
@@ -137,23 +138,24 @@ struct Item {
   long first, last;
 };
 
-// q: [num_kv_heads][num_tokens][share][head_dim]; out: float32 [num_tokens][num_heads * head_dim].
-// shape: (num_heads, num_kv_heads, head_dim, scale); cache: (memory, type, block, layer, side, head stride, block_size);
-// rows: (num_tokens, num_sequences, starts, contexts, tables, table_stride).
-void attend(Machine& machine, const nb::tuple& shape_parts, const nb::tuple& cache_parts, const nb::tuple& row_parts,
+// q: [num_kv_heads][num_tokens][queries_per_kv][head_dim]; out: float32 [num_tokens][num_heads * head_dim].
+// shape: (num_heads, num_kv_heads, head_dim, scale); rows: (num_tokens, num_sequences, starts, contexts, tables,
+// table_stride); cache: (memory, type, block_stride, layer_stride, kv_stride, head_stride, block_size).
+void attend(Machine& machine, const nb::tuple& shape_fields, const nb::tuple& cache_fields, const nb::tuple& row_fields,
             long layer, long window, Address q, Address out, long times) {
-  const auto number = [](const nb::tuple& parts, int i) { return nb::cast<long>(parts[i]); };
-  const AttentionShape shape{int(number(shape_parts, 0)), int(number(shape_parts, 1)), int(number(shape_parts, 2)),
-                             nb::cast<float>(shape_parts[3])};
-  const KvCache cache{at<char>(number(cache_parts, 0)), KvType(number(cache_parts, 1)), number(cache_parts, 2),
-                      number(cache_parts, 3),           number(cache_parts, 4),         number(cache_parts, 5),
-                      number(cache_parts, 6)};
-  const long num_tokens = number(row_parts, 0), num_sequences = number(row_parts, 1), stride = number(row_parts, 5);
-  const auto *starts = at<int64_t>(number(row_parts, 2)), *contexts = at<int64_t>(number(row_parts, 3)),
-             *tables = at<int64_t>(number(row_parts, 4));
+  const auto number = [](const nb::tuple& fields, int i) { return nb::cast<long>(fields[i]); };
+  const AttentionShape shape{int(number(shape_fields, 0)), int(number(shape_fields, 1)), int(number(shape_fields, 2)),
+                             nb::cast<float>(shape_fields[3])};
+  const KvCache cache{at<char>(number(cache_fields, 0)), KvType(number(cache_fields, 1)), number(cache_fields, 2),
+                      number(cache_fields, 3),           number(cache_fields, 4),         number(cache_fields, 5),
+                      number(cache_fields, 6)};
+  const long num_tokens = number(row_fields, 0), num_sequences = number(row_fields, 1), stride = number(row_fields, 5);
+  const auto *starts = at<int64_t>(number(row_fields, 2)), *contexts = at<int64_t>(number(row_fields, 3)),
+             *tables = at<int64_t>(number(row_fields, 4));
   nb::gil_scoped_release release;
 
-  const long share = shape.num_heads / shape.num_kv_heads, rows_at_once = std::max(1L, kQueryTile / share);
+  const long queries_per_kv = shape.num_heads / shape.num_kv_heads;
+  const long rows_at_once = std::max(1L, kQueryTile / queries_per_kv);
   const long width = long(shape.num_heads) * shape.head_dim;
   std::vector<Item> items;
   for (long i = 0; i < num_sequences; ++i) {
@@ -164,23 +166,23 @@ void attend(Machine& machine, const nb::tuple& shape_parts, const nb::tuple& cac
   }
   const long query_bytes = cache.type == KvType::bf16 ? 2 : 4;
   std::vector<Memory> scratch;
-  for (int member = 0; member < machine.size(); ++member)
+  for (int thread = 0; thread < machine.size(); ++thread)
     scratch.emplace_back(machine.kernels().attend_scratch_bytes(shape));
-  machine.hand_out(long(items.size()), times, [&](long i, int member) {
+  machine.for_each(long(items.size()), times, [&](long i, int thread) {
     const Item& item = items[i];
-    const long vector = (item.kv_head * num_tokens + item.first) * share;
+    const long vector = (item.kv_head * num_tokens + item.first) * queries_per_kv;
     machine.kernels().attend(shape, cache, item.span, layer, item.kv_head, item.first, item.last, window,
                              at<char>(q) + vector * shape.head_dim * query_bytes,
-                             at<float>(out) + item.first * width + item.kv_head * share * shape.head_dim, width,
-                             scratch[member].as<void>());
+                             at<float>(out) + item.first * width + item.kv_head * queries_per_kv * shape.head_dim, width,
+                             scratch[thread].as<void>());
   });
 }
 
-// Reads memory once and does next to nothing with it: what the machine's memory gives.
+// Reads memory once and adds it up: measures the machine's memory bandwidth.
 uint64_t read(Machine& machine, Address memory, long bytes) {
   nb::gil_scoped_release release;
   std::atomic<uint64_t> total{0};
-  machine.share(bytes / 64, 1, [&](long first, long last) {
+  machine.for_ranges(bytes / 64, 1, [&](long first, long last) {
     typedef uint64_t Line __attribute__((vector_size(64)));
     Line sums[4]{};
     const Line* lines = at<Line>(memory);

@@ -4,7 +4,7 @@
 
 namespace pdserve {
 
-// The single ops on given memory, for tests and benchmarks: `kernels/cpu/ops.py` is their checked face.
+// Single ops on given memory, for tests and benchmarks. `kernels/cpu/ops.py` checks the arguments.
 void bind_ops(nanobind::module_& module);
 
 }  // namespace pdserve

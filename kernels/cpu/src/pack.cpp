@@ -22,8 +22,8 @@ constexpr long kFieldsPerGroup = 2 * 3 * kLanes;
 
 long per_unit(Format format) { return format == Format::int8 ? 4 : format == Format::bf16 ? 2 : 1; }
 
-// The codes that bfloat16 weights would have, or null where they would save too little: for each weight without a code 64 may
-// have to be kept.
+// The codes of bfloat16 weights, or null where they would save too little: for each weight without a code, 64 may have to be
+// stored uncompressed.
 std::unique_ptr<Codes> codes_for(const std::vector<Source>& sources) {
   std::array<long, 256> counts{};
   long total = 0;
@@ -44,7 +44,7 @@ std::unique_ptr<Codes> codes_for(const std::vector<Source>& sources) {
     codes->patterns[i] = uint16_t(exponents[i] << 7);
     codes->patterns[16 + i] = codes->patterns[i] | 0x8000;
   }
-  // 64 weights are 128 bytes; half of what all codes save, half a byte each, may be lost to them.
+  // 64 weights take 128 bytes. All codes together save half a byte per weight, and half of that may be lost this way.
   return (total - coded) * 128 <= total / 4 ? std::move(codes) : nullptr;
 }
 
@@ -99,9 +99,11 @@ void Packed::encode(const uint32_t* units, long panel) {
   uint32_t* out = units_ + panel * groups * kFieldsPerGroup;
   first_plain_.push_back(long(plain_.size()));
   for (long group = 0; group < groups; ++group, units += kCodeGroup * kPanelColumns, out += kFieldsPerGroup) {
-    int seen[kCodeGroup]{};  // 0xe0 has a bit as soon as one weight has no code.
+    // Has a bit of 0xe0 as soon as one weight has no code.
+    int seen[kCodeGroup]{};
     for (int column = 0; column < kPanelColumns; ++column) {
-      uint32_t fields[kCodeGroup];  // Two each, as the units have two weights.
+      // Two fields each, since a unit has two weights.
+      uint32_t fields[kCodeGroup];
       for (int k = 0; k < kCodeGroup; ++k) {
         const uint32_t unit = units[k * kPanelColumns + column];
         const int low = code[unit >> 7 & 0x1ff], high = code[unit >> 23];
@@ -126,14 +128,14 @@ Packed::Packed(std::shared_ptr<Arena> arena, const std::vector<Source>& sources,
   long rows = 0;
   bool has_bias = false;
   for (const Source& source : sources) rows += source.rows, has_bias |= source.bias != nullptr;
-  // Interleaved halves are padded each for itself, so that every panel has 16 columns of both.
+  // Interleaved halves are padded separately, so that every panel has 16 columns of each.
   const long half = ceil_div(sources[0].rows, kLanes) * kLanes;
   const long columns = interleave ? 2 * half : ceil_div(rows, kPanelColumns) * kPanelColumns;
   const long panel_units = units * kPanelColumns, num_panels = columns / kPanelColumns;
   if (as_codes && type == WeightType::bf16 && format == Format::bf16 && depth % (kCodeGroup * group) == 0)
     codes_ = codes_for(sources);
   // Codes are made from one panel of units at a time.
-  std::vector<uint32_t> passing(codes_ != nullptr ? panel_units : 0);
+  std::vector<uint32_t> plain_panel(codes_ != nullptr ? panel_units : 0);
   bytes_ = num_panels * (codes_ != nullptr ? units / kCodeGroup * kFieldsPerGroup : panel_units) * sizeof(uint32_t);
   units_ = static_cast<uint32_t*>(arena_->take(bytes_));
   matrix_.depth = units;
@@ -141,11 +143,12 @@ Packed::Packed(std::shared_ptr<Arena> arena, const std::vector<Source>& sources,
   if (format == Format::int8) scale_.resize(columns), sums_.resize(columns);
 
   auto put = [&](const Source& source, long row, long column) {
-    uint32_t* panel = codes_ != nullptr ? passing.data() : units_ + column / kPanelColumns * panel_units;
+    uint32_t* panel = codes_ != nullptr ? plain_panel.data() : units_ + column / kPanelColumns * panel_units;
     uint32_t* out = panel + column % kPanelColumns;
     const long begin = row * depth;
     if (source.bias != nullptr) bias_[column] = read_weight(source.bias, row, type);
-    if (format == Format::bf16 && depth % 2 == 0) {  // The common case: whole units are moved as they are.
+    // The common case: whole units are copied unchanged.
+    if (format == Format::bf16 && depth % 2 == 0) {
       const auto* line = static_cast<const uint16_t*>(source.weight) + begin;
       for (long unit = 0; unit < units; ++unit) std::memcpy(out + unit * kPanelColumns, line + 2 * unit, 4);
       return;
@@ -154,7 +157,7 @@ Packed::Packed(std::shared_ptr<Arena> arena, const std::vector<Source>& sources,
     if (format == Format::int8) {
       for (long i = 0; i < depth; ++i) {
         const float size = std::fabs(read_weight(source.weight, begin + i, type));
-        if (!std::isfinite(size)) throw std::invalid_argument("a weight is not finite");
+        if (!std::isfinite(size)) throw std::invalid_argument("a weight is infinite or NaN, which int8 cannot represent");
         scale = std::max(scale, size);
       }
       scale_[column] = scale /= 127.0f;
@@ -174,7 +177,7 @@ Packed::Packed(std::shared_ptr<Arena> arena, const std::vector<Source>& sources,
     }
   };
 
-  // Which row of which source a column is; a null source: padding.
+  // The source and the row of it that become a column; a null source: padding.
   const auto origin = [&](long column) -> std::pair<const Source*, long> {
     if (interleave) {
       const long row = column / kPanelColumns * kLanes + column % kLanes;
@@ -191,8 +194,8 @@ Packed::Packed(std::shared_ptr<Arena> arena, const std::vector<Source>& sources,
     for (long column = panel * kPanelColumns; column < (panel + 1) * kPanelColumns; ++column)
       if (const auto [source, row] = origin(column); source != nullptr) put(*source, row, column);
     if (codes_ != nullptr) {
-      encode(passing.data(), panel);
-      std::fill(passing.begin(), passing.end(), 0);
+      encode(plain_panel.data(), panel);
+      std::fill(plain_panel.begin(), plain_panel.end(), 0);
     }
   }
   if (codes_ != nullptr) {

@@ -12,7 +12,7 @@ namespace pdserve {
 
 enum class WeightType : int { bf16 = 0, f32 = 1, f16 = 2 };
 
-// Memory that starts on a page and asks for huge ones.
+// Memory that starts on a page boundary and requests huge pages.
 class Memory {
  public:
   Memory() = default;
@@ -35,16 +35,17 @@ class Memory {
   size_t bytes_ = 0;
 };
 
-// Memory of many matrices side by side: a matrix of its own seldom fills huge pages, and small pages cost a product of one
-// row 15 % of its time.
+// Adjacent memory for many matrices: a single matrix seldom fills huge pages, and with small pages a product of one row takes
+// 15 % longer.
 class Arena {
  public:
-  // Zeros, at a multiple of 64 bytes, until the arena ends.
+  // Zeroed memory at a multiple of 64 bytes, valid as long as the arena.
   void* take(size_t bytes);
 
  private:
   std::vector<Memory> chunks_;
-  size_t used_ = 0;  // Of the last one.
+  // Bytes of the last chunk.
+  size_t used_ = 0;
 };
 
 // [rows (out features), depth (in features)] of a checkpoint, row-major; a bias of the same type, or null.
@@ -54,23 +55,24 @@ struct Source {
   long rows, depth;
 };
 
-// One matrix in panels, and what belongs to its columns.
+// One matrix in panels, with the biases and scales of its columns.
 class Packed {
  public:
   // The sources' rows one after the other. `interleave`: two sources of the same shape, 16 rows of each in turn.
-  // `as_codes`: bfloat16 weights become codes where that is worth it.
+  // `as_codes`: bfloat16 weights are compressed where that saves memory.
   Packed(std::shared_ptr<Arena> arena, const std::vector<Source>& sources, WeightType type, Format format,
          bool interleave, bool as_codes);
 
   const Matrix& matrix() const { return matrix_; }
-  // What a product reads.
+  // Bytes that a product reads.
   size_t bytes() const { return bytes_ + plain_units_.size() * sizeof(uint32_t); }
 
  private:
   void encode(const uint32_t* units, long panel);
 
   std::shared_ptr<Arena> arena_;
-  uint32_t* units_;  // Or the codes' fields.
+  // Or the codes' fields.
+  uint32_t* units_;
   size_t bytes_;
   std::unique_ptr<Codes> codes_;
   std::vector<long> first_plain_;

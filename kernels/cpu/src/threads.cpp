@@ -11,10 +11,10 @@
 namespace pdserve {
 namespace {
 
-// About 100 us of looking before a member sleeps: longer than anything inside a step, shorter than an idle server notices.
-constexpr int kLooks = 4000;
-// A borrowed core is crowded when a member there ran for less than two thirds of such a time: at half of it, two cores are as
-// fast as one. Shorter, and every message that somebody handles there would count.
+// About 100 us of polling before a thread sleeps: longer than any wait inside a step, too short to matter when idle.
+constexpr int kMaxPolls = 4000;
+// A borrowed core is contended when its thread ran for less than two thirds of this time: at half of it, two cores are as
+// fast as one. In a shorter window, every message that another process handles there would count.
 constexpr std::chrono::milliseconds kWindow{4};
 
 void bind([[maybe_unused]] std::thread& thread, [[maybe_unused]] int cpu) {
@@ -22,12 +22,12 @@ void bind([[maybe_unused]] std::thread& thread, [[maybe_unused]] int cpu) {
   cpu_set_t set;
   CPU_ZERO(&set);
   CPU_SET(cpu, &set);
-  // A CPU that is not to be had leaves the thread where the system puts it; the caller has checked.
+  // The caller has checked the CPU. If it is gone all the same, the thread stays where the system puts it.
   (void)pthread_setaffinity_np(thread.native_handle(), sizeof(set), &set);
 #endif
 }
 
-// What a thread has computed so far; where the system does not tell, as long as there has been time.
+// Processor time of a thread; elapsed time where the system does not report it.
 std::chrono::nanoseconds cpu_time([[maybe_unused]] std::thread& thread) {
 #if defined(__linux__)
   clockid_t clock;
@@ -46,7 +46,7 @@ void Signal::change() {
 }
 
 void Signal::wait_while(uint32_t old, const CoreLease* lease) {
-  for (int i = 0; i < kLooks && (lease == nullptr || lease->busy.load(std::memory_order_relaxed) == 0); ++i) {
+  for (int i = 0; i < kMaxPolls && (lease == nullptr || lease->busy.load(std::memory_order_relaxed) == 0); ++i) {
     if (value() != old) return;
     relax();
   }
@@ -56,131 +56,132 @@ void Signal::wait_while(uint32_t old, const CoreLease* lease) {
   sleepers_.fetch_sub(1, std::memory_order_relaxed);
 }
 
-Team::Team(int size, std::vector<int> cpus, Borrowing borrowing)
-    : own_(size),
-      most_(size + std::min(size, int(borrowing.cpus.size()))),
+ThreadGroup::ThreadGroup(int size, std::vector<int> cpus, Borrowing borrowing)
+    : num_own_(size),
+      max_size_(size + std::min(size, int(borrowing.cpus.size()))),
       borrower_(borrowing.borrower),
       stay_away_(borrowing.stay_away),
-      seats_(size + borrowing.cpus.size()) {
-  group_.reserve(most_);
+      slots_(size + borrowing.cpus.size()) {
+  active_.reserve(max_size_);
   try {
-    for (int i = 0; i < int(seats_.size()); ++i) {
-      Seat& seat = seats_[i];
-      const bool own = i < own_;
+    for (int i = 0; i < int(slots_.size()); ++i) {
+      Slot& slot = slots_[i];
+      const bool own = i < num_own_;
       if (own) {
-        seat.member = i;
-        group_.push_back(&seat);
+        slot.thread = i;
+        active_.push_back(&slot);
       } else {
-        seat.lease = &borrowing.leases[borrowing.cpus[i - own_]];
+        slot.lease = &borrowing.leases[borrowing.cpus[i - num_own_]];
       }
       if (i == 0) continue;
-      seat.thread = std::thread([this, &seat, own] { work(seat, own ? calls_ : seat.calls); });
-      if (!own || !cpus.empty()) bind(seat.thread, own ? cpus[i % cpus.size()] : borrowing.cpus[i - own_]);
+      slot.handle = std::thread([this, &slot, own] { work(slot, own ? calls_ : slot.calls); });
+      if (!own || !cpus.empty()) bind(slot.handle, own ? cpus[i % cpus.size()] : borrowing.cpus[i - num_own_]);
     }
-  } catch (...) {  // The system gives no more threads.
+  } catch (...) {  // The system refused another thread.
     stop();
     throw;
   }
 }
 
-Team::~Team() {
-  disband();
+ThreadGroup::~ThreadGroup() {
+  return_borrowed_cores();
   stop();
 }
 
-void Team::stop() {
+void ThreadGroup::stop() {
   stopping_ = true;
   calls_.change();
-  for (Seat& seat : seats_) seat.calls.change();
-  for (Seat& seat : seats_)
-    if (seat.thread.joinable()) seat.thread.join();
+  for (Slot& slot : slots_) slot.calls.change();
+  for (Slot& slot : slots_)
+    if (slot.handle.joinable()) slot.handle.join();
 }
 
-void Team::regroup() {
-  if (most_ == own_) return;
+void ThreadGroup::update_borrowed_cores() {
+  if (max_size_ == num_own_) return;
   const Clock::time_point now = Clock::now();
-  std::erase_if(group_, [&](Seat* seat) {
-    const bool leaves = seat->is_wanted_back() || (seat->borrowed && is_crowded(*seat, now));
-    if (leaves) give_back(*seat);
+  std::erase_if(active_, [&](Slot* slot) {
+    const bool leaves = slot->is_wanted_back() || (slot->borrowed && is_contended(*slot, now));
+    if (leaves) give_back(*slot);
     return leaves;
   });
-  for (size_t i = own_; i < seats_.size() && size() < most_; ++i)
-    if (!seats_[i].borrowed && borrow(seats_[i], now)) group_.push_back(&seats_[i]);
+  for (size_t i = num_own_; i < slots_.size() && size() < max_size_; ++i)
+    if (!slots_[i].borrowed && borrow(slots_[i], now)) active_.push_back(&slots_[i]);
 }
 
-void Team::disband() {
-  for (int member = own_; member < size(); ++member) give_back(*group_[member]);
-  group_.resize(own_);
+void ThreadGroup::return_borrowed_cores() {
+  for (int thread = num_own_; thread < size(); ++thread) give_back(*active_[thread]);
+  active_.resize(num_own_);
 }
 
-bool Team::borrow(Seat& seat, Clock::time_point now) {
-  uint32_t nobody = 0;
-  if (seat.is_wanted_back() || now < seat.free_from) return false;
-  if (!seat.lease->borrower.compare_exchange_strong(nobody, borrower_)) return false;
-  seat.borrowed = true;
-  seat.seen = now;
-  seat.cpu_time = cpu_time(seat.thread);
+bool ThreadGroup::borrow(Slot& slot, Clock::time_point now) {
+  uint32_t none = 0;
+  if (slot.is_wanted_back() || now < slot.avoid_until) return false;
+  if (!slot.lease->borrower.compare_exchange_strong(none, borrower_)) return false;
+  slot.borrowed = true;
+  slot.measured_at = now;
+  slot.cpu_time = cpu_time(slot.handle);
   return true;
 }
 
-bool Team::is_crowded(Seat& seat, Clock::time_point now) {
-  if (seat.held + (now - seat.seen) >= kWindow) measure(seat, now);
-  return now < seat.free_from;
+bool ThreadGroup::is_contended(Slot& slot, Clock::time_point now) {
+  if (slot.held + (now - slot.measured_at) >= kWindow) measure(slot, now);
+  return now < slot.avoid_until;
 }
 
-void Team::measure(Seat& seat, Clock::time_point now) {
-  const std::chrono::nanoseconds held = now - seat.seen, before = seat.cpu_time;
-  seat.seen = now;
-  seat.cpu_time = cpu_time(seat.thread);
-  borrowed_ns_.fetch_add((seat.cpu_time - before).count(), std::memory_order_relaxed);
-  seat.held += held;
-  seat.ran += seat.cpu_time - before;
-  // Who has left for the owner, who may have come early in a pass, says nothing about others.
-  if (seat.is_wanted_back()) seat.held = seat.ran = {};
-  if (seat.held < kWindow) return;
-  if (3 * seat.ran < 2 * seat.held) seat.free_from = now + stay_away_;
-  seat.held = seat.ran = {};
+void ThreadGroup::measure(Slot& slot, Clock::time_point now) {
+  const std::chrono::nanoseconds held = now - slot.measured_at, before = slot.cpu_time;
+  slot.measured_at = now;
+  slot.cpu_time = cpu_time(slot.handle);
+  borrowed_ns_.fetch_add((slot.cpu_time - before).count(), std::memory_order_relaxed);
+  slot.held += held;
+  slot.ran += slot.cpu_time - before;
+  // A thread that has stopped for the owner, perhaps early in a pass, says nothing about other programs.
+  if (slot.is_wanted_back()) slot.held = slot.ran = {};
+  if (slot.held < kWindow) return;
+  if (3 * slot.ran < 2 * slot.held) slot.avoid_until = now + stay_away_;
+  slot.held = slot.ran = {};
 }
 
-void Team::give_back(Seat& seat) {
-  measure(seat, Clock::now());
-  seat.borrowed = false;
-  seat.lease->borrower.store(0, std::memory_order_release);
+void ThreadGroup::give_back(Slot& slot) {
+  measure(slot, Clock::now());
+  slot.borrowed = false;
+  slot.lease->borrower.store(0, std::memory_order_release);
 }
 
-void Team::start(Call call, void* context) {
+void ThreadGroup::start(Call call, void* context) {
   call_ = call;
   context_ = context;
-  if (own_ > 1) calls_.change();
-  for (int member = own_; member < size(); ++member) {
-    group_[member]->member = member;
-    group_[member]->calls.change();
+  if (num_own_ > 1) calls_.change();
+  for (int thread = num_own_; thread < size(); ++thread) {
+    active_[thread]->thread = thread;
+    active_[thread]->calls.change();
   }
   call(context, 0);
-  meet(0);
+  barrier(0);
 }
 
-void Team::work(Seat& seat, Signal& calls) {
+void ThreadGroup::work(Slot& slot, Signal& calls) {
   for (uint32_t seen = 0;; ++seen) {
-    calls.wait_while(seen, seat.lease);
+    calls.wait_while(seen, slot.lease);
     if (stopping_) return;
-    call_(context_, seat.member);
+    call_(context_, slot.thread);
     arrive();
   }
 }
 
-void Team::meet(int member) {
+void ThreadGroup::barrier(int thread) {
   if (size() == 1) return;
-  const uint32_t meeting = meetings_.value();
-  if (!arrive()) meetings_.wait_while(meeting, group_[member]->lease);
+  const uint32_t current = barriers_.value();
+  if (!arrive()) barriers_.wait_while(current, active_[thread]->lease);
 }
 
-// Whether all are here now. Of who is not last, the caller of `run` may change the group at once.
-bool Team::arrive() {
+// Whether this was the last thread to arrive. Otherwise it must not touch the group any more: the caller of `run` may
+// change it at once.
+bool ThreadGroup::arrive() {
   const uint32_t all = uint32_t(size());
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < all) return false;
   arrived_.store(0, std::memory_order_relaxed);
-  meetings_.change();
+  barriers_.change();
   return true;
 }
 

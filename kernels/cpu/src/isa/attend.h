@@ -1,6 +1,9 @@
-// Attention over block tables. A query vector walks the keys in tiles of 64 at absolute positions, with a running maximum
-// and sum; a tile whose keys it may not see leaves its state as it was, bit for bit. So what a row gets does not depend on
-// the rows it is attended with, on how a prompt was cut, nor on whether it is a prompt's row or a decoded one.
+// Attention over block tables with an online softmax. A query vector walks the keys in tiles of 64 at absolute positions,
+// with a running maximum m_i, a running sum l_i and a weighted sum of values acc. A tile whose keys it must not see leaves
+// this state unchanged, bit for bit. So a row's result depends neither on the rows it is attended with, nor on how a prompt
+// was chunked, nor on whether the row is part of a prompt or was decoded.
+//
+// Source: FlashAttention-2 (Dao 2023).
 #pragma once
 
 #include <limits>
@@ -10,7 +13,7 @@
 
 namespace pdserve::PD_ISA {
 
-// How keys and values of each type are read and multiplied.
+// Reading and multiplying keys and values of each type.
 struct Bf16Kv {
   using Unit = Bf16Pairs;
   using Element = uint16_t;
@@ -39,12 +42,18 @@ constexpr int kKeyPanels = kKeyTile / kPanelColumns;
 constexpr int kMaxVectors = kMaxSums / (2 * kKeyPanels) > 0 ? kMaxSums / (2 * kKeyPanels) : 1;
 
 struct Scratch {
-  uint32_t* keys;    // [2 panels][head_dim / per_unit][32]
-  uint32_t* values;  // [panels of head_dim][64 / per_unit][32]
-  float* sums;       // [kQueryTile + share][padded head_dim]
-  float* most;       // [kQueryTile + share]
-  float* weight;     // [kQueryTile + share]
-  uint32_t* zeros;   // One row of them.
+  // [2 panels][head_dim / per_unit][32]
+  uint32_t* keys;
+  // [panels of head_dim][64 / per_unit][32]
+  uint32_t* values;
+  // [kQueryTile + queries_per_kv][padded head_dim]
+  float* acc;
+  // [kQueryTile + queries_per_kv]
+  float* m_i;
+  // [kQueryTile + queries_per_kv]
+  float* l_i;
+  // One row of zeros.
+  uint32_t* zeros;
 };
 
 static long padded(long head_dim) { return ceil_div(head_dim, kPanelColumns) * kPanelColumns; }
@@ -62,15 +71,15 @@ static Scratch carve(const AttentionShape& shape, void* memory) {
   Scratch scratch;
   scratch.keys = at, at += kKeyTile * dim;
   scratch.values = at, at += kKeyTile * dim;
-  scratch.sums = reinterpret_cast<float*>(at), at += vectors * dim;
-  scratch.most = reinterpret_cast<float*>(at), at += vectors;
-  scratch.weight = reinterpret_cast<float*>(at), at += vectors;
+  scratch.acc = reinterpret_cast<float*>(at), at += vectors * dim;
+  scratch.m_i = reinterpret_cast<float*>(at), at += vectors;
+  scratch.l_i = reinterpret_cast<float*>(at), at += vectors;
   scratch.zeros = at;
   return scratch;
 }
 
 #if defined(__AVX512F__)
-// 16 rows of 16 units -> 16 columns; out[i] receives unit i of every row.
+// Transposes 16 rows of 16 units; out[i] receives unit i of every row.
 static PD_INLINE void transpose(const void* const* rows, long offset, uint32_t* out, long stride) {
   __m512i a[16], b[16];
 #pragma GCC unroll 16
@@ -102,10 +111,10 @@ static PD_INLINE void transpose(const void* const* rows, long offset, uint32_t* 
 #if defined(__AVX512BW__)
 constexpr bool kHasPairs = true;
 
-// Two rows of 32 values of 16 bits -> the units of 32 columns.
+// Interleaves two rows of 32 values of 16 bits into the units of 32 columns.
 static PD_INLINE void pair_up(vu first, vu second, vu* units) {
-  typedef uint16_t Places __attribute__((vector_size(64)));
-  constexpr Places low{0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+  typedef uint16_t Indices __attribute__((vector_size(64)));
+  constexpr Indices low{0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                        8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
   units[0] = (vu)_mm512_permutex2var_epi16((__m512i)first, (__m512i)low, (__m512i)second);
   units[1] = (vu)_mm512_permutex2var_epi16((__m512i)first, (__m512i)(low + 16), (__m512i)second);
@@ -127,14 +136,16 @@ struct Attention {
   const Span& span;
   long layer;
   int kv_head;
-  long window;  // 0: none.
+  // 0: none.
+  long window;
   Scratch scratch;
 
-  long share() const { return shape.num_heads / shape.num_kv_heads; }
+  long queries_per_kv() const { return shape.num_heads / shape.num_kv_heads; }
   long dim() const { return shape.head_dim; }
 
-  void gather(long side, long begin, long end, const void** rows) const {
-    const long head = layer * cache.layer_stride + side * cache.side_stride + kv_head * cache.head_stride;
+  // Addresses of the keys (`kv` 0) or values (1) of a tile that begins at `begin`; keys from `end` on are zeros.
+  void gather(long kv, long begin, long end, const void** rows) const {
+    const long head = layer * cache.layer_stride + kv * cache.kv_stride + kv_head * cache.head_stride;
     const auto* memory = reinterpret_cast<const Element*>(cache.memory) + head;
     long index = begin / cache.block_size, offset = begin % cache.block_size;
     for (long key = begin; key < begin + kKeyTile; ++key) {
@@ -144,8 +155,8 @@ struct Attention {
     }
   }
 
-  // Rows lie in blocks all over memory: the hardware does not guess where the next one is.
-  void fetch(const void* const* rows) const {
+  // Blocks are scattered in memory, so the hardware prefetcher cannot predict the next row.
+  void prefetch(const void* const* rows) const {
     const long bytes = dim() * sizeof(Element);
     for (int key = 0; key < kKeyTile; ++key)
       for (long at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(rows[key]) + at);
@@ -185,29 +196,29 @@ struct Attention {
     }
   }
 
-  // Scores of one query in units of log 2, hidden keys at -infinity; returns the largest.
-  PD_INLINE float hide(vf (&scores)[2 * kKeyPanels], long position, long begin) const {
-    const vf nothing = splat(-std::numeric_limits<float>::infinity());
+  // Scales the scores of one query to powers of two and masks invisible keys with -infinity; returns the largest score.
+  PD_INLINE float mask(vf (&scores)[2 * kKeyPanels], long position, long begin) const {
+    const vf minus_infinity = splat(-std::numeric_limits<float>::infinity());
     const vf scale = splat(shape.scale * 1.44269504088896341f);
-    for (vf& part : scores) part *= scale;
+    for (vf& chunk : scores) chunk *= scale;
     if (begin + kKeyTile - 1 > position || (window != 0 && begin <= position - window)) {
       const vi last = vi{} + int32_t(position), first = vi{} + int32_t(window == 0 ? 0 : position - window + 1);
       vi key = vi{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + int32_t(begin);
-      for (vf& part : scores) {
-        part = ((key <= last) & (key >= first)) ? part : nothing;
+      for (vf& chunk : scores) {
+        chunk = ((key <= last) & (key >= first)) ? chunk : minus_infinity;
         key += kLanes;
       }
     }
     vf top = scores[0];
-    for (const vf part : scores) top = max(top, part);
+    for (const vf chunk : scores) top = max(top, chunk);
     return largest(top);
   }
 
-  // Scores become weights relative to `most`; returns their sum.
-  PD_INLINE float soften(const vf (&scores)[2 * kKeyPanels], float most, uint32_t* weights) const {
+  // Turns scores into weights relative to the maximum `m_i`; returns their sum.
+  PD_INLINE float exponentiate(const vf (&scores)[2 * kKeyPanels], float m_i, uint32_t* weights) const {
     vf total{};
     for (int v = 0; v < 2 * kKeyPanels; ++v) {
-      const vf p = exp2_of_negative(scores[v] - splat(most));
+      const vf p = exp2_of_negative(scores[v] - splat(m_i));
       total += p;
       if constexpr (per_unit == 2)
         store_bf16(reinterpret_cast<uint16_t*>(weights) + v * kLanes, p);
@@ -217,8 +228,8 @@ struct Attention {
     return sum(total);
   }
 
-  // Weights times values as they lie in the cache. For values that only one group of vectors meets: packing them would cost
-  // more than it saves.
+  // Multiplies weights with values in place, in the cache. Used where few vectors meet the values, since packing them would
+  // then cost more than it saves.
   static constexpr bool kReadsRows = kHasPairs && std::is_same_v<Unit, Bf16Pairs>;
 
   template <int R, int P>
@@ -242,14 +253,14 @@ struct Attention {
     }
   }
 
-  // `rows`: values as they lie in the cache; null: packed.
+  // `rows`: values in the cache; null: packed values.
   template <int R, int P>
-  PD_INLINE void add_values(const uint32_t* weights, vf shrink, const void* const* rows, long vector, long panel) const {
+  PD_INLINE void add_values(const uint32_t* weights, vf alpha, const void* const* rows, long vector, long panel) const {
     const long stride = padded(dim()), panel_units = kKeyTile / per_unit * kPanelColumns;
-    float* at = scratch.sums + vector * stride + panel * kPanelColumns;
+    float* at = scratch.acc + vector * stride + panel * kPanelColumns;
     vf sums[R][2 * P];
     for (int r = 0; r < R; ++r)
-      for (int v = 0; v < 2 * P; ++v) sums[r][v] = load(at + r * stride + v * kLanes) * splat(shrink[r]);
+      for (int v = 0; v < 2 * P; ++v) sums[r][v] = load(at + r * stride + v * kLanes) * splat(alpha[r]);
     if (rows != nullptr)
       multiply_rows<R, P>(weights, rows, panel * kPanelColumns, sums);
     else
@@ -259,75 +270,76 @@ struct Attention {
       for (int v = 0; v < 2 * P; ++v) store(at + r * stride + v * kLanes, sums[r][v]);
   }
 
-  // Vectors [vector, vector + R) meet the tile that begins at `begin`.
+  // Updates the state of vectors [vector, vector + R) with the tile of keys that begins at `begin`.
   template <int R>
-  void meet(const uint32_t* q, const void* const* rows, long vector, long first_position, long begin) const {
+  void attend_tile(const uint32_t* q, const void* const* rows, long vector, long first_position, long begin) const {
     const long units = dim() / per_unit;
     vf scores[R][2 * kKeyPanels]{};
     multiply_tile<Unit, R, kKeyPanels>(q + vector * units, units, scratch.keys, units * kPanelColumns, units, scores);
     alignas(64) uint32_t weights[R][kKeyTile / per_unit];
-    float most[R];
-    vf fall{};
+    float base[R];
+    vf difference{};
     for (int r = 0; r < R; ++r) {
-      float* before = scratch.most + vector + r;
-      const float now = std::fmax(*before, hide(scores[r], first_position + (vector + r) / share(), begin));
-      // A query that has seen no key yet keeps -infinity, but is measured against something finite.
-      most[r] = std::fmax(now, std::numeric_limits<float>::lowest());
-      fall[r] = *before - most[r];
-      *before = now;
+      float* m_i = scratch.m_i + vector + r;
+      const float m_ij = std::fmax(*m_i, mask(scores[r], first_position + (vector + r) / queries_per_kv(), begin));
+      // A query that has seen no key yet keeps -infinity, but its scores are compared with a finite number.
+      base[r] = std::fmax(m_ij, std::numeric_limits<float>::lowest());
+      difference[r] = *m_i - base[r];
+      *m_i = m_ij;
     }
-    const vf shrink = exp2_of_negative(fall);
+    const vf alpha = exp2_of_negative(difference);
     for (int r = 0; r < R; ++r) {
-      float* weight = scratch.weight + vector + r;
-      *weight = *weight * shrink[r] + soften(scores[r], most[r], weights[r]);
+      float* l_i = scratch.l_i + vector + r;
+      *l_i = *l_i * alpha[r] + exponentiate(scores[r], base[r], weights[r]);
     }
     const long panels = padded(dim()) / kPanelColumns;
     long panel = 0;
-    for (; panel + 2 <= panels; panel += 2) add_values<R, 2>(weights[0], shrink, rows, vector, panel);
-    if (panel < panels) add_values<R, 1>(weights[0], shrink, rows, vector, panel);
+    for (; panel + 2 <= panels; panel += 2) add_values<R, 2>(weights[0], alpha, rows, vector, panel);
+    if (panel < panels) add_values<R, 1>(weights[0], alpha, rows, vector, panel);
   }
 
   template <int R = kMaxVectors>
-  void meet_some(long count, const uint32_t* q, const void* const* rows, long vector, long first_position,
+  void attend_some(long count, const uint32_t* q, const void* const* rows, long vector, long first_position,
                  long begin) const {
     if constexpr (R > 1)
-      if (count < R) return meet_some<R - 1>(count, q, rows, vector, first_position, begin);
-    meet<R>(q, rows, vector, first_position, begin);
+      if (count < R) return attend_some<R - 1>(count, q, rows, vector, first_position, begin);
+    attend_tile<R>(q, rows, vector, first_position, begin);
   }
 
   void run(long first, long last, const uint32_t* q, float* out, long stride) const {
-    const long vectors = (last - first) * share(), row_floats = padded(dim());
+    const long vectors = (last - first) * queries_per_kv(), row_floats = padded(dim());
     const long first_position = span.context - (span.end - first), end_key = first_position + (last - first);
     const long begin_key = window == 0 || first_position < window ? 0 : first_position - window + 1;
-    std::memset(scratch.sums, 0, vectors * row_floats * sizeof(float));
-    std::memset(scratch.weight, 0, vectors * sizeof(float));
+    std::memset(scratch.acc, 0, vectors * row_floats * sizeof(float));
+    std::memset(scratch.l_i, 0, vectors * sizeof(float));
     std::memset(scratch.zeros, 0, row_floats * sizeof(float));
-    for (long i = 0; i < vectors; ++i) scratch.most[i] = -std::numeric_limits<float>::infinity();
+    for (long i = 0; i < vectors; ++i) scratch.m_i[i] = -std::numeric_limits<float>::infinity();
     const bool in_place = kReadsRows && vectors <= kMaxVectors && dim() % kPanelColumns == 0;
-    const void *keys[kKeyTile], *values[2][kKeyTile];  // Values in place are read when the next are known already.
-    const auto look_ahead = [&](long begin) {
+    // Two tiles of values: those read in place are needed until after the next tile is prefetched.
+    const void *keys[kKeyTile], *values[2][kKeyTile];
+    const auto prefetch_tile = [&](long begin) {
       gather(0, begin, end_key, keys);
-      fetch(keys);
+      prefetch(keys);
       gather(1, begin, end_key, values[begin / kKeyTile % 2]);
-      fetch(values[begin / kKeyTile % 2]);
+      prefetch(values[begin / kKeyTile % 2]);
     };
     const long start = begin_key / kKeyTile * kKeyTile;
-    look_ahead(start);
+    prefetch_tile(start);
     for (long begin = start; begin < end_key; begin += kKeyTile) {
       const void* const* rows = values[begin / kKeyTile % 2];
       pack_keys(keys);
       if (!in_place) pack_values(rows);
-      if (begin + kKeyTile < end_key) look_ahead(begin + kKeyTile);
+      if (begin + kKeyTile < end_key) prefetch_tile(begin + kKeyTile);
       for (long vector = 0; vector < vectors; vector += kMaxVectors) {
         const long count = vectors - vector < kMaxVectors ? vectors - vector : kMaxVectors;
-        const long last_position = first_position + (vector + count - 1) / share();
-        if (begin <= last_position) meet_some(count, q, in_place ? rows : nullptr, vector, first_position, begin);
+        const long last_position = first_position + (vector + count - 1) / queries_per_kv();
+        if (begin <= last_position) attend_some(count, q, in_place ? rows : nullptr, vector, first_position, begin);
       }
     }
     for (long vector = 0; vector < vectors; ++vector) {
-      float* to = out + vector / share() * stride + vector % share() * dim();
-      const float factor = 1.0f / scratch.weight[vector];
-      for (long i = 0; i < dim(); ++i) to[i] = scratch.sums[vector * row_floats + i] * factor;
+      float* to = out + vector / queries_per_kv() * stride + vector % queries_per_kv() * dim();
+      const float factor = 1.0f / scratch.l_i[vector];
+      for (long i = 0; i < dim(); ++i) to[i] = scratch.acc[vector * row_floats + i] * factor;
     }
   }
 };

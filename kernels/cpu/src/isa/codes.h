@@ -1,4 +1,4 @@
-// Weights of 12 bits on their way to the multipliers: see `Codes` in kernels.h.
+// Decodes weights of 12 bits between memory and multiplication: see `Codes` in kernels.h.
 #pragma once
 
 #include "vec.h"
@@ -8,7 +8,7 @@ namespace pdserve::PD_ISA {
 #if defined(__AVX512BW__)
 constexpr bool kReadsCodes = true;
 
-// A panel's groups one after the other, as the units they stand for.
+// Decodes a panel's groups, one after the other.
 class CodedPanel {
  public:
   static constexpr long kFields = 2 * 3 * kLanes;
@@ -20,8 +20,8 @@ class CodedPanel {
         plain_(codes_.first_plain[panel]),
         end_(codes_.first_plain[panel + 1]) {}
 
-  // The next group, `group` in number: units of depth by halves of a panel. `ahead`: so many bytes further on, memory is asked
-  // for what comes then; where there is much to do with a group, the hardware does not see how fast memory is read.
+  // The next group, number `group`, as units [depth][half of the panel]. `ahead`: how many bytes ahead to prefetch; 0: none.
+  // Where much is computed with a group, the hardware prefetcher falls behind.
   PD_INLINE void next(long group, vu (&units)[kCodeGroup][2], long ahead) {
     const uint32_t* from = fields_ + group * kFields;
     if (ahead != 0) {
@@ -32,7 +32,7 @@ class CodedPanel {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       const __m512i a = field(from, half, 0), b = field(from, half, 1), c = field(from, half, 2);
-      // The upper four bits of three fields are the fourth. 0xf8: x | (y & z).
+      // The upper four bits of the three fields make up a fourth one. 0xf8: x | (y & z).
       __m512i d = _mm512_srli_epi16(a, 12);
       d = _mm512_ternarylogic_epi32(d, _mm512_srli_epi16(b, 8), _mm512_set1_epi16(0x0f0), 0xf8);
       d = _mm512_ternarylogic_epi32(d, _mm512_srli_epi16(c, 4), _mm512_set1_epi16(0xf00), 0xf8);
@@ -56,7 +56,7 @@ class CodedPanel {
     return _mm512_loadu_si512(from + (half * 3 + i) * kLanes);
   }
 
-  // The permutation looks at five bits of each field only.
+  // The permutation uses only five bits of each field.
   PD_INLINE vu decode(__m512i field) const {
     return (vu)_mm512_ternarylogic_epi32(_mm512_permutexvar_epi16(field, patterns_), _mm512_srli_epi16(field, 5),
                                          _mm512_set1_epi16(0x7f), 0xf8);
@@ -80,7 +80,8 @@ static void expand(const Matrix& matrix, long panel, uint32_t* out) {
   }
 }
 #else
-constexpr bool kReadsCodes = false;  // Matrices are packed as units.
+// Matrices are packed as units.
+constexpr bool kReadsCodes = false;
 #endif
 
 }  // namespace pdserve::PD_ISA

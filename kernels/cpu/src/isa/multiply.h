@@ -1,4 +1,4 @@
-// Products of a few to many rows with panels, and what happens to the sums before they are stored.
+// Products of rows with panels, and the steps between the sums and the stored result.
 #pragma once
 
 #include <algorithm>
@@ -9,9 +9,10 @@
 namespace pdserve::PD_ISA {
 
 constexpr int kMaxRows = kMaxSums / 2;
-constexpr long kRowBlock = 32 * kMaxRows;  // Rows that pass over a panel while it is in the cache.
+// Rows multiplied with a panel while it is in the cache.
+constexpr long kRowBlock = 32 * kMaxRows;
 
-// How many panels go together when there are few rows: enough chains to hide the latency of one.
+// Panels computed together when there are few rows: enough chains of sums to hide the latency of one.
 constexpr int panels_at_once(int rows, int max_sums) {
   return rows * 8 <= max_sums ? 4 : rows * 4 <= max_sums ? 2 : 1;
 }
@@ -19,17 +20,20 @@ constexpr int panels_at_once(int rows, int max_sums) {
 struct Task {
   const Rows& rows;
   const Matrix& matrix;
-  float* out;  // Of the panel `first`.
+  // Result of the panel `first`.
+  float* out;
   long stride, first;
-  bool add;  // To what is in `out`.
-  const uint32_t* expanded = nullptr;  // The only panel's units, where the matrix has codes.
+  // Whether to add to what is in `out`.
+  bool add;
+  // The units of the only panel, where the matrix has codes.
+  const uint32_t* expanded = nullptr;
 };
 
 // Float formats: the sums are the result.
 template <class Unit>
 struct FloatProduct {
   static constexpr int max_sums = kMaxSums;
-  static constexpr int most_panels = 4;
+  static constexpr int max_panels = 4;
 
   template <int R, int P>
   static PD_INLINE void tile(const Task& task, long row, long panel, vf (&result)[R][2 * P]) {
@@ -43,13 +47,13 @@ struct FloatProduct {
 };
 
 #if defined(__AVX512BW__)
-// The same sums from codes, decoded between memory and multiplication, with eight rows at a time. With many rows it is
+// The same sums from codes, decoded between memory and multiplication, eight rows at a time. With more rows than this it is
 // cheaper to decode a panel once.
 constexpr long kFewRowsOfCodes = 48;
 
 struct CodedProduct {
   static constexpr int max_sums = 16;
-  static constexpr int most_panels = 1;
+  static constexpr int max_panels = 1;
 
   template <int R, int P>
   static PD_INLINE void tile(const Task& task, long row, long panel, vf (&result)[R][2 * P]) {
@@ -73,10 +77,10 @@ struct CodedProduct {
 };
 #endif
 
-// 16-bit rows times int8 columns, in exact integers: the high and the low bytes have sums of their own.
+// 16-bit rows times int8 columns, in exact integers, with separate sums for the high and the low bytes.
 struct Int8Product {
   static constexpr int max_sums = kMaxSums / 2;
-  static constexpr int most_panels = 4;
+  static constexpr int max_panels = 4;
 
   template <int R, int P>
   static PD_INLINE void tile(const Task& task, long row, long panel, vf (&result)[R][2 * P]) {
@@ -132,7 +136,8 @@ struct StoreSums {
   }
 };
 
-struct StoreSilu {  // A panel is 16 columns of gate and the same 16 of up. Nothing is added to these.
+// A panel is 16 columns of gate and the same 16 of up. `add` is ignored.
+struct StoreSilu {
   template <int R, int P>
   static PD_INLINE void finish(const Task& task, long row, long panel, vf (&x)[R][2 * P]) {
     for (int r = 0; r < R; ++r)
@@ -154,7 +159,7 @@ static void tiles(const Task& task, long row, long first, long last) {
 
 template <class Product, class Finish, int R>
 static void row_group(const Task& task, long row, long first, long last) {
-  constexpr int P = std::min(panels_at_once(R, Product::max_sums), Product::most_panels);
+  constexpr int P = std::min(panels_at_once(R, Product::max_sums), Product::max_panels);
   const long whole = first + (last - first) / P * P;
   tiles<Product, Finish, R, P>(task, row, first, whole);
   if constexpr (P > 1) tiles<Product, Finish, R, 1>(task, row, whole, last);
@@ -169,15 +174,15 @@ static void rows_at_once(const Task& task, long count, long row, long first, lon
 
 template <class Product, class Finish>
 static void product(const Task& task, long num_rows, long first, long last) {
-  constexpr long most = Product::max_sums / 2;
+  constexpr long max_rows = Product::max_sums / 2;
   for (long block = 0; block < num_rows; block += kRowBlock) {
     const long end = block + kRowBlock < num_rows ? block + kRowBlock : num_rows;
-    if (end - block <= most) {
+    if (end - block <= max_rows) {
       rows_at_once<Product, Finish>(task, end - block, block, first, last);
       continue;
     }
     // Groups of nearly equal size: a last group of one row would be all latency.
-    const long groups = ceil_div(end - block, most), size = ceil_div(end - block, groups);
+    const long groups = ceil_div(end - block, max_rows), size = ceil_div(end - block, groups);
     for (long panel = first; panel < last; ++panel)
       for (long row = block; row < end; row += size)
         rows_at_once<Product, Finish>(task, row + size < end ? size : end - row, row, panel, panel + 1);

@@ -1,4 +1,4 @@
-// The kernels of one instruction set; compiled once for each, with PD_ISA as their namespace.
+// The kernels of one instruction set. Compiled once for each set, with PD_ISA as the namespace.
 
 #include "attend.h"
 #include "multiply.h"

@@ -1,4 +1,4 @@
-// Sixteen lanes of 32 bits, whatever the instruction set calls them.
+// Vectors of sixteen lanes of 32 bits, for every instruction set.
 #pragma once
 
 #include <cmath>
@@ -28,7 +28,7 @@ static PD_INLINE void store_units(void* p, vu x) { *reinterpret_cast<vu_unaligne
 static PD_INLINE vf splat(float x) { return vf{} + x; }
 static PD_INLINE vu splat_units(uint32_t x) { return vu{} + x; }
 
-// a * b + c, rounded once where the instruction set can; contraction is off, so nothing else is ever fused.
+// a * b + c, rounded once where the instruction set can. Contraction is off, so nothing else is ever fused.
 static PD_INLINE vf fma(vf a, vf b, vf c) {
 #if defined(__AVX512F__)
   return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -50,7 +50,7 @@ static PD_INLINE vf max(vf a, vf b) {
 #endif
 }
 
-// Horizontal results: one fixed tree.
+// Horizontal reductions, each in one fixed tree.
 static PD_INLINE float sum(vf x) {
   typedef float v8 __attribute__((vector_size(32)));
   typedef float v4 __attribute__((vector_size(16)));
@@ -118,7 +118,8 @@ static PD_INLINE vf exp2_of_negative(vf x) {
 static PD_INLINE vf silu(vf x) {
   const vf clamped = max(x, splat(-87.0f));
   const vf quotient = x / (splat(1.0f) + exp(-clamped));
-  return x < splat(-87.0f) ? vf{} : quotient;  // There it is below 2e-36, but the clamped quotient is not.
+  // There silu is below 2e-36, but the clamped quotient is not.
+  return x < splat(-87.0f) ? vf{} : quotient;
 }
 
 // bfloat16 <-> float32, to nearest even; NaN stays NaN.
@@ -172,8 +173,8 @@ static PD_INLINE uint16_t to_f16(float x) {
   const uint16_t sign = (bits >> 16) & 0x8000;
   bits &= 0x7fffffff;
   if (bits > 0x7f800000) return sign | 0x7e00;
-  // Beyond the largest half: its place is taken by that one. An infinite value in the KV cache would meet a weight of 0 in
-  // rows that may not see it.
+  // Values beyond the largest half saturate. An infinite value in the KV cache would meet a weight of 0 in rows that must not
+  // see it, and give NaN.
   if (bits >= 0x477ff000) return sign | 0x7bff;
   if (bits < 0x38800000) {  // Below the normal range: adding 0.5 puts the rounding where it belongs.
     float value;
@@ -185,7 +186,7 @@ static PD_INLINE uint16_t to_f16(float x) {
   return sign | uint16_t((bits + 0xfff + ((bits >> 13) & 1) - (112u << 23)) >> 13);
 }
 
-// What a unit holds, and how a chain of sums takes in one of each row.
+// The contents of a unit, and how a chain of sums adds the product of two units.
 struct Bf16Pairs {
   using Acc = vf;
   static PD_INLINE vf dot(vf sum, vu a, vu b) {
@@ -203,7 +204,8 @@ struct Floats {
   static PD_INLINE vf dot(vf sum, vu a, vu b) { return fma((vf)a, (vf)b, sum); }
 };
 
-struct BytesTimesInt8 {  // Unsigned on the left, signed on the right.
+// Unsigned on the left, signed on the right.
+struct BytesTimesInt8 {
   using Acc = vi;
   static PD_INLINE vi dot(vi sum, vu a, vu b) {
 #if defined(__AVX512VNNI__)
@@ -216,7 +218,7 @@ struct BytesTimesInt8 {  // Unsigned on the left, signed on the right.
   }
 };
 
-// How many sums fit the registers: rows times vectors.
+// Sums that fit the registers: rows times vectors.
 #if defined(__AVX512F__)
 constexpr int kMaxSums = 24;
 #elif defined(__AVX2__)
