@@ -1,4 +1,4 @@
-"""When the step after the one in flight can be told, and what becomes of sequences that end in between."""
+"""When the step after the one in flight can be planned, and what becomes of sequences that end in between."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.unit.engine.fakes import BLOCK_SIZE, EOS, limits
 LONG = replace(GREEDY, max_tokens=40)
 
 
-def begun(worker: DecodeWorker) -> StepPlan:
-    """The step that is in flight."""
+def step_in_flight(worker: DecodeWorker) -> StepPlan:
+    """Plan a step, which is then in flight."""
     plan = worker.scheduler.schedule(Pace())
     worker.scheduler.check_integrity()
     return plan
@@ -31,66 +31,66 @@ def ahead_of(worker: DecodeWorker, plan: StepPlan) -> StepPlan | None:
 
 
 def decoding(*params: SamplingParams, num_blocks: int = 32, **config: float) -> DecodeWorker:
-    """Requests that decode: A with the whole prompt, B with a token less, and so on."""
+    """A worker whose requests decode: A with the whole prompt, B with one token less, and so on."""
     worker = decode(num_blocks, **config)
     for index, each in enumerate(params):
         worker.deliver(job((A, B, C)[index], PROMPT[: len(PROMPT) - index], each))
     return worker
 
 
-def test_the_same_sequences_go_on_and_have_their_slots() -> None:
+def test_the_next_step_has_the_same_sequences_and_their_slots() -> None:
     worker = decoding(LONG, LONG)
-    plan = begun(worker)
+    plan = step_in_flight(worker)
     ahead = ahead_of(worker, plan)
     assert ahead == StepPlan(decoding=plan.decoding, is_ahead=True)
     assert all(sequence.num_slots > len(sequence.tokens) for sequence in plan.decoding)
-    # The next but one, once the tokens of this one are known.
+    # Once the tokens of this step are known, another one can be planned.
     worker.scheduler.update(plan, [Sampled(token_id=1), Sampled(token_id=2)])
     assert ahead_of(worker, ahead) == ahead
 
 
-def test_a_token_that_does_not_come_is_not_planned() -> None:
+def test_no_step_is_planned_after_the_last_token_of_a_sequence() -> None:
     worker = decoding(LONG, replace(LONG, max_tokens=2))
-    assert ahead_of(worker, begun(worker)) is None
+    assert ahead_of(worker, step_in_flight(worker)) is None
 
 
 @pytest.mark.parametrize("changes", [{"max_tokens": 3}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.1}])
-def test_neither_max_tokens_one_further_nor_a_penalty_is_an_obstacle(changes: dict[str, Any]) -> None:
+def test_neither_a_later_max_tokens_nor_a_penalty_prevents_planning_ahead(changes: dict[str, Any]) -> None:
     worker = decoding(LONG, replace(LONG, **changes))
-    assert ahead_of(worker, begun(worker)) is not None
+    assert ahead_of(worker, step_in_flight(worker)) is not None
 
 
-def test_nothing_is_planned_beyond_the_models_length() -> None:
+def test_no_step_is_planned_beyond_the_models_length() -> None:
     tokens = {len(PROMPT) + 2: False, len(PROMPT) + 3: True}
     for max_model_len, is_planned in tokens.items():
         worker = decode(limits=limits(max_model_len))
         worker.deliver(job(A, PROMPT, LONG))
-        assert (ahead_of(worker, begun(worker)) is not None) is is_planned
+        assert (ahead_of(worker, step_in_flight(worker)) is not None) is is_planned
 
 
-def test_a_step_with_a_chunk_is_waited_for() -> None:
+def test_no_step_is_planned_behind_one_with_a_chunk() -> None:
     worker = decoding(LONG)
     worker.scheduler.reserve(job(B, [9, 8, 7], threshold=ALWAYS))
-    plan = begun(worker)
+    plan = step_in_flight(worker)
     assert plan.decoding
     assert plan.chunks
     assert ahead_of(worker, plan) is None
 
 
-def test_an_empty_step_has_nothing_to_go_on_from() -> None:
+def test_no_step_is_planned_behind_an_empty_one() -> None:
     worker = decode()
     worker.scheduler.reserve(job(A, PROMPT))
-    plan = begun(worker)
+    plan = step_in_flight(worker)
     assert plan == StepPlan()
     assert ahead_of(worker, plan) is None
 
 
-def test_nobody_gives_way_for_a_step_ahead_and_without_room_for_all_nothing_is_taken() -> None:
+def test_planning_ahead_preempts_nothing_and_takes_no_block_unless_all_sequences_get_theirs() -> None:
     # Two sequences at the ends of their blocks, and one block left.
     worker = decode(5)
-    worker.deliver(job(A, list(range(1, 2 * BLOCK_SIZE - 1)), LONG))  # a step further when B is granted
+    worker.deliver(job(A, list(range(1, 2 * BLOCK_SIZE - 1)), LONG))  # One step further when B is granted.
     worker.deliver(job(B, list(range(11, 10 + 2 * BLOCK_SIZE)), LONG))
-    plan = begun(worker)
+    plan = step_in_flight(worker)
     assert [sequence.num_slots - len(sequence.tokens) for sequence in plan.decoding] == [0, 0]
     assert worker.pool.num_free == 1
     assert ahead_of(worker, plan) is None
@@ -98,44 +98,44 @@ def test_nobody_gives_way_for_a_step_ahead_and_without_room_for_all_nothing_is_t
     assert worker.scheduler.load().num_preemptions == 0
 
 
-def ended(worker: DecodeWorker, result: SampleResult) -> list[SampleResult]:
-    """A goes on, the last sequence gets this."""
+def results_ending_with(worker: DecodeWorker, result: SampleResult) -> list[SampleResult]:
+    """An ordinary token for every sequence but the last, which gets `result`."""
     return [Sampled(token_id=1)] * (worker.scheduler.load().num_running - 1) + [result]
 
 
 @pytest.mark.parametrize("result", [Sampled(token_id=EOS), SampleFailure(reason="it is NaN")])
-def test_what_a_step_in_flight_has_of_a_sequence_that_ended_is_dropped(result: SampleResult) -> None:
+def test_results_of_a_step_in_flight_for_a_sequence_that_ended_are_dropped(result: SampleResult) -> None:
     worker = decoding(LONG, replace(LONG, ignore_eos=False))
-    plan = begun(worker)
+    plan = step_in_flight(worker)
     ahead = ahead_of(worker, plan)
     assert ahead is not None
-    first = worker.scheduler.update(plan, ended(worker, result))
+    first = worker.scheduler.update(plan, results_ending_with(worker, result))
     assert [*first.finished, *(failure.request_id for failure in first.failures)] == [B]
-    # It ended: what waits may get its blocks, but not while the step in flight writes to them.
+    # A waiting request may get the blocks of B, but not while the step in flight writes to them.
     assert ahead_of(worker, ahead) is None
     second = worker.scheduler.update(ahead, [Sampled(token_id=3), Sampled(token_id=4)])
     worker.scheduler.check_integrity()
     assert [(tokens.request_id, tokens.choices[0].token_ids) for tokens in second.tokens] == [(A, (3,))]
     assert not second.failures
     assert not second.finished
-    assert [sequence.request_id for sequence in begun(worker).decoding] == [A]
+    assert [sequence.request_id for sequence in step_in_flight(worker).decoding] == [A]
 
 
-def test_a_choice_that_ended_is_dropped_while_others_of_its_request_go_on() -> None:
+def test_results_of_a_choice_that_ended_are_dropped_and_the_other_choices_continue() -> None:
     worker = decoding(replace(LONG, n=3, ignore_eos=False))
-    plan = begun(worker)
+    plan = step_in_flight(worker)
     ahead = ahead_of(worker, plan)
     assert ahead is not None
     worker.scheduler.update(plan, [Sampled(token_id=1), Sampled(token_id=EOS), Sampled(token_id=2)])
     events = worker.scheduler.update(ahead, [Sampled(token_id=token) for token in (3, EOS, 4)])
     worker.scheduler.check_integrity()
-    (told,) = events.tokens
-    assert [(choice.choice_index, choice.token_ids) for choice in told.choices] == [(0, (3,)), (2, (4,))]
+    (reported,) = events.tokens
+    assert [(choice.choice_index, choice.token_ids) for choice in reported.choices] == [(0, (3,)), (2, (4,))]
 
 
-def test_a_choice_that_failed_takes_all_choices_out_of_the_step_in_flight() -> None:
+def test_when_a_choice_fails_the_step_in_flight_gives_no_tokens_for_its_request() -> None:
     worker = decoding(replace(LONG, n=2))
-    plan = begun(worker)
+    plan = step_in_flight(worker)
     ahead = ahead_of(worker, plan)
     assert ahead is not None
     worker.scheduler.update(plan, [Sampled(token_id=1), SampleFailure(reason="it is NaN")])
@@ -146,7 +146,7 @@ def test_a_choice_that_failed_takes_all_choices_out_of_the_step_in_flight() -> N
 
 def test_a_sequence_can_end_in_a_step_that_was_planned_ahead() -> None:
     worker = decoding(replace(LONG, max_tokens=3))
-    plan = begun(worker)
+    plan = step_in_flight(worker)
     ahead = ahead_of(worker, plan)
     assert ahead is not None
     worker.scheduler.update(plan, [Sampled(token_id=1)])
@@ -156,49 +156,49 @@ def test_a_sequence_can_end_in_a_step_that_was_planned_ahead() -> None:
     assert worker.all_free
 
 
-def test_who_waits_in_vain_is_no_obstacle_until_something_changes() -> None:
+def test_a_request_that_waits_for_blocks_prevents_planning_only_when_something_has_changed() -> None:
     worker = decoding(LONG, LONG, num_blocks=8)
     worker.scheduler.reserve(job(C, [20] * 20))
-    plan = begun(worker)
+    plan = step_in_flight(worker)
     assert worker.scheduler.load().num_waiting == 1
     ahead = ahead_of(worker, plan)
     assert ahead is not None
     for each in (plan, ahead):
         worker.scheduler.update(each, [Sampled(token_id=1)] * 2)
-    plan = begun(worker)
+    plan = step_in_flight(worker)
     worker.scheduler.stop_choice(B, 0)
     assert ahead_of(worker, plan) is None
 
 
-def test_who_waits_for_a_turn_is_no_obstacle() -> None:
+def test_sequences_beyond_max_num_seqs_do_not_prevent_planning_ahead() -> None:
     worker = decoding(LONG, LONG, LONG, max_num_seqs=2)
-    plan = begun(worker)
+    plan = step_in_flight(worker)
     assert len(plan.decoding) == 2
     assert ahead_of(worker, plan) is not None
 
 
-def test_a_block_is_published_when_its_tokens_are_known() -> None:
+def test_a_block_enters_the_prefix_index_when_its_tokens_are_known() -> None:
     worker, published = decoding(LONG), []
     for _ in range(3):
-        plan = begun(worker)
+        plan = step_in_flight(worker)
         ahead = ahead_of(worker, plan)
         assert ahead is not None
         events = [worker.scheduler.update(each, [Sampled(token_id=1)]) for each in (plan, ahead)]
         published += [len(each.cache.added) for each in events]
-    # Of 11 tokens at first: two blocks of the prompt, the third with the 12th token, the fourth with the 16th.
+    # 11 tokens at first: two full blocks of the prompt. The 12th token fills the third block, the 16th the fourth.
     assert published == [2, 1, 0, 0, 0, 1]
 
 
-def test_who_waits_gets_the_blocks_of_one_that_ended_only_when_no_step_writes_to_them_any_more() -> None:
+def test_blocks_of_an_ended_request_are_granted_only_when_no_step_writes_to_them_any_more() -> None:
     worker = decoding(LONG, replace(LONG, ignore_eos=False), num_blocks=9)
     worker.scheduler.reserve(job(C, [20] * 15))
-    plan = begun(worker)
+    plan = step_in_flight(worker)
     ahead = ahead_of(worker, plan)
     assert ahead is not None
     written = {sequence.block_table[len(sequence.tokens) // BLOCK_SIZE] for sequence in plan.decoding}
     first = worker.scheduler.update(plan, [Sampled(token_id=1), Sampled(token_id=EOS)])
     second = worker.scheduler.update(ahead, [Sampled(token_id=1)] * 2)
     assert (first.finished, first.grants, second.grants) == ((B,), (), ())
-    begun(worker)
+    step_in_flight(worker)
     (grant,) = worker.scheduler.update(StepPlan(), []).grants
     assert written & set(grant.block_table)
