@@ -68,7 +68,7 @@ async def running_worker(
 
 
 class RouterRequest:
-    """A request on the decode worker, as a router holds it."""
+    """A request on the decode worker, from its router's point of view."""
 
     def __init__(self, cluster: LocalCluster, prompt: list[int], params: SamplingParams, request_id: str) -> None:
         self._cluster = cluster
@@ -93,7 +93,7 @@ class RouterRequest:
         await self.send(start=start)
 
     async def stop_choice(self, choice: int) -> None:
-        """Nothing more is told of the choice, its end neither."""
+        """Stop a choice: neither more of its tokens nor its end is reported."""
         self._ended.add(choice)
         await self.send(stop_choice=decode_pb2.StopChoice(choice_index=choice))
 
@@ -132,7 +132,7 @@ class RouterRequest:
             self._ended.add(choice.choice_index)
 
     def cancel(self) -> None:
-        """Closes the call, as a router does that has all it wants or gives up."""
+        """Closes the connection, as a router does when it has all tokens or gives up."""
         assert self._stream is not None
         self._stream.close()
 
@@ -144,9 +144,9 @@ class RouterRequest:
         channel: grpc.aio.Channel | None = None,
         keeps_lease: bool = False,
     ) -> prefill_pb2.PrefillDone:
-        """Has the prompt computed and handed over; takes the first tokens. Raises the worker's error.
+        """Has the prompt computed and handed over, and keeps the first tokens. Raises the worker's error.
 
-        `keeps_lease`: progress is passed on to the decode worker, as by a router.
+        With `keeps_lease`, progress is passed on to the decode worker, as a router does.
         """
         request = prefill_pb2.PrefillRequest(
             ref=self.ref(ticket.attempt if ticket is not None else 1),
@@ -171,7 +171,7 @@ class RouterRequest:
 
 @dataclass(slots=True)
 class LocalCluster:
-    """Both workers and the ways to them."""
+    """Both workers, and the channels and addresses to reach them."""
 
     prefill: Worker
     decode: Worker
@@ -181,13 +181,13 @@ class LocalCluster:
     count: int = 0
 
     def request(self, prompt: list[int], request_id: str | None = None, **params: Any) -> RouterRequest:
-        """A new request, not started."""
+        """A new request that is not started yet."""
         self.count += 1
         sampling = SamplingParams(**({"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "seed": 5} | params))
         return RouterRequest(self, prompt, sampling, request_id or f"r{self.count}")
 
     async def local(self, prompt: list[int], **params: Any) -> dict[int, list[int]]:
-        """What the decode worker gives by itself: what handed-over output is compared with."""
+        """The tokens that the decode worker computes by itself, which handed-over output is compared with."""
         request = self.request(prompt, **params)
         await request.start(local_prefill_threshold=ALWAYS_LOCAL)
         return await request.finish()

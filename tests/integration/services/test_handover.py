@@ -1,4 +1,4 @@
-"""The handover between real services: exact when it goes right; what goes wrong never becomes tokens or a leak."""
+"""The handover between real services is exact, and no failure becomes a wrong token or a leak."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.integration.services.local_cluster import ALWAYS_LOCAL, RouterRequest
 from tests.support.devices import needs_triton
 from tests.unit.model.tiny import save_model
 
-PROMPT = [(7 * place) % 90 + 3 for place in range(45)]
+PROMPT = [(7 * position) % 90 + 3 for position in range(45)]
 
 
 class Corrupting(InprocTransport):
@@ -47,8 +47,8 @@ class Corrupting(InprocTransport):
         return super().post_send(peer, tag, buffer)
 
 
-class Silent(InprocTransport):
-    """Sends nothing, as a worker that hangs; every send stays on its way until it is disconnected."""
+class Hanging(InprocTransport):
+    """Sends nothing, like a worker that hangs; every send stays in flight until the peer is disconnected."""
 
     def post_send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
         return super().post_send(peer, (tag + (1 << 40)) % (1 << 64), buffer)
@@ -80,7 +80,7 @@ async def test_handed_over_tokens_are_those_of_local_prefill(
 
 @pytest.fixture(params=["host", pytest.param("device", marks=needs_triton)])
 def staged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[StagedMemory]:
-    """Workers whose blocks stop over in stages of twelve slots, as those of a GPU; the decode worker's first.
+    """The stages, of twelve slots, through which both workers send and receive blocks; the decode worker's first.
 
     In memory of the host, or of the device, which here is the host's and packs in Triton's interpreter.
     """
@@ -100,17 +100,17 @@ def staged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
     return stages
 
 
-async def test_blocks_that_stop_over_in_a_stage_give_the_tokens_of_local_prefill(
+async def test_blocks_that_pass_through_a_stage_give_the_tokens_of_local_prefill(
     model: Path, staged: list[StagedMemory]
 ) -> None:
     async with running_cluster(model) as cluster:
-        prompts = [[(7 * first + 3 * place) % 97 for place in range(36)] for first in range(4)]  # 9 blocks each
+        prompts = [[(7 * first + 3 * position) % 97 for position in range(36)] for first in range(4)]  # 9 blocks each
         requests = [cluster.request(prompt) for prompt in prompts]
         for request in requests:
             await request.start()
 
         async def hand_over(request: RouterRequest) -> dict[int, list[int]]:
-            # Only one of them has room at a time: the others get their tickets when it has received.
+            # The stage has space for one at a time: the others get their tickets when it has received its blocks.
             await request.prefill(await request.ticket())
             return await request.finish()
 
@@ -120,7 +120,7 @@ async def test_blocks_that_stop_over_in_a_stage_give_the_tokens_of_local_prefill
         await cluster.all_free()
 
 
-async def test_waiting_for_the_own_stage_is_not_taken_for_silence(
+async def test_a_sender_that_waits_for_its_own_stage_keeps_its_lease(
     model: Path, staged: list[StagedMemory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prefill_svc.session.KEEP_ALIVE_S", 0.05)
@@ -139,7 +139,7 @@ async def test_waiting_for_the_own_stage_is_not_taken_for_silence(
         await cluster.all_free()
 
 
-async def test_a_prompt_that_no_stage_could_take_is_computed_by_the_decode_worker(
+async def test_a_prompt_larger_than_the_stage_is_computed_by_the_decode_worker(
     model: Path, staged: list[StagedMemory]
 ) -> None:
     prompt = PROMPT + PROMPT[:4]  # 13 blocks
@@ -152,8 +152,8 @@ async def test_a_prompt_that_no_stage_could_take_is_computed_by_the_decode_worke
         await cluster.all_free()
 
 
-async def test_blocks_of_an_fp8_cache_are_handed_over_and_answered_from(model: Path) -> None:
-    # Plain torch's sums depend on the chunk: the same on both workers, so that tokens can be compared.
+async def test_blocks_of_an_fp8_cache_are_handed_over_and_decoded_from(model: Path) -> None:
+    # Sums of plain torch depend on the chunk size, which is therefore the same on both workers.
     fp8 = {"kv_cache_dtype": "fp8_e4m3", "kernels": "reference", "max_num_batched_tokens": 8}
     async with running_cluster(model, prefill=fp8, decode=fp8) as cluster:
         assert cluster.decode.model.layout.dtype == "fp8_e4m3"
@@ -202,7 +202,7 @@ async def test_wrong_bytes_are_refused_and_a_renewed_ticket_gives_the_right_toke
         await cluster.all_free()
 
 
-async def test_after_wrong_bytes_the_prompt_can_be_computed_in_place(model: Path) -> None:
+async def test_after_wrong_bytes_the_decode_worker_can_compute_the_prompt(model: Path) -> None:
     async with running_cluster(model, prefill_transport=Corrupting()) as cluster:
         request = cluster.request(PROMPT)
         await request.start()
@@ -228,7 +228,7 @@ async def test_a_commit_of_an_older_attempt_is_refused(model: Path) -> None:
         await cluster.all_free()
 
 
-async def test_silence_for_a_lease_ends_the_reservation_and_frees_its_blocks(model: Path) -> None:
+async def test_a_lease_without_progress_ends_the_reservation_and_frees_its_blocks(model: Path) -> None:
     async with running_cluster(model, decode={"lease_s": 0.2}) as cluster:
         request = cluster.request(PROMPT)
         await request.start()
@@ -238,7 +238,7 @@ async def test_silence_for_a_lease_ends_the_reservation_and_frees_its_blocks(mod
         await cluster.all_free()
 
 
-async def test_a_kept_lease_does_not_end(model: Path) -> None:
+async def test_a_lease_that_is_kept_does_not_end(model: Path) -> None:
     async with running_cluster(model, decode={"lease_s": 0.4}) as cluster:
         request = cluster.request(PROMPT)
         await request.start()
@@ -250,8 +250,8 @@ async def test_a_kept_lease_does_not_end(model: Path) -> None:
         assert await request.finish() == await cluster.local(PROMPT)
 
 
-async def test_a_sender_whose_blocks_never_arrive_gives_up_with_the_lease(model: Path) -> None:
-    async with running_cluster(model, prefill_transport=Silent(), decode={"lease_s": 0.5}) as cluster:
+async def test_a_sender_whose_blocks_never_arrive_gives_up_when_the_lease_ends(model: Path) -> None:
+    async with running_cluster(model, prefill_transport=Hanging(), decode={"lease_s": 0.5}) as cluster:
         request = cluster.request(PROMPT)
         await request.start()
         with pytest.raises((TransferTimeout, PeerLost, StaleError)):
@@ -261,25 +261,25 @@ async def test_a_sender_whose_blocks_never_arrive_gives_up_with_the_lease(model:
         await cluster.all_free()
 
 
-async def test_a_caller_that_leaves_frees_both_sides_at_any_moment(model: Path) -> None:
+async def test_a_caller_that_leaves_frees_both_workers_in_every_stage_of_a_request(model: Path) -> None:
     async with running_cluster(model) as cluster:
-        for moment in range(4):
+        for progress in range(4):
             request = cluster.request(PROMPT, max_tokens=150)
             await request.start()
-            if moment > 0:
+            if progress > 0:
                 ticket = await request.ticket()
                 prefill = asyncio.create_task(request.prefill(ticket))
-                if moment > 1:
+                if progress > 1:
                     await prefill
                     for _ in range(2):
                         await request.event()
-                elif moment == 1:
+                elif progress == 1:
                     prefill.cancel()
             request.cancel()
             await cluster.all_free()
 
 
-async def test_workers_with_other_layouts_refuse_each_other_by_field(model: Path) -> None:
+async def test_workers_with_different_layouts_refuse_each_other_and_name_the_field(model: Path) -> None:
     async with running_cluster(model, prefill={"block_size": 8}) as cluster:
         request = cluster.request(PROMPT)
         await request.start()
@@ -289,7 +289,7 @@ async def test_workers_with_other_layouts_refuse_each_other_by_field(model: Path
         await cluster.all_free()
 
 
-async def test_an_fp8_cache_refuses_blocks_of_one_that_is_not(model: Path) -> None:
+async def test_an_fp8_cache_is_no_match_for_one_of_another_dtype(model: Path) -> None:
     async with running_cluster(model, prefill={"kv_cache_dtype": "fp8_e4m3"}) as cluster:
         request = cluster.request(PROMPT)
         await request.start()
@@ -309,7 +309,7 @@ async def test_a_prompt_that_ends_with_its_first_token_leaves_the_ticket_unused(
         await cluster.all_free()
 
 
-async def test_a_choice_that_was_stopped_sends_no_more_and_the_others_go_on(model: Path) -> None:
+async def test_a_stopped_choice_sends_no_more_tokens_and_the_others_continue(model: Path) -> None:
     async with running_cluster(model) as cluster:
         whole = await cluster.local(PROMPT, n=2, temperature=0.9, max_tokens=60)
         request = cluster.request(PROMPT, n=2, temperature=0.9, max_tokens=60)
@@ -345,7 +345,7 @@ async def test_a_newer_attempt_of_a_request_takes_over_from_an_older_one(model: 
         await cluster.all_free()
 
 
-async def test_requests_that_no_worker_could_serve_are_refused_with_their_reason(model: Path) -> None:
+async def test_requests_that_no_worker_could_serve_are_refused_with_the_reason(model: Path) -> None:
     async with running_cluster(model) as cluster:
         too_long = cluster.request([5] * 600)
         await too_long.start()
@@ -362,7 +362,7 @@ async def test_requests_that_no_worker_could_serve_are_refused_with_their_reason
         await cluster.all_free()
 
 
-async def test_a_request_whose_router_floods_it_is_refused_and_the_others_go_on(model: Path) -> None:
+async def test_a_request_flooded_with_commands_is_refused_and_the_others_continue(model: Path) -> None:
     async with running_cluster(model) as cluster:
         other, flooded = cluster.request(PROMPT), cluster.request([4, *PROMPT[:8]])
         await other.start()
@@ -378,11 +378,11 @@ async def test_a_request_whose_router_floods_it_is_refused_and_the_others_go_on(
         await cluster.all_free()
 
 
-async def test_many_requests_under_preemption_give_what_each_gives_alone(model: Path) -> None:
-    prompts = [[(place * (seed + 2)) % 90 + 3 for place in range(20 + seed)] for seed in range(12)]
+async def test_many_requests_under_preemption_give_the_tokens_that_each_gives_alone(model: Path) -> None:
+    prompts = [[(position * (seed + 2)) % 90 + 3 for position in range(20 + seed)] for seed in range(12)]
     async with running_cluster(model) as roomy:
         alone = [await roomy.local(prompt, temperature=0.8, seed=9, max_tokens=40) for prompt in prompts]
-    # 24 blocks hold about two of the twelve.
+    # 24 blocks hold about two of the twelve requests.
     async with running_cluster(model, decode={"kv_cache_memory": 24 * 1024}) as tight:
         requests = [tight.request(prompt, temperature=0.8, seed=9, max_tokens=40) for prompt in prompts]
         together = await asyncio.gather(*(_handed_over(request) for request in requests))

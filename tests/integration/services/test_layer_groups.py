@@ -1,4 +1,4 @@
-"""Groups of layers between real services: sent while later layers compute, exact, and refused as nonsense."""
+"""Layer groups between real services: sent while later layers are computed, exact, and checked for nonsense."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.integration.services.local_cluster import DEADLINE_S, LocalCluster, R
 from tests.unit.model.tiny import save_model
 
 NUM_LAYERS = 4
-PROMPT = [(7 * place) % 90 + 3 for place in range(45)]  # 11 blocks and a token
+PROMPT = [(7 * position) % 90 + 3 for position in range(45)]  # 11 blocks and a token
 NUM_BLOCKS = 12
-#: Plain torch goes layer by layer. Its sums depend on the chunk: both workers compute the same chunks.
+#: Plain torch computes layer by layer. Its sums depend on the chunk size, which is therefore the same on both workers.
 LAYERED: dict[str, Any] = {"kernels": "reference", "kv_cache_memory": 128 * 1024}
 ONE_CHUNK = LAYERED | {"max_num_batched_tokens": 64}
 
@@ -39,11 +39,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Observed(InprocTransport):
-    """Tells when which message was handed over, and can hold all of them back or change one."""
+    """Notes when each message is sent, and can hold all of them back or change one."""
 
     def __init__(self) -> None:
         super().__init__()
-        #: Numbers of the messages so far. Read on other threads, too.
+        #: Indices of the messages sent so far. Other threads read it, too.
         self.sent: list[int] = []
         self.has_sent = threading.Condition()
         self.wrong: int | None = None
@@ -67,13 +67,13 @@ class Observed(InprocTransport):
         super().disconnect(peer)
 
     def wait_until_sent(self, count: int) -> bool:
-        """False when it does not come to that; on another thread than the event loop's."""
+        """False if that does not happen before the deadline. Not for the event loop's thread."""
         with self.has_sent:
             return self.has_sent.wait_for(lambda: len(self.sent) >= count, DEADLINE_S)
 
 
-class Stopping:
-    """Goes on with the next layer only when so many messages are on the wire: after a layer, by number."""
+class PausingDecoder:
+    """Pauses after some layers until a number of messages is on the wire; `after` maps layers to these numbers."""
 
     def __init__(self, decoder: StepDecoder, wire: Observed, after: dict[int, int]) -> None:
         self._decoder = decoder
@@ -82,18 +82,18 @@ class Stopping:
         self.waited: dict[int, bool] = {}
 
     def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
-        def told(num_layers: int) -> None:
+        def layer_done(num_layers: int) -> None:
             assert on_layer is not None
             on_layer(num_layers)
             if num_layers in self._after:
                 self.waited[num_layers] = self._wire.wait_until_sent(self._after[num_layers])
 
-        return self._decoder.forward(batch, kv_cache, told)
+        return self._decoder.forward(batch, kv_cache, layer_done)
 
 
-def stopping(cluster: LocalCluster, wire: Observed, after: dict[int, int]) -> Stopping:
+def pausing(cluster: LocalCluster, wire: Observed, after: dict[int, int]) -> PausingDecoder:
     runner = cluster.prefill.model.runner
-    runner._decoder = decoder = Stopping(runner._decoder, wire, after)
+    runner._decoder = decoder = PausingDecoder(runner._decoder, wire, after)
     return decoder
 
 
@@ -105,7 +105,7 @@ async def handed_over(request: RouterRequest) -> tuple[prefill_pb2.PrefillDone, 
 
 
 @pytest.mark.parametrize("layer_groups", [1, 2, 3, 4])
-@pytest.mark.parametrize("chunk", [8, 30, 64])  # 30 leave a block half full.
+@pytest.mark.parametrize("chunk", [8, 30, 64])  # A chunk of 30 tokens leaves a block half full.
 async def test_tokens_are_those_of_local_prefill_in_any_number_of_groups(
     model: Path, layer_groups: int, chunk: int
 ) -> None:
@@ -134,12 +134,12 @@ async def test_a_group_is_on_the_wire_before_the_next_layers_are_computed(
     async with running_cluster(
         model, prefill_transport=wire, prefill=ONE_CHUNK, decode=ONE_CHUNK | {"layer_groups": layer_groups}
     ) as cluster:
-        # The step would never end if its groups, of all blocks and the partial one, did not leave meanwhile.
-        decoder = stopping(cluster, wire, {end: NUM_BLOCKS * (group + 1) for group, end in enumerate(ends)})
+        # The step would never end unless its groups were sent in the meantime, the partial block included.
+        decoder = pausing(cluster, wire, {end: NUM_BLOCKS * (group + 1) for group, end in enumerate(ends)})
         done, tokens = await handed_over(cluster.request(PROMPT))
         assert decoder.waited == dict.fromkeys(ends, True)
         assert done.chunks == 1
-        # Group by group, and each in the order of the blocks.
+        # Group by group, each in the order of the blocks.
         assert wire.sent == [
             block * layer_groups + group for group in range(layer_groups) for block in range(NUM_BLOCKS)
         ]
@@ -156,8 +156,8 @@ async def test_a_group_of_several_ranks_is_on_the_wire_before_the_next_layers_ar
         model, prefill_transport=wire, prefill=ranks, decode=ONE_CHUNK | {"layer_groups": 3}
     ) as cluster:
         assert cluster.prefill.model.rank_group is not None
-        # Of the runner's decoder, which leads the other rank: its half of the heads comes from another process.
-        decoder = stopping(cluster, wire, {2: NUM_BLOCKS, 3: 2 * NUM_BLOCKS})
+        # The decoder of rank 0 pauses; the other half of the heads comes from another process.
+        decoder = pausing(cluster, wire, {2: NUM_BLOCKS, 3: 2 * NUM_BLOCKS})
         _, tokens = await handed_over(cluster.request(PROMPT))
         assert decoder.waited == {2: True, 3: True}
         await cluster.all_free()
@@ -171,19 +171,19 @@ async def test_each_chunk_sends_its_full_blocks_while_it_is_computed(model: Path
         model, prefill_transport=wire, prefill=common, decode=common | {"layer_groups": 2}
     ) as cluster:
         waited: list[bool] = []
-        expected = iter([7, 14, 14 + 5, 14 + 10])  # 30 tokens fill 7 blocks, the rest is 5 more.
+        expected = iter([7, 14, 14 + 5, 14 + 10])  # 30 tokens fill 7 blocks; the rest of the prompt takes 5 more.
         runner = cluster.prefill.model.runner
         inner = runner._decoder
 
         class EachChunk:
             def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
-                def told(num_layers: int) -> None:
+                def layer_done(num_layers: int) -> None:
                     assert on_layer is not None
                     on_layer(num_layers)
                     if num_layers in (2, 4):
                         waited.append(wire.wait_until_sent(next(expected)))
 
-                return inner.forward(batch, kv_cache, told)
+                return inner.forward(batch, kv_cache, layer_done)
 
         runner._decoder = EachChunk()
         done, _ = await handed_over(cluster.request(PROMPT))
@@ -195,7 +195,7 @@ async def test_each_chunk_sends_its_full_blocks_while_it_is_computed(model: Path
 async def test_the_first_token_does_not_wait_for_a_wire_that_takes_nothing(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Room for one message at a time, and it does not get through.
+    # One message may be in flight at a time, and it does not get through.
     monkeypatch.setattr("kvtransfer.handover.sender.Sender.__init__.__kwdefaults__", {"max_outstanding_bytes": 1})
     wire = Observed()
     wire.holds_back = True
@@ -230,7 +230,7 @@ async def test_a_prompt_may_be_computed_for_longer_than_a_lease(model: Path, mon
         model, prefill_transport=wire, prefill=ONE_CHUNK, decode=ONE_CHUNK | {"layer_groups": 2, "lease_s": 0.6}
     ) as cluster:
         goes_on = NUM_BLOCKS + 1
-        stopping(cluster, wire, {2: goes_on})
+        pausing(cluster, wire, {2: goes_on})
         request = cluster.request(PROMPT)
         await request.start()
         prefill = asyncio.create_task(request.prefill(await request.ticket()))
@@ -246,7 +246,7 @@ async def test_a_prompt_may_be_computed_for_longer_than_a_lease(model: Path, mon
         await cluster.all_free()
 
 
-async def test_a_wire_that_takes_nothing_costs_a_lease_though_the_prompt_is_still_computed(
+async def test_a_wire_that_takes_nothing_ends_the_lease_even_while_the_prompt_is_computed(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtransfer.handover.sender.Sender.__init__.__kwdefaults__", {"max_outstanding_bytes": 1})
@@ -256,7 +256,7 @@ async def test_a_wire_that_takes_nothing_costs_a_lease_though_the_prompt_is_stil
     async with running_cluster(
         model, prefill_transport=wire, prefill=ONE_CHUNK, decode=ONE_CHUNK | {"layer_groups": 4, "lease_s": 0.3}
     ) as cluster:
-        decoder = stopping(cluster, wire, {2: 2})  # The second message never leaves.
+        decoder = pausing(cluster, wire, {2: 2})  # The second message never leaves.
         try:
             request = cluster.request(PROMPT)
             await request.start()
@@ -276,7 +276,9 @@ async def test_a_wire_that_takes_nothing_costs_a_lease_though_the_prompt_is_stil
 
 
 @pytest.mark.parametrize("wrong", [0, 13, NUM_BLOCKS * 3 - 1])
-async def test_a_wrong_byte_in_a_group_is_refused_and_the_prompt_computed_in_place(model: Path, wrong: int) -> None:
+async def test_a_wrong_byte_in_a_group_is_refused_and_the_decode_worker_computes_the_prompt(
+    model: Path, wrong: int
+) -> None:
     wire = Observed()
     wire.wrong = wrong
     async with running_cluster(
@@ -297,7 +299,7 @@ async def test_a_wrong_byte_in_a_group_is_refused_and_the_prompt_computed_in_pla
 
 
 @pytest.mark.parametrize("nonsense", [0, NUM_LAYERS + 1, (1 << 32) - 1])
-async def test_a_ticket_with_a_number_of_groups_that_no_model_has_is_refused(model: Path, nonsense: int) -> None:
+async def test_a_ticket_with_an_impossible_number_of_groups_is_refused(model: Path, nonsense: int) -> None:
     async with running_cluster(model, prefill=ONE_CHUNK, decode=ONE_CHUNK) as cluster:
         request = cluster.request(PROMPT)
         await request.start()
@@ -309,7 +311,7 @@ async def test_a_ticket_with_a_number_of_groups_that_no_model_has_is_refused(mod
         await cluster.all_free()
 
 
-async def test_more_groups_than_layers_do_not_start(model: Path) -> None:
+async def test_a_worker_with_more_groups_than_layers_does_not_start(model: Path) -> None:
     with pytest.raises(SetupError, match="--layer-groups is 5, but the model has 4 layers"):
         async with running_cluster(model, decode=LAYERED | {"layer_groups": 5}):
             pass
@@ -326,11 +328,11 @@ async def test_kernels_that_compute_a_step_in_one_call_send_all_groups_at_its_en
         await cluster.all_free()
 
 
-async def test_groups_go_through_stages_that_hold_fewer_blocks_than_the_prompts_have(
+async def test_groups_pass_through_stages_that_hold_fewer_blocks_than_a_prompt(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages: list[StagedMemory] = []
-    num_slots = iter([13, 3])  # The decode worker's is made first.
+    num_slots = iter([13, 3])  # The stage of the decode worker is made first.
 
     def block_memory(kv_cache: Any, staging_bytes: int) -> StagedMemory:
         stage = torch.zeros(next(num_slots) * kv_cache.layout.block_bytes, dtype=torch.uint8)
@@ -343,8 +345,8 @@ async def test_groups_go_through_stages_that_hold_fewer_blocks_than_the_prompts_
     async with running_cluster(
         model, prefill_transport=wire, prefill=common, decode=common | {"layer_groups": 3}
     ) as cluster:
-        decoder = stopping(cluster, wire, {2: NUM_BLOCKS})
-        prompts = [[(7 * first + 3 * place) % 97 for place in range(45)] for first in range(3)]
+        decoder = pausing(cluster, wire, {2: NUM_BLOCKS})
+        prompts = [[(7 * first + 3 * position) % 97 for position in range(45)] for first in range(3)]
         requests = [cluster.request(prompt) for prompt in prompts]
         for request in requests:
             await request.start()
@@ -363,15 +365,15 @@ async def test_groups_go_through_stages_that_hold_fewer_blocks_than_the_prompts_
         assert tokens == [await cluster.local(prompt) for prompt in prompts]
 
 
-async def test_how_long_the_transfer_outlasted_the_computing_is_told_and_counted(model: Path) -> None:
+async def test_the_transfer_time_after_the_last_kernel_is_reported_and_counted(model: Path) -> None:
     async with running_cluster(model, prefill=ONE_CHUNK, decode=ONE_CHUNK) as cluster:
         done, _ = await handed_over(cluster.request(PROMPT))
-        # One group: nothing leaves before the step is over.
+        # With one group, nothing is sent before the step is over.
         assert 0 < done.exposed_s <= done.commit_s
-        told = cluster.prefill.metrics.registry.get_sample_value
+        sample = cluster.prefill.metrics.registry.get_sample_value
         labels = {"model_name": "tiny", "tier": "prefill"}
-        assert told("pdserve_kv_transfer_exposed_seconds_count", labels) == 1
-        assert told("pdserve_kv_transfer_exposed_seconds_sum", labels) == pytest.approx(done.exposed_s)
+        assert sample("pdserve_kv_transfer_exposed_seconds_count", labels) == 1
+        assert sample("pdserve_kv_transfer_exposed_seconds_sum", labels) == pytest.approx(done.exposed_s)
         ended = await cluster.request(PROMPT, max_tokens=1).prefill(None)
         assert ended.exposed_s == 0
-        assert told("pdserve_kv_transfer_exposed_seconds_count", labels) == 1
+        assert sample("pdserve_kv_transfer_exposed_seconds_count", labels) == 1

@@ -1,4 +1,4 @@
-"""Workers on a real GPU: what they hand over, run ahead and split among ranks gives the tokens of one worker alone."""
+"""Workers on a real GPU that hand over, run ahead and split models give the tokens of a single worker."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.integration.services.local_cluster import LocalCluster, running_clust
 from tests.support.devices import HAS_GPU, SIMULATED, gpu_only, two_gpus
 from tests.unit.model.tiny import save_model
 
-#: A simulated GPU takes a second for a step.
+#: A step on a simulated GPU takes a second.
 LENGTHS, NUM_CHOICES, NUM_TOKENS = ((10, 3), 2, 3) if SIMULATED else ((45, 3, 16), 3, 24)
-PROMPTS = [[(7 * place + length) % 90 + 3 for place in range(length)] for length in LENGTHS]
+PROMPTS = [[(7 * position + length) % 90 + 3 for position in range(length)] for length in LENGTHS]
 GREEDY: dict[str, Any] = {"max_tokens": NUM_TOKENS}
-DRAWN: dict[str, Any] = {"n": NUM_CHOICES, "temperature": 0.9, "top_p": 0.95, "max_tokens": NUM_TOKENS}
-#: Both workers of a cluster are on one GPU.
+SAMPLED: dict[str, Any] = {"n": NUM_CHOICES, "temperature": 0.9, "top_p": 0.95, "max_tokens": NUM_TOKENS}
+#: Both workers of a cluster share one GPU.
 ON_GPU: dict[str, Any] = {
     "device": "cuda",
     "gpu_memory_utilization": 0.4,
@@ -34,7 +34,7 @@ if SIMULATED:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads of 32, as the kernels' products want them, four for K and V, where they are not interpreted."""
+    """Heads of 32 elements, as the kernels' matrix products need; on a real GPU, four of them for K and V."""
     heads = 2 if SIMULATED else 8
     changes: dict[str, object] = {
         "hidden_size": 32 * heads,
@@ -46,20 +46,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def _answers(cluster: LocalCluster) -> list[dict[int, list[int]]]:
-    """All at once, handed over: sequences come and go beside each other."""
+    """All requests at once, each handed over: sequences join and leave the batch."""
 
-    async def ask(prompt: list[int], params: dict[str, Any]) -> dict[int, list[int]]:
+    async def answer(prompt: list[int], params: dict[str, Any]) -> dict[int, list[int]]:
         request = cluster.request(prompt, **params)
         await request.start()
         await request.prefill(await request.ticket())
         return await request.finish()
 
-    return list(await asyncio.gather(*(ask(prompt, params) for prompt in PROMPTS for params in (GREEDY, DRAWN))))
+    return list(await asyncio.gather(*(answer(prompt, params) for prompt in PROMPTS for params in (GREEDY, SAMPLED))))
 
 
 async def _alone(cluster: LocalCluster) -> list[dict[int, list[int]]]:
-    """One by one, by the decode worker."""
-    return [await cluster.local(prompt, **params) for prompt in PROMPTS for params in (GREEDY, DRAWN)]
+    """One request after the other, each prefilled by the decode worker."""
+    return [await cluster.local(prompt, **params) for prompt in PROMPTS for params in (GREEDY, SAMPLED)]
 
 
 @pytest.mark.gpu
@@ -67,7 +67,7 @@ async def _alone(cluster: LocalCluster) -> list[dict[int, list[int]]]:
 @pytest.mark.parametrize(
     ("layer_groups", "eager"), [(1, True), (2, False)] + ([] if SIMULATED else [(1, False), (2, True)])
 )
-async def test_handed_over_in_a_crowd_tokens_are_those_of_each_alone(
+async def test_requests_handed_over_in_a_crowd_give_the_tokens_that_each_gives_alone(
     model: Path, layer_groups: int, eager: bool
 ) -> None:
     common = ON_GPU | {"enforce_eager": eager}
@@ -79,7 +79,7 @@ async def test_handed_over_in_a_crowd_tokens_are_those_of_each_alone(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
-async def test_two_ranks_over_nccl_answer_each_alike_alone_and_in_a_crowd(model: Path) -> None:
+async def test_two_ranks_over_nccl_give_the_same_tokens_alone_and_in_a_crowd(model: Path) -> None:
     split = ON_GPU | {"tensor_parallel_size": 2}
     async with running_cluster(model, prefill=split, decode=split) as cluster:
         assert await _answers(cluster) == await _alone(cluster)
@@ -104,7 +104,7 @@ LAYOUT = KvLayout(model="m", dtype="bfloat16", num_kv_heads=2, **SIZES)
     ],
 )
 def test_two_processes_hand_over_and_verify(device: str, memory: str, between: dict[str, str]) -> None:
-    # Whole bundles and a short one.
+    # The last bundle is cut short.
     times = measure(
         Case(layout=LAYOUT, num_blocks=20 if SIMULATED else 40, rounds=2, device=device, memory=memory, **between)
     )

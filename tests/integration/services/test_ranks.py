@@ -1,4 +1,4 @@
-"""Workers of several ranks, each a process with its heads, hand over and answer like those of one."""
+"""Workers with several ranks, each a process with some of the heads, give the tokens of workers with one."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.integration.services.local_cluster import LocalCluster, running_clust
 from tests.unit.model.tiny import save_model, with_scales
 
 PROMPTS = [
-    [(7 * place + 11 * which) % 90 + 3 for place in range(length)] for which, length in enumerate((45, 3, 16, 29))
+    [(7 * position + 11 * index) % 90 + 3 for position in range(length)] for index, length in enumerate((45, 3, 16, 29))
 ]
-#: Choices that share a last block and part there; what is drawn depends on more than the largest logit.
-DRAWN: dict[str, Any] = {"n": 3, "temperature": 0.9, "top_p": 0.95, "max_tokens": 12}
+#: Choices that share a last block and diverge there; sampling depends on more than the largest logit.
+SAMPLED: dict[str, Any] = {"n": 3, "temperature": 0.9, "top_p": 0.95, "max_tokens": 12}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four KV heads of one query head each, and a vocabulary that does not divide."""
+    """A model with four KV heads and a vocabulary that no number of ranks divides evenly."""
     changes: dict[str, object] = {"num_key_value_heads": 4, "num_attention_heads": 8, "vocab_size": 101}
     return save_model(tmp_path_factory.mktemp("ranks"), changes)
 
@@ -41,16 +41,16 @@ def ranks(size: int) -> dict[str, Any]:
 
 
 async def answers(cluster: LocalCluster) -> list[dict[int, list[int]]]:
-    """Handed over one by one, then computed by the decode worker, drawn and greedy."""
-    told = []
+    """Tokens of every prompt, greedy and sampled, first handed over and then prefilled by the decode worker."""
+    tokens = []
     for prompt in PROMPTS:
-        for params in ({}, DRAWN):
+        for params in ({}, SAMPLED):
             request = cluster.request(prompt, **params)
             await request.start()
             await request.prefill(await request.ticket())
-            told.append(await request.finish())
-            told.append(await cluster.local(prompt, **params))
-    return told
+            tokens.append(await request.finish())
+            tokens.append(await cluster.local(prompt, **params))
+    return tokens
 
 
 @pytest.mark.parametrize(("prefill", "decode", "layer_groups"), [(2, 1, 1), (1, 2, 2), (2, 4, 2)])
@@ -67,7 +67,7 @@ async def test_tokens_are_those_of_one_rank(
 
 
 async def test_each_rank_has_the_scales_of_its_heads(tmp_path: Path) -> None:
-    # Far apart: with its neighbour's, a head's numbers would saturate, or vanish.
+    # The scales differ so much that with its neighbour's, a head's values would saturate or vanish.
     scales = {f"{layer}.{side}_scale": torch.tensor([0.002, 0.2]) for layer in range(2) for side in "kv"}
     model = with_scales(tmp_path, scales)
     fp8 = {"kv_cache_dtype": "fp8_e4m3"}

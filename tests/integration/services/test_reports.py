@@ -1,4 +1,4 @@
-"""What workers report of their load: whose prompts are queued, and at once when none is left."""
+"""The load that workers report: queued prompts by router, and at once when none is left."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.unit.model.tiny import save_model
 
 __all__ = ["redis_server"]
 
-PROMPT = [(7 * place) % 90 + 3 for place in range(45)]
+PROMPT = [(7 * position) % 90 + 3 for position in range(45)]
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +36,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("tiny"))
 
 
-async def test_a_prompt_is_reported_under_its_routers_name_while_it_is_computed(
+async def test_a_prompt_is_reported_under_the_id_of_its_router_while_it_is_computed(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: dict[int, list[Load]] = {}
+    reported: dict[int, list[Load]] = {}
     set_load = StepMetrics.set_load
 
-    def hear(steps: StepMetrics, load: Load) -> None:
-        told.setdefault(id(steps), []).append(load)
+    def note(steps: StepMetrics, load: Load) -> None:
+        reported.setdefault(id(steps), []).append(load)
         set_load(steps, load)
 
-    monkeypatch.setattr(StepMetrics, "set_load", hear)
+    monkeypatch.setattr(StepMetrics, "set_load", note)
     async with running_cluster(model) as cluster:
         request = cluster.request(PROMPT)
         await request.start()
@@ -60,12 +60,12 @@ async def test_a_prompt_is_reported_under_its_routers_name_while_it_is_computed(
         await another.send(prefill_locally=decode_pb2.PrefillLocally(attempt=1))
         await another.finish()
         for worker, tokens in ((cluster.prefill, len(PROMPT)), (cluster.decode, len(PROMPT) + 1)):
-            assert {ROUTER: tokens} in [load.queued_by_router for load in told[id(worker.steps)]]
+            assert {ROUTER: tokens} in [load.queued_by_router for load in reported[id(worker.steps)]]
             assert worker.load.queued_by_router == {}
         await cluster.all_free()
 
 
-async def test_a_prompt_that_waits_tells_what_the_cache_has_of_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_waiting_prompt_reports_its_cached_tokens(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefill_svc.session.KEEP_ALIVE_S", 0.02)
     async with running_cluster(model) as cluster:
         await cluster.request(PROMPT).prefill(None)
