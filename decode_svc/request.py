@@ -9,7 +9,7 @@ from pdserve.base.errors import InvalidTransition
 from pdserve.base.ids import BlockId, RequestId
 from pdserve.engine.job import PromptJob
 from pdserve.engine.sequence import SampleRow, Sequence, SequenceLimits
-from pdserve.engine.step import Chunk, Grant, PrefillProgress, RequestStarted
+from pdserve.engine.step import Grant, PrefillChunk, PrefillProgress, RequestStarted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class ScheduledRequest:
         self.prompt_sequence.admission_order = admission_order
         self.sequences = {0: self.prompt_sequence}
 
-    def chunk(self, sequence: Sequence, stop: int, limits: SequenceLimits) -> Chunk:
+    def chunk(self, sequence: Sequence, stop: int, limits: SequenceLimits) -> PrefillChunk:
         """Tokens `[num_computed, stop)` of the prompt, or of a preempted choice; the last chunk is sampled from."""
         samples: tuple[SampleRow, ...] = ()
         if stop == sequence.num_tokens:
@@ -125,7 +125,7 @@ class ScheduledRequest:
                 samples = (sequence.sampling,)
             else:
                 samples = tuple(limits.sample_row(sequence, choice) for choice in self.sampled_choices())
-        return Chunk(sequence=sequence, start=sequence.num_computed, stop=stop, samples=samples)
+        return PrefillChunk(sequence=sequence, start=sequence.num_computed, stop=stop, samples=samples)
 
     def sampled_choices(self) -> tuple[int, ...]:
         """Choices whose first token is to be sampled here."""

@@ -28,7 +28,7 @@ from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.pace import Pace
 from pdserve.engine.running import RunningSet
 from pdserve.engine.sequence import Sampled, SampleResult, Sequence
-from pdserve.engine.step import Chunk, EventLog, Load, StepEvents, StepPlan
+from pdserve.engine.step import EventLog, Load, PrefillChunk, StepEvents, StepPlan
 
 
 class DecodeScheduler:
@@ -260,7 +260,7 @@ class DecodeScheduler:
         else:
             self._fail(request, [result])
 
-    def _take_chunk(self, chunk: Chunk, results: list[SampleResult]) -> None:
+    def _take_chunk(self, chunk: PrefillChunk, results: list[SampleResult]) -> None:
         if (request := self._requests.get(chunk.sequence.request_id)) is None:
             return
         self._blocks.advance(chunk.sequence, chunk.stop)

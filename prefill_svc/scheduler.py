@@ -16,7 +16,7 @@ from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.pace import Pace
 from pdserve.engine.sequence import Sampled, SampleResult, SampleRow, Sequence
-from pdserve.engine.step import Chunk, EventLog, LayersWritten, Load, StepEvents, StepPlan
+from pdserve.engine.step import EventLog, LayersWritten, Load, PrefillChunk, StepEvents, StepPlan
 from prefill_svc.request import PrefillJob, PrefillPhase, PrefillSchedulerConfig, PromptQueues, ScheduledPrompt
 
 
@@ -89,7 +89,7 @@ class PrefillScheduler:
         """
         self._must_rescan_waiting = False
         budget = self._config.max_num_batched_tokens
-        chunks: list[Chunk] = []
+        chunks: list[PrefillChunk] = []
         reports: list[LayersWritten] = []
         for prompt in self._prompts.in_phase(PrefillPhase.COMPUTING):
             budget -= self._plan_chunk(prompt, budget, chunks)
@@ -156,7 +156,7 @@ class PrefillScheduler:
         self._prompts.move(prompt, PrefillPhase.COMPUTING)
         return prompt
 
-    def _plan_chunk(self, prompt: ScheduledPrompt, budget: int, chunks: list[Chunk]) -> int:
+    def _plan_chunk(self, prompt: ScheduledPrompt, budget: int, chunks: list[PrefillChunk]) -> int:
         """Add the prompt's next chunk of at most `budget` tokens; returns its size."""
         sequence = prompt.sequence
         size = min(budget, sequence.num_pending)
@@ -167,7 +167,7 @@ class PrefillScheduler:
             self._events.started.append(prompt.started())
         is_last = size == sequence.num_pending
         chunks.append(
-            Chunk(
+            PrefillChunk(
                 sequence=sequence,
                 start=sequence.num_computed,
                 stop=sequence.num_computed + size,

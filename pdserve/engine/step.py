@@ -17,7 +17,7 @@ from pdserve.engine.sequence import SampleFailure, SampleResult, SampleRow, Sequ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class PrefillChunk:
     """Prefill of tokens `[start, stop)` of one sequence; `samples` are then sampled from its last row."""
 
     sequence: Sequence
@@ -51,7 +51,7 @@ class StepPlan:
     """
 
     decoding: tuple[Sequence, ...] = ()
-    chunks: tuple[Chunk, ...] = ()
+    chunks: tuple[PrefillChunk, ...] = ()
     #: (source, destination) blocks to copy first, in this order.
     copies: tuple[tuple[BlockId, BlockId], ...] = ()
     #: Reports to send as soon as they are true.
@@ -121,7 +121,7 @@ class RequestTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class RequestFailure:
     """The request failed and holds no resources any more; other requests are not affected."""
 
     request_id: RequestId
@@ -136,7 +136,7 @@ class StepEvents:
     started: tuple[RequestStarted, ...] = ()
     progress: tuple[PrefillProgress, ...] = ()
     tokens: tuple[RequestTokens, ...] = ()
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[RequestFailure, ...] = ()
     #: Requests with a preempted sequence, once for each such sequence.
     preempted: tuple[RequestId, ...] = ()
     #: Decode: requests whose choices have all ended; they hold no resources any more.
@@ -152,7 +152,7 @@ class EventLog:
     started: list[RequestStarted] = field(default_factory=list)
     progress: list[PrefillProgress] = field(default_factory=list)
     tokens: dict[RequestId, list[ChoiceTokens]] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[RequestFailure] = field(default_factory=list)
     preempted: list[RequestId] = field(default_factory=list)
     finished: list[RequestId] = field(default_factory=list)
 
@@ -165,7 +165,7 @@ class EventLog:
         """Report a request that ends because one of these results is a failure."""
         reason = next(result.reason for result in results if isinstance(result, SampleFailure))
         error = PdserveError(f"Request {request_id} cannot go on: {reason}.")
-        self.failures.append(Failure(request_id=request_id, error=error))
+        self.failures.append(RequestFailure(request_id=request_id, error=error))
 
     def forget_finished(self, request_id: RequestId) -> None:
         """Do not report that a request has finished, if that is still to be reported."""

@@ -1,9 +1,9 @@
-"""What one forward pass is asked to compute: rows of several sequences, where their KV goes, which logits are wanted.
+"""Input of one forward pass: rows of several sequences, the slots of their KV, and the rows whose logits are requested.
 
 token_ids      a0 a1 a2 | b7 | c4 c5      three sequences: a prefill from 0, a decode row, a chunk in the middle
 positions       0  1  2 |  7 |  4  5
 query_starts    0         3    4      6
-context_lens    3         8    6          what each row may see ends at its own position
+context_lens    3         8    6          each row attends to positions up to its own
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from kernels.ops import KvRows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Input of `Decoder.forward`; int64 tensors. The blocks named must be the sequences' own."""
+    """Input of `Decoder.forward`; int64 tensors. Written blocks must belong to the sequence alone."""
 
     #: [num_tokens]
     token_ids: Tensor
     #: [num_tokens] absolute position of each row, consecutive within a sequence.
     positions: Tensor
-    #: [num_tokens] slot = block_id * block_size + offset where the row's K and V go.
+    #: [num_tokens] slot = block_id * block_size + offset to which the row's K and V are written.
     slot_mapping: Tensor
     #: [num_sequences + 1]; rows [query_starts[i], query_starts[i + 1]) belong to sequence i.
     query_starts: Tensor
-    #: [num_sequences] tokens in the context including this step's rows.
+    #: [num_sequences] tokens in the context, including this step's rows.
     context_lens: Tensor
     #: [num_sequences, max_blocks], padded with 0.
     block_tables: Tensor
-    #: [num_logits] rows whose logits are wanted; may be empty.
+    #: [num_logits] rows whose logits are requested; may be empty.
     logits_rows: Tensor
 
     def to(self, device: torch.device) -> Batch:
@@ -40,7 +40,7 @@ class Batch:
         return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
     def kv_rows(self) -> KvRows:
-        """The part that the kernels see."""
+        """The fields of `kernels.ops.KvRows`."""
         return KvRows(
             positions=self.positions,
             slot_mapping=self.slot_mapping,

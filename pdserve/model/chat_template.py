@@ -1,7 +1,7 @@
 """Renders a model's chat template in jinja2's immutable sandbox, within limits on time and size. No torch.
 
-The operator chose the model, and with it the template; clients supply only the messages. The limits are there so that a
-template that was made or fed to run for ever becomes an error of one request.
+The operator chooses the model, and with it the template; clients supply only the messages. The limits turn a template
+that runs forever, by itself or on hostile messages, into an error of one request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_RENDERED_CHARS = 16_000_000
 _MAX_TEMPLATE_CHARS = 1_000_000
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
-#: When the rendering that runs in this context must be over.
+#: Deadline of the rendering in this context, on the monotonic clock.
 _deadline: ContextVar[float] = ContextVar("chat_template_deadline")
 
 
@@ -42,29 +42,31 @@ class ChatTemplate:
         where: str = "chat template",
         timeout_s: float = RENDER_TIMEOUT_S,
     ) -> None:
-        """`source` None: the model has no template. Raises `SetupError` when it does not parse."""
+        """`source` None: the model has no template. Raises `SetupError` when the template is invalid."""
         self._special_tokens = dict(special_tokens)
         self._timeout_s = timeout_s
         self._template: jinja2.Template | None = None
         if source is None:
             return
         if len(source) > _MAX_TEMPLATE_CHARS:
-            raise SetupError(f"{where} is longer than {_MAX_TEMPLATE_CHARS} characters.")
+            raise SetupError(
+                f"{where} has {len(source)} characters (limit {_MAX_TEMPLATE_CHARS}). Use a shorter chat template."
+            )
         environment = _Environment()
         try:
             self._template = environment.from_string(_Bounded().visit(environment.parse(source)))
         except (jinja2.TemplateError, RecursionError) as error:
-            raise SetupError(f"{where} cannot be used: {error}.") from error
+            raise SetupError(f"{where} is not a valid chat template: {error}.") from error
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> ChatTemplate:
-        """Reads `chat_template.jinja`, else the template in `chat_template.json` or `tokenizer_config.json`."""
+        """Read `chat_template.jinja`, or else the template in `chat_template.json` or `tokenizer_config.json`."""
         config = Fields.read_optional(model_dir / "tokenizer_config.json")
         special = {name: token for name in _SPECIAL_TOKENS if (token := _token_text(config, name)) is not None}
         path = model_dir / "chat_template.jinja"
         if not path.is_file():
-            alone = Fields.read_optional(model_dir / "chat_template.json")
-            source = alone if alone.has("chat_template") else config
+            separate = Fields.read_optional(model_dir / "chat_template.json")
+            source = separate if separate.has("chat_template") else config
             return cls(_template_text(source), special, source.where)
         try:
             return cls(path.read_text(encoding="utf-8"), special, str(path))
@@ -73,20 +75,20 @@ class ChatTemplate:
 
     @property
     def exists(self) -> bool:
-        """Whether the model can chat."""
+        """Whether the model has a chat template."""
         return self._template is not None
 
     def render(
         self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True, **kwargs: object
     ) -> str:
-        """The prompt for a conversation; content may be a string or a list of text parts.
+        """The prompt of a conversation; content may be a string or a list of text parts.
 
-        `kwargs` (tools, documents, the request's chat_template_kwargs) are passed on. May take as long as the limit,
-        so it belongs in a thread. Raises `RequestError` when there is no template, when it refuses the messages, and
-        when a limit is reached.
+        `kwargs` (tools, documents, the request's chat_template_kwargs) are passed on. May take as long as the time
+        limit, so call it in a thread. Raises `RequestError` when there is no template, when it rejects the messages,
+        and when a limit is reached.
         """
         if self._template is None:
-            raise RequestError("This model has no chat template; use /v1/completions.", param="messages")
+            raise RequestError("This model has no chat template. Use /v1/completions.", param="messages")
         variables = {
             "tools": None,
             "documents": None,
@@ -99,7 +101,7 @@ class ChatTemplate:
         try:
             return _collect(self._template, variables)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-            raise RequestError(f"The chat template refuses these messages: {error}", param="messages") from error
+            raise RequestError(f"The chat template rejects these messages: {error}", param="messages") from error
         except (ArithmeticError, RecursionError, MemoryError) as error:
             raise RequestError(f"The chat template failed: {type(error).__name__}", param="messages") from error
         finally:
@@ -107,11 +109,11 @@ class ChatTemplate:
 
 
 class _LimitReached(jinja2.TemplateError):
-    """Rendering takes too long or makes too much."""
+    """Rendering takes too long, or its output is too large."""
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """What transformers gives to templates, and no more; every loop looks at the clock."""
+    """The environment that transformers provides to templates, and no more. Every loop checks the deadline."""
 
     intercepted_binops = frozenset(("*", "**", "+"))
 
@@ -122,20 +124,20 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = _strftime_now
 
     def tick(self) -> str:
-        """Raises when the time is over."""
+        """Raises when the deadline has passed."""
         if monotonic() > _deadline.get():
             raise _LimitReached("rendering takes too long")
         return ""
 
     def concat(self, *values: object) -> str:
-        """The operator `~`, with a limit on the result."""
+        """The operator `~`, with a limit on the length of the result."""
         texts = [str(value) for value in values]
         if sum(map(len, texts)) > MAX_RENDERED_CHARS:
             raise _LimitReached("a text is too long")
         return "".join(texts)
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: object, right: object) -> object:
-        """Arithmetic that could make a huge value out of small ones is refused before it is done."""
+        """Refuses arithmetic that could make a huge value from small ones, before it is computed."""
         self.tick()
         if operator == "**" and not (_is_small(left) and _is_small(right)):
             raise _LimitReached("a power is too large")
@@ -147,12 +149,12 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Bounded(NodeTransformer):
-    """Puts a look at the clock into each loop and macro (nothing else can repeat), and a limit on `~`.
+    """Adds a check of the deadline to each loop and macro (nothing else can repeat), and a limit to `~`.
 
-    Both are addressed on the environment, where no variable of the template can hide them.
+    Both are attributes of the environment, which no variable of the template can shadow.
     """
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 (jinja2 finds visitors by name)
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - jinja2 finds visitors by name
         return self._ticking(node)
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Node:  # noqa: N802
@@ -175,9 +177,9 @@ class _Bounded(NodeTransformer):
 
 
 class _Generation(Extension):
-    """`{% generation %}`, with which some templates mark what the model said: renders what is inside."""
+    """`{% generation %}`, with which some templates mark the model's own output. Renders its content."""
 
-    tags = {"generation"}  # noqa: RUF012 (declared as an instance variable by jinja2)
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance variable
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -186,33 +188,34 @@ class _Generation(Extension):
 
 
 def _collect(template: jinja2.Template, variables: Mapping[str, object]) -> str:
-    pieces, length = [], 0
-    for piece in template.generate(variables):
-        length += len(piece)
+    texts, length = [], 0
+    for text in template.generate(variables):
+        length += len(text)
         if length > MAX_RENDERED_CHARS:
             raise _LimitReached(f"the prompt is longer than {MAX_RENDERED_CHARS} characters")
-        pieces.append(piece)
-    return "".join(pieces)
+        texts.append(text)
+    return "".join(texts)
 
 
 def _with_plain_content(message: Mapping[str, object], index: int) -> dict[str, object]:
-    """The message with its text parts joined by newlines, which is what templates written for strings expect."""
+    """The message with its text parts joined by newlines, because most templates expect a string."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
     texts = []
-    for part in content:
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+    for item in content:
+        text = item.get("text") if isinstance(item, Mapping) and item.get("type") == "text" else None
         if not isinstance(text, str):
             raise RequestError(
-                "Only text parts are supported: {'type': 'text', 'text': '...'}.", param=f"messages[{index}].content"
+                "Only text content parts are supported: {'type': 'text', 'text': '...'}.",
+                param=f"messages[{index}].content",
             )
         texts.append(text)
     return {**message, "content": "\n".join(texts)}
 
 
 def _token_text(config: Fields, name: str) -> str | None:
-    """Either a string or an object with the text in `content`."""
+    """A special token, which is a string or an object with the text in `content`."""
     value = config.raw(name)
     if isinstance(value, dict):
         value = value.get("content")
@@ -220,7 +223,7 @@ def _token_text(config: Fields, name: str) -> str | None:
 
 
 def _template_text(source: Fields) -> str | None:
-    """A template, or the one called "default" of several."""
+    """The template, or of several the one named "default"."""
     value = source.raw("chat_template")
     if isinstance(value, list):
         named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
@@ -235,7 +238,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike jinja2's own, without escapes for HTML."""
+    """As jinja2's own filter, but without HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""A model directory on disk: which files hold its weights, and the fingerprint that names its KV blocks. No torch."""
+"""A model directory on disk: its weight files, and the fingerprint that names its KV blocks. No torch."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from pdserve.base.errors import SetupError
 from pdserve.model.fields import Fields
 
 _INDEX = "model.safetensors.index.json"
-#: Bytes sampled per tensor. Finetunes of one model share names, sizes and headers, but not these.
+#: Bytes read from each tensor for the fingerprint. Finetunes of a model share names, sizes and headers, but not these.
 _SAMPLE_BYTES = 256
 _MAX_HEADER_BYTES = 100_000_000
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """The safetensors files, sharded (by the index) or not. Raises `SetupError` when one is missing."""
+    """The safetensors files: those of the index, or else a single file. Raises `SetupError` when one is missing."""
     index = model_dir / _INDEX
     if index.exists():
         weight_map = Fields.read(index).object("weight_map")
         names = sorted({weight_map.text(tensor) for tensor in weight_map.names()})
         if any(Path(name).name != name for name in names):
-            raise SetupError(f"{index} names files outside of its directory.")
+            raise SetupError(f"{index} refers to files outside its directory. Use a model whose files are all in one.")
     else:
         names = sorted(path.name for path in model_dir.glob("*.safetensors"))
         names = ["model.safetensors"] if "model.safetensors" in names else names
     if not names:
-        raise SetupError(f"{model_dir} holds no *.safetensors file; other weight formats are not read.")
+        raise SetupError(f"{model_dir} has no *.safetensors file, the only supported weight format in a directory.")
     missing = [name for name in names if not (model_dir / name).is_file()]
     if missing:
-        raise SetupError(f"{model_dir} lacks {', '.join(missing)}; was the download interrupted?")
+        raise SetupError(f"{model_dir} lacks {', '.join(missing)}. Was the download interrupted?")
     return [model_dir / name for name in names]
 
 
 def fingerprint(model_dir: Path) -> str:
-    """32 hex digits that are equal in every process and on every machine which holds the same model.
+    """32 hex digits that are equal in every process and on every machine that has the same model.
 
-    They cover the config, names, sizes and headers of the weight files, and a sample out of the middle of every tensor.
+    They cover the config, names, sizes and headers of the weight files, and a sample from the middle of every tensor.
     Takes milliseconds. Raises `SetupError`.
     """
     digest = hashlib.blake2b(digest_size=16)
@@ -49,8 +49,8 @@ def fingerprint(model_dir: Path) -> str:
         for path in weight_files(model_dir):
             digest.update(f"{path.name} {path.stat().st_size} ".encode())
             with path.open("rb") as file:
-                for part in _samples(file, path):
-                    digest.update(part)
+                for sample in _samples(file, path):
+                    digest.update(sample)
     except OSError as error:
         raise SetupError(f"Cannot read {error.filename or model_dir}: {error.strerror}.") from error
     except ValueError as error:
@@ -62,7 +62,10 @@ def _samples(file: BinaryIO, path: Path) -> Iterator[bytes]:
     """The header of a safetensors file, then some bytes of each tensor."""
     header_bytes = int.from_bytes(file.read(8), "little")
     if header_bytes > _MAX_HEADER_BYTES:
-        raise SetupError(f"{path} is not a readable safetensors file: its header is too long.")
+        raise SetupError(
+            f"{path} is not a readable safetensors file: its header has {header_bytes} bytes (limit "
+            f"{_MAX_HEADER_BYTES})."
+        )
     header = file.read(header_bytes)
     yield header
     try:

@@ -1,7 +1,7 @@
-"""What a model is, read from its Hugging Face `config.json`: the one place that says which models can be run. No torch.
+"""The config of a model, read from its Hugging Face `config.json`. Decides which models are supported. No torch.
 
 transformers ignores config fields that its class for a `model_type` does not know, so ignoring them too gives the same
-model. What those classes do read is either used here or refused with its name.
+model. Fields that those classes do read are either used here or refused by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 DTYPES = ("float32", "bfloat16", "float16")
-#: Fields that change what a model computes in ways this decoder has no code for.
+#: Fields that change the model's computation in ways that this decoder does not support.
 _REFUSED = (
     "quantization_config",
     "compression_config",
@@ -62,30 +62,30 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    #: Per layer: position p sees (p - window, p]; None: all of the context.
+    #: Attention window of each layer: position p attends to (p - window, p]; None: to the whole context.
     layer_windows: tuple[int | None, ...]
-    #: Any of them ends a completion; the generation config's are included.
+    #: Token ids that end a completion, including those of the generation config.
     eos_token_ids: tuple[int, ...]
-    #: What the weights are stored in, and what "auto" runs in.
+    #: Dtype of the stored weights, and of computation with "auto".
     dtype: str
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> ModelConfig:
-        """Reads `config.json` and, when there is one, `generation_config.json`. Raises `SetupError`."""
+        """Read `config.json` and, if it exists, `generation_config.json`. Raises `SetupError`."""
         return _from_fields(
             Fields.read(model_dir / "config.json"), Fields.read_optional(model_dir / "generation_config.json")
         )
 
     @classmethod
     def from_hf(cls, config: Mapping[str, object], generation: Mapping[str, object] | None = None) -> ModelConfig:
-        """Raises `SetupError` naming an architecture or field that is not supported, and what is."""
+        """Read a parsed config. Raises `SetupError` that names an unsupported architecture or field."""
         return _from_fields(Fields(config, "config.json"), Fields(generation or {}, "generation_config.json"))
 
     def kv_layout(self, *, fingerprint: str, dtype: str, block_size: int, max_model_len: int | None = None) -> KvLayout:
         """The layout of KV blocks; `dtype` "auto" is the model's own.
 
-        With dynamic or longrope scaling the rotation of every position depends on the length served, so that length
-        becomes part of the model's name: such blocks must not be mixed.
+        With dynamic or longrope scaling, rotations depend on the maximum length served. That length then becomes part
+        of the model's name, because blocks of different lengths must not be mixed.
         """
         if self.rope.rope_type in ("dynamic", "longrope"):
             fingerprint = f"{fingerprint}/{max_model_len or self.max_position_embeddings}"
@@ -105,7 +105,7 @@ def _from_fields(config: Fields, generation: Fields) -> ModelConfig:
     hidden_size = config.integer("hidden_size")
     num_layers = config.integer("num_hidden_layers")
     num_heads = config.integer("num_attention_heads")
-    # Absent means multi-head attention everywhere but in mistral, whose class has its own default.
+    # If absent, attention is multi-head, except in mistral, whose class has a default of its own.
     num_kv_heads = config.integer("num_key_value_heads", 8 if model_type == "mistral" else num_heads)
     if num_heads % num_kv_heads:
         raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
@@ -127,7 +127,7 @@ def _from_fields(config: Fields, generation: Fields) -> ModelConfig:
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         rope=rope_from_hf(config, head_dim=head_dim, max_position_embeddings=max_positions),
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
-        # mistral has no such flag, and qwen2 always has biases on q, k and v and never on the output.
+        # mistral has no such flag. qwen2 always has biases of q, k and v, and never one of the output.
         qkv_bias=model_type == "qwen2" or (attention_bias and model_type != "mistral"),
         output_bias=attention_bias and model_type in ("llama", "qwen3"),
         mlp_bias=config.flag("mlp_bias", False) and model_type == "llama",
@@ -154,7 +154,7 @@ def _model_type(config: Fields) -> str:
 def _refuse_unsupported(config: Fields) -> None:
     for name in _REFUSED:
         if config.has(name) and not (name == "quantization_config" and _is_kv_only(config.object(name))):
-            raise SetupError(f"{config.where}: {name} is not supported; use a checkpoint without it.")
+            raise SetupError(f"{config.where}: {name} is not supported. Use a checkpoint without it.")
     activation = config.text("hidden_act", "silu")
     if activation != "silu":
         raise SetupError(f"{config.where}: hidden_act {activation!r} is not supported; supported: silu.")
@@ -163,7 +163,7 @@ def _refuse_unsupported(config: Fields) -> None:
 
 
 def _is_kv_only(quantization: Fields) -> bool:
-    """Whether weights and activations are as they were, and there are but scales for an fp8 KV cache."""
+    """Whether nothing is quantized, and the checkpoint just has scales for an fp8 KV cache."""
     scheme = quantization.object("kv_cache_scheme")
     is_fp8 = scheme.raw("num_bits") == 8 and scheme.raw("type") == "float"
     is_plain = not scheme.raw("dynamic") and scheme.raw("symmetric") is not False
@@ -175,7 +175,7 @@ def _is_kv_only(quantization: Fields) -> bool:
 def _layer_windows(config: Fields, model_type: str, num_layers: int) -> tuple[int | None, ...]:
     layer_types = config.texts("layer_types")
     if layer_types and len(layer_types) != num_layers:
-        raise config.wrong("layer_types", f"a list of {num_layers} names, one a layer")
+        raise config.wrong("layer_types", f"a list of {num_layers} names, one per layer")
     unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
     if unknown:
         supported = "supported: full_attention, sliding_attention"
@@ -183,7 +183,7 @@ def _layer_windows(config: Fields, model_type: str, num_layers: int) -> tuple[in
     if model_type == "llama":
         return _uniform(config, layer_types, None, num_layers)
     if model_type == "mistral":
-        # An explicit null means no window; only an absent field takes the default of transformers' class.
+        # An explicit null means no window. Only an absent field has the default of transformers' class.
         absent = "sliding_window" not in config.names()
         window = 4096 if absent else config.integer("sliding_window") if config.has("sliding_window") else None
         return _uniform(config, layer_types, window, num_layers)
@@ -195,17 +195,20 @@ def _layer_windows(config: Fields, model_type: str, num_layers: int) -> tuple[in
     if not layer_types:
         return tuple(window if index >= first else None for index in range(num_layers))
     if window is None and "sliding_attention" in layer_types:
-        raise SetupError(f"{config.where}: layer_types has sliding_attention, but use_sliding_window is off.")
+        raise SetupError(f"{config.where}: layer_types has sliding_attention, but use_sliding_window is false.")
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
 def _uniform(
     config: Fields, layer_types: tuple[str, ...], window: int | None, num_layers: int
 ) -> tuple[int | None, ...]:
-    """One window for all layers, as these model types have; layer_types may only say the same."""
+    """The same window for all layers of these model types, which `layer_types` must not contradict."""
     expected = "full_attention" if window is None else "sliding_attention"
     if set(layer_types) - {expected}:
-        raise SetupError(f"{config.where}: layer_types other than {expected} is not supported for this model_type.")
+        raise SetupError(
+            f"{config.where}: layer_types {', '.join(sorted(set(layer_types)))} is not supported for this model_type; "
+            f"supported: {expected}."
+        )
     return (window,) * num_layers
 
 

@@ -1,4 +1,4 @@
-"""The one decoder of the llama family; llama, mistral, qwen2 and qwen3 differ in config and weights only."""
+"""The decoder of the llama family: llama, mistral, qwen2 and qwen3 differ only in config and weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdserve.model.rope import make_cos_sin
 
 
 class Decoder:
-    """Token ids in, logits out; K and V of the batch's rows are written to the cache on the way."""
+    """Computes logits from token ids, and writes K and V of the batch's rows to the cache."""
 
     def __init__(
         self,
@@ -23,16 +23,16 @@ class Decoder:
         kernels: KernelOptions | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        """On several ranks, config and weights are this one's (`pdserve.model.sharding`).
+        """With several ranks, config and weights are those of this rank (`pdserve.model.sharding`).
 
         Raises `KernelsUnavailable`.
         """
         self.config = config
-        #: Positions that can be served; the table of angles ends here.
+        #: Maximum length of a sequence, and length of the table of angles.
         self.max_model_len = max_model_len or config.max_position_embeddings
-        #: Of weights and activations.
+        #: Dtype of weights and activations.
         self.dtype = weights.norm.dtype
-        #: Where the weights are; batches and the cache must be there too.
+        #: Device of the weights, and of batches and the cache.
         self.device = weights.norm.device
         cos_sin = make_cos_sin(
             config.rope,
@@ -44,12 +44,12 @@ class Decoder:
         self._kernel = opened.kernel
         #: The chosen backend and its settings.
         self.kernels = opened.choice
-        #: None: the backend has no threads of its own.
+        #: Counters of the backend's own threads; None: it has none.
         self.thread_counters = opened.thread_counters
 
     @property
     def weight_bytes(self) -> int:
-        """Of the matrices, which a step reads at least once, as they lie in memory."""
+        """Size in memory of the matrices, which a step reads at least once."""
         return self._kernel.weight_bytes
 
     def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
@@ -57,14 +57,14 @@ class Decoder:
 
         kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim] contiguous, of the model's dtype, or
         float8_e4m3fn when the kernels' options have `kv_scales`.
-        `on_layer` is told after each layer, or never (`kernels.decoder.DecoderKernel`).
-        Of several ranks all compute the same batch, each in its own cache; the logits are rank 0's.
+        `on_layer` is called after each layer, or never (`kernels.decoder.DecoderKernel`).
+        With several ranks, all compute the same batch, each in its own cache. Only rank 0 has the logits.
         """
         return self._kernel.forward(batch.token_ids, batch.kv_rows(), batch.logits_rows, kv_cache, on_layer)
 
 
 def decoder_shape(config: ModelConfig) -> DecoderShape:
-    """The same in the words of kernels."""
+    """The shape of a decoder for `kernels`, which do not know `ModelConfig`."""
     return DecoderShape(
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,

@@ -1,4 +1,4 @@
-"""Typed reads of a JSON object that came with a model; a wrong value raises a `SetupError` that names the field."""
+"""Typed reads of a JSON object of a model; a wrong value raises a `SetupError` that names the field."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 from pdserve.base.errors import SetupError
 
-#: No dimension of a model that can be run comes near it; products of two stay exact everywhere.
+#: Far above any dimension of a real model, and small enough that a product of two is exact.
 _MAX_INTEGER = 2**31 - 1
 
 
 class Fields:
-    """One JSON object with its name for errors. A field that is null counts as absent."""
+    """One JSON object, with its name for errors. A null field counts as absent."""
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         self._values = values
@@ -21,7 +21,7 @@ class Fields:
 
     @classmethod
     def read(cls, path: Path) -> Fields:
-        """Raises `SetupError` when the file cannot be read or is not a JSON object."""
+        """Read a file. Raises `SetupError` when that fails or it is not a JSON object."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -29,7 +29,7 @@ class Fields:
         except (ValueError, RecursionError) as error:
             raise SetupError(f"{path} is not valid JSON: {error}.") from error
         if not isinstance(values, dict):
-            raise SetupError(f"{path} must hold a JSON object, not a {type(values).__name__}.")
+            raise SetupError(f"{path} holds a JSON {type(values).__name__}, but must hold an object.")
         return cls(values, str(path))
 
     @classmethod
@@ -38,17 +38,17 @@ class Fields:
         return cls.read(path) if path.exists() else cls({}, str(path))
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Whether the field exists and is not null."""
         return self._values.get(name) is not None
 
     def raw(self, name: str) -> object:
-        """The value as it is; None when absent."""
+        """The value unchecked; None when absent."""
         return self._values.get(name)
 
     def wrong(self, name: str, expected: str) -> SetupError:
-        """The error for a field that is not as it should be."""
+        """The error for a field that is missing or has a wrong value."""
         if not self.has(name):
-            return SetupError(f"{self.where}: {name} is missing; it must be {expected}.")
+            return SetupError(f"{self.where}: {name} is missing, but must be {expected}.")
         return SetupError(f"{self.where}: {name} is {_shortened(self._values[name])}, but must be {expected}.")
 
     def integer(self, name: str, default: int | None = None) -> int:

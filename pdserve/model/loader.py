@@ -1,4 +1,4 @@
-"""Opens a Hugging Face model directory: safetensors mapped into memory, checked against the config, made a decoder."""
+"""Loads a Hugging Face model directory: maps safetensors into memory, checks them, and makes a decoder of them."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from pdserve.model.tensors import Shape, check_tensors
 from pdserve.model.weights import assemble
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-#: As safetensors names them. Anything else (int8, fp8) means a quantized checkpoint.
+#: Supported dtypes, as safetensors names them. Any other (int8, fp8) means a quantized checkpoint.
 _FLOATS = ("F64", "F32", "BF16", "F16")
 
 
 class _Slice(Protocol):
     def get_dtype(self) -> str: ...
     def get_shape(self) -> list[int]: ...
-    def __getitem__(self, part: Shard) -> Tensor: ...
+    def __getitem__(self, shard: Shard) -> Tensor: ...
 
 
 class TensorFile(Protocol):
-    """What is used of `safetensors.safe_open`, which has no type hints."""
+    """The methods used of `safetensors.safe_open`, which has no type hints."""
 
     def keys(self) -> list[str]: ...
     def get_slice(self, name: str) -> _Slice: ...
@@ -50,10 +50,10 @@ def load_decoder(
     kernels: KernelOptions | None = None,
     ranks: Ranks = ALONE,
 ) -> Decoder:
-    """The decoder of a model directory, or the part of it that one of several ranks computes.
+    """The decoder of a model directory, or the shard of it that one of several ranks computes.
 
     `dtype` "auto" is that of its config. Raises `SetupError` for a model, dtype, choice of kernels or number of ranks
-    that is not supported, and for weights that do not fit the config.
+    that is not supported, and for weights that do not match the config.
     """
     config = ModelConfig.from_dir(model_dir)
     weights = load_weights(model_dir, config, dtype=dtype, device=device, rank=ranks.rank, size=ranks.size)
@@ -68,9 +68,9 @@ def make_decoder(
     kernels: KernelOptions | None = None,
     ranks: Ranks = ALONE,
 ) -> Decoder:
-    """Binds kernels to weights that were loaded, which on several ranks are a part of what `config` describes.
+    """Binds kernels to loaded weights. With several ranks, these are a shard of the model that `config` describes.
 
-    Raises `SetupError` for a choice that cannot be had.
+    Raises `SetupError` for kernels that are not available.
     """
     own = rank_config(config, ranks.size)
     try:
@@ -88,45 +88,45 @@ def load_weights(
     rank: int = 0,
     size: int = 1,
 ) -> DecoderWeights:
-    """The weights of a model directory; of the tensors that `size` ranks split, no more is read than one rank's part.
+    """The weights of a model directory. Of tensors that `size` ranks split, only this rank's shards are read.
 
     On the CPU, tensors stored in that dtype stay in the page cache, where all processes share them; others are copies.
-    On another device each is read straight into its memory, and matrices that are multiplied together lie side by side.
+    On another device, tensors are read straight into its memory, and matrices that are multiplied together adjoin.
     Raises `SetupError` like `load_decoder`, and when the ranks cannot split the model.
     """
     name = _dtype(config, dtype)
-    parts = tensor_shards(config, rank, size)
-    with open_checkpoint(model_dir, device) as where:
-        check_tensors(config, dict(_shapes(where)), str(model_dir))
+    shards = tensor_shards(config, rank, size)
+    with open_checkpoint(model_dir, device) as file_of:
+        check_tensors(config, dict(_shapes(file_of)), str(model_dir))
 
         def get(tensor: str) -> Tensor:
-            return _read(where[tensor], tensor, parts[tensor]).to(dtype=_TORCH_DTYPES[name])
+            return _read(file_of[tensor], tensor, shards[tensor]).to(dtype=_TORCH_DTYPES[name])
 
         try:
             return assemble(config, get, side_by_side=device != "cpu", rank=rank, size=size)
         except torch.OutOfMemoryError as error:
-            needed = _num_elements(parts) * _TORCH_DTYPES[name].itemsize
+            needed = _num_elements(shards) * _TORCH_DTYPES[name].itemsize
             free, total = torch.cuda.mem_get_info(device)
             raise SetupError(
-                f"The weights of {model_dir} need {needed / 2**30:.2f} GiB in {name}, and of {device}'s "
-                f"{total / 2**30:.2f} GiB {free / 2**30:.2f} were left when they did not fit. Use a larger GPU, a "
-                "smaller model, or end what else uses it."
+                f"The weights of {model_dir} do not fit on {device}: they need {needed / 2**30:.2f} GiB in {name}, and "
+                f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB were free when loading failed. Use a larger GPU or a "
+                "smaller model, or stop other programs on the GPU."
             ) from error
 
 
 def memory_of_weights(config: ModelConfig, *, dtype: str, kernels: KernelOptions, ranks: Ranks = ALONE) -> int:
-    """Bytes of a CPU's memory that the weights of all ranks will take, nearly: copies, packed or of another dtype.
+    """Approximate host memory, in bytes, for copies of the weights of all ranks: packed, or of another dtype.
 
-    What is computed with where its file is mapped counts nothing. Raises `SetupError` like `load_decoder`.
+    Weights used directly from the mapped file do not count. Raises `SetupError` like `load_decoder`.
     """
     name = _dtype(config, dtype)
-    wanted = _TORCH_DTYPES[name]
-    packed = packed_bytes(kernels, decoder_shape(rank_config(config, ranks.size)), wanted, ranks)
+    torch_dtype = _TORCH_DTYPES[name]
+    packed = packed_bytes(kernels, decoder_shape(rank_config(config, ranks.size)), torch_dtype, ranks)
     if name == config.dtype:
         return packed
-    if packed:  # Of what was converted, the embedding alone stays.
-        return packed + config.vocab_size * config.hidden_size * wanted.itemsize
-    return _num_elements(tensor_shards(config, ranks.rank, ranks.size)) * wanted.itemsize * ranks.size
+    if packed:  # After packing, the embedding is the only converted tensor that stays.
+        return packed + config.vocab_size * config.hidden_size * torch_dtype.itemsize
+    return _num_elements(tensor_shards(config, ranks.rank, ranks.size)) * torch_dtype.itemsize * ranks.size
 
 
 def _dtype(config: ModelConfig, dtype: str) -> str:
@@ -136,34 +136,34 @@ def _dtype(config: ModelConfig, dtype: str) -> str:
     return name
 
 
-def _read(file: TensorFile, name: str, part: Shard) -> Tensor:
-    """Rows stay where the file is mapped; columns become a matrix of their own."""
+def _read(file: TensorFile, name: str, shard: Shard) -> Tensor:
+    """Reads a shard. Rows remain views of the mapped file; columns are copied."""
     view = file.get_slice(name)
-    if all(one == slice(0, length) for one, length in zip(part, view.get_shape(), strict=True)):
+    if all(each == slice(0, length) for each, length in zip(shard, view.get_shape(), strict=True)):
         return file.get_tensor(name)
-    return view[part].contiguous()
+    return view[shard].contiguous()
 
 
-def _num_elements(parts: Mapping[str, Shard]) -> int:
-    return sum(math.prod(one.stop - one.start for one in part) for part in parts.values())
+def _num_elements(shards: Mapping[str, Shard]) -> int:
+    return sum(math.prod(each.stop - each.start for each in shard) for shard in shards.values())
 
 
 @contextmanager
 def open_checkpoint(model_dir: Path, device: str = "cpu") -> Iterator[dict[str, TensorFile]]:
-    """Each tensor's name with the file that has it, as long as they are open. Raises `SetupError`."""
+    """Maps tensor names to their files, which are open within the context. Raises `SetupError`."""
     with ExitStack() as stack:
-        where: dict[str, TensorFile] = {}
+        file_of: dict[str, TensorFile] = {}
         for path in weight_files(model_dir):
             try:
                 file = cast(TensorFile, stack.enter_context(safe_open(path, framework="pt", device=device)))
             except (SafetensorError, OSError) as error:
                 raise SetupError(f"{path} is not a readable safetensors file: {error}.") from error
-            where |= dict.fromkeys(file.keys(), file)
-        yield where
+            file_of |= dict.fromkeys(file.keys(), file)
+        yield file_of
 
 
-def _shapes(where: Mapping[str, TensorFile]) -> Iterator[tuple[str, Shape]]:
-    for name, file in where.items():
+def _shapes(file_of: Mapping[str, TensorFile]) -> Iterator[tuple[str, Shape]]:
+    for name, file in file_of.items():
         view = file.get_slice(name)
         if view.get_dtype() not in _FLOATS:
             supported = ", ".join(_FLOATS)

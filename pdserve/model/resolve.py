@@ -1,4 +1,4 @@
-"""From what a user names (alias, directory, GGUF file, hub id) to a directory that every process can load. No torch.
+"""From a user's name of a model (alias, directory, GGUF file, hub id) to a directory that can be loaded. No torch.
 
 `python -m pdserve.model.resolve MODEL` prints the directory.
 """
@@ -37,23 +37,23 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedModel:
-    """A model ready to load."""
+    """A model that is ready to load."""
 
-    #: In Hugging Face layout: config.json, tokenizer.json, *.safetensors and what else there is.
+    #: Directory in Hugging Face layout: config.json, tokenizer.json, *.safetensors, and optional files.
     path: Path
-    #: What clients call it, unless told otherwise.
+    #: Default name of the model in the API.
     served_name: str
-    #: Equal in every process and on every machine that holds the same model.
+    #: Equal in every process and on every machine that has the same model.
     fingerprint: str
 
 
 def resolve_model(
     model: str = DEFAULT_MODEL, *, cache_dir: Path | None = None, progress: ProgressCallback = silent
 ) -> ResolvedModel:
-    """Downloads and converts what is needed, once; `cache_dir` None is `default_cache_dir()`.
+    """Downloads and converts a model unless it is cached; `cache_dir` None is `default_cache_dir()`.
 
-    The network is used for an alias that is not in the cache, and for a name like org/name that is no local path.
-    Raises `SetupError` with one readable line.
+    Uses the network only for an alias that is not in the cache, and for a name like org/name that is not a local path.
+    Raises `SetupError` with a message of one line.
     """
     models_dir = (cache_dir or default_cache_dir()) / "models"
     path = Path(model).expanduser()
@@ -63,13 +63,13 @@ def resolve_model(
         return _resolved(path.resolve(), path.resolve().name)
     if path.is_file():
         if path.suffix != ".gguf":
-            raise SetupError(f"{path} is a file, but not a .gguf file; give the model's directory.")
+            raise SetupError(f"{path} is a file, but not a .gguf file. Pass the model's directory instead.")
         return _resolved(_from_gguf(path.resolve(), models_dir, progress), path.stem)
     if _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
         hub_dir = None if cache_dir is None else cache_dir / "hub"
         return _resolved(fetch_from_hub(model, progress, cache_dir=hub_dir), model)
     raise SetupError(
-        f"Model {model!r} is no directory, no .gguf file and no hub id (org/name); known aliases: {', '.join(ALIASES)}."
+        f"Model {model!r} is not a directory, a .gguf file or a hub id (org/name); known aliases: {', '.join(ALIASES)}."
     )
 
 
@@ -92,7 +92,7 @@ def _add_sampling(path: Path, sampling: Mapping[str, float]) -> None:
 
 
 def _from_gguf(path: Path, models_dir: Path, progress: ProgressCallback) -> Path:
-    """Converted again when the file is replaced: its path, size and time of change are part of the entry's name."""
+    """Path, size and modification time are part of the entry's name, so a replaced file is converted again."""
     status = path.stat()
     identity = hashlib.blake2b(f"{path} {status.st_size} {status.st_mtime_ns}".encode(), digest_size=8).hexdigest()
     key = f"{_UNSAFE.sub('-', path.stem)[:80]}-{identity}-v{CONVERTER_VERSION}"
@@ -100,20 +100,18 @@ def _from_gguf(path: Path, models_dir: Path, progress: ProgressCallback) -> Path
 
 
 def _resolved(path: Path, served_name: str) -> ResolvedModel:
-    """Checks what can be checked without loading: a model that cannot be served is refused before anything starts."""
+    """Checks all that is possible without loading, so that an unsupported model is refused before anything starts."""
     if not (path / "config.json").is_file():
-        hint = " Give the .gguf file itself." if any(path.glob("*.gguf")) else ""
+        hint = " Pass the .gguf file itself." if any(path.glob("*.gguf")) else ""
         raise SetupError(f"{path} is not a model directory: it has no config.json.{hint}")
     ModelConfig.from_dir(path)
     if not (path / "tokenizer.json").is_file():
-        raise SetupError(
-            f"{path} has no tokenizer.json; save it with transformers' AutoTokenizer.save_pretrained first."
-        )
+        raise SetupError(f"{path} has no tokenizer.json. Create it with transformers' AutoTokenizer.save_pretrained.")
     return ResolvedModel(path=path, served_name=served_name, fingerprint=fingerprint(path))
 
 
 def main(argv: list[str]) -> int:
-    """Prints the directory of the model named; returns the exit code."""
+    """Prints the directory of the named model; returns the exit code."""
     try:
         resolved = resolve_model(*argv[:1])
     except SetupError as error:

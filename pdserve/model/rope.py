@@ -1,7 +1,7 @@
-"""The table of cosines and sines that every layer rotates q and k by.
+"""The table of cosines and sines with which every layer rotates q and k.
 
-What depends on the length in transformers (dynamic, longrope) is fixed here by the longest context that is served:
-rotated K is cached and shared, so a token's rotation must not change while its sequence grows.
+In transformers, dynamic and longrope scaling depend on the current length. Here they depend on the maximum length
+served: rotated K is cached and shared, so a token's rotation must not change while its sequence grows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pdserve.model.rope_config import RopeConfig
 
 
 def make_cos_sin(rope: RopeConfig, *, head_dim: int, max_position_embeddings: int, max_model_len: int) -> Tensor:
-    """Float32 [max_model_len, 2, head_dim]: cosines, then sines; each frequency appears in both halves of head_dim."""
+    """Float32 [max_model_len, 2, head_dim]: cosines, then sines. Each frequency occurs in both halves of head_dim."""
     inverse, scaling = _frequencies(rope, head_dim, max_position_embeddings, max_model_len)
     angles = torch.arange(max_model_len, dtype=torch.float32).unsqueeze(-1) * inverse
     halves = torch.stack((angles.cos(), angles.sin()), dim=1).mul_(scaling)
@@ -25,7 +25,7 @@ def make_cos_sin(rope: RopeConfig, *, head_dim: int, max_position_embeddings: in
 def _frequencies(
     rope: RopeConfig, head_dim: int, max_position_embeddings: int, max_model_len: int
 ) -> tuple[Tensor, float]:
-    """Radians per position, [head_dim / 2], and what cos and sin are multiplied by."""
+    """Radians per position, [head_dim / 2], and the factor of cos and sin."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     match rope.rope_type:
         case "linear":
@@ -47,7 +47,7 @@ def _frequencies(
 
 
 def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
-    """Long wavelengths are stretched by the factor, short ones kept, those between blended."""
+    """Long wavelengths are multiplied by the factor, short ones kept, and those in between interpolated."""
     wavelengths = 2 * math.pi / inverse
     original = rope.original_max_position_embeddings
     long, short = original / rope.low_freq_factor, original / rope.high_freq_factor
@@ -58,11 +58,11 @@ def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, head_dim: int, periods: Tensor) -> Tensor:
-    """Dimensions that turn often are kept, those that turn seldom are interpolated, with a ramp between."""
+    """High frequencies are kept, low frequencies divided by the factor, with a linear ramp in between."""
 
-    def dimension(turns: float) -> float:
-        share = math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi))
-        return head_dim * share / (2 * math.log(rope.theta))
+    def dimension(rotations: float) -> float:
+        log_ratio = math.log(rope.original_max_position_embeddings / (rotations * 2 * math.pi))
+        return head_dim * log_ratio / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:

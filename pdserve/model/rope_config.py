@@ -1,4 +1,4 @@
-"""Which rotary position embedding a model uses, from the old (`rope_scaling`) or new (`rope_parameters`) form."""
+"""The rotary position embedding of a model, read from the old (`rope_scaling`) or new (`rope_parameters`) fields."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _DEFAULT_THETA = 10_000.0
 class RopeConfig:
     """Parameters of the rotation; those that the type does not use keep their defaults.
 
-    Source: linear and dynamic NTK scaling (kaiokendev, bloc97, emozilla), YaRN (arXiv:2309.00071), LongRoPE
-    (arXiv:2402.13753), llama3: the scaling published with Llama 3.1.
+    Source: linear and dynamic NTK scaling (kaiokendev, bloc97, emozilla); YaRN (arXiv:2309.00071); LongRoPE
+    (arXiv:2402.13753); llama3 is the scaling published with Llama 3.1.
     """
 
     rope_type: str = "default"
     theta: float = _DEFAULT_THETA
     factor: float = 1.0
-    #: Positions the model was trained on before its context was extended.
+    #: Maximum length of the model before its context was extended.
     original_max_position_embeddings: int = 0
-    #: Multiplies cos and sin; None: computed from the factor as the paper says (yarn, longrope).
+    #: Factor of cos and sin; None: computed from `factor` as in the paper (yarn, longrope).
     attention_factor: float | None = None
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -33,24 +33,27 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    #: One divisor per frequency (head_dim / 2), for contexts up to and beyond the original length.
+    #: Divisors of the head_dim / 2 frequencies, for maximum lengths up to the original one, and beyond.
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
 
 
 def rope_from_hf(config: Fields, *, head_dim: int, max_position_embeddings: int) -> RopeConfig:
-    """Raises `SetupError` naming a type or parameter that is not supported."""
+    """The rope config of a model. Raises `SetupError` that names an unsupported type or parameter."""
     rope = config.object("rope_scaling" if config.raw("rope_scaling") else "rope_parameters")
     if any(isinstance(rope.raw(name), dict) for name in rope.names()):
-        raise SetupError(f"{rope.where}: parameters per layer type are not supported; one set for all layers is.")
+        raise SetupError(f"{rope.where}: parameters per layer type are not supported; supported: one set for all.")
     rope_type = rope.text("rope_type", rope.text("type", "default"))
     if rope_type not in ROPE_TYPES:
         raise SetupError(f"{rope.where}: rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}.")
     for fields in (rope, config):
         if fields.number("partial_rotary_factor", 1.0) != 1.0:
-            raise SetupError(f"{fields.where}: partial_rotary_factor other than 1 is not supported.")
+            raise SetupError(
+                f"{fields.where}: partial_rotary_factor {fields.raw('partial_rotary_factor')} is not supported; "
+                "supported: 1."
+            )
     theta = rope.number("rope_theta", config.number("rope_theta", _DEFAULT_THETA))
-    # Some checkpoints keep the original length beside the rope parameters; that one wins, as in transformers.
+    # Some checkpoints have the original length outside the rope parameters. It takes precedence, as in transformers.
     original = config.integer(
         "original_max_position_embeddings", rope.integer("original_max_position_embeddings", max_position_embeddings)
     )

@@ -1,11 +1,12 @@
-"""Which part of each tensor one of several ranks holds, and the config of what it computes. No torch.
+"""Tensor parallelism: the shard of each tensor that a rank holds, and the config of its computation. No torch.
 
-A layer's first product of each half is split by rows, its last by columns, so that ranks meet twice a layer:
+Attention and MLP each start with products split by rows and end with one split by columns, so that there are two
+all-reduces per layer:
 
-q, k, v        rows of the rank's heads        | output  columns of the same heads: parts of sums
-gate, up       rows of its inner features      | down    columns of the same: parts of sums
-lm_head        rows of its part of the vocabulary, the first ranks with one more where it does not divide
-norms, embedding   whole; biases of output and down on rank 0, for they are added once
+q, k, v            rows of the rank's heads           | output  columns of the same heads: partial sums
+gate, up           rows of the rank's inner features  | down    columns of the same features: partial sums
+lm_head            rows of the rank's vocabulary shard; the first ranks have one more if it does not divide evenly
+norms, embedding   replicated; biases of output and down only on rank 0, because they must be added once
 
 Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019).
 """
@@ -20,7 +21,7 @@ from pdserve.base.errors import SetupError
 from pdserve.model.config import ModelConfig
 from pdserve.model.tensors import Shape, tensor_shapes
 
-#: Along each dimension, with explicit ends.
+#: Slices of a tensor, one per dimension, with explicit ends.
 Shard = tuple[slice, ...]
 
 _BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -28,10 +29,10 @@ _BY_COLUMNS = ("o_proj", "down_proj")
 
 
 def rank_config(config: ModelConfig, size: int) -> ModelConfig:
-    """The config of what each of `size` ranks computes: its heads and inner features, the model's hidden size.
+    """The config of each of `size` ranks: its share of heads and inner features, and the model's hidden size.
 
-    Raises `SetupError` naming the sizes that work, when heads, KV heads or inner features do not divide. A KV head that
-    several ranks share, with more ranks than KV heads, is not supported.
+    Raises `SetupError` that lists valid sizes when heads, KV heads or inner features do not divide evenly. More ranks
+    than KV heads are not supported, because KV heads are not replicated.
     """
     assert size >= 1
     split = {
@@ -44,8 +45,8 @@ def rank_config(config: ModelConfig, size: int) -> ModelConfig:
         common = gcd(*split.values())
         sizes = ", ".join(str(number) for number in range(1, common + 1) if common % number == 0)
         raise SetupError(
-            f"{size} ranks cannot split a model with {' and '.join(uneven)}: each takes an equal share of both kinds of"
-            f" heads and of the intermediate size, and KV heads are not replicated. Sizes that work: {sizes}."
+            f"{size} ranks cannot split a model with {' and '.join(uneven)}: each rank needs an equal share of heads, "
+            f"KV heads and intermediate size, and KV heads are not replicated. Sizes that work: {sizes}."
         )
     return replace(
         config,
@@ -56,7 +57,7 @@ def rank_config(config: ModelConfig, size: int) -> ModelConfig:
 
 
 def tensor_shards(config: ModelConfig, rank: int, size: int) -> dict[str, Shard]:
-    """What a rank takes of each tensor of the whole model's config; those it takes nothing of are absent.
+    """A rank's shards of the tensors of the whole model's config, by name. Tensors of other ranks are absent.
 
     Raises `SetupError` like `rank_config`.
     """
@@ -69,12 +70,12 @@ def tensor_shards(config: ModelConfig, rank: int, size: int) -> dict[str, Shard]
 
 
 def _shard(name: str, shape: Shape, rank: int, size: int) -> Shard:
-    part = [slice(0, length) for length in shape]
+    shard = [slice(0, length) for length in shape]
     if _is_split(name, _BY_ROWS) or name == "lm_head.weight":
-        part[0] = even_slice(shape[0], rank, size)
+        shard[0] = even_slice(shape[0], rank, size)
     elif _is_split(name, _BY_COLUMNS) and len(shape) == 2:
-        part[1] = even_slice(shape[1], rank, size)
-    return tuple(part)
+        shard[1] = even_slice(shape[1], rank, size)
+    return tuple(shard)
 
 
 def _is_split(name: str, modules: tuple[str, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint of a given config must hold, and the check that it holds just these. No torch."""
+"""The tensors that a checkpoint must have by its config, and the check that it has exactly these. No torch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pdserve.base.errors import SetupError
 from pdserve.model.config import ModelConfig
 
 Shape = tuple[int, ...]
-#: Scales of an fp8 KV cache: as llm-compressor writes them, as vLLM names them, and as ModelOpt writes them.
+#: Names of the scales of an fp8 KV cache in checkpoints of llm-compressor, in vLLM, and in checkpoints of ModelOpt.
 _KV_SCALES = (
     ("self_attn.k_scale", "self_attn.attn.k_scale", "self_attn.k_proj.k_scale"),
     ("self_attn.v_scale", "self_attn.attn.v_scale", "self_attn.v_proj.v_scale"),
 )
-#: In some old checkpoints, although they are computed from the config.
+#: Tensors of some old checkpoints that are computed from the config instead.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Every tensor the model needs, by its Hugging Face name."""
+    """Shapes of all tensors that the model needs, by Hugging Face name."""
     shapes: dict[str, Shape] = {
         "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
         "model.norm.weight": (config.hidden_size,),
@@ -54,13 +54,13 @@ def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
 
 
 def kv_scale_names(layer: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names that scales of a layer's K, and of its V, may have. A model needs none."""
+    """Possible names of the scales of a layer's K, and of its V. A checkpoint need not have any."""
     k_names, v_names = (tuple(f"model.layers.{layer}.{name}" for name in names) for names in _KV_SCALES)
     return k_names, v_names
 
 
 def check_tensors(config: ModelConfig, found: Mapping[str, Shape], where: str) -> None:
-    """Raises `SetupError` naming what is missing, what is not known, and shapes that the config does not give."""
+    """Raises `SetupError` that names missing tensors, unknown ones, and those whose shape contradicts the config."""
     expected = tensor_shapes(config)
     missing = sorted(expected.keys() - found.keys())
     scales = {name for layer in range(config.num_layers) for names in kv_scale_names(layer) for name in names}
@@ -68,12 +68,12 @@ def check_tensors(config: ModelConfig, found: Mapping[str, Shape], where: str) -
     if missing or extra:
         problems = [f"lacks {_listed(missing)}"] if missing else []
         problems += [f"has tensors that {config.model_type} does not: {_listed(extra)}"] if extra else []
-        raise SetupError(f"{where} {' and '.join(problems)}; is its config.json the right one?")
+        raise SetupError(f"{where} {' and '.join(problems)}. Does its config.json belong to these weights?")
     wrong = [name for name, shape in expected.items() if found[name] != shape]
     if wrong:
         name = wrong[0]
         raise SetupError(
-            f"{where}: {name} is {list(found[name])}, but config.json says {list(expected[name])}"
+            f"{where}: {name} has shape {list(found[name])}, but config.json requires {list(expected[name])}"
             f"{f' (and {len(wrong) - 1} more)' if len(wrong) > 1 else ''}."
         )
 

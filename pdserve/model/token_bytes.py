@@ -1,4 +1,4 @@
-"""The bytes a token stands for, by the decoder that a tokenizer.json names: byte-level BPE or SentencePiece BPE."""
+"""The bytes of tokens, by the decoder in a tokenizer.json: byte-level BPE or SentencePiece BPE."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TokenBytes = Callable[[str], bytes]
 
 
 def token_decoder(tokenizer: Fields) -> tuple[TokenBytes, bool]:
-    """How tokens become bytes, and whether a space at the start of a text is taken off. Raises `SetupError`."""
+    """The function from tokens to bytes, and whether a text's first space is removed. Raises `SetupError`."""
     steps = list(_steps(tokenizer.object("decoder")))
     kinds = [step.text("type", "none") for step in steps]
     if kinds == ["ByteLevel"]:
@@ -24,8 +24,8 @@ def token_decoder(tokenizer: Fields) -> tuple[TokenBytes, bool]:
     replaces = "Metaspace" in kinds or any(_replaces_space(step) for step in steps)
     if not replaces or set(kinds) - known or not all(_is_as_expected(step) for step in steps):
         raise SetupError(
-            f"{tokenizer.where}: decoder {' + '.join(kinds)} is not supported; supported: ByteLevel, and those of"
-            " SentencePiece (Metaspace, or Replace of ▁ with ByteFallback, Fuse and Strip)."
+            f"{tokenizer.where}: decoder {' + '.join(kinds)} is not supported; supported: ByteLevel, and SentencePiece"
+            " (Metaspace, or Replace of ▁ with ByteFallback, Fuse and Strip)."
         )
     strips = any(
         step.text("type") == "Strip"
@@ -36,7 +36,7 @@ def token_decoder(tokenizer: Fields) -> tuple[TokenBytes, bool]:
 
 
 def _steps(decoder: Fields) -> Iterator[Fields]:
-    """The decoder itself, or those of a sequence."""
+    """The decoder itself, or the decoders of a sequence."""
     nested = decoder.raw("decoders")
     if decoder.text("type", "") != "Sequence" or not isinstance(nested, list):
         yield decoder
@@ -62,7 +62,7 @@ def _is_as_expected(step: Fields) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes each byte as a printable character: itself where it is one, else from U+0100 on."""
+    """The byte that each character of byte-level BPE stands for: its own code, or for unprintable bytes U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))
@@ -76,7 +76,7 @@ def _byte_level(token: str) -> bytes:
     try:
         return bytes([_BYTES[character] for character in token])
     except KeyError:
-        # An added token, which is plain text.
+        # An added token is plain text.
         return token.encode()
 
 

@@ -1,7 +1,7 @@
 """Text to token ids and back, with `tokenizers`. No torch, no transformers.
 
-Decoding is defined on bytes: a text is the UTF-8 of its tokens' bytes, with U+FFFD for what is not valid. So decoding
-in pieces and decoding at once cannot differ, and a piece costs what its own tokens cost.
+Decoding is defined on bytes: a text is the UTF-8 of its tokens' bytes, with U+FFFD for invalid bytes. So incremental
+decoding gives the same text as decoding at once, and each increment costs no more than its own tokens.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ class Tokenizer:
     """The tokenizer of one model; immutable, safe to use from several threads."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, eos_token_ids: tuple[int, ...] = (), where: str = "") -> None:
-        """Raises `SetupError` when the way the tokenizer decodes is not supported."""
+        """Raises `SetupError` when the tokenizer's decoder is not supported."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        #: Any of them ends a completion.
+        #: Token ids that end a completion.
         self.eos_token_ids = eos_token_ids
         self._bytes_of, self._strips_first_space = token_decoder(Fields(json.loads(tokenizer.to_str()), where))
-        #: Of the tokens met so far: no token ever changes.
+        #: Bytes of the tokens decoded so far, which never change.
         self._token_bytes: dict[int, bytes] = {}
         self._special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> Tokenizer:
-        """Reads `tokenizer.json`, and the ends of text from the config files. Raises `SetupError`."""
+        """Read `tokenizer.json`, and the end-of-text tokens from the config files. Raises `SetupError`."""
         path = model_dir / "tokenizer.json"
         try:
             tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise SetupError(f"Cannot read {path}: {error.strerror}.") from error
         except Exception as error:
-            raise SetupError(f"{path} is not a tokenizer: {error}.") from error
+            raise SetupError(f"{path} is not a valid tokenizer: {error}.") from error
         ids = (
             *Fields.read_optional(model_dir / "generation_config.json").token_ids("eos_token_id"),
             *Fields.read_optional(model_dir / "config.json").token_ids("eos_token_id"),
@@ -52,31 +52,34 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it; a model's own vocabulary may be padded beyond."""
+        """Upper bound of token ids. The vocabulary of the model itself may be padded to more."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """`add_special_tokens`: what the model puts around every text (often a first token); no chat template does."""
-        # A batch of one: unlike `encode` it lets other threads run, and megabytes of text take seconds.
+        """The token ids of a text; with `add_special_tokens` also those that the model expects around it.
+
+        Rendered chat templates already contain their special tokens.
+        """
+        # A batch of one releases the interpreter's lock, unlike `encode`, and megabytes of text take seconds.
         [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
     @cached_property
     def max_token_bytes(self) -> int:
-        """No token stands for more bytes of text."""
+        """Upper bound of the bytes of a token's text."""
         return max(len(token.encode()) for token in self._tokenizer.get_vocab(with_added_tokens=True))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of the tokens; ids that the vocabulary does not have are empty."""
+        """The text of the tokens; ids outside the vocabulary are empty."""
         stream = StreamDetokenizer(self, skip_special_tokens=skip_special_tokens)
         return stream.push(token_ids) + stream.finish()
 
     def token_str(self, token_id: int) -> str:
-        """The token as text, alone; U+FFFD for parts of characters."""
+        """The text of a single token; U+FFFD for incomplete characters."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds to the text; empty for an id that the vocabulary does not have."""
+        """The bytes that the token adds to the text; empty for an id outside the vocabulary."""
         data = self._token_bytes.get(token_id)
         if data is None:
             token = self._tokenizer.id_to_token(token_id)
@@ -86,19 +89,19 @@ class Tokenizer:
         return data
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token stands for something other than text (ends, roles)."""
+        """Whether the token is a marker (end of text, role) and not text."""
         return token_id in self._special
 
     @property
     def strips_first_space(self) -> bool:
-        """Whether the space that SentencePiece puts in front of every text is taken off again."""
+        """Whether decoding removes the space that SentencePiece adds in front of every text."""
         return self._strips_first_space
 
 
 class StreamDetokenizer:
-    """Text of a growing sequence, in pieces that never end within a character.
+    """Incremental decoding of a growing sequence; no increment ends within a character.
 
-    The pieces and `finish()` together are `Tokenizer.decode` of all tokens.
+    All increments and `finish()` together are `Tokenizer.decode` of all tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
@@ -108,7 +111,7 @@ class StreamDetokenizer:
         self._at_start = tokenizer.strips_first_space
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens complete; bytes of an unfinished character are kept for the next call."""
+        """The text that these tokens complete; bytes of an incomplete character are kept for the next call."""
         tokenizer = self._tokenizer
         data = b"".join(
             tokenizer.token_bytes(token_id)
@@ -121,5 +124,5 @@ class StreamDetokenizer:
         return self._utf8.decode(data)
 
     def finish(self) -> str:
-        """What is left: U+FFFD when the sequence ends within a character, else nothing."""
+        """The rest of the text: U+FFFD when the sequence ends within a character, else nothing."""
         return self._utf8.decode(b"", final=True)

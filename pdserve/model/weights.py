@@ -1,4 +1,4 @@
-"""The tensors of a decoder in the shape it uses them, built from a checkpoint's."""
+"""The weights of a decoder, assembled from the tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pdserve.model.config import ModelConfig
 def assemble(
     config: ModelConfig, get: Callable[[str], Tensor], *, side_by_side: bool = False, rank: int = 0, size: int = 1
 ) -> DecoderWeights:
-    """Builds the weights from checked tensors; `get` is called once per tensor that the rank takes part of.
+    """Assembles the weights of a rank; `get` is called once for each tensor of which the rank has a shard.
 
-    `get` gives that part (`pdserve.model.sharding.tensor_shards`). Of a tied embedding `lm_head` is a view.
-    With `side_by_side` q, k and v, and gate and up, become views of one matrix each: a copy of one layer at a time.
+    `get` returns that shard (`pdserve.model.sharding.tensor_shards`). `lm_head` is a view of a tied embedding.
+    With `side_by_side`, q, k and v become views of one matrix, and so do gate and up. That copies a layer at a time.
     """
-    join = _adjacent if side_by_side else lambda *parts: parts
+    join = _adjacent if side_by_side else lambda *matrices: matrices
     embedding = get("model.embed_tokens.weight")
     return DecoderWeights(
         embedding=embedding,
@@ -33,8 +33,8 @@ def assemble(
     )
 
 
-def _adjacent(*parts: Tensor) -> Sequence[Tensor]:
-    return torch.split(torch.cat(parts), [len(part) for part in parts])
+def _adjacent(*matrices: Tensor) -> Sequence[Tensor]:
+    return torch.split(torch.cat(matrices), [len(matrix) for matrix in matrices])
 
 
 def _tied(embedding: Tensor, rank: int, size: int) -> Tensor:
@@ -49,10 +49,10 @@ def _assemble_layer(
     *,
     adds_bias: bool,
 ) -> LayerWeights:
-    """`adds_bias`: to the sums that all ranks have parts of."""
+    """`adds_bias`: whether the rank adds the biases of output and down, of which all ranks compute partial sums."""
 
-    def when(present: bool, name: str) -> Tensor | None:
-        return get(prefix + name) if present else None
+    def get_if(exists: bool, name: str) -> Tensor | None:
+        return get(prefix + name) if exists else None
 
     q, k, v = join(*(get(f"{prefix}self_attn.{name}_proj.weight") for name in "qkv"))
     gate, up = join(*(get(f"{prefix}mlp.{name}_proj.weight") for name in ("gate", "up")))
@@ -61,18 +61,18 @@ def _assemble_layer(
         q=q,
         k=k,
         v=v,
-        q_bias=when(config.qkv_bias, "self_attn.q_proj.bias"),
-        k_bias=when(config.qkv_bias, "self_attn.k_proj.bias"),
-        v_bias=when(config.qkv_bias, "self_attn.v_proj.bias"),
-        q_norm=when(config.qk_norm, "self_attn.q_norm.weight"),
-        k_norm=when(config.qk_norm, "self_attn.k_norm.weight"),
+        q_bias=get_if(config.qkv_bias, "self_attn.q_proj.bias"),
+        k_bias=get_if(config.qkv_bias, "self_attn.k_proj.bias"),
+        v_bias=get_if(config.qkv_bias, "self_attn.v_proj.bias"),
+        q_norm=get_if(config.qk_norm, "self_attn.q_norm.weight"),
+        k_norm=get_if(config.qk_norm, "self_attn.k_norm.weight"),
         output=get(prefix + "self_attn.o_proj.weight"),
-        output_bias=when(config.output_bias and adds_bias, "self_attn.o_proj.bias"),
+        output_bias=get_if(config.output_bias and adds_bias, "self_attn.o_proj.bias"),
         post_attention_norm=get(prefix + "post_attention_layernorm.weight"),
         gate=gate,
-        gate_bias=when(config.mlp_bias, "mlp.gate_proj.bias"),
+        gate_bias=get_if(config.mlp_bias, "mlp.gate_proj.bias"),
         up=up,
-        up_bias=when(config.mlp_bias, "mlp.up_proj.bias"),
+        up_bias=get_if(config.mlp_bias, "mlp.up_proj.bias"),
         down=get(prefix + "mlp.down_proj.weight"),
-        down_bias=when(config.mlp_bias and adds_bias, "mlp.down_proj.bias"),
+        down_bias=get_if(config.mlp_bias and adds_bias, "mlp.down_proj.bias"),
     )

@@ -1,4 +1,4 @@
-"""Directories made once: an entry is whole or not there, whatever crashes, and two starts at once make it once."""
+"""A cache of directories: an entry is complete or absent after any crash, and concurrent processes make it once."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def default_cache_dir() -> Path:
 
 
 def cached_directory(models_dir: Path, key: str, fill: Callable[[Path], None], progress: ProgressCallback) -> Path:
-    """`models_dir / key`, filled on first use by `fill(directory)`; other processes wait for the one that fills it.
+    """`models_dir / key`, filled at first use by `fill(directory)`. Other processes wait for the one that fills it.
 
-    Whatever `fill` raises passes through and leaves nothing behind; an `OSError` becomes a `SetupError`.
+    An error of `fill` is passed on and leaves nothing behind; an `OSError` becomes a `SetupError`.
     """
     entry = models_dir / key
     if entry.is_dir():
@@ -32,21 +32,21 @@ def cached_directory(models_dir: Path, key: str, fill: Callable[[Path], None], p
     try:
         models_dir.mkdir(parents=True, exist_ok=True)
         with _locked(
-            models_dir / f".{key}.lock", lambda: progress(f"Waiting for another start to make {key}", 0, None)
+            models_dir / f".{key}.lock", lambda: progress(f"Waiting for another process to make {key}", 0, None)
         ):
             if not entry.is_dir():
                 _make(entry, fill)
     except OSError as error:
         reason = error.strerror or str(error)
         raise SetupError(
-            f"Cannot write the model cache {models_dir}: {reason}. Make room, or choose another cache directory."
+            f"Cannot write the model cache {models_dir}: {reason}. Free some space, or use another cache directory."
         ) from error
     return entry
 
 
 def _make(entry: Path, fill: Callable[[Path], None]) -> None:
     prefix = f".{entry.name}.partial-"
-    # Only the holder of the lock makes such directories: any that exist were left by a process that was killed.
+    # Only the holder of the lock makes such directories, so existing ones were left by a process that was killed.
     for stale in entry.parent.glob(f"{prefix}*"):
         shutil.rmtree(stale)
     partial = Path(tempfile.mkdtemp(prefix=prefix, dir=entry.parent))
@@ -62,7 +62,7 @@ def _make(entry: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Makes sure that what a rename will publish survives a loss of power."""
+    """Writes a file or directory to the disk, so that it survives a power failure once a rename publishes it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -72,7 +72,7 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def _locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Holds an exclusive lock on the file; the kernel releases it when the process ends, however it does."""
+    """Holds an exclusive lock on the file, which the kernel releases when the process ends in any way."""
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

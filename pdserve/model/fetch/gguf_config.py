@@ -1,4 +1,4 @@
-"""What a GGUF file says about its model, in the words of a Hugging Face directory: config and names. No torch."""
+"""Config and tensor names of a GGUF file, translated to those of a Hugging Face directory. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdserve.base.errors import SetupError
 from pdserve.model.fetch.gguf_file import GgufFile
 from pdserve.model.fields import Fields
 
-#: GGUF architecture -> model_type. mistral models are stored as llama.
+#: GGUF architecture -> model_type. GGUF stores mistral models as llama.
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _HF_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -28,54 +28,57 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _LAYER_NAME = re.compile(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)")
-#: Divisors of the rotary frequencies (llama 3.1 and later), not a weight.
+#: Tensor with divisors of the rotary frequencies (llama 3.1 and later); not a weight.
 ROPE_FACTORS = "rope_freqs.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceTensor:
-    """One Hugging Face tensor: where it comes from, and the heads whose rows must be put back in order (0: none)."""
+    """The source of a Hugging Face tensor, and the number of heads whose rows must be reordered (0: none)."""
 
     gguf_name: str
     permuted_heads: int = 0
 
 
 def source_tensors(gguf: GgufFile) -> dict[str, SourceTensor]:
-    """Hugging Face name -> source. Raises `SetupError` for a tensor that none of the architectures has."""
+    """Hugging Face name -> source. Raises `SetupError` for a tensor that no supported architecture has."""
     scope = _scope(gguf)
     heads = {"attn_q": scope.integer("attention.head_count"), "attn_k": scope.integer("attention.head_count_kv")}
     sources = {}
     for name in gguf.tensors:
-        stem, _, kind = name.rpartition(".")
+        module, _, kind = name.rpartition(".")
         layer = _LAYER_NAME.fullmatch(name)
         if name == ROPE_FACTORS:
             continue
-        if stem in _TOP and kind == "weight":
-            sources[f"{_TOP[stem]}.weight"] = SourceTensor(gguf_name=name)
+        if module in _TOP and kind == "weight":
+            sources[f"{_TOP[module]}.weight"] = SourceTensor(gguf_name=name)
         elif layer and layer[2] in _LAYER:
-            # Converters interleave the halves that are rotated together, in llama only.
+            # In llama only, converters interleave the two halves of each head that are rotated together.
             permuted = heads.get(layer[2], 0) if scope.where == "llama" else 0
             hf_name = f"model.layers.{int(layer[1])}.{_LAYER[layer[2]]}.{layer[3]}"
             sources[hf_name] = SourceTensor(gguf_name=name, permuted_heads=permuted)
         else:
-            raise SetupError(f"{gguf.path}: tensor {name} is not known in architecture {scope.where}.")
+            raise SetupError(f"{gguf.path}: tensor {name} is not supported in architecture {scope.where}.")
     return sources
 
 
 def hf_config(gguf: GgufFile) -> dict[str, object]:
-    """The content of config.json; weights are stored in bfloat16. Raises `SetupError` naming what is not supported."""
+    """The content of config.json, for weights in bfloat16. Raises `SetupError` that names an unsupported feature."""
     scope, metadata = _scope(gguf), gguf.metadata
     if metadata.has("split.count") and metadata.raw("split.count") not in (0, 1):
-        raise SetupError(f"{gguf.path} is one of several parts; merge them first with llama-gguf-split --merge.")
+        raise SetupError(f"{gguf.path} is one file of a split model. Merge the files with llama-gguf-split --merge.")
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None:
-        raise SetupError(f"{gguf.path} lacks token_embd.weight; it holds no language model.")
+        raise SetupError(f"{gguf.path} has no tensor token_embd.weight, so it is not a language model.")
     model_type = ARCHITECTURES[scope.where]
     heads = scope.integer("attention.head_count")
     hidden = scope.integer("embedding_length")
     head_dim = scope.integer("attention.key_length", scope.integer("rope.dimension_count", hidden // heads or None))
     if scope.integer("rope.dimension_count", head_dim) != head_dim:
-        raise SetupError(f"{gguf.path}: rotating a part of head_dim is not supported.")
+        raise SetupError(
+            f"{gguf.path}: rope.dimension_count {scope.integer('rope.dimension_count')} is not supported; supported: "
+            f"the head dimension, {head_dim}."
+        )
     config: dict[str, object] = {
         "architectures": [_HF_CLASSES[model_type]],
         "model_type": model_type,
@@ -105,7 +108,7 @@ def _rope(gguf: GgufFile, scope: Fields) -> dict[str, object]:
     rope: dict[str, object] = {"rope_type": "default", "rope_theta": theta}
     original = scope.integer("rope.scaling.original_context_length", scope.integer("context_length"))
     if ROPE_FACTORS in gguf.tensors:
-        # Divisors that hold for every length: longrope without a difference between short and long.
+        # These divisors apply to every length: longrope with the same factors for short and long contexts.
         factors = [float(value) for value in gguf.array(ROPE_FACTORS).flat]
         return rope | {
             "rope_type": "longrope",
@@ -125,7 +128,7 @@ def _rope(gguf: GgufFile, scope: Fields) -> dict[str, object]:
 
 
 def _scope(gguf: GgufFile) -> Fields:
-    """The metadata of the architecture, without its prefix; `where` is its name."""
+    """The metadata of the architecture, without its prefix; `where` is the architecture's name."""
     architecture = gguf.metadata.text("general.architecture", "")
     if architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
@@ -133,12 +136,12 @@ def _scope(gguf: GgufFile) -> Fields:
     prefix = f"{architecture}."
     names = [name for name in gguf.metadata.names() if name.startswith(prefix)]
     if any("expert_count" in name for name in names):
-        raise SetupError(f"{gguf.path}: a mixture of experts is not supported.")
+        raise SetupError(f"{gguf.path}: mixture-of-experts models are not supported; supported: dense models.")
     return Fields({name.removeprefix(prefix): gguf.metadata.raw(name) for name in names}, architecture)
 
 
 def _shortest(value: float) -> float:
-    """The decimal that was meant by a float32: 1e-05, not 9.999999747378752e-06."""
+    """The shortest decimal that rounds to the same float32: 1e-05, not 9.999999747378752e-06."""
     for digits in range(1, 10):
         short = float(f"{value:.{digits}g}")
         if struct.pack("<f", short) == struct.pack("<f", value):

@@ -1,7 +1,7 @@
 """Converts a GGUF file into a Hugging Face directory: bfloat16 safetensors, config, tokenizer, template. No torch.
 
-Everything becomes bfloat16, norms included: that is what the models of these architectures were published in, so F32
-norms lose nothing, and one dtype lets all weights stay mapped.
+All tensors become bfloat16, norms included. Models of these architectures were published in it, so F32 norms lose
+nothing, and with a single dtype all weights can stay mapped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdserve.model.tensors import check_tensors
 if TYPE_CHECKING:
     import numpy as np
 
-#: Raised when converted directories change, so that older ones in caches are not used.
+#: Part of the names of cached directories. Increase it when their content changes, so that older ones are not used.
 CONVERTER_VERSION = 2
 
 
@@ -48,7 +48,7 @@ def _write_tokenizer(gguf: GgufFile, out_dir: Path) -> None:
     settings = {key: value for key, value in settings.items() if value is not None}
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     _write_json(out_dir / "tokenizer_config.json", settings)
-    # Chat models may end a turn with another token than a text.
+    # Chat models may end a turn with another token than the end-of-text token.
     ends = [*metadata.token_ids("tokenizer.ggml.eos_token_id"), *metadata.token_ids("tokenizer.ggml.eot_token_id")]
     _write_json(out_dir / "generation_config.json", {"eos_token_id": list(dict.fromkeys(ends))})
     template = metadata.text("tokenizer.chat_template", "")
@@ -61,9 +61,9 @@ def _write_json(path: Path, value: object) -> None:
 
 
 def _write_weights(gguf: GgufFile, sources: dict[str, SourceTensor], path: Path, progress: ProgressCallback) -> None:
-    """The safetensors format: length of the header, the header, and the tensors without a gap.
+    """Writes the safetensors format: length of the header, the header, and the tensors without gaps.
 
-    Source: https://github.com/huggingface/safetensors#format. Its own writer wants all tensors in memory at once.
+    Source: https://github.com/huggingface/safetensors#format. Its own writer needs all tensors in memory at once.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -73,7 +73,7 @@ def _write_weights(gguf: GgufFile, sources: dict[str, SourceTensor], path: Path,
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [position, end]}
         position = end
     encoded = json.dumps(header).encode()
-    # Data is aligned to a cache line, which mapped reads like.
+    # Align the data to cache lines, for fast reads of the mapped file.
     encoded += b" " * (-(len(encoded) + 8) % 64)
     what = f"Converting {gguf.path.name}"
     with path.open("wb") as file:
@@ -83,7 +83,7 @@ def _write_weights(gguf: GgufFile, sources: dict[str, SourceTensor], path: Path,
 
 
 def _write_tensors(gguf: GgufFile, sources: dict[str, SourceTensor], file: BinaryIO) -> Iterator[int]:
-    """Yields the bytes written so far, first 0."""
+    """Yields the number of bytes written so far, first 0."""
     done = 0
     yield done
     for source in sources.values():
@@ -95,14 +95,14 @@ def _write_tensors(gguf: GgufFile, sources: dict[str, SourceTensor], file: Binar
 
 
 def _unpermuted(values: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of each head from (pair, half) order back to (half, pair), for which rotate-half is written."""
+    """Reorders the rows of each head from (pair, half) to (half, pair), the order that rotate-half expects."""
     rows = values.shape[0]
     pairs = values.reshape(heads, rows // heads // 2, 2, *values.shape[1:])
     return pairs.swapaxes(1, 2).reshape(values.shape)
 
 
 def _to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """The upper halves of float32, rounded to nearest, ties to even; as uint16. The values are finite."""
+    """Rounds finite values to bfloat16, to nearest, ties to even; returned as uint16."""
     import numpy as np
 
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)

@@ -1,7 +1,7 @@
-"""Reads the header of a GGUF file, trusting nothing in it, and dequantizes its tensors. No torch.
+"""Reads the header of a GGUF file without trusting it, and dequantizes its tensors. No torch.
 
-`gguf.GGUFReader` would loop for ever on a made-up array length and takes seconds on a real vocabulary, so the header is
-parsed here; the block formats and their dequantization are the `gguf` package's.
+`gguf.GGUFReader` would loop forever on a forged array length, and takes seconds for a real vocabulary. So the header is
+parsed here; block formats and dequantization are those of the `gguf` package.
 Source: the GGUF specification, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -30,7 +30,7 @@ _MAX_ALIGNMENT = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufTensor:
-    """Where a tensor lies in the file; `shape` is in row-major order, as numpy and torch have it."""
+    """Location and type of a tensor in the file; `shape` is in row-major order, as in numpy and torch."""
 
     name: str
     type_id: int
@@ -41,10 +41,10 @@ class GgufTensor:
 
 
 class GgufFile:
-    """A mapped file with a checked header: `metadata`, and `tensors` by name that all lie within the file."""
+    """A mapped file with a checked header: `metadata`, and `tensors` by name, all within the file."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `SetupError` when the file cannot be read, is not GGUF, or its header does not fit the file."""
+        """Raises `SetupError` when the file cannot be read, is not GGUF, or contradicts its header."""
         self.path = path
         try:
             with path.open("rb") as file:
@@ -58,7 +58,7 @@ class GgufFile:
             raise SetupError(f"{path} is not a GGUF file.")
         version = cursor.scalar("I")
         if version not in _VERSIONS:
-            raise SetupError(f"{path} has GGUF version {version}; supported: 2, 3 (little-endian).")
+            raise SetupError(f"{path}: GGUF version {version} is not supported; supported: 2, 3 (little-endian).")
         num_tensors, num_values = cursor.scalar("Q"), cursor.scalar("Q")
         values: dict[str, object] = {}
         for _ in range(num_values):
@@ -73,13 +73,13 @@ class GgufFile:
         if alignment > _MAX_ALIGNMENT or alignment & (alignment - 1):
             raise self.metadata.wrong("general.alignment", "a power of two")
         start = -(-cursor.position // alignment) * alignment
-        tensors = {info.name: _placed(info, start, len(self._data), self.path) for info in infos}
+        tensors = {info.name: _located(info, start, len(self._data), self.path) for info in infos}
         if len(tensors) != count:
-            raise SetupError(f"{self.path} names a tensor twice.")
+            raise SetupError(f"{self.path} has two tensors of the same name; the file is damaged.")
         return tensors
 
     def array(self, name: str) -> np.ndarray:
-        """The tensor dequantized to float32, of its shape. Raises `SetupError` for a type that cannot be."""
+        """The tensor dequantized to float32. Raises `SetupError` for an unsupported type, and for NaN or infinity."""
         import numpy as np
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
@@ -90,14 +90,16 @@ class GgufFile:
         try:
             values: np.ndarray = dequantize(rows, GGMLQuantizationType(tensor.type_id)).reshape(tensor.shape)
         except NotImplementedError as error:
-            raise SetupError(f"{self.path}: {name} has type {tensor.type_name}, which cannot be read.") from error
+            raise SetupError(
+                f"{self.path}: {name} has type {tensor.type_name}, which is not supported. Use another quantization."
+            ) from error
         if not np.isfinite(values).all():
-            raise SetupError(f"{self.path}: {name} holds values that are not finite; the file is damaged.")
+            raise SetupError(f"{self.path}: {name} has values that are not finite; the file is damaged.")
         return values
 
 
 class _Cursor:
-    """Reads little-endian values one after the other and never beyond the end of the file."""
+    """Reads little-endian values in sequence, never beyond the end of the file."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self._data = data
@@ -106,7 +108,7 @@ class _Cursor:
 
     def take(self, count: int) -> bytes:
         if count > len(self._data) - self.position:
-            raise SetupError(f"{self._path} ends within its header, or its header is damaged.")
+            raise SetupError(f"{self._path} ends within its header; the file is damaged.")
         start = self.position
         self.position += count
         return self._data[start : self.position]
@@ -118,7 +120,7 @@ class _Cursor:
         try:
             return self.take(self.scalar("Q")).decode()
         except UnicodeDecodeError as error:
-            raise SetupError(f"{self._path} has a name or text in its header that is not UTF-8.") from error
+            raise SetupError(f"{self._path} has text in its header that is not UTF-8; the file is damaged.") from error
 
     def value(self, type_id: int) -> object:
         if type_id == _STRING:
@@ -133,41 +135,46 @@ class _Cursor:
     def _scalars(self, type_id: int, count: int) -> list[int | float | bool]:
         code = _SCALARS.get(type_id)
         if code is None:
-            raise SetupError(f"{self._path} has a header value of type {type_id}, which is not known.")
+            raise SetupError(f"{self._path} has a header value of type {type_id}, which is not in the specification.")
         body = self.take(count * struct.calcsize(f"<{code}"))
         return list(struct.unpack(f"<{count}{code}", body))
 
 
 def _read_info(cursor: _Cursor) -> GgufTensor:
-    """A tensor as the header tells it; nothing but its own form is checked yet."""
+    """A tensor's entry in the header, checked by itself; its location is not checked yet."""
     name = cursor.text()
     num_dimensions = cursor.scalar("I")
     if not 0 < num_dimensions <= _MAX_DIMENSIONS:
-        raise SetupError(f"GGUF tensor {name} has {num_dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are possible.")
+        raise SetupError(f"GGUF tensor {name} has {num_dimensions} dimensions, but must have 1 to {_MAX_DIMENSIONS}.")
     shape = tuple(reversed([cursor.scalar("Q") for _ in range(num_dimensions)]))
     if not all(0 < size <= _MAX_DIMENSION for size in shape):
-        raise SetupError(f"GGUF tensor {name} has shape {list(shape)}, which is not possible.")
+        raise SetupError(
+            f"GGUF tensor {name} has shape {list(shape)}, but each dimension must be between 1 and {_MAX_DIMENSION}."
+        )
     type_id, offset = cursor.scalar("I"), cursor.scalar("Q")
     return GgufTensor(name=name, type_id=type_id, type_name="", shape=shape, offset=offset, num_bytes=0)
 
 
-def _placed(info: GgufTensor, start: int, file_bytes: int, path: Path) -> GgufTensor:
-    """The tensor with its absolute offset and size, checked against the file."""
+def _located(info: GgufTensor, start: int, file_bytes: int, path: Path) -> GgufTensor:
+    """The tensor with its absolute offset and its size, checked against the size of the file."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:
         kind = GGMLQuantizationType(info.type_id)
     except ValueError as error:
-        raise SetupError(f"{path}: {info.name} has type {info.type_id}, which is not known.") from error
+        raise SetupError(f"{path}: {info.name} has type {info.type_id}, which is not in the specification.") from error
     block, block_bytes = GGML_QUANT_SIZES[kind]
     if info.shape[-1] % block:
-        raise SetupError(f"{path}: rows of {info.name} are no whole number of {kind.name} blocks.")
+        raise SetupError(
+            f"{path}: rows of {info.name} have {info.shape[-1]} elements, but must have a multiple of {block} for "
+            f"{kind.name} blocks; the file is damaged."
+        )
     elements = 1
     for size in info.shape:
         elements *= size
     num_bytes = elements // block * block_bytes
     if start + info.offset + num_bytes > file_bytes:
-        raise SetupError(f"{path}: {info.name} lies beyond the end of the file; was the download interrupted?")
+        raise SetupError(f"{path}: {info.name} extends beyond the end of the file. Was the download interrupted?")
     return GgufTensor(
         name=info.name,
         type_id=info.type_id,

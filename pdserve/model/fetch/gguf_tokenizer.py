@@ -1,6 +1,6 @@
 """Builds tokenizer.json from the vocabulary in a GGUF file. No torch.
 
-Byte-level BPE ("gpt2") with the pre-tokenizers named below, and SentencePiece BPE ("llama").
+Supports byte-level BPE ("gpt2") with the pre-tokenizers below, and SentencePiece BPE ("llama").
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pdserve.model.fields import Fields
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-#: Names of `tokenizer.ggml.pre` by how they split text; digits in groups of up to this many.
+#: Values of `tokenizer.ggml.pre`, by how they split text; here digits are split into groups of up to this size.
 _SPLIT_DIGITS = {"llama-bpe": 3, "llama3": 3, "llama-v3": 3, "smaug-bpe": 3, "qwen2": 1}
 _GPT2 = ("gpt-2", "gpt2", "default")
 _DIGITS_THEN_GPT2 = ("smollm", "refact", "starcoder", "command-r")
@@ -29,7 +29,7 @@ class _Vocabulary:
 
 
 def build_tokenizer(metadata: Fields) -> Tokenizer:
-    """Raises `SetupError` when the vocabulary is damaged or of a kind that is not supported."""
+    """The tokenizer of a GGUF file. Raises `SetupError` when its vocabulary is damaged or not supported."""
     vocabulary = _read_vocabulary(metadata)
     kind = metadata.text("tokenizer.ggml.model")
     if kind == "gpt2":
@@ -47,13 +47,13 @@ def build_tokenizer(metadata: Fields) -> Tokenizer:
 
 
 def special_token(metadata: Fields, name: str) -> str | None:
-    """The text of the token that `tokenizer.ggml.{name}_token_id` points at."""
+    """The text of the token with id `tokenizer.ggml.{name}_token_id`."""
     ids = metadata.token_ids(f"tokenizer.ggml.{name}_token_id")
     if not ids:
         return None
     tokens = metadata.texts("tokenizer.ggml.tokens")
     if ids[0] >= len(tokens):
-        raise metadata.wrong(f"tokenizer.ggml.{name}_token_id", f"below {len(tokens)}, the number of tokens")
+        raise metadata.wrong(f"tokenizer.ggml.{name}_token_id", f"below the number of tokens, {len(tokens)}")
     return tokens[ids[0]]
 
 
@@ -62,9 +62,9 @@ def _read_vocabulary(metadata: Fields) -> _Vocabulary:
     types = metadata.raw("tokenizer.ggml.token_type")
     types = [1] * len(tokens) if types is None else types
     if not tokens or not isinstance(types, list) or len(types) != len(tokens):
-        raise SetupError(f"{metadata.where}: its vocabulary is missing or damaged.")
+        raise SetupError(f"{metadata.where}: the vocabulary is missing or damaged.")
     if len(set(tokens)) != len(tokens):
-        raise SetupError(f"{metadata.where}: a token is in its vocabulary twice.")
+        raise SetupError(f"{metadata.where}: the vocabulary has a token twice; the file is damaged.")
     return _Vocabulary(tokens=tokens, types=types)
 
 
@@ -74,7 +74,7 @@ def _byte_level(metadata: Fields, vocabulary: _Vocabulary) -> Tokenizer:
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     pairs = [(merge[0], merge[1]) for merge in merges if len(merge) == 2]
     if len(pairs) != len(merges) or any(a + b not in ids or a not in ids or b not in ids for a, b in pairs):
-        raise SetupError(f"{metadata.where}: its merges do not fit its vocabulary.")
+        raise SetupError(f"{metadata.where}: the merges do not match the vocabulary; the file is damaged.")
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=pairs, ignore_merges=pre in _ADDS_BOS))
     tokenizer.pre_tokenizer = _pre_tokenizer(pre, metadata.where)
     if pre == "qwen2":
@@ -102,7 +102,7 @@ def _pre_tokenizer(name: str, where: str) -> PreTokenizer:
 def _sentencepiece(metadata: Fields, vocabulary: _Vocabulary) -> Tokenizer:
     scores = metadata.raw("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
-        raise SetupError(f"{metadata.where}: its vocabulary has no scores, which the tokenizer 'llama' needs.")
+        raise SetupError(f"{metadata.where}: the vocabulary has no scores, but the tokenizer 'llama' needs them.")
     unknown = special_token(metadata, "unknown")
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     model = models.BPE(
@@ -123,13 +123,13 @@ def _sentencepiece(metadata: Fields, vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _merges_from_scores(ids: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """SentencePiece merges the pair whose result scores best: results by falling score, then by their parts."""
+    """All merges in order of their results' scores, best first, since SentencePiece merges the best-scoring pair."""
     ranked = []
-    for piece, index in ids.items():
-        for cut in range(1, len(piece)):
-            left, right = ids.get(piece[:cut]), ids.get(piece[cut:])
+    for token, index in ids.items():
+        for cut in range(1, len(token)):
+            left, right = ids.get(token[:cut]), ids.get(token[cut:])
             if left is not None and right is not None:
-                ranked.append((-scores[index], index, left, right, piece[:cut], piece[cut:]))
+                ranked.append((-scores[index], index, left, right, token[:cut], token[cut:]))
     return [(left, right) for *_, left, right in sorted(ranked)]
 
 
@@ -142,7 +142,7 @@ def _added(vocabulary: _Vocabulary, *types: int) -> list[AddedToken]:
 
 
 def _add_frame(tokenizer: Tokenizer, metadata: Fields, vocabulary: _Vocabulary, *, adds_bos: bool) -> None:
-    """Puts the first (and, rarely, the last) token around every text."""
+    """Adds the model's first token and, rarely, its last one around every text."""
     first = special_token(metadata, "bos") if adds_bos else None
     last = special_token(metadata, "eos") if metadata.flag("tokenizer.ggml.add_eos_token", False) else None
     if first is None and last is None:

@@ -1,4 +1,4 @@
-"""How long jobs (downloads, conversions) say where they are; whoever has a screen shows it."""
+"""Progress of long jobs (downloads, conversions), reported to a callback that may display it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Protocol
 
 
 class ProgressCallback(Protocol):
-    """Called from the thread that does the job, first with done = 0 and last with done = total."""
+    """Called on the job's thread, first with `done_bytes` 0 and last with `done_bytes` equal to `total_bytes`."""
 
     def __call__(self, what: str, done_bytes: int, total_bytes: int | None) -> None:
-        """`what` is a line for people and names the job; `total_bytes` None: not known."""
+        """`what` names the job in a line for people; `total_bytes` None: unknown."""
 
 
 def silent(what: str, done_bytes: int, total_bytes: int | None) -> None:
-    """Shows nothing."""
+    """Ignores progress."""

@@ -91,7 +91,7 @@ def test_prepare_prints_one_line_for_a_model_it_cannot_resolve(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert prepare.main(["no such model", str(tmp_path)]) == 1
-    assert '{"error": "Model \'no such model\' is no directory' in capsys.readouterr().out
+    assert '{"error": "Model \'no such model\' is not a directory' in capsys.readouterr().out
 
 
 def test_the_command_passes_the_cache_directory_if_given() -> None:

@@ -7,7 +7,7 @@ from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.batching import BatchBuilder
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.step import Chunk, StepPlan
+from pdserve.engine.step import PrefillChunk, StepPlan
 from pdserve.model.batch import Batch
 from tests.unit.engine.fakes import KEY, limits, row
 
@@ -32,8 +32,8 @@ def test_decoding_sequences_come_first_and_chunks_follow_one_after_the_other() -
     plan = StepPlan(
         decoding=(decoding([20, 21, 22, 23, 24], [2, 5]),),
         chunks=(
-            Chunk(sequence=prefill, start=0, stop=3),
-            Chunk(sequence=prefill, start=3, stop=6, samples=(row(PARAMS), row(PARAMS, choice=1))),
+            PrefillChunk(sequence=prefill, start=0, stop=3),
+            PrefillChunk(sequence=prefill, start=3, stop=6, samples=(row(PARAMS), row(PARAMS, choice=1))),
         ),
     )
     batch = BatchBuilder(4).build(plan)
@@ -50,7 +50,7 @@ def test_decoding_sequences_come_first_and_chunks_follow_one_after_the_other() -
 
 
 def test_a_batch_without_samples_wants_no_logits() -> None:
-    plan = StepPlan(chunks=(Chunk(sequence=sequence([1, 2], [0]), start=0, stop=1),))
+    plan = StepPlan(chunks=(PrefillChunk(sequence=sequence([1, 2], [0]), start=0, stop=1),))
     assert BatchBuilder(4).build(plan).logits_rows.tolist() == []
     assert plan.sample_rows() == ([], [])
 
@@ -58,13 +58,13 @@ def test_a_batch_without_samples_wants_no_logits() -> None:
 def test_a_batch_keeps_no_hold_on_the_arrays_of_a_sequence() -> None:
     builder, one = BatchBuilder(2), decoding([1, 2, 3], [0, 1])
     builder.build(StepPlan(decoding=(one,)))
-    builder.build(StepPlan(chunks=(Chunk(sequence=one, start=0, stop=3),)))
+    builder.build(StepPlan(chunks=(PrefillChunk(sequence=one, start=0, stop=3),)))
     one.tokens.append(4)  # raises BufferError while a tensor views the array
     one.block_table.append(2)
 
 
 def test_room_beyond_the_context_is_not_in_the_table() -> None:
-    plan = StepPlan(chunks=(Chunk(sequence=sequence([1, 2, 3], [4, 5, 6]), start=0, stop=2),))
+    plan = StepPlan(chunks=(PrefillChunk(sequence=sequence([1, 2, 3], [4, 5, 6]), start=0, stop=2),))
     assert BatchBuilder(2).build(plan).block_tables.tolist() == [[4]]
 
 
@@ -112,7 +112,7 @@ def test_a_batch_larger_than_the_buffers_makes_them_grow() -> None:
     small = builder.build(StepPlan(decoding=(decoding([1], [3]),)))
     assert small.token_ids.tolist() == [1]
     long = sequence(tokens, list(range(750)))
-    batch = builder.build(StepPlan(chunks=(Chunk(sequence=long, start=5, stop=3000),)))
+    batch = builder.build(StepPlan(chunks=(PrefillChunk(sequence=long, start=5, stop=3000),)))
     assert batch.token_ids.tolist() == tokens[5:]
     assert batch.positions.tolist() == tokens[5:]
     assert batch.slot_mapping.tolist() == tokens[5:]

@@ -24,7 +24,7 @@ from pdserve.engine.loop import StepLoop
 from pdserve.engine.runner import Runner
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import Sampled, SampleResult, SampleRow, Sequence
-from pdserve.engine.step import Chunk, LayersWritten, StepOutput, StepPlan
+from pdserve.engine.step import LayersWritten, PrefillChunk, StepOutput, StepPlan
 from pdserve.model.batch import Batch
 from prefill_svc.request import PrefillJob, PrefillSchedulerConfig
 from prefill_svc.scheduler import PrefillScheduler
@@ -138,7 +138,7 @@ def prompt(*token_ids: int) -> StepPlan:
     """All of it in a chunk, behind which a token is drawn."""
     sequence = Sequence.from_prompt(A, token_ids, GREEDY, hash_key=KEY)
     sequence.block_table.append(BlockId(0))
-    chunk = Chunk(sequence=sequence, start=0, stop=len(token_ids), samples=(limits().sample_row(sequence, 0),))
+    chunk = PrefillChunk(sequence=sequence, start=0, stop=len(token_ids), samples=(limits().sample_row(sequence, 0),))
     return StepPlan(chunks=(chunk,), reports=(report(A, 3), report(A, 2)))
 
 

@@ -1,9 +1,9 @@
-"""Chat templates: what they are given, and that a hostile one harms nobody."""
+"""Chat templates: their variables, and the limits that confine a hostile template to one request."""
 
 from __future__ import annotations
 
 import json
-import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -35,25 +35,25 @@ def test_callers_cannot_replace_the_messages() -> None:
         template.render(HELLO, **{"messages": []})  # type: ignore[arg-type]
 
 
-def test_text_parts_are_joined() -> None:
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "one\ntwo"
+def test_text_content_is_joined_by_newlines() -> None:
+    content = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert render("{{ messages[0].content }}", [{"role": "user", "content": content}]) == "one\ntwo"
 
 
-@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": "x"}, {"type": "text"}, "text", 3])
-def test_other_parts_are_refused_with_their_place(part: object) -> None:
-    messages: list[dict[str, object]] = [*HELLO, {"role": "user", "content": [part]}]
+@pytest.mark.parametrize("item", [{"type": "image_url", "image_url": "x"}, {"type": "text"}, "text", 3])
+def test_other_content_is_refused_with_the_index_of_its_message(item: object) -> None:
+    messages: list[dict[str, object]] = [*HELLO, {"role": "user", "content": [item]}]
     with pytest.raises(RequestError) as refused:
         render("{{ messages[1].content }}", messages)
     assert refused.value.param == "messages[1].content"
 
 
-def test_messages_without_content_pass() -> None:
+def test_messages_need_no_content() -> None:
     call: dict[str, object] = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
     assert render("{{ messages[0].tool_calls[0].id }}", [call]) == "1"
 
 
-def test_what_templates_expect_of_transformers_is_there() -> None:
+def test_templates_have_the_extensions_of_transformers() -> None:
     assert render("{{ {'a': '<é>'} | tojson }}") == '{"a": "<é>"}'
     assert len(render("{{ strftime_now('%Y') }}")) == 4
     assert render("{% generation %}x{% endgeneration %}") == "x"
@@ -62,7 +62,7 @@ def test_what_templates_expect_of_transformers_is_there() -> None:
     assert render("{% if tools %}x{% endif %}a\n    {% if true %}b{% endif %}") == "a\nb"
 
 
-def test_a_template_may_refuse_messages() -> None:
+def test_a_template_may_reject_messages() -> None:
     with pytest.raises(RequestError, match="roles must alternate") as refused:
         render("{{ raise_exception('roles must alternate') }}")
     assert refused.value.param == "messages"
@@ -88,11 +88,26 @@ def test_a_template_may_refuse_messages() -> None:
         "{{ range(10 ** 8) | list }}",
     ],
 )
-def test_what_a_template_must_not_do_is_an_error_of_the_request(source: str) -> None:
-    start = time.monotonic()
-    with pytest.raises(RequestError):
-        render(source)
-    assert time.monotonic() - start < 2
+def test_a_forbidden_operation_is_an_error_of_the_request_before_it_takes_memory(source: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError):
+            render(source)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 50 << 20
+
+
+class SteppingClock:
+    """A clock that is 10 ms later at each reading."""
+
+    def __init__(self) -> None:
+        self.num_readings = 0
+
+    def __call__(self) -> float:
+        self.num_readings += 1
+        return self.num_readings * 0.01
 
 
 @pytest.mark.parametrize(
@@ -104,14 +119,18 @@ def test_what_a_template_must_not_do_is_an_error_of_the_request(source: str) -> 
         "{% for a in range(9) recursive %}{{ loop(range(9)) }}{{ loop(range(9)) }}{% endfor %}",
     ],
 )
-def test_a_template_that_runs_on_is_stopped(source: str) -> None:
-    start = time.monotonic()
-    with pytest.raises(RequestError):
-        render(source)
-    assert time.monotonic() - start < 5
+def test_an_endless_template_ends_at_the_first_check_after_its_deadline(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SteppingClock()
+    monkeypatch.setattr(chat_template, "monotonic", clock)
+    with pytest.raises(RequestError, match="takes too long"):
+        ChatTemplate(source, {}, timeout_s=0.205).render(HELLO)
+    # The first reading sets the deadline; 21 steps later it has passed.
+    assert clock.num_readings == 22
 
 
-def test_a_template_that_doubles_its_text_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_doubles_its_text_reaches_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_RENDERED_CHARS", 100_000)
     for double in ("x ~ x", "x + x", "x * 2"):
         source = "{% set x = 'ab' %}" + f"{{% set x = {double} %}}" * 40 + "{{ x }}"
@@ -119,13 +138,13 @@ def test_a_template_that_doubles_its_text_is_stopped(monkeypatch: pytest.MonkeyP
             render(source)
 
 
-def test_a_prompt_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_longer_than_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_RENDERED_CHARS", 1000)
     with pytest.raises(RequestError, match="longer than 1000"):
         render("{% for i in range(300) %}{{ 'abcd' }}{% endfor %}")
 
 
-def test_renderings_at_once_have_their_own_deadlines() -> None:
+def test_each_rendering_has_its_own_deadline() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}, timeout_s=30)
     hostile = ChatTemplate(
         "{% for a in range(99999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", {}, timeout_s=0.05
@@ -135,33 +154,33 @@ def test_renderings_at_once_have_their_own_deadlines() -> None:
     assert template.render(HELLO) == "Hello"
 
 
-def test_a_template_that_does_not_parse_stops_the_start() -> None:
-    with pytest.raises(SetupError, match="cannot be used"):
+def test_an_invalid_template_is_a_setup_error() -> None:
+    with pytest.raises(SetupError, match="is not a valid chat template"):
         ChatTemplate("{% for %}", {})
 
 
-def test_a_model_without_a_template_says_what_to_use() -> None:
+def test_without_a_template_the_error_names_the_endpoint_to_use() -> None:
     template = ChatTemplate(None, {})
     assert not template.exists
     with pytest.raises(RequestError, match="/v1/completions"):
         template.render(HELLO)
 
 
-@pytest.mark.parametrize("place", ["jinja", "json", "config", "named", "none"])
-def test_a_template_is_found_wherever_a_checkpoint_keeps_it(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("location", ["jinja", "json", "config", "named", "none"])
+def test_a_template_is_found_in_every_location_that_checkpoints_use(tmp_path: Path, location: str) -> None:
     config: dict[str, object] = {"bos_token": {"content": "<s>"}}
     source = "{{ bos_token }}hi"
-    if place == "jinja":
+    if location == "jinja":
         (tmp_path / "chat_template.jinja").write_text(source)
         config["chat_template"] = "not this one"
-    if place == "json":
+    if location == "json":
         (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": source}))
-    if place == "config":
+    if location == "config":
         config["chat_template"] = source
-    if place == "named":
+    if location == "named":
         config["chat_template"] = [{"name": "rag", "template": ""}, {"name": "default", "template": source}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     template = ChatTemplate.from_dir(tmp_path)
-    assert template.exists == (place != "none")
+    assert template.exists == (location != "none")
     if template.exists:
         assert template.render(HELLO) == "<s>hi"

@@ -1,4 +1,4 @@
-"""What is read from config.json, and what is refused with its name."""
+"""Reading config.json: supported fields are used, unsupported ones are refused by name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def test_dimensions_are_read_and_defaults_derived() -> None:
         ({"rope_scaling": {"type": "linear", "factor": "4"}}, "factor is '4'"),
         ({"rope_scaling": {**LONGROPE, "short_factor": [1.0]}}, "short_factor"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types other than full_attention"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types full_attention, sliding_attention is not supported",
+        ),
         ({"layer_types": ["full_attention"]}, "layer_types"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
         ({"head_dim": 7}, "head_dim is 7"),
@@ -59,14 +62,14 @@ def test_dimensions_are_read_and_defaults_derived() -> None:
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(changes: dict[str, object], named: str) -> None:
+def test_an_unsupported_field_is_refused_by_name(changes: dict[str, object], named: str) -> None:
     with pytest.raises(SetupError) as refused:
         ModelConfig.from_hf(LLAMA | changes)
     assert named in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_an_unknown_architecture_is_told_which_are_known() -> None:
+def test_the_error_for_an_unknown_architecture_lists_the_supported_ones() -> None:
     with pytest.raises(SetupError, match=r"supported: llama .*, mistral .*, qwen2 .*, qwen3 "):
         ModelConfig.from_hf(LLAMA | {"model_type": "mamba"})
 
@@ -75,7 +78,7 @@ def test_fields_that_transformers_ignores_are_ignored() -> None:
     assert ModelConfig.from_hf(LLAMA | {"unsloth_version": "1", "pretraining_tp": 1}) == ModelConfig.from_hf(LLAMA)
 
 
-def test_old_and_new_rope_forms_mean_the_same() -> None:
+def test_old_and_new_rope_fields_give_the_same_config() -> None:
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     old = LLAMA | {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}}
     new = {name: value for name, value in LLAMA.items() if name != "rope_theta"}
@@ -111,19 +114,19 @@ def test_windows_follow_the_rules_of_each_model_type(
     assert ModelConfig.from_hf(config).layer_windows == windows
 
 
-def test_qwen2_has_biases_without_saying_so() -> None:
+def test_qwen2_has_biases_without_a_flag() -> None:
     config = ModelConfig.from_hf(QWEN)
     assert (config.qkv_bias, config.output_bias) == (True, False)
 
 
-def test_every_end_of_text_of_both_files_counts(tmp_path: Path) -> None:
+def test_end_of_text_tokens_come_from_both_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2]}))
     assert ModelConfig.from_dir(tmp_path).eos_token_ids == (5, 2)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", "[" * 100_000, '"text"'])
-def test_a_broken_config_file_is_one_readable_line(tmp_path: Path, content: str) -> None:
+def test_a_broken_config_file_is_an_error_of_one_line(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(SetupError) as refused:
         ModelConfig.from_dir(tmp_path)
@@ -131,7 +134,7 @@ def test_a_broken_config_file_is_one_readable_line(tmp_path: Path, content: str)
     assert len(str(refused.value)) < 300
 
 
-def test_layouts_of_length_dependent_rotations_differ_by_the_length_served() -> None:
+def test_layouts_with_length_dependent_rotations_differ_by_the_maximum_length() -> None:
     config = ModelConfig.from_hf(LLAMA | {"rope_scaling": LONGROPE})
     short, long = (
         config.kv_layout(fingerprint="f", dtype="auto", block_size=16, max_model_len=length) for length in (128, 512)

@@ -1,4 +1,4 @@
-"""The decoder gives a sequence the same logits however its rows are batched, chunked and stored."""
+"""A sequence's logits do not depend on how its rows are batched, chunked and stored."""
 
 from __future__ import annotations
 
@@ -44,13 +44,11 @@ def test_chunking_does_not_change_the_logits(decoder: Decoder, chunks: list[int]
 
 
 @pytest.mark.parametrize(("block_size", "seed"), [(1, 0), (4, 1), (16, 2), (64, 3)])
-def test_where_blocks_lie_and_how_large_they_are_does_not_change_the_logits(
-    decoder: Decoder, block_size: int, seed: int
-) -> None:
+def test_location_and_size_of_blocks_do_not_change_the_logits(decoder: Decoder, block_size: int, seed: int) -> None:
     assert_close(logits_in_chunks(decoder, [23, 37], block_size=block_size, seed=seed), logits_in_chunks(decoder, [60]))
 
 
-def test_a_crowd_does_not_change_the_logits(decoder: Decoder) -> None:
+def test_other_sequences_in_the_batch_do_not_change_the_logits(decoder: Decoder) -> None:
     alone = logits_in_chunks(decoder, [60])
     runner = PagedRunner(decoder, num_blocks=60)
     watched, long, chunked = (runner.add_sequence() for _ in range(3))
@@ -63,13 +61,13 @@ def test_a_crowd_does_not_change_the_logits(decoder: Decoder) -> None:
     assert_close(torch.stack(steps), alone[39:])
 
 
-def test_only_the_wanted_rows_are_returned_in_the_wanted_order(decoder: Decoder) -> None:
+def test_logits_are_those_of_the_requested_rows_in_their_order(decoder: Decoder) -> None:
     runner = PagedRunner(decoder, num_blocks=8)
-    everything = runner.step([(runner.add_sequence(), TOKENS[:20])], last_only=False)
+    all_rows = runner.step([(runner.add_sequence(), TOKENS[:20])], last_only=False)
     other = PagedRunner(decoder, num_blocks=8)
     batch = other.make_batch([(other.add_sequence(), TOKENS[:20])])
     for rows in ([], [19], [4, 0, 4]):
-        wanted = type(batch)(
+        requested = type(batch)(
             token_ids=batch.token_ids,
             positions=batch.positions,
             slot_mapping=batch.slot_mapping,
@@ -78,13 +76,13 @@ def test_only_the_wanted_rows_are_returned_in_the_wanted_order(decoder: Decoder)
             block_tables=batch.block_tables,
             logits_rows=torch.tensor(rows, dtype=torch.int64),
         )
-        logits = decoder.forward(wanted, other.kv_cache)
+        logits = decoder.forward(requested, other.kv_cache)
         assert logits.dtype == torch.float32
         assert logits.shape == (len(rows), 97)
-        assert_close(logits, everything[rows])
+        assert_close(logits, all_rows[rows])
 
 
-def test_a_token_does_not_see_what_comes_after_it(decoder: Decoder) -> None:
+def test_a_token_does_not_attend_to_later_ones(decoder: Decoder) -> None:
     runner = PagedRunner(decoder, num_blocks=16)
     changed = [*TOKENS[:30], *reversed(TOKENS[30:])]
     rows = runner.step([(runner.add_sequence(), changed)], last_only=False)
@@ -93,19 +91,19 @@ def test_a_token_does_not_see_what_comes_after_it(decoder: Decoder) -> None:
     assert not torch.allclose(rows[31:], whole[31:])
 
 
-def test_a_window_hides_what_lies_before_it(tmp_path: Path) -> None:
+def test_a_window_hides_earlier_positions(tmp_path: Path) -> None:
     decoder = load_decoder(save_model(tmp_path, WINDOW | {"num_hidden_layers": 1}))
     changed = [(token + 1) % 97 for token in TOKENS[:20]] + TOKENS[20:]
     runner = PagedRunner(decoder, num_blocks=16)
     rows = runner.step([(runner.add_sequence(), changed)], last_only=False)
     whole = logits_in_chunks(decoder, [60])
-    # One layer sees 11 positions back, itself included.
+    # A single layer attends to 11 positions, its own included.
     assert_close(rows[30:], whole[30:])
     assert not torch.allclose(rows[29], whole[29])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.3), ("float16", 0.04)])
-def test_half_precision_runs_and_stays_close(tmp_path: Path, dtype: str, tolerance: float) -> None:
+def test_half_precision_stays_close_to_float32(tmp_path: Path, dtype: str, tolerance: float) -> None:
     path = save_model(tmp_path)
     exact = logits_in_chunks(load_decoder(path), [33, 27]).log_softmax(-1)
     decoder = load_decoder(path, dtype=dtype)
@@ -115,7 +113,7 @@ def test_half_precision_runs_and_stays_close(tmp_path: Path, dtype: str, toleran
     assert float((rounded.log_softmax(-1) - exact).abs().max()) < tolerance
 
 
-def test_plain_torch_tells_after_each_layer_that_its_kv_is_written(tmp_path: Path) -> None:
+def test_plain_torch_calls_back_after_each_layer_when_its_kv_is_written(tmp_path: Path) -> None:
     path = save_model(tmp_path, {"num_hidden_layers": 3})
     decoder = load_decoder(path, kernels=KernelOptions(backend=Backend.REFERENCE))
     runner = PagedRunner(decoder, num_blocks=4, block_size=4)
@@ -131,18 +129,18 @@ def test_plain_torch_tells_after_each_layer_that_its_kv_is_written(tmp_path: Pat
     logits = decoder.forward(batch, runner.kv_cache, on_layer)
     assert [len(layers[0]) for layers in seen] == [1, 2, 3]
     for num_layers, layers in enumerate(seen, 1):
-        # Nothing is written to them any more.
+        # Later layers do not write to these any more.
         assert torch.equal(layers, runner.kv_cache[:, :num_layers])
         assert layers[:, num_layers - 1].any()
     assert torch.equal(logits, decoder.forward(batch, runner.kv_cache))
 
 
-def test_kernels_that_compute_all_layers_in_one_call_tell_nothing(tmp_path: Path) -> None:
+def test_kernels_that_compute_all_layers_in_one_call_do_not_call_back(tmp_path: Path) -> None:
     decoder = load_decoder(save_model(tmp_path))
     if decoder.kernels.backend != "cpu":
         pytest.skip("the C++ kernels are not built")
     runner = PagedRunner(decoder, num_blocks=4, block_size=4)
     batch = runner.make_batch([(runner.add_sequence(), TOKENS[:9])])
-    told: list[int] = []
-    assert torch.equal(decoder.forward(batch, runner.kv_cache, told.append), decoder.forward(batch, runner.kv_cache))
-    assert told == []
+    layers: list[int] = []
+    assert torch.equal(decoder.forward(batch, runner.kv_cache, layers.append), decoder.forward(batch, runner.kv_cache))
+    assert layers == []

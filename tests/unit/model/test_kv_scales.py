@@ -1,4 +1,4 @@
-"""Scales of an fp8 KV cache: where checkpoints have them, and what tells two sets of them apart."""
+"""Scales of an fp8 KV cache: where checkpoints keep them, and the digest that distinguishes two sets of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdserve.worker.load import model_shard
 from pdserve.worker.serve.loaded_model import load_model
 from tests.unit.model.tiny import save_model, with_scales
 
-#: As llm-compressor writes it when it is asked for nothing but the KV cache.
+#: The field as llm-compressor writes it when only the KV cache is quantized.
 KV_ONLY = {
     "quant_method": "compressed-tensors",
     "config_groups": {},
@@ -52,30 +52,30 @@ def test_scales_are_found_by_the_names_that_tools_give_them(tmp_path: Path, k_na
         quantization_config=KV_ONLY,
     )
     assert scales_of(path).tolist() == [[[0.5, 0.5], [0.25, 0.25]], [[3.0, 4.0], [1.0, 1.0]]]
-    # They are no weights, and in nobody's way.
+    # Loading weights ignores scales.
     load_weights(path, ModelConfig.from_dir(path))
 
 
 @pytest.mark.parametrize(
     ("scale", "message"),
     [
-        (torch.ones(3), r"self_attn\.k_scale has 3 numbers; it must have 1, or 2 \(KV heads\)"),
-        (torch.tensor(0.0), r"self_attn\.k_scale is 0\.0; a scale of the KV cache must be above 0"),
+        (torch.ones(3), r"self_attn\.k_scale has 3 numbers, but must have 1, or 2 \(one per KV head\)"),
+        (torch.tensor(0.0), r"self_attn\.k_scale is 0\.0, but a scale of the KV cache must be a finite number above"),
         (torch.tensor(float("nan")), r"self_attn\.k_scale is nan"),
         (torch.tensor([1.0, float("inf")]), r"self_attn\.k_scale is inf"),
     ],
 )
-def test_a_scale_that_cannot_be_is_refused_by_name(tmp_path: Path, scale: Tensor, message: str) -> None:
+def test_an_invalid_scale_is_refused_by_name(tmp_path: Path, scale: Tensor, message: str) -> None:
     with pytest.raises(SetupError, match=message):
         scales_of(with_scales(tmp_path, {"1.k_scale": scale}))
 
 
-def test_other_scales_have_another_digest() -> None:
+def test_the_digest_changes_with_each_scale() -> None:
     scales = torch.ones(2, 2, 2)
     assert scales_digest(scales) == scales_digest(scales.clone())
     digests = {scales_digest(scales)}
-    for place in range(8):
-        scales.view(-1)[place] = 1 + 2**-20
+    for index in range(8):
+        scales.view(-1)[index] = 1 + 2**-20
         digests.add(scales_digest(scales))
     assert len(digests) == 9
 
@@ -92,7 +92,7 @@ def test_other_scales_have_another_digest() -> None:
         {"sparsity_config": {"format": "dense"}},
     ],
 )
-def test_a_checkpoint_with_more_than_scales_of_the_kv_cache_is_refused(
+def test_a_checkpoint_that_quantizes_more_than_the_kv_cache_is_refused(
     tmp_path: Path, changes: dict[str, object]
 ) -> None:
     path = with_scales(tmp_path, {}, quantization_config=KV_ONLY | changes)
@@ -115,18 +115,18 @@ def layout_of(path: Path, kv_cache_dtype: str = FP8_KV, dtype: str = "auto") -> 
     return loaded.layout
 
 
-def test_the_layout_names_the_scales_and_what_kv_was_computed_in(tmp_path: Path) -> None:
+def test_the_layout_names_the_scales_and_the_dtype_of_computation(tmp_path: Path) -> None:
     path = save_model(tmp_path)
-    fp8, usual = layout_of(path), layout_of(path, "auto")
-    assert (fp8.dtype, usual.dtype) == ("fp8_e4m3", "float32")
-    assert 4 * fp8.block_bytes == usual.block_bytes
-    assert fp8.model.startswith(f"{usual.model}/float32/kv-scales-")
+    fp8, unquantized = layout_of(path), layout_of(path, "auto")
+    assert (fp8.dtype, unquantized.dtype) == ("fp8_e4m3", "float32")
+    assert 4 * fp8.block_bytes == unquantized.block_bytes
+    assert fp8.model.startswith(f"{unquantized.model}/float32/kv-scales-")
     assert layout_of(path, dtype="float32") == fp8
     assert layout_of(path, dtype="bfloat16") == replace(fp8, model=fp8.model.replace("/float32/", "/bfloat16/"))
 
 
-def test_workers_with_other_scales_refuse_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Even if all else of the two checkpoints were taken to be the same.
+def test_workers_with_different_scales_refuse_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Even if the fingerprints of the two checkpoints were equal.
     monkeypatch.setattr(model_shard, "fingerprint", lambda path: "same")
     one = layout_of(save_model(tmp_path / "plain"))
     other = layout_of(with_scales(tmp_path / "scaled", {"1.k_scale": torch.tensor(0.5)}))

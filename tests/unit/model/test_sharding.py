@@ -1,4 +1,4 @@
-"""What ranks take of a model: together all of it, each no more than its part."""
+"""Shards of a model: together they are the whole model, and each rank reads only its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pdserve.model.tensors import tensor_shapes
 from pdserve.model.weights import assemble
 from tests.unit.model.tiny import LLAMA, Second, random_tensors, save_model
 
-#: Heads of 8, half as many for K and V; a bias everywhere; a vocabulary of 97.
+#: 8 heads, 4 KV heads, all biases, and a vocabulary of 97.
 BIASED: dict[str, object] = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64, "head_dim": 8} | {
     "attention_bias": True,
     "mlp_bias": True,
@@ -37,10 +37,10 @@ def config_of(**changes: object) -> ModelConfig:
 
 
 @pytest.mark.parametrize(("total", "size"), [(97, 2), (97, 3), (97, 4), (96, 4), (3, 4), (7, 1)])
-def test_parts_follow_each_other_and_differ_by_one_at_most(total: int, size: int) -> None:
-    parts = [even_slice(total, rank, size) for rank in range(size)]
-    assert [index for part in parts for index in range(part.start, part.stop)] == list(range(total))
-    widths = [part.stop - part.start for part in parts]
+def test_slices_follow_each_other_and_differ_by_one_at_most(total: int, size: int) -> None:
+    slices = [even_slice(total, rank, size) for rank in range(size)]
+    assert [index for each in slices for index in range(each.start, each.stop)] == list(range(total))
+    widths = [each.stop - each.start for each in slices]
     assert sorted(widths, reverse=True) == widths
     assert widths[0] - widths[-1] <= 1
 
@@ -50,18 +50,18 @@ def test_ranks_together_hold_every_element_once(size: int) -> None:
     config = config_of()
     counts = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in tensor_shapes(config).items()}
     for rank in range(size):
-        for name, part in tensor_shards(config, rank, size).items():
-            counts[name][part] += 1
+        for name, shard in tensor_shards(config, rank, size).items():
+            counts[name][shard] += 1
     for name, count in counts.items():
         times = size if "norm" in name or "embed" in name else 1
         assert (count == times).all(), name
 
 
-def test_a_rank_takes_its_heads_its_inner_features_and_its_tokens() -> None:
-    parts = tensor_shards(config_of(), 1, 4)
+def test_a_rank_has_its_heads_its_inner_features_and_its_tokens() -> None:
+    shards = tensor_shards(config_of(), 1, 4)
     all_of, heads, kv_heads, inner = slice(0, 64), slice(16, 32), slice(8, 16), slice(12, 24)
-    taken = {name.removeprefix(LAYER): part for name, part in parts.items() if name.startswith(LAYER)}
-    assert taken == {
+    of_layer = {name.removeprefix(LAYER): shard for name, shard in shards.items() if name.startswith(LAYER)}
+    assert of_layer == {
         "input_layernorm.weight": (all_of,),
         "post_attention_layernorm.weight": (all_of,),
         "self_attn.q_proj.weight": (heads, all_of),
@@ -77,11 +77,11 @@ def test_a_rank_takes_its_heads_its_inner_features_and_its_tokens() -> None:
         "mlp.up_proj.bias": (inner,),
         "mlp.down_proj.weight": (all_of, inner),
     }
-    assert parts["lm_head.weight"] == (slice(25, 49), all_of)
-    assert parts["model.embed_tokens.weight"] == (slice(0, 97), all_of)
+    assert shards["lm_head.weight"] == (slice(25, 49), all_of)
+    assert shards["model.embed_tokens.weight"] == (slice(0, 97), all_of)
 
 
-def test_a_rank_computes_its_heads_of_the_same_hidden_size() -> None:
+def test_a_ranks_config_has_its_heads_and_the_models_hidden_size() -> None:
     config = config_of()
     expected = replace(config, num_heads=2, num_kv_heads=1, intermediate_size=12)
     assert rank_config(config, 4) == expected
@@ -89,19 +89,19 @@ def test_a_rank_computes_its_heads_of_the_same_hidden_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "changes", "says"),
+    ("size", "changes", "message"),
     [
         (3, {}, "num_attention_heads 8 and num_key_value_heads 4: .* Sizes that work: 1, 2, 4"),
         (8, {}, "num_key_value_heads 4: .*KV heads are not replicated. Sizes that work: 1, 2, 4"),
         (4, {"intermediate_size": 50}, "intermediate_size 50: .* Sizes that work: 1, 2"),
     ],
 )
-def test_a_model_that_does_not_divide_is_refused_with_what_works(
-    tmp_path: Path, size: int, changes: dict[str, object], says: str
+def test_the_error_for_a_model_that_does_not_divide_lists_the_sizes_that_work(
+    tmp_path: Path, size: int, changes: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(SetupError, match=rf"{size} ranks cannot split a model with {says}\."):
+    with pytest.raises(SetupError, match=rf"{size} ranks cannot split a model with {message}\."):
         rank_config(config_of(**changes), size)
-    with pytest.raises(SetupError, match=says):
+    with pytest.raises(SetupError, match=message):
         load_weights(save_model(tmp_path, BIASED | changes), config_of(**changes), rank=0, size=size)
 
 
@@ -117,44 +117,43 @@ def tensors_of(weights: DecoderWeights) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("rank", [0, 1, 3])
-def test_a_rank_loads_what_slicing_the_whole_gives(tmp_path: Path, rank: int, tied: bool) -> None:
+def test_a_rank_loads_slices_of_the_whole_tensors(tmp_path: Path, rank: int, tied: bool) -> None:
     config = config_of(tie_word_embeddings=tied)
-    tensors, parts = random_tensors(config), tensor_shards(config, rank, 4)
-    expected = assemble(config, lambda name: tensors[name][parts[name]], rank=rank, size=4)
+    tensors, shards = random_tensors(config), tensor_shards(config, rank, 4)
+    expected = tensors_of(assemble(config, lambda name: tensors[name][shards[name]], rank=rank, size=4))
     loaded = tensors_of(
         load_weights(save_model(tmp_path, BIASED | {"tie_word_embeddings": tied}), config, rank=rank, size=4)
     )
-    wanted = tensors_of(expected)
-    assert loaded.keys() == wanted.keys()
+    assert loaded.keys() == expected.keys()
     for name, tensor in loaded.items():
-        assert torch.equal(tensor, wanted[name]), name
+        assert torch.equal(tensor, expected[name]), name
         assert tensor.is_contiguous(), name
     assert ("0.output_bias" in loaded, "0.down_bias" in loaded) == (rank == 0, rank == 0)
     assert len(loaded["lm_head"]) == (25 if rank == 0 else 24)
 
 
-def test_the_head_of_a_tied_embedding_takes_no_memory_of_its_own(tmp_path: Path) -> None:
+def test_the_lm_head_of_a_tied_embedding_is_a_view(tmp_path: Path) -> None:
     changes: dict[str, object] = BIASED | {"tie_word_embeddings": True}
     weights = load_weights(save_model(tmp_path, changes), config_of(tie_word_embeddings=True), rank=1, size=2)
     assert torch.equal(weights.lm_head, weights.embedding[49:])
     assert weights.lm_head.untyped_storage().data_ptr() == weights.embedding.untyped_storage().data_ptr()
 
 
-def test_parts_of_matrices_that_are_multiplied_together_lie_side_by_side() -> None:
+def test_matrices_that_are_multiplied_together_can_be_adjacent() -> None:
     config = config_of()
-    tensors, parts = random_tensors(config), tensor_shards(config, 1, 2)
-    for layer in assemble(config, lambda name: tensors[name][parts[name]], side_by_side=True, rank=1, size=2).layers:
+    tensors, shards = random_tensors(config), tensor_shards(config, 1, 2)
+    for layer in assemble(config, lambda name: tensors[name][shards[name]], side_by_side=True, rank=1, size=2).layers:
         assert layer.k.data_ptr() == layer.q.data_ptr() + layer.q.nbytes
         assert layer.v.data_ptr() == layer.k.data_ptr() + layer.k.nbytes
         assert layer.up.data_ptr() == layer.gate.data_ptr() + layer.gate.nbytes
 
 
-class Counted:
-    """A safetensors file that counts the elements it is asked for."""
+class CountingFile:
+    """A safetensors file that counts the elements read of each tensor."""
 
-    def __init__(self, file: safe_open, asked: dict[str, int]) -> None:
+    def __init__(self, file: safe_open, num_read: dict[str, int]) -> None:
         self._file = file
-        self._asked = asked
+        self._num_read = num_read
 
     def keys(self) -> list[str]:
         return list(self._file.keys())
@@ -162,41 +161,42 @@ class Counted:
     def get_tensor(self, name: str) -> Tensor:
         return self._count(name, self._file.get_tensor(name))
 
-    def get_slice(self, name: str) -> CountedSlice:
-        return CountedSlice(self, name, self._file.get_slice(name))
+    def get_slice(self, name: str) -> CountingSlice:
+        return CountingSlice(self, name, self._file.get_slice(name))
 
     def _count(self, name: str, tensor: Tensor) -> Tensor:
-        self._asked[name] = self._asked.get(name, 0) + tensor.numel()
+        self._num_read[name] = self._num_read.get(name, 0) + tensor.numel()
         return tensor
 
 
-class CountedSlice:
-    def __init__(self, file: Counted, name: str, view: object) -> None:
+class CountingSlice:
+    def __init__(self, file: CountingFile, name: str, view: object) -> None:
         self._file, self._name, self._view = file, name, view
         self.get_dtype, self.get_shape = view.get_dtype, view.get_shape
 
-    def __getitem__(self, part: Shard) -> Tensor:
-        return self._file._count(self._name, self._view[part])
+    def __getitem__(self, shard: Shard) -> Tensor:
+        return self._file._count(self._name, self._view[shard])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_asks_for_nothing_but_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    asked: dict[str, int] = {}
+def test_a_rank_reads_only_its_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    num_read: dict[str, int] = {}
 
     @contextmanager
-    def counted(path: Path, **options: str) -> Iterator[Counted]:
+    def counting(path: Path, **options: str) -> Iterator[CountingFile]:
         with safe_open(path, **options) as file:
-            yield Counted(file, asked)
+            yield CountingFile(file, num_read)
 
-    monkeypatch.setattr(loader, "safe_open", counted)
+    monkeypatch.setattr(loader, "safe_open", counting)
     config = config_of()
     load_weights(save_model(tmp_path, BIASED), config, rank=rank, size=2)
-    assert asked == {
-        name: math.prod(one.stop - one.start for one in part) for name, part in tensor_shards(config, rank, 2).items()
+    assert num_read == {
+        name: math.prod(each.stop - each.start for each in shard)
+        for name, shard in tensor_shards(config, rank, 2).items()
     }
 
 
-def test_rows_of_a_part_stay_mapped(tmp_path: Path) -> None:
+def test_row_shards_stay_mapped(tmp_path: Path) -> None:
     path = save_model(tmp_path, BIASED) / "model.safetensors"
     weights = load_weights(tmp_path, config_of(), rank=1, size=2)
     mapped = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]

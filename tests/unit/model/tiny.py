@@ -31,7 +31,7 @@ LLAMA: dict[str, object] = {
 
 
 def random_tensors(config: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
-    """Every tensor the config asks for."""
+    """Random values for every tensor of the config."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: (torch.randn(shape, generator=generator) * 0.2 + ("norm" in name)).to(dtype)
@@ -40,7 +40,7 @@ def random_tensors(config: ModelConfig, dtype: torch.dtype = torch.float32, seed
 
 
 def save_model(directory: Path, changes: dict[str, object] | None = None, dtype: torch.dtype = torch.float32) -> Path:
-    """A model directory without a tokenizer."""
+    """Writes a model directory without a tokenizer."""
     config = LLAMA | (changes or {})
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
@@ -49,19 +49,19 @@ def save_model(directory: Path, changes: dict[str, object] | None = None, dtype:
 
 
 def with_scales(path: Path, scales: dict[str, Tensor], **fields: object) -> Path:
-    """A tiny model whose checkpoint has these tensors too; names begin after `self_attn.` of a layer: "1.k_scale"."""
+    """Writes a tiny model with scales. "1.k_scale" is the tensor k_scale of layer 1's `self_attn`."""
     save_model(path)
     (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | fields))
     tensors = load_file(path / "model.safetensors")
-    for place, scale in scales.items():
-        layer, _, name = place.partition(".")
+    for key, scale in scales.items():
+        layer, _, name = key.partition(".")
         tensors[f"model.layers.{layer}.self_attn.{name}"] = scale
     save_file(tensors, path / "model.safetensors")
     return path
 
 
 class Second:
-    """The second of two ranks, whose neighbour has nothing to add."""
+    """The second of two ranks, without communication with the first."""
 
     rank, size = 1, 2
 

@@ -1,4 +1,4 @@
-"""Small tokenizers of both kinds, built without any file."""
+"""Small tokenizers of both kinds, built without files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 
 def byte_level() -> Tokenizer:
-    """Every byte is a token, some pairs are merged, and there are added tokens, special and not."""
+    """A tokenizer with a token for each byte, some merges, and added tokens, one of them special."""
     alphabet = sorted(ByteLevel.alphabet())
     merges = [("h", "e"), ("l", "l"), ("Ġ", "w"), ("ì", "ķ"), ("ìķ", "Ī"), ("ð", "Ł")]
     tokens = [*alphabet, *("".join(merge) for merge in merges)]
@@ -20,10 +20,10 @@ def byte_level() -> Tokenizer:
 
 
 def sentencepiece(decoder: decoders.Decoder | None = None) -> Tokenizer:
-    """Bytes as <0x..>, a few pieces, and the decoder that Llama 2 has, or another."""
+    """A tokenizer with bytes as <0x..> and a few other tokens. `decoder` None: that of Llama 2."""
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
-    pieces = ["▁", "a", "b", "▁a", "▁b", "ab", "▁ab", "é", "한"]
-    tokens = ["<unk>", "<s>", "</s>", *bytes_, *pieces]
+    others = ["▁", "a", "b", "▁a", "▁b", "ab", "▁ab", "é", "한"]
+    tokens = ["<unk>", "<s>", "</s>", *bytes_, *others]
     merges = [("▁", "a"), ("▁", "b"), ("a", "b"), ("▁a", "b")]
     model = models.BPE(
         vocab={token: index for index, token in enumerate(tokens)},

@@ -31,11 +31,11 @@ _NAMES = {
 
 def gguf_name(name: str) -> str:
     """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight"""
-    stem, _, kind = name.rpartition(".")
-    if stem in _NAMES:
-        return f"{_NAMES[stem]}.{kind}"
-    _, _, layer, member = stem.split(".", 3)
-    return f"blk.{layer}.{_NAMES[member]}.{kind}"
+    module, _, kind = name.rpartition(".")
+    if module in _NAMES:
+        return f"{_NAMES[module]}.{kind}"
+    _, _, layer, submodule = module.split(".", 3)
+    return f"blk.{layer}.{_NAMES[submodule]}.{kind}"
 
 
 def permuted(tensor: Tensor, heads: int) -> Tensor:
@@ -53,7 +53,7 @@ def write_model(
     extra: dict[str, str | float | int] | None = None,
     rope_factors: list[float] | None = None,
 ) -> None:
-    """A whole file with a small byte-level vocabulary of `config.vocab_size` tokens."""
+    """Writes a complete file, with a byte-level vocabulary of `config.vocab_size` tokens."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -78,7 +78,7 @@ def write_model(
 
 
 def write_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
-    """Letters, an end and a template."""
+    """Adds a vocabulary of letters and an end-of-text token, and a chat template."""
     tokens = ["<|end|>", *(chr(ord("A") + index) if index < 26 else f"t{index}" for index in range(size - 1))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -90,7 +90,7 @@ def write_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
 
 
 def finish(writer: gguf.GGUFWriter) -> None:
-    """Writes everything out."""
+    """Writes all sections and closes the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

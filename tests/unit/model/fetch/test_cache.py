@@ -1,4 +1,4 @@
-"""Cache entries are whole or absent: with real processes, real locks and a real lack of room."""
+"""Cache entries are complete or absent: tested with real processes, real locks and a real limit on file sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdserve.base.errors import SetupError
 from pdserve.model.fetch.cache import cached_directory, default_cache_dir
 from pdserve.model.fetch.progress import silent
 
-#: Fills an entry: says so, waits for a line on stdin, writes a file, and prints what the entry holds.
+#: Fills an entry: prints "filling", waits for a line on stdin, writes a file, and prints the file of the entry.
 _FILLER = """
 import sys
 from pathlib import Path
@@ -58,18 +58,18 @@ def test_an_entry_is_filled_once(tmp_path: Path) -> None:
     assert names_in(tmp_path / "models") == ["entry"]
 
 
-def test_two_starts_at_once_fill_it_once_and_the_second_says_that_it_waits(tmp_path: Path) -> None:
+def test_concurrent_processes_fill_an_entry_once_and_the_second_reports_that_it_waits(tmp_path: Path) -> None:
     with start_filler(tmp_path, "first") as first:
         assert read_line(first) == "filling"
         with start_filler(tmp_path, "second") as second:
-            assert read_line(second) == "Waiting for another start to make entry"
+            assert read_line(second) == "Waiting for another process to make entry"
             first.communicate("go\n", timeout=20)
             out, _ = second.communicate(timeout=20)
             assert out.strip() == "first"
     assert names_in(tmp_path) == ["entry"]
 
 
-def test_a_start_that_is_killed_half_way_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+def test_a_process_killed_while_it_fills_an_entry_does_not_block_the_next_one(tmp_path: Path) -> None:
     with start_filler(tmp_path, "killed") as killed:
         assert read_line(killed) == "filling"
         assert len(names_in(tmp_path)) == 1
@@ -93,7 +93,7 @@ def test_a_fill_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     assert names_in(tmp_path) == []
 
 
-def test_a_lack_of_room_is_one_readable_line_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_of_one_line_and_leaves_nothing_behind(tmp_path: Path) -> None:
     def fill(directory: Path) -> None:
         (directory / "weights").write_bytes(bytes(1 << 20))
 
@@ -109,13 +109,13 @@ def test_a_lack_of_room_is_one_readable_line_and_leaves_nothing_behind(tmp_path:
     assert names_in(tmp_path) == []
 
 
-def test_a_cache_that_cannot_be_made_is_one_readable_line(tmp_path: Path) -> None:
+def test_a_cache_directory_that_cannot_be_made_is_an_error_of_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SetupError, match=r"Cannot write the model cache .*: Not a directory"):
         cached_directory(tmp_path / "file" / "models", "entry", lambda _: None, silent)
 
 
-def test_the_default_follows_the_xdg_convention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_directory_follows_the_xdg_convention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_cache_dir() == tmp_path / "pdserve"
     monkeypatch.delenv("XDG_CACHE_HOME")

@@ -1,9 +1,9 @@
-"""Headers that lie: every one is refused with a line, quickly, and without memory."""
+"""Forged headers: each is refused with an error of one line, before it takes memory."""
 
 from __future__ import annotations
 
 import struct
-import time
+import tracemalloc
 from pathlib import Path
 
 import gguf
@@ -48,35 +48,39 @@ def array(item_type: int, count: int) -> bytes:
         (header(values=1) + struct.pack("<Q", 2**63), "ends within its header"),
         (header(values=1) + array(0, 2**60), "ends within its header"),
         (header(values=1) + array(8, 2**60), "ends within its header"),
-        (header(values=1) + array(9, 2), "type 9, which is not known"),
-        (header(values=1) + text("a") + struct.pack("<I", 99), "type 99, which is not known"),
+        (header(values=1) + array(9, 2), "type 9, which is not in the specification"),
+        (header(values=1) + text("a") + struct.pack("<I", 99), "type 99, which is not in the specification"),
         (header(values=1) + struct.pack("<Q", 2) + b"\xff\xfe" + struct.pack("<IB", 0, 1), "not UTF-8"),
-        (header(tensors=1) + tensor("x", [2**40, 2**40]), "shape .* is not possible"),
+        (header(tensors=1) + tensor("x", [2**40, 2**40]), "each dimension must be between 1 and 2147483647"),
         (header(tensors=1) + tensor("x", [2**31 - 1] * 4), "beyond the end of the file"),
-        (header(tensors=1) + tensor("x", [0]), "is not possible"),
+        (header(tensors=1) + tensor("x", [0]), r"shape \[0\], but each dimension must be"),
         (header(tensors=1) + tensor("x", []), "has 0 dimensions"),
         (header(tensors=1) + tensor("x", [1] * 9), "has 9 dimensions"),
-        (header(tensors=1) + tensor("x", [8], kind=250) + bytes(64), "type 250, which is not known"),
-        (header(tensors=1) + tensor("x", [8], kind=3) + bytes(64), "no whole number of Q4_1 blocks"),
+        (header(tensors=1) + tensor("x", [8], kind=250) + bytes(64), "type 250, which is not in the specification"),
+        (header(tensors=1) + tensor("x", [8], kind=3) + bytes(64), "8 elements, but must have a multiple of 32"),
         (header(tensors=1) + tensor("x", [8], offset=2**63) + bytes(64), "beyond the end of the file"),
-        (header(tensors=2) + tensor("x", [1]) * 2 + bytes(64), "names a tensor twice"),
+        (header(tensors=2) + tensor("x", [1]) * 2 + bytes(64), "two tensors of the same name"),
         (
             header(values=1) + text("general.alignment") + struct.pack("<II", 4, 3),
             "general.alignment is 3, but must be a power of two",
         ),
     ],
 )
-def test_a_made_up_header_is_refused_at_once(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_forged_header_is_refused_before_it_takes_memory(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(content)
-    start = time.process_time()
-    with pytest.raises(SetupError, match=message):
-        GgufFile(path)
-    assert time.process_time() - start < 1
+    tracemalloc.start()
+    try:
+        with pytest.raises(SetupError, match=message):
+            GgufFile(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "model.gguf"
     config = ModelConfig.from_hf(LLAMA)
     write_model(path, "llama", config, random_tensors(config))
@@ -86,9 +90,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(data=st.data())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damage_anywhere_in_the_header_is_either_harmless_or_refused(
-    whole: Path, tmp_path: Path, data: st.DataObject
+    intact: Path, tmp_path: Path, data: st.DataObject
 ) -> None:
-    content = bytearray(whole.read_bytes())
+    content = bytearray(intact.read_bytes())
     position = data.draw(st.integers(0, 6000))
     content[position] = data.draw(st.integers(0, 255))
     path = tmp_path / "damaged.gguf"
@@ -97,12 +101,12 @@ def test_damage_anywhere_in_the_header_is_either_harmless_or_refused(
         file = GgufFile(path)
     except SetupError:
         return
-    for placed in file.tensors.values():
-        assert placed.offset + placed.num_bytes <= path.stat().st_size
+    for located in file.tensors.values():
+        assert located.offset + located.num_bytes <= path.stat().st_size
 
 
-def test_what_is_read_is_what_the_library_reads(whole: Path) -> None:
-    ours, theirs = GgufFile(whole), gguf.GGUFReader(whole)
+def test_an_intact_file_reads_as_with_the_gguf_library(intact: Path) -> None:
+    ours, theirs = GgufFile(intact), gguf.GGUFReader(intact)
     assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors]
     for tensor in theirs.tensors:
         assert np.array_equal(ours.array(tensor.name), np.array(tensor.data))

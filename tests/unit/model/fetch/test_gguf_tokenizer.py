@@ -1,4 +1,4 @@
-"""Tokenizers from GGUF vocabularies: SentencePiece by scores, byte-level by merges; what does not fit is refused."""
+"""Tokenizers from GGUF vocabularies: SentencePiece by scores, byte-level by merges. Damaged ones are refused."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_sentencepiece_falls_back_to_bytes_and_decodes_them() -> None:
         assert ours.decode(ours.encode(text)) == text
 
 
-def test_a_space_is_put_in_front_only_if_the_file_says_so() -> None:
+def test_a_space_is_added_in_front_only_if_the_file_says_so() -> None:
     tokenizer = Tokenizer(build_tokenizer(sentencepiece(add_space_prefix=False)))
     assert tokenizer.decode(tokenizer.encode(" ab")) == " ab"
     assert tokenizer.decode(tokenizer.encode("ab")) == "ab"
@@ -96,7 +96,7 @@ def test_qwen2_composes_characters_first() -> None:
 
 
 @pytest.mark.parametrize(("flag", "tokens"), [(True, ["<s>", "a"]), (False, ["a"])])
-def test_the_file_decides_on_the_first_token(flag: bool, tokens: list[str]) -> None:
+def test_the_file_decides_whether_there_is_a_first_token(flag: bool, tokens: list[str]) -> None:
     assert build_tokenizer(byte_level("llama-bpe", add_bos_token=flag)).encode("a").tokens == tokens
 
 
@@ -105,12 +105,15 @@ def test_the_file_decides_on_the_first_token(flag: bool, tokens: list[str]) -> N
     [
         (sentencepiece(model="wordpiece"), "tokenizer 'wordpiece' is not supported; supported: gpt2, llama"),
         (byte_level("gpt-5"), "pre-tokenizer 'gpt-5' is not supported"),
-        (byte_level("gpt-2", merges=["1 9"]), "merges do not fit"),
-        (byte_level("gpt-2", merges=["12"]), "merges do not fit"),
+        (byte_level("gpt-2", merges=["1 9"]), "merges do not match"),
+        (byte_level("gpt-2", merges=["12"]), "merges do not match"),
         (byte_level("gpt-2", token_type=[1]), "missing or damaged"),
-        (byte_level("gpt-2", tokens=["a"] * 16), "in its vocabulary twice"),
+        (byte_level("gpt-2", tokens=["a"] * 16), "has a token twice"),
         (byte_level("gpt-2", tokens=[]), "missing or damaged"),
-        (byte_level("gpt-2", bos_token_id=99, add_bos_token=True), "bos_token_id is 99, but must be below 16"),
+        (
+            byte_level("gpt-2", bos_token_id=99, add_bos_token=True),
+            "bos_token_id is 99, but must be below the number of tokens, 16",
+        ),
         (sentencepiece(scores=None), "no scores"),
     ],
 )
