@@ -38,9 +38,9 @@ Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """What every sequence of a request is sampled with. The result is a pure
-    function of (model, prompt tokens, these parameters): `seed` is always set on
-    the wire, the router draws one for requests that bring none.
+    """Sampling parameters of every sequence of a request. The result is a pure
+    function of (model, prompt tokens, these parameters). `seed` is always set on
+    the wire: the router chooses one for requests that come without.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -83,7 +83,7 @@ class SamplingParams(_message.Message):
     temperature: _builtins.float
     top_p: _builtins.float
     top_k: _builtins.int
-    """0: not limited."""
+    """0: no limit."""
     min_p: _builtins.float
     repetition_penalty: _builtins.float
     presence_penalty: _builtins.float
@@ -130,9 +130,9 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
-    """Log-probabilities of one emitted token: of the token itself, and of the
-    most likely alternatives in descending order. Natural logarithm of the raw
-    softmax, before penalties and temperature.
+    """Log-probabilities of an emitted token and of the most likely alternatives, in
+    descending order. Natural logarithm of the raw softmax, before penalties and
+    temperature.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -165,8 +165,8 @@ Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class ChoiceTokens(_message.Message):
-    """Some consecutive tokens of one choice. `first_index` numbers the first of
-    them within the choice's completion, so a receiver can drop what it has.
+    """Consecutive tokens of one choice. `first_index` is the index of the first one
+    within the choice's completion, so that a receiver can drop what it has.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -182,12 +182,12 @@ class ChoiceTokens(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     """Set on the last message of a choice."""
     stop_token_id: _builtins.int
-    """The stop token that ended the choice, when one did."""
+    """The stop token that ended the choice, if one did."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """As many as token_ids, or none when not asked for."""
+        """One per token, or none when they were not requested."""
 
     def __init__(
         self,
@@ -211,8 +211,8 @@ Global___ChoiceTokens: _TypeAlias = ChoiceTokens  # noqa: Y015
 
 @_typing.final
 class RequestRef(_message.Message):
-    """Which attempt of which request a message belongs to. `attempt` is a fence:
-    a message of an older attempt is refused.
+    """The request and the attempt that a message belongs to. `attempt` is a fence:
+    messages of older attempts are refused.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -223,8 +223,8 @@ class RequestRef(_message.Message):
     request_id: _builtins.str
     attempt: _builtins.int
     router_id: _builtins.str
-    """Who asks: a worker reports the prompt tokens it has queued by router, for a
-    router knows its own better than any report does.
+    """The router that sends the request. Workers report queued prompt tokens by
+    router, because a router knows its own better than from any report.
     """
     def __init__(
         self,
@@ -243,7 +243,7 @@ Global___RequestRef: _TypeAlias = RequestRef  # noqa: Y015
 
 @_typing.final
 class Error(_message.Message):
-    """An error of pdserve/base/errors.py on its way to another process."""
+    """An error of pdserve/base/errors.py, sent to another process."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -252,10 +252,10 @@ class Error(_message.Message):
     PARAM_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name of the class."""
+    """Name of the error class."""
     text: _builtins.str
     param: _builtins.str
-    """RequestError: the parameter that is wrong."""
+    """RequestError only: the parameter that is wrong."""
     retry_after_s: _builtins.float
     """Overloaded only."""
     def __init__(

@@ -21,12 +21,11 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class DecodeRequest(_message.Message):
-    """One request's life on a decode worker is one TCP connection to its stream
-    address. Each message goes behind its length (4 bytes, big-endian):
-    DecodeRequest to the worker, DecodeResponse back. The first one is `start`; the
-    worker answers with a ticket when it holds the blocks, and with tokens once
-    the KV has arrived. The router closes the connection, also when every token
-    has come; closing it frees everything.
+    """Each request on a decode worker is one TCP connection to the worker's stream
+    address. Each message is preceded by its length (4 bytes, big-endian). The
+    router sends DecodeRequest, `start` first; the worker sends DecodeResponse: a
+    ticket when it holds the blocks, and tokens once the KV has arrived. The router
+    closes the connection, even after the last token. Closing it frees everything.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -40,7 +39,7 @@ class DecodeRequest(_message.Message):
     def start(self) -> Global___DecodeStart: ...
     @_builtins.property
     def renew_ticket(self) -> Global___RenewTicket:
-        """The prefill worker was lost: a fresh ticket for the same reservation."""
+        """The prefill worker was lost: send a new ticket for the same reservation."""
 
     @_builtins.property
     def prefill_locally(self) -> Global___PrefillLocally:
@@ -48,11 +47,11 @@ class DecodeRequest(_message.Message):
 
     @_builtins.property
     def keep_lease(self) -> Global___KeepLease:
-        """The prefill worker made progress: keep the reservation."""
+        """The prefill worker makes progress: keep the reservation."""
 
     @_builtins.property
     def stop_choice(self) -> Global___StopChoice:
-        """One choice is complete for the router (stop string): end it."""
+        """The router has all it needs of a choice (stop string): end it."""
 
     def __init__(
         self,
@@ -83,8 +82,8 @@ class DecodeStart(_message.Message):
     LOCAL_PREFILL_THRESHOLD_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     local_prefill_threshold: _builtins.int
-    """Compute the prompt here, without a ticket, when at most this many of its
-    tokens are not cached here. 0: never; 2^32 - 1: always.
+    """The worker computes the prompt by itself, without a ticket, when at most this
+    many prompt tokens are not in its cache. 0: never; 2^32 - 1: always.
     """
     cache_salt: _builtins.bytes
     @_builtins.property
@@ -204,7 +203,7 @@ class DecodeResponse(_message.Message):
     def started(self) -> Global___DecodeStarted: ...
     @_builtins.property
     def failed(self) -> _common_pb2.Error:
-        """The request has ended with this error; nothing follows."""
+        """The error that ended the request; nothing follows."""
 
     def __init__(
         self,
@@ -233,7 +232,7 @@ class TicketGranted(_message.Message):
     RESERVE_S_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     reserve_s: _builtins.float
-    """Time the request waited for blocks."""
+    """Time for which the request waited for blocks."""
     @_builtins.property
     def ticket(self) -> Global___Ticket: ...
     def __init__(
@@ -263,8 +262,8 @@ class DecodeStarted(_message.Message):
     prefilled_locally: _builtins.bool
     cached_tokens: _builtins.int
     queue_s: _builtins.float
-    """From when its KV (or the order to prefill) was here to the end of the
-    first step that computed it.
+    """From the arrival of the KV, or of the command to prefill locally, to the end
+    of the first step that computed something of the request.
     """
     def __init__(
         self,
@@ -329,9 +328,9 @@ class Ticket(_message.Message):
     worker_id: _builtins.str
     epoch: _builtins.int
     grpc_address: _builtins.str
-    """Where Commit is called."""
+    """Address for Commit."""
     transport: _builtins.str
-    """Transport's name ("ucx", "nccl", "inproc") and its own address bytes."""
+    """Name of the transport ("ucx", "nccl", "inproc"); data_address is its own."""
     data_address: _builtins.bytes
     first_block: _builtins.int
     """Blocks [first_block, first_block + num_blocks) of the prompt are missing."""
@@ -340,16 +339,16 @@ class Ticket(_message.Message):
     key: _builtins.bytes
     """32 random bytes; keys the digests and the commit's MAC."""
     tag_base: _builtins.int
-    """Message tags of the transfer are tag_base + index of the message in it."""
+    """The tag of a message is tag_base + its index within the transfer."""
     layer_groups: _builtins.int
-    """Each bundle is sent in so many messages, 1 to the layout's num_layers: groups
-    of neighbouring layers, as even as they can be, larger ones first. Message
-    `index` is group index % layer_groups of bundle index / layer_groups.
+    """Messages per bundle, from 1 to the layout's num_layers. Each carries a group
+    of adjacent layers; groups are as even as possible, larger ones first.
+    Message `index` is group index % layer_groups of bundle index / layer_groups.
     """
     bundle_blocks: _builtins.int
-    """Blocks of a bundle, 1 or more; the last bundle has what is left."""
+    """Blocks per bundle, at least 1; the last bundle has the rest."""
     digest: _builtins.str
-    """Of messages: "xxh3", or "nh" where GPUs compute it."""
+    """Digest of messages: "xxh3", or "nh" where GPUs compute it."""
     @_builtins.property
     def layout(self) -> Global___KvLayout: ...
     def __init__(
@@ -382,7 +381,7 @@ Global___Ticket: _TypeAlias = Ticket  # noqa: Y015
 
 @_typing.final
 class KvLayout(_message.Message):
-    """What two workers must agree on before bytes can be exchanged."""
+    """Properties of the KV cache that two workers must share to exchange blocks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -429,16 +428,16 @@ class CommitRequest(_message.Message):
     transfer_id: _builtins.bytes
     epoch: _builtins.int
     mac: _builtins.bytes
-    """blake2b keyed with the ticket's key over all of the above."""
+    """blake2b over all of the above, keyed with the ticket's key."""
     @_builtins.property
     def ref(self) -> _common_pb2.RequestRef: ...
     @_builtins.property
     def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """16 bytes for each message, by its index."""
+        """16 bytes per message, in the order of their indices."""
 
     @_builtins.property
     def first_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The token sampled first, one per choice."""
+        """First tokens, one per choice."""
 
     def __init__(
         self,

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class DecodeServiceStub:
-    """The memory-bound tier: KV blocks -> tokens, continuous batching. Requests come
-    over connections of their own (DecodeRequest), not over gRPC.
+    """The memory-bound tier: KV blocks -> tokens, with continuous batching. Requests
+    come over connections of their own (DecodeRequest), not over gRPC.
     """
 
     def __init__(self, channel):
@@ -44,13 +44,14 @@ class DecodeServiceStub:
 
 
 class DecodeServiceServicer:
-    """The memory-bound tier: KV blocks -> tokens, continuous batching. Requests come
-    over connections of their own (DecodeRequest), not over gRPC.
+    """The memory-bound tier: KV blocks -> tokens, with continuous batching. Requests
+    come over connections of their own (DecodeRequest), not over gRPC.
     """
 
     def Commit(self, request, context):
-        """A prefill worker declares a transfer complete. Answered when every block
-        has been received and verified and the sequences are queued to run.
+        """Declares a transfer complete; called by the prefill worker. The answer comes
+        once every block was received and verified and the sequences are queued to
+        run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,8 +74,8 @@ def add_DecodeServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DecodeService:
-    """The memory-bound tier: KV blocks -> tokens, continuous batching. Requests come
-    over connections of their own (DecodeRequest), not over gRPC.
+    """The memory-bound tier: KV blocks -> tokens, with continuous batching. Requests
+    come over connections of their own (DecodeRequest), not over gRPC.
     """
 
     @staticmethod

@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class DecodeServiceStub:
-    """The memory-bound tier: KV blocks -> tokens, continuous batching. Requests come
-    over connections of their own (DecodeRequest), not over gRPC.
+    """The memory-bound tier: KV blocks -> tokens, with continuous batching. Requests
+    come over connections of their own (DecodeRequest), not over gRPC.
     """
 
     @_typing.overload
@@ -36,25 +36,27 @@ class DecodeServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeServiceAsyncStub: ...
     Commit: _grpc.UnaryUnaryMultiCallable[_decode_pb2.CommitRequest, _decode_pb2.CommitResponse]
-    """A prefill worker declares a transfer complete. Answered when every block
-    has been received and verified and the sequences are queued to run.
+    """Declares a transfer complete; called by the prefill worker. The answer comes
+    once every block was received and verified and the sequences are queued to
+    run.
     """
 
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
-    """The memory-bound tier: KV blocks -> tokens, continuous batching. Requests come
-    over connections of their own (DecodeRequest), not over gRPC.
+    """The memory-bound tier: KV blocks -> tokens, with continuous batching. Requests
+    come over connections of their own (DecodeRequest), not over gRPC.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Commit: _aio.UnaryUnaryMultiCallable[_decode_pb2.CommitRequest, _decode_pb2.CommitResponse]  # type: ignore[assignment]
-    """A prefill worker declares a transfer complete. Answered when every block
-    has been received and verified and the sequences are queued to run.
+    """Declares a transfer complete; called by the prefill worker. The answer comes
+    once every block was received and verified and the sequences are queued to
+    run.
     """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The memory-bound tier: KV blocks -> tokens, continuous batching. Requests come
-    over connections of their own (DecodeRequest), not over gRPC.
+    """The memory-bound tier: KV blocks -> tokens, with continuous batching. Requests
+    come over connections of their own (DecodeRequest), not over gRPC.
     """
 
     @_abc_1.abstractmethod
@@ -63,8 +65,9 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.CommitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.CommitResponse, _abc.Awaitable[_decode_pb2.CommitResponse]]:
-        """A prefill worker declares a transfer complete. Answered when every block
-        has been received and verified and the sequences are queued to run.
+        """Declares a transfer complete; called by the prefill worker. The answer comes
+        once every block was received and verified and the sequences are queued to
+        run.
         """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

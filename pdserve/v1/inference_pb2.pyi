@@ -29,14 +29,14 @@ class GenerateRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Optional; must be unused. The router makes one when empty."""
+    """Optional, but must not be in use. If empty, the router makes one."""
     model: _builtins.str
     text: _builtins.str
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
     def sampling(self) -> Global___ClientSampling:
-        """Absent fields take the defaults of the OpenAI API."""
+        """Absent fields have the defaults of the OpenAI API."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class ClientSampling(_message.Message):
-    """As SamplingParams, with absence meaning "the default"."""
+    """SamplingParams with optional fields; absent ones have their defaults."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -272,7 +272,7 @@ class GenerateChoice(_message.Message):
     choice_index: _builtins.int
     text: _builtins.str
     finish_reason: _builtins.str
-    """"stop" or "length" on the last message of the choice, else empty."""
+    """"stop" or "length" in the last message of the choice, empty before."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property

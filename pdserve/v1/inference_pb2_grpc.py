@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """What gRPC clients call, on the router.
+    """The API of the router for gRPC clients.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """What gRPC clients call, on the router.
+    """The API of the router for gRPC clients.
     """
 
     def Generate(self, request, context):
@@ -69,7 +69,7 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """What gRPC clients call, on the router.
+    """The API of the router for gRPC clients.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InferenceServiceStub:
-    """What gRPC clients call, on the router."""
+    """The API of the router for gRPC clients."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -37,13 +37,13 @@ class InferenceServiceStub:
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
-    """What gRPC clients call, on the router."""
+    """The API of the router for gRPC clients."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What gRPC clients call, on the router."""
+    """The API of the router for gRPC clients."""
 
     @_abc_1.abstractmethod
     def Generate(

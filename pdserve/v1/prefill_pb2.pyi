@@ -31,7 +31,7 @@ class PrefillRequest(_message.Message):
     FORCED_FIRST_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     cache_salt: _builtins.bytes
-    """Isolates prefix reuse between tenants; empty: shared."""
+    """Tenants with different salts share no cached prefixes."""
     @_builtins.property
     def ref(self) -> _common_pb2.RequestRef: ...
     @_builtins.property
@@ -40,12 +40,12 @@ class PrefillRequest(_message.Message):
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
     def ticket(self) -> _decode_pb2.Ticket:
-        """Absent when the first token is all that is asked for."""
+        """Absent when only the first token is needed."""
 
     @_builtins.property
     def forced_first_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """First tokens a client has already seen (one per choice, or none): used
-        instead of sampling, so that a retry continues what was streamed.
+        """First tokens that a client has already seen, one per choice, or none. They
+        are used instead of sampling, so that a retry continues the stream.
         """
 
     def __init__(
@@ -98,8 +98,9 @@ Global___PrefillResponse: _TypeAlias = PrefillResponse  # noqa: Y015
 
 @_typing.final
 class PrefillProgress(_message.Message):
-    """Sent when computing starts, after each chunk, and at least once a second
-    while the prompt waits in the queue: it is what renews the ticket's lease.
+    """Sent when the computation starts, after each chunk, and at least once a second
+    while the prompt waits in the queue. The router renews the ticket's lease with
+    it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -111,9 +112,9 @@ class PrefillProgress(_message.Message):
     queued: _builtins.bool
     computed_tokens: _builtins.int
     cached_tokens: _builtins.int
-    """Of a prompt that waits: as cached when it came."""
+    """For a prompt that waits: tokens that were cached when it arrived."""
     computing_s: _builtins.float
-    """Time since the prompt's first step began; 0 while it waits."""
+    """Time since the start of the prompt's first step; 0 while it waits."""
     def __init__(
         self,
         *,
@@ -155,8 +156,8 @@ Global___PrefillFirstToken: _TypeAlias = PrefillFirstToken  # noqa: Y015
 
 @_typing.final
 class PrefillDone(_message.Message):
-    """The transfer was committed at the decode worker (or none was needed).
-    Durations are seconds on the prefill worker's clock.
+    """The decode worker has committed the transfer, or none was needed. Durations
+    are seconds on the prefill worker's clock.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -173,7 +174,7 @@ class PrefillDone(_message.Message):
     queue_s: _builtins.float
     compute_s: _builtins.float
     transfer_s: _builtins.float
-    """Time in which at least a part of a block was on the wire."""
+    """Time during which at least one message was on the wire."""
     commit_s: _builtins.float
     """From the end of the last kernel to the decode worker's answer to Commit."""
     sent_bytes: _builtins.int
@@ -181,8 +182,8 @@ class PrefillDone(_message.Message):
     chunks: _builtins.int
     cached_tokens: _builtins.int
     exposed_s: _builtins.float
-    """From the end of the last kernel to when the last byte had left: the part of
-    the transfer that no computing hid.
+    """From the end of the last kernel until the last byte had left: the share of
+    the transfer that computation did not hide.
     """
     def __init__(
         self,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PrefillServiceStub:
-    """The compute-bound tier: prompt -> KV blocks -> stream to a decode worker.
+    """The compute-bound tier: prompt -> KV blocks, streamed to a decode worker.
     """
 
     def __init__(self, channel):
@@ -43,13 +43,13 @@ class PrefillServiceStub:
 
 
 class PrefillServiceServicer:
-    """The compute-bound tier: prompt -> KV blocks -> stream to a decode worker.
+    """The compute-bound tier: prompt -> KV blocks, streamed to a decode worker.
     """
 
     def Prefill(self, request, context):
-        """Computes a prompt, samples the first token of every choice and sends the
-        KV blocks to where the ticket says. Cancelling the call stops the compute
-        and frees the blocks.
+        """Computes a prompt, samples the first token of every choice and sends the KV
+        blocks to the decode worker that granted the ticket. Cancelling the call
+        stops the computation and frees the blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,7 +72,7 @@ def add_PrefillServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefillService:
-    """The compute-bound tier: prompt -> KV blocks -> stream to a decode worker.
+    """The compute-bound tier: prompt -> KV blocks, streamed to a decode worker.
     """
 
     @staticmethod

@@ -27,31 +27,31 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PrefillServiceStub:
-    """The compute-bound tier: prompt -> KV blocks -> stream to a decode worker."""
+    """The compute-bound tier: prompt -> KV blocks, streamed to a decode worker."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
     Prefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
-    """Computes a prompt, samples the first token of every choice and sends the
-    KV blocks to where the ticket says. Cancelling the call stops the compute
-    and frees the blocks.
+    """Computes a prompt, samples the first token of every choice and sends the KV
+    blocks to the decode worker that granted the ticket. Cancelling the call
+    stops the computation and frees the blocks.
     """
 
 @_typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
-    """The compute-bound tier: prompt -> KV blocks -> stream to a decode worker."""
+    """The compute-bound tier: prompt -> KV blocks, streamed to a decode worker."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
-    """Computes a prompt, samples the first token of every choice and sends the
-    KV blocks to where the ticket says. Cancelling the call stops the compute
-    and frees the blocks.
+    """Computes a prompt, samples the first token of every choice and sends the KV
+    blocks to the decode worker that granted the ticket. Cancelling the call
+    stops the computation and frees the blocks.
     """
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The compute-bound tier: prompt -> KV blocks -> stream to a decode worker."""
+    """The compute-bound tier: prompt -> KV blocks, streamed to a decode worker."""
 
     @_abc_1.abstractmethod
     def Prefill(
@@ -59,9 +59,9 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.PrefillRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillResponse], _abc.AsyncIterator[_prefill_pb2.PrefillResponse]]:
-        """Computes a prompt, samples the first token of every choice and sends the
-        KV blocks to where the ticket says. Cancelling the call stops the compute
-        and frees the blocks.
+        """Computes a prompt, samples the first token of every choice and sends the KV
+        blocks to the decode worker that granted the ticket. Cancelling the call
+        stops the computation and frees the blocks.
         """
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
