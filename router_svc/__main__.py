@@ -8,12 +8,12 @@ from router_svc.service import serve
 
 
 def main() -> None:
-    """Runs the router until it is told to stop."""
+    """Runs the router until SIGTERM or SIGINT."""
     run_service(
         RouterConfig,
         "router_svc",
         serve,
-        description="Answers the OpenAI-compatible API and takes each request through the cluster.",
+        description="Serves the OpenAI-compatible API and routes requests through the cluster.",
     )
 
 

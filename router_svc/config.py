@@ -1,4 +1,4 @@
-"""Settings of the router; names and meanings follow `vllm serve` where they are the same."""
+"""Settings of the router. Names follow `vllm serve` where the meaning is the same."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ LOCAL_PREFILL = ("auto", "threshold")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """What the router needs to know at start."""
+    """The router's settings."""
 
     model: str = option(help="directory of the model, as `pdserve up` prepared it", metavar="DIR")
     redis_url: str = option(help="Redis with the worker registry and the prefix index", metavar="URL")
-    served_model_name: str | None = option(None, help="name clients use; the directory's name when absent")
+    served_model_name: str | None = option(None, help="name that clients use; default: the directory's name")
     host: str = option("127.0.0.1", help="address to listen on", metavar="ADDRESS")
     port: int = option(8000, help="port of the HTTP API; 0 takes a free one", minimum=0)
     grpc_port: int | None = option(
-        None, help="port of the gRPC API; one above --port when absent, 0 takes a free one", minimum=0
+        None, help="port of the gRPC API; 0 takes a free one; default: one above --port", minimum=0
     )
     prefill_expected: int = option(
         1,
-        help="prefill workers meant to run; with 0, decode workers prefill and this is not counted as a fallback",
+        help="number of prefill workers in the cluster; with 0, decode workers prefill, which is then no fallback",
         minimum=0,
     )
     local_prefill_threshold: int = option(
@@ -33,19 +33,23 @@ class RouterConfig:
     )
     local_prefill: str = option(
         "auto",
-        help="when decode workers prefill what is longer: where that is clearly sooner (auto), or never (threshold)",
+        help="when decode workers prefill longer prompts: if that is clearly sooner (auto), or never (threshold)",
         choices=LOCAL_PREFILL,
     )
-    max_num_queued_reqs: int = option(512, help="requests that may wait; more get 429 and a Retry-After", minimum=0)
+    max_num_queued_reqs: int = option(
+        512, help="largest number of waiting requests; further ones get 429 and a Retry-After", minimum=0
+    )
     max_body: int = option(8 * 1024**2, help="largest request body, such as 8MiB", parse=parse_bytes, minimum=1024)
     queue_timeout_s: float = option(120.0, help="seconds a request may wait in the queue", minimum=0.1)
     reserve_timeout_s: float = option(
-        600.0, help="seconds a request may wait on a decode worker for blocks, behind others", minimum=0.1
+        600.0, help="seconds a request may wait for blocks on decode workers", minimum=0.1
     )
-    token_timeout_s: float = option(300.0, help="seconds without a token after which a worker is given up", minimum=0.1)
-    drain_timeout_s: float = option(45.0, help="seconds that running requests get to finish on SIGTERM", minimum=0)
-    trace_capacity: int = option(1000, help="finished requests whose records are kept in memory", minimum=1)
-    log_level: str = option("info", help="what is logged", choices=LEVELS)
+    token_timeout_s: float = option(
+        300.0, help="seconds without a token after which a worker counts as lost", minimum=0.1
+    )
+    drain_timeout_s: float = option(45.0, help="seconds that running requests have to finish after SIGTERM", minimum=0)
+    trace_capacity: int = option(1000, help="number of requests whose records are kept in memory", minimum=1)
+    log_level: str = option("info", help="lowest level of log messages", choices=LEVELS)
 
     @property
     def model_dir(self) -> Path:
@@ -54,7 +58,7 @@ class RouterConfig:
 
     @property
     def model_name(self) -> str:
-        """The name clients use."""
+        """The model name that clients use."""
         return self.served_model_name or self.model_dir.name
 
     @property

@@ -1,4 +1,4 @@
-"""The router process: what it is made of, when it is ready, how it drains."""
+"""The router process: its components, its readiness and its shutdown."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ NO_PREFILL_WORKER = "no prefill worker is ready; decode workers prefill"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addresses:
-    """Where the router answers, as host:port."""
+    """Addresses of the router's APIs, as host:port."""
 
     http: str
     grpc: str
 
 
 class Router:
-    """The parts of one router, put together."""
+    """One router, assembled from its components."""
 
     def __init__(self, config: RouterConfig, model: ServedModel, store: Store, health: Health) -> None:
         self.config = config
@@ -87,12 +87,12 @@ class Router:
         self._requests = Requests(self.cluster, self._gate, recorders, model.tokenizer)
         self._traces = Traces(recent, self._request_store)
         self._model = model
-        #: What is missing, or None, as the supervisor last heard; empty before it heard anything.
-        self._told_supervisor: tuple[str | None, ...] = ()
+        #: The last status sent to the supervisor: what is missing, or None. Empty before the first one.
+        self._notified_status: tuple[str | None, ...] = ()
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[Addresses]:
-        """Answers until the block ends; ready as soon as a decode worker is."""
+        """Serves until the block ends. The router is ready while a decode worker is."""
         config = self.config
         listener = bound_socket(config.host, config.port, flag="--port")
         inference = InferenceServicer(self._model, self._requests, self._max_model_len)
@@ -119,7 +119,7 @@ class Router:
             self._model.threads.shutdown(wait=False)
 
     async def drain(self) -> None:
-        """Refuses new requests and waits for the running ones, as long as they may take."""
+        """Refuses new requests, and waits for the running ones for at most the drain timeout."""
         self.health.not_ready = "draining"
         self._requests.drain()
         try:
@@ -141,13 +141,13 @@ class Router:
         return self.cluster.max_model_len(default=self._model.max_position_embeddings)
 
     async def _follow_cluster(self, grpc_health: GrpcHealth) -> None:
-        """Readiness, capacity and gauges follow the workers there are."""
+        """Updates readiness, capacity and gauges whenever the set of workers changes."""
         while True:
             version = self._directory.version
             ready = {tier: len(self.cluster.ready(tier)) for tier in TIERS}
             self._gate.set_capacity(self.cluster.decode_capacity)
-            self._tell_readiness(is_ready=ready["decode"] > 0)
-            self._tell_supervisor(ready)
+            self._update_readiness(is_ready=ready["decode"] > 0)
+            self._notify_supervisor(ready)
             await grpc_health.set_serving(self.health.is_ready)
             missing_prefill = self.config.prefill_expected > 0 and not ready["prefill"]
             self.health.watch("prefill")(NO_PREFILL_WORKER if missing_prefill else None)
@@ -158,7 +158,7 @@ class Router:
             await self.cluster.channels.sweep(known)
             await self._directory.wait_for_change(version)
 
-    def _tell_readiness(self, *, is_ready: bool) -> None:
+    def _update_readiness(self, *, is_ready: bool) -> None:
         if self._requests.is_draining or is_ready == self.health.is_ready:
             return
         self.health.not_ready = None if is_ready else NO_DECODE_WORKER
@@ -167,16 +167,16 @@ class Router:
         else:
             log.warning("router_not_ready", reason=NO_DECODE_WORKER)
 
-    def _tell_supervisor(self, ready: Mapping[Tier, int]) -> None:
-        """Who starts a whole cluster waits for both tiers; probes are content with what serves."""
+    def _notify_supervisor(self, ready: Mapping[Tier, int]) -> None:
+        """Reports ready once both tiers are: `pdserve up` waits for that. Probes need only the decode tier."""
         if self._requests.is_draining:
             return
         missing = NO_DECODE_WORKER if not ready["decode"] else None
         if self.config.prefill_expected > 0 and not ready["prefill"]:
             missing = missing or "no prefill worker is ready"
-        if (missing,) == self._told_supervisor:
+        if (missing,) == self._notified_status:
             return
-        self._told_supervisor = (missing,)
+        self._notified_status = (missing,)
         if missing is None:
             notify.ready()
         else:

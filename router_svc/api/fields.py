@@ -1,10 +1,10 @@
-"""Which request fields exist beyond those that are used: the one place to look when a client's field is refused."""
+"""Request fields that are ignored or not supported. Look here when a client's field is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: Accepted and without effect: they label a request or concern services that a model server does not have.
+#: Accepted without effect. They label a request or concern services that a model server does not have.
 IGNORED = frozenset(
     {
         "user",
@@ -18,7 +18,7 @@ IGNORED = frozenset(
     }
 )
 
-#: Known from OpenAI's or vLLM's API and not supported here, with the values that ask for nothing. null always is one.
+#: Fields of OpenAI's or vLLM's API that are not supported, with the neutral values that are accepted besides null.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "allowed_token_ids": (),
     "audio": (),
@@ -59,7 +59,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "web_search_options": (),
 }
 
-#: What clients put into messages they got from us, and when it may be dropped.
+#: Fields of responses that clients send back in messages, with the neutral values that are accepted besides null.
 MESSAGE_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "annotations": ([],),
     "audio": (),
@@ -72,7 +72,7 @@ MESSAGE_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 
 
 def without_neutral(fields: Mapping[str, object], unsupported: Mapping[str, tuple[object, ...]]) -> dict[str, object]:
-    """`fields` without the unsupported ones that ask for nothing."""
+    """`fields` without unsupported fields at a neutral value, which request nothing."""
     return {name: value for name, value in fields.items() if not _is_neutral(name, value, unsupported)}
 
 

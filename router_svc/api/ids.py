@@ -1,4 +1,4 @@
-"""The ids of one client request: what the client, the workers and the books know it by."""
+"""The ids of one client request, for the client, the workers and the records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pdserve.base.ids import RequestId
 
-#: What a client may choose as an id. It becomes part of log lines, of Redis keys and of headers.
+#: Ids that clients may choose. They become part of log lines, Redis keys and headers.
 _VALID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 
 
@@ -19,16 +19,16 @@ def is_valid_id(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ids:
-    """`header` is X-Request-Id; the response's id is a prefix for the API and that."""
+    """`header` is X-Request-Id. The response's id is the API's prefix followed by `header`."""
 
     prefix: str
     header: str
-    #: Clients repeat ids, proxies do when they retry; what workers fence by must not repeat.
+    #: Makes the ids for workers unique, which they need for fencing: clients and retrying proxies repeat ids.
     nonce: str = ""
 
     @classmethod
     def make(cls, prefix: str, chosen: str | None) -> Ids:
-        """With the client's own id when it sent a valid one."""
+        """Ids from the client's own id if it is valid, else from a random one."""
         if chosen is None or not is_valid_id(chosen):
             return cls(prefix=prefix, header=secrets.token_hex(16))
         return cls(prefix=prefix, header=chosen, nonce=secrets.token_hex(4))
@@ -39,9 +39,9 @@ class Ids:
         return self.prefix + self.header
 
     def of_prompt(self, index: int) -> RequestId:
-        """The id of one prompt. The first has the response's own, so that a trace needs no knowledge of prompts."""
+        """The id of one prompt. The first prompt has the response's id, by which `pdserve trace` finds it."""
         return RequestId(f"{self.response}-{index}" if index else self.response)
 
     def for_workers(self, index: int) -> RequestId:
-        """As `of_prompt`, and unique."""
+        """The id of one prompt for workers, which is unique."""
         return RequestId(f"{self.of_prompt(index)}-{self.nonce}" if self.nonce else self.of_prompt(index))

@@ -1,4 +1,4 @@
-"""From bytes to a checked body: every way to be wrong becomes one `RequestError` that names the field."""
+"""From bytes to a validated body. Every mistake becomes a `RequestError` that names the field."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pydantic_core import ErrorDetails, from_json
 
 from pdserve.base.errors import RequestError
 from pdserve.base.sampling import MAX_LOGIT_BIAS
+from router_svc.api.body import Body
 from router_svc.api.fields import MESSAGE_UNSUPPORTED, UNSUPPORTED
-from router_svc.api.openai.schema import Body
 
-#: Deeper bodies have no meaning in this API.
+#: No body of this API needs deeper nesting.
 MAX_NESTING = 64
-#: How much of what a client sent is ever sent back.
+#: Characters of a client's input that error texts repeat at most.
 MAX_ECHO = 100
 _MAX_ERRORS = 3
 MAX_FIELDS = 256
@@ -30,7 +30,7 @@ def parse_body(cls: type[AnyBody], body: bytes) -> AnyBody:
 
 
 def validate(cls: type[AnyBody], fields: object) -> AnyBody:
-    """Fields that were parsed already as `cls`. Raises `RequestError`."""
+    """Parsed fields as `cls`. Raises `RequestError`."""
     if not isinstance(fields, dict):
         raise RequestError("The request body must be a JSON object.")
     _require_countable(fields)
@@ -41,30 +41,30 @@ def validate(cls: type[AnyBody], fields: object) -> AnyBody:
 
 
 def _require_countable(fields: dict[object, object]) -> None:
-    """Refuses what would take long to be found wrong entry by entry. Raises `RequestError`."""
+    """Refuses collections that would take long to validate entry by entry. Raises `RequestError`."""
     if len(fields) > MAX_FIELDS:
-        raise RequestError(f"The request body has {len(fields)} fields; there are not {MAX_FIELDS} in all of this API.")
+        raise RequestError(f"The request body has {len(fields)} fields (limit {MAX_FIELDS}). Remove some.")
     bias = fields.get("logit_bias")
     if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:
         raise RequestError(
-            f"`logit_bias` has {len(bias)} entries; at most {MAX_LOGIT_BIAS} are taken.", param="logit_bias"
+            f"`logit_bias` has {len(bias)} entries (limit {MAX_LOGIT_BIAS}). Remove some.", param="logit_bias"
         )
 
 
 def _parse_json(body: bytes) -> object:
     try:
-        # jiter refuses invalid UTF-8 and nesting beyond 200 levels by itself; NaN is left to the field's own check,
-        # which can name it.
+        # jiter refuses invalid UTF-8 and nesting beyond 200 levels. It accepts NaN: the field's validation refuses that
+        # and can name the field.
         value: object = from_json(body)
     except ValueError as error:
         raise RequestError(f"The request body is not valid JSON: {str(error)[:MAX_ECHO]}.") from None
     if _is_deeper(value, MAX_NESTING):
-        raise RequestError(f"The request body is nested deeper than {MAX_NESTING} levels.")
+        raise RequestError(f"The request body is nested more than {MAX_NESTING} levels deep. Flatten it.")
     return value
 
 
 def _is_deeper(value: object, levels: int) -> bool:
-    """Level by level, with what cannot nest left out: a million token ids cost one pass."""
+    """Whether the value is nested deeper. Looks at containers only, so a million token ids cost one pass."""
     layer = [value]
     for _ in range(levels):
         layer = [child for parent in layer for child in _children(parent) if isinstance(child, (dict, list))]
@@ -88,7 +88,7 @@ def _as_request_error(error: ValidationError, cls: type[Body]) -> RequestError:
 
 
 def _param(detail: ErrorDetails) -> str | None:
-    # A check of several fields has no location of its own; its kind is the field to change.
+    # A validator of several fields has no location of its own. Its type names the field to change.
     return _path(detail["loc"]) or detail["type"]
 
 
@@ -107,11 +107,11 @@ def _unknown_field(path: str, cls: type[Body]) -> str:
     if name in UNSUPPORTED or name in MESSAGE_UNSUPPORTED:
         return f"`{path}` is not supported with the value given"
     near = difflib.get_close_matches(path, cls.model_fields, n=1)
-    return f"Unknown field `{path}`" + (f"; perhaps `{near[0]}` was meant" if near else "")
+    return f"Unknown field `{path}`" + (f" (did you mean `{near[0]}`?)" if near else "")
 
 
 def _echo(value: object) -> str:
-    """Small values only: what a user wrote at length is no help, and does not belong into the logs of clients."""
+    """Short values only: a long text does not help, and does not belong into the logs of clients."""
     if isinstance(value, (bool, int, float)):
         return f" (got {str(value)[:MAX_ECHO]})"
     if isinstance(value, str) and 0 < len(value) <= MAX_ECHO:
@@ -122,6 +122,6 @@ def _echo(value: object) -> str:
 def _path(location: tuple[int | str, ...]) -> str:
     """`messages[0].content`."""
     path = ""
-    for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part[:MAX_ECHO]}" if path else part[:MAX_ECHO]
+    for key in location:
+        path += f"[{key}]" if isinstance(key, int) else f".{key[:MAX_ECHO]}" if path else key[:MAX_ECHO]
     return path

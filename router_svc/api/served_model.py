@@ -1,4 +1,4 @@
-"""The model as the router knows it: names, texts and limits, no weights."""
+"""The model as the router sees it: name, tokenizer, chat template, defaults and limits, without weights."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from pdserve.model.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
 
-#: Texts up to this size are tokenized on the event loop, which takes less than going to a thread: well below 1 ms.
+#: Texts up to this size are tokenized on the event loop. That takes well below 1 ms, less than a switch to a thread.
 INLINE_CHARACTERS = 2048
-#: Texts that are long to tokenize use these threads; more would only take cores from the workers of a small machine.
+#: Threads that tokenize longer texts. More would only take cores from the workers of a small machine.
 _TEXT_THREADS = 2
-#: Texts up to this are tokenized whatever they hold.
-_SURE_CHARACTERS = 100_000
-#: What a template does for a message, however empty.
+#: Texts up to this size are tokenized without an estimate of their token count.
+_ALWAYS_TOKENIZED_CHARACTERS = 100_000
+#: Template work for a message without content, as a number of characters.
 _MESSAGE_COST = 64
 
 
 class SamplingDefaults(BaseModel):
-    """The part of generation_config.json that vLLM applies to requests which leave these fields out."""
+    """Fields of generation_config.json that apply to requests which omit them, as in vLLM."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -40,7 +40,7 @@ class SamplingDefaults(BaseModel):
     top_k: Annotated[int, Ge(0)] | None = None
     min_p: Annotated[float, Ge(0), Le(1)] | None = None
     repetition_penalty: Annotated[float, Ge(0.01)] | None = None
-    #: Also the most a request may get, as in vLLM.
+    #: Also the upper limit for requests, as in vLLM.
     max_new_tokens: Annotated[int, Ge(1)] | None = None
 
     @classmethod
@@ -52,12 +52,12 @@ class SamplingDefaults(BaseModel):
         try:
             return cls.model_validate(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, ValidationError) as error:
-            raise SetupError(f"{path} cannot be used: {error}") from error
+            raise SetupError(f"{path} is invalid: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """Everything the API layers ask about the model."""
+    """Everything the API layers need of the model."""
 
     name: str
     tokenizer: Tokenizer
@@ -82,19 +82,19 @@ class ServedModel:
         )
 
     def require_plausible(self, text: str, *, param: str) -> None:
-        """Raises `RequestError` for a text that no tokenization could fit into the context: it is not even tried."""
-        if len(text) <= _SURE_CHARACTERS:
-            return  # Tokenizing it takes no time, and gives the exact number.
+        """Raises `RequestError` for a text that cannot fit into the context, without tokenizing it."""
+        if len(text) <= _ALWAYS_TOKENIZED_CHARACTERS:
+            return  # Tokenizing it is fast, and gives the exact number.
         at_least = len(text.encode(errors="replace")) // self.tokenizer.max_token_bytes
         if at_least >= self.max_position_embeddings:
             raise RequestError(
-                f"The prompt has at least {at_least} tokens; this model's context holds "
-                f"{self.max_position_embeddings}, and one of them must be left for the completion.",
+                f"The prompt has at least {at_least} tokens, but the context holds {self.max_position_embeddings}, "
+                "including the completion. Shorten the prompt.",
                 param=param,
             )
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of texts; long ones, or many, do not hold up the event loop."""
+        """Token ids of texts. Long texts do not block the event loop."""
         return await self._off_loop(
             sum(map(len, texts)), lambda: [self.tokenizer.encode(text, add_special_tokens) for text in texts]
         )
@@ -107,7 +107,7 @@ class ServedModel:
         add_special_tokens: bool,
         template_kwargs: Mapping[str, bool | int | float | str],
     ) -> list[int]:
-        """Token ids of a conversation. Raises `RequestError` when the template refuses it, or there is none."""
+        """Token ids of a conversation. Raises `RequestError` if the template refuses it, or if there is no template."""
 
         def render_and_encode() -> list[int]:
             text = self.template.render(messages, add_generation_prompt=add_generation_prompt, **template_kwargs)

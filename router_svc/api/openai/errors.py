@@ -1,4 +1,4 @@
-"""How errors reach an HTTP client: OpenAI's shape, a status from the one table, and when to try again."""
+"""Errors as HTTP responses: OpenAI's format, a status from the table of errors, and Retry-After."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdserve.base.errors import (
 )
 from router_svc.records.record import Json
 
-#: A worker that restarts or makes room does so within about this.
+#: Typical time for a worker to restart or to free capacity.
 _CAPACITY_RETRY_AFTER_S = 1.0
 
 
@@ -31,7 +31,7 @@ def error_body(error: PdserveError) -> dict[str, Json]:
 
 
 def error_response(error: PdserveError) -> web.Response:
-    """The whole answer."""
+    """The whole response."""
     headers = {}
     if isinstance(error, CapacityError):
         wait_s = error.retry_after_s if isinstance(error, Overloaded) else _CAPACITY_RETRY_AFTER_S
@@ -45,13 +45,13 @@ def error_response(error: PdserveError) -> web.Response:
 
 
 def from_http_exception(error: web.HTTPException, request: web.Request) -> PdserveError:
-    """aiohttp's own refusals as ours."""
+    """An error of aiohttp as one of ours."""
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         limit = request.client_max_size
-        return PayloadTooLarge(f"The request body is larger than {limit} bytes (--max-body).")
+        return PayloadTooLarge(f"The request body exceeds the limit of {limit} bytes (--max-body). Send less.")
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
-        return MethodNotAllowed(f"{request.path[:100]} takes {allowed}, not {request.method[:20]}.")
+        return MethodNotAllowed(f"{request.path[:100]} accepts {allowed}, not {request.method[:20]}.")
     if isinstance(error, web.HTTPNotFound):
-        return NotFound(f"There is no {request.path[:100]} here.")
-    return RequestError(f"The request cannot be read: {error.reason}.")
+        return NotFound(f"The path {request.path[:100]} does not exist.")
+    return RequestError(f"The request is invalid: {error.reason}.")

@@ -1,4 +1,4 @@
-"""The endpoints that only tell something: models, versions, tokens, the cluster, a request's trace."""
+"""The endpoints that return information: models, versions, tokens, the cluster, a request's trace."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pdserve.base.admin import Health
 from pdserve.base.errors import NotFound, RequestError
 from pdserve.base.store import Store
 from pdserve.base.workers import WorkerRecord
+from router_svc.api.generations import require_model
+from router_svc.api.http_request import read_body
 from router_svc.api.ids import is_valid_id
-from router_svc.api.openai.generation_api import read_body
-from router_svc.api.openai.jobs import for_template, require_model
 from router_svc.api.openai.schema import DetokenizeBody, TokenizeBody
 from router_svc.api.openai.shapes import Fields
 from router_svc.api.sampling import check_token_ids
@@ -35,10 +35,10 @@ class ModelApi:
         self._created = int(time.time())
 
     def routes(self) -> list[web.RouteDef]:
-        """What to add to the application."""
+        """The endpoints for the application."""
         return [
             web.get("/v1/models", self._models),
-            # Names such as `org/model` have slashes.
+            # Names such as `org/model` contain slashes.
             web.get("/v1/models/{name:.+}", self._one_model),
             web.get("/version", self._version),
             web.post("/tokenize", self._tokenize),
@@ -60,7 +60,7 @@ class ModelApi:
         require_model(body.model, self._model)
         if body.messages is not None:
             token_ids = await self._model.encode_chat(
-                for_template(body.messages),
+                [message.for_template() for message in body.messages],
                 add_generation_prompt=body.add_generation_prompt is not False,
                 add_special_tokens=bool(body.add_special_tokens),
                 template_kwargs=body.chat_template_kwargs or {},
@@ -100,7 +100,7 @@ class ModelApi:
 
 
 class OperatorApi:
-    """/v1/cluster and /v1/requests/{id}/trace: what `pdserve status` and `pdserve trace` show."""
+    """/v1/cluster and /v1/requests/{id}/trace, for `pdserve status` and `pdserve trace`."""
 
     def __init__(self, cluster: Cluster, traces: Traces, gate: Gate, health: Health, store: Store) -> None:
         self._cluster = cluster
@@ -110,7 +110,7 @@ class OperatorApi:
         self._store = store
 
     def routes(self) -> list[web.RouteDef]:
-        """What to add to the application."""
+        """The endpoints for the application."""
         return [web.get("/v1/cluster", self._describe), web.get("/v1/requests/{id}/trace", self._trace)]
 
     async def _describe(self, _: web.Request) -> web.Response:
@@ -133,10 +133,12 @@ class OperatorApi:
     async def _trace(self, request: web.Request) -> web.Response:
         request_id = request.match_info["id"]
         if not is_valid_id(request_id):
-            raise RequestError("This is not a request id.", param="id")
+            raise RequestError(
+                "The id is not valid. Request ids have letters, digits, '.', '_' and '-', at most 128.", param="id"
+            )
         record = await self._traces.get(request_id)
         if record is None:
-            raise NotFound(f"Nothing is known of request {request_id}; the latest requests are kept for a while.")
+            raise NotFound(f"Request {request_id} is unknown. Only recent requests are kept.")
         return _json(record)
 
 

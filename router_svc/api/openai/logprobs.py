@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes."""
+"""Log-probabilities in OpenAI's two formats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pdserve.base.sampling import TokenLogprobs
 from pdserve.model.tokenizer import Tokenizer
 from router_svc.records.record import Json
 
-#: JSON has no infinity; OpenAI and vLLM write this for it.
+#: OpenAI and vLLM write this for minus infinity, which JSON does not have.
 _LOWEST = -9999.0
 
 
@@ -34,7 +34,7 @@ def completion_logprobs(
 ) -> tuple[Json, int]:
     """`{"tokens", "token_logprobs", "top_logprobs", "text_offset"}`, and the offset of the next token.
 
-    Offsets count the characters of the tokens before; a character cut over several tokens counts in each of them.
+    Offsets count the characters of earlier tokens. A character split over several tokens counts in each of them.
     """
     tokens, offsets = [], []
     for token_id in token_ids:
@@ -52,10 +52,10 @@ def completion_logprobs(
 
 
 def _top(token_id: int, entry: TokenLogprobs, tokenizer: Tokenizer) -> Json:
-    """The most likely tokens and always the chosen one."""
+    """The most likely tokens, and always the sampled one."""
     top: dict[str, Json] = {}
     for top_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
-        # Two tokens can have the same text, such as parts of a character: the likelier one stays.
+        # Two tokens can have the same text, such as incomplete characters: the likelier one stays.
         top.setdefault(_text(top_id, tokenizer), _finite(logprob))
     top.setdefault(_text(token_id, tokenizer), _finite(entry.logprob))
     return top

@@ -34,7 +34,7 @@ async def test_the_event_loop_goes_on_while_a_long_text_is_tokenized(model: Serv
 
 def test_a_text_that_cannot_fit_is_refused_untokenized(model: ServedModel) -> None:
     limit = model.tokenizer.max_token_bytes * model.max_position_embeddings
-    with pytest.raises(RequestError, match="at least 8192 tokens; this model's context holds 8192"):
+    with pytest.raises(RequestError, match="at least 8192 tokens, but the context holds 8192"):
         model.require_plausible("x" * limit, param="prompt")
     model.require_plausible("x" * (limit - 1), param="prompt")
     assert all(

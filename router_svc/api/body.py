@@ -1,0 +1,73 @@
+"""The base of all request bodies, and the sampling fields that HTTP and gRPC share.
+
+Bodies are strict: a wrong type is refused instead of converted, and unknown fields are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le, MaxLen, MinLen
+from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, model_validator
+
+from pdserve.base.sampling import MAX_LOGIT_BIAS, MAX_N, MAX_STOP_TOKEN_IDS
+from router_svc.api.fields import IGNORED, UNSUPPORTED, without_neutral
+
+MAX_STOP_STRINGS = 4
+MAX_STOP_CHARACTERS = 256
+
+UINT32_MAX = 2**32 - 1
+_INT64 = (Ge(-(2**63)), Le(2**63 - 1))
+
+Finite = Annotated[float, AllowInfNan(False)]
+TokenId = Annotated[int, Ge(0), Le(UINT32_MAX)]
+
+
+class Body(BaseModel):
+    """The rules that all bodies have in common."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_ignored_and_neutral(cls, value: object) -> object:
+        """Drops fields without effect (`"user": "me"`) and unsupported fields at neutral values (`"tools": []`)."""
+        if not isinstance(value, dict):
+            return value
+        own = cls.model_fields
+        unsupported = {name: neutral for name, neutral in UNSUPPORTED.items() if name not in own}
+        kept = {name: field for name, field in value.items() if name not in IGNORED}
+        return without_neutral(kept, unsupported)
+
+
+def _one_or_more(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class SamplingFields(Body):
+    """How tokens are chosen. An absent or null field takes the model's default."""
+
+    temperature: Annotated[Finite, Ge(0), Le(2)] | None = None
+    top_p: Annotated[Finite, Gt(0), Le(1)] | None = None
+    top_k: Annotated[int, Ge(-1), Le(UINT32_MAX)] | None = None
+    min_p: Annotated[Finite, Ge(0), Le(1)] | None = None
+    repetition_penalty: Annotated[Finite, Ge(0.01), Le(10)] | None = None
+    presence_penalty: Annotated[Finite, Ge(-2), Le(2)] | None = None
+    frequency_penalty: Annotated[Finite, Ge(-2), Le(2)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[Finite, Ge(-100), Le(100)]], MaxLen(MAX_LOGIT_BIAS)] | None = None
+    stop: (
+        Annotated[
+            list[Annotated[str, MinLen(1), MaxLen(MAX_STOP_CHARACTERS)]],
+            MaxLen(MAX_STOP_STRINGS),
+            BeforeValidator(_one_or_more),
+        ]
+        | None
+    ) = None
+    stop_token_ids: Annotated[list[TokenId], MaxLen(MAX_STOP_TOKEN_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Ge(0), Le(UINT32_MAX)] | None = None
+    max_tokens: Annotated[int, Ge(1), Le(UINT32_MAX)] | None = None
+    seed: Annotated[int, *_INT64] | None = None
+    n: Annotated[int, Ge(1), Le(MAX_N)] | None = None

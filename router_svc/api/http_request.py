@@ -1,0 +1,37 @@
+"""What all HTTP endpoints do with a request: read its body, and keep its ids for the response's headers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeVar
+
+from aiohttp import web
+
+from pdserve.base.errors import RequestError
+from router_svc.api.body import Body
+from router_svc.api.ids import Ids
+from router_svc.api.parse import parse_body
+
+REQUEST_ID_HEADER = "X-Request-Id"
+#: Key of a request's ids, which error responses carry, too.
+IDS = web.RequestKey("ids", Ids)
+#: Time a client has to send its body.
+_BODY_TIMEOUT_S = 60.0
+#: Larger bodies are parsed in a thread.
+_INLINE_BODY_BYTES = 64 * 1024
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+async def read_body(request: web.Request, cls: type[AnyBody]) -> AnyBody:
+    """The validated body of the request. Raises `RequestError`."""
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            body = await request.read()
+    except TimeoutError:
+        raise RequestError(
+            f"The request body did not arrive within {_BODY_TIMEOUT_S:.0f} s. Send it faster, or send less."
+        ) from None
+    if len(body) <= _INLINE_BODY_BYTES:
+        return parse_body(cls, body)
+    return await asyncio.to_thread(parse_body, cls, body)
