@@ -1,12 +1,12 @@
-"""How workers' blocks are kept in Redis: a set for each incarnation (the truth), and a stream of changes to follow.
+"""Workers' blocks in Redis: a set per incarnation, which is the truth, and a stream of changes to follow.
 
-    pd:blocks:{worker}:{epoch}   set of 16-byte hashes, expires; an empty string in it lets an empty cache exist too
-    pd:kv-workers                hash: worker -> "epoch resync": the incarnation that counts, how often it started over
+    pd:blocks:{worker}:{epoch}   set of 16-byte hashes, expires; holds an empty string so that an empty cache exists
+    pd:kv-workers                hash: worker -> "epoch resync": its current incarnation, and how often that was reset
     pd:kv-events                 stream of batches (worker, epoch, kind, added, removed), trimmed
     pd:kv-head                   hash: generation and sequence of the newest entry
 
-Sets and stream change together, in one script. Stream ids are `generation-sequence` with no number left out, so that a
-follower sees a gap (trimmed entries) or a new generation (Redis lost its data) from the ids alone.
+One script changes set and stream together. Stream ids are `generation-sequence` without gaps, so that a follower sees
+from the ids alone that entries were trimmed, or that Redis lost its data (a new generation).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORKERS_KEY = "pd:kv-workers"
 STREAM_KEY = "pd:kv-events"
 HEAD_KEY = "pd:kv-head"
 
-#: Hashes in one stream entry: 8 KiB.
+#: Hashes in one stream entry, 8 KiB.
 MAX_BATCH = 512
 
 # Adds an entry to the stream. KEYS[3]: head, KEYS[4]: stream.
@@ -44,7 +44,7 @@ end
 """
 
 # KEYS: set, workers, head, stream. ARGV: worker, epoch, resync, stream's length, prefix of sets, TTL in ms, kind,
-# added, removed. Answers 'ok', or 'lost' when Redis does not have what the batch builds on.
+# added, removed. Returns 'ok', or 'lost' when Redis does not have what the batch builds on.
 _WRITE = (
     _APPEND
     + """
@@ -94,8 +94,8 @@ return 'ok'
 """
 )
 
-# KEYS: workers, head. ARGV: prefix of sets. Answers {generation, sequence, worker, epoch, worker, epoch, ...}, and
-# sweeps the workers whose set has expired.
+# KEYS: workers, head. ARGV: prefix of sets. Returns {generation, sequence, worker, epoch, worker, epoch, ...}, and
+# removes the workers whose set has expired.
 _LIST = """
 local answer = {redis.call('HGET', KEYS[2], 'generation') or '0', redis.call('HGET', KEYS[2], 'sequence') or '0'}
 local workers = redis.call('HGETALL', KEYS[1])
@@ -111,7 +111,7 @@ end
 return answer
 """
 
-# KEYS: set. ARGV: cursor. Answers {next cursor, hashes in one string}: one string is parsed much faster than many.
+# KEYS: set. ARGV: cursor. Returns {next cursor, hashes in one string}: one string is parsed much faster than many.
 _SCAN = """
 local page = redis.call('SSCAN', KEYS[1], ARGV[1], 'COUNT', 1000)
 return {page[1], table.concat(page[2])}
@@ -120,7 +120,7 @@ return {page[1], table.concat(page[2])}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvEventBatch:
-    """Changes that go out in one piece; at most `MAX_BATCH` hashes. `reset`: they are all there is."""
+    """Changes written as one stream entry, at most `MAX_BATCH` hashes. `reset`: the worker holds nothing else."""
 
     reset: bool = False
     added: tuple[BlockHash, ...] = ()
@@ -129,27 +129,27 @@ class KvEventBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class StreamPosition:
-    """A place in the stream; (0, 0) is before its first entry. Redis starting from nothing begins a new generation."""
+    """A position in the stream; (0, 0) precedes its first entry. A Redis that starts empty starts a new generation."""
 
     generation: int = 0
     sequence: int = 0
 
     def precedes(self, other: StreamPosition) -> bool:
-        """Whether `other` comes right after this, with nothing lost between."""
+        """Whether `other` directly follows this position, with nothing lost between them."""
         same_generation = self.generation in (0, other.generation)
         return same_generation and other.sequence == self.sequence + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredIncarnations:
-    """The incarnations whose blocks Redis has, and the stream's newest position at the same moment."""
+    """The incarnations whose blocks Redis holds, and the stream's newest position at the same time."""
 
     position: StreamPosition
     epochs: dict[WorkerId, Epoch]
 
 
 class KvLog:
-    """The commands on these keys. Every method raises `StoreError` when Redis cannot be used."""
+    """Commands on the keys above. Every method raises `StoreError` when Redis cannot be used."""
 
     def __init__(self, store: Store, *, max_entries: int = 4096, ttl_s: float = 30.0) -> None:
         """The stream keeps about `max_entries` batches; a worker's set expires `ttl_s` after its last write."""
@@ -158,10 +158,10 @@ class KvLog:
         self._ttl_s = ttl_s
 
     async def write(self, worker_id: WorkerId, epoch: Epoch, resync: int, batches: Sequence[KvEventBatch]) -> bool:
-        """Writes batches of one incarnation, in order; one without hashes only renews the TTL.
+        """Writes batches of one incarnation, in order; a batch without hashes only renews the TTL.
 
-        `resync` numbers its resets: a batch that comes late, after a newer reset, is refused. False means that Redis
-        does not hold what a batch builds on (it forgot, or another incarnation took over): start over with a reset.
+        `resync` counts its resets: a batch that arrives after a newer reset is refused. False means that Redis does not
+        hold what a batch builds on, because it lost data or another incarnation took over: start over with a reset.
         """
         keys = [_blocks_key(worker_id, epoch), WORKERS_KEY, HEAD_KEY, STREAM_KEY]
         shared: list[Argument] = [worker_id, epoch, resync, self._max_entries, BLOCKS_KEY, int(self._ttl_s * 1000)]
@@ -174,26 +174,28 @@ class KvLog:
         return all(reply == b"ok" for reply in await self._store.pipeline(commands))
 
     async def remove(self, worker_id: WorkerId, epoch: Epoch) -> None:
-        """Takes an incarnation's blocks back."""
+        """Removes an incarnation's blocks."""
         keys = [_blocks_key(worker_id, epoch), WORKERS_KEY, HEAD_KEY, STREAM_KEY]
         await self._store.script(_REMOVE, keys=keys, arguments=[worker_id, epoch, 0, self._max_entries])
 
     async def incarnations(self) -> StoredIncarnations:
-        """Whose blocks there are now."""
+        """The incarnations whose blocks Redis holds now."""
         reply = await self._store.script(_LIST, keys=[WORKERS_KEY, HEAD_KEY], arguments=[BLOCKS_KEY])
-        generation, sequence, *pairs = [as_bytes(part).decode(errors="replace") for part in as_list(reply)]
+        generation, sequence, *pairs = [as_bytes(item).decode(errors="replace") for item in as_list(reply)]
         try:
             return StoredIncarnations(
                 position=StreamPosition(generation=int(generation), sequence=int(sequence)),
                 epochs={WorkerId(name): Epoch(int(epoch)) for name, epoch in zip(pairs[::2], pairs[1::2], strict=True)},
             )
         except ValueError as error:
-            raise StoreError(f"The keys {WORKERS_KEY} and {HEAD_KEY} cannot be read: {error}.") from error
+            raise StoreError(
+                f"The Redis keys {WORKERS_KEY} and {HEAD_KEY} cannot be read: {error}. Delete them: workers rewrite them."
+            ) from error
 
     async def hashes(self, worker_id: WorkerId, epoch: Epoch) -> AsyncIterator[tuple[BlockHash, ...]]:
         """All blocks of an incarnation, in pages.
 
-        What changes meanwhile may or may not be among them: following the stream from before the first page mends it.
+        Concurrent changes may or may not be included. Following the stream from before the first page corrects that.
         """
         cursor = b"0"
         while True:
@@ -207,9 +209,9 @@ class KvLog:
     async def read(
         self, after: StreamPosition, *, block_s: float, count: int = 16
     ) -> list[tuple[StreamPosition, KvEvent]]:
-        """The entries after a position, waiting up to `block_s` for the first; empty when none came.
+        """The entries after a position. Waits up to `block_s` for the first one; empty when none came.
 
-        `count` bounds how many come at once, and so how long a router is busy with them: at most 8192 hashes, 4 ms.
+        `count` bounds the entries of a reply, and so how long a router is busy with it: 8192 hashes take 4 ms.
         """
         reply = await self._store.call(
             *("XREAD", "COUNT", count, "BLOCK", int(block_s * 1000)),
@@ -245,4 +247,6 @@ def _entry(entry: Reply) -> tuple[StreamPosition, KvEvent]:
         )
         return StreamPosition(generation=int(generation), sequence=int(sequence)), event
     except (KeyError, ValueError) as error:
-        raise StoreError(f"An entry of {STREAM_KEY} cannot be read: {error!r}.") from error
+        raise StoreError(
+            f"An entry of the Redis stream {STREAM_KEY} cannot be read: {error!r}. Delete the stream: it is rewritten."
+        ) from error

@@ -1,6 +1,6 @@
-"""Which worker holds which prefix: a map from block hashes to workers, kept by events. Pure.
+"""The prefix index: a map from block hashes to the workers that hold them, updated by events. Pure.
 
-Each worker has a bit, so a block's holders are one integer and a walk along a prompt costs one lookup per block.
+Each worker has a bit. A block's holders are then one integer, and a prompt costs one lookup per block.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pdserve.base.ids import BlockHash, Epoch, WorkerId
 
 
 class KvEventKind(StrEnum):
-    """What an event says about its worker."""
+    """Kind of a change to a worker's blocks."""
 
     #: This incarnation now holds `added` and nothing else; it replaces any other incarnation.
     RESET = "reset"
-    #: Some blocks came, some went.
+    #: This incarnation now also holds `added`, and no longer `removed`.
     DELTA = "delta"
     #: This incarnation shut down.
     GONE = "gone"
@@ -42,30 +42,31 @@ class _Holder:
 
 
 class PrefixIndex:
-    """Block hash -> workers. An incarnation counts from its RESET on; events of any other are ignored, so that a dead
-    epoch needs no bookkeeping: it is simply not the current one.
+    """Block hash -> workers.
+
+    An incarnation is current from its RESET on. Events of any other are ignored, so dead epochs need no bookkeeping.
     """
 
     def __init__(self, *, max_entries: int = 4_000_000) -> None:
-        """`max_entries` bounds the (worker, block) pairs kept; further ones are dropped and only cost hits."""
+        """`max_entries` bounds the (worker, block) pairs; more are dropped, which only costs cache hits."""
         self._max_entries = max_entries
         self._holders: dict[WorkerId, _Holder] = {}
         self._masks: dict[BlockHash, int] = {}
         self._worker_of_bit: dict[int, WorkerId] = {}
         self._entries = 0
-        #: Pairs not kept because the index was full.
+        #: Number of pairs dropped because the index was full.
         self.dropped = 0
-        #: Events of an incarnation that is not the current one.
+        #: Number of events of incarnations that were not current.
         self.ignored = 0
 
     @property
     def entries(self) -> int:
-        """(worker, block) pairs held."""
+        """Number of (worker, block) pairs."""
         return self._entries
 
     @property
     def num_blocks(self) -> int:
-        """Distinct blocks held by any worker."""
+        """Number of distinct blocks."""
         return len(self._masks)
 
     def epochs(self) -> dict[WorkerId, Epoch]:
@@ -73,12 +74,12 @@ class PrefixIndex:
         return {worker_id: holder.epoch for worker_id, holder in self._holders.items()}
 
     def blocks_of(self, worker_id: WorkerId) -> frozenset[BlockHash]:
-        """All blocks of a worker; empty when it is unknown."""
+        """All blocks of a worker; empty for an unknown one."""
         holder = self._holders.get(worker_id)
         return frozenset(holder.hashes) if holder else frozenset()
 
     def apply(self, event: KvEvent) -> None:
-        """Takes one event. Taking one again that was already taken changes nothing."""
+        """Applies an event. Applying the end of a history again changes nothing."""
         holder = self._holders.get(event.worker_id)
         if event.kind is KvEventKind.RESET:
             self._forget(event.worker_id)
@@ -92,15 +93,15 @@ class PrefixIndex:
             self._add(holder, event.added)
 
     def forget(self, worker_id: WorkerId, epoch: Epoch) -> None:
-        """Drops an incarnation and all it held; nothing happens when another one is current."""
+        """Drops an incarnation and its blocks, if it is the current one."""
         holder = self._holders.get(worker_id)
         if holder is not None and holder.epoch == epoch:
             self._forget(worker_id)
 
     def overlap(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
-        """How many blocks from the first on each worker holds; workers without the first are left out.
+        """Number of leading blocks that each worker holds; workers without the first are left out.
 
-        Walks until no worker remains.
+        Stops at the first block that no worker holds.
         """
         if not hashes:
             return {}
@@ -109,15 +110,15 @@ class PrefixIndex:
         for held, block_hash in enumerate(hashes):
             ending = remaining & ~self._masks.get(block_hash, 0)
             if ending:
-                self._report(ending, held, leading)
+                self._set_overlap(ending, held, leading)
                 remaining ^= ending
             if not remaining:
                 return leading
-        self._report(remaining, len(hashes), leading)
+        self._set_overlap(remaining, len(hashes), leading)
         return leading
 
-    def _report(self, mask: int, held: int, leading: dict[WorkerId, int]) -> None:
-        """Notes `held` for every worker of the mask."""
+    def _set_overlap(self, mask: int, held: int, leading: dict[WorkerId, int]) -> None:
+        """Sets the overlap of every worker in the mask to `held`."""
         while mask:
             bit = mask & -mask
             leading[self._worker_of_bit[bit]] = held

@@ -1,4 +1,4 @@
-"""A router's copy of the prefix index: a snapshot of Redis, then its stream of changes."""
+"""A router's copy of the prefix index: a snapshot from Redis, kept current by the stream of changes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ log = get_logger(__name__)
 
 
 class PrefixMirror:
-    """Answers which worker holds how much of a prompt, at once and from memory, kept current while `run` runs.
+    """Looks up in memory how much of a prompt each worker holds; kept current while `run` runs.
 
-    While Redis is away the answers are those last known: a hint that turned wrong costs a worker's recompute, nothing
-    else. Any doubt (an outage, a gap in the stream) leads to a new snapshot, which replaces the index when complete.
+    While Redis is unavailable the last known index stays: a wrong entry only makes a worker compute more. After any
+    doubt (an outage, a gap in the stream) a new snapshot is taken, which replaces the index when it is complete.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class PrefixMirror:
         clock: Callable[[], float] = time.monotonic,
         max_entries: int = 4_000_000,
     ) -> None:
-        """Every `audit_s` incarnations whose blocks expired in Redis (a killed worker's) are dropped here too."""
+        """Every `audit_s`, incarnations whose blocks expired in Redis (killed workers) are dropped here as well."""
         self._log = KvLog(store)
         self._block_s = block_s
         self._retry_s = retry_s
@@ -45,38 +45,38 @@ class PrefixMirror:
         self._position = StreamPosition()
         self._changes = Changes()
         self._degraded = True
-        #: Snapshots taken, and gaps in the stream that made one necessary.
+        #: Number of snapshots, and of gaps in the stream that made one necessary.
         self.snapshots = 0
         self.gaps = 0
-        #: Times that Redis could not be read.
+        #: Number of failed reads.
         self.failures = 0
 
     @property
     def degraded(self) -> bool:
-        """Whether the stream is not being followed: before the first snapshot, and while Redis is away."""
+        """Whether the stream is not followed: before the first snapshot, and while Redis is unavailable."""
         return self._degraded
 
     @property
     def index(self) -> PrefixIndex:
-        """The index as it is now; a snapshot replaces it."""
+        """The current index; a snapshot replaces it."""
         return self._index
 
     @property
     def version(self) -> int:
-        """Grows with every change; what `wait_for_change` compares with."""
+        """Number that grows with every change, for `wait_for_change`."""
         return self._changes.version
 
     def overlap(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
-        """How many blocks from the first on each worker holds; workers without the first are left out."""
+        """Number of leading blocks that each worker holds; workers without the first are left out."""
         return self._index.overlap(hashes)
 
     def forget(self, worker_id: WorkerId, epoch: Epoch) -> None:
-        """Drops a worker's incarnation that is known to be dead."""
+        """Drops an incarnation that is known to be dead."""
         self._index.forget(worker_id, epoch)
         self._changes.bump()
 
     async def wait_for_change(self, since: int | None = None) -> int:
-        """Returns the version once it is another than `since` (by default: than now)."""
+        """Waits until the version differs from `since` (default: the current one) and returns it."""
         return await self._changes.wait(self.version if since is None else since)
 
     async def run(self) -> None:
@@ -94,7 +94,7 @@ class PrefixMirror:
                 await asyncio.sleep(self._retry_s)
 
     async def _snapshot(self) -> None:
-        """Builds a new index. The stream's position comes first: changes meanwhile are then replayed on top."""
+        """Builds a new index. Reads the stream's position first, so that concurrent changes are replayed on top."""
         incarnations = await self._log.incarnations()
         index = PrefixIndex(max_entries=self._max_entries)
         for worker_id, epoch in incarnations.epochs.items():
@@ -124,8 +124,8 @@ class PrefixMirror:
             if not entries or self._clock() >= audit_at:
                 incarnations = await self._log.incarnations()
                 if incarnations.position < self._position:
-                    # Redis lost its data, and new entries would come below where we read (its clock went back, or
-                    # there are none yet): reading on would show no gap.
+                    # Redis lost its data, and new entries have lower ids than those read, for its clock went back or
+                    # there are none yet. Reading on would show no gap.
                     self._note_gap(incarnations.position)
                     return
                 self._sweep(incarnations)
@@ -136,7 +136,7 @@ class PrefixMirror:
         log.warning("prefix_stream_gap", last=self._position, next=position)
 
     def _sweep(self, incarnations: StoredIncarnations) -> None:
-        """Drops incarnations that Redis no longer knows. A new one is not added here: the stream will tell."""
+        """Drops incarnations that Redis no longer holds. New ones are added by their events in the stream."""
         for worker_id, epoch in self._index.epochs().items():
             if incarnations.epochs.get(worker_id) != epoch:
                 self.forget(worker_id, epoch)

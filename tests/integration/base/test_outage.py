@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvtransfer.index.kv_events import KvEventPublisher
+from kvtransfer.index.kv_events import KvEventPublisher, PublishPolicy
 from kvtransfer.index.prefix_mirror import PrefixMirror
 from pdserve.base.errors import StoreError
 from pdserve.base.ids import BlockHash, RequestId
@@ -70,7 +70,7 @@ async def cluster(url: str, *, timeout_s: float = 0.5) -> AsyncIterator[Cluster]
         workers, services = [], []
         for record, store in zip(WORKERS, (first_store, second_store), strict=True):
             publisher = KvEventPublisher(
-                store, record.worker_id, record.epoch, batch_s=0.005, keep_s=0.05, retry_s=0.02
+                store, record.worker_id, record.epoch, PublishPolicy(batch_s=0.005, keep_s=0.05, retry_s=0.02)
             )
             registrar = Registrar(store, lambda record=record: record, heartbeat_s=0.05, retry_s=0.02)
             workers.append(Worker(record, publisher, set()))

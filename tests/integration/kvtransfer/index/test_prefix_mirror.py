@@ -1,20 +1,20 @@
-"""Publishers, Redis and mirrors: whatever happened, in the end the mirror equals what the workers hold."""
+"""Publishers, Redis and mirrors: after any disturbance the mirror ends up equal to what the workers hold."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
-from kvtransfer.index.kv_events import KvEventPublisher
+from kvtransfer.index.kv_events import KvEventPublisher, PublishPolicy
 from kvtransfer.index.kv_log import BLOCKS_KEY, HEAD_KEY, MAX_BATCH, STREAM_KEY, KvEventBatch, KvLog, StreamPosition
+from kvtransfer.index.prefix_index import KvEventKind
 from kvtransfer.index.prefix_mirror import PrefixMirror
 from pdserve.base.errors import StoreError
 from pdserve.base.ids import BlockHash, Epoch, WorkerId
-from pdserve.base.store import Store, as_list
+from pdserve.base.store import Store
 from pdserve.cli.private_redis import PrivateRedis
 from tests.support.records import block_hashes
 from tests.support.redis import eventually, running, until
@@ -25,7 +25,7 @@ FIRST = Epoch(1)
 
 @dataclass
 class Worker:
-    """A publisher, and what its worker really holds."""
+    """A publisher, and the blocks that its worker really holds."""
 
     store: Store
     worker_id: WorkerId
@@ -39,10 +39,7 @@ class Worker:
             self.store,
             self.worker_id,
             self.epoch,
-            batch_s=0.005,
-            retry_s=0.02,
-            keep_s=self.keep_s,
-            ttl_s=self.ttl_s,
+            PublishPolicy(batch_s=0.005, retry_s=0.02, keep_s=self.keep_s, ttl_s=self.ttl_s),
         )
 
     def change(self, added: Sequence[BlockHash] = (), removed: Sequence[BlockHash] = ()) -> None:
@@ -90,7 +87,7 @@ async def test_a_router_that_starts_late_gets_everything(worker_store: Store, ro
             assert mirror.snapshots == 1
 
 
-async def test_a_snapshot_taken_amid_changes_is_mended_by_the_stream(worker_store: Store, router_store: Store) -> None:
+async def test_the_stream_corrects_a_snapshot_taken_during_changes(worker_store: Store, router_store: Store) -> None:
     a, mirror = Worker(worker_store, A), new_mirror(router_store)
     async with running(a.publisher.run()):
         a.change(block_hashes(4000))
@@ -104,7 +101,7 @@ async def test_a_snapshot_taken_amid_changes_is_mended_by_the_stream(worker_stor
             await until(mirror, lambda: equals_truth(mirror, a))
 
 
-async def test_serving_goes_on_without_redis_and_all_is_equal_again_after_it(
+async def test_lookups_continue_without_redis_and_the_mirror_catches_up_afterwards(
     redis_server: PrivateRedis, worker_store: Store, router_store: Store
 ) -> None:
     a, b, mirror = Worker(worker_store, A), Worker(worker_store, B), new_mirror(router_store)
@@ -127,7 +124,7 @@ async def test_serving_goes_on_without_redis_and_all_is_equal_again_after_it(
         assert a.publisher.resyncs > 1
 
 
-async def test_a_quick_restart_of_redis_loses_nothing_for_long(
+async def test_blocks_are_published_again_after_each_quick_restart_of_redis(
     redis_server: PrivateRedis, worker_store: Store, router_store: Store
 ) -> None:
     a, mirror = Worker(worker_store, A), new_mirror(router_store)
@@ -142,7 +139,7 @@ async def test_a_quick_restart_of_redis_loses_nothing_for_long(
         await eventually(lambda: _published(router_store, a))
 
 
-async def test_emptying_redis_by_hand_is_survived(worker_store: Store, router_store: Store) -> None:
+async def test_blocks_are_published_again_after_redis_was_emptied(worker_store: Store, router_store: Store) -> None:
     a, mirror = Worker(worker_store, A), new_mirror(router_store)
     async with running(mirror.run(), a.publisher.run()):
         a.change(block_hashes(30))
@@ -156,7 +153,7 @@ async def test_emptying_redis_by_hand_is_survived(worker_store: Store, router_st
 async def test_a_redis_that_comes_back_with_older_data_is_corrected(
     redis_server: PrivateRedis, worker_store: Store, router_store: Store
 ) -> None:
-    """One that saves itself now and then: all keys are there after its restart, but not the last changes."""
+    """A Redis with snapshots: after its restart all keys exist, but without the last changes."""
     a, mirror = Worker(worker_store, A), new_mirror(router_store)
     async with running(mirror.run(), a.publisher.run()):
         a.change(block_hashes(10))
@@ -169,7 +166,7 @@ async def test_a_redis_that_comes_back_with_older_data_is_corrected(
         await until(mirror, lambda: equals_truth(mirror, a) and not mirror.degraded)
 
 
-async def test_an_outage_that_another_user_of_the_store_met_counts_too(
+async def test_an_outage_seen_by_another_user_of_the_store_counts(
     redis_server: PrivateRedis, worker_store: Store, router_store: Store
 ) -> None:
     """The publisher's own next call succeeds, on a new connection to a Redis with older data."""
@@ -188,13 +185,13 @@ async def test_an_outage_that_another_user_of_the_store_met_counts_too(
 
 
 async def test_a_gap_in_the_stream_leads_to_a_new_snapshot(worker_store: Store, router_store: Store) -> None:
-    """The mirror sleeps through more entries than the stream keeps."""
+    """The mirror falls behind by more entries than the stream keeps."""
     log, mirror = KvLog(worker_store, max_entries=1), new_mirror(router_store)
     hashes = block_hashes(400)
     await log.write(A, Epoch(1), 1, [KvEventBatch(reset=True, added=tuple(hashes[:1]))])
     async with running(mirror.run()):
         await until(mirror, lambda: mirror.snapshots == 1)
-        # One pipeline: the mirror cannot read between, and all but the last entries are trimmed when it does.
+        # One pipeline: when the mirror reads next, all but the last entries are trimmed.
         batches = [KvEventBatch(added=(block_hash,)) for block_hash in hashes[1:]]
         await log.write(A, Epoch(1), 1, batches)
         assert await router_store.call("XLEN", STREAM_KEY) != len(hashes)
@@ -207,7 +204,7 @@ async def test_a_gap_in_the_stream_leads_to_a_new_snapshot(worker_store: Store, 
         assert mirror.snapshots == mirror.gaps + 1
 
 
-async def test_a_clock_that_went_back_over_a_restart_is_noticed(worker_store: Store, router_store: Store) -> None:
+async def test_a_redis_clock_that_went_back_over_a_restart_is_noticed(worker_store: Store, router_store: Store) -> None:
     """The new generation is below the old one, so that reading on from the old position would show nothing."""
     a, mirror = Worker(worker_store, A), new_mirror(router_store)
     async with running(mirror.run(), a.publisher.run()):
@@ -222,7 +219,7 @@ async def test_a_clock_that_went_back_over_a_restart_is_noticed(worker_store: St
         assert incarnations.position.generation == 5
 
 
-async def test_a_restarted_worker_makes_its_old_blocks_vanish(worker_store: Store, router_store: Store) -> None:
+async def test_a_restarted_worker_replaces_its_old_blocks(worker_store: Store, router_store: Store) -> None:
     old, mirror = Worker(worker_store, A, Epoch(1)), new_mirror(router_store)
     old.change(block_hashes(10))
     async with running(mirror.run()):
@@ -234,7 +231,7 @@ async def test_a_restarted_worker_makes_its_old_blocks_vanish(worker_store: Stor
             await until(mirror, lambda: equals_truth(mirror, new))
             assert mirror.overlap(block_hashes(10)) == {}
             assert await router_store.call("EXISTS", f"{BLOCKS_KEY}a:1") == 0
-            # What the dead incarnation still had on its way is refused.
+            # A late batch of the dead incarnation is refused.
             late = [KvEventBatch(added=tuple(block_hashes(1)))]
             assert not await KvLog(router_store).write(A, Epoch(1), 1, late)
             assert await router_store.call("EXISTS", f"{BLOCKS_KEY}a:1") == 0
@@ -250,7 +247,7 @@ async def test_a_killed_workers_blocks_expire_everywhere(worker_store: Store, ro
         assert mirror.index.entries == 0
 
 
-async def test_a_stopping_worker_takes_its_blocks_back_at_once(worker_store: Store, router_store: Store) -> None:
+async def test_a_stopping_worker_removes_its_blocks_at_once(worker_store: Store, router_store: Store) -> None:
     a, mirror = Worker(worker_store, A), new_mirror(router_store)
     a.change(block_hashes(10))
     async with running(mirror.run()):
@@ -260,7 +257,7 @@ async def test_a_stopping_worker_takes_its_blocks_back_at_once(worker_store: Sto
     assert await router_store.call("KEYS", "pd:blocks:*") == []
 
 
-async def test_blocks_that_expired_while_their_worker_lives_come_back(worker_store: Store, router_store: Store) -> None:
+async def test_expired_blocks_of_a_live_worker_are_published_again(worker_store: Store, router_store: Store) -> None:
     a, mirror = Worker(worker_store, A), new_mirror(router_store)
     a.change(block_hashes(10))
     async with running(mirror.run(), a.publisher.run()):
@@ -272,7 +269,7 @@ async def test_blocks_that_expired_while_their_worker_lives_come_back(worker_sto
 
 
 async def test_a_change_of_a_set_that_expired_is_refused(worker_store: Store) -> None:
-    """Half a set must not pass for the whole."""
+    """A partial set must not look complete."""
     log = KvLog(worker_store)
     await log.write(A, Epoch(1), 1, [KvEventBatch(reset=True, added=tuple(block_hashes(3)))])
     await worker_store.call("DEL", f"{BLOCKS_KEY}a:1")
@@ -290,14 +287,11 @@ async def test_a_reset_that_comes_late_does_not_undo_a_newer_one(worker_store: S
     assert sorted(held) == sorted(newer)
 
 
-async def test_large_changes_travel_in_bounded_entries_and_quickly(worker_store: Store, router_store: Store) -> None:
+async def test_large_changes_are_split_into_bounded_entries(worker_store: Store, router_store: Store) -> None:
     a = Worker(worker_store, A)
     async with running(a.publisher.run()):
-        started = time.monotonic()
         a.change(block_hashes(10_000))
         await eventually(lambda: _published(router_store, a))
-        # About 20 ms on a quiet machine, and this includes reading everything back.
-        assert time.monotonic() - started < 5
     entries = await KvLog(router_store).read(StreamPosition(), block_s=0.05, count=100)
     sizes = [len(event.added) + len(event.removed) for _, event in entries]
     assert max(sizes) == MAX_BATCH
@@ -322,13 +316,15 @@ async def test_changes_that_cancel_out_are_not_sent(worker_store: Store, router_
         a.change(block_hashes(10))
         a.change(removed=block_hashes(10))
         assert a.publisher.pending == 0
-        await asyncio.sleep(0.1)  # several sendings long
-    stream = as_list(await router_store.call("XRANGE", STREAM_KEY, "-", "+"))
-    assert len(stream) == 2  # the first reset, and the end
+        a.change(block_hashes(1, start=50))
+        await eventually(lambda: _published(router_store, a))
+    entries = await KvLog(router_store).read(StreamPosition(), block_s=0.05, count=100)
+    assert [block_hash for _, event in entries for block_hash in event.added] == block_hashes(1, start=50)
+    assert [event.kind for _, event in entries] == [KvEventKind.RESET, KvEventKind.DELTA, KvEventKind.GONE]
 
 
 async def _publish_and_die(worker: Worker, observer: Store) -> None:
-    """Publishes and leaves everything behind, as a killed process does; closes the worker's store."""
+    """Publishes, then leaves everything behind as a killed process would. Closes the worker's store."""
     task = asyncio.create_task(worker.publisher.run())
     await eventually(lambda: _published(observer, worker))
     await worker.store.close()
@@ -337,7 +333,7 @@ async def _publish_and_die(worker: Worker, observer: Store) -> None:
 
 
 async def _published(store: Store, *workers: Worker) -> bool:
-    """Whether the sets in Redis equal the truth."""
+    """Whether the sets in Redis equal what the workers hold."""
     log = KvLog(store)
     try:
         epochs = (await log.incarnations()).epochs

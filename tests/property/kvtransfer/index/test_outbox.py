@@ -1,4 +1,4 @@
-"""Whatever happens on the way, what a worker published ends up equal to what it holds."""
+"""Whatever is lost on the way, the blocks a worker published end up equal to those it holds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ few = st.lists(st.sampled_from(HASHES[:10]), max_size=6)
 
 
 class OutboxStory(RuleBasedStateMachine):
-    """An outbox, the blocks its worker holds, and what the other side has heard."""
+    """An outbox, the blocks its worker holds, and those the other side knows of."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,18 +38,18 @@ class OutboxStory(RuleBasedStateMachine):
     @rule(max_batches=st.integers(1, 3))
     def send(self, max_batches: int) -> None:
         for batch in self.outbox.take(max_batches):
-            self.hear(batch)
+            self.receive(batch)
 
     @rule(max_batches=st.integers(1, 3), arrived=st.integers(0, 3), forgot=st.booleans())
-    def send_in_vain(self, max_batches: int, arrived: int, forgot: bool) -> None:
-        """Some of it arrived, nobody knows how much."""
+    def send_with_losses(self, max_batches: int, arrived: int, forgot: bool) -> None:
+        """Some of it arrived, and the sender does not know how much."""
         for batch in self.outbox.take(max_batches)[:arrived]:
-            self.hear(batch)
+            self.receive(batch)
         if forgot:
             self.published = None
         self.outbox.start_over()
 
-    def hear(self, batch: KvEventBatch) -> None:
+    def receive(self, batch: KvEventBatch) -> None:
         assert len(batch.added) + len(batch.removed) <= MAX_BATCH
         assert not set(batch.added) & set(batch.removed)
         if batch.reset:
@@ -57,7 +57,7 @@ class OutboxStory(RuleBasedStateMachine):
             assert not batch.removed
         assert self.published is not None, "the first batch after a loss must be a reset"
         assert not set(batch.added) & self.published, "published twice"
-        assert set(batch.removed) <= self.published, "took back what was not published"
+        assert set(batch.removed) <= self.published, "removed a block that was not published"
         self.published = (self.published | set(batch.added)) - set(batch.removed)
 
     @invariant()
@@ -65,12 +65,12 @@ class OutboxStory(RuleBasedStateMachine):
         assert self.outbox.held == self.held
 
     @invariant()
-    def what_waits_is_bounded(self) -> None:
+    def pending_changes_are_bounded(self) -> None:
         assert self.outbox.pending <= len(self.held) + len(self.published or ())
 
     def teardown(self) -> None:
         for batch in self.outbox.take(100):
-            self.hear(batch)
+            self.receive(batch)
         assert not self.outbox.due
         assert self.published == self.held
 

@@ -1,4 +1,4 @@
-"""The prefix index against a model that is too simple to be wrong."""
+"""The prefix index gives the same answers as a model too simple to be wrong."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def events(draw: st.DrawFn) -> KvEvent:
 
 
 class NaiveIndex:
-    """The same promise with a set for each worker."""
+    """The same interface, with a set for each worker."""
 
     def __init__(self) -> None:
         self.held: dict[WorkerId, tuple[Epoch, set[BlockHash]]] = {}
@@ -67,9 +67,9 @@ def assert_same(index: PrefixIndex, model: NaiveIndex) -> None:
 
 @settings(deadline=None)
 @given(st.lists(events(), max_size=40), st.lists(st.sampled_from(HASHES), max_size=12))
-def test_the_index_answers_as_a_set_per_worker_would(story: list[KvEvent], prompt: list[BlockHash]) -> None:
+def test_the_index_equals_a_set_per_worker(history: list[KvEvent], prompt: list[BlockHash]) -> None:
     index, model = PrefixIndex(), NaiveIndex()
-    for event in story:
+    for event in history:
         index.apply(event)
         model.apply(event)
         assert index.overlap(prompt) == model.overlap(prompt)
@@ -78,22 +78,22 @@ def test_the_index_answers_as_a_set_per_worker_would(story: list[KvEvent], promp
 
 @settings(deadline=None)
 @given(st.lists(events(), max_size=30), st.data())
-def test_replaying_the_end_of_the_story_changes_nothing(story: list[KvEvent], data: st.DataObject) -> None:
-    """This is what a mirror does after a snapshot: events that the snapshot already shows come once more."""
+def test_replaying_the_end_of_a_hihistory_changes_nothing(history: list[KvEvent], data: st.DataObject) -> None:
+    """A mirror does this after a snapshot: it applies events that the snapshot already includes."""
     index, model = PrefixIndex(), NaiveIndex()
-    for event in story:
+    for event in history:
         index.apply(event)
         model.apply(event)
-    for event in story[data.draw(st.integers(0, len(story)), label="replayed from") :]:
+    for event in history[data.draw(st.integers(0, len(history)), label="replayed from") :]:
         index.apply(event)
     assert_same(index, model)
 
 
 @settings(deadline=None)
 @given(st.lists(events(), max_size=30), st.integers(0, 8))
-def test_a_full_index_stays_bounded_and_never_claims_what_is_not_held(story: list[KvEvent], bound: int) -> None:
+def test_a_full_index_stays_bounded_and_never_claims_what_is_not_held(history: list[KvEvent], bound: int) -> None:
     index, model = PrefixIndex(max_entries=bound), NaiveIndex()
-    for event in story:
+    for event in history:
         index.apply(event)
         model.apply(event)
         assert index.entries <= bound
@@ -104,9 +104,9 @@ def test_a_full_index_stays_bounded_and_never_claims_what_is_not_held(story: lis
 
 @settings(deadline=None)
 @given(st.lists(events(), max_size=30))
-def test_forgetting_every_worker_leaves_nothing(story: list[KvEvent]) -> None:
+def test_forgetting_every_worker_leaves_nothing(history: list[KvEvent]) -> None:
     index = PrefixIndex()
-    for event in story:
+    for event in history:
         index.apply(event)
     for worker_id, epoch in index.epochs().items():
         index.forget(worker_id, Epoch(epoch + 1))
