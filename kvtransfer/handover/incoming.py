@@ -70,8 +70,7 @@ class IncomingTransfer:
             lease_s=ticket.lease_s,
             now=self._loop.time(),
         )
-        self._groups = ticket.groups
-        self._bundles = ticket.shape.bundles(reservation.block_ids)
+        self._groups, self._bundles = ticket.groups, ticket.shape.bundles(reservation.block_ids)
         self._digest = MessageDigest(ticket.key)
         #: Buffers lent for bundles that are not complete, by bundle.
         self._buffers: dict[int, Buffer] = {}

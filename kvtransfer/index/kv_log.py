@@ -189,7 +189,7 @@ class KvLog:
             )
         except ValueError as error:
             raise StoreError(
-                f"The Redis keys {WORKERS_KEY} and {HEAD_KEY} cannot be read: {error}. Delete them: workers rewrite them."
+                f"The keys {WORKERS_KEY} and {HEAD_KEY} cannot be read: {error}. Delete them: workers rewrite them."
             ) from error
 
     async def hashes(self, worker_id: WorkerId, epoch: Epoch) -> AsyncIterator[tuple[BlockHash, ...]]:
@@ -248,5 +248,5 @@ def _entry(entry: Reply) -> tuple[StreamPosition, KvEvent]:
         return StreamPosition(generation=int(generation), sequence=int(sequence)), event
     except (KeyError, ValueError) as error:
         raise StoreError(
-            f"An entry of the Redis stream {STREAM_KEY} cannot be read: {error!r}. Delete the stream: it is rewritten."
+            f"An entry of the stream {STREAM_KEY} cannot be read: {error!r}. Delete the stream: it is rewritten."
         ) from error

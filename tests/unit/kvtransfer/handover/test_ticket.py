@@ -1,4 +1,4 @@
-"""Tickets and commits on the wire, and what a hostile one is told."""
+"""Tickets and commits on the wire, and the refusal of hostile ones."""
 
 from __future__ import annotations
 
