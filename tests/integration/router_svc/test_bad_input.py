@@ -114,7 +114,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"tools": [{"type": "function"}]}, 400, "tools", "not supported"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
     ({"chat_template": "{{ 1 }}"}, 400, "chat_template", "not supported"),
-    ({"chat_template_kwargs": {"messages": 1}}, 400, "chat_template_kwargs.messages.[key]", "not a name"),
+    ({"chat_template_kwargs": {"messages": 1}}, 400, "chat_template_kwargs.messages.[key]", "not a variable"),
     ({"chat_template_kwargs": {"mood": [1]}}, 400, "chat_template_kwargs.mood", "must be a string, a number"),
     ({"kv_transfer_params": {"remote_host": "evil"}}, 400, "kv_transfer_params", "not supported"),
 ]
