@@ -1,7 +1,8 @@
-"""`python -m tests.machines [NAME...]`: the tests that a machine can change, under the settings of other machines.
+"""`python -m tests.machines [NAME...]`: suites that a machine can affect, under the settings of other machines.
 
-Each row is one setting with the suites that it can change; not every setting meets every suite. Settings stand for
-machines: libraries without AVX-512, each instruction set of the kernels, one core, half a core.
+Each row is one setting with the suites it can affect. The settings stand for other machines: libraries without
+AVX-512, each instruction set of the kernels, one core, half a core, and steps that take next to no time. One more row
+runs the model's exactness at full depth, which takes too long for `make test`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ KERNELS = ("tests/unit/kernels", "tests/property/kernels")
 ENGINE = ("tests/unit/engine", "tests/property/engine")
 EXACTNESS = ("tests/property/model", "tests/golden")
 ANSWERS = ("tests/integration/test_exactness.py",)
-CHAOS = ("tests/chaos/test_worker_lost.py",)
+WORKER_LOST = ("tests/chaos/test_worker_lost.py",)
+#: Chaos tests that hold with any model. The others ask the default model questions or never load one.
+ANY_MODEL = (*WORKER_LOST, "tests/chaos/test_redis_lost.py")
 _CGROUPS = Path("/sys/fs/cgroup")
 _PERIOD_US = 100_000
 
@@ -34,13 +37,13 @@ class Row:
     name: str
     suites: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    #: Words before the command.
+    #: Words in front of the command, such as `taskset -c 0`.
     prefix: tuple[str, ...] = ()
-    #: Share of one core that all processes have together.
+    #: Quota for all processes together, in cores.
     cores: float | None = None
 
     def command(self) -> list[str]:
-        """The whole command, which can be pasted into a shell after `env`."""
+        """The whole command. Joined by spaces, it can be pasted into a shell."""
         variables = [f"{name}={value}" for name, value in self.environment.items()]
         return ["env", *variables, *self.prefix, sys.executable, "-m", "pytest", "-q", *self.suites]
 
@@ -57,8 +60,10 @@ def rows() -> list[Row]:
             suites=KERNELS + ENGINE + EXACTNESS,
             environment={**haswell, "ATEN_CPU_CAPABILITY": "avx2", "NPY_DISABLE_CPU_FEATURES": "X86_V4"},
         ),
-        Row(name="one-core", suites=ENGINE + ANSWERS + CHAOS, prefix=("taskset", "-c", "0")),
-        Row(name="half-a-core", suites=CHAOS, cores=0.5),
+        Row(name="one-core", suites=ENGINE + ANSWERS + WORKER_LOST, prefix=("taskset", "-c", "0")),
+        Row(name="half-a-core", suites=WORKER_LOST, cores=0.5),
+        Row(name="fast-steps", suites=ANY_MODEL, environment={"PDSERVE_TEST_MODEL": "one-layer"}),
+        Row(name="full-depth", suites=("tests/property/model",), environment={"PDSERVE_TEST_DEPTH": "full"}),
     ]
     for name in instruction_sets():
         services = ("PREFILL", "DECODE")
@@ -69,26 +74,26 @@ def rows() -> list[Row]:
 
 @contextmanager
 def _quota(cores: float) -> Iterator[Path]:
-    """A cgroup, of version 1 or 2, with that much time on the cores. Raises `OSError` where none can be made."""
-    is_second = (_CGROUPS / "cgroup.controllers").exists()
-    group = (_CGROUPS if is_second else _CGROUPS / "cpu") / f"pdserve-tests-{os.getpid()}"
+    """A cgroup, of version 1 or 2, with this quota. Raises `OSError` where none can be made."""
+    is_version_2 = (_CGROUPS / "cgroup.controllers").exists()
+    group = (_CGROUPS if is_version_2 else _CGROUPS / "cpu") / f"pdserve-tests-{os.getpid()}"
     group.mkdir()
     try:
         quota = int(cores * _PERIOD_US)
-        if is_second:
+        if is_version_2:
             (group / "cpu.max").write_text(f"{quota} {_PERIOD_US}")
         else:
             (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
             (group / "cpu.cfs_quota_us").write_text(str(quota))
         yield group / "cgroup.procs"
     finally:
-        # Its processes have ended; the kernel may still count one.
+        # The kernel may still count a process that has ended.
         with suppress(OSError):
             group.rmdir()
 
 
 def run(row: Row) -> str:
-    """Run a row: "passed", "failed", or why it could not run."""
+    """Run a row. Returns "passed", "failed", or why it could not run."""
     print(f"\n{row.name}: {' '.join(row.command())}", flush=True)
     if row.cores is None:
         return _outcome(row.command())
@@ -96,7 +101,7 @@ def run(row: Row) -> str:
         with _quota(row.cores) as members:
             return _outcome(["sh", "-c", f'echo $$ > {members} && exec "$@"', "sh", *row.command()])
     except OSError as error:
-        return f"not run: no cgroup with a quota can be made ({error})"
+        return f"not run: creating a cgroup with a quota failed ({error})"
 
 
 def _outcome(command: list[str]) -> str:
@@ -104,18 +109,18 @@ def _outcome(command: list[str]) -> str:
 
 
 def main() -> int:
-    """Run the named rows, or all, and list the results. 1 when one failed."""
-    every = {row.name: row for row in rows()}
+    """Run the named rows, or all, and list the results. Returns 1 if one failed."""
+    all_rows = {row.name: row for row in rows()}
     parser = argparse.ArgumentParser(prog="python -m tests.machines", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"rows to run (default: all): {', '.join(every)}")
-    names = parser.parse_args().names or list(every)
-    unknown = set(names) - set(every)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"rows to run (default: all): {', '.join(all_rows)}")
+    names = parser.parse_args().names or list(all_rows)
+    unknown = set(names) - set(all_rows)
     if unknown:
-        parser.error(f"unknown rows: {', '.join(sorted(unknown))}. Known: {', '.join(every)}.")
+        parser.error(f"Unknown rows: {', '.join(sorted(unknown))}. Choose from: {', '.join(all_rows)}.")
     results: list[str] = []
     for name in names:
         started = time.monotonic()
-        results.append(f"{name:32} {run(every[name])}, {time.monotonic() - started:.0f} s")
+        results.append(f"{name:32} {run(all_rows[name])}, {time.monotonic() - started:.0f} s")
     print("", *results, sep="\n")
     return int(any(" failed, " in result for result in results))
 

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
-from tests.support.cluster import Cluster, running_cluster
+from tests.support.cluster import MODEL, Cluster, running_cluster
+from tests.support.one_layer_model import write_one_layer_model
 from tests.support.prefill_gate import PrefillGate
+
+#: Set to "one-layer" by `tests.machines`: clusters serve a model whose steps take next to no time.
+_MODEL_VARIABLE = "PDSERVE_TEST_MODEL"
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The model to start clusters with. Clients call it `MODEL` in either case."""
+    if os.environ.get(_MODEL_VARIABLE) == "one-layer":
+        return str(write_one_layer_model(tmp_path_factory.mktemp("one-layer")))
+    return MODEL
 
 
 @pytest.fixture(scope="session")
@@ -17,11 +30,13 @@ def prefill_gate(tmp_path_factory: pytest.TempPathFactory) -> PrefillGate:
 
 
 @pytest.fixture(scope="session")
-def shared_fragile(tmp_path_factory: pytest.TempPathFactory, prefill_gate: PrefillGate) -> Iterator[Cluster]:
+def shared_fragile(
+    tmp_path_factory: pytest.TempPathFactory, prefill_gate: PrefillGate, model: str
+) -> Iterator[Cluster]:
     """Small chunks, so that a long prompt is in many pieces when something breaks; a short lease, so that tests end."""
     flags = ("--dtype", "float32", "--kv-cache-memory", "512MiB", "--prefill", "2", "--max-num-batched-tokens", "64")
     environment = {"PDSERVE_DECODE__LEASE_S": "5", **prefill_gate.environment()}
-    with running_cluster(tmp_path_factory.mktemp("fragile"), *flags, **environment) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("fragile"), *flags, model=model, **environment) as cluster:
         yield cluster
 
 

@@ -24,9 +24,9 @@ def _answer(cluster: Cluster, number: int) -> int:
     return response.usage.completion_tokens if response.usage else 0
 
 
-async def test_serving_goes_on_while_redis_is_away_and_the_registry_comes_back(tmp_path: Path) -> None:
+async def test_serving_goes_on_while_redis_is_away_and_the_registry_comes_back(tmp_path: Path, model: str) -> None:
     async with PrivateRedis() as redis:
-        with running_cluster(tmp_path, "--kv-cache-memory", "512MiB", "--redis-url", redis.url) as cluster:
+        with running_cluster(tmp_path, "--kv-cache-memory", "512MiB", "--redis-url", redis.url, model=model) as cluster:
 
             async def answers(number: int) -> int:
                 return await asyncio.to_thread(_answer, cluster, number)
@@ -49,8 +49,8 @@ async def test_serving_goes_on_while_redis_is_away_and_the_registry_comes_back(t
             await asyncio.to_thread(cluster.wait_idle)
 
 
-def test_a_private_redis_that_is_killed_is_restarted_and_no_request_notices(tmp_path: Path) -> None:
-    with running_cluster(tmp_path, "--kv-cache-memory", "512MiB") as cluster:
+def test_a_private_redis_that_is_killed_is_restarted_and_no_request_notices(tmp_path: Path, model: str) -> None:
+    with running_cluster(tmp_path, "--kv-cache-memory", "512MiB", model=model) as cluster:
         assert _answer(cluster, 1) == 4
         before = cluster.processes()["redis"].pid
         cluster.kill("redis")

@@ -99,7 +99,7 @@ async def test_a_killed_decode_worker_ends_its_streams_with_an_error_and_is_rest
                 async for chunk in await client.completions.create(
                     model=MODEL,
                     prompt=_long_prompt(2100 + number, 100),
-                    max_tokens=2000,
+                    max_tokens=7000,
                     temperature=0,
                     stream=True,
                     extra_body={"ignore_eos": True},

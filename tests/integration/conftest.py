@@ -1,4 +1,4 @@
-"""The clusters that integration tests share, started once, and the check after each test that nothing was leaked."""
+"""The clusters that integration tests share, each started once, and the leak check after every test."""
 
 from __future__ import annotations
 
@@ -8,29 +8,25 @@ import pytest
 
 from tests.support.cluster import Cluster, Footprint, running_cluster
 
-#: Exact where library kernels can be, and small enough for several clusters on one machine.
-FLAGS = ("--dtype", "float32", "--kv-cache-memory", "512MiB")
-#: Connections that a process may keep open for the next request: to clients, to other processes, to Redis.
+#: float32 is exact even without the C++ kernels. The caches are small enough for several clusters on one machine.
+_FLAGS = ("--dtype", "float32", "--kv-cache-memory", "512MiB")
+#: Connections that a process may keep open for later requests: to clients, other processes and Redis.
 _FD_SLACK = 16
-#: Pools (gRPC, the event loop's executor) that grow to a fixed size with first use.
+#: Threads of pools that grow to a fixed size as they are used: gRPC, the event loop's executor.
 _THREAD_SLACK = 24
 
 
 @pytest.fixture(scope="session")
 def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One prefill and one decode worker, float32."""
-    with running_cluster(
-        tmp_path_factory.mktemp("cluster"), "--dtype", "float32", "--kv-cache-memory", "512MiB"
-    ) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("cluster"), *_FLAGS) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
 def shared_monolith(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The decode tier alone, float32: what disaggregated output is compared with."""
-    with running_cluster(
-        tmp_path_factory.mktemp("monolith"), "--dtype", "float32", "--kv-cache-memory", "512MiB", "--prefill", "0"
-    ) as cluster:
+    """The decode tier alone, float32: the reference for disaggregated output."""
+    with running_cluster(tmp_path_factory.mktemp("monolith"), *_FLAGS, "--prefill", "0") as cluster:
         yield cluster
 
 
@@ -38,16 +34,21 @@ _baselines: dict[int, dict[str, Footprint]] = {}
 
 
 def _checked(cluster: Cluster) -> Iterator[Cluster]:
-    """Everything must be given back after the test: blocks, leases, requests, descriptors, threads, processes."""
+    """The cluster, and after the test the check that it has released everything.
+
+    That is blocks, leases, requests, descriptors, threads and processes.
+    """
     if cluster.process.pid not in _baselines:
-        # Pools and caches fill with the first use, which is no leak.
+        # Pools and caches fill with first use. That is not a leak.
         cluster.client().completions.create(model="smollm2-135m-instruct", prompt="Warm " * 200, max_tokens=2)
         cluster.wait_idle()
         _baselines[cluster.process.pid] = cluster.footprint()
     yield cluster
     cluster.wait_idle()
     baseline = _baselines[cluster.process.pid]
-    cluster.until(lambda: not _grown(baseline, cluster.footprint()), "descriptors, threads and processes as before")
+    cluster.until(
+        lambda: not _grown(baseline, cluster.footprint()), "the descriptors, threads and processes of before the test"
+    )
 
 
 def _grown(before: dict[str, Footprint], now: dict[str, Footprint]) -> dict[str, tuple[Footprint, Footprint]]:

@@ -1,4 +1,4 @@
-"""What bad input gets: a 4xx that names the field and the reason, while another client's stream goes on unharmed."""
+"""Bad input gets a 4xx that names the field and the reason, and no other client notices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _post(cluster: Cluster, path: str, body: bytes) -> tuple[int, dict[str, Any]
 
 
 CASES = [
-    # what is sent, status, the field to blame, a part of the message
+    # body, expected status, field named in the error, text within the message
     (COMPLETION | {"model": "gpt-17"}, 404, "model", "gpt-17"),
     (COMPLETION | {"prompt": ""}, 400, "prompt", ""),
     (COMPLETION | {"prompt": []}, 400, "prompt", ""),
@@ -57,7 +57,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("body", "status", "param", "needle"), CASES, ids=lambda value: str(value)[:40])
-def test_a_wrong_field_is_named(cluster: Cluster, body: dict[str, Any], status: int, param: str, needle: str) -> None:
+def test_an_invalid_field_is_named(
+    cluster: Cluster, body: dict[str, Any], status: int, param: str, needle: str
+) -> None:
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     got, error = _post(cluster, path, json.dumps(body).encode())
     assert got == status, error
@@ -77,9 +79,9 @@ def test_a_wrong_field_is_named(cluster: Cluster, body: dict[str, Any], status: 
         (b"[" * 100_000, 400),
         (json.dumps(COMPLETION | {"prompt": "x" * 10_000_000}).encode(), 413),
     ],
-    ids=["empty", "cut", "list", "invalid UTF-8", "deep", "10 MB"],
+    ids=["empty", "truncated", "list", "invalid UTF-8", "deep", "10 MB"],
 )
-def test_a_wrong_body_is_refused(cluster: Cluster, body: bytes, status: int) -> None:
+def test_an_invalid_body_is_refused(cluster: Cluster, body: bytes, status: int) -> None:
     got, error = _post(cluster, "/v1/completions", body)
     assert got == status
     assert error["message"]
@@ -90,7 +92,7 @@ def test_an_unknown_path_and_a_wrong_method_have_the_same_error_shape(cluster: C
     assert _post(cluster, "/v1/models", b"{}")[0] == 405
 
 
-def test_no_other_request_notices(cluster: Cluster) -> None:
+def test_bad_input_does_not_disturb_another_stream(cluster: Cluster) -> None:
     options: dict[str, Any] = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 40, "temperature": 0}
     with cluster.client() as client:
         expected = [chunk.choices[0].text for chunk in client.completions.create(**options, stream=True)]

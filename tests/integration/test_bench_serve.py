@@ -1,4 +1,4 @@
-"""`pdserve bench serve` against the real cluster."""
+"""`pdserve bench serve` against a real cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _bench(cluster: Cluster, tmp_path: Path, *flags: str) -> Any:
     return json.loads((tmp_path / "r").read_text())
 
 
-def test_lengths_are_exactly_those_asked_for_and_greedy_answers_are_the_same_in_a_crowd(
+def test_lengths_are_exact_and_greedy_answers_are_the_same_alone_and_in_a_crowd(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     lens = ("--num-prompts", "6", "--random-input-len", "80", "--random-output-len", "8", "--ignore-eos")

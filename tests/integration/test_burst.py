@@ -1,4 +1,4 @@
-"""A burst of prompts: both tiers compute, and each request tells why."""
+"""A burst of prompts: both tiers prefill, and each decision record says why."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.support.cluster import MODEL, Cluster
 
 def _prompt(first: int, length: int = 256) -> list[int]:
     """Token ids that no other test uses."""
-    return [first, *((first * 37 + 11 * place) % 40_000 + 100 for place in range(1, length))]
+    return [first, *((first * 37 + 11 * index) % 40_000 + 100 for index in range(1, length))]
 
 
 async def _burst(cluster: Cluster, firsts: range) -> list[dict[str, Any]]:
-    """The decision records of these prompts, sent at once."""
+    """Send these prompts all at once and return their decision records."""
     async with aiohttp.ClientSession(cluster.base_url) as session, asyncio.TaskGroup() as tasks:
 
         async def one(first: int) -> dict[str, Any]:
@@ -36,10 +36,10 @@ def _knows_rates(cluster: Cluster) -> bool:
     return all(worker.prefill_tokens_per_s is not None for worker in cluster.workers("prefill"))
 
 
-def test_in_a_burst_the_decode_worker_takes_its_share_of_prompts(cluster: Cluster) -> None:
-    # What is predicted rests on what was measured: the first prompt teaches the prefill worker's rate.
+def test_the_decode_worker_prefills_its_share_of_a_burst(cluster: Cluster) -> None:
+    # Predictions use measured rates, so a first prompt lets the prefill worker measure its own.
     asyncio.run(_burst(cluster, range(2001, 2002)))
-    cluster.until(lambda: _knows_rates(cluster), "the prefill worker's rate told by a heartbeat")
+    cluster.until(lambda: _knows_rates(cluster), "a heartbeat with the prefill worker's rate")
     before = cluster.metric(f"127.0.0.1:{cluster.port}", "pdserve_local_prefills_total", reason="load")
     records = asyncio.run(_burst(cluster, range(2002, 2014)))
     local = [record for record in records if record["prefilled_by"] == "decode"]

@@ -1,4 +1,4 @@
-"""Promise 1 among real processes, in float32: the tokens do not depend on the crowd or on disaggregation."""
+"""Promise 1 with real processes, in float32: tokens depend neither on other requests nor on disaggregation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CASES = [
 
 
 async def _generate(cluster: Cluster, *, together: bool) -> list[tuple[str, ...]]:
-    """The tokens of every case, one stream at a time or all at once."""
+    """The tokens of every case, streamed one at a time or all at once."""
     gate = asyncio.Semaphore(NUM_STREAMS if together else 1)
     async with cluster.async_client() as client:
 
@@ -47,16 +47,13 @@ async def _generate(cluster: Cluster, *, together: bool) -> list[tuple[str, ...]
                     stream=True,
                     logprobs=0,
                 )
-                return tuple([token async for c in stream for token in (c.choices[0].logprobs or _NONE).tokens or ()])
+                logprobs = [chunk.choices[0].logprobs async for chunk in stream]
+                return tuple(token for one in logprobs if one for token in one.tokens or ())
 
         return await asyncio.gather(*(one(case) for case in CASES))
 
 
-class _NONE:
-    tokens: tuple[str, ...] = ()
-
-
-async def test_32_streams_at_once_give_what_each_gives_alone_and_without_prefill_workers(
+async def test_32_concurrent_streams_have_the_tokens_of_each_alone_and_of_a_cluster_without_prefill_workers(
     cluster: Cluster, monolith: Cluster
 ) -> None:
     together = await _generate(cluster, together=True)

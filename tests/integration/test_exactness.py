@@ -1,15 +1,16 @@
-"""Promise 1 at the cluster, in the default dtype: an answer is a function of its request, whatever happens around it.
+"""Promise 1 at the cluster, in the default dtype: an answer depends on its request and on nothing else.
 
-The measure is each request alone on a cluster with one prefill and one decode worker, its caches cold. The same
-requests then come all at once, to workers that have computed them before or never, without a prefill worker, with
-another number of threads and other chunks, streamed where they were whole, and to a worker that runs out of blocks.
-Every byte stays but ids, times and the number of cached tokens.
+The reference is each request alone on a cluster with one prefill and one decode worker and cold caches. The same
+requests then arrive all at once, at workers with warm or cold caches, without a prefill worker, with another number of
+threads and other chunk sizes, streamed instead of whole, and at a worker that runs out of blocks. Every byte stays the
+same except ids, times and the number of cached tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -26,9 +27,9 @@ pytestmark = [
 
 CALLS = make_calls(50)
 BLOCK_SIZE = 16
-#: 42 blocks: room for the longest request alone, and for no crowd.
+#: 42 blocks: enough for the longest request alone, too few for a crowd.
 SCARCE = "15MiB"
-#: Eight sequences of 112 new tokens, 7 blocks each: any one of them fits into those 42 blocks, all of them never do.
+#: Eight sequences of 112 new tokens, 7 blocks each. Any one of them fits into those 42 blocks, all eight never do.
 CHOICES = Call(
     path=COMPLETIONS,
     body={"prompt": "A list of rivers:", "n": 8, "max_tokens": 112, "temperature": 0.9, "seed": 5, "ignore_eos": True},
@@ -38,14 +39,14 @@ CHOICES = Call(
 
 @pytest.fixture(scope="module")
 def disaggregated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One prefill and one decode worker, which share the cores."""
+    """One prefill and one decode worker that share the cores."""
     with running_cluster(tmp_path_factory.mktemp("disaggregated"), "--kv-cache-memory", "512MiB") as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def monolithic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A decode worker alone, with all cores and in other chunks."""
+    """A decode worker alone, with all cores and another chunk size."""
     flags = ("--prefill", "0", "--max-num-batched-tokens", "200", "--kv-cache-memory", "512MiB")
     with running_cluster(tmp_path_factory.mktemp("monolithic"), *flags) as cluster:
         yield cluster
@@ -53,7 +54,7 @@ def monolithic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def scarce(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Too few blocks, and every prompt comes from the prefill worker."""
+    """A cluster with too few blocks, in which the prefill worker computes every prompt."""
     flags = ("--kv-cache-memory", SCARCE, "--local-prefill-threshold", "0")
     with running_cluster(tmp_path_factory.mktemp("scarce"), *flags) as cluster:
         yield cluster
@@ -63,12 +64,19 @@ def scarce(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def alone(disaggregated: Cluster) -> list[str]:
     """The answer to every request by itself."""
     answers = asyncio.run(send_all(disaggregated, CALLS, at_once=1))
-    assert len({*answers}) == len(CALLS), "requests with the same answer tell less than they could"
+    assert len({*answers}) == len(CALLS), "Two requests have the same answer, so a mix-up would go unnoticed."
     lengths = {json.loads(answer)["usage"]["prompt_tokens"] for answer in answers}
     assert min(lengths) < BLOCK_SIZE, lengths
     assert max(lengths) > 512, lengths
     assert any(length % BLOCK_SIZE == 0 for length in lengths), lengths
     return answers
+
+
+def test_workers_compute_with_the_instruction_set_of_their_environment(disaggregated: Cluster) -> None:
+    # `tests.machines` sets these variables. Without them, workers use the best set.
+    for tier in ("prefill", "decode"):
+        name = os.environ.get(f"PDSERVE_{tier.upper()}__INSTRUCTION_SET", instruction_sets()[0])
+        assert disaggregated.worker_metric(tier, "pdserve_kernels_info", instruction_set=name) == 1
 
 
 async def _assert_answers(cluster: Cluster, calls: Sequence[Call], expected: Sequence[str], *, at_once: int) -> None:
@@ -78,9 +86,7 @@ async def _assert_answers(cluster: Cluster, calls: Sequence[Call], expected: Seq
     cluster.wait_idle()
 
 
-async def test_a_crowd_and_warm_caches_change_nothing_and_neither_does_streaming(
-    disaggregated: Cluster, alone: list[str]
-) -> None:
+async def test_a_crowd_warm_caches_and_streaming_change_nothing(disaggregated: Cluster, alone: list[str]) -> None:
     hits = disaggregated.worker_metric("decode", "pdserve_prefix_cache_hits_total")
     turned = [call.turned() for call in CALLS]
     await _assert_answers(disaggregated, turned, alone, at_once=len(CALLS))
@@ -91,18 +97,18 @@ async def test_a_crowd_and_warm_caches_change_nothing_and_neither_does_streaming
 async def test_a_crowd_with_cold_caches_and_no_prefill_worker_changes_nothing(
     monolithic: Cluster, alone: list[str]
 ) -> None:
-    # From the end: whoever found a shared prefix cached computes it now.
+    # In reverse order: a request that found a shared prefix in the cache now computes it.
     await _assert_answers(monolithic, CALLS[::-1], alone[::-1], at_once=len(CALLS))
 
 
-async def test_each_alone_with_warm_caches_and_no_prefill_worker_is_the_same(
+async def test_each_request_alone_with_warm_caches_and_no_prefill_worker_has_the_same_answer(
     monolithic: Cluster, alone: list[str]
 ) -> None:
     await _assert_answers(monolithic, CALLS, alone, at_once=1)
 
 
 async def test_preemption_changes_nothing(scarce: Cluster, disaggregated: Cluster, alone: list[str]) -> None:
-    # The choices of one request run together, so blocks run out however fast or slowly the prompts of others come.
+    # The choices of one request run together, so blocks run out however fast or slow the other prompts arrive.
     [choices_alone] = await send_all(disaggregated, [CHOICES], at_once=1)
     await _assert_answers(scarce, [CHOICES, *CALLS], [choices_alone, *alone], at_once=len(CALLS) + 1)
     assert scarce.worker_metric("decode", "pdserve_num_preemptions_total") > 0

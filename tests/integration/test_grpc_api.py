@@ -1,4 +1,4 @@
-"""The gRPC API for clients, with health and reflection, against the real cluster."""
+"""The gRPC API for clients, with health and reflection, against a real cluster."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_health_and_reflection_answer(cluster: Cluster) -> None:
     assert {"pdserve.v1.InferenceService", "grpc.health.v1.Health"} <= services
 
 
-def test_a_client_that_cancels_frees_everything(cluster: Cluster) -> None:
+def test_a_call_that_the_client_cancels_frees_everything(cluster: Cluster) -> None:
     sampling = pb.ClientSampling(temperature=0, max_tokens=4000, ignore_eos=True)
     with grpc.insecure_channel(cluster.grpc_address) as channel:
         call = pb_grpc.InferenceServiceStub(channel).Generate(_request(sampling=sampling), timeout=60)

@@ -1,4 +1,4 @@
-"""The OpenAI API as the real client uses it, against the real cluster."""
+"""The OpenAI API, used by the official client against a real cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _complete(cluster: Cluster, prompt: Any, **options: Any) -> Any:
     return cluster.client().completions.create(model=MODEL, prompt=prompt, **options)
 
 
-def test_a_streamed_chat_is_answered_with_kv_that_went_over_ucx(cluster: Cluster) -> None:
+def test_a_streamed_chat_is_answered_with_kv_sent_over_ucx(cluster: Cluster) -> None:
     def moved() -> tuple[float, float]:
         name = "pdserve_kv_transfer_bytes_total"
         return (
@@ -47,15 +47,15 @@ def test_a_streamed_chat_is_answered_with_kv_that_went_over_ucx(cluster: Cluster
     assert after[0] - before[0] == after[1] - before[1]
 
 
-def test_a_chat_that_is_not_streamed_is_the_same_answer(cluster: Cluster) -> None:
+def test_an_unstreamed_chat_has_the_same_answer(cluster: Cluster) -> None:
     whole = _chat(cluster, LONG, QUESTION)
-    parts = list(_chat(cluster, LONG, QUESTION, stream=True))
-    assert whole.choices[0].message.content == "".join(p.choices[0].delta.content or "" for p in parts)
+    chunks = list(_chat(cluster, LONG, QUESTION, stream=True))
+    assert whole.choices[0].message.content == "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert whole.id.startswith("chatcmpl-")
     assert whole.choices[0].finish_reason == "stop"
 
 
-def test_cached_tokens_are_those_the_prefill_side_reused(cluster: Cluster) -> None:
+def test_cached_tokens_are_those_that_the_prefill_worker_reused(cluster: Cluster) -> None:
     prompt = "An unusual prompt about marmots and their habits. " * 20
     first = _complete(cluster, prompt).usage
     second = _complete(cluster, prompt).usage
@@ -64,7 +64,7 @@ def test_cached_tokens_are_those_the_prefill_side_reused(cluster: Cluster) -> No
 
 
 @pytest.mark.parametrize("kind", ["text", "texts", "ids", "id lists"])
-def test_every_form_of_prompt_is_taken(cluster: Cluster, kind: str) -> None:
+def test_every_form_of_prompt_is_accepted(cluster: Cluster, kind: str) -> None:
     text = "Once upon a time"
     ids = _tokenize(cluster, text)
     prompt: Any = {"text": text, "texts": [text, text], "ids": ids, "id lists": [ids, ids]}[kind]
@@ -82,7 +82,7 @@ def _tokenize(cluster: Cluster, text: str) -> list[int]:
     return ids
 
 
-def test_tokenize_and_detokenize_are_inverse(cluster: Cluster) -> None:
+def test_detokenize_inverts_tokenize(cluster: Cluster) -> None:
     text = "Das Wetter 오늘 날씨 🙂 fn(x) -> y"
     answer: Any = cluster.client().post(
         f"{cluster.base_url}/detokenize", body={"model": MODEL, "tokens": _tokenize(cluster, text)}, cast_to=object
@@ -90,7 +90,7 @@ def test_tokenize_and_detokenize_are_inverse(cluster: Cluster) -> None:
     assert answer["prompt"] == text
 
 
-def test_n_choices_differ_when_sampled_and_repeat_with_the_same_seed(cluster: Cluster) -> None:
+def test_sampled_choices_differ_and_repeat_with_the_same_seed(cluster: Cluster) -> None:
     def sample(seed: int) -> list[str]:
         response = _complete(cluster, "The weather today", n=3, temperature=1.5, seed=seed, max_tokens=12)
         return [choice.text for choice in sorted(response.choices, key=lambda choice: choice.index)]
@@ -114,7 +114,7 @@ def test_logprobs_of_completions_have_one_entry_per_token(cluster: Cluster) -> N
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == 8
 
 
-def test_a_stop_string_ends_the_text_before_it_and_frees_at_once(cluster: Cluster) -> None:
+def test_a_stop_string_ends_the_text_before_it(cluster: Cluster) -> None:
     whole = _complete(cluster, "Count: one, two, three,", max_tokens=24).choices[0].text
     word = whole.split()[2]
     stopped = _complete(cluster, "Count: one, two, three,", max_tokens=24, stop=[word])
@@ -131,7 +131,7 @@ def test_one_of_several_choices_can_stop_while_the_others_go_on(cluster: Cluster
     assert "stop" in reasons
 
 
-def test_max_tokens_ends_with_length_and_min_tokens_is_kept(cluster: Cluster) -> None:
+def test_max_tokens_ends_an_answer_with_length_and_min_tokens_extends_it(cluster: Cluster) -> None:
     response = _complete(cluster, "Once upon a time", max_tokens=3)
     assert (response.choices[0].finish_reason, response.usage.completion_tokens) == ("length", 3)
     kept = _chat(cluster, LONG, QUESTION, max_tokens=30, extra_body={"min_tokens": 20})
@@ -152,7 +152,7 @@ def test_models_are_listed_and_found(cluster: Cluster) -> None:
         cluster.client().models.retrieve("gpt-17")
 
 
-async def test_many_clients_stream_at_the_same_time(cluster: Cluster) -> None:
+async def test_many_concurrent_clients_stream(cluster: Cluster) -> None:
     async with cluster.async_client() as client:
 
         async def one(number: int) -> str:
