@@ -1,4 +1,4 @@
-"""The small HTTP server beside each worker's gRPC port: /livez, /readyz, /health and /metrics."""
+"""The small HTTP server of each process: /livez, /readyz, /health and /metrics."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from pdserve.base.errors import SetupError
 
 @dataclass(slots=True)
 class Health:
-    """What the probes answer. Alive from the start; ready between loading and draining."""
+    """The state that the probes report: alive from the start, ready between loading and draining."""
 
-    #: None while ready, else why not ("loading", "draining", ...).
+    #: Why the process is not ready ("loading", "draining", ...); None while it is.
     not_ready: str | None = "loading"
-    #: None while alive, else what died.
+    #: What ended the process's work; None while it is alive.
     dead: str | None = None
-    #: What works less well than it should ("redis unreachable since ..."); by subject.
+    #: Reasons for degraded service, such as an unreachable Redis, by subject.
     degraded: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_ready(self) -> bool:
-        """Whether new work is welcome."""
+        """Whether the process accepts new work."""
         return self.not_ready is None and self.dead is None
 
     def watch(self, subject: str) -> Callable[[str | None], None]:
-        """A callback that notes why `subject` works badly, or with None that it is well again."""
+        """A callback that takes the reason why `subject` is degraded, or None when it has recovered."""
 
         def on_change(reason: str | None) -> None:
             if reason is None:
@@ -48,7 +48,7 @@ class Health:
 
 
 def health_routes(health: Health, registry: CollectorRegistry) -> list[web.RouteDef]:
-    """The four routes every pdserve process has."""
+    """The four routes that every process has."""
 
     async def livez(_: web.Request) -> web.Response:
         return web.json_response(health.describe(), status=503 if health.dead else 200)
@@ -68,7 +68,7 @@ def health_routes(health: Health, registry: CollectorRegistry) -> list[web.Route
 
 
 def bound_socket(host: str, port: int, *, flag: str) -> socket.socket:
-    """A listening TCP socket; port 0 takes any free one. Raises `SetupError` naming the flag to change."""
+    """A listening TCP socket; port 0 takes any free port. Raises `SetupError` naming the flag to change."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -78,7 +78,9 @@ def bound_socket(host: str, port: int, *, flag: str) -> socket.socket:
     except (OSError, OverflowError) as error:
         listener.close()
         reason = getattr(error, "strerror", None) or str(error)
-        raise SetupError(f"Cannot listen on {host}:{port}: {reason}. Choose another address with {flag}.") from error
+        raise SetupError(
+            f"Cannot listen on {host}:{port}: {reason}. Free the port, or choose another one with {flag}."
+        ) from error
     listener.setblocking(False)
     return listener
 
@@ -98,7 +100,7 @@ async def serve_http(app: web.Application, listener: socket.socket, *, grace_s: 
 
 @asynccontextmanager
 async def serve_admin(health: Health, registry: CollectorRegistry, listener: socket.socket) -> AsyncIterator[str]:
-    """The worker's own HTTP server until the block ends; yields `host:port`."""
+    """Serves the four routes until the block ends; yields `host:port`."""
     app = web.Application()
     app.add_routes(health_routes(health, registry))
     async with serve_http(app, listener) as address:

@@ -1,4 +1,4 @@
-"""Chained hashes of full blocks: equal hash means equal tokens from the start, on every worker, after every restart."""
+"""Chained hashes of full blocks. Equal hashes mean equal tokens from the start, on every worker and after restarts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _SCHEMA = b"pdserve.block.v1"
 
 
 def hash_key(*, model: str, dtype: str, block_size: int, salt: bytes = b"") -> bytes:
-    """The key of all hashes of one model, layout and tenant (32 bytes): without the salt they cannot be guessed."""
+    """The 32-byte key of all hashes of one model, layout and tenant. Without the salt, hashes cannot be guessed."""
     digest = hashlib.blake2b(_SCHEMA, digest_size=32)
-    for part in (model.encode(), dtype.encode(), block_size.to_bytes(4, "little"), salt):
-        digest.update(len(part).to_bytes(4, "little"))
-        digest.update(part)
+    for value in (model.encode(), dtype.encode(), block_size.to_bytes(4, "little"), salt):
+        digest.update(len(value).to_bytes(4, "little"))
+        digest.update(value)
     return digest.digest()
 
 
 def hash_blocks(key: bytes, tokens: Sequence[int], block_size: int, known: Sequence[BlockHash] = ()) -> list[BlockHash]:
-    """Hashes of all full blocks of `tokens`; `known` are those of the first blocks, computed before.
+    """Hashes of all full blocks of `tokens`. `known`: the hashes of the first blocks, if already computed.
 
-    A block's hash is blake2b(parent hash || tokens as little-endian u32, key), 16 bytes; the first parent is zero.
+    A block's hash is blake2b(parent hash || tokens as little-endian u32, key), 16 bytes. The first parent is zero.
     """
     hashes = list(known)
     parent: bytes = hashes[-1] if hashes else bytes(HASH_BYTES)

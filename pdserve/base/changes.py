@@ -1,4 +1,4 @@
-"""A version number that can be waited on: how shells tell each other that their state is another one now."""
+"""A version number to wait on, through which one task learns that another's state has changed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 class Changes:
-    """Counts changes of something; a waiter that names the version it has seen never misses one."""
+    """Counts changes. A waiter that names the last version it has seen never misses one."""
 
     def __init__(self) -> None:
         self._version = 0
@@ -14,17 +14,17 @@ class Changes:
 
     @property
     def version(self) -> int:
-        """Grows with every change."""
+        """The number of changes so far."""
         return self._version
 
     def bump(self) -> None:
-        """Wakes everyone who waits."""
+        """Counts a change and wakes all waiters."""
         self._version += 1
         self._next.set()
         self._next = asyncio.Event()
 
     async def wait(self, since: int) -> int:
-        """Returns the version once it is another than `since`: at once when that is so already."""
+        """Returns the version once it differs from `since`, which may be immediately."""
         while self._version == since:
             await self._next.wait()
         return self._version

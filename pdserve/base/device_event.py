@@ -1,4 +1,4 @@
-"""A moment in the work of a device, which the engine knows and whoever moves blocks has to wait for."""
+"""The interface of a device event: a point in a device's work, after which certain memory is written."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class DeviceEvent(Protocol):
-    """As `torch.cuda.Event`. Where `None` is said instead, the moment is over."""
+    """An event such as `torch.cuda.Event`. `None` in its place means that the event has already occurred."""
 
     def wait(self) -> None:
-        """What the calling thread launches from now on, on its present stream, begins after it. Does not block."""
+        """Makes later launches of the calling thread, on its current stream, start after the event. Does not block."""

@@ -1,7 +1,7 @@
 """The whole error hierarchy, and the one table that turns an error into HTTP and gRPC codes.
 
-Each of the five families says what the caller may do about it; `SetupError` is for what stops a process from starting.
-An error's text says what failed, on what, and what to do.
+Five families tell callers what they may do: fix the request, retry, transfer again, drop the message, or degrade.
+`SetupError` stops a process from starting. An error's text says what failed, the value, the limit, and what to do.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 
 class PdserveError(Exception):
-    """Base of everything pdserve raises on purpose."""
+    """Base of all errors that pdserve raises deliberately."""
 
 
-# The caller's fault: never retried.
+# The request is wrong: never retried.
 class RequestError(PdserveError):
-    """The request itself is wrong. `param` names the field, when one is to blame."""
+    """The request itself is wrong. `param` names the field at fault, if there is one."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -24,7 +24,7 @@ class RequestError(PdserveError):
 
 
 class NotFound(RequestError):
-    """What the request names does not exist (a model, a request id, a path)."""
+    """Something that the request names does not exist: a model, a request id, a path."""
 
 
 class PayloadTooLarge(RequestError):
@@ -32,16 +32,16 @@ class PayloadTooLarge(RequestError):
 
 
 class MethodNotAllowed(RequestError):
-    """The path exists, but not for this HTTP method."""
+    """The path does not support this HTTP method."""
 
 
-# Elsewhere or later.
+# Not enough capacity: retried on another worker, or later.
 class CapacityError(PdserveError):
-    """There is no room for the request here and now."""
+    """There is no capacity for the request here at present."""
 
 
 class Overloaded(CapacityError):
-    """The cluster's queue is full; `retry_after_s` is computed from how fast it drains."""
+    """The cluster's queue is full. `retry_after_s` is computed from the rate at which it drains."""
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
@@ -57,16 +57,16 @@ class NoFreeBlocks(CapacityError):
 
 
 class Draining(CapacityError):
-    """The worker is shutting down and takes no new work."""
+    """The process is shutting down and accepts no new work."""
 
 
-# Send again, or recompute.
+# A failed transfer: sent again, or recomputed.
 class TransferError(PdserveError):
-    """KV blocks or the call that moves them did not get through."""
+    """KV blocks, or the call that moves them, did not arrive."""
 
 
 class PeerLost(TransferError):
-    """The other process is gone or cannot be reached."""
+    """The other process is gone or unreachable."""
 
 
 class TransferTimeout(TransferError):
@@ -74,42 +74,42 @@ class TransferTimeout(TransferError):
 
 
 class DigestMismatch(TransferError):
-    """Received bytes are not the bytes that were sent."""
+    """The bytes received are not those that were sent."""
 
 
 class LayoutMismatch(TransferError):
-    """The two workers do not store KV the same way."""
+    """The two workers store KV blocks in different layouts."""
 
 
-# Fenced: drop it.
+# A stale message: dropped.
 class StaleError(PdserveError):
-    """The message belongs to an attempt, an epoch or a state that is over."""
+    """The message belongs to an attempt, epoch or state that has ended."""
 
 
 class StaleAttempt(StaleError):
-    """An older attempt of the request."""
+    """The message belongs to an older attempt of the request."""
 
 
 class StaleEpoch(StaleError):
-    """Meant for an earlier incarnation of this worker."""
+    """The message is meant for an earlier incarnation of this worker."""
 
 
 class InvalidTransition(StaleError):
-    """A state machine was asked for a move its table does not have."""
+    """The transition is not in the state machine's table."""
 
 
-# Degrade.
+# Redis is unavailable: service continues, degraded.
 class StoreError(PdserveError):
-    """Redis cannot be used at the moment."""
+    """Redis cannot be used at present."""
 
 
 class SetupError(PdserveError):
-    """The process cannot start: a setting, a model or the machine is not as needed. Shown as one line, exit code 1."""
+    """The process cannot start because of a setting, the model or the machine. Shown as one line, with exit code 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codes:
-    """How one error class is told to clients: HTTP status, OpenAI error type, gRPC status name."""
+    """How clients see an error class: HTTP status, OpenAI error type, gRPC status name."""
 
     http: int
     openai_type: str
@@ -142,15 +142,15 @@ _TABLE: dict[type[PdserveError], Codes] = {
 
 
 def codes_of(error: PdserveError) -> Codes:
-    """The codes of an error; the table names every class of this page (a test proves it)."""
+    """The error's codes. The table has every class of this module, which a test verifies."""
     return next(_TABLE[cls] for cls in type(error).__mro__ if cls in _TABLE)
 
 
 def reason_of(error: PdserveError) -> str:
-    """The error's class as a metric's label: `peer_lost`."""
+    """The error's class as the label of a metric, such as `peer_lost`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", type(error).__name__).lower()
 
 
 def error_classes() -> dict[str, type[PdserveError]]:
-    """Every error class by name, as it travels in gRPC trailing metadata."""
+    """All error classes by the name that gRPC trailing metadata carries."""
     return {cls.__name__: cls for cls in _TABLE}

@@ -1,4 +1,4 @@
-"""The ids that cross module borders, each a type of its own."""
+"""Ids that cross module boundaries, each with a type of its own."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
 #: A router's incarnation: random, new at each start.
 RouterId = NewType("RouterId", str)
-#: Who asks without being a router.
+#: In place of a router's id, in requests that no router sent.
 NO_ROUTER = RouterId("")
 #: A worker's incarnation: random, new at each start.
 Epoch = NewType("Epoch", int)
-#: 16 random bytes naming one transfer.
+#: 16 random bytes that identify one transfer.
 TransferId = NewType("TransferId", bytes)
 #: Index of a block in one worker's pool.
 BlockId = NewType("BlockId", int)
-#: 16 bytes; names a block's tokens and everything before them.
+#: 16 bytes that identify a block's tokens and all tokens before them.
 BlockHash = NewType("BlockHash", bytes)
-#: Names a sequence within one worker: request id, "/", choice index.
+#: A sequence within one worker: request id, "/", choice index.
 SequenceId = NewType("SequenceId", str)
 
 
@@ -39,5 +39,5 @@ def new_transfer_id() -> TransferId:
 
 
 def sequence_id(request_id: RequestId, choice_index: int) -> SequenceId:
-    """The id of one choice's token stream."""
+    """The id of the sequence of one choice."""
     return SequenceId(f"{request_id}/{choice_index}")

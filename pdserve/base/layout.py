@@ -1,4 +1,4 @@
-"""How a worker stores KV blocks: what two workers must agree on before bytes may travel between them."""
+"""How a worker stores KV blocks, which must be the same on two workers that exchange them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
 class KvLayout:
     """Shape and meaning of one block: `[num_layers, 2, num_kv_heads, block_size, head_dim]` of `dtype`.
 
-    `model` is a fingerprint of config and weights, and of the scales of an fp8 cache, not a name a user chose. How many
-    ranks a worker has is not part of it: a block has all heads.
+    `model` is a fingerprint of config, weights and the scales of an fp8 cache, not a name chosen by a user. The number
+    of ranks is not included, for a block has all heads.
     """
 
     model: str
@@ -26,12 +26,12 @@ class KvLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
+        """Bytes per block, over all layers."""
         elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
         return elements * _DTYPE_BYTES[self.dtype]
 
     def require_equal(self, other: KvLayout) -> None:
-        """Raises `LayoutMismatch` naming every field that differs."""
+        """Raises `LayoutMismatch`, which names every field that differs."""
         mine, theirs = asdict(self), asdict(other)
         different = [
             f"{name} is {mine[name]!r} here and {theirs[name]!r} there" for name in mine if mine[name] != theirs[name]

@@ -1,4 +1,4 @@
-"""Log lines as `time level logger event key=value ...`, with the request's id where there is one."""
+"""Log lines of the form `time level process logger event key=value ...`, with the request id where there is one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import sys
 from datetime import UTC, datetime
 
-#: Set while a request is handled; appears in every line logged meanwhile.
+#: Id of the request being handled; added to every line logged meanwhile.
 request_id_var: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -20,19 +20,19 @@ class EventLogger:
         self._logger = logging.getLogger(name)
 
     def debug(self, event: str, **fields: object) -> None:
-        """For someone following one request through the code."""
+        """A detail for following one request through the code."""
         self._log(logging.DEBUG, event, fields)
 
     def info(self, event: str, **fields: object) -> None:
-        """A change of state an operator would like to see; never per token."""
+        """A change of state that matters to an operator; never per token."""
         self._log(logging.INFO, event, fields)
 
     def warning(self, event: str, **fields: object) -> None:
-        """Something degraded or was retried."""
+        """A degradation or a retry."""
         self._log(logging.WARNING, event, fields)
 
     def error(self, event: str, exc: BaseException | None = None, **fields: object) -> None:
-        """Something failed; `exc` adds its traceback."""
+        """A failure; `exc` adds its traceback."""
         self._log(logging.ERROR, event, fields, exc)
 
     def _log(self, level: int, event: str, fields: dict[str, object], exc: BaseException | None = None) -> None:
@@ -69,11 +69,11 @@ def _quote(value: object) -> str:
 
 
 def configure(process: str, level: str = "info") -> None:
-    """Sends all log lines of this process to standard error."""
+    """Sends this process's log lines to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter(process))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # aiohttp's access log is one line per request and would say what our own request line says better.
+    # aiohttp's access log would add a line per request to pdserve's own, which says more.
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)

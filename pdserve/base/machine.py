@@ -1,4 +1,4 @@
-"""What this machine, or this container, has to give: memory, within the limits of control groups."""
+"""Resources of this machine or container: free memory, within the limits of control groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory_bytes(cgroup: Path = CGROUP) -> int:
-    """Memory that can be taken without swapping, within the container's limit."""
+    """Bytes that can be allocated without swapping, within the container's limit."""
     free = psutil.virtual_memory().available
     for limit_name, used_name in (
         ("memory.max", "memory.current"),
@@ -23,7 +23,7 @@ def available_memory_bytes(cgroup: Path = CGROUP) -> int:
 
 
 def read_number(path: Path, field: int = 0) -> int | None:
-    """A number in a control file; None where there is no such file or no limit (`max`)."""
+    """A number in a control file. None if there is no such file, or no limit (`max`)."""
     try:
         return int(path.read_text(encoding="ascii").split()[field])
     except (OSError, ValueError, IndexError):

@@ -1,6 +1,4 @@
-"""What the metrics of every process share: the names of the process's own figures, counters kept elsewhere, and
-histograms for what happens with every token.
-"""
+"""Helpers for the metrics of every process: process statistics, counters kept by other objects, fast histograms."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from prometheus_client.utils import floatToGoString
 
 def process_registry() -> CollectorRegistry:
     """A registry with the process's memory, descriptors, CPU time and garbage collections."""
-    # A second series for every counter, which hardly anybody asks for.
+    # Otherwise every counter gets a second series with its creation time.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
@@ -33,7 +31,7 @@ def process_registry() -> CollectorRegistry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CounterSource:
-    """A number that only grows, kept by the object that counts."""
+    """A counter kept by another object."""
 
     name: str
     text: str
@@ -41,7 +39,7 @@ class CounterSource:
 
 
 class CounterReader(Collector):
-    """Reads counters where they are kept, at each scrape: who counts need not know Prometheus."""
+    """Reads counters from their owners at each scrape, so that these need not know Prometheus."""
 
     def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str], *sources: CounterSource) -> None:
         self._labels = dict(labels)
@@ -49,7 +47,7 @@ class CounterReader(Collector):
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """All counters now."""
+        """The present values."""
         for source in self._sources:
             family = CounterMetricFamily(f"pdserve_{source.name}", source.text, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), source.value())
@@ -57,9 +55,9 @@ class CounterReader(Collector):
 
 
 class TokenHistogram:
-    """Counts into buckets by addition alone: prometheus_client's own takes two locks and walks the buckets.
+    """A histogram that is cheap to update on every token. Observed on one thread.
 
-    Observed on one thread.
+    That of prometheus_client takes two locks and walks the buckets.
     """
 
     def __init__(self, bounds: Sequence[float], labels: Mapping[str, str]) -> None:
@@ -69,12 +67,12 @@ class TokenHistogram:
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Counts `value` into the first bucket whose bound is not below it."""
+        """Counts `value` in the first bucket whose bound is not below it."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def add_to(self, family: HistogramMetricFamily) -> None:
-        """Adds the buckets as Prometheus has them: each with all below it."""
+        """Adds the buckets in cumulative form, as Prometheus expects them."""
         total, buckets = 0, []
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
@@ -83,7 +81,7 @@ class TokenHistogram:
 
 
 class HistogramReader(Collector):
-    """Shows histograms of one name, which differ in the values of their labels, at each scrape."""
+    """Exposes histograms of one name, which differ in the values of their labels."""
 
     def __init__(self, registry: CollectorRegistry, name: str, text: str, *histograms: TokenHistogram) -> None:
         self._name = f"pdserve_{name}"
@@ -92,7 +90,7 @@ class HistogramReader(Collector):
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """All buckets now."""
+        """The present buckets."""
         family = HistogramMetricFamily(self._name, self._text, labels=list(self._histograms[0].labels))
         for histogram in self._histograms:
             histogram.add_to(family)

@@ -1,4 +1,4 @@
-"""Tells a supervisor about readiness through the sd_notify protocol: systemd's, and `pdserve up` speaks it too.
+"""Reports readiness to a supervisor through the sd_notify protocol of systemd, which `pdserve up` supports, too.
 
 Source: sd_notify(3).
 """
@@ -11,7 +11,7 @@ from pdserve.base.config import variable
 
 
 def notify(state: str) -> bool:
-    """Sends lines such as `READY=1` or `STATUS=loading` to $NOTIFY_SOCKET; False when nobody listens."""
+    """Sends lines such as `READY=1` or `STATUS=loading` to $NOTIFY_SOCKET. False when there is no listener."""
     address = variable("NOTIFY_SOCKET")
     if not address:
         return False
@@ -26,15 +26,15 @@ def notify(state: str) -> bool:
 
 
 def ready() -> bool:
-    """This process now serves."""
+    """Reports that this process serves from now on."""
     return notify("READY=1\nSTATUS=ready")
 
 
 def stopping() -> bool:
-    """This process drains."""
+    """Reports that this process drains."""
     return notify("STOPPING=1\nSTATUS=draining")
 
 
 def status(text: str) -> bool:
-    """One line that says what the process is doing."""
+    """Reports what the process is doing, in one line."""
     return notify(f"STATUS={text}")

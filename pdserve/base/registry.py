@@ -1,6 +1,6 @@
-"""The registry of workers in Redis: a worker's heartbeat on one side, the router's directory on the other.
+"""The registry of workers in Redis: the worker's heartbeat, and the router's directory.
 
-`pd:worker:{id}` is a hash that expires when heartbeats end; `pd:workers` is the set of ids to look up.
+`pd:worker:{id}` is a hash that expires when heartbeats end. `pd:workers` is the set of ids to look up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pdserve.base.workers import (
     record_to_fields,
 )
 
-__all__ = ["Registrar", "Tier", "WorkerDirectory", "WorkerLoad", "WorkerRecord", "read_workers"]
+__all__ = ["Registrar", "Tier", "WorkerDirectory", "WorkerLoad", "WorkerRecord", "read_sightings"]
 
 log = get_logger(__name__)
 
@@ -32,7 +32,7 @@ WORKER_KEY = "pd:worker:"
 WORKERS_KEY = "pd:workers"
 RECORD_TTL_S = 5.0
 
-# KEYS: record, ids. ARGV: TTL in ms, id, field, value, ... Answers the epoch that was there before.
+# KEYS: record, ids. ARGV: TTL in ms, id, field, value, ... Returns the previous epoch.
 _REGISTER = """
 local before = redis.call('HGET', KEYS[1], 'epoch')
 redis.call('DEL', KEYS[1])
@@ -42,7 +42,7 @@ redis.call('SADD', KEYS[2], ARGV[2])
 return before or ''
 """
 
-# KEYS: record, ids. ARGV: epoch, id. A successor's record stays.
+# KEYS: record, ids. ARGV: epoch, id. Keeps the record of a later incarnation.
 _REMOVE = """
 if redis.call('HGET', KEYS[1], 'epoch') == ARGV[1] then
   redis.call('DEL', KEYS[1])
@@ -51,7 +51,7 @@ end
 return ''
 """
 
-# KEYS: ids. ARGV: prefix of the records' keys. Answers {id, {field, value, ...}} of each, and sweeps expired ids.
+# KEYS: ids. ARGV: prefix of the records' keys. Returns {id, {field, value, ...}} for each, and removes expired ids.
 _LIST = """
 local workers = {}
 for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
@@ -79,9 +79,9 @@ class Registrar:
         pause_s: float = 0.1,
         on_degraded: Callable[[bool], None] = lambda degraded: None,
     ) -> None:
-        """`current` is asked for the record at each heartbeat; `on_degraded` hears of every change.
+        """`current` returns the record for each heartbeat. `on_degraded` is called with every change of `degraded`.
 
-        At least `pause_s` after a heartbeat comes the next one that only an empty queue is the reason for.
+        A heartbeat that only reports an empty queue comes at least `pause_s` after the previous one.
         """
         self._store = store
         self._current = current
@@ -93,25 +93,25 @@ class Registrar:
         self._due = asyncio.Event()
         self._due_at_once = asyncio.Event()
         self._beats = 0
-        #: Heartbeats that did not reach Redis.
+        #: Number of heartbeats that did not reach Redis.
         self.failures = 0
 
     @property
     def degraded(self) -> bool:
-        """Whether the last heartbeat failed: routers may not know of this worker."""
+        """Whether the last heartbeat failed, so that routers may not know of this worker."""
         return self._degraded
 
     def announce(self) -> None:
-        """Has the record written at once instead of at the next heartbeat: readiness changed."""
+        """Makes the next heartbeat immediate, for a change of readiness."""
         self._due_at_once.set()
         self._due.set()
 
     def announce_empty_queue(self) -> None:
-        """Has it written soon: as this may be after each prompt, heartbeats keep their pause."""
+        """Makes the next heartbeat come soon. Heartbeats keep their pause, since this may happen after each prompt."""
         self._due.set()
 
     async def run(self) -> None:
-        """Heartbeats until cancelled, then takes the record back."""
+        """Sends heartbeats until cancelled, then removes the record."""
         try:
             while True:
                 self._due.clear()
@@ -164,12 +164,12 @@ class Registrar:
                 arguments=[record.epoch, record.worker_id],
             )
         except StoreError as error:
-            # The record expires by itself; routers meanwhile find the worker draining or gone.
+            # The record expires by itself. Until then, routers find the worker draining or gone.
             log.warning("record_left_behind", worker=record.worker_id, reason=error)
 
 
 class WorkerDirectory:
-    """The router's view of all workers, kept current while `run` runs. All questions are answered at once."""
+    """The router's view of all workers, kept up to date while `run` runs. Queries never wait."""
 
     def __init__(
         self,
@@ -185,21 +185,21 @@ class WorkerDirectory:
         self._view = WorkerView(grace_s=grace_s)
         self._changes = Changes()
         self._outages = store.outages
-        #: Readings of the registry that failed.
+        #: Number of failed reads of the registry.
         self.failures = 0
 
     @property
     def degraded(self) -> bool:
-        """Whether the registry cannot be read, so that these are the workers last known."""
+        """Whether the registry is unreadable, so that these are the last known workers."""
         return self._view.degraded
 
     @property
     def version(self) -> int:
-        """Grows with every visible change; what `wait_for_change` compares with."""
+        """Number of visible changes so far, to be passed to `wait_for_change`."""
         return self._changes.version
 
     def workers_of(self, tier: Tier) -> list[WorkerRecord]:
-        """All workers of a tier that are not known to be lost, by id. Look at `ready` before choosing one."""
+        """All workers of a tier that are not known to be lost, by id. Some may not be `ready`."""
         return self._view.workers_of(tier)
 
     def get(self, worker_id: WorkerId) -> WorkerRecord | None:
@@ -207,19 +207,19 @@ class WorkerDirectory:
         return self._view.get(worker_id)
 
     def mark_lost(self, worker_id: WorkerId, epoch: Epoch) -> None:
-        """Excludes a worker that was seen to die, until it comes back with a new epoch or a newer heartbeat."""
+        """Excludes a worker that appears to be dead, until it returns with a new epoch or a newer heartbeat."""
         if self._view.mark_lost(worker_id, epoch, now=self._clock()):
             log.warning("worker_lost", worker=worker_id, epoch=epoch)
             self._changes.bump()
 
     def mark_alive(self, worker_id: WorkerId, epoch: Epoch) -> None:
-        """Takes back `mark_lost`: the worker answered a call."""
+        """Reverts `mark_lost`: the worker answered a call."""
         if self._view.mark_alive(worker_id, epoch):
             log.info("worker_alive", worker=worker_id, epoch=epoch)
             self._changes.bump()
 
     async def wait_for_change(self, since: int | None = None) -> int:
-        """Returns the version once it is another than `since` (by default: than now)."""
+        """Returns the version once it differs from `since`, which is by default the present one."""
         return await self._changes.wait(self.version if since is None else since)
 
     async def run(self) -> None:
@@ -232,25 +232,20 @@ class WorkerDirectory:
     async def _refresh(self) -> bool:
         read_at = self._clock()
         try:
-            sightings = await _read_sightings(self._store)
+            sightings = await read_sightings(self._store)
         except StoreError:
             self.failures += 1
             return self._view.registry_lost()
         changed = False
         if self._store.outages != self._outages:
-            # Another user of the store met an outage between two of our readings.
+            # Another user of the store met an outage between two reads.
             self._outages = self._store.outages
             changed = self._view.registry_lost()
         return self._view.apply(sightings, read_at=read_at) or changed
 
 
-async def read_workers(store: Store) -> list[WorkerRecord]:
-    """All workers registered at this moment, by tier and id. Raises `StoreError`."""
-    records = [sighting.record for sighting in await _read_sightings(store)]
-    return sorted(records, key=lambda record: (record.tier, record.worker_id))
-
-
-async def _read_sightings(store: Store) -> list[Sighting]:
+async def read_sightings(store: Store) -> list[Sighting]:
+    """The readable records of all registered workers, unordered. Raises `StoreError`."""
     reply = await store.script(_LIST, keys=[WORKERS_KEY], arguments=[WORKER_KEY])
     sightings = []
     for entry in as_list(reply):
@@ -258,7 +253,7 @@ async def _read_sightings(store: Store) -> list[Sighting]:
         try:
             sightings.append(_sighting(WorkerId(as_bytes(worker_id).decode()), as_fields(fields)))
         except StoreError as error:
-            # One unreadable record (of another version, say) must not hide the other workers.
+            # One unreadable record, perhaps of another version, must not hide the other workers.
             log.warning("record_unreadable", reason=error)
     return sightings
 
@@ -271,7 +266,7 @@ def _sighting(worker_id: WorkerId, fields: dict[str, bytes]) -> Sighting:
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    """Returns when the event is set or the time is over."""
+    """Returns when the event is set or the timeout expires."""
     try:
         async with asyncio.timeout(timeout_s):
             await event.wait()

@@ -1,4 +1,4 @@
-"""gRPC between our own processes: how errors travel, how channels and servers are made."""
+"""gRPC between pdserve's processes: errors in transit, channels, servers."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _ERROR_KEY = "pdserve-error"
 _PARAM_KEY = "pdserve-param"
 _RETRY_AFTER_KEY = "pdserve-retry-after"
 
-#: Bounds a request by what a prompt of a million tokens needs, not by gRPC's default of 4 MiB.
+#: Enough for a prompt of a million tokens. gRPC's default of 4 MiB is not.
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A dead host is noticed by pings even while a stream is silent; servers allow as many.
+    # Pings reveal a dead host even while a stream is silent. Servers have to allow that many.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -48,7 +48,7 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-    # A restarted worker is found again quickly.
+    # Short, to reconnect soon to a restarted worker.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_http_proxy", 0),
@@ -58,7 +58,7 @@ _OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-#: What gRPC itself says of a connection that broke; our own servers' errors carry our key and never get here.
+#: gRPC's own codes for a broken connection. Errors of pdserve's servers carry their class and are not looked up here.
 _BROKEN = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -68,7 +68,7 @@ _BROKEN = (
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to one of our processes."""
+    """A channel to another process of pdserve."""
     return grpc.aio.insecure_channel(address, options=_OPTIONS)
 
 
@@ -98,22 +98,18 @@ class ChannelPool:
         await self._pool.close()
 
 
-def _code_name(code: str) -> grpc.StatusCode:
-    return grpc.StatusCode[code]
-
-
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> None:
-    """Ends a call with `error` in a form that `error_from_rpc` restores on the other side."""
+    """Ends a call with `error`, in a form that `error_from_rpc` restores on the other side."""
     metadata = [(_ERROR_KEY, type(error).__name__)]
     if isinstance(error, RequestError) and error.param is not None:
         metadata.append((_PARAM_KEY, error.param))
     if isinstance(error, Overloaded):
         metadata.append((_RETRY_AFTER_KEY, str(error.retry_after_s)))
-    await context.abort(_code_name(codes_of(error).grpc), str(error), trailing_metadata=tuple(metadata))
+    await context.abort(grpc.StatusCode[codes_of(error).grpc], str(error), trailing_metadata=tuple(metadata))
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError, *, peer: str) -> PdserveError:
-    """The error the peer raised, or what its silence means."""
+    """The error that the peer raised, or the one that stands for its silence."""
     metadata = {key: str(value) for key, value in error.trailing_metadata() or ()}
     cls = error_classes().get(metadata.get(_ERROR_KEY, ""))
     details = error.details() or ""
@@ -121,12 +117,12 @@ def error_from_rpc(error: grpc.aio.AioRpcError, *, peer: str) -> PdserveError:
         return _restore(cls, details, metadata)
     code = error.code()
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return TransferTimeout(f"{peer} did not answer in time.")
+        return TransferTimeout(f"{peer} did not answer before the deadline of the call.")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return CapacityError(f"{peer} refused the call: {details}")
     if code in _BROKEN:
         return PeerLost(f"Lost {peer}: {details or code.name}.")
-    return PdserveError(f"{peer} failed with {code.name}: {details}")
+    return PdserveError(f"{peer} failed with gRPC code {code.name}: {details}")
 
 
 def _restore(cls: type[PdserveError], details: str, metadata: Mapping[str, str]) -> PdserveError:
@@ -139,7 +135,7 @@ def _restore(cls: type[PdserveError], details: str, metadata: Mapping[str, str])
 
 @contextmanager
 def mapped_rpc_errors(peer: str) -> Iterator[None]:
-    """Turns gRPC's errors inside the block into ours."""
+    """Turns gRPC errors inside the block into pdserve's errors."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
@@ -149,10 +145,10 @@ def mapped_rpc_errors(peer: str) -> Iterator[None]:
 
 
 def method(handler: Callable[..., Awaitable[Any]]) -> Any:
-    """Wraps a method of a servicer: our errors become statuses, anything else is logged and becomes INTERNAL.
+    """Wraps a servicer's method: a `PdserveError` becomes its status, any other error is logged and becomes INTERNAL.
 
-    A method that answers with a stream calls `context.write`: unlike an async generator it lives in one task, so that
-    its cleanup runs at once when the caller goes away.
+    A method that answers with a stream calls `context.write`. Unlike an async generator, it runs in a single task, so
+    that its cleanup runs at once when the caller leaves.
     """
 
     @functools.wraps(handler)
@@ -163,7 +159,7 @@ def method(handler: Callable[..., Awaitable[Any]]) -> Any:
             await abort_with(context, error)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
-        except Exception as error:  # noqa: BLE001 - the border of the process: logged, and told to the caller
+        except Exception as error:  # noqa: BLE001 - the boundary of the process: logged, and reported to the caller
             await _abort_unexpected(handler.__name__, context, error)
 
     return wrapper
@@ -171,18 +167,18 @@ def method(handler: Callable[..., Awaitable[Any]]) -> Any:
 
 async def _abort_unexpected(method: str, context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
     log.error("rpc_failed", exc=error, method=method)
-    await abort_with(context, PdserveError(f"{method} failed unexpectedly; the worker's log has the traceback."))
+    await abort_with(context, PdserveError(f"{method} failed unexpectedly. The worker's log has the traceback."))
 
 
 class GrpcHealth:
-    """grpc.health.v1 for a server: NOT_SERVING until told otherwise, and again before it stops."""
+    """The grpc.health.v1 service of a server. NOT_SERVING at first, and again before the server stops."""
 
     def __init__(self, services: list[str]) -> None:
         self._names = ["", *services]
         self.servicer = grpc_health.aio.HealthServicer()
 
     async def set_serving(self, serving: bool) -> None:
-        """Tells every watcher."""
+        """Sets the status and notifies every watcher."""
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._names:
             await self.servicer.set(name, status)
@@ -198,7 +194,7 @@ async def serve_grpc(
     flag: str,
     grace_s: float = 5.0,
 ) -> AsyncIterator[tuple[str, GrpcHealth]]:
-    """A gRPC server with health and reflection until the block ends; yields `host:port` and the health switch."""
+    """Runs a gRPC server with health and reflection until the block ends. Yields `host:port` and the health service."""
     server = grpc.aio.server(options=_OPTIONS)
     register(server)
     health = GrpcHealth(services)
@@ -209,7 +205,9 @@ async def serve_grpc(
     try:
         bound = server.add_insecure_port(f"{shown}:{port}")
     except RuntimeError as error:
-        raise SetupError(f"Cannot listen on {host}:{port} for gRPC. Choose another address with {flag}.") from error
+        raise SetupError(
+            f"Cannot listen on {host}:{port} for gRPC. Free the port, or choose another one with {flag}."
+        ) from error
     await server.start()
     try:
         yield f"{shown}:{bound}", health

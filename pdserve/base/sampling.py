@@ -1,4 +1,4 @@
-"""What a sequence is sampled with, as a value: the worker's view, with every default filled in and the seed drawn."""
+"""Sampling parameters and sampled tokens as values, as workers see them: with all defaults and the seed filled in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-#: Limits that bound what a request can make a worker allocate.
+#: Limits on what a request can make a worker allocate.
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
@@ -22,7 +22,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen. Greedy when `temperature` is 0; `top_k` 0 means not limited."""
+    """How tokens are sampled. `temperature` 0 is greedy; `top_k` 0 is no limit."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -37,7 +37,7 @@ class SamplingParams:
     min_tokens: int = 0
     max_tokens: int = 16
     seed: int = 0
-    #: Number of alternatives to report per token; None: no log-probabilities.
+    #: Number of alternatives to report per token; None: report no log-probabilities.
     logprobs: int | None = None
     n: int = 1
 

@@ -1,4 +1,4 @@
-"""How every service process starts and ends: settings, logs, one event loop, one readable line when it cannot start."""
+"""Start and end of every service process: settings, logs, one event loop, one readable line when it cannot start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_service(
     *,
     description: str,
 ) -> None:
-    """The `__main__` of one service. Exit code 1 with `error: ...` on standard error for a `SetupError`."""
+    """Runs one service. A `SetupError` ends the process with exit code 1 and `error: ...` on standard error."""
     try:
         config = load(config_class, service, description=description)
         logs.configure(service, config.log_level)

@@ -1,7 +1,7 @@
-"""The one way to Redis: every call has a deadline, fails as `StoreError` only, and the next call connects again.
+"""The only access to Redis: every call has a deadline, fails only with `StoreError`, and reconnects when needed.
 
-Redis is an aid here, never a need, so there are no retries inside a call: whoever calls has a loop of its own and knows
-what to do meanwhile.
+Redis is useful but never required, so there are no retries inside a call. Callers have loops of their own, and know
+how to do without Redis.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pdserve.base.logs import get_logger
 log = get_logger(__name__)
 
 Argument: TypeAlias = bytes | str | int
-#: What Redis answers, as it travels (RESP2): hashes are flat lists of names and values.
+#: A reply in the form of RESP2, where hashes are flat lists of names and values.
 Reply: TypeAlias = "bytes | int | list[Reply] | None"
 
 
 class Store:
     """Connections to one Redis, opened when needed and kept for the next call.
 
-    Belongs to one event loop. A call that fails or is cancelled closes its connection, so that no reply can ever be
-    taken for the answer to another command.
+    Belongs to one event loop. A call that fails or is cancelled closes its connection, so that a late reply is never
+    mistaken for the reply to another command.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Store:
         on_change: Callable[[str | None], None] = lambda reason: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_change` hears why Redis is away, and None when it is back. Raises `SetupError` on a malformed `url`."""
+        """`on_change` gets the reason of an outage, and None when it ends. Raises `SetupError` on a malformed `url`."""
         self._new_connection, self.address = _parse(url)
         self._timeout_s = timeout_s
         self._on_change = on_change
@@ -68,16 +68,16 @@ class Store:
 
     @property
     def unavailable_since(self) -> float | None:
-        """When Redis was lost, on the store's clock; None while it answers."""
+        """Start of the present outage, on the store's clock in seconds; None while Redis answers."""
         return self._unavailable_since
 
     @property
     def outages(self) -> int:
-        """Grows whenever a connection fails: another number than before means that Redis may have forgotten things."""
+        """Number of failed connections. If it has changed, Redis may have lost data in between."""
         return self._outages
 
     async def open(self) -> None:
-        """Looks whether Redis is there. Not finding it is no error: every later call tries again."""
+        """Tries to reach Redis. Failure is not an error here: every later call tries again."""
         with contextlib.suppress(StoreError):
             await self.call("PING")
 
@@ -87,7 +87,7 @@ class Store:
         await self._drop_idle()
 
     async def call(self, *command: Argument, block_s: float = 0.0) -> Reply:
-        """Runs one command; `block_s` is how long the command itself may wait in Redis. Raises `StoreError`."""
+        """Runs one command. `block_s`: time that the command itself may wait in Redis. Raises `StoreError`."""
         [reply] = await self.pipeline([command], block_s=block_s)
         return reply
 
@@ -96,10 +96,10 @@ class Store:
         return await self.call(*script_command(source, keys=keys, arguments=arguments))
 
     async def pipeline(self, commands: Sequence[Sequence[Argument]], *, block_s: float = 0.0) -> list[Reply]:
-        """Sends all commands at once and returns their replies; not a transaction.
+        """Sends all commands at once and returns their replies. Not a transaction.
 
         Raises:
-            StoreError: Redis cannot be reached, was too slow, or refused one of the commands (the others ran).
+            StoreError: Redis is unreachable, too slow, or refused one of the commands, while the others ran.
         """
         if self._closed:
             raise StoreError(f"The connection to Redis at {self.address} is closed.")
@@ -109,7 +109,9 @@ class Store:
                 replies = await _exchange(connection, commands)
         except (RedisError, OSError) as error:
             await self._lost(connection, error)
-            reason = "no answer in time" if isinstance(error, TimeoutError) else str(error).rstrip(".")
+            reason = str(error).rstrip(".")
+            if isinstance(error, TimeoutError):
+                reason = f"no answer within {self._timeout_s + block_s:g} s"
             raise StoreError(f"Redis at {self.address} cannot be used: {reason}.") from error
         except BaseException:
             await connection.disconnect(nowait=True)
@@ -128,7 +130,7 @@ class Store:
             self._unavailable_since = self._clock()
             log.warning("store_lost", redis=self.address, reason=repr(error))
             self._on_change(f"Redis at {self.address} cannot be used")
-        # What one connection met, the others will: a fresh one tells whether Redis is back.
+        # The other connections are likely to be broken, too. A new one shows whether Redis is back.
         await self._drop_idle()
 
     def _found(self) -> None:
@@ -144,7 +146,7 @@ class Store:
 
 
 async def is_reachable(url: str, *, timeout_s: float = 0.5) -> bool:
-    """Whether a Redis answers at `url` now. Raises `SetupError` on a malformed `url`."""
+    """Whether a Redis answers at `url`. Raises `SetupError` on a malformed `url`."""
     new_connection, _ = _parse(url)
     connection = new_connection()
     try:
@@ -159,7 +161,7 @@ async def is_reachable(url: str, *, timeout_s: float = 0.5) -> bool:
 async def _exchange(
     connection: AbstractConnection, commands: Sequence[Sequence[Argument]]
 ) -> list[Reply | ResponseError]:
-    # Sending connects first when need be.
+    # Sending connects first if necessary.
     await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
     replies: list[Reply | ResponseError] = []
     for _ in commands:
@@ -171,40 +173,40 @@ async def _exchange(
 
 
 def _parse(url: str) -> tuple[Callable[[], AbstractConnection], str]:
-    """What makes a connection, and an address that may be logged (no password in it)."""
+    """A factory of connections, and an address without a password, for logs."""
     try:
         arguments: dict[str, Any] = dict(parse_url(url))
     except ValueError as error:
         raise SetupError(f"The Redis URL cannot be used: {error}. Write redis://HOST:PORT or unix:///PATH.") from error
     connection_class: type[AbstractConnection] = arguments.pop("connection_class", Connection)
     address = arguments.get("path") or f"{arguments.get('host', 'localhost')}:{arguments.get('port', 6379)}"
-    # Deadlines are ours, around the whole call; RESP2 is what `Reply` describes.
+    # Deadlines cover the whole call, in `Store.pipeline`. `Reply` describes RESP2.
     arguments |= {"protocol": 2, "socket_timeout": None}
     return functools.partial(connection_class, **arguments), str(address)
 
 
 def script_command(source: str, *, keys: Sequence[str], arguments: Sequence[Argument]) -> list[Argument]:
-    """A script as a command for `Store.pipeline`. Redis keeps scripts compiled, so sending the text again is cheap."""
+    """A script as a command for `Store.pipeline`. Redis caches compiled scripts, so sending the text again is cheap."""
     return ["EVAL", source, len(keys), *keys, *arguments]
 
 
 def as_bytes(reply: Reply) -> bytes:
-    """The reply as bytes. Raises `StoreError` when it is something else."""
+    """The reply as bytes. Raises `StoreError` when it is of another type."""
     if not isinstance(reply, bytes):
         raise StoreError(f"Redis answered {reply!r:.100} where a string was expected.")
     return reply
 
 
 def as_list(reply: Reply) -> list[Reply]:
-    """The reply as a list. Raises `StoreError` when it is something else."""
+    """The reply as a list. Raises `StoreError` when it is of another type."""
     if not isinstance(reply, list):
         raise StoreError(f"Redis answered {reply!r:.100} where a list was expected.")
     return reply
 
 
 def as_fields(reply: Reply) -> dict[str, bytes]:
-    """A flat list of names and values as a mapping. Raises `StoreError` when the reply is something else."""
-    parts = [as_bytes(part) for part in as_list(reply)]
-    if len(parts) % 2:
-        raise StoreError(f"Redis answered {len(parts)} strings where names and values were expected.")
-    return {name.decode(errors="replace"): value for name, value in zip(parts[::2], parts[1::2], strict=True)}
+    """A flat list of names and values as a mapping. Raises `StoreError` when the reply is of another type."""
+    flat = [as_bytes(item) for item in as_list(reply)]
+    if len(flat) % 2:
+        raise StoreError(f"Redis answered {len(flat)} strings where pairs of names and values were expected.")
+    return {name.decode(errors="replace"): value for name, value in zip(flat[::2], flat[1::2], strict=True)}

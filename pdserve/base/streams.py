@@ -1,8 +1,8 @@
-"""Protobuf messages over TCP, one connection for each call: what tokens travel on.
+"""Protobuf messages over TCP, one connection per call. Tokens travel this way.
 
-A message goes behind its length: 4 bytes, big-endian. It costs one write here and one read there, in the event loops
-themselves, where one of gRPC's wakes several threads (`docs/decisions/0018-tokens-travel-on-plain-connections.md`).
-Closing the connection cancels the call, and TCP's window holds back a sender whose peer does not read.
+A message follows its length: 4 bytes, big-endian. It costs one write and one read, in the event loops themselves. A
+message of gRPC wakes several threads (`docs/decisions/0018-tokens-travel-on-plain-connections.md`). Closing the
+connection cancels the call, and TCP's window holds back a sender whose peer does not read.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ log = get_logger(__name__)
 Incoming = TypeVar("Incoming")
 
 _LENGTH = struct.Struct(">I")
-#: Messages, and their bytes, that may wait to be read before the connection is not read from any more.
+#: Limits on received messages, and on their bytes, beyond which the connection is not read until they are taken.
 _MAX_WAITING, _MAX_WAITING_BYTES = 64, 1 << 20
-#: How long connecting may take: the address is that of a worker that was alive a moment ago.
+#: Limit for connecting to a worker, which was alive shortly before.
 _CONNECT_TIMEOUT_S = 5.0
-#: How long a peer may leave a stream open after it was told of a failure.
+#: Time a peer may leave a stream open after a failure was reported to it.
 _LINGER_S = 10.0
-#: A worker's host that is dead, or cut off, is noticed after about this long, also while nobody has anything to say.
+#: Time until a worker's host that is dead or cut off is noticed, even while no messages are sent.
 _DEAD_AFTER_S = 15
-#: Whoever is served may take this long to read again: longer than a router waits for a client that reads nothing. For
-#: the kernel a full window and a dead host are the same.
+#: Time a server allows a peer that does not read: longer than a router waits for a client that does not. The kernel
+#: cannot distinguish a full window from a dead host.
 _STALLED_AFTER_S = 75
-#: The kernel asks a silent peer after this long and then again: one lost answer is no death.
-_ASK_AFTER_S, _ASK_AGAIN_S = 5, 2
+#: Delay of the first and interval of further keepalive probes. A single lost reply does not count.
+_PROBE_AFTER_S, _PROBE_INTERVAL_S = 5, 2
 
 
 class PeerLeft(Exception):
-    """The peer has closed the stream: it has all it wants, or is gone."""
+    """The peer has closed the stream, because it has everything it needs or is gone."""
 
 
 class MessageStream(asyncio.Protocol, Generic[Incoming]):
-    """One end of a connection. Belongs to the event loop; one task reads, any may write."""
+    """One end of a connection. Belongs to the event loop. One task reads; any task may write."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
         *,
         lost_after_s: int = _DEAD_AFTER_S,
     ) -> None:
-        """`parse` makes messages of bytes; `on_open` is called with the stream when it is connected.
+        """`parse` turns bytes into a message. `on_open` is called with the stream once it is connected.
 
-        `lost_after_s`: how long the peer may confirm nothing, or take nothing of what is sent.
+        `lost_after_s`: time the peer may acknowledge no data, or accept none, before it counts as lost.
         """
         self._lost_after_s = lost_after_s
         self._loop = asyncio.get_running_loop()
@@ -69,19 +69,19 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._inbox: deque[Incoming] = deque()
-        #: Received since the inbox was found empty: not less than what waits in it.
+        #: Bytes received since the inbox was last empty: an upper bound of the bytes in it.
         self._waiting_bytes = 0
         self._ended = False
         self._reader: asyncio.Future[None] | None = None
-        #: When the reader has waited long enough. One timer looks now and then, instead of one for each message.
+        #: When the reader times out. One timer checks it now and then, which saves a timer per message.
         self._reader_due: float | None = None
         self._timer: asyncio.TimerHandle | None = None
-        #: Set unless the peer is behind.
+        #: Set unless the peer is behind with reading.
         self._writable = asyncio.Event()
         self._writable.set()
 
     async def read(self, silence_s: float | None = None) -> Incoming | None:
-        """The next message, None once the peer has closed or is lost. Raises `TimeoutError` after `silence_s`."""
+        """The next message, or None once the peer has closed or is lost. Raises `TimeoutError` after `silence_s`."""
         while not self._inbox:
             if self._ended:
                 return None
@@ -91,7 +91,7 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
             self._reader = self._loop.create_future()
             self._reader_due = None if silence_s is None else self._loop.time() + silence_s
             if self._reader_due is not None and self._timer is None:
-                self._timer = self._loop.call_at(self._reader_due, self._look_at_reader)
+                self._timer = self._loop.call_at(self._reader_due, self._check_reader)
             try:
                 await self._reader
             finally:
@@ -99,7 +99,7 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
         return self._inbox.popleft()
 
     async def write(self, message: Message) -> None:
-        """Sends a message; waits while the peer is behind. To one that is gone nothing is sent: reading tells."""
+        """Sends a message and waits while the peer is behind. Does nothing once the peer is gone."""
         if self._ended:
             return
         assert self._transport is not None, "a stream is written to once it is open"
@@ -109,7 +109,7 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
             await self._writable.wait()
 
     def close(self) -> None:
-        """Sends what was written and closes the connection."""
+        """Flushes written messages and closes the connection."""
         self._end()
         if self._transport is not None:
             self._transport.close()
@@ -123,20 +123,20 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
         self._on_open(self)
 
     def data_received(self, data: bytes) -> None:
-        """Some bytes: parts of messages, or several."""
+        """Takes bytes, which may hold several messages or a fraction of one."""
         received, start = self._received, 0
         received += data
         while len(received) - start >= _LENGTH.size:
-            begin = start + _LENGTH.size
+            body = start + _LENGTH.size
             (length,) = _LENGTH.unpack_from(received, start)
             if length > MAX_MESSAGE_BYTES:
                 self._abort()
                 return
-            if len(received) - begin < length:
+            if len(received) - body < length:
                 break
-            start = begin + length
+            start = body + length
             try:
-                self._inbox.append(self._parse(bytes(received[begin:start])))
+                self._inbox.append(self._parse(bytes(received[body:start])))
             except DecodeError:
                 self._abort()
                 return
@@ -149,7 +149,7 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
             self._transport.pause_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone; what was received can still be read."""
+        """The connection is gone. Messages already received can still be read."""
         self._end()
 
     def pause_writing(self) -> None:
@@ -169,7 +169,7 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
             self._timer = None
 
     def _abort(self) -> None:
-        """Whoever this is speaks something else."""
+        """Closes at once: the peer speaks another protocol."""
         self._end()
         if self._transport is not None:
             self._transport.abort()
@@ -178,18 +178,21 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    def _look_at_reader(self) -> None:
+    def _check_reader(self) -> None:
         self._timer = None
         if self._reader is None or self._reader.done() or self._reader_due is None:
             return
         if self._loop.time() < self._reader_due:
-            self._timer = self._loop.call_at(self._reader_due, self._look_at_reader)
+            self._timer = self._loop.call_at(self._reader_due, self._check_reader)
         else:
             self._reader.set_exception(TimeoutError())
 
 
-async def _tell_last(stream: MessageStream[Incoming], message: Message) -> None:
-    """The peer closes first: what it says after our end would reset the connection, and the message be lost with it."""
+async def _send_last(stream: MessageStream[Incoming], message: Message) -> None:
+    """Sends a message and waits for the peer to close.
+
+    Closed by this end, the connection would be reset by anything the peer still sends, and the message would be lost.
+    """
     await stream.write(message)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_LINGER_S):
@@ -198,7 +201,7 @@ async def _tell_last(stream: MessageStream[Incoming], message: Message) -> None:
 
 
 async def open_stream(address: str, parse: Callable[[bytes], Incoming]) -> MessageStream[Incoming]:
-    """A stream to `host:port`; to be closed. Raises `OSError`, which `TimeoutError` is too."""
+    """Connects to `host:port`. The caller closes the stream. Raises `OSError`, of which `TimeoutError` is one."""
     host, _, port = address.rpartition(":")
     async with asyncio.timeout(_CONNECT_TIMEOUT_S):
         _, stream = await asyncio.get_running_loop().create_connection(
@@ -214,52 +217,56 @@ async def serve_streams(
     handle: Callable[[MessageStream[Incoming]], Awaitable[None]],
     failure: Callable[[PdserveError], Message],
 ) -> AsyncIterator[str]:
-    """Has `handle` serve each connection, in a task of its own, until the block ends; yields `host:port`.
+    """Has `handle` serve each connection, in a task of its own, until the block ends. Yields `host:port`.
 
-    A connection is closed when its handler returns, and at once when it comes as the block ends. What the handler
-    raises is the last message, which `failure` makes: our errors as they are, anything else is logged and becomes a
-    `PdserveError`. `PeerLeft` is no failure.
+    A connection is closed when its handler returns, and immediately if it arrives while the block ends. If the handler
+    raises, the last message is the one that `failure` makes of the error. Errors other than `PdserveError` are logged
+    and replaced by one. `PeerLeft` is not a failure.
     """
-
-    async def serve(stream: MessageStream[Incoming]) -> None:
-        try:
-            await handle(stream)
-        except PeerLeft:
-            pass
-        except PdserveError as error:
-            await _tell_last(stream, failure(error))
-        except Exception as error:  # noqa: BLE001 - the border of the process: logged, and told to the caller
-            log.error("stream_failed", exc=error)
-            told = PdserveError("The call failed unexpectedly; the worker's log has the traceback.")
-            await _tell_last(stream, failure(told))
-
     async with service_group() as group:
 
-        def opened(stream: MessageStream[Incoming]) -> None:
+        def on_open(stream: MessageStream[Incoming]) -> None:
             if group.stopping:
                 stream.close()
                 return
-            # Not by `serve` itself: what is cancelled before its first turn never comes to a `finally`.
-            group.start(serve(stream), name="stream").add_done_callback(lambda _: stream.close())
+            # Not closed by `_serve` itself: a task cancelled before its first turn never reaches a `finally`.
+            serving = group.start(_serve(stream, handle, failure), name="stream")
+            serving.add_done_callback(lambda _: stream.close())
 
         loop = asyncio.get_running_loop()
         server = await loop.create_server(
-            lambda: MessageStream(parse, opened, lost_after_s=_STALLED_AFTER_S), sock=listener
+            lambda: MessageStream(parse, on_open, lost_after_s=_STALLED_AFTER_S), sock=listener
         )
         host, port = listener.getsockname()[:2]
         try:
             yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         finally:
-            # Of a connection that is accepted and not yet opened when the server closes, asyncio loses hold.
+            # asyncio forgets a connection that is accepted but not yet opened when its server closes.
             loop.remove_reader(listener)
             await asyncio.sleep(0)
             server.close()
 
 
+async def _serve(
+    stream: MessageStream[Incoming],
+    handle: Callable[[MessageStream[Incoming]], Awaitable[None]],
+    failure: Callable[[PdserveError], Message],
+) -> None:
+    try:
+        await handle(stream)
+    except PeerLeft:
+        pass
+    except PdserveError as error:
+        await _send_last(stream, failure(error))
+    except Exception as error:  # noqa: BLE001 - the boundary of the process: logged, and reported to the caller
+        log.error("stream_failed", exc=error)
+        await _send_last(stream, failure(PdserveError("The call failed unexpectedly. The worker's log says why.")))
+
+
 def _notice_dead_hosts(connection: socket.socket, lost_after_s: int) -> None:
-    """Has the kernel ask a silent peer, and not wait for ever for one that confirms nothing."""
+    """Has the kernel probe a silent peer, and give up on one that acknowledges nothing."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ASK_AFTER_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ASK_AGAIN_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_INTERVAL_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, lost_after_s * 1000)

@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 class _Stop(Exception):
-    """Raised inside a group to end it; not an error."""
+    """Raised inside a group to end it. Not an error."""
 
 
 class ServiceGroup:
-    """A `TaskGroup` that can be told to stop: its tasks are cancelled, awaited, and nothing is raised."""
+    """A `TaskGroup` that can be stopped: its tasks are cancelled and awaited, and nothing is raised."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
@@ -24,13 +24,13 @@ class ServiceGroup:
 
     @property
     def stopping(self) -> bool:
-        """The group is ending, for whatever reason. From a callback, look before `start`."""
+        """Whether the group is ending, for any reason. Callbacks check this before `start`."""
         return self._stopping
 
     def start(self, work: Awaitable[object], *, name: str) -> asyncio.Task[None]:
         """Runs `work` until it ends or the group does. Its failure ends the whole group with that error.
 
-        Raises `RuntimeError` when the group has begun to cancel its tasks; `work` is not run then.
+        Raises `RuntimeError`, without running `work`, once the group has started to cancel its tasks.
         """
         running = self._run(work)
         try:
@@ -39,7 +39,7 @@ class ServiceGroup:
             running.close()
             _close(work)
             raise
-        # A task that is cancelled before its first turn has not begun `work`.
+        # A task that is cancelled before its first turn has not started `work`.
         task.add_done_callback(lambda _: _close(work))
         return task
 
@@ -89,7 +89,7 @@ async def service_group() -> AsyncIterator[ServiceGroup]:
 
 
 async def to_its_end(work: Awaitable[T]) -> T:
-    """What `work` gives. When the caller is cancelled meanwhile, that shows only after `work` has ended."""
+    """The result of `work`. If the caller is cancelled meanwhile, the cancellation is raised once `work` has ended."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -99,7 +99,7 @@ async def to_its_end(work: Awaitable[T]) -> T:
             cancelled = error
     if cancelled is not None:
         if not task.cancelled():
-            task.exception()  # Seen: the cancellation is what the caller hears of.
+            task.exception()  # Retrieved, since the caller only sees the cancellation.
         raise cancelled
     return task.result()
 

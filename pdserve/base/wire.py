@@ -1,4 +1,4 @@
-"""Sampling parameters, tokens and errors between their wire form and their values."""
+"""Conversion of sampling parameters, tokens and errors to and from protobuf messages."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def error_to_wire(error: PdserveError) -> pb.Error:
 
 
 def error_from_wire(message: pb.Error) -> PdserveError:
-    """The error back; of a class that is not known here only the text stays."""
+    """The error of a message. For a class that is unknown here, only the text is kept."""
     cls = error_classes().get(message.name, PdserveError)
     if issubclass(cls, Overloaded):
         return cls(message.text, retry_after_s=message.retry_after_s)

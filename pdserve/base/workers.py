@@ -1,4 +1,4 @@
-"""Which workers there are: the record each writes about itself, and a router's view of all of them. Pure."""
+"""The record that each worker publishes about itself, and a router's view of all workers. Pure."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ Tier = Literal["prefill", "decode"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
-    """How busy a worker was at its last heartbeat."""
+    """Load of a worker at its last heartbeat."""
 
     #: Sequences in the running batch (decode), prompts being computed (prefill).
     running: int = 0
-    #: Requests accepted and not begun.
+    #: Requests accepted and not started.
     waiting: int = 0
     #: Prompt tokens accepted and not computed yet.
     queued_tokens: int = 0
-    #: Of those, the tokens of prompts that have no first token yet, by the router that sent them. None: the worker
-    #: does not tell.
+    #: Those of `queued_tokens` whose prompts have no first token yet, by the router that sent them. None: the worker
+    #: does not report it.
     queued_by_router: Mapping[RouterId, int] | None = None
     free_blocks: int = 0
-    #: Prompt tokens computed in a second, as measured; None before there were any.
+    #: Measured rate of prompt tokens; None before the first prompt.
     prefill_tokens_per_s: float | None = None
-    #: The same beside decoding sequences, within their ITL budget (decode).
+    #: The same rate while sequences decode, within their ITL budget (decode tier).
     prefill_tokens_per_s_beside_decoding: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRecord:
-    """What a worker tells about itself."""
+    """A worker's entry in the registry."""
 
     worker_id: WorkerId
     epoch: Epoch
     tier: Tier
     grpc_address: str
     http_address: str
-    #: Where requests are sent (decode); empty for a tier that takes them over gRPC.
+    #: Address for requests (decode tier); empty for a tier that takes them over gRPC.
     stream_address: str
     #: The name clients use.
     model: str
@@ -59,16 +59,16 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sighting:
-    """A record as found in the registry; `beat` counts the heartbeats of that incarnation."""
+    """A record as read from the registry. `beat` counts the heartbeats of that incarnation."""
 
     record: WorkerRecord
     beat: int
 
 
 def record_to_fields(record: WorkerRecord) -> dict[str, str]:
-    """The record as fields of a Redis hash; the worker's id is in the key.
+    """The record as fields of a Redis hash, whose key has the worker's id.
 
-    Whatever a version adds is a field of its own: older readers ignore that.
+    A later version adds fields, which older readers ignore.
     """
     load = asdict(record.load)
     queued_by_router = load.pop("queued_by_router")
@@ -91,14 +91,14 @@ def record_to_fields(record: WorkerRecord) -> dict[str, str]:
 
 
 def record_from_fields(worker_id: WorkerId, found: Mapping[str, bytes]) -> WorkerRecord:
-    """The record back from its fields, without what this version does not know.
+    """The record from its fields. Fields that this version does not know are ignored.
 
-    Raises `StoreError` when it was written by something else.
+    Raises `StoreError` when the fields are not those of a worker.
     """
     try:
         tier = found["tier"].decode()
         if tier not in get_args(Tier):
-            raise ValueError(f"{tier!r} is no tier")
+            raise ValueError(f"{tier!r} is not a tier")
         return WorkerRecord(
             worker_id=worker_id,
             epoch=Epoch(int(found["epoch"])),
@@ -120,13 +120,13 @@ def record_from_fields(worker_id: WorkerId, found: Mapping[str, bytes]) -> Worke
 
 
 def _load_from_fields(found: Mapping[str, bytes]) -> WorkerLoad:
-    told = {**json.loads(found["load"]), "queued_by_router": json.loads(found.get("queued_by_router", b"null"))}
-    return WorkerLoad(**{member.name: told[member.name] for member in fields(WorkerLoad) if member.name in told})
+    load = {**json.loads(found["load"]), "queued_by_router": json.loads(found.get("queued_by_router", b"null"))}
+    return WorkerLoad(**{member.name: load[member.name] for member in fields(WorkerLoad) if member.name in load})
 
 
 @dataclass(slots=True)
 class _Suspicion:
-    """Someone saw this incarnation die at `since`; `beat` is the first heartbeat count read after that."""
+    """This incarnation appeared to be dead at `since`. `beat`: the first heartbeat count read after that."""
 
     epoch: Epoch
     since: float
@@ -134,10 +134,10 @@ class _Suspicion:
 
 
 class WorkerView:
-    """The workers a router may use. Registry readings come in with their time; answers are immediate.
+    """The workers a router may use. Takes reads of the registry with their time, and answers without waiting.
 
-    While the registry cannot be read, and for `grace_s` after it can be again, known workers stay: they may just not
-    have registered again yet.
+    While the registry is unreadable, and for `grace_s` afterwards, known workers stay, for they may not have had time
+    to register again.
     """
 
     def __init__(self, *, grace_s: float) -> None:
@@ -149,7 +149,7 @@ class WorkerView:
 
     @property
     def degraded(self) -> bool:
-        """Whether this is only what was last known."""
+        """Whether the registry is unreadable, so that these are the last known workers."""
         return self._degraded
 
     def workers_of(self, tier: Tier) -> list[WorkerRecord]:
@@ -165,13 +165,13 @@ class WorkerView:
         return None if record is None or self._is_lost(record) else record
 
     def registry_lost(self) -> bool:
-        """The registry cannot be read, or may have forgotten everything. True when that is news."""
-        news = not self._degraded
+        """The registry is unreadable, or may have lost its contents. Returns whether this is a change."""
+        is_change = not self._degraded
         self._degraded = True
-        return news
+        return is_change
 
     def apply(self, sightings: Iterable[Sighting], *, read_at: float) -> bool:
-        """Takes one whole reading of the registry, begun at `read_at`. True when anything visible changed."""
+        """Takes one complete read of the registry, started at `read_at`. Returns whether anything visible changed."""
         changed = self._degraded
         if self._degraded:
             self._degraded = False
@@ -185,9 +185,9 @@ class WorkerView:
         return self._clear_suspicions(seen, read_at) or changed
 
     def mark_lost(self, worker_id: WorkerId, epoch: Epoch, *, now: float) -> bool:
-        """Excludes this incarnation until it proves to be alive. False when another one, or none, is known.
+        """Excludes this incarnation until it proves to be alive. Returns False when it is not the known one.
 
-        The record alone proves nothing, it outlives its worker by its TTL: a heartbeat written after `now` does.
+        Its record proves nothing, since it outlives the worker by its TTL. A heartbeat written after `now` does.
         """
         record = self._known.get(worker_id)
         if record is None or record.epoch != epoch or self._is_lost(record):
@@ -196,7 +196,7 @@ class WorkerView:
         return True
 
     def mark_alive(self, worker_id: WorkerId, epoch: Epoch) -> bool:
-        """Takes back `mark_lost`: the worker answered. False when it was not marked."""
+        """Reverts `mark_lost`: the worker answered. Returns False when it was not marked."""
         suspicion = self._suspicions.get(worker_id)
         if suspicion is None or suspicion.epoch != epoch:
             return False
@@ -219,7 +219,7 @@ class WorkerView:
 
 
 def _is_refuted(suspicion: _Suspicion, sighting: Sighting | None, read_at: float) -> bool:
-    """Whether the worker lives. Remembers the first beat read after the suspicion, for the next reading."""
+    """Whether the worker is alive. Remembers the first beat read after the suspicion, for the next read."""
     if sighting is None:
         return False
     if sighting.record.epoch != suspicion.epoch:

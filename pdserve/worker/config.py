@@ -1,4 +1,4 @@
-"""Settings that prefill and decode workers share; names and meanings follow `vllm serve` where they are the same."""
+"""Settings that prefill and decode workers share. Names follow `vllm serve` where the meaning is the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdserve.base.logs import LEVELS
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FP8_KV = "fp8_e4m3"
 KV_CACHE_DTYPES = ("auto", FP8_KV)
-#: In which decode workers on a GPU receive, when nothing is said: the last message is a quarter, and copies stay few.
+#: Default number of layer groups of decode workers on a GPU: the last message is a quarter, and copies stay few.
 GPU_LAYER_GROUPS = 4
 HANDOVER_MEMORIES = ("host", "device")
 TRANSPORTS = ("ucx", "nccl")
@@ -21,72 +21,78 @@ QUANTIZATIONS = ("int8",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """What a worker needs to know at start, whatever its tier."""
+    """Settings of a worker of either tier."""
 
     model: str = option(help="directory of the model, as `pdserve up` prepared it", metavar="DIR")
     redis_url: str = option(help="Redis with the worker registry and the prefix index", metavar="URL")
-    served_model_name: str | None = option(None, help="name clients use; the directory's name when absent")
-    worker_id: str | None = option(None, help="name of this worker, stable over restarts; made up when absent")
-    host: str = option("127.0.0.1", help="internal address to listen on and to be reached at", metavar="ADDRESS")
-    grpc_port: int = option(0, help="port of the internal gRPC service; 0 takes a free one", minimum=0)
-    http_port: int = option(0, help="port of /livez, /readyz, /health and /metrics; 0 takes a free one", minimum=0)
-    device: str = option("cpu", help="where the model computes: cpu, cuda, or cuda:1 for one of several GPUs")
+    served_model_name: str | None = option(None, help="name clients use; default: the directory's name")
+    worker_id: str | None = option(None, help="name of this worker, stable across restarts; default: random")
+    host: str = option(
+        "127.0.0.1", help="internal address to listen on, and at which others reach this worker", metavar="ADDRESS"
+    )
+    grpc_port: int = option(0, help="port of the internal gRPC service; 0: any free port", minimum=0)
+    http_port: int = option(0, help="port of /livez, /readyz, /health and /metrics; 0: any free port", minimum=0)
+    device: str = option("cpu", help="device to compute on: cpu, cuda, or cuda:1 for one of several GPUs")
     tensor_parallel_size: int = option(
         1,
-        help="ranks that share the model, each with its part of heads and weights: GPUs from --device on, or processes",
+        help="ranks that split the model's heads and weights: GPUs from --device on, or processes on the CPU",
         minimum=1,
     )
     gpu_memory_utilization: float = option(
         0.9, help="share of the GPU's memory for this worker: weights, activations and KV", minimum=0.01
     )
     deterministic: bool = option(
-        True, help="on a GPU: the same bits for a request whatever is computed beside it, at some cost in speed"
+        True, help="on a GPU: the same bits for a request whatever else is in its batch, at some cost in speed"
     )
-    enforce_eager: bool = option(False, help="on a GPU: launch every kernel of a decode step instead of CUDA graphs")
-    dtype: str = option("auto", help="type of weights, activations and KV", choices=DTYPES)
+    enforce_eager: bool = option(
+        False, help="on a GPU: launch every kernel of a decode step instead of replaying CUDA graphs"
+    )
+    dtype: str = option("auto", help="data type of weights, activations and KV", choices=DTYPES)
     kv_cache_dtype: str = option(
         "auto",
-        help="type of KV: that of --dtype, or 8-bit floats (not with C++ kernels)",
+        help="data type of KV: that of --dtype, or 8-bit floats (not with C++ kernels)",
         choices=KV_CACHE_DTYPES,
     )
     kernels: str = option(
         "auto",
-        help="what computes: C++ (cpu), Triton (triton), plain torch (reference), or what is best on the device",
+        help="kernels: C++ (cpu), Triton (triton), plain torch (reference), or the best for the device",
         choices=KERNELS,
     )
     instruction_set: str | None = option(
-        None, help="what the C++ kernels use of the processor; the best it has when absent", metavar="NAME"
+        None, help="instruction set of the C++ kernels; default: the best of the processor", metavar="NAME"
     )
-    quantization: str | None = option(None, help="round weights when they are loaded", choices=QUANTIZATIONS)
-    block_size: int = option(16, help="tokens of a KV block", minimum=1)
+    quantization: str | None = option(None, help="round the weights when they are loaded", choices=QUANTIZATIONS)
+    block_size: int = option(16, help="tokens per KV block", minimum=1)
     kv_cache_memory: int | None = option(
-        None, help="size of the KV cache, such as 2GiB; sized from the machine's memory when absent", parse=parse_bytes
+        None, help="size of the KV cache, such as 2GiB; default: from the free memory", parse=parse_bytes
     )
     max_model_len: int | None = option(
-        None, help="longest prompt plus completion in tokens; the model's own limit when absent", minimum=1
+        None, help="longest prompt plus completion in tokens; default: the model's own limit", minimum=1
     )
-    threads: int | None = option(None, help="compute threads; as many as --cpus, else all cores", minimum=1)
-    cpus: tuple[int, ...] = option((), help="cores the compute threads are pinned to, such as 0,2-3", parse=parse_ints)
+    threads: int | None = option(
+        None, help="compute threads; default: one for each of --cpus, else for each core", minimum=1
+    )
+    cpus: tuple[int, ...] = option((), help="cores to pin the compute threads to, such as 0,2-3", parse=parse_ints)
     borrow_cpus: tuple[int, ...] = option(
-        (), help="cores of other workers to compute on while those have nothing to do", parse=parse_ints
+        (), help="cores of other workers to compute on while those workers are idle", parse=parse_ints
     )
     core_leases: str | None = option(
-        None, help="file in which the workers of a machine tell which cores are idle; made when absent", metavar="FILE"
+        None, help="file in which the workers of a machine report idle cores; created if missing", metavar="FILE"
     )
-    max_num_batched_tokens: int = option(512, help="prompt tokens computed in one step at most", minimum=1)
+    max_num_batched_tokens: int = option(512, help="maximum prompt tokens in one step", minimum=1)
     staging_memory: int = option(
         1 << 30,
-        help="on GPUs and with several ranks: memory in which blocks stop over on their way, such as 1GiB",
+        help="on GPUs and with several ranks: memory for blocks on their way to or from the network, such as 1GiB",
         parse=parse_bytes,
     )
     handover_memory: str = option(
         "host",
-        help="on a GPU: where blocks stop over on their way, host memory or the GPU's",
+        help="on a GPU: memory that blocks pass through on their way, host memory or the GPU's",
         choices=HANDOVER_MEMORIES,
     )
-    transport: str = option("ucx", help="how KV blocks travel", choices=TRANSPORTS)
-    drain_timeout_s: float = option(45.0, help="seconds that running requests get to finish on SIGTERM", minimum=0)
-    log_level: str = option("info", help="what is logged", choices=LEVELS)
+    transport: str = option("ucx", help="transport of KV blocks", choices=TRANSPORTS)
+    drain_timeout_s: float = option(45.0, help="seconds that running requests have to finish after SIGTERM", minimum=0)
+    log_level: str = option("info", help="lowest level that is logged", choices=LEVELS)
 
     @property
     def model_dir(self) -> Path:

@@ -22,7 +22,7 @@ def test_each_tier_borrows_the_core_of_the_other_while_it_is_idle(cluster: Clust
     cluster.client().completions.create(model=MODEL, prompt=prompt, max_tokens=20, temperature=0)
     cluster.wait_idle()
     after = [cluster.worker_metric(tier, "pdserve_borrowed_core_seconds_total") for tier in tiers]
-    assert all(then > earlier for then, earlier in zip(after, before, strict=True)), (before, after)
+    assert all(later > earlier for later, earlier in zip(after, before, strict=True)), (before, after)
 
 
 def test_the_cores_a_worker_may_borrow_are_logged_at_start(cluster: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""Everything that uses Redis at once, while Redis comes and goes; and that all of it stops cleanly at any moment."""
+"""All users of Redis together, while Redis comes and goes. All of them stop cleanly at any time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import signal
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from pdserve.cli.private_redis import PrivateRedis
 from router_svc.records.request_state import RequestProgress, RequestState
 from router_svc.records.request_store import RequestStore
 from tests.support.records import block_hashes, worker_record
-from tests.support.redis import eventually, running, until
+from tests.support.redis import DEADLINE_S, eventually, running, until
 
 WORKERS = [worker_record("decode-0", epoch=11), worker_record("decode-1", epoch=12)]
 HASHES = block_hashes(60)
@@ -61,7 +60,7 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(url: str, *, timeout_s: float = 0.5) -> AsyncIterator[Cluster]:
-    """Two workers and a router, each with a store of its own as in processes of their own."""
+    """Two workers and a router, each with a store of its own, as in separate processes."""
     async with (
         Store(url, timeout_s=timeout_s) as first_store,
         Store(url, timeout_s=timeout_s) as second_store,
@@ -84,61 +83,59 @@ async def cluster(url: str, *, timeout_s: float = 0.5) -> AsyncIterator[Cluster]
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_redis_comes_and_goes_and_everything_is_right_again(redis_server: PrivateRedis, seed: int) -> None:
+async def test_everything_recovers_from_outages_of_redis(redis_server: PrivateRedis, seed: int) -> None:
     rng = random.Random(seed)
     ids = [record.worker_id for record in WORKERS]
-    async with cluster(redis_server.url) as both:
-        await until(both.directory, lambda: both.known == ids)
+    async with cluster(redis_server.url) as all_users:
+        await until(all_users.directory, lambda: all_users.known == ids)
         for outage in range(3):
-            for worker in both.workers:
+            for worker in all_users.workers:
                 worker.change(rng)
             if rng.random() < 0.5:
-                await until(both.mirror, both.mirror_equals_truth)
+                await until(all_users.mirror, all_users.mirror_equals_truth)
             await redis_server.stop(kill=rng.random() < 0.5)
-            both.workers[0].change(rng)
+            all_users.workers[0].change(rng)
             progress = RequestProgress.new(RequestId(f"request-{outage}"), at=float(outage))
-            both.requests.put(progress)
+            all_users.requests.put(progress)
             if rng.random() < 0.5:
-                await until(both.directory, lambda: both.directory.degraded)
-                await until(both.mirror, lambda: both.mirror.degraded)
-            assert both.known == ids
-            both.requests.put(progress.advance(RequestState.CANCELLED, at=outage + 1.0))
+                await until(all_users.directory, lambda: all_users.directory.degraded)
+                await until(all_users.mirror, lambda: all_users.mirror.degraded)
+            assert all_users.known == ids
+            all_users.requests.put(progress.advance(RequestState.CANCELLED, at=outage + 1.0))
             await redis_server.start()
-            await until(both.mirror, lambda: not both.mirror.degraded and both.mirror_equals_truth())
-            await until(both.directory, lambda: not both.directory.degraded)
-            assert both.known == ids
-            await eventually(lambda number=outage: _is_cancelled(both.requests, f"request-{number}"))
+            await until(all_users.mirror, lambda: not all_users.mirror.degraded and all_users.mirror_equals_truth())
+            await until(all_users.directory, lambda: not all_users.directory.degraded)
+            assert all_users.known == ids
+            await eventually(lambda number=outage: _is_cancelled(all_users.requests, f"request-{number}"))
 
 
 async def test_all_of_it_stops_at_once_when_redis_is_gone(redis_server: PrivateRedis) -> None:
-    """The fixture that watches tasks and sockets sees that nothing stays."""
-    async with cluster(redis_server.url) as both:
-        await until(both.directory, lambda: len(both.known) == 2)
-        both.workers[0].publisher.publish(HASHES, [])
-        both.requests.put(RequestProgress.new(RequestId("request"), at=0.0))
+    """A fixture verifies that no task and no socket stays behind."""
+    async with cluster(redis_server.url) as all_users:
+        await until(all_users.directory, lambda: len(all_users.known) == 2)
+        all_users.workers[0].publisher.publish(HASHES, [])
+        all_users.requests.put(RequestProgress.new(RequestId("request"), at=0.0))
         await redis_server.stop(kill=True)
-        await until(both.mirror, lambda: both.mirror.degraded)
+        await until(all_users.mirror, lambda: all_users.mirror.degraded)
 
 
-async def test_all_of_it_stops_within_a_few_timeouts_when_redis_hangs(redis_server: PrivateRedis) -> None:
+async def test_all_of_it_stops_although_redis_hangs(redis_server: PrivateRedis) -> None:
     assert redis_server.pid is not None
     try:
-        async with cluster(redis_server.url, timeout_s=0.2) as both:
-            await until(both.directory, lambda: len(both.known) == 2)
+        async with asyncio.timeout(DEADLINE_S), cluster(redis_server.url, timeout_s=0.2) as all_users:
+            await until(all_users.directory, lambda: len(all_users.known) == 2)
             os.kill(redis_server.pid, signal.SIGSTOP)
-            both.workers[0].publisher.publish(HASHES, [])
-            await until(both.directory, lambda: both.directory.degraded)
-            assert len(both.known) == 2
-            stopping_at = time.monotonic()
-        assert time.monotonic() - stopping_at < 3
+            all_users.workers[0].publisher.publish(HASHES, [])
+            await until(all_users.directory, lambda: all_users.directory.degraded)
+            assert len(all_users.known) == 2
     finally:
         os.kill(redis_server.pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.001, 0.005, 0.02])
 async def test_a_start_that_is_cancelled_leaves_nothing(redis_server: PrivateRedis, delay_s: float) -> None:
-    async with cluster(redis_server.url) as both:
-        both.workers[0].publisher.publish(HASHES, [])
+    async with cluster(redis_server.url) as all_users:
+        all_users.workers[0].publisher.publish(HASHES, [])
         await asyncio.sleep(delay_s)
     async with Store(redis_server.url) as store:
         assert await store.call("KEYS", "pd:worker:*") == []

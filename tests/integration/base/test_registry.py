@@ -1,14 +1,12 @@
-"""Workers register in a real Redis and a router sees them, through restarts on either side."""
+"""Workers register in a real Redis and a router sees them, across restarts of either side."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
-from itertools import pairwise
 
 from pdserve.base.ids import Epoch, WorkerId
-from pdserve.base.registry import WORKER_KEY, Registrar, WorkerDirectory, WorkerRecord, read_workers
+from pdserve.base.registry import WORKER_KEY, Registrar, WorkerDirectory, WorkerRecord, read_sightings
 from pdserve.base.store import Store
 from pdserve.cli.private_redis import PrivateRedis
 from tests.support.records import worker_record
@@ -21,7 +19,12 @@ def ids(directory: WorkerDirectory) -> list[str]:
     return [record.worker_id for record in directory.workers_of("decode")]
 
 
-async def test_a_worker_is_seen_while_it_runs_and_gone_when_it_stops(worker_store: Store, router_store: Store) -> None:
+async def read_workers(store: Store) -> list[WorkerRecord]:
+    records = [sighting.record for sighting in await read_sightings(store)]
+    return sorted(records, key=lambda record: record.worker_id)
+
+
+async def test_a_worker_is_listed_while_it_runs(worker_store: Store, router_store: Store) -> None:
     directory = WorkerDirectory(router_store, refresh_s=0.02)
     async with running(directory.run()):
         async with running(Registrar(worker_store, worker_record).run()):
@@ -57,24 +60,6 @@ async def test_readiness_does_not_wait_for_the_pause_after_a_heartbeat(
         await until(directory, lambda: directory.get(DECODE) == current)
 
 
-async def test_queues_that_become_empty_without_end_are_heartbeats_at_a_bounded_rate(worker_store: Store) -> None:
-    times: list[float] = []
-    enough = asyncio.Event()
-
-    def current() -> WorkerRecord:
-        times.append(time.monotonic())
-        if len(times) == 4:
-            enough.set()
-        return worker_record()
-
-    registrar = Registrar(worker_store, current, heartbeat_s=3600, pause_s=0.05)
-    async with running(registrar.run()):
-        while not enough.is_set():
-            registrar.announce_empty_queue()
-            await asyncio.sleep(0)
-    assert all(later - earlier >= 0.049 for earlier, later in pairwise(times[:4]))
-
-
 async def test_heartbeats_keep_the_record_and_carry_the_load(worker_store: Store, router_store: Store) -> None:
     free_blocks = iter(range(1000, 0, -1))
     registrar = Registrar(worker_store, lambda: worker_record(free_blocks=next(free_blocks)), heartbeat_s=0.02)
@@ -88,11 +73,11 @@ async def test_heartbeats_keep_the_record_and_carry_the_load(worker_store: Store
         assert 4000 < ttl_ms <= 5000
 
 
-async def test_known_workers_outlive_redis_and_register_again(
+async def test_known_workers_survive_a_redis_outage_and_register_again(
     redis_server: PrivateRedis, worker_store: Store, router_store: Store
 ) -> None:
-    heard: list[bool] = []
-    registrar = Registrar(worker_store, worker_record, heartbeat_s=0.05, retry_s=0.05, on_degraded=heard.append)
+    changes: list[bool] = []
+    registrar = Registrar(worker_store, worker_record, heartbeat_s=0.05, retry_s=0.05, on_degraded=changes.append)
     directory = WorkerDirectory(router_store, refresh_s=0.02)
     async with running(registrar.run(), directory.run()):
         await until(directory, lambda: ids(directory) == ["decode-0"])
@@ -109,7 +94,7 @@ async def test_known_workers_outlive_redis_and_register_again(
         await eventually(lambda: _is(not registrar.degraded))
         assert await read_workers(router_store) == [worker_record()]
         assert ids(directory) == ["decode-0"]
-    assert heard == [True, False]
+    assert changes == [True, False]
     assert registrar.failures > 0
     assert directory.failures > 0
 
@@ -117,7 +102,7 @@ async def test_known_workers_outlive_redis_and_register_again(
 async def test_a_silent_restart_of_redis_does_not_empty_the_directory(
     redis_server: PrivateRedis, worker_store: Store, router_store: Store
 ) -> None:
-    """Redis comes back empty before the directory looks again, and the worker is slow to register."""
+    """Redis is back, empty, before the directory reads again, and the worker is slow to register."""
     directory = WorkerDirectory(router_store, refresh_s=0.02)
     async with running(Registrar(worker_store, worker_record, heartbeat_s=3600).run(), directory.run()):
         await until(directory, lambda: ids(directory) == ["decode-0"])
@@ -129,7 +114,7 @@ async def test_a_silent_restart_of_redis_does_not_empty_the_directory(
         assert await read_workers(router_store) == []
 
 
-async def test_a_killed_worker_is_excluded_at_once_and_its_successor_welcome(
+async def test_a_killed_worker_is_excluded_at_once_and_its_successor_is_accepted(
     worker_store: Store, router_store: Store
 ) -> None:
     directory = WorkerDirectory(router_store, refresh_s=0.02)
@@ -142,7 +127,7 @@ async def test_a_killed_worker_is_excluded_at_once_and_its_successor_welcome(
             await until(directory, lambda: directory.get(DECODE) == worker_record(epoch=2))
 
 
-async def test_a_worker_that_only_looked_dead_proves_itself_by_its_heartbeat(
+async def test_a_worker_that_only_appeared_dead_returns_with_its_next_heartbeat(
     worker_store: Store, router_store: Store
 ) -> None:
     directory = WorkerDirectory(router_store, refresh_s=0.02)
@@ -166,7 +151,7 @@ async def test_a_stopping_worker_does_not_remove_its_successor(worker_store: Sto
         assert [record.epoch for record in await read_workers(router_store)] == [2]
 
 
-async def test_one_unreadable_record_hides_no_other(worker_store: Store, router_store: Store) -> None:
+async def test_an_unreadable_record_hides_no_other(worker_store: Store, router_store: Store) -> None:
     await router_store.call("SADD", "pd:workers", "stranger")
     await router_store.call("HSET", WORKER_KEY + "stranger", "beat", "1", "tier", "observer")
     async with running(Registrar(worker_store, worker_record).run()):
@@ -175,14 +160,14 @@ async def test_one_unreadable_record_hides_no_other(worker_store: Store, router_
     assert await read_workers(router_store) == []
 
 
-async def test_ids_of_expired_records_are_swept(worker_store: Store) -> None:
+async def test_ids_of_expired_records_are_removed(worker_store: Store) -> None:
     await worker_store.call("SADD", "pd:workers", "long-gone")
     assert await read_workers(worker_store) == []
     assert await worker_store.call("EXISTS", "pd:workers") == 0
 
 
 async def _register_and_die(store: Store, record: WorkerRecord) -> None:
-    """Leaves the record behind, as a killed process does; closes the store."""
+    """Leaves the record behind, as a killed process does. Closes the store."""
     task = asyncio.create_task(Registrar(store, lambda: record, heartbeat_s=3600).run())
     await eventually(lambda: _epoch_is(store, record.epoch))
     await store.close()

@@ -1,4 +1,4 @@
-"""A router's view of the workers, through any sequence of readings, outages and deaths."""
+"""A router's view of the workers, across any sequence of reads, outages and deaths."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ IDS = ["a", "b", "c"]
 GRACE_S = 5.0
 
 
-class ViewStory(RuleBasedStateMachine):
-    """The registry as it really is, and a view that reads it, or cannot."""
+class ViewMachine(RuleBasedStateMachine):
+    """The true registry, and a view that reads it unless there is an outage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class ViewStory(RuleBasedStateMachine):
             assert self.view.get(record.worker_id) is None
 
     @invariant()
-    def only_known_workers_are_shown_and_they_are_the_newest_read(self) -> None:
+    def only_workers_of_the_newest_read_are_shown(self) -> None:
         for record in self.view.workers_of("decode"):
             assert self.read[record.worker_id] == record
             assert self.view.get(record.worker_id) == record
@@ -77,9 +77,9 @@ class ViewStory(RuleBasedStateMachine):
         assert self.view.degraded == self.outage
 
     @invariant()
-    def one_tier_is_not_the_other(self) -> None:
+    def tiers_are_separate(self) -> None:
         assert self.view.workers_of("prefill") == []
 
 
-TestWorkerView = ViewStory.TestCase
+TestWorkerView = ViewMachine.TestCase
 TestWorkerView.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)

@@ -1,4 +1,4 @@
-"""The probes say what an orchestrator must know: alive, ready, and why not."""
+"""The probes report whether a process is alive and ready, and if not, why."""
 
 from __future__ import annotations
 

@@ -27,11 +27,11 @@ def test_continuing_from_known_hashes_gives_the_same(tokens: list[int], data: st
 
 
 @given(st.lists(st.integers(0, 100), min_size=8, max_size=40), st.data())
-def test_a_changed_token_changes_its_block_and_all_after(tokens: list[int], data: st.DataObject) -> None:
-    place = data.draw(st.integers(0, len(tokens) - 1))
-    changed = [*tokens[:place], tokens[place] + 1, *tokens[place + 1 :]]
+def test_a_changed_token_changes_its_block_and_all_later_ones(tokens: list[int], data: st.DataObject) -> None:
+    index = data.draw(st.integers(0, len(tokens) - 1))
+    changed = [*tokens[:index], tokens[index] + 1, *tokens[index + 1 :]]
     before, after = hash_blocks(KEY, tokens, 4), hash_blocks(KEY, changed, 4)
-    assert [a == b for a, b in zip(before, after, strict=True)] == [i < place // 4 for i in range(len(before))]
+    assert [a == b for a, b in zip(before, after, strict=True)] == [i < index // 4 for i in range(len(before))]
 
 
 def test_a_salt_isolates_tenants_and_fields_do_not_run_together() -> None:

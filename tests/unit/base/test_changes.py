@@ -7,7 +7,7 @@ import asyncio
 from pdserve.base.changes import Changes
 
 
-async def test_a_waiter_that_names_what_it_saw_misses_no_change() -> None:
+async def test_a_waiter_that_names_its_last_version_misses_no_change() -> None:
     changes = Changes()
     seen = changes.version
     changes.bump()

@@ -1,4 +1,4 @@
-"""The error table is total, and errors survive the trip between processes."""
+"""The error table is total, and errors travel between processes unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_class_of_another_module_has_the_codes_of_its_base() -> None:
     assert errors.codes_of(Local("x")) == errors.codes_of(errors.SetupError("x"))
 
 
-def test_grpc_codes_are_names_that_grpc_knows() -> None:
+def test_grpc_codes_are_names_of_grpc() -> None:
     for cls in errors.error_classes().values():
         assert grpc.StatusCode[errors._TABLE[cls].grpc] is not None
 
@@ -89,13 +89,13 @@ async def test_an_error_raised_in_a_worker_arrives_as_the_same_error(cls: type[e
         assert getattr(received, "retry_after_s", None) == getattr(sent, "retry_after_s", None)
 
 
-async def test_an_unexpected_exception_says_nothing_about_its_inside() -> None:
+async def test_an_unexpected_exception_reveals_no_details() -> None:
     for received in await _call(ValueError("secret address 0x7f")):
         assert type(received) is errors.PdserveError
         assert "secret" not in str(received)
 
 
-async def test_a_call_to_nobody_is_a_lost_peer() -> None:
+async def test_a_call_without_a_listener_is_a_lost_peer() -> None:
     async with rpc.open_channel("127.0.0.1:9") as channel:
         with pytest.raises(errors.PeerLost), rpc.mapped_rpc_errors("prefill worker p0"):
             await decode_pb2_grpc.DecodeServiceStub(channel).Commit(pb.CommitRequest())

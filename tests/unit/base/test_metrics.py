@@ -1,3 +1,5 @@
+"""Histograms are exposed as those of prometheus_client are."""
+
 from __future__ import annotations
 
 import pytest
@@ -13,7 +15,7 @@ def exposition(registry: CollectorRegistry) -> list[str]:
 
 
 @pytest.mark.parametrize("values", [(), (0.01,), (0.0, 0.5, 0.500001, 2.0, 7.0, 7.0)])
-def test_a_token_histogram_shows_what_prometheus_own_shows(values: tuple[float, ...]) -> None:
+def test_a_token_histogram_is_exposed_like_that_of_prometheus_client(values: tuple[float, ...]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     reference = Histogram("pdserve_gap_seconds", "Gaps", ["tier", "phase"], buckets=BOUNDS, registry=theirs)
     histograms = [TokenHistogram(BOUNDS, {"tier": "decode", "phase": phase}) for phase in ("a", "b")]

@@ -1,6 +1,9 @@
-"""Redis URLs and replies are checked before they are used."""
+"""URLs and replies are checked before they are used, and calls have a deadline."""
 
 from __future__ import annotations
+
+import asyncio
+import socket
 
 import pytest
 
@@ -22,18 +25,18 @@ def test_a_malformed_url_is_refused_at_start(url: str) -> None:
         ("unix:///run/redis.sock", "/run/redis.sock"),
     ],
 )
-def test_the_address_for_people_has_no_password(url: str, address: str) -> None:
+def test_the_address_for_logs_has_no_password(url: str, address: str) -> None:
     assert Store(url).address == address
 
 
 @pytest.mark.parametrize("reply", [None, 1, [b"a"]])
-def test_what_is_no_string_is_not_taken_for_one(reply: Reply) -> None:
+def test_a_reply_that_is_not_a_string_is_refused(reply: Reply) -> None:
     with pytest.raises(StoreError):
         as_bytes(reply)
 
 
 @pytest.mark.parametrize("reply", [None, 1, b"a"])
-def test_what_is_no_list_is_not_taken_for_one(reply: Reply) -> None:
+def test_a_reply_that_is_not_a_list_is_refused(reply: Reply) -> None:
     with pytest.raises(StoreError):
         as_list(reply)
 
@@ -42,3 +45,16 @@ def test_fields_are_pairs() -> None:
     assert as_fields([b"a", b"1", b"b", b"\xff"]) == {"a": b"1", "b": b"\xff"}
     with pytest.raises(StoreError):
         as_fields([b"a"])
+
+
+@pytest.mark.virtual_time
+async def test_a_server_that_never_answers_costs_exactly_the_timeout() -> None:
+    loop = asyncio.get_running_loop()
+    # The kernel accepts the connection, and no reply ever comes.
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        host, port = server.getsockname()
+        async with Store(f"redis://{host}:{port}", timeout_s=0.2) as store:
+            started_at = loop.time()
+            with pytest.raises(StoreError, match=r"no answer within 0\.2 s"):
+                await store.call("PING")
+            assert loop.time() - started_at == pytest.approx(0.2)

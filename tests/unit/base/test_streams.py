@@ -55,8 +55,8 @@ async def connected(address: str) -> AsyncIterator[Client]:
 
 
 async def echo(stream: Server) -> None:
-    while (asked := await stream.read()) is not None:
-        await stream.write(event(asked.renew_ticket.attempt))
+    while (request := await stream.read()) is not None:
+        await stream.write(event(request.renew_ticket.attempt))
 
 
 async def test_messages_arrive_as_they_were_sent_and_in_order() -> None:
@@ -67,13 +67,13 @@ async def test_messages_arrive_as_they_were_sent_and_in_order() -> None:
             assert await client.read() == event(number)
 
 
-async def test_messages_may_come_in_any_pieces() -> None:
+async def test_messages_may_arrive_in_arbitrary_chunks() -> None:
     async with serving(echo) as address:
         host, port = address.split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         data = b"".join(struct.pack(">I", len(c)) + c for c in (command(n).SerializeToString() for n in (1, 2, 3)))
-        for piece in (data[:3], data[3:4], data[4:9], data[9:]):
-            writer.write(piece)
+        for chunk in (data[:3], data[3:4], data[4:9], data[9:]):
+            writer.write(chunk)
             await writer.drain()
             await asyncio.sleep(0)
         for number in (1, 2, 3):
@@ -102,23 +102,23 @@ async def test_a_sender_waits_for_a_peer_that_does_not_read_and_nothing_is_lost(
             assert message.ticket.cached_tokens == number
 
 
-async def test_large_messages_that_nobody_reads_hold_back_their_sender_after_a_few() -> None:
+async def test_a_few_unread_large_messages_hold_back_their_sender() -> None:
     total, size = 40, 1 << 19
     gate, streams = asyncio.Event(), list[Server]()
 
-    async def look_away(stream: Server) -> None:
+    async def read_late(stream: Server) -> None:
         streams.append(stream)
         await gate.wait()
         for number in range(total):
-            asked = await stream.read()
-            assert asked is not None
-            assert asked.prefill_locally.attempt == number
+            request = await stream.read()
+            assert request is not None
+            assert request.prefill_locally.attempt == number
         await stream.write(event(total))
 
     def large(number: int) -> pb.DecodeRequest:
         return pb.DecodeRequest(prefill_locally=pb.PrefillLocally(attempt=number, forced_first_tokens=[1] * size))
 
-    async with serving(look_away) as address, connected(address) as client:
+    async with serving(read_late) as address, connected(address) as client:
 
         async def send() -> None:
             for number in range(total):
@@ -133,7 +133,7 @@ async def test_large_messages_that_nobody_reads_hold_back_their_sender_after_a_f
             assert await client.read() == event(total)
 
 
-async def test_closing_is_seen_by_the_other_side() -> None:
+async def test_the_other_side_notices_a_close() -> None:
     left = asyncio.Event()
 
     async def wait(stream: Server) -> None:
@@ -147,7 +147,7 @@ async def test_closing_is_seen_by_the_other_side() -> None:
         await left.wait()
 
 
-async def test_what_was_sent_before_closing_is_read_before_the_end() -> None:
+async def test_messages_sent_before_a_close_are_read_before_the_end() -> None:
     async def leave(stream: Server) -> None:
         await stream.write(event(1))
         await stream.write(event(2))
@@ -160,13 +160,13 @@ async def test_what_was_sent_before_closing_is_read_before_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "reported"),
     [
         (NoFreeBlocks("full"), NoFreeBlocks("full")),
-        (RuntimeError("secret"), PdserveError("The call failed unexpectedly; the worker's log has the traceback.")),
+        (RuntimeError("secret"), PdserveError("The call failed unexpectedly. The worker's log says why.")),
     ],
 )
-async def test_what_a_handler_raises_is_the_last_message(error: Exception, told: PdserveError) -> None:
+async def test_a_handlers_error_is_the_last_message(error: Exception, reported: PdserveError) -> None:
     async def fail(stream: Server) -> None:
         raise error
 
@@ -174,10 +174,10 @@ async def test_what_a_handler_raises_is_the_last_message(error: Exception, told:
         last = await client.read()
         assert last is not None
         received = error_from_wire(last.failed)
-        assert (type(received), str(received)) == (type(told), str(told))
+        assert (type(received), str(received)) == (type(reported), str(reported))
 
 
-async def test_a_failure_is_heard_by_a_peer_that_goes_on_talking() -> None:
+async def test_a_failure_reaches_a_peer_that_keeps_sending() -> None:
     async def fail(stream: Server) -> None:
         raise NoFreeBlocks("full")
 
@@ -190,7 +190,8 @@ async def test_a_failure_is_heard_by_a_peer_that_goes_on_talking() -> None:
         assert last.failed.name == "NoFreeBlocks"
 
 
-async def test_silence_is_limited_for_each_message_and_only_where_it_is_asked_for() -> None:
+@pytest.mark.virtual_time
+async def test_a_silence_limit_applies_to_one_read_only() -> None:
     async with serving(echo) as address, connected(address) as client:
         await client.write(command(1))
         assert await client.read(0.05) == event(1)
@@ -203,7 +204,7 @@ async def test_silence_is_limited_for_each_message_and_only_where_it_is_asked_fo
         assert await reading == event(2)
 
 
-async def test_a_peer_that_speaks_something_else_is_cut_off() -> None:
+async def test_a_peer_that_speaks_another_protocol_is_cut_off() -> None:
     async with serving(echo) as address:
         host, port = address.split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -213,11 +214,11 @@ async def test_a_peer_that_speaks_something_else_is_cut_off() -> None:
         writer.close()
 
 
-async def test_leaving_the_server_cancels_what_is_being_served() -> None:
-    begun, cancelled = asyncio.Event(), asyncio.Event()
+async def test_leaving_the_server_cancels_its_handlers() -> None:
+    started, cancelled = asyncio.Event(), asyncio.Event()
 
     async def hang(stream: Server) -> None:
-        begun.set()
+        started.set()
         try:
             await asyncio.Event().wait()
         finally:
@@ -225,7 +226,7 @@ async def test_leaving_the_server_cancels_what_is_being_served() -> None:
 
     async with serving(hang) as address:
         client = await open_stream(address, pb.DecodeResponse.FromString)
-        await begun.wait()
+        await started.wait()
     assert cancelled.is_set()
     assert await client.read() is None
     client.close()
@@ -233,7 +234,7 @@ async def test_leaving_the_server_cancels_what_is_being_served() -> None:
 
 @pytest.mark.parametrize("turns", range(6))
 @pytest.mark.parametrize("end", ["left", "fails"])
-async def test_who_connects_in_the_moment_the_service_ends_is_hung_up_on(end: str, turns: int) -> None:
+async def test_a_connection_that_arrives_as_the_service_ends_is_closed(end: str, turns: int) -> None:
     loop = asyncio.get_running_loop()
     failed: list[object] = []
     loop.set_exception_handler(lambda loop, context: failed.append(context))
@@ -242,7 +243,7 @@ async def test_who_connects_in_the_moment_the_service_ends_is_hung_up_on(end: st
         async with serving(echo) as address:
             host, port = address.split(":")
             client.connect((host, int(port)))
-            # After them the connection waits, is accepted, opened, served.
+            # By now the connection is waiting, accepted, open or served.
             for _ in range(turns):
                 await asyncio.sleep(0)
             if end == "fails":
@@ -254,16 +255,16 @@ async def test_who_connects_in_the_moment_the_service_ends_is_hung_up_on(end: st
     assert failed == []
 
 
-async def test_connecting_to_nobody_is_an_os_error() -> None:
+async def test_a_refused_connection_is_an_os_error() -> None:
     with pytest.raises(OSError):
         await open_stream("127.0.0.1:9", pb.DecodeResponse.FromString)
 
 
-async def test_who_speaks_something_else_is_hung_up_on_and_others_are_not() -> None:
+async def test_an_invalid_message_closes_that_connection_and_no_other() -> None:
     async with serving(echo) as address:
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(struct.pack(">I", 4) + bytes([255] * 4))  # No protobuf message.
+        writer.write(struct.pack(">I", 4) + bytes([255] * 4))  # Not a protobuf message.
         with contextlib.suppress(ConnectionResetError):
             assert await reader.read() == b""
         writer.close()
@@ -275,7 +276,7 @@ async def test_who_speaks_something_else_is_hung_up_on_and_others_are_not() -> N
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs TCP_USER_TIMEOUT")
-async def test_a_reader_may_stall_for_longer_than_a_router_waits_for_its_client() -> None:
+async def test_a_reader_may_stall_longer_than_a_router_waits_for_its_client() -> None:
     served: list[int] = []
 
     async def look(stream: Server) -> None:

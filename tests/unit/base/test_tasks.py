@@ -1,4 +1,4 @@
-"""A service's task group ends all or nothing, and says plainly why."""
+"""A service's task group ends as a whole, with the error that caused it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_cancelling_the_owner_cancels_the_tasks_and_stays_a_cancellation()
     assert cancelled == ["a"]
 
 
-async def test_stop_ends_a_group_whose_owner_waits_for_something_else() -> None:
+async def test_stop_ends_a_group_while_its_owner_waits() -> None:
     async def stop_soon(group: ServiceGroup) -> None:
         group.stop()
         group.stop()
@@ -71,7 +71,7 @@ async def test_stop_ends_a_group_whose_owner_waits_for_something_else() -> None:
 
 
 @pytest.mark.parametrize("end", ["left", "stopped", "task fails", "owner fails"])
-async def test_a_group_that_is_ending_says_so_and_starts_nothing(end: str) -> None:
+async def test_an_ending_group_reports_that_and_starts_nothing(end: str) -> None:
     ran: list[bool] = []
 
     async def look(group: ServiceGroup) -> None:
@@ -80,7 +80,7 @@ async def test_a_group_that_is_ending_says_so_and_starts_nothing(end: str) -> No
             await asyncio.Event().wait()
         finally:
             assert group.stopping
-            # Neither raises later, nor is a coroutine left behind: warnings are errors.
+            # No error is raised later and no coroutine is left behind: warnings are errors.
             with pytest.raises(RuntimeError, match="shutting down"):
                 group.start(run(), name="late")
 
@@ -106,7 +106,7 @@ async def test_a_group_that_is_ending_says_so_and_starts_nothing(end: str) -> No
     assert ran == []
 
 
-async def test_what_is_cancelled_before_its_first_turn_leaves_no_coroutine_behind() -> None:
+async def test_a_task_cancelled_before_its_first_turn_leaves_no_coroutine_behind() -> None:
     cancelled: list[str] = []
     work = _forever(cancelled, "a")
     with pytest.raises(ValueError, match="broken"):
@@ -135,7 +135,7 @@ async def test_a_cancellation_waits_for_the_work_to_end() -> None:
     assert ended == [True]
 
 
-async def test_work_that_is_not_interrupted_gives_its_result_or_error() -> None:
+async def test_uninterrupted_work_returns_its_result_or_error() -> None:
     async def fail() -> int:
         raise ValueError("no")
 

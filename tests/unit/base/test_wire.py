@@ -1,4 +1,4 @@
-"""Whatever is put on the wire comes back as it was."""
+"""Values survive a round trip over the wire."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ sampling = st.builds(
 
 
 @given(sampling)
-def test_sampling_parameters_survive(params: SamplingParams) -> None:
+def test_sampling_parameters_survive_a_round_trip(params: SamplingParams) -> None:
     assert sampling_from_wire(pb.SamplingParams.FromString(sampling_to_wire(params).SerializeToString())) == params
 
 
@@ -49,7 +49,7 @@ def test_sampling_parameters_survive(params: SamplingParams) -> None:
     st.sampled_from([None, *FinishReason]),
     st.none() | ids,
 )
-def test_tokens_survive(
+def test_tokens_survive_a_round_trip(
     token_ids: tuple[int, ...],
     logprobs: tuple[TokenLogprobs, ...],
     finish_reason: FinishReason | None,

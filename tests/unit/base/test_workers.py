@@ -1,4 +1,4 @@
-"""The record a worker writes, and the rules by which a router believes it."""
+"""The record a worker publishes, and the rules by which a router trusts it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def shown(view: WorkerView) -> list[str]:
     return [record.worker_id for record in view.workers_of("decode")]
 
 
-#: Members of "load" that routers know who cannot read a record with more of them.
+#: Members of "load" that the oldest routers know; these cannot read a record with others.
 OLD_LOAD = {
     "running",
     "waiting",
@@ -35,7 +35,7 @@ OLD_LOAD = {
 
 
 def fields_of(record: WorkerRecord) -> dict[str, bytes]:
-    """As Redis gives them."""
+    """The record's fields as Redis returns them."""
     return {name: value.encode() for name, value in record_to_fields(record).items()}
 
 
@@ -51,14 +51,14 @@ def test_an_older_router_can_read_the_record() -> None:
     assert set(json.loads(fields_of(replace(worker_record(), load=load))["load"])) == OLD_LOAD
 
 
-def test_the_record_of_an_older_worker_does_not_tell_whose_prompts_it_counts() -> None:
+def test_the_record_of_an_older_worker_does_not_count_prompts_by_router() -> None:
     record = replace(worker_record(), load=WorkerLoad(queued_tokens=700))
     fields = fields_of(record)
     del fields["queued_by_router"]
     assert record_from_fields(record.worker_id, fields) == record
 
 
-def test_what_a_newer_worker_adds_is_left_out() -> None:
+def test_fields_that_a_newer_worker_adds_are_ignored() -> None:
     fields = fields_of(worker_record())
     fields |= {"hue": b"1", "load": json.dumps({**json.loads(fields["load"]), "hue": 1}).encode()}
     assert record_from_fields(WorkerId("decode-0"), fields) == worker_record()
@@ -94,7 +94,7 @@ def test_workers_come_sorted_and_by_tier() -> None:
     assert [record.worker_id for record in view.workers_of("prefill")] == ["p"]
 
 
-def test_only_a_visible_change_is_news() -> None:
+def test_only_a_visible_change_is_reported() -> None:
     view = WorkerView(grace_s=5)
     assert view.apply([sighting(beat=1)], read_at=0)
     assert not view.apply([sighting(beat=2)], read_at=1)
@@ -102,7 +102,7 @@ def test_only_a_visible_change_is_news() -> None:
     assert view.apply([], read_at=3)
 
 
-def test_known_workers_stay_through_an_outage_and_the_grace_after_it() -> None:
+def test_known_workers_stay_during_an_outage_and_its_grace_period() -> None:
     view = WorkerView(grace_s=5)
     view.apply([sighting("a"), sighting("b")], read_at=0)
     assert view.registry_lost()
@@ -116,17 +116,17 @@ def test_known_workers_stay_through_an_outage_and_the_grace_after_it() -> None:
     assert shown(view) == ["b"]
 
 
-def test_a_lost_worker_stays_out_while_only_its_old_record_lives() -> None:
+def test_a_lost_worker_stays_excluded_while_only_its_old_record_exists() -> None:
     view = WorkerView(grace_s=5)
     view.apply([sighting(beat=4)], read_at=0)
     assert view.mark_lost(A, Epoch(1), now=0.5)
-    # A heartbeat written just before the death, read after it: no proof.
+    # A heartbeat that was written before the death and read after it proves nothing.
     view.apply([sighting(beat=5)], read_at=1)
     view.apply([sighting(beat=5)], read_at=2)
     assert shown(view) == []
 
 
-def test_a_reading_begun_before_the_loss_proves_nothing() -> None:
+def test_a_read_started_before_the_loss_proves_nothing() -> None:
     view = WorkerView(grace_s=5)
     view.apply([sighting(beat=4)], read_at=0)
     view.mark_lost(A, Epoch(1), now=1.0)
@@ -159,7 +159,7 @@ def test_the_death_of_an_old_epoch_does_not_hide_the_new_one() -> None:
     assert shown(view) == ["a"]
 
 
-def test_an_answer_takes_the_loss_back() -> None:
+def test_an_answer_reverts_the_loss() -> None:
     view = WorkerView(grace_s=5)
     view.apply([sighting()], read_at=0)
     view.mark_lost(A, Epoch(1), now=1)
