@@ -24,7 +24,8 @@ from router_svc.api.served_model import ServedModel
 from router_svc.config import RouterConfig
 from router_svc.routing.cluster import TIERS
 from router_svc.service import Router
-from tests.integration.router_svc.fake_workers import FakeWorker, Script, World, fake_worker
+from tests.integration.router_svc.fake_workers import FakeWorker, fake_worker
+from tests.integration.router_svc.script import CallLog, Script
 from tests.support.redis import eventually, redis_server, until
 from tests.support.tiny_model import NAME, model_dir
 
@@ -45,7 +46,7 @@ class ScriptedCluster:
 
     base_url: str
     grpc_address: str
-    world: World
+    calls: CallLog
     router: Router
     http: aiohttp.ClientSession
     workers: dict[str, FakeWorker]
@@ -53,7 +54,7 @@ class ScriptedCluster:
     @property
     def script(self) -> Script:
         """What the workers say and how they fail."""
-        return self.world.script
+        return self.calls.script
 
     def client(self) -> openai.AsyncOpenAI:
         """The real client, without its own retries. To be closed."""
@@ -94,8 +95,8 @@ class ScriptedCluster:
 
     async def only_trace(self) -> dict[str, Any]:
         """The decision record of the only request so far."""
-        [request_id] = {start.ref.request_id for start in self.world.decode_starts} | {
-            prefill.ref.request_id for prefill in self.world.prefills
+        [request_id] = {start.ref.request_id for start in self.calls.decode_starts} | {
+            prefill.ref.request_id for prefill in self.calls.prefills
         }
         return await self.trace(request_id)
 
@@ -134,23 +135,23 @@ async def open_cluster(
         "token_timeout_s": 5.0,
     }
     config = RouterConfig(**(defaults | settings))
-    world = World(Script())
+    calls = CallLog(Script())
     async with AsyncExitStack() as stack:
         health = Health()
         store = await stack.enter_async_context(Store(redis.url, on_change=health.watch("redis")))
         router = Router(config, ServedModel.load(config.model_dir, config.model_name), store, health)
         addresses = await stack.enter_async_context(router.serving())
         workers = {
-            worker_id: await stack.enter_async_context(fake_worker(world, tier, worker_id, redis.url))
+            worker_id: await stack.enter_async_context(fake_worker(calls, tier, worker_id, redis.url))
             for worker_id, tier in tiers.items()
         }
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        cluster = ScriptedCluster(f"http://{addresses.http}", addresses.grpc, world, router, http, workers)
+        cluster = ScriptedCluster(f"http://{addresses.http}", addresses.grpc, calls, router, http, workers)
         await cluster.knows(len(tiers))
         await eventually(cluster.is_ready_if_it_can_be)
         yield cluster
         # No call of any request may outlive it.
-        await world.until(lambda: world.open_calls == 0)
+        await calls.until(lambda: calls.num_open == 0)
 
 
 @asynccontextmanager

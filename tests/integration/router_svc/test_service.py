@@ -17,7 +17,7 @@ from pdserve.cli.private_redis import PrivateRedis
 from router_svc.request.output import ChoiceDelta
 from router_svc.request.stream import DeltaStream
 from tests.integration.router_svc.conftest import ScriptedCluster, open_cluster
-from tests.integration.router_svc.fake_workers import Context, hang
+from tests.integration.router_svc.script import Context, hang
 from tests.support.redis import eventually
 from tests.support.tiny_model import NAME
 
@@ -28,7 +28,7 @@ async def start_hanging(cluster: ScriptedCluster, count: int = 1) -> list[asynci
     """Requests that run until cancelled."""
     cluster.script.fail("decode", *[hang] * count)
     tasks = [asyncio.create_task(cluster.complete()) for _ in range(count)]
-    await cluster.world.until(lambda: len(cluster.world.decode_starts) == count)
+    await cluster.calls.until(lambda: len(cluster.calls.decode_starts) == count)
     return tasks
 
 
@@ -64,7 +64,7 @@ async def test_missing_prefill_workers_are_degraded_service(small_cluster: Scrip
 
 
 async def test_overload_is_said_with_a_time_to_come_back(redis_server: PrivateRedis, model_dir: Path) -> None:
-    async with open_cluster(redis_server, model_dir, ONE_OF_EACH, max_num_queued_reqs=2) as cluster:  # type: ignore[arg-type]
+    async with open_cluster(redis_server, model_dir, ONE_OF_EACH, max_num_queued_reqs=2) as cluster:
         running = await start_hanging(cluster, 8)
         queued = [asyncio.create_task(cluster.complete()) for _ in range(2)]
         await eventually(lambda: _is(cluster, waiting=2))
@@ -94,11 +94,11 @@ async def test_a_waiting_client_that_goes_away_leaves_the_queue(small_cluster: S
     await eventually(lambda: _is(small_cluster, waiting=1))
     await cancel(*running)
     assert (await patient)[0] == 200
-    assert len(small_cluster.world.decode_starts) == 9
+    assert len(small_cluster.calls.decode_starts) == 9
 
 
 async def test_a_turn_that_never_comes_is_refused_in_the_end(redis_server: PrivateRedis, model_dir: Path) -> None:
-    async with open_cluster(redis_server, model_dir, ONE_OF_EACH, queue_timeout_s=0.3) as cluster:  # type: ignore[arg-type]
+    async with open_cluster(redis_server, model_dir, ONE_OF_EACH, queue_timeout_s=0.3) as cluster:
         running = await start_hanging(cluster, 8)
         status, body = await cluster.complete()
         assert (status, body["error"]["type"]) == (429, "rate_limit_error")
@@ -120,7 +120,7 @@ async def test_a_worker_that_comes_back_wider_lets_more_requests_in(small_cluste
 async def test_draining_refuses_new_work_and_lets_running_streams_finish(small_cluster: ScriptedCluster) -> None:
     small_cluster.script.pace = asyncio.Semaphore(2)
     running = asyncio.create_task(small_cluster.stream())
-    await small_cluster.world.until(lambda: bool(small_cluster.world.prefills))
+    await small_cluster.calls.until(lambda: bool(small_cluster.calls.prefills))
     drained = asyncio.create_task(small_cluster.router.drain())
     await eventually(lambda: _answers(small_cluster, "/readyz", 503))
     status, body = await small_cluster.complete()
@@ -138,7 +138,7 @@ async def _answers(cluster: ScriptedCluster, path: str, status: int) -> bool:
 
 
 async def test_a_drain_ends_after_its_time(redis_server: PrivateRedis, model_dir: Path) -> None:
-    async with open_cluster(redis_server, model_dir, ONE_OF_EACH, drain_timeout_s=0.1) as cluster:  # type: ignore[arg-type]
+    async with open_cluster(redis_server, model_dir, ONE_OF_EACH, drain_timeout_s=0.1) as cluster:
         running = await start_hanging(cluster)
         await cluster.router.drain()
         assert not running[0].done()
@@ -146,7 +146,7 @@ async def test_a_drain_ends_after_its_time(redis_server: PrivateRedis, model_dir
 
 
 async def test_traces_outlive_the_routers_memory(redis_server: PrivateRedis, model_dir: Path) -> None:
-    async with open_cluster(redis_server, model_dir, ONE_OF_EACH, trace_capacity=1) as cluster:  # type: ignore[arg-type]
+    async with open_cluster(redis_server, model_dir, ONE_OF_EACH, trace_capacity=1) as cluster:
         _, first = await cluster.complete()
         in_memory = await cluster.trace(first["id"])
         await cluster.complete()

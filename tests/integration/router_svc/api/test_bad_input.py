@@ -133,7 +133,7 @@ async def test_every_wrong_completion_is_refused_with_its_field_and_reason(small
     for fields, *expected in WRONG_COMPLETIONS:
         status, body = await small_cluster.post("/v1/completions", COMPLETION | fields)
         _require_error(status, body, tuple(expected))  # type: ignore[arg-type]
-    assert small_cluster.world.decode_starts == []
+    assert small_cluster.calls.decode_starts == []
     assert (await small_cluster.complete())[0] == 200
 
 
@@ -141,7 +141,7 @@ async def test_every_wrong_chat_is_refused_with_its_field_and_reason(small_clust
     for fields, *expected in WRONG_CHATS:
         status, body = await small_cluster.post("/v1/chat/completions", CHAT | fields)
         _require_error(status, body, tuple(expected))  # type: ignore[arg-type]
-    assert small_cluster.world.decode_starts == []
+    assert small_cluster.calls.decode_starts == []
 
 
 @pytest.mark.parametrize(

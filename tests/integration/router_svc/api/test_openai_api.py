@@ -22,16 +22,16 @@ async def test_several_prompts_and_choices_are_numbered_by_prompt_then_choice(cl
     assert completion.usage.prompt_tokens == 6
     assert completion.usage.completion_tokens == 33
     # Every prompt is a request of its own for the workers; the first has the response's id.
-    ids = {start.ref.request_id for start in cluster.world.decode_starts}
+    ids = {start.ref.request_id for start in cluster.calls.decode_starts}
     assert ids == {completion.id, f"{completion.id}-1", f"{completion.id}-2"}
 
 
 async def test_token_ids_are_taken_as_prompts(cluster: ScriptedCluster) -> None:
     for prompt, lengths in (([1, 2, 3], [3]), ([[1, 2], [3]], [2, 1])):
-        cluster.world.decode_starts.clear()
+        cluster.calls.decode_starts.clear()
         status, _ = await cluster.complete(prompt=prompt)
         assert status == 200
-        assert sorted(len(start.prompt_token_ids) for start in cluster.world.decode_starts) == sorted(lengths)
+        assert sorted(len(start.prompt_token_ids) for start in cluster.calls.decode_starts) == sorted(lengths)
 
 
 async def test_the_prefill_sides_cache_hit_is_the_usages_cached_tokens(cluster: ScriptedCluster) -> None:
@@ -84,7 +84,7 @@ async def test_length_is_the_finish_reason_at_max_tokens(cluster: ScriptedCluste
 async def test_completions_default_to_16_tokens_and_chats_to_the_rest_of_the_context(cluster: ScriptedCluster) -> None:
     await cluster.post("/v1/completions", {"model": NAME, "prompt": "x"})
     await cluster.post("/v1/chat/completions", {"model": NAME, "messages": [USER]})
-    completion, chat = cluster.world.decode_starts
+    completion, chat = cluster.calls.decode_starts
     assert completion.sampling.max_tokens == 16
     assert chat.sampling.max_tokens == MAX_POSITIONS - len(chat.prompt_token_ids)
 
@@ -92,7 +92,7 @@ async def test_completions_default_to_16_tokens_and_chats_to_the_rest_of_the_con
 async def test_the_default_of_16_tokens_gives_way_to_the_context(cluster: ScriptedCluster) -> None:
     status, _ = await cluster.post("/v1/completions", {"model": NAME, "prompt": "x" * (MAX_POSITIONS - 3)})
     assert status == 200
-    assert cluster.world.decode_starts[0].sampling.max_tokens == 3
+    assert cluster.calls.decode_starts[0].sampling.max_tokens == 3
 
 
 async def test_sampling_reaches_the_workers_as_asked(cluster: ScriptedCluster) -> None:
@@ -114,8 +114,8 @@ async def test_sampling_reaches_the_workers_as_asked(cluster: ScriptedCluster) -
         "logprobs": MAX_LOGPROBS,
     }
     await cluster.complete(**asked)
-    sampling = cluster.world.decode_starts[0].sampling
-    assert sampling == cluster.world.prefills[0].sampling
+    sampling = cluster.calls.decode_starts[0].sampling
+    assert sampling == cluster.calls.prefills[0].sampling
     assert sampling.top_k == 0
     assert dict(sampling.logit_bias) == {65: 2.0, 66: -1.5}
     assert list(sampling.stop_token_ids) == [10]
@@ -126,7 +126,7 @@ async def test_sampling_reaches_the_workers_as_asked(cluster: ScriptedCluster) -
 async def test_a_seed_is_drawn_for_requests_that_bring_none(cluster: ScriptedCluster) -> None:
     await cluster.complete()
     await cluster.complete()
-    first, second = cluster.world.decode_starts
+    first, second = cluster.calls.decode_starts
     assert first.sampling.seed != second.sampling.seed
 
 
@@ -142,7 +142,7 @@ async def test_chat_templates_get_roles_parts_and_variables(cluster: ScriptedClu
     prompt = "system:a\nb", "assistant:", "user:Say hello"
     expected = [token for text in prompt for token in (START, *tokens_of(text), END)]
     expected += [START, *tokens_of("assistant:!")]
-    assert list(cluster.world.decode_starts[0].prompt_token_ids) == expected
+    assert list(cluster.calls.decode_starts[0].prompt_token_ids) == expected
 
 
 async def test_chat_logprobs_have_tokens_bytes_and_alternatives(cluster: ScriptedCluster) -> None:
@@ -195,7 +195,7 @@ async def test_a_repeated_request_id_does_not_repeat_among_workers(cluster: Scri
             f"{cluster.base_url}/v1/completions", json={"model": NAME, "prompt": "x"}, headers=headers
         ) as response:
             assert (await response.json())["id"] == "cmpl-again"
-    first, second = (start.ref.request_id for start in cluster.world.decode_starts)
+    first, second = (start.ref.request_id for start in cluster.calls.decode_starts)
     assert first != second
     assert (await cluster.trace("again"))["request_id"] == "cmpl-again"
 

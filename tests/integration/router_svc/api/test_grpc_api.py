@@ -36,7 +36,7 @@ async def test_absent_fields_take_the_apis_defaults_and_given_ones_count(cluster
         ids = pb.TokenIds(ids=tokens_of("x"))
         sampling = pb.ClientSampling(temperature=0.0, logit_bias={65: 1.5}, seed=7)
         [_ async for _ in stub.Generate(pb.GenerateRequest(model=NAME, token_ids=ids, sampling=sampling))]
-    sent = cluster.world.decode_starts[0].sampling
+    sent = cluster.calls.decode_starts[0].sampling
     assert (sent.max_tokens, sent.temperature, sent.top_p, sent.seed) == (16, 0.0, 1.0, 7)
     assert dict(sent.logit_bias) == {65: 1.5}
 
@@ -74,7 +74,7 @@ async def test_a_client_that_cancels_ends_the_work(small_cluster: ScriptedCluste
         call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(pb.GenerateRequest(model=NAME, text="x"))
         await anext(aiter(call))
         call.cancel()
-        await small_cluster.world.until(lambda: small_cluster.world.open_calls == 0)
+        await small_cluster.calls.until(lambda: small_cluster.calls.num_open == 0)
     assert (await small_cluster.only_trace())["state"] == "cancelled"
 
 

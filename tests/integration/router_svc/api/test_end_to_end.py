@@ -13,9 +13,9 @@ async def test_a_completion_comes_from_both_tiers(cluster: ScriptedCluster) -> N
     assert completion.choices[0].finish_reason == "stop"
     assert completion.usage is not None
     assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (9, 13)
-    assert len(cluster.world.prefills) == 1
-    assert len(cluster.world.decode_starts) == 1
-    assert list(cluster.world.prefills[0].prompt_token_ids) == tokens_of("Say hello")
+    assert len(cluster.calls.prefills) == 1
+    assert len(cluster.calls.decode_starts) == 1
+    assert list(cluster.calls.prefills[0].prompt_token_ids) == tokens_of("Say hello")
 
 
 async def test_a_streamed_chat_has_a_role_then_text_then_a_finish_then_usage(cluster: ScriptedCluster) -> None:

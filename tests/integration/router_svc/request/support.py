@@ -1,0 +1,57 @@
+"""Faults and facts that the tests of requests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pdserve.base.ids import RouterId
+from pdserve.base.workers import Tier, WorkerLoad
+from tests.integration.router_svc.conftest import ScriptedCluster
+from tests.integration.router_svc.script import Context, Fault
+from tests.support.redis import eventually
+from tests.support.tiny_model import END, tokens_of
+
+ONE_OF_EACH: dict[str, Tier] = {"prefill-0": "prefill", "decode-0": "decode"}
+TEXT = "Hello world."
+TOKENS = [*tokens_of(TEXT), END]
+
+
+def states(record: dict[str, object]) -> list[object]:
+    """Tier and attempt of each decision."""
+    decisions = record["decisions"]
+    assert isinstance(decisions, list)
+    return [(decision["tier"], decision["attempt"]) for decision in decisions]
+
+
+def once_known(cluster: ScriptedCluster, condition: Callable[[dict[str, Any]], bool], fault: Fault) -> Fault:
+    """`fault`, once the request's record is so: streams of different workers have no order."""
+
+    async def is_known() -> bool:
+        return condition(await cluster.only_trace())
+
+    async def wait(context: Context) -> None:
+        await eventually(is_known)
+        await fault(context)
+
+    return wait
+
+
+def after_first_token(cluster: ScriptedCluster, fault: Fault) -> Fault:
+    """`fault`, once the router has prefill's first token."""
+    return once_known(cluster, lambda record: "first_token" in record["phases"], fault)
+
+
+async def go_on(_: Context) -> None:
+    """No fault."""
+
+
+async def reports_queued(cluster: ScriptedCluster, router_id: RouterId, tokens: int = 5000) -> None:
+    """The router has a report of prefill-0 by which prompts of one router are queued there."""
+    load = WorkerLoad(queued_tokens=tokens, queued_by_router={router_id: tokens}, prefill_tokens_per_s=1000.0)
+    cluster.workers["prefill-0"].set(load=load)
+
+    async def is_known() -> bool:
+        return cluster.router.cluster.ready("prefill")[0].load == load
+
+    await eventually(is_known)

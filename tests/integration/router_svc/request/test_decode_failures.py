@@ -1,0 +1,139 @@
+"""Faults of decode workers, as a client sees them over HTTP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pdserve.base.errors import NoFreeBlocks, TransferTimeout
+from pdserve.cli.private_redis import PrivateRedis
+from tests.integration.router_svc.conftest import TWO_OF_EACH, ScriptedCluster, open_cluster
+from tests.integration.router_svc.request.support import (
+    TEXT,
+    TOKENS,
+    after_first_token,
+)
+from tests.integration.router_svc.script import Context, failing, hang, leave, vanish
+
+
+async def test_a_decode_worker_that_omits_tokens_is_an_error(cluster: ScriptedCluster) -> None:
+    cluster.script.fail("decode_token", None, after_first_token(cluster, leave))
+    status, body = await cluster.complete()
+    assert status == 502
+    assert "closed the connection" in body["error"]["message"]
+
+
+@pytest.mark.parametrize("point", ["decode", "decode_ticket"])
+async def test_a_decode_worker_lost_before_anything_was_streamed_is_replaced(
+    cluster: ScriptedCluster, point: str
+) -> None:
+    cluster.script.fail(point, vanish)
+    text, _ = await cluster.stream()
+    assert text == TEXT
+    assert [start.ref.attempt for start in cluster.calls.decode_starts] == [1, 2]
+    record = await cluster.only_trace()
+    assert record["decisions"][0]["worker"] != record["decisions"][1]["worker"]
+
+
+async def test_a_decode_worker_lost_after_the_first_token_is_replaced_by_one_that_continues(
+    cluster: ScriptedCluster,
+) -> None:
+    cluster.script.fail("decode_started", after_first_token(cluster, vanish))
+    text, _ = await cluster.stream()
+    assert text == TEXT
+    assert list(cluster.calls.prefills[1].forced_first_tokens) == TOKENS[:1]
+
+
+async def test_a_decode_worker_lost_in_mid_stream_ends_the_stream_with_an_error(cluster: ScriptedCluster) -> None:
+    cluster.script.fail("decode_token", None, None, after_first_token(cluster, vanish))
+    text, events = await cluster.stream()
+    assert text == TEXT[:3]
+    assert events[-1]["error"]["type"] == "worker_lost_error"
+    record = await cluster.only_trace()
+    assert record["state"] == "failed"
+    assert "Lost decode worker" in record["outcome"]["error"]
+
+
+async def test_a_decode_worker_lost_in_mid_response_is_an_error_status(cluster: ScriptedCluster) -> None:
+    cluster.script.fail("decode_token", None, after_first_token(cluster, vanish))
+    status, body = await cluster.complete()
+    assert status == 502
+    assert body["error"]["type"] == "worker_lost_error"
+
+
+async def test_a_reservation_that_expires_is_renewed_without_the_prefill_worker_that_failed(
+    small_cluster: ScriptedCluster,
+) -> None:
+    """Prefill and the lease of the decode worker, which is well, fail at the same time."""
+
+    async def expire(context: Context) -> None:
+        await small_cluster.calls.until(lambda: bool(small_cluster.calls.prefills))
+        await failing(TransferTimeout("no progress for 5 s"))(context)
+
+    small_cluster.script.fail("prefill", failing(TransferTimeout("nothing got through")))
+    small_cluster.script.fail("decode_local", expire)
+    text, _ = await small_cluster.stream()
+    assert text == TEXT
+    assert len(small_cluster.calls.prefills) == 1
+    record = await small_cluster.only_trace()
+    assert [decision["worker"] for decision in record["decisions"]] == ["decode-0", "prefill-0", "decode-0"]
+    assert record["prefilled_by"] == "decode"
+
+
+async def test_a_request_loses_at_most_two_decode_workers(cluster: ScriptedCluster) -> None:
+    cluster.script.fail("decode", vanish, vanish)
+    status, _ = await cluster.complete()
+    assert status == 502
+    assert len(cluster.calls.decode_starts) == 2
+
+
+async def test_without_another_decode_worker_a_loss_is_an_error_at_once(small_cluster: ScriptedCluster) -> None:
+    small_cluster.script.fail("decode_ticket", vanish)
+    status, body = await small_cluster.complete()
+    assert status == 502
+    assert "decode-0" in body["error"]["message"]
+
+
+async def test_a_decode_worker_that_refuses_is_replaced(cluster: ScriptedCluster) -> None:
+    cluster.script.fail("decode", failing(NoFreeBlocks("full")))
+    text, _ = await cluster.stream()
+    assert text == TEXT
+    record = await cluster.only_trace()
+    assert [retry["reason"] for retry in record["retries"]] == ["no_free_blocks"]
+
+
+async def test_when_all_decode_workers_are_full_the_request_waits_for_capacity(cluster: ScriptedCluster) -> None:
+    cluster.script.fail("decode", *[failing(NoFreeBlocks("full"))] * 4)
+    text, _ = await cluster.stream()
+    assert text == TEXT
+    assert len(cluster.calls.decode_starts) == 5
+
+
+async def test_a_request_that_waits_too_long_for_capacity_fails(redis_server: PrivateRedis, model_dir: Path) -> None:
+    async with open_cluster(redis_server, model_dir, {"decode-0": "decode"}, reserve_timeout_s=0.5) as cluster:
+        cluster.script.fail("decode", *[failing(NoFreeBlocks("full"))] * 1000)
+        async with cluster.http.post(
+            f"{cluster.base_url}/v1/completions", json={"model": "tiny", "prompt": "x"}
+        ) as response:
+            assert response.status == 503
+            assert response.headers["Retry-After"] == "1"
+
+
+async def test_a_decode_worker_that_never_grants_a_ticket_is_replaced(
+    redis_server: PrivateRedis, model_dir: Path
+) -> None:
+    async with open_cluster(redis_server, model_dir, TWO_OF_EACH, reserve_timeout_s=0.3) as cluster:
+        cluster.script.fail("decode_ticket", hang)
+        text, _ = await cluster.stream()
+        assert text == TEXT
+        assert len(cluster.calls.decode_starts) == 2
+
+
+async def test_a_decode_worker_that_falls_silent_ends_the_stream_with_an_error(
+    redis_server: PrivateRedis, model_dir: Path
+) -> None:
+    async with open_cluster(redis_server, model_dir, TWO_OF_EACH, token_timeout_s=0.3) as cluster:
+        cluster.script.fail("decode_token", None, after_first_token(cluster, hang))
+        _, events = await cluster.stream()
+        assert "silent" in events[-1]["error"]["message"]

@@ -1,0 +1,160 @@
+"""What fake workers reply, how they fail, and what they were sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from pdserve.base.errors import PdserveError
+from pdserve.base.sampling import ChoiceTokens, FinishReason, TokenLogprobs
+from pdserve.base.streams import MessageStream
+from pdserve.v1 import decode_pb2, prefill_pb2
+from tests.support.tiny_model import END, tokens_of
+
+Context = grpc.aio.ServicerContext[Any, Any] | MessageStream[decode_pb2.DecodeRequest]
+#: A fault runs at its point in a call. It may raise or wait.
+Fault = Callable[[Context], Awaitable[None]]
+
+
+class Vanished(Exception):
+    """Ends a call like a broken connection."""
+
+
+async def vanish(_: Context) -> None:
+    """The worker dies: its peer sees a broken connection."""
+    raise Vanished
+
+
+class Left(Exception):
+    """Ends a call as if it were complete."""
+
+
+async def leave(_: Context) -> None:
+    """The worker closes the stream without an error."""
+    raise Left
+
+
+async def hang(_: Context) -> None:
+    """The worker is alive and silent."""
+    # A timer, not an event: an event without a reference is garbage-collected together with its waiter.
+    await asyncio.sleep(3600)
+
+
+def failing(error: PdserveError) -> Fault:
+    """The worker answers with an error."""
+
+    async def fail(_: Context) -> None:
+        raise error
+
+    return fail
+
+
+@dataclass
+class Script:
+    """Replies of the model and faults of the workers. Each call uses up one fault; None is a call without one."""
+
+    #: Tokens of each choice, by index. The last reply serves further choices.
+    replies: list[list[int]] = field(default_factory=lambda: [[*tokens_of("Hello world."), END]])
+    tokens_per_message: int = 1
+    cached_tokens: int = 0
+    faults: dict[str, deque[Fault | None]] = field(default_factory=lambda: defaultdict(deque))
+    #: If set, decode workers send each message after the first token only when it is released.
+    pace: asyncio.Semaphore | None = None
+
+    def fail(self, point: str, *faults: Fault | None) -> None:
+        """Adds faults at a point of the calls.
+
+        Points are prefill, prefill_queued, prefill_started, prefill_token, prefill_commit and prefill_committed, and
+        decode, decode_ticket, decode_local, decode_started and decode_token.
+        """
+        self.faults[point].extend(faults)
+
+    async def reach(self, point: str, context: Context) -> None:
+        """A call reaches a point, where its fault runs."""
+        fault = self.faults[point].popleft() if self.faults[point] else None
+        if fault is not None:
+            await fault(context)
+
+    def messages(self, choice: int, start: int, sampling: Any) -> list[ChoiceTokens]:
+        """The reply of a choice from token `start` on."""
+        reply = self.replies[min(choice, len(self.replies) - 1)][: sampling.max_tokens]
+        ends = FinishReason.STOP if reply[-1] == END and not sampling.ignore_eos else FinishReason.LENGTH
+        messages = []
+        for first in range(start, len(reply), self.tokens_per_message):
+            token_ids = tuple(reply[first : first + self.tokens_per_message])
+            last = first + len(token_ids) == len(reply)
+            messages.append(
+                ChoiceTokens(
+                    choice_index=choice,
+                    first_index=first,
+                    token_ids=token_ids,
+                    logprobs=tuple(map(_logprobs, token_ids)) if sampling.HasField("logprobs") else (),
+                    finish_reason=ends if last else None,
+                    stop_token_id=END if last and ends is FinishReason.STOP else None,
+                )
+            )
+        return messages
+
+
+def _logprobs(token_id: int) -> TokenLogprobs:
+    return TokenLogprobs(logprob=-0.5, rank=1, top_ids=(token_id, 255), top_logprobs=(-0.5, float("-inf")))
+
+
+class CallLog:
+    """All calls to the fake workers. It also links a prefill worker's commit to the decode worker's ticket."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        #: Set by a commit, by transfer id.
+        self.commits: dict[bytes, asyncio.Event] = {}
+        #: Decode workers prefill longer prompts themselves: they cannot receive their blocks.
+        self.max_receivable_tokens = 1_000_000
+        #: Requests and commands from routers, in order.
+        self.decode_starts: list[decode_pb2.DecodeStart] = []
+        self.commands: list[str] = []
+        self.prefills: list[prefill_pb2.PrefillRequest] = []
+        #: Calls in progress. Must be zero after every test.
+        self.num_open = 0
+        #: Requests for which a decode worker has sent every token.
+        self.num_decoded = 0
+        self._changed = asyncio.Event()
+
+    def note_open(self, change: int) -> None:
+        """A call starts or ends."""
+        self.num_open += change
+        self._note()
+
+    def note_decoded(self) -> None:
+        """A decode worker has sent every token."""
+        self.num_decoded += 1
+        self._note()
+
+    def note_start(self, start: decode_pb2.DecodeStart) -> None:
+        """A decode worker has received a request."""
+        self.decode_starts.append(start)
+        self._note()
+
+    def note_prefill(self, request: prefill_pb2.PrefillRequest) -> None:
+        """A prefill worker has received a request."""
+        self.prefills.append(request)
+        self._note()
+
+    def note_command(self, kind: str) -> None:
+        """A decode worker has received a command."""
+        self.commands.append(kind)
+        self._note()
+
+    def _note(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Returns once the condition holds. Checks it at every change of the log."""
+        async with asyncio.timeout(10):
+            while not condition():
+                await self._changed.wait()
