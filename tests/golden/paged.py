@@ -1,4 +1,4 @@
-"""Drives a decoder as an engine does: several sequences, prompts in chunks, then a row a step, in a paged cache."""
+"""Drives a decoder as the engine does: several sequences in a paged cache, prompts in chunks, then one row per step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdserve.model.decoder import Decoder
 
 
 class PagedRunner:
-    """Sequences with block tables in a random order, in a cache that starts full of NaN, or of what `fill` says."""
+    """Sequences with randomly ordered block tables, in a cache whose initial content is NaN, or `fill`."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class PagedRunner:
         fill: float = torch.nan,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
-        """`kv_dtype`: of the cache; None: the decoder's."""
+        """`kv_dtype`: dtype of the cache; None: the decoder's."""
         config = decoder.config
         shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         self.kv_cache = torch.full(shape, fill, dtype=kv_dtype or decoder.dtype, device=decoder.device)
@@ -42,12 +42,12 @@ class PagedRunner:
         return len(self._tables) - 1
 
     def kv(self, sequence: int) -> Tensor:
-        """A copy of what is stored of a sequence: [num_layers, 2, num_kv_heads, length, head_dim]."""
+        """A copy of the stored KV of a sequence: [num_layers, 2, num_kv_heads, length, head_dim]."""
         blocks = self.kv_cache[self._tables[sequence]].permute(1, 2, 3, 0, 4, 5)
         return blocks.flatten(3, 4)[..., : self._lengths[sequence], :]
 
     def refill(self, value: float) -> None:
-        """Overwrites whatever no sequence has written."""
+        """Overwrites all slots that no sequence has written."""
         unused = torch.ones(self.kv_cache.shape[0], self._block_size, dtype=torch.bool, device=self.kv_cache.device)
         for table, length in zip(self._tables, self._lengths, strict=True):
             for index, block in enumerate(table):
@@ -59,14 +59,14 @@ class PagedRunner:
         rows: Sequence[tuple[int, Sequence[int]]],
         *,
         last_only: bool = True,
-        asks: Sequence[bool] | None = None,
+        requested: Sequence[bool] | None = None,
     ) -> Tensor:
-        """Appends tokens to sequences in one batch; logits of each one's last row, or of all rows.
+        """Appends tokens to sequences in one batch; returns the logits of each one's last row, or of all rows.
 
-        `asks`: which sequences' logits are wanted; None: all of them.
+        `requested`: for each sequence whether it needs logits; None: all do.
         """
-        batch = self.make_batch(rows, last_only=last_only, asks=asks)
-        # A copy: the next step may use the same memory.
+        batch = self.make_batch(rows, last_only=last_only, requested=requested)
+        # A copy, because the next step may use the same memory.
         return self._decoder.forward(batch, self.kv_cache).clone()
 
     def make_batch(
@@ -74,32 +74,25 @@ class PagedRunner:
         rows: Sequence[tuple[int, Sequence[int]]],
         *,
         last_only: bool = True,
-        asks: Sequence[bool] | None = None,
+        requested: Sequence[bool] | None = None,
     ) -> Batch:
-        """The batch of such a step; the sequences grow."""
-        size = self._block_size
+        """The batch of such a step; appends its tokens to the sequences."""
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         starts = [0]
         for sequence, new in rows:
-            table = self._tables[sequence]
-            for token in new:
-                position = self._lengths[sequence]
-                if position == len(table) * size:
-                    table.append(self._free.pop())
-                tokens.append(token)
-                positions.append(position)
-                slots.append(table[position // size] * size + position % size)
-                self._lengths[sequence] += 1
+            tokens += new
+            positions += range(self._lengths[sequence], self._lengths[sequence] + len(new))
+            slots += [self._append(sequence) for _ in new]
             starts.append(len(tokens))
         tables = [self._tables[sequence] for sequence, _ in rows]
         width = max(map(len, tables))
-        wanted = [
+        logits_rows = [
             row
-            for start, stop, asked in zip(starts, starts[1:], asks or [True] * len(rows), strict=False)
+            for start, stop, has_logits in zip(starts, starts[1:], requested or [True] * len(rows), strict=False)
             for row in range(stop - 1 if last_only else start, stop)
-            if asked
+            if has_logits
         ]
         as_index = partial(torch.tensor, dtype=torch.int64, device=self.kv_cache.device)
         return Batch(
@@ -109,24 +102,32 @@ class PagedRunner:
             query_starts=as_index(starts),
             context_lens=as_index([self._lengths[sequence] for sequence, _ in rows]),
             block_tables=as_index([table + [0] * (width - len(table)) for table in tables]),
-            logits_rows=as_index(wanted),
+            logits_rows=as_index(logits_rows),
         )
+
+    def _append(self, sequence: int) -> int:
+        """Adds a token to a sequence, with a new block if necessary; returns its slot."""
+        table, position = self._tables[sequence], self._lengths[sequence]
+        if position == len(table) * self._block_size:
+            table.append(self._free.pop())
+        self._lengths[sequence] += 1
+        return table[position // self._block_size] * self._block_size + position % self._block_size
 
 
 def generate_greedily(
     decoder: Decoder, prompts: Sequence[Sequence[int]], num_tokens: int, *, chunk: int = 100, block_size: int = 16
 ) -> tuple[list[list[int]], list[Tensor]]:
-    """For each prompt, `num_tokens` tokens and the logits [num_tokens, vocab] they were chosen from.
+    """For each prompt, `num_tokens` tokens and the logits [num_tokens, vocab] from which they were chosen.
 
-    Prompts are computed in chunks one after the other, then all sequences decode together.
+    Prompts are computed in chunks, one prompt after the other; then all sequences decode together.
     """
     longest = max(map(len, prompts)) + num_tokens
     runner = PagedRunner(decoder, num_blocks=len(prompts) * (longest // block_size + 1), block_size=block_size)
     last: list[Tensor] = []
     for prompt in prompts:
         sequence = runner.add_sequence()
-        pieces = [prompt[start : start + chunk] for start in range(0, len(prompt), chunk)]
-        last.append([runner.step([(sequence, piece)])[0] for piece in pieces][-1])
+        chunks = [prompt[start : start + chunk] for start in range(0, len(prompt), chunk)]
+        last.append([runner.step([(sequence, tokens)])[0] for tokens in chunks][-1])
     outputs: list[list[int]] = [[] for _ in prompts]
     chosen: list[list[Tensor]] = [[] for _ in prompts]
     for step in range(num_tokens):

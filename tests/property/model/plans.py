@@ -1,4 +1,4 @@
-"""Plans: in which steps, beside whom and in what chunks the tokens of some sequences are computed."""
+"""Plans: the steps, batches and chunks in which the tokens of some sequences are computed."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from torch import Tensor
 from pdserve.model.decoder import Decoder
 from tests.golden.paged import PagedRunner
 
-#: For each step, (sequence, number of its next tokens) pairs in the order of the batch.
+#: Steps, each a list of (sequence, number of its next tokens) in the order of the batch.
 Plan = list[list[tuple[int, int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where KV goes, and what was there before."""
+    """The blocks of sequences, and their previous content."""
 
     block_size: int = 16
-    #: Decides which blocks are taken.
+    #: Seed of the choice of blocks.
     seed: int = 0
+    #: Content of unwritten slots.
     fill: float = math.nan
     spare_blocks: int = 3
 
 
 @dataclass(slots=True)
 class Computed:
-    """What came out for one sequence."""
+    """The results of one sequence."""
 
     #: Float32 logits [vocab] by position, of the last row of each chunk or of every row.
     logits: dict[int, Tensor] = field(default_factory=dict)
@@ -48,9 +49,9 @@ def compute(
     every_row: bool = False,
     refill: bool = False,
 ) -> list[Computed]:
-    """Follows a plan. The logits are those that an engine would ask for, of last chunks and single rows, or all.
+    """Executes a plan. The logits are those that an engine requests, of last chunks and single rows, or all.
 
-    With `refill`, what no sequence has written is overwritten before every step.
+    With `refill`, all slots that no sequence has written are overwritten before every step.
     """
     needed = sum(-(-len(text) // placement.block_size) for text in texts)
     runner = PagedRunner(
@@ -67,20 +68,20 @@ def compute(
         if refill:
             runner.refill(placement.fill)
         rows = [(handles[index], texts[index][done[index] : done[index] + count]) for index, count in step]
-        asks = [every_row or count == 1 or done[index] + count == len(texts[index]) for index, count in step]
-        logits = iter(runner.step(rows, last_only=not every_row, asks=asks))
-        for (index, count), asked in zip(step, asks, strict=True):
+        requested = [every_row or count == 1 or done[index] + count == len(texts[index]) for index, count in step]
+        logits = iter(runner.step(rows, last_only=not every_row, requested=requested))
+        for (index, count), has_logits in zip(step, requested, strict=True):
             done[index] += count
-            for position in range(done[index] - (count if every_row else 1), done[index]) if asked else ():
+            for position in range(done[index] - (count if every_row else 1), done[index]) if has_logits else ():
                 results[index].logits[position] = next(logits)
-    assert done == [len(text) for text in texts], "the plan leaves tokens out"
+    assert done == [len(text) for text in texts], "the plan omits tokens"
     for index, result in enumerate(results):
         result.kv = runner.kv(handles[index])
     return results
 
 
 def whole(decoder: Decoder, texts: Sequence[Sequence[int]], placement: Placement) -> list[Computed]:
-    """Each text by itself in one step, logits of every row: what all else is compared with."""
+    """Each text by itself in one step, with logits of every row: the reference of all comparisons."""
     return [compute(decoder, [text], [[(0, len(text))]], placement, every_row=True)[0] for text in texts]
 
 
@@ -100,11 +101,11 @@ def chunkings(draw: st.DrawFn, length: int) -> list[int]:
 
 @st.composite
 def plans(draw: st.DrawFn, lengths: Sequence[int]) -> Plan:
-    """Chunks of all sequences, interleaved: in each step some of those that have tokens left, in any order."""
-    left = [draw(chunkings(length)) for length in lengths]
+    """Interleaved chunks of all sequences: each step has some of the unfinished ones, in any order."""
+    remaining = [draw(chunkings(length)) for length in lengths]
     plan: Plan = []
-    while any(left):
-        alive = [index for index, chunks in enumerate(left) if chunks]
-        chosen = draw(st.lists(st.sampled_from(alive), unique=True, min_size=1))
-        plan.append([(index, left[index].pop(0)) for index in chosen])
+    while any(remaining):
+        unfinished = [index for index, chunks in enumerate(remaining) if chunks]
+        chosen = draw(st.lists(st.sampled_from(unfinished), unique=True, min_size=1))
+        plan.append([(index, remaining[index].pop(0)) for index in chosen])
     return plan

@@ -1,7 +1,7 @@
-"""`python -m tests.property.model.rank_processes DIRECTORY SIZE...`: ranks that are processes, and what they compute.
+"""`python -m tests.property.model.rank_processes DIRECTORY SIZE...`: computes the results of `test_ranks` on ranks.
 
-Each leaves a file `SIZE-RANK.safetensors` in the directory. They are forked by a process that has imported torch, and
-has no threads of it yet: importing takes longer than all the rest.
+Each rank writes a file `SIZE-RANK.safetensors` to the directory. Ranks are forked from a process that has imported
+torch but started none of its threads, because the import takes longer than everything else.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ FAMILIES: dict[str, Fields] = {
     "qwen2": {},
     "qwen3": {"tie_word_embeddings": True},
 }
-#: Odd, so that two, three and four ranks have unequal parts of it.
+#: Prime, so that ranks have unequal shards of the vocabulary.
 VOCAB_SIZE = 97
-#: A whole prompt, a chunk beside a single row, and two single rows, in blocks of four.
+#: Texts and steps: a whole prompt, then a chunk with a single row, then two single rows, in blocks of four.
 TEXTS = (tuple(random_text(1, 9, VOCAB_SIZE)), tuple(random_text(2, 6, VOCAB_SIZE)))
 PLAN: Plan = [[(0, 7)], [(1, 5), (0, 1)], [(0, 1), (1, 1)]]
 PLACEMENT = Placement(block_size=4)
 TRITON_TEXTS, TRITON_PLAN = TEXTS[1:], [[(0, 4)], [(0, 1)], [(0, 1)]]
 PROMPTS = (random_text(3, 11, VOCAB_SIZE), random_text(4, 3, VOCAB_SIZE))
-#: How many, and for how many ranks: each token is six messages from everybody.
+#: Number of greedy tokens, and of ranks that compute them; each token takes six messages per rank.
 GREEDY_TOKENS, GREEDY_SIZES = 32, (2,)
-#: Rows whose parts are far larger than their sum, so that another order of adding shows.
+#: Shape of sums whose addends are far larger than the sum, so that another order of addition shows.
 SUM_ROWS, SUM_WIDTH = 120, 33
-#: Those that are summed by themselves, too.
-ALONE = slice(0, SUM_ROWS, 8)
+#: Rows that are also summed one by one.
+SINGLE_ROWS = slice(0, SUM_ROWS, 8)
 _DEADLINE = timedelta(seconds=60)
 
 
@@ -69,14 +69,14 @@ def fields_of(family: str, size: int) -> Fields:
 
 
 def addends(rank: int, dtype: torch.dtype) -> Tensor:
-    """A rank's part of a sum: [SUM_ROWS, SUM_WIDTH]."""
+    """A rank's addend of the sum: [SUM_ROWS, SUM_WIDTH]."""
     generator = torch.Generator().manual_seed(rank)
     scale = torch.randint(-6, 7, (SUM_ROWS, SUM_WIDTH), generator=generator).exp2()
     return (torch.randn(SUM_ROWS, SUM_WIDTH, generator=generator) * scale).to(dtype)
 
 
-class Told:
-    """A rank's decoder whose logits every rank is told: what drives a decoder looks at them."""
+class BroadcastingDecoder:
+    """A rank's decoder that broadcasts rank 0's logits, because all ranks run the code that samples from them."""
 
     def __init__(self, decoder: Decoder, group: distributed.ProcessGroup) -> None:
         self._decoder = decoder
@@ -93,15 +93,16 @@ class Told:
 
 
 def runs_triton(size: int) -> bool:
-    """The interpreter is slow: once is enough."""
+    """Whether ranks of this size also run Triton kernels: one size only, because the interpreter is slow."""
     return size == 2 and importlib.util.find_spec("triton") is not None
 
 
-def what_is_computed(ranks: TorchRanks, group: distributed.ProcessGroup) -> dict[str, Tensor]:
+def results_of(ranks: TorchRanks, group: distributed.ProcessGroup) -> dict[str, Tensor]:
     results: dict[str, Tensor] = {}
 
     def record(name: str, decoder: Decoder, texts: tuple[tuple[int, ...], ...], plan: Plan) -> None:
-        for index, computed in enumerate(compute(Told(decoder, group), texts, plan, PLACEMENT)):  # type: ignore[arg-type]
+        broadcasting = BroadcastingDecoder(decoder, group)
+        for index, computed in enumerate(compute(broadcasting, texts, plan, PLACEMENT)):  # type: ignore[arg-type]
             results[f"{name}/{index}/kv"] = computed.kv.contiguous()
             positions = sorted(computed.logits)
             results[f"{name}/{index}/positions"] = torch.tensor(positions)
@@ -113,34 +114,34 @@ def what_is_computed(ranks: TorchRanks, group: distributed.ProcessGroup) -> dict
             record(f"{family}/{dtype}", make_rank_decoder(fields, REFERENCE, dtype, ranks), TEXTS, PLAN)
         if ranks.size not in GREEDY_SIZES:
             continue
-        decoder = make_rank_decoder(fields, REFERENCE, torch.float32, ranks)
-        tokens, _ = generate_greedily(Told(decoder, group), PROMPTS, GREEDY_TOKENS, chunk=8)  # type: ignore[arg-type]
+        decoder = BroadcastingDecoder(make_rank_decoder(fields, REFERENCE, torch.float32, ranks), group)
+        tokens, _ = generate_greedily(decoder, PROMPTS, GREEDY_TOKENS, chunk=8)  # type: ignore[arg-type]
         results[f"{family}/tokens"] = torch.tensor(tokens)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        mine = addends(ranks.rank, dtype)
-        results[f"sum/{dtype}"] = ranks.all_reduce(mine.clone())
-        results[f"sums of rows/{dtype}"] = torch.cat([ranks.all_reduce(row[None].clone()) for row in mine[ALONE]])
+        own = addends(ranks.rank, dtype)
+        results[f"sum/{dtype}"] = ranks.all_reduce(own.clone())
+        results[f"sums of rows/{dtype}"] = torch.cat([ranks.all_reduce(row[None].clone()) for row in own[SINGLE_ROWS]])
     assert ranks.all_reduce(torch.empty(0, 5)).shape == (0, 5)
     if runs_triton(ranks.size):
-        decoder = make_rank_decoder(fields_of("llama", 2), TRITON, torch.float32, ranks)
-        record("triton", decoder, TRITON_TEXTS, TRITON_PLAN)
+        triton_decoder = make_rank_decoder(fields_of("llama", 2), TRITON, torch.float32, ranks)
+        record("triton", triton_decoder, TRITON_TEXTS, TRITON_PLAN)
     return results
 
 
 def run(rank: int, size: int, rendezvous: str, directory: str) -> None:
-    """One rank, from its first word to its last."""
+    """The life of one rank."""
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=_DEADLINE
     )
     group = distributed.group.WORLD
     assert group is not None
-    save_file(what_is_computed(TorchRanks(group), group), Path(directory) / f"{size}-{rank}.safetensors")
+    save_file(results_of(TorchRanks(group), group), Path(directory) / f"{size}-{rank}.safetensors")
     distributed.destroy_process_group()
 
 
 def main(directory: str, sizes: list[int]) -> None:
-    """Returns when all ranks have ended; raises what any of them raised, and ends the others."""
+    """Returns when all ranks have ended. If one fails, ends the others and raises its error."""
     if any(map(runs_triton, sizes)):
         interpreted_products.install()
         importlib.import_module("kernels.triton.decoder")

@@ -1,6 +1,6 @@
-"""`python -m tests.property.model.restless_owners FILE CPU...`: workers that wake up and go back to sleep all the time.
+"""`python -m tests.property.model.restless_owners FILE CPU...`: owners of cores that become busy and idle all the time.
 
-A process of its own, as the owners of lent cores are; it ends with the one that started it, or by a signal.
+Runs as a separate process, like real owners of lent cores; it ends with its parent process or by a signal.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 
 from pdserve.worker.load.core_leases import CoreLeases
 
-#: Rounds of a loop that does nothing: between two changes pass less than a microsecond and more than a layer takes.
+#: Iterations of an empty loop between two changes, from less than a microsecond to longer than a layer takes.
 _PAUSES = (0, 10, 100, 1000, 10_000)
 
 
 def main(path: Path, cpus: list[int]) -> None:
-    """Until the parent process has ended."""
+    """Changes leases until the parent process has ended."""
     generator, parent = random.Random(0), os.getppid()
     owners = [CoreLeases(path, [cpu]) for cpu in cpus]
     print("ready", flush=True)

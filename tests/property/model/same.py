@@ -1,4 +1,4 @@
-"""The comparison: to the bit where that is promised, else within what rounding in another order explains."""
+"""Comparison of results: bit by bit where that is promised, else within the error of another order of sums."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _AS_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float
 
 
 def assert_same_bits(ours: Sequence[Computed], expected: Sequence[Computed]) -> None:
-    """Equal: the logits of all positions that `ours` has, and all KV."""
+    """Asserts equal bits of all KV, and of the logits of all positions in `ours`."""
     _compare(ours, expected, lambda one, other: one.view(_AS_BITS[one.dtype]) != other.view(_AS_BITS[other.dtype]))
 
 
 def assert_close(ours: Sequence[Computed], expected: Sequence[Computed], tolerance: float) -> None:
-    """No value differs by more than `tolerance` times the largest of them."""
+    """Asserts that no value differs by more than `tolerance` times the largest value."""
 
     def differ(one: Tensor, other: Tensor) -> Tensor:
         return ~((one.float() - other.float()).abs() <= tolerance * other.float().abs().amax())
@@ -33,17 +33,18 @@ def _compare(
         positions = sorted(one.logits)
         assert positions, f"sequence {index} has no logits"
         rows = torch.stack([one.logits[position] for position in positions])
-        wanted = torch.stack([other.logits[position] for position in positions])
-        for values, aims, what in (
+        expected_rows = torch.stack([other.logits[position] for position in positions])
+        for values, references, what in (
             (one.kv, other.kv, "KV [layer, K|V, head, position, dimension]"),
-            (rows, wanted, f"logits [row, token] of positions {positions}"),
+            (rows, expected_rows, f"logits [row, token] of positions {positions}"),
         ):
             assert values.isfinite().all(), f"sequence {index}: {what}: not finite"
-            differs = differ(values, aims)
+            differs = differ(values, references)
             if differs.any():
-                first = differs.nonzero()[0].tolist()
-                gap = float((values.float() - aims.float()).abs().max())
+                first = tuple(differs.nonzero()[0].tolist())
+                max_difference = float((values.float() - references.float()).abs().max())
                 raise AssertionError(
-                    f"sequence {index}: {what}: {int(differs.sum())} of {differs.numel()} differ, first at {first}: "
-                    f"{float(values[tuple(first)])!r} instead of {float(aims[tuple(first)])!r}; by {gap:.3g} at most"
+                    f"sequence {index}: {what}: {int(differs.sum())} of {differs.numel()} differ, at most by "
+                    f"{max_difference:.3g}; the first at {first}, {float(values[first])!r} instead of "
+                    f"{float(references[first])!r}"
                 )

@@ -1,4 +1,4 @@
-"""Threads that lose their core in the middle of a pass: others make what they had begun, and every bit stays."""
+"""Threads that lose their core during a pass: others redo their units, and no bit of the results changes."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ FIELDS: Fields = {
     "head_dim": 32,
     "max_position_embeddings": 1024,
 }
-#: On the CPU they share, no more than one of them is running at any time.
+#: Threads of a decoder. They share a CPU, so only one of them runs at a time.
 NUM_THREADS = 6
 
 
 @pytest.fixture(scope="module", autouse=True)
 def torch_computes_alone() -> Iterator[None]:
-    usual = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(usual)
+    torch.set_num_threads(num_threads)
 
 
 def crowded(dtype: torch.dtype, quantization: str | None) -> Decoder:
-    """One whose threads are all bound to the same CPU, so that the system stops each of them somewhere in its work."""
+    """A decoder whose threads are pinned to one CPU, so that the system interrupts each of them within its work."""
     cpu = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     options = native(INSTRUCTION_SETS[0], quantization=quantization, num_threads=NUM_THREADS)
     return make_decoder(FIELDS, replace(options, cpus=(cpu,) * NUM_THREADS), dtype)
@@ -52,7 +52,7 @@ def crowded(dtype: torch.dtype, quantization: str | None) -> Decoder:
 @pytest.mark.parametrize(
     ("dtype", "quantization"), [(torch.bfloat16, None), (torch.float32, None), (torch.bfloat16, "int8")]
 )
-def test_what_late_threads_had_begun_is_made_once_and_right(
+def test_units_of_interrupted_threads_are_redone_with_the_same_bits(
     dtype: torch.dtype, quantization: str | None, rows: int
 ) -> None:
     texts = [random_text(number, 24, 1031) for number in range(rows)]
@@ -63,7 +63,7 @@ def test_what_late_threads_had_begun_is_made_once_and_right(
     )
 
 
-def test_what_is_made_again_is_counted() -> None:
+def test_redone_units_are_counted() -> None:
     decoder = crowded(torch.bfloat16, None)
     counters = decoder.thread_counters
     assert counters is not None
@@ -71,4 +71,4 @@ def test_what_is_made_again_is_counted() -> None:
         compute(decoder, [random_text(seed, 24, 1031)], [[(0, 1)]] * 24, PLACEMENT)
         if counters.redone_units > 0:
             return
-    pytest.fail("no thread was ever late")
+    pytest.fail("no thread was ever interrupted within a unit")

@@ -1,7 +1,6 @@
-"""Several ranks, each a process with its part of the weights, compute what one with all of them computes.
+"""Several ranks, each a process with a shard of the weights, compute the same as one process, within rounding.
 
-Not its bits: a sum is cut where ranks meet, and each part of it is rounded. How close it comes is what rounding in
-another order explains.
+Bits differ, because ranks round their partial sums. The tolerance is the error of another order of sums.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from tests.support.backends import REFERENCE
 from tests.support.devices import needs_triton
 
 SIZES = (2, 3, 4)
-#: Share of the largest value, as between two orders of sums on one rank.
+#: Tolerances as shares of the largest value: the error between two orders of sums on one rank.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 0.03}
 ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """What each of `size` ranks has computed."""
+    """The results of each of `size` ranks."""
 
     size: int
     results: list[dict[str, Tensor]]
 
     def computed(self, name: str, num_texts: int) -> list[Computed]:
-        """Rank 0's logits, and the KV of all ranks with their heads one after the other."""
+        """Rank 0's logits, and the KV of all ranks, concatenated along the heads."""
         texts = []
         for index in range(num_texts):
             logits, positions = (self.results[0][f"{name}/{index}/{what}"] for what in ("logits", "positions"))
@@ -51,7 +50,7 @@ class Ranks:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Everything that ranks compute, in one go: most of the time is their start."""
+    """All results of ranks, computed in one run, because starting them takes most of the time."""
     directory = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", processes.__name__, str(directory), *map(str, SIZES)]
     subprocess.run(command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, check=True, timeout=100)
@@ -66,16 +65,16 @@ def ranks(request: pytest.FixtureRequest, directory: Path) -> Ranks:
 
 @pytest.fixture(scope="module", autouse=True)
 def torch_computes_alone() -> Iterator[None]:
-    """As in the ranks: tiny products, and several processes."""
-    usual = torch.get_num_threads()
+    """One thread for torch, as in the ranks."""
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(usual)
+    torch.set_num_threads(num_threads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", processes.FAMILIES)
-def test_logits_and_each_ranks_heads_of_kv_are_those_of_one(ranks: Ranks, family: str, dtype: torch.dtype) -> None:
+def test_logits_and_kv_of_ranks_are_those_of_one_process(ranks: Ranks, family: str, dtype: torch.dtype) -> None:
     one = make_decoder(processes.fields_of(family, ranks.size), REFERENCE, dtype)
     ours = ranks.computed(f"{family}/{dtype}", len(processes.TEXTS))
     assert_close(ours, compute(one, processes.TEXTS, processes.PLAN, processes.PLACEMENT), TOLERANCE[dtype])
@@ -83,14 +82,14 @@ def test_logits_and_each_ranks_heads_of_kv_are_those_of_one(ranks: Ranks, family
 
 @pytest.mark.parametrize("ranks", processes.GREEDY_SIZES, indirect=True)
 @pytest.mark.parametrize("family", processes.FAMILIES)
-def test_greedy_tokens_are_those_of_one(ranks: Ranks, family: str) -> None:
+def test_greedy_tokens_are_those_of_one_process(ranks: Ranks, family: str) -> None:
     one = make_decoder(processes.fields_of(family, ranks.size), REFERENCE, torch.float32)
     tokens, _ = generate_greedily(one, processes.PROMPTS, processes.GREEDY_TOKENS, chunk=8)
     assert ranks.results[0][f"{family}/tokens"].tolist() == tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_sum_is_added_by_rank_in_float32_and_rounded_once(ranks: Ranks, dtype: torch.dtype) -> None:
+def test_all_reduce_adds_in_order_of_ranks_in_float32_and_rounds_once(ranks: Ranks, dtype: torch.dtype) -> None:
     total = torch.zeros(processes.SUM_ROWS, processes.SUM_WIDTH)
     for rank in range(ranks.size):
         total += processes.addends(rank, dtype).float()
@@ -99,14 +98,14 @@ def test_a_sum_is_added_by_rank_in_float32_and_rounded_once(ranks: Ranks, dtype:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_row_of_a_sum_is_the_same_alone(ranks: Ranks, dtype: torch.dtype) -> None:
+def test_all_reduce_of_a_row_does_not_depend_on_other_rows(ranks: Ranks, dtype: torch.dtype) -> None:
     for result in ranks.results:
-        assert torch.equal(result[f"sum/{dtype}"][processes.ALONE], result[f"sums of rows/{dtype}"])
+        assert torch.equal(result[f"sum/{dtype}"][processes.SINGLE_ROWS], result[f"sums of rows/{dtype}"])
 
 
 @needs_triton
 @pytest.mark.parametrize("ranks", [2], indirect=True)
-def test_two_ranks_with_triton_compute_what_one_does(ranks: Ranks) -> None:
+def test_two_ranks_with_triton_compute_the_same_as_one_process(ranks: Ranks) -> None:
     one = make_decoder(processes.fields_of("llama", 2), REFERENCE, torch.float32)
     expected = compute(one, processes.TRITON_TEXTS, processes.TRITON_PLAN, processes.PLACEMENT)
     assert_close(ranks.computed("triton", 1), expected, TOLERANCE[torch.float32])

@@ -1,4 +1,4 @@
-"""Random models of the four architectures, small but of awkward shapes, as Hypothesis draws them."""
+"""Random small models of the four architectures with awkward shapes, as Hypothesis strategies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pdserve.model.weights import assemble
 from tests.support.backends import REFERENCE
 
 MAX_POSITIONS = 1024
-#: A vector's width, a multiple of a tile, and what is neither.
+#: Multiples of a vector or a tile, and sizes that are neither.
 _WIDTHS = (24, 33, 64, 130, 320, 576)
 _VOCABULARIES = (97, 512, 1031)
 _WINDOWS = (None, 1, 7, 16, 21, 100)
@@ -31,9 +31,9 @@ Fields = dict[str, object]
 
 @st.composite
 def model_configs(draw: st.DrawFn) -> Fields:
-    """A `config.json`: every architecture, GQA share, head size and kind of window that the decoder knows."""
+    """A `config.json` with any architecture, GQA group size, head size and kind of window that the decoder supports."""
     model_type = draw(st.sampled_from(sorted(ARCHITECTURES)))
-    share, num_kv_heads = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    group_size, num_kv_heads = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     window = draw(st.sampled_from(_WINDOWS)) if model_type != "llama" else None
     fields: Fields = {
         "model_type": model_type,
@@ -41,7 +41,7 @@ def model_configs(draw: st.DrawFn) -> Fields:
         "hidden_size": draw(st.sampled_from(_WIDTHS)),
         "intermediate_size": draw(st.sampled_from(_WIDTHS)),
         "num_hidden_layers": draw(st.integers(1, 2)),
-        "num_attention_heads": share * num_kv_heads,
+        "num_attention_heads": group_size * num_kv_heads,
         "num_key_value_heads": num_kv_heads,
         "head_dim": draw(st.sampled_from([16, 32, 64, 128, 20, 80])),
         "max_position_embeddings": MAX_POSITIONS,
@@ -59,7 +59,7 @@ def model_configs(draw: st.DrawFn) -> Fields:
 def make_decoder(
     fields: Fields, options: KernelOptions, dtype: torch.dtype, *, seed: int = 0, device: torch.device | None = None
 ) -> Decoder:
-    """A decoder of that config with random weights, which depend on config and seed alone."""
+    """A decoder with random weights that depend on config and seed alone."""
     config = ModelConfig.from_hf(fields)
     weights = _random_weights(config, dtype, seed)
     return Decoder(config, _each(weights, lambda tensor: tensor.to(device)) if device else weights, kernels=options)
@@ -68,19 +68,19 @@ def make_decoder(
 def make_rank_decoder(
     fields: Fields, options: KernelOptions, dtype: torch.dtype, ranks: Ranks, *, seed: int = 0
 ) -> Decoder:
-    """What one of several ranks computes of `make_decoder`'s."""
+    """A rank's shard of the decoder that `make_decoder` makes."""
     config = ModelConfig.from_hf(fields)
-    tensors, parts = _random_tensors(config, dtype, seed), tensor_shards(config, ranks.rank, ranks.size)
-    weights = assemble(config, lambda name: tensors[name][parts[name]], rank=ranks.rank, size=ranks.size)
+    tensors, shards = _random_tensors(config, dtype, seed), tensor_shards(config, ranks.rank, ranks.size)
+    weights = assemble(config, lambda name: tensors[name][shards[name]], rank=ranks.rank, size=ranks.size)
     return Decoder(rank_config(config, ranks.size), weights, kernels=options, ranks=ranks)
 
 
 def make_truth(fields: Fields, dtype: torch.dtype, quantization: str | None, *, seed: int = 0) -> Decoder:
-    """What such a decoder should compute: the weights as they are stored, all arithmetic the reference's in float32."""
+    """The reference of accuracy: the weights as such a decoder stores them, computed by plain torch in float32."""
     config = ModelConfig.from_hf(fields)
     weights = _random_weights(config, dtype, seed)
     stored = _each(weights, lambda tensor: _rounded_to_int8(tensor) if quantization and tensor.dim() == 2 else tensor)
-    # The table of embeddings is looked up, never multiplied.
+    # The embedding is only looked up, so it is not quantized.
     stored = replace(stored, embedding=weights.embedding)
     return Decoder(config, _each(stored, Tensor.float), kernels=REFERENCE)
 
@@ -90,7 +90,7 @@ def _random_weights(config: ModelConfig, dtype: torch.dtype, seed: int) -> Decod
 
 
 def _random_tensors(config: ModelConfig, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
-    """Matrices keep the size of what goes through them, so that no value drowns another."""
+    """Random values; matrices are scaled to preserve the magnitude of activations."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -103,15 +103,15 @@ def _random_tensors(config: ModelConfig, dtype: torch.dtype, seed: int) -> dict[
 
 
 def _rounded_to_int8(matrix: Tensor) -> Tensor:
-    """[out_features, in_features], each row in steps of a 127th of its largest value."""
+    """Rounds each row of [out_features, in_features] to multiples of 1/127 of its largest value."""
     steps = matrix.float().abs().amax(dim=1, keepdim=True) / 127
     return (matrix.float() / steps).round() * steps
 
 
 def _each(weights: DecoderWeights, change: Callable[[Tensor], Tensor]) -> DecoderWeights:
     def in_layer(layer: LayerWeights) -> LayerWeights:
-        parts: dict[str, Any] = {part.name: getattr(layer, part.name) for part in fields_of(layer)}
-        return replace(layer, **{name: change(part) for name, part in parts.items() if part is not None})
+        tensors: dict[str, Any] = {field.name: getattr(layer, field.name) for field in fields_of(layer)}
+        return replace(layer, **{name: change(tensor) for name, tensor in tensors.items() if tensor is not None})
 
     return DecoderWeights(
         embedding=change(weights.embedding),

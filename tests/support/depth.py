@@ -1,0 +1,25 @@
+"""How thorough tests of crossed parameters are: `PDSERVE_TEST_DEPTH=full` runs every combination with all examples.
+
+Without it, combinations that share most of their code with one that is tested in full get fewer examples. The module of
+such a test says what only the full depth checks.
+"""
+
+from __future__ import annotations
+
+import os
+
+from tests.support.backends import INSTRUCTION_SETS
+
+#: Examples of a combination that is not tested in full.
+MIN_EXAMPLES = 5
+
+_depth = os.environ.get("PDSERVE_TEST_DEPTH", "")
+assert _depth in ("", "full"), f"PDSERVE_TEST_DEPTH is {_depth!r}, but must be 'full' or unset"
+IS_FULL = _depth == "full"
+
+
+def examples_on(instruction_set: str, num_examples: int) -> int:
+    """Hypothesis examples: all on the best instruction set and on the portable one, else few."""
+    if IS_FULL or instruction_set in (INSTRUCTION_SETS[0], "portable"):
+        return num_examples
+    return min(num_examples, MIN_EXAMPLES)
