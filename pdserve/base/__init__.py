@@ -1,1 +1,1 @@
-"""What every process shares: errors, ids, config, tasks, logs, metrics, RPC and Redis. No torch."""
+"""Code that every process shares: errors, ids, config, tasks, logs, metrics, RPC and Redis. No torch."""

@@ -20,7 +20,7 @@ class Health:
 
     #: Why the process is not ready ("loading", "draining", ...); None while it is.
     not_ready: str | None = "loading"
-    #: What ended the process's work; None while it is alive.
+    #: Cause of death; None while the process is alive.
     dead: str | None = None
     #: Reasons for degraded service, such as an unreachable Redis, by subject.
     degraded: dict[str, str] = field(default_factory=dict)

@@ -28,7 +28,7 @@ _SETTING = "setting"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How a field of a settings dataclass is read and described."""
+    """The metadata of a field of a settings dataclass: how it is read and described."""
 
     help: str
     metavar: str | None = None

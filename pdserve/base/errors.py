@@ -1,6 +1,6 @@
 """The whole error hierarchy, and the one table that turns an error into HTTP and gRPC codes.
 
-Five families tell callers what they may do: fix the request, retry, transfer again, drop the message, or degrade.
+Each of five families implies a reaction: fix the request, retry, transfer again, drop the message, or degrade.
 `SetupError` stops a process from starting. An error's text says what failed, the value, the limit, and what to do.
 """
 
@@ -109,7 +109,7 @@ class SetupError(PdserveError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codes:
-    """How clients see an error class: HTTP status, OpenAI error type, gRPC status name."""
+    """The codes of an error class that clients see: HTTP status, OpenAI error type, gRPC status name."""
 
     http: int
     openai_type: str

@@ -1,4 +1,4 @@
-"""How a worker stores KV blocks, which must be the same on two workers that exchange them."""
+"""The layout of KV blocks, which must be the same on two workers that exchange them."""
 
 from __future__ import annotations
 

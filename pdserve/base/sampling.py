@@ -22,7 +22,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are sampled. `temperature` 0 is greedy; `top_k` 0 is no limit."""
+    """Settings by which tokens are sampled. `temperature` 0 is greedy; `top_k` 0 is no limit."""
 
     temperature: float = 1.0
     top_p: float = 1.0

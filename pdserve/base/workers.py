@@ -13,6 +13,9 @@ from pdserve.base.layout import KvLayout
 
 Tier = Literal["prefill", "decode"]
 
+#: Members of the load whose name in the registry is an earlier one, which other versions read and write.
+_STORED_NAMES = {"prefill_tokens_per_s_while_decoding": "prefill_tokens_per_s_beside_decoding"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
@@ -31,7 +34,7 @@ class WorkerLoad:
     #: Measured rate of prompt tokens; None before the first prompt.
     prefill_tokens_per_s: float | None = None
     #: The same rate while sequences decode, within their ITL budget (decode tier).
-    prefill_tokens_per_s_beside_decoding: float | None = None
+    prefill_tokens_per_s_while_decoding: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +73,7 @@ def record_to_fields(record: WorkerRecord) -> dict[str, str]:
 
     A later version adds fields, which older readers ignore.
     """
-    load = asdict(record.load)
+    load = {_STORED_NAMES.get(name, name): value for name, value in asdict(record.load).items()}
     queued_by_router = load.pop("queued_by_router")
     return {
         "epoch": str(record.epoch),
@@ -120,8 +123,9 @@ def record_from_fields(worker_id: WorkerId, found: Mapping[str, bytes]) -> Worke
 
 
 def _load_from_fields(found: Mapping[str, bytes]) -> WorkerLoad:
-    load = {**json.loads(found["load"]), "queued_by_router": json.loads(found.get("queued_by_router", b"null"))}
-    return WorkerLoad(**{member.name: load[member.name] for member in fields(WorkerLoad) if member.name in load})
+    stored = {**json.loads(found["load"]), "queued_by_router": json.loads(found.get("queued_by_router", b"null"))}
+    names = {member.name: _STORED_NAMES.get(member.name, member.name) for member in fields(WorkerLoad)}
+    return WorkerLoad(**{name: stored[key] for name, key in names.items() if key in stored})
 
 
 @dataclass(slots=True)

@@ -1,1 +1,1 @@
-"""What prefill and decode processes share above engine and transfer: sizing, metrics, start and drain."""
+"""Code that prefill and decode workers share, above the engine and KV transfer: loading, KV bytes, ranks, serving."""

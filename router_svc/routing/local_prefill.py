@@ -121,5 +121,5 @@ def prefill_rates(decode: WorkerLoad, prefill: WorkerLoad, *, is_decoding: bool)
         return None
     if not is_decoding:
         return decode.prefill_tokens_per_s or known, known
-    measured = decode.prefill_tokens_per_s_beside_decoding
+    measured = decode.prefill_tokens_per_s_while_decoding
     return known * _SPEED_WHILE_DECODING if measured is None else measured, known

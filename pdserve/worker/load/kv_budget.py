@@ -58,7 +58,7 @@ def plan_kv(layout: KvLayout, request: KvRequest, *, weight_bytes: int) -> KvBud
 
 
 def kv_budget(layout: KvLayout, request: KvRequest, *, size: int) -> KvBudget:
-    """What a KV cache of `size` bytes holds. Raises `SetupError` with the numbers, as `plan_kv` does."""
+    """The capacity of a KV cache of `size` bytes. Raises `SetupError` with the numbers, as `plan_kv` does."""
     num_blocks = size // layout.block_bytes
     if num_blocks < 1:
         raise SetupError(

@@ -1,4 +1,4 @@
-"""What a model needs of a device's memory, measured by running its largest steps."""
+"""A model's need for device memory, measured by running its largest steps."""
 
 from __future__ import annotations
 

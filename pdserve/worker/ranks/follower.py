@@ -44,7 +44,7 @@ _END_S = 3.0
 
 
 class LaunchProgress:
-    """How far steps have been launched, and the events that follow: recorded by one thread, awaited by another."""
+    """Position up to which steps have been launched, with events: recorded by one thread, awaited by another."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""How a worker's cores and GPUs are divided among its ranks. Pure."""
+"""Division of a worker's cores and GPUs among its ranks. Pure."""
 
 from __future__ import annotations
 

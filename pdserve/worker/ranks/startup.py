@@ -1,4 +1,4 @@
-"""How rank 0 sets up a follower, and how it replies: lines of JSON on the socket for copies."""
+"""Messages between rank 0 and a follower that starts: lines of JSON on the socket for copies."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RankSetup:
 
 
 class SetupState(StrEnum):
-    """How far a follower has come."""
+    """The start-up states of a follower."""
 
     FAILED = "failed"
     #: It has read its setup and is about to meet the other ranks.
@@ -74,7 +74,7 @@ class SetupReply:
     """A follower's report while it starts."""
 
     state: SetupState
-    #: What has gone wrong, if it has failed.
+    #: Reason for a failure.
     error: str = ""
     #: Whether it failed because other ranks do not answer: one of those knows the cause.
     is_consequence: bool = False

@@ -1,4 +1,4 @@
-"""How a worker makes itself known: registry record, prefix index, metrics and log."""
+"""Announcing a worker: its record in the registry, its blocks in the prefix index, its metrics and its log line."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def reported_load(load: Load, pace: Pace | None, itl_budget_s: float | None) -> 
         queued_by_router=load.queued_by_router,
         free_blocks=load.free_blocks,
         prefill_tokens_per_s=alone,
-        prefill_tokens_per_s_beside_decoding=while_decoding,
+        prefill_tokens_per_s_while_decoding=while_decoding,
     )
 
 

@@ -42,7 +42,12 @@ def fields_of(record: WorkerRecord) -> dict[str, bytes]:
 @pytest.mark.parametrize("by_router", [None, {}, {RouterId("me"): 600}])
 def test_a_record_survives_redis(by_router: dict[RouterId, int] | None) -> None:
     record = worker_record(epoch=2**62, ready=False)
-    record = replace(record, load=WorkerLoad(free_blocks=7, queued_tokens=700, queued_by_router=by_router))
+    record = replace(
+        record,
+        load=WorkerLoad(
+            free_blocks=7, queued_tokens=700, prefill_tokens_per_s_while_decoding=9.0, queued_by_router=by_router
+        ),
+    )
     assert record_from_fields(record.worker_id, fields_of(record)) == record
 
 

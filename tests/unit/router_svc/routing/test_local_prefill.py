@@ -29,7 +29,7 @@ THRESHOLD = 64
 LOAD, SHORT = LocalPrefillReason.LOAD, LocalPrefillReason.SHORT
 DECODE, PREFILL = WorkerId("decode-0"), WorkerId("prefill-0")
 MEASURED = WorkerLoad(
-    free_blocks=1000, prefill_tokens_per_s=800.0, prefill_tokens_per_s_beside_decoding=400.0, queued_tokens=0
+    free_blocks=1000, prefill_tokens_per_s=800.0, prefill_tokens_per_s_while_decoding=400.0, queued_tokens=0
 )
 counts = st.integers(0, 20_000)
 rates = st.floats(1.0, 1e6)
@@ -133,7 +133,7 @@ def test_a_worker_without_a_measurement_is_assumed_as_fast_as_the_other() -> Non
 
 
 def test_a_decode_worker_without_time_for_prefill_gets_no_prompt() -> None:
-    stuck = replace(MEASURED, prefill_tokens_per_s_beside_decoding=0.0, running=1)
+    stuck = replace(MEASURED, prefill_tokens_per_s_while_decoding=0.0, running=1)
     assert plan(decode=stuck, prefill=replace(MEASURED, queued_tokens=99_999)).reason is SHORT
 
 
@@ -168,7 +168,7 @@ def test_a_burst_leaves_neither_tier_far_behind(
     prompts: list[int], decode_rate: float, prefill_rate: float, share: float
 ) -> None:
     rate_while_decoding = decode_rate * share
-    decoding = replace(MEASURED, running=1, prefill_tokens_per_s_beside_decoding=rate_while_decoding)
+    decoding = replace(MEASURED, running=1, prefill_tokens_per_s_while_decoding=rate_while_decoding)
     pair = workers(decoding, replace(MEASURED, prefill_tokens_per_s=prefill_rate))
     in_flight = InFlight(ME)
     with ExitStack() as burst:

@@ -1,6 +1,6 @@
 """Populating memory leaves its contents alone, covers all of it, and ends on request.
 
-Idle priority is recorded here, not taken: beside a busy machine such a thread may get no time for minutes.
+Idle priority is recorded here, not applied: on a busy machine such a thread may get no time for minutes.
 """
 
 from __future__ import annotations

@@ -31,5 +31,5 @@ def test_before_the_first_prompt_no_rate_is_reported() -> None:
 
 def test_only_a_tier_that_decodes_reports_a_rate_while_decoding() -> None:
     decode, prefill = reported_load(LOAD, PACE, 0.05), reported_load(LOAD, PACE, None)
-    assert (decode.prefill_tokens_per_s, decode.prefill_tokens_per_s_beside_decoding) == (769.0, 462.0)
-    assert (prefill.prefill_tokens_per_s, prefill.prefill_tokens_per_s_beside_decoding) == (769.0, None)
+    assert (decode.prefill_tokens_per_s, decode.prefill_tokens_per_s_while_decoding) == (769.0, 462.0)
+    assert (prefill.prefill_tokens_per_s, prefill.prefill_tokens_per_s_while_decoding) == (769.0, None)
