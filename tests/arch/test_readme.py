@@ -51,6 +51,7 @@ SERVICE_CONFIGS: dict[str, type[Any]] = {
     "prefill_svc": PrefillConfig,
     "decode_svc": DecodeConfig,
 }
+MAX_LINE = 120
 #: One page; details belong to docs/internals.
 MAX_WORDS_OF_A_DECISION = 550
 #: Flags in our documents that belong to other programs.
@@ -365,6 +366,30 @@ def test_methods_that_are_mentioned_without_their_file_exist() -> None:
     mentioned = re.findall(r"`([A-Z]\w+\.[a-z_]\w*)`", _text("ARCHITECTURE.md"))
     assert mentioned
     assert set(mentioned) <= known
+
+
+def test_the_architecture_fits_on_a_few_screens_and_names_every_package() -> None:
+    text = _text("ARCHITECTURE.md")
+    assert len(text.splitlines()) <= 250
+    table = _section("ARCHITECTURE.md", "Packages")
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("__init__.py"):
+            name = path.parent.name
+            assert name in ("pdserve", "v1") or f"{name}/`" in table, path.parent
+
+
+def test_the_walk_of_a_request_opens_at_most_25_files() -> None:
+    walk = _section("ARCHITECTURE.md", "A request's life")
+    files = set(re.findall(r"`((?:router_svc|prefill_svc|decode_svc|pdserve|kvtransfer|kernels)/[\w/.-]*\.\w+)", walk))
+    assert 10 < len(files) <= 25
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_prose_is_wrapped(path: Path) -> None:
+    """Tables are not, and neither is a line that holds one link or name and nothing else."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    lines = [line for line in text.splitlines() if not line.startswith(("|", "#", "<", "[")) and len(line) > MAX_LINE]
+    assert lines == []
 
 
 def test_every_dependency_has_a_reason() -> None:
