@@ -1,1 +1,1 @@
-"""The ops a decoder is made of: one signature each (`ops.py`), with siblings that implement it. Torch only."""
+"""The ops a decoder is made of: one signature each (`ops.py`), implemented by several backends. Torch only."""

@@ -1,4 +1,4 @@
-"""The forward pass in terms of single ops: the reference's, and that of every sibling that brings ops of its own."""
+"""The forward pass composed of single ops: for the reference and any other backend that implements them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kernels.ops import KvRows, Ops, PagedKv
 class ComposedDecoder:
     """Implements `kernels.decoder.DecoderKernel`.
 
-    On several ranks the output and down products are sums over what the ranks hold. Each rank's part of such a sum is
-    rounded to the dtype, as every product is, before the parts are added up in float32 and rounded once more; rank 0's
-    has the bias in it. Only then the residual is added.
+    On several ranks, the output and down products are sums over the ranks' shards. Each rank's partial sum is rounded
+    to the dtype, as every product is; rank 0's includes the bias. Then the partial sums are added in float32, and the
+    total is rounded once more. The residual is added last.
     """
 
     def __init__(
@@ -27,9 +27,9 @@ class ComposedDecoder:
         *,
         kv_scales: Tensor | None = None,
     ) -> None:
-        """`cos_sin`: float32 [max_positions, 2, head_dim]; `kv_scales`: of an fp8 KV cache, as `Ops.paged_kv` has them.
+        """`cos_sin`: float32 [max_positions, 2, head_dim]; `kv_scales`: for an fp8 KV cache, as in `Ops.paged_kv`.
 
-        Both on the weights' device.
+        Both are on the weights' device.
         """
         self._ops = ops
         self._shape = shape

@@ -1,4 +1,4 @@
-"""What a decoder computes with: its shape, its weights, its ranks, and the forward pass that every sibling offers."""
+"""The contract of a decoder: its shape, its weights, its ranks, and the forward pass that every backend implements."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kernels.ops import KvRows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """The numbers of a decoder of the llama family.
+    """The dimensions of a decoder of the llama family.
 
-    One of several ranks has heads and an intermediate size of its own; hidden size and vocabulary are the model's.
+    On several ranks, heads and intermediate size are those of one rank; hidden size and vocabulary are the model's.
     """
 
     hidden_size: int
@@ -25,12 +25,12 @@ class DecoderShape:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    #: Per layer: position p sees (p - window, p]; None: everything before it.
+    #: Sliding window of each layer: position p sees (p - window, p]; None: all positions up to p.
     windows: tuple[int | None, ...]
 
     @property
     def scale(self) -> float:
-        """Applied to q @ k.T."""
+        """Softmax scale: applied to q @ k.T."""
         return float(self.head_dim**-0.5)
 
 
@@ -62,9 +62,9 @@ class LayerWeights:
 class DecoderWeights:
     """A whole decoder, all of one dtype on one device; `lm_head` is `embedding` when they are tied.
 
-    One of several ranks has the matrices' rows of its own heads, of its part of the intermediate size, and of its part
-    of the vocabulary (`kernels.split.even_slice`) in `lm_head`; of `output` and `down` it has columns, and rank 0 alone
-    has their biases. Norms and the embedding are whole.
+    On several ranks, each has a shard: the matrices' rows of its own heads, of its slice of the intermediate size, and
+    in `lm_head` of its slice of the vocabulary (`kernels.split.even_slice`). It has columns of `output` and `down`,
+    whose biases only rank 0 has. Norms and the embedding are whole.
     """
 
     embedding: Tensor
@@ -74,32 +74,34 @@ class DecoderWeights:
 
 
 class Ranks(Protocol):
-    """Those who compute one model together, seen by one of them. All make the same calls with the same shapes."""
+    """The ranks that compute one model together, as one of them sees them.
+
+    All ranks make the same calls, in the same order, with the same shapes.
+    """
 
     @property
     def rank(self) -> int:
-        """This one: from 0."""
+        """This rank, from 0."""
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Adds up all ranks' x [num_rows, features], contiguous, in place: the same bits on every rank.
+        """Adds all ranks' x [num_rows, features], contiguous, in place: the same bits on every rank.
 
-        The parts are added in float32 by rank, and the sum is rounded once, to x's dtype: a row's bits do not depend on
-        other rows.
+        Adds in float32 in the order of ranks and rounds once, to x's dtype. A row's bits do not depend on other rows.
         """
 
     def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
-        """All ranks' parts side by side, [num_rows, num_columns], on rank 0; what others get has no meaning.
+        """All ranks' columns, [num_rows, num_columns], on rank 0; the result on other ranks is undefined.
 
         x: [num_rows, columns of `kernels.split.even_slice(num_columns, rank, size)`].
         """
 
 
 class LoneRank:
-    """Implements `Ranks` for one: there is nobody to talk to."""
+    """Implements `Ranks` for a single rank."""
 
     rank = 0
     size = 1
@@ -115,8 +117,8 @@ class LoneRank:
 ALONE = LoneRank()
 
 
-#: Told during a forward pass: K and V of so many layers, from the first on, are written, or will be when the device has
-#: done what was launched so far.
+#: Called during a forward pass with the number of layers, from the first on, whose K and V have been written. On a GPU:
+#: will have been written when the device has finished the work launched so far.
 LayerListener = Callable[[int], None]
 
 
@@ -125,7 +127,7 @@ class DecoderKernel(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Of the matrices, which a step reads at least once, as they lie in memory."""
+        """Bytes of the matrices in memory, which a step reads at least once."""
 
     def forward(
         self,
@@ -135,13 +137,13 @@ class DecoderKernel(Protocol):
         kv_cache: Tensor,
         on_layer: LayerListener | None = None,
     ) -> Tensor:
-        """Writes K and V of all rows to their slots; float32 logits [num_logits, vocab_size] of the wanted rows.
+        """Writes K and V of all rows to their slots; returns float32 logits [num_logits, vocab_size].
 
         token_ids: int64 [num_tokens]; logits_rows: int64 [num_logits]; kv_cache: [num_blocks, num_layers, 2,
         num_kv_heads, block_size, head_dim], contiguous, of the weights' dtype, or float8_e4m3fn when the decoder was
-        made with `kv_scales`. The logits may lie in memory that the next call overwrites. `on_layer` is told after each
-        layer, or never where a pass is computed in one call.
+        made with `kv_scales`. The next call may overwrite the memory of the logits. `on_layer` is called after each
+        layer, or never if the backend computes a pass in one call.
 
-        Of several ranks all call it with the same arguments, but for the cache, which has the rank's own heads. Rank 0
-        has the logits; what others return has no meaning.
+        All ranks call it with the same arguments, except for the cache, which has the rank's own heads. Rank 0 returns
+        the logits; the result on other ranks is undefined.
         """

@@ -1,7 +1,7 @@
-"""The one signature of every op. `kernels.reference` is the truth; faster siblings must give what it gives.
+"""The one signature of every op. `kernels.reference` is the truth; faster backends must match it.
 
 All ops are row-wise: an output row depends only on its own inputs, its position and the KV of its own sequence, never
-on which other rows are in the batch. Ops allocate their result; only `rope_write_kv` changes an input, the cache.
+on which other rows are in the batch. Ops allocate their results; only `rope_write_kv` changes an input, the cache.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvRows:
-    """Where the rows of one step sit in their sequences and in the KV cache (int64 tensors).
+    """The rows of one step: their positions in their sequences and their slots in the KV cache (int64 tensors).
 
     Rows `[query_starts[i], query_starts[i + 1])` belong to sequence `i`, at consecutive positions that end at
     `context_lens[i] - 1`.
@@ -24,11 +24,11 @@ class KvRows:
     positions: Tensor
     #: [num_tokens] slot (block_id * block_size + offset) the row's K and V are written to.
     slot_mapping: Tensor
-    #: [num_sequences + 1], first 0, last num_tokens.
+    #: [num_sequences + 1], from 0 to num_tokens.
     query_starts: Tensor
-    #: [num_sequences] tokens in the context, this step's rows included.
+    #: [num_sequences] tokens in the context, including this step's rows.
     context_lens: Tensor
-    #: [num_sequences, max_blocks]; entries beyond a sequence's context are never read through.
+    #: [num_sequences, max_blocks]; blocks of entries beyond a sequence's context are never read.
     block_tables: Tensor
 
 
@@ -39,7 +39,7 @@ class PagedKv(Protocol):
         """Writes the rotated K, and V, to the rows' slots of `layer`; returns the rotated q.
 
         q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim]. A row that opens a block
-        (offset 0) clears the rest of it, so that whole blocks can be read without meeting what an earlier owner left.
+        (offset 0) clears the rest of it, so that whole blocks can be read without leftovers of an earlier owner.
         """
 
     def attention(self, layer: int, q: Tensor, window: int | None) -> Tensor:
@@ -51,7 +51,7 @@ class PagedKv(Protocol):
 
 
 class Ops(Protocol):
-    """What a decoder needs. `x` and the like are [num_rows, features] in the model's dtype."""
+    """The ops that a decoder needs. `x` and other activations are [num_rows, features] in the model's dtype."""
 
     def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
         """Rows of weight [vocab, hidden]: [num_tokens, hidden]."""
@@ -74,7 +74,7 @@ class Ops(Protocol):
         """Prepares one step over `kv_cache`.
 
         kv_cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], contiguous, of the model's dtype, or
-        float8_e4m3fn with kv_scales: float32 [num_layers, 2, num_kv_heads], positive. Then stored is x / scale, rounded
-        once from float32 and saturated to +-448, and read back is stored * scale. cos_sin: float32 [max_positions, 2,
-        head_dim], cosines and then sines of each position's angles; scale: applied to q @ k.T.
+        float8_e4m3fn with kv_scales: float32 [num_layers, 2, num_kv_heads], positive. A number is then stored as
+        x / scale, rounded once from float32 and saturated to +-448, and read back as stored * scale. cos_sin: float32
+        [max_positions, 2, head_dim], cosines and then sines of each position's angles; scale: applied to q @ k.T.
         """

@@ -11,13 +11,13 @@ from torch._C import _distributed_c10d as c10d
 from kernels.split import even_slice
 
 
-class Group(Protocol):
-    """What is used of a process group of torch, whose stubs know less of it."""
+class ProcessGroup(Protocol):
+    """The methods used of a torch process group, which torch's stubs declare incompletely."""
 
     def rank(self) -> int: ...
     def size(self) -> int: ...
-    def _allgather_base(self, output: Tensor, part: Tensor) -> c10d.Work: ...
-    def gather(self, outputs: list[list[Tensor]], parts: list[Tensor], options: c10d.GatherOptions) -> c10d.Work: ...
+    def _allgather_base(self, output: Tensor, shard: Tensor) -> c10d.Work: ...
+    def gather(self, outputs: list[list[Tensor]], shards: list[Tensor], options: c10d.GatherOptions) -> c10d.Work: ...
     def allreduce(self, tensors: list[Tensor], options: c10d.AllreduceOptions) -> c10d.Work: ...
     def abort(self) -> None: ...
 
@@ -29,15 +29,16 @@ _TO_FIRST.rootRank = 0
 class TorchRanks:
     """Implements `kernels.decoder.Ranks`, with gloo on CPUs and NCCL on GPUs.
 
-    Every rank's parts of a sum travel to every other one, who adds them up by rank. The libraries' own reductions are
-    not used: in which order they add follows from an element's place in the message, so with three ranks and more a
-    row's bits would depend on the batch. For two ranks that is as much to send as in a ring, for n n / 2 times as much.
+    Every rank sends its partial sums to every other rank, which adds them in the order of ranks. The libraries' own
+    reductions are not used: their order of additions depends on an element's position in the message, so with three
+    or more ranks a row's bits would depend on the batch. Two ranks send as much as a ring would, n ranks n / 2 times
+    as much.
 
-    Shapes alone decide what is sent, and nothing waits for the host: with NCCL a CUDA graph can hold it, once a first
-    call has connected the ranks.
+    Shapes alone decide what is sent, and nothing waits for the host. So with NCCL a CUDA graph can contain it, once a
+    first call has connected the ranks.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         """The caller makes the group and destroys it."""
         self._group = group
         self.rank = group.rank()
@@ -52,8 +53,8 @@ class TorchRanks:
         self._group._allgather_base(gathered, x).wait()
         first, *others = gathered.chunk(self.size)
         total = first.float()
-        for part in others:
-            total += part
+        for partial_sum in others:
+            total += partial_sum
         return x.copy_(total)
 
     def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
@@ -62,16 +63,16 @@ class TorchRanks:
         assert x.shape == (num_rows, widths[self.rank])
         if num_rows == 0:
             return x.new_empty((0, num_columns))
-        # Parts in one message have one size. The first rank's is the widest, by one column at most.
+        # All messages have the same size. The first rank's shard is the widest, by one column at most.
         sent = torch.nn.functional.pad(x, (0, widths[0] - x.shape[1]))
         if self.rank != 0:
             self._group.gather([], [sent], _TO_FIRST).wait()
             return x
-        parts = [torch.empty_like(sent) for _ in widths]
-        self._group.gather([parts], [sent], _TO_FIRST).wait()
-        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
+        shards = [torch.empty_like(sent) for _ in widths]
+        self._group.gather([shards], [sent], _TO_FIRST).wait()
+        return torch.cat([shard[:, :width] for shard, width in zip(shards, widths, strict=True)], 1)
 
 
 def _width(num_columns: int, rank: int, size: int) -> int:
-    part = even_slice(num_columns, rank, size)
-    return int(part.stop - part.start)
+    columns = even_slice(num_columns, rank, size)
+    return int(columns.stop - columns.start)

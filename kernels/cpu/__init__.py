@@ -1,1 +1,1 @@
-"""The ops in C++: `src/` holds them, the install builds them, `native.py` loads them."""
+"""The C++ backend: `src/` has the code, the installation builds it, `native.py` loads it."""

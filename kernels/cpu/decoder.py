@@ -1,4 +1,4 @@
-"""The C++ decoder as the rest sees it: tensors become addresses here. The asserts say what C++ relies on."""
+"""The C++ decoder's Python interface: passes tensors as addresses, and asserts what the C++ code relies on."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from torch import Tensor
 from kernels.decoder import DecoderShape, DecoderWeights, LayerListener, LayerWeights
 from kernels.ops import KvRows
 
-#: Codes that `src/module.cpp` shares: types in memory, and formats that weights are packed in.
+#: Numbers shared with `src/module.cpp`: types in memory, and formats of packed weights.
 TYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 FORMATS = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 1}
 INT8 = 2
-#: Columns of a panel, of how many weights a row's codes are multiples (`src/kernels.h`), and who reads codes.
+#: Columns of a panel, weights of a group of codes (`src/kernels.h`), and the instruction sets that read codes.
 _PANEL_COLUMNS, _CODE_DEPTH, _CODED = 32, 8, ("avx512", "avx512_bf16")
-#: `kMaxWidth` and the longest head of `src/isa/rows.h`.
+#: `kMaxWidth` and `kMaxHeadDim` of `src/isa/rows.h`.
 MAX_HIDDEN_SIZE, MAX_HEAD_DIM = 1 << 15, 1024
-#: Where sums of byte products leave 32 bits.
+#: Depth from which on sums of byte products do not fit 32 bits.
 MAX_INT8_DEPTH = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Borrowing:
-    """Cores of other processes that may compute here while those leave them idle."""
+    """Cores of other processes that threads of this one may use while they are idle."""
 
-    #: Lines of `CoreLease` in `src/threads.h`, by CPU, that all these processes map.
+    #: A `CoreLease` (`src/threads.h`) for each CPU, in memory that all these processes map.
     leases: mmap.mmap
-    #: What marks a core as borrowed by us; not 0.
+    #: The number of this process as a borrower; not 0.
     borrower: int
-    #: Which, the preferred first. At most as many at a time as there are threads of our own.
+    #: Cores that may be borrowed, in order of preference. At most as many at a time as there are own threads.
     cpus: tuple[int, ...]
-    #: How long a core is left alone on which others turned out to compute, though its owner does not.
+    #: How long to avoid a core that other programs turned out to use, although its owner does not.
     stay_away_s: float = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threads:
-    """Who computes. Their number changes no bit."""
+    """The threads of a decoder. Their number changes no bit."""
 
-    #: Of our own.
+    #: Number of own threads.
     count: int
-    #: Where they are pinned, one after the other; empty: nowhere.
+    #: Core of each own thread; empty: not pinned.
     cpus: tuple[int, ...] = ()
-    #: Where more may join them.
+    #: Cores that more threads may use.
     borrowing: Borrowing | None = None
 
 
@@ -63,7 +63,7 @@ class ThreadCounters(Protocol):
 
 
 class _NativeDecoder(Protocol):
-    """`_native.Decoder`, which has no type hints."""
+    """The methods of `_native.Decoder`, which has no type hints."""
 
     logits_stride: int
     weight_bytes: int
@@ -71,8 +71,8 @@ class _NativeDecoder(Protocol):
     borrowed_core_seconds: float
     redone_units: int
 
-    def add_layer(self, **parts: object) -> None: ...
-    def finish(self, **parts: object) -> None: ...
+    def add_layer(self, **weights: object) -> None: ...
+    def finish(self, **weights: object) -> None: ...
     def forward(self, *numbers: int) -> None: ...
 
 
@@ -80,7 +80,7 @@ class NativeModule(Protocol):
     """`kernels.cpu._native`."""
 
     def instruction_sets(self) -> list[str]:
-        """What runs on this machine, best first."""
+        """Instruction sets of this machine, best first."""
 
     def Decoder(self, **shape: object) -> _NativeDecoder: ...  # noqa: N802 - a class
 
@@ -98,9 +98,9 @@ def unsupported(shape: DecoderShape, *, int8: bool) -> str | None:
 
 
 def packed_size(shape: DecoderShape, dtype: torch.dtype, *, int8: bool, instruction_set: str) -> int:
-    """What the packed copies of all matrices take (`src/pack.cpp`), before there are any.
+    """Bytes that the packed copies of all matrices will take (`src/pack.cpp`).
 
-    With codes it is a little less: weights without one, and a last panel of which some is padding, are kept beside.
+    Approximate with codes: weights without a code are stored uncompressed as well.
     """
     itemsize = 1 if int8 else 2 if FORMATS[dtype] == FORMATS[torch.bfloat16] else 4
     coded = dtype == torch.bfloat16 and not int8 and instruction_set in _CODED
@@ -113,7 +113,7 @@ def packed_size(shape: DecoderShape, dtype: torch.dtype, *, int8: bool, instruct
     layer = (
         matrix(heads + 2 * shape.num_kv_heads * shape.head_dim, hidden)
         + matrix(hidden, heads)
-        # Rows of gate and up lie in turns.
+        # Gate and up are interleaved.
         + 2 * matrix(inner, hidden, _PANEL_COLUMNS // 2)
         + matrix(hidden, inner)
     )
@@ -137,7 +137,7 @@ class CpuDecoder:
         dtype, borrowing = weights.norm.dtype, threads.borrowing
         self._vocab_size = shape.vocab_size
         self._kv_type = TYPES[dtype]
-        # Read in place, so they must live as long as this.
+        # Read in place, so they must live as long as the decoder.
         self._embedding = weights.embedding.contiguous()
         self._cos_sin = cos_sin.contiguous()
         leases = None if borrowing is None else torch.frombuffer(borrowing.leases, dtype=torch.int32)
@@ -171,7 +171,7 @@ class CpuDecoder:
             angles=self._cos_sin.data_ptr(),
         )
         self._logits = torch.empty(0, self._decoder.logits_stride)
-        self._wanted = self._logits[:, : shape.vocab_size]
+        self._current_logits = self._logits[:, : shape.vocab_size]
 
     @property
     def borrowed_core_seconds(self) -> float:
@@ -207,7 +207,7 @@ class CpuDecoder:
         assert TYPES[kv_cache.dtype] == self._kv_type
         num_logits = len(logits_rows)
         self._reserve(num_logits)
-        block, layer, side, head, _, _ = kv_cache.stride()
+        block, layer, kv, head, _, _ = kv_cache.stride()
         self._decoder.forward(
             len(token_ids),
             len(rows.context_lens),
@@ -218,19 +218,19 @@ class CpuDecoder:
             self._kv_type,
             block,
             layer,
-            side,
+            kv,
             head,
             kv_cache.shape[4],
             self._logits.data_ptr(),
         )
-        return self._wanted
+        return self._current_logits
 
     def _reserve(self, num_logits: int) -> None:
-        """Memory and views are kept: fresh ones cost page faults, and even a view costs 0.1 ms in cold caches."""
+        """Keeps memory and views: new memory costs page faults, and even a view costs 0.1 ms with cold caches."""
         if num_logits > len(self._logits):
             self._logits = torch.empty(num_logits, self._decoder.logits_stride)
-        if num_logits != len(self._wanted):
-            self._wanted = self._logits[:num_logits, : self._vocab_size]
+        if num_logits != len(self._current_logits):
+            self._current_logits = self._logits[:num_logits, : self._vocab_size]
 
 
 def _add_layer(decoder: _NativeDecoder, layer: LayerWeights, window: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Finds the C++ kernels, or says why there are none: then the reference ops run."""
+"""Loads the C++ kernels, or reports why there are none. The reference ops run in that case."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 from types import ModuleType
 
 EXTENSION = "kernels.cpu._native"
-#: The build leaves it beside this module when it could not make the extension; its text says why.
+#: Written by the build, next to this module, when it cannot make the extension; its text is the reason.
 REASON_FILE = Path(__file__).with_name("_native_missing.txt")
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """No extension; `reason` is for the eyes of whoever started the process."""
+    """There is no extension; `reason` is a text for the user."""
 
     reason: str
 
 
 def find(extension: str, reason_file: Path) -> ModuleType | Missing:
-    """Imports `extension`; when there is none for this Python, the build's own words say why."""
+    """Imports `extension`; when there is none for this Python, the reason is the one that the build has written."""
     try:
         return importlib.import_module(extension)
     except ModuleNotFoundError as error:
@@ -33,7 +33,7 @@ def find(extension: str, reason_file: Path) -> ModuleType | Missing:
     try:
         return Missing(f"not built: {reason_file.read_text(encoding='utf-8').strip()}")
     except FileNotFoundError:
-        return Missing(f"not built for {sysconfig.get_config_var('SOABI')}: install again")
+        return Missing(f"not built for {sysconfig.get_config_var('SOABI')}: install pdserve again")
 
 
 @cache
@@ -42,12 +42,12 @@ def _found() -> ModuleType | Missing:
 
 
 def load() -> ModuleType | None:
-    """The extension module, looked for once; None when there is none, and `missing_reason` says why."""
+    """The extension module; None when there is none, and `missing_reason` has the reason."""
     found = _found()
     return None if isinstance(found, Missing) else found
 
 
 def missing_reason() -> str | None:
-    """Why `load` gives None; None when it gives the module."""
+    """Why `load` returns None; None when it returns the module."""
     found = _found()
     return found.reason if isinstance(found, Missing) else None

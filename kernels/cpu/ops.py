@@ -1,4 +1,4 @@
-"""The C++ kernels one by one, checked: for tests and benchmarks. The decoder calls them without Python between."""
+"""The C++ kernels one by one, with checked arguments, for tests and benchmarks. The decoder calls them from C++."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.cpu import native
 from kernels.cpu.decoder import FORMATS, INT8, MAX_HEAD_DIM, MAX_HIDDEN_SIZE, TYPES
 from kernels.ops import KvRows
 
-#: Values of one unit of 32 bits, by format.
+#: Values in a unit of 32 bits, by format.
 _PER_UNIT = {TYPES[torch.bfloat16]: 2, TYPES[torch.float32]: 1, INT8: 4}
 
 
@@ -25,7 +25,7 @@ class _NativePacked(Protocol):
 
 
 class _NativeMachine(Protocol):
-    """`_native.Machine`: what each function takes stands in `src/ops.cpp`."""
+    """`_native.Machine`; `src/ops.cpp` describes the arguments."""
 
     def multiply(self, *arguments: object) -> None: ...
     def to_rows(self, *arguments: object) -> None: ...
@@ -36,10 +36,15 @@ class _NativeMachine(Protocol):
 
 
 class _NativeOps(Protocol):
-    """What is used here of `kernels.cpu._native`."""
+    """The functions of `kernels.cpu._native` used here."""
 
     def pack(
-        self, parts: list[tuple[int, int, int, int]], weight_type: int, weight_format: int, interleave: bool, isa: str
+        self,
+        matrices: list[tuple[int, int, int, int]],
+        weight_type: int,
+        weight_format: int,
+        interleave: bool,
+        isa: str,
     ) -> _NativePacked: ...
 
     def Machine(self, isa: str, num_threads: int, cpus: list[int]) -> _NativeMachine: ...  # noqa: N802 - a class
@@ -47,7 +52,7 @@ class _NativeOps(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedMatrix:
-    """Weights [out_features, in_features] as panels; of gate and up, `out_features` are those of one of the two."""
+    """Weights [out_features, in_features] as panels; of gate and up merged, `out_features` counts one of the two."""
 
     packed: _NativePacked
     weight_format: int
@@ -57,18 +62,18 @@ class PackedMatrix:
 
     @property
     def num_columns(self) -> int:
-        """Of a product's row in memory: out_features rounded up to whole panels."""
+        """Columns of a product in memory: out_features rounded up to whole panels."""
         return self.packed.columns // 2 if self.interleaved else self.packed.columns
 
     @property
     def num_bytes(self) -> int:
-        """What a product reads."""
+        """Bytes that a product reads."""
         return self.packed.bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows as products read them, in the format of their weights."""
+    """Left-hand sides of products, in the format of their weights."""
 
     weight_format: int
     width: int
@@ -81,19 +86,19 @@ class Rows:
 
     @classmethod
     def empty(cls, num_rows: int, width: int, weight_format: int) -> Rows:
-        """Memory for rows; padding is zero, the rest to be written."""
+        """Memory for rows that are still to be written; padding is zero."""
         units = torch.zeros(2, num_rows, -(-width // _PER_UNIT[weight_format]), dtype=torch.int32)
         scale = torch.zeros(num_rows)
         return cls(weight_format=weight_format, width=width, units=units[0], low=units[1], scale=scale)
 
     def native(self) -> tuple[int, int, int, int, int]:
-        """As `src/ops.cpp` takes them."""
+        """The arguments that `src/ops.cpp` takes."""
         stride = self.units.stride(0) if self.units.numel() else 0
         return self.weight_format, self.units.data_ptr(), self.low.data_ptr(), self.scale.data_ptr(), stride
 
 
 def format_of(dtype: torch.dtype, *, int8: bool = False) -> int:
-    """In which format weights of `dtype` are packed, and rows multiplied with them."""
+    """The format of packed weights of `dtype`, and of rows multiplied with them."""
     return INT8 if int8 else FORMATS[dtype]
 
 
@@ -102,30 +107,30 @@ def pack(
 ) -> PackedMatrix:
     """weight: [out_features, in_features]; bias: [out_features], of the same dtype.
 
-    bfloat16 weights become codes of 12 bits where `instruction_set` reads them and they are worth it; without one they
-    stay as they are, for all.
+    bfloat16 weights are compressed to codes of 12 bits if `instruction_set` reads them and they save memory. Without an
+    instruction set they stay uncompressed, for all.
     """
     return _pack([(weight, bias)], int8=int8, instruction_set=instruction_set)
 
 
 def pack_gate_up(gate: Tensor, up: Tensor, *, int8: bool = False, instruction_set: str | None = None) -> PackedMatrix:
-    """For `CpuOps.multiply_silu`; both [out_features, in_features], else like `pack`."""
+    """For `CpuOps.multiply_silu`; both [out_features, in_features]; otherwise like `pack`."""
     assert gate.shape == up.shape
     return _pack([(gate, None), (up, None)], int8=int8, instruction_set=instruction_set)
 
 
-def _pack(parts: list[tuple[Tensor, Tensor | None]], *, int8: bool, instruction_set: str | None) -> PackedMatrix:
-    out_features, in_features = parts[0][0].shape
-    dtype = parts[0][0].dtype
+def _pack(matrices: list[tuple[Tensor, Tensor | None]], *, int8: bool, instruction_set: str | None) -> PackedMatrix:
+    out_features, in_features = matrices[0][0].shape
+    dtype = matrices[0][0].dtype
     assert in_features > 0
-    held = [(weight.contiguous(), None if bias is None else bias.contiguous()) for weight, bias in parts]
+    held = [(weight.contiguous(), None if bias is None else bias.contiguous()) for weight, bias in matrices]
     for weight, bias in held:
         assert weight.dtype == dtype
         assert bias is None or (bias.dtype == dtype and bias.shape == (out_features,))
     addresses = [
         (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out_features, in_features) for weight, bias in held
     ]
-    weight_format, interleaved = format_of(dtype, int8=int8), len(parts) == 2
+    weight_format, interleaved = format_of(dtype, int8=int8), len(matrices) == 2
     packed = _native().pack(addresses, TYPES[dtype], weight_format, interleaved, instruction_set or "")
     return PackedMatrix(
         packed=packed,
@@ -137,10 +142,10 @@ def _pack(parts: list[tuple[Tensor, Tensor | None]], *, int8: bool, instruction_
 
 
 class CpuOps:
-    """The ops of one instruction set on a team of threads. With `times` an op is done that often in one call."""
+    """The ops of one instruction set on a group of threads. `times` repeats an op within one call."""
 
     def __init__(self, instruction_set: str, num_threads: int = 1, cpus: Sequence[int] = ()) -> None:
-        """`cpus`: where threads but the caller's are pinned; empty: nowhere."""
+        """`cpus`: cores to pin the threads to, except for the caller's; empty: not pinned."""
         self._machine = _native().Machine(instruction_set, num_threads, list(cpus))
 
     def multiply(self, rows: Rows, matrices: Sequence[PackedMatrix], out: Tensor) -> None:
@@ -151,7 +156,7 @@ class CpuOps:
         self._multiply(rows, matrices, out, interleaved=False)
 
     def multiply_silu(self, rows: Rows, matrices: Sequence[PackedMatrix], out: Tensor) -> None:
-        """silu(rows @ gate.T) * (rows @ up.T), else like `multiply`."""
+        """silu(rows @ gate.T) * (rows @ up.T); otherwise like `multiply`."""
         self._multiply(rows, matrices, out, interleaved=True)
 
     def _multiply(self, rows: Rows, matrices: Sequence[PackedMatrix], out: Tensor, *, interleaved: bool) -> None:
@@ -166,7 +171,7 @@ class CpuOps:
         self._machine.multiply(rows.native(), len(out), packed, interleaved, out.data_ptr(), out.shape[1])
 
     def to_rows(self, x: Tensor, out: Rows, *, times: int = 1) -> None:
-        """Rounds x, float32 [num_rows, width], to what is multiplied."""
+        """Rounds x, float32 [num_rows, width], to the format of `out`."""
         _check_floats(x)
         assert x.shape == (len(out.units), out.width)
         self._machine.to_rows(x.data_ptr(), *x.shape, out.native(), times)
@@ -190,7 +195,7 @@ class CpuOps:
         norm: tuple[Tensor, float] | None = None,
         times: int = 1,
     ) -> None:
-        """Norms and rotates heads, rounds them to out's dtype and puts them where they belong.
+        """Norms and rotates heads, rounds them to out's dtype and stores them.
 
         x: float32 [num_rows, heads, head_dim]; angles: float32 [num_rows, 2, head_dim], cosines and then sines, or
         None: no rotation; norm: weight (float32 [head_dim]) and eps. Head h of row r goes to element
@@ -210,9 +215,9 @@ class CpuOps:
             assert int(offsets.min()) >= 0
             assert int(offsets.max()) + (heads - 1) * head_stride + head_dim <= out.numel()
         weight, eps = (0, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
-        turns = 0 if angles is None else angles.data_ptr()
-        place = (TYPES[out.dtype], out.data_ptr(), offsets.data_ptr(), head_stride)
-        self._machine.rotate(x.data_ptr(), weight, eps, turns, *x.shape, *place, times)
+        angles_address = 0 if angles is None else angles.data_ptr()
+        target = (TYPES[out.dtype], out.data_ptr(), offsets.data_ptr(), head_stride)
+        self._machine.rotate(x.data_ptr(), weight, eps, angles_address, *x.shape, *target, times)
 
     def attend(
         self,
@@ -228,11 +233,11 @@ class CpuOps:
     ) -> None:
         """Causal attention of the rows over their own context, K and V as stored.
 
-        q: rotated, [num_kv_heads, num_tokens, share, head_dim]: the `share` vectors that meet the same keys lie side by
-        side; of the cache's dtype, for float16 float32. kv_cache: as for `kernels.ops.Ops.paged_kv`. out: float32
-        [num_tokens, num_heads * head_dim].
+        q: rotated, [num_kv_heads, num_tokens, group_size, head_dim]: the `group_size` vectors that share a KV head are
+        adjacent; of the cache's dtype, or float32 for float16. kv_cache: as for `kernels.ops.Ops.paged_kv`. out:
+        float32 [num_tokens, num_heads * head_dim].
         """
-        num_kv_heads, num_tokens, share, head_dim = q.shape
+        num_kv_heads, num_tokens, group_size, head_dim = q.shape
         _check_floats(out)
         assert q.dtype == (torch.float32 if kv_cache.dtype == torch.float16 else kv_cache.dtype)
         assert q.is_contiguous()
@@ -240,11 +245,11 @@ class CpuOps:
         assert kv_cache.shape[3] == num_kv_heads
         assert kv_cache.shape[5] == head_dim
         assert 0 <= layer < kv_cache.shape[1]
-        assert out.shape == (num_tokens, num_kv_heads * share * head_dim)
+        assert out.shape == (num_tokens, num_kv_heads * group_size * head_dim)
         indices = (rows.query_starts, rows.context_lens, rows.block_tables)
         assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in indices)
         self._machine.attend(
-            (num_kv_heads * share, num_kv_heads, head_dim, scale),
+            (num_kv_heads * group_size, num_kv_heads, head_dim, scale),
             (kv_cache.data_ptr(), TYPES[kv_cache.dtype], *kv_cache.stride()[:4], kv_cache.shape[4]),
             (num_tokens, len(rows.context_lens), *(t.data_ptr() for t in indices), rows.block_tables.stride(0)),
             layer,
@@ -255,7 +260,7 @@ class CpuOps:
         )
 
     def read(self, memory: Tensor) -> int:
-        """Reads memory once, in lines of 64 bytes; returns the sum of its uint64 modulo 2^64."""
+        """Reads memory once, in lines of 64 bytes; returns the sum of its uint64 numbers modulo 2^64."""
         assert memory.is_contiguous()
         return self._machine.read(memory.data_ptr(), memory.numel() * memory.element_size())
 

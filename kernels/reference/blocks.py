@@ -1,4 +1,4 @@
-"""Parts of KV blocks, packed densely for the wire, and the keyed digest of each: in plain torch, on any device.
+"""Packs slices of KV blocks densely for the wire and computes a keyed digest of each, in plain torch on any device.
 
 The digest is a universal hash made for machines that multiply 32-bit words fast. A packed block is a row of pairs of
 32-bit words (a_i, b_i), little-endian; the key is stretched into as many pairs of words (k_i, l_i) and a few more by
@@ -12,10 +12,9 @@ digest. Sums modulo 2^64 have no order: any split of the work gives the same dig
 What it promises: with uniformly random key words, two different packed blocks of one size have equal lanes with a
 probability of at most 2^-32 each, all four independently, and the last step adds as much again: at most 2^-124 for the
 whole digest, whatever the corruption was, as long as it does not depend on the key. Words of Philox are not uniformly
-random, but no statistical test is known that tells them apart. What it does not promise: it is no MAC. Digests are sums
-of products with the key's words, and Philox is not made to withstand an adversary: who sees digests of blocks of their
-choice may solve for the key. Hence the commit's MAC over the digests (blake2b, `kvtransfer/handover/digest.py`), and a
-key of their own for each transfer.
+random, but no statistical test is known to distinguish them. The digest is no MAC: it is a sum of products with the
+key's words, and Philox is not made to withstand an adversary, who may solve for the key after choosing blocks. Hence
+the commit's MAC over the digests (blake2b, `kvtransfer/handover/digest.py`), and a separate key for each transfer.
 
 Source: Black, Halevi, Krawczyk, Krovetz, Rogaway, "UMAC: Fast and secure message authentication" (CRYPTO 1999), NH and
 its Toeplitz construction; Lemire, Kaser, "Strongly universal string hashing is fast" (2014), multilinear.
@@ -31,7 +30,7 @@ from torch import Tensor
 KEY_BYTES = 16
 DIGEST_BYTES = 16
 LANES = 4
-#: Pairs of the stretched key before the first that meets data: three for each lane's last step, the rest unused.
+#: Pairs of the stretched key before the first that is used with data: three for each lane's last step, others unused.
 HEADER_PAIRS = 16
 #: Data is copied and hashed in words of this size.
 WORD_BYTES = 8
@@ -40,7 +39,7 @@ _MASK = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceLayout:
-    """Where a range of layers and heads lies in a block, in words of 8 bytes: `num_runs` runs at equal distances."""
+    """Location of a range of layers and heads in a block, in words of 8 bytes: `num_runs` runs at equal distances."""
 
     block_words: int
     first_word: int
@@ -50,12 +49,12 @@ class SliceLayout:
 
     @property
     def packed_words(self) -> int:
-        """Of one block."""
+        """Words of one packed block."""
         return self.num_runs * self.run_words
 
     @property
     def packed_bytes(self) -> int:
-        """Of one block."""
+        """Bytes of one packed block."""
         return self.packed_words * WORD_BYTES
 
     @classmethod
@@ -71,7 +70,7 @@ class SliceLayout:
         tile = tile_bytes // WORD_BYTES
         num_runs, run_words = 2 * (layers[1] - layers[0]), (heads[1] - heads[0]) * tile
         if heads == (0, num_heads):
-            # All heads: runs touch each other.
+            # All heads: the runs are adjacent.
             num_runs, run_words = 1, num_runs * run_words
         return cls(
             block_words=num_layers * 2 * num_heads * tile,
@@ -83,12 +82,12 @@ class SliceLayout:
 
 
 def num_key_pairs(packed_bytes: int) -> int:
-    """How many pairs of key words packed blocks of this size need."""
+    """Number of pairs of key words for packed blocks of this size."""
     return HEADER_PAIRS + packed_bytes // WORD_BYTES + LANES - 1
 
 
 def digest_keys(key: bytes, packed_bytes: int, device: torch.device) -> Tensor:
-    """Stretches a key of 16 bytes for packed blocks of up to `packed_bytes`: int64 [num_key_pairs], a pair in each.
+    """Stretches a key of 16 bytes for packed blocks of up to `packed_bytes`: int64 [num_key_pairs], one pair each.
 
     Pair i does not depend on `packed_bytes`.
     """
@@ -100,7 +99,7 @@ def digest_keys(key: bytes, packed_bytes: int, device: torch.device) -> Tensor:
 def philox(key: bytes, index: Tensor) -> Tensor:
     """Philox4x32-10 of int64 [n]: 32-bit words in int64 [n, 4].
 
-    The first 8 bytes of `key` are the generator's key, the others the upper half of its counter.
+    The first 8 bytes of `key` are the generator's key, the other 8 the upper half of its counter.
 
     Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
     """
@@ -109,7 +108,7 @@ def philox(key: bytes, index: Tensor) -> Tensor:
     c0, c1 = index & _MASK, index >> 32 & _MASK
     c2, c3 = torch.full_like(index, n0), torch.full_like(index, n1)
     for _ in range(10):
-        # Products of 32-bit words wrap in int64; both halves are right all the same.
+        # Products of 32-bit words wrap in int64, but both halves are correct.
         even, odd = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = (odd >> 32 & _MASK) ^ c1 ^ k0, odd & _MASK, (even >> 32 & _MASK) ^ c3 ^ k1, even & _MASK
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
@@ -117,7 +116,7 @@ def philox(key: bytes, index: Tensor) -> Tensor:
 
 
 def digest(packed: Tensor, keys: Tensor) -> Tensor:
-    """Digests of packed blocks, uint8 [n, packed_bytes]: uint8 [n, 16]. `keys`: of `digest_keys`."""
+    """Digests of packed blocks, uint8 [n, packed_bytes]: uint8 [n, 16]. `keys`: from `digest_keys`."""
     num_blocks, packed_bytes = packed.shape
     if num_blocks == 0:
         return packed.new_empty(0, DIGEST_BYTES)
@@ -140,27 +139,27 @@ def pack(
     """Copies `layers` and `heads` (half-open) of each block into `out`; returns the digests, uint8 [n, 16].
 
     cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], contiguous; block_ids: int64 [n], in any
-    order, repeated if wanted; out: uint8 [n, packed_bytes], contiguous, each row the block's
-    [layers, 2, heads, block_size, head_dim]; keys: of `digest_keys`.
+    order, may repeat; out: uint8 [n, packed_bytes], contiguous, each row the block's
+    [layers, 2, heads, block_size, head_dim]; keys: from `digest_keys`.
     """
-    out.copy_(_part(cache, layers, heads)[block_ids].reshape(len(block_ids), -1).view(torch.uint8))
+    out.copy_(_slice(cache, layers, heads)[block_ids].reshape(len(block_ids), -1).view(torch.uint8))
     return digest(out, keys)
 
 
 def unpack(
     packed: Tensor, cache: Tensor, block_ids: Tensor, keys: Tensor, *, layers: tuple[int, int], heads: tuple[int, int]
 ) -> Tensor:
-    """The inverse of `pack`, into different blocks; returns the digests of what it read, for the caller to compare."""
-    part = _part(cache, layers, heads)
-    # Bytes, for torch has no scatter of 8-bit floats.
-    values = packed.view(cache.dtype).view(len(block_ids), *part.shape[1:])
-    part.view(_BITS[cache.element_size()])[block_ids] = values.view(_BITS[cache.element_size()])
+    """The inverse of `pack`, into distinct blocks; returns the digests of what it read, for the caller to compare."""
+    target = _slice(cache, layers, heads)
+    # As integers, since torch has no scatter of 8-bit floats.
+    values = packed.view(cache.dtype).view(len(block_ids), *target.shape[1:])
+    target.view(_BITS[cache.element_size()])[block_ids] = values.view(_BITS[cache.element_size()])
     return digest(packed, keys)
 
 
-#: Integers of each element size.
+#: Integer dtypes by element size.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _part(cache: Tensor, layers: tuple[int, int], heads: tuple[int, int]) -> Tensor:
+def _slice(cache: Tensor, layers: tuple[int, int], heads: tuple[int, int]) -> Tensor:
     return cache[:, layers[0] : layers[1], :, heads[0] : heads[1]]

@@ -1,4 +1,4 @@
-"""The dense ops in plain torch, with the rounding points of transformers, and the way to the paged ones."""
+"""The ops in plain torch, rounding where transformers rounds."""
 
 from __future__ import annotations
 

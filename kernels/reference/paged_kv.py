@@ -1,8 +1,8 @@
-"""Paged KV in plain torch: rows are rotated and written with one scatter, contexts read back with one gather a group.
+"""Paged KV in plain torch: one scatter writes the rotated rows, one gather per group reads contexts back.
 
 The cache [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim] is contiguous, so it can be seen as a table of
 tiles [block_size * head_dim], one per (block, layer, K|V, head), or of vectors [head_dim], one per (..., offset). Both
-tables are indexed on their first dimension only; index `layer * step` further on is the same tile one layer later.
+tables are indexed on their first dimension only, and the same tile of the next layer is a fixed number further on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _QUERY_TILE = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
+class _AttentionGroup:
     """`num_sequences` sequences with `num_rows` rows each, attended in one call; one of the two numbers is 1."""
 
     num_sequences: int
@@ -30,7 +30,7 @@ class _Group:
     rows: Tensor | slice
     #: [2 * num_sequences * num_kv_heads * num_blocks] tiles of layer 0: K of all sequences, then V.
     tiles: Tensor
-    #: Which of the gathered positions are used.
+    #: The used ones of the gathered positions.
     keys: slice
     #: Additive, [num_sequences, num_rows, num_keys] in q's dtype; None when every row sees every key.
     mask: Tensor | None
@@ -55,8 +55,8 @@ class ReferencePagedKv:
         self._rows = rows
         self._tiles = kv_cache.view(-1, self._block_size * self._head_dim)
         self._vectors = kv_cache.view(-1, self._head_dim)
-        self._groups: dict[int | None, list[_Group]] = {}
-        # Shared by all layers: angles, the vectors each row writes, and the blocks it opens.
+        self._groups: dict[int | None, list[_AttentionGroup]] = {}
+        # For all layers: angles, the vectors that each row writes, and the blocks it opens.
         angles = cos_sin.index_select(0, rows.positions)
         self._cos = angles[:, 0].unsqueeze(1)
         # Rotating a half is a roll once the sign is in the sine: x * cos + roll(x) * [-sin, sin].
@@ -89,7 +89,7 @@ class ReferencePagedKv:
         return out
 
     def _rotate(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, heads, head_dim], rotated in float32; the caller rounds it, once."""
+        """Rotates x [num_tokens, heads, head_dim] in float32; the caller rounds it, once."""
         wide = x.float()
         return torch.addcmul(wide * self._cos, wide.roll(self._head_dim // 2, -1), self._signed_sin)
 
@@ -99,7 +99,7 @@ class ReferencePagedKv:
             return torch.stack((rotated_k.to(v.dtype), v), dim=1)
         return to_fp8(torch.stack((rotated_k, v.float()), dim=1), self._kv_scales[layer].unsqueeze(-1))
 
-    def _read(self, layer: int, group: _Group, dtype: torch.dtype) -> Tensor:
+    def _read(self, layer: int, group: _AttentionGroup, dtype: torch.dtype) -> Tensor:
         """K and V of the group in `dtype`: [2, num_sequences, num_kv_heads, positions of its blocks, head_dim]."""
         tiles = self._tiles.index_select(0, group.tiles + self._layer_offset(layer))
         tiles = tiles.view(2, group.num_sequences, self._num_kv_heads, -1, self._head_dim)
@@ -107,28 +107,28 @@ class ReferencePagedKv:
             return tiles
         return from_fp8(tiles, self._kv_scales[layer][:, None, :, None, None], dtype)
 
-    def _attend(self, layer: int, q: Tensor, group: _Group) -> Tensor:
+    def _attend(self, layer: int, q: Tensor, group: _AttentionGroup) -> Tensor:
         """q: [num_sequences * num_rows, num_heads, head_dim] -> [num_sequences * num_rows, num_heads * head_dim]."""
         sequences, rows, heads, dim = group.num_sequences, group.num_rows, self._num_kv_heads, self._head_dim
-        share = q.shape[1] // heads
+        group_size = q.shape[1] // heads
         keys, values = self._read(layer, group, q.dtype)[:, :, :, group.keys]
         mask = None if group.mask is None else group.mask.unsqueeze(1)
         if rows == 1:
-            # The query heads that share a KV head are the rows of one small product.
-            q = q.view(sequences, heads, share, dim)
-            mask = None if mask is None else mask.expand(-1, -1, share, -1)
+            # The query heads of a KV head are the rows of one small product.
+            q = q.view(sequences, heads, group_size, dim)
+            mask = None if mask is None else mask.expand(-1, -1, group_size, -1)
             out = functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self._scale)
             return out.reshape(sequences, -1)
         # One sequence: its KV heads become the batch, so that the heads sharing one read it without a copy.
-        q = q.view(rows, heads, share, dim).permute(1, 2, 0, 3)
-        keys, values = (side.view(heads, 1, -1, dim).expand(-1, share, -1, -1) for side in (keys[0], values[0]))
+        q = q.view(rows, heads, group_size, dim).permute(1, 2, 0, 3)
+        keys, values = (side.view(heads, 1, -1, dim).expand(-1, group_size, -1, -1) for side in (keys[0], values[0]))
         out = functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self._scale)
         return out.permute(2, 0, 1, 3).reshape(rows, -1)
 
-    def _make_groups(self, window: int | None, dtype: torch.dtype) -> list[_Group]:
-        """Chunks in tiles of rows; single rows together with those whose context has about as many blocks.
+    def _make_groups(self, window: int | None, dtype: torch.dtype) -> list[_AttentionGroup]:
+        """Chunks in tiles of rows; single rows together with others whose contexts have about as many blocks.
 
-        `dtype`: of the queries.
+        `dtype`: the queries' dtype.
         """
         starts, contexts = self._rows.query_starts.tolist(), self._rows.context_lens.tolist()
         groups = []
@@ -137,7 +137,7 @@ class ReferencePagedKv:
             begin, end = starts[sequence], starts[sequence + 1]
             if end - begin == 1:
                 blocks = (min(context, window or context) - 1) // self._block_size + 1
-                # Same number of bits: padding to the longest of a group at most doubles the shortest.
+                # By number of bits, so that padding to the longest of a group at most doubles the shortest.
                 single.setdefault(blocks.bit_length(), []).append(sequence)
             for tile in range(begin, end if end - begin > 1 else begin, _QUERY_TILE):
                 stop = min(tile + _QUERY_TILE, end)
@@ -151,26 +151,26 @@ class ReferencePagedKv:
 
     def _make_group(
         self, sequences: list[int], rows: Tensor | slice, end: int, window: int | None, dtype: torch.dtype
-    ) -> _Group:
-        """`end`: one beyond the last position of any row."""
+    ) -> _AttentionGroup:
+        """`end`: the last position of any row, plus one."""
         size, device = self._block_size, self._tiles.device
         positions = self._rows.positions[rows].view(len(sequences), -1)
-        # The first block that the first row of each sequence sees, and every block from there to its last row's.
+        # All blocks from the first one that a sequence's first row sees to that of its last row.
         first = (
             torch.zeros_like(positions[:, :1]) if window is None else (positions[:, :1] - window + 1).clamp_(0) // size
         )
         last = positions[:, -1:] // size
         columns = first + torch.arange(int((last - first).max()) + 1, device=device)
-        # A shorter sequence is padded with its own block: whatever it holds, it can harm no one else.
+        # A shorter sequence is padded with a block of its own, so that no NaN of another sequence gets in.
         tables = self._rows.block_tables[sequences].gather(1, columns.minimum(last))
         tiles = self._tile_index(tables).permute(2, 0, 3, 1).reshape(-1)
         keys = slice(0, end - int(first.min()) * size if len(sequences) == 1 else columns.shape[1] * size)
-        where = (columns.unsqueeze(-1) * size + torch.arange(size, device=device)).flatten(1)[:, None, keys]
-        hidden = where > positions.unsqueeze(-1)
+        key_positions = (columns.unsqueeze(-1) * size + torch.arange(size, device=device)).flatten(1)[:, None, keys]
+        hidden = key_positions > positions.unsqueeze(-1)
         if window is not None:
-            hidden |= where <= positions.unsqueeze(-1) - window
+            hidden |= key_positions <= positions.unsqueeze(-1) - window
         mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
-        return _Group(
+        return _AttentionGroup(
             num_sequences=len(sequences),
             num_rows=positions.shape[1],
             rows=rows,
@@ -185,5 +185,5 @@ class ReferencePagedKv:
         return blocks[..., None, None] * (self._num_layers * 2 * self._num_kv_heads) + within
 
     def _layer_offset(self, layer: int) -> int:
-        """How many tiles further on `layer` lies."""
+        """Distance in tiles from layer 0 to `layer`."""
         return layer * 2 * self._num_kv_heads

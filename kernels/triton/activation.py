@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Columns of a program: 16 bytes a thread and load.
+#: Columns of a program: 16 bytes per thread and load.
 _BLOCK = 1024
 
 
@@ -17,7 +17,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """gelu(gate) * up with the tanh approximation; arguments as `silu_mul` has them."""
+    """gelu(gate) * up with the tanh approximation; arguments as for `silu_mul`."""
     return _gated(gate, up, gelu=True)
 
 
@@ -59,7 +59,7 @@ def _gated_kernel(gate, up, out, width, gate_row_stride, up_row_stride, gelu: tl
     z = x
     if gelu:
         z = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-    # The exponential of what is not positive cannot overflow.
+    # The exponential of a number that is not positive cannot overflow.
     small = tl.exp(-tl.abs(z))
     activated = (x * tl.where(z < 0, small, 1.0) / (1.0 + small)).to(out.dtype.element_ty)
     factor = tl.load(up + row * up_row_stride + columns, mask=inside, other=0.0).to(tl.float32)

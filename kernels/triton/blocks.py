@@ -1,9 +1,9 @@
-"""Packs parts of KV blocks densely for the wire and unpacks them, with the digests computed on the way.
+"""Packs slices of KV blocks densely for the wire and unpacks them, computing their digests at the same time.
 
-`kernels.reference.blocks` is the truth and says what the digest is worth. One program copies a piece of a few blocks:
-each word is read once, written once, and multiplied into four sums per block while it is in registers. The sums of all
-pieces are added by a second, small kernel, so that no atomics are needed. The stretched key is as long as a packed
-block, is made once for a transfer and comes out of the L2 cache.
+`kernels.reference.blocks` is the truth and explains the digest. One program copies a piece of a few blocks: each word
+is read once, written once, and multiplied into four sums per block while it is in registers. A second, small kernel
+adds the sums of all pieces, so that no atomics are needed. The stretched key is as long as a packed block, is made once
+per transfer and is read from the L2 cache.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from kernels.reference.blocks import DIGEST_BYTES, HEADER_PAIRS, KEY_BYTES, LANES, SliceLayout, num_key_pairs
 
-#: Words of 8 bytes that a program has in registers at a time: with more, too few programs fit on a processor.
+#: Words of 8 bytes that a program keeps in registers at a time: with more, too few programs fit on a processor.
 _TILE_WORDS = 512
-#: How often it does so: the sums of its threads are added once. Fewer times where that leaves too few programs.
+#: Tiles of a program, after which the sums of its threads are added once. Fewer if there would be too few programs.
 _TILES = 16
 _FEW_TILES = 4
 _ENOUGH_PROGRAMS = 1024
-#: Blocks of one program: they share each load of the key.
-_MOST_BLOCKS = 2
+#: Blocks of one program, which share each load of the key.
+_MAX_BLOCKS = 2
 _KEYS_PER_PROGRAM = 512
 _ALIGNMENT = 16
 
@@ -33,7 +33,7 @@ _LANES = tl.constexpr(LANES)
 def digest_keys(key: bytes, packed_bytes: int, device: torch.device) -> Tensor:
     """Stretches a key of 16 bytes for packed blocks of up to `packed_bytes`: int64 [num_key_pairs].
 
-    Once for a transfer: pair i does not depend on `packed_bytes`, so the keys for whole blocks serve for parts.
+    Called once per transfer: pair i does not depend on `packed_bytes`, so the keys for whole blocks also fit slices.
     """
     assert len(key) == KEY_BYTES
     keys = torch.empty(num_key_pairs(packed_bytes), dtype=torch.int64, device=device)
@@ -49,8 +49,8 @@ def pack(
     """Copies `layers` and `heads` (half-open) of each block into `out`; returns the digests, uint8 [n, 16].
 
     cache: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], contiguous; block_ids: int64 [n], in any
-    order, repeated if wanted; out: uint8 [n, packed_bytes], contiguous, each row the block's
-    [layers, 2, heads, block_size, head_dim]; keys: of `digest_keys`. Cache and `out` begin at multiples of 16 bytes.
+    order, may repeat; out: uint8 [n, packed_bytes], contiguous, each row the block's
+    [layers, 2, heads, block_size, head_dim]; keys: from `digest_keys`. Cache and `out` begin at multiples of 16 bytes.
     """
     return _move(cache, block_ids, out, keys, SliceLayout.of(cache, layers, heads), unpacks=False)
 
@@ -58,43 +58,34 @@ def pack(
 def unpack(
     packed: Tensor, cache: Tensor, block_ids: Tensor, keys: Tensor, *, layers: tuple[int, int], heads: tuple[int, int]
 ) -> Tensor:
-    """The inverse of `pack`, into different blocks; returns the digests of what it read, for the caller to compare."""
+    """The inverse of `pack`, into distinct blocks; returns the digests of what it read, for the caller to compare."""
     return _move(cache, block_ids, packed, keys, SliceLayout.of(cache, layers, heads), unpacks=True)
 
 
 def _move(
     cache: Tensor, block_ids: Tensor, packed: Tensor, keys: Tensor, layout: SliceLayout, *, unpacks: bool
 ) -> Tensor:
+    _check(cache, block_ids, packed, keys, layout)
     num_blocks = block_ids.shape[0]
-    assert block_ids.dtype == torch.int64
-    assert block_ids.is_contiguous()
-    assert packed.dtype == torch.uint8
-    assert packed.shape == (num_blocks, layout.packed_bytes)
-    assert packed.is_contiguous()
-    assert keys.dtype == torch.int64
-    assert keys.is_contiguous()
-    assert keys.shape[0] >= num_key_pairs(layout.packed_bytes)
-    assert cache.data_ptr() % _ALIGNMENT == 0
-    assert packed.data_ptr() % _ALIGNMENT == 0
     digests = torch.empty(num_blocks, DIGEST_BYTES // 4, dtype=torch.int32, device=cache.device)
     if num_blocks == 0:
         return digests.view(torch.uint8)
-    group = min(_MOST_BLOCKS, num_blocks)
+    group = min(_MAX_BLOCKS, num_blocks)
     words = min(_TILE_WORDS // group, triton.next_power_of_2(layout.run_words))
-    is_much = num_blocks * layout.packed_words >= _ENOUGH_PROGRAMS * _TILES * _TILE_WORDS
-    tiles = min(_TILES if is_much else _FEW_TILES, triton.next_power_of_2(triton.cdiv(layout.run_words, words)))
-    pieces = triton.cdiv(layout.run_words, words * tiles)
-    num_parts = layout.num_runs * pieces
-    sums = torch.empty(num_blocks, num_parts, LANES, dtype=torch.int64, device=cache.device)
-    _move_kernel[(triton.cdiv(num_blocks, group) * num_parts,)](
+    is_large = num_blocks * layout.packed_words >= _ENOUGH_PROGRAMS * _TILES * _TILE_WORDS
+    tiles = min(_TILES if is_large else _FEW_TILES, triton.next_power_of_2(triton.cdiv(layout.run_words, words)))
+    pieces_per_run = triton.cdiv(layout.run_words, words * tiles)
+    num_pieces = layout.num_runs * pieces_per_run
+    sums = torch.empty(num_blocks, num_pieces, LANES, dtype=torch.int64, device=cache.device)
+    _move_kernel[(triton.cdiv(num_blocks, group) * num_pieces,)](
         cache.view(-1).view(torch.int64),
         packed.view(-1).view(torch.int64),
         block_ids,
         keys,
         sums,
         num_blocks,
-        num_parts,
-        pieces,
+        num_pieces,
+        pieces_per_run,
         layout.block_words,
         layout.first_word,
         layout.run_words,
@@ -107,9 +98,22 @@ def _move(
         enable_fp_fusion=False,
     )
     _finish_kernel[(num_blocks,)](
-        sums, keys, digests, num_parts, layout.packed_bytes, at_once=32, num_warps=1, enable_fp_fusion=False
+        sums, keys, digests, num_pieces, layout.packed_bytes, at_once=32, num_warps=1, enable_fp_fusion=False
     )
     return digests.view(torch.uint8)
+
+
+def _check(cache: Tensor, block_ids: Tensor, packed: Tensor, keys: Tensor, layout: SliceLayout) -> None:
+    assert block_ids.dtype == torch.int64
+    assert block_ids.is_contiguous()
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (block_ids.shape[0], layout.packed_bytes)
+    assert packed.is_contiguous()
+    assert keys.dtype == torch.int64
+    assert keys.is_contiguous()
+    assert keys.shape[0] >= num_key_pairs(layout.packed_bytes)
+    assert cache.data_ptr() % _ALIGNMENT == 0
+    assert packed.data_ptr() % _ALIGNMENT == 0
 
 
 @triton.jit(do_not_specialize=["seed", "nonce"])
@@ -143,8 +147,8 @@ def _move_kernel(
     keys,
     sums,
     num_blocks,
-    num_parts,
-    pieces,
+    num_pieces,
+    pieces_per_run,
     block_words,
     first_word,
     run_words,
@@ -155,13 +159,13 @@ def _move_kernel(
     tile_words: tl.constexpr,
     num_tiles: tl.constexpr,
 ):
-    """A piece of one run, num_tiles * tile_words words or what is left, of `group` blocks; and its part of the sums."""
-    part = tl.program_id(0) % num_parts
-    rows = tl.program_id(0) // num_parts * group + tl.arange(0, group)
+    """Copies a piece of one run, at most num_tiles * tile_words words, of `group` blocks, and stores its sums."""
+    piece = tl.program_id(0) % num_pieces
+    rows = tl.program_id(0) // num_pieces * group + tl.arange(0, group)
     is_row = rows < num_blocks
     blocks = tl.load(block_ids + rows, mask=is_row, other=0)
-    run = part // pieces
-    begin = part % pieces * (tile_words * num_tiles)
+    run = piece // pieces_per_run
+    begin = piece % pieces_per_run * (tile_words * num_tiles)
     in_cache = cache + blocks * block_words + (first_word + run * run_stride)
     in_packed = packed + rows.to(tl.int64) * packed_words + run * run_words
     run_keys = keys + _HEADER_PAIRS + run * run_words
@@ -190,7 +194,7 @@ def _move_kernel(
         sum_1 += _products(low, high, tl.load(at + 1, mask=is_key, other=0))
         sum_2 += _products(low, high, tl.load(at + 2, mask=is_key, other=0))
         sum_3 += _products(low, high, tl.load(at + 3, mask=is_key, other=0))
-    out = sums + (rows.to(tl.int64) * num_parts + part) * _LANES
+    out = sums + (rows.to(tl.int64) * num_pieces + piece) * _LANES
     tl.store(out, tl.sum(sum_0, 1).to(tl.int64, bitcast=True), mask=is_row)
     tl.store(out + 1, tl.sum(sum_1, 1).to(tl.int64, bitcast=True), mask=is_row)
     tl.store(out + 2, tl.sum(sum_2, 1).to(tl.int64, bitcast=True), mask=is_row)
@@ -198,15 +202,15 @@ def _move_kernel(
 
 
 @triton.jit
-def _finish_kernel(sums, keys, digests, num_parts, packed_bytes, at_once: tl.constexpr):
+def _finish_kernel(sums, keys, digests, num_pieces, packed_bytes, at_once: tl.constexpr):
     """Adds the sums of a block's pieces; each lane becomes 32 bits of its digest."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, _LANES)
     total = tl.zeros([at_once, _LANES], tl.int64)
-    for start in range(0, num_parts, at_once):
-        parts = start + tl.arange(0, at_once)
-        at = sums + (row * num_parts + parts[:, None]) * _LANES + lanes[None, :]
-        total += tl.load(at, mask=parts[:, None] < num_parts, other=0)
+    for start in range(0, num_pieces, at_once):
+        pieces = start + tl.arange(0, at_once)
+        at = sums + (row * num_pieces + pieces[:, None]) * _LANES + lanes[None, :]
+        total += tl.load(at, mask=pieces[:, None] < num_pieces, other=0)
     lane = (tl.sum(total, 0) + packed_bytes).to(tl.uint64, bitcast=True)
     constant = tl.load(keys + 3 * lanes).to(tl.uint64, bitcast=True)
     of_low = tl.load(keys + 3 * lanes + 1).to(tl.uint64, bitcast=True)

@@ -1,4 +1,4 @@
-"""The forward pass on a GPU: few launches a layer, and nothing waits for the host, so a CUDA graph can hold it."""
+"""The forward pass on a GPU: few launches per layer and no waits for the host, so a CUDA graph can contain it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kernels.triton.ops import TritonOps
 from kernels.triton.paged_kv import TritonPagedKv
 from kernels.triton.rope import HeadNorms
 
-#: What the paged kernels hold of a head in registers.
+#: The paged kernels keep a head in registers.
 MAX_HEAD_DIM = 256
 
 
@@ -29,22 +29,22 @@ def unsupported(shape: DecoderShape) -> str | None:
     return None
 
 
-def joined(*parts: Tensor) -> Tensor:
-    """The parts one below the other: a view where they lie so in one storage, else a copy."""
-    first, end = parts[0], parts[0].storage_offset()
-    for part in parts:
-        assert part.shape[1:] == first.shape[1:]
-        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and part.dtype == first.dtype
-        if not (same and part.is_contiguous() and part.storage_offset() == end):
-            return torch.cat(parts)
-        end += part.numel()
-    return first.as_strided((sum(part.shape[0] for part in parts), *first.shape[1:]), first.stride())
+def joined(*tensors: Tensor) -> Tensor:
+    """Concatenates along the first dimension: a view if the tensors are adjacent in one storage, else a copy."""
+    first, end = tensors[0], tensors[0].storage_offset()
+    for tensor in tensors:
+        assert tensor.shape[1:] == first.shape[1:]
+        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and tensor.dtype == first.dtype
+        if not (same and tensor.is_contiguous() and tensor.storage_offset() == end):
+            return torch.cat(tensors)
+        end += tensor.numel()
+    return first.as_strided((sum(tensor.shape[0] for tensor in tensors), *first.shape[1:]), first.stride())
 
 
-def _joined_bias(*parts: Tensor | None) -> Tensor | None:
-    """Models have the biases of a group, or none of them."""
-    present = [part for part in parts if part is not None]
-    assert len(present) in (0, len(parts))
+def _joined_bias(*biases: Tensor | None) -> Tensor | None:
+    """Models have all biases of a group, or none of them."""
+    present = [bias for bias in biases if bias is not None]
+    assert len(present) in (0, len(biases))
     return joined(*present) if present else None
 
 
@@ -57,7 +57,7 @@ def _head_norms(layer: LayerWeights, eps: float) -> HeadNorms | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
-    """One layer's weights as they are multiplied: q, k and v are one matrix, and so are gate and up."""
+    """One layer's weights, with q, k and v merged into one matrix, and gate and up into another."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -91,7 +91,7 @@ class _Layer:
 class TritonDecoder:
     """Implements `kernels.decoder.DecoderKernel`.
 
-    Rounds where `kernels.composed` does, on several ranks too, but for the logits: they are float32 sums in
+    Rounds where `kernels.composed` does, on several ranks too, except for the logits, which are float32 sums in
     deterministic mode.
     """
 
@@ -105,9 +105,9 @@ class TritonDecoder:
         *,
         kv_scales: Tensor | None = None,
     ) -> None:
-        """`cos_sin`: float32 [max_positions, 2, head_dim]; `kv_scales`: of an fp8 KV cache, as `Ops.paged_kv` has them.
+        """`cos_sin`: float32 [max_positions, 2, head_dim]; `kv_scales`: for an fp8 KV cache, as in `Ops.paged_kv`.
 
-        Both on the weights' device. Keeps no weights that it has copies of.
+        Both are on the weights' device. Keeps no weights that it has copied.
         """
         self._ops = ops
         self._shape = shape
@@ -138,7 +138,7 @@ class TritonDecoder:
             attended = self._attention(index, layer, normed, kv, on_layer)
             is_last = index + 1 == len(self._layers)
             if is_last:
-                # From here on a row matters for its own logits only.
+                # From here on a row is needed only for its own logits.
                 attended, hidden = gather_rows(attended, logits_rows), gather_rows(hidden, logits_rows)
             projected = self._ranks.all_reduce(self._ops.linear(attended, layer.output, layer.output_bias))
             normed, hidden = add_rms_norm(projected, hidden, layer.post_attention_norm, eps, in_place=True)

@@ -1,4 +1,4 @@
-"""Rows of a table by index: embeddings of token ids, and the rows of the hidden state whose logits are wanted."""
+"""Gathers rows of a table: embeddings of token ids, and rows of the hidden state whose logits are wanted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLOCK = 1024
 def gather_rows(table: Tensor, index: Tensor) -> Tensor:
     """table[index]. table: [num_table_rows, width], rows at any stride; index: int64 [num_rows].
 
-    Indices come in any order and may repeat; that they lie within the table is the caller's business. The result is
+    Indices come in any order and may repeat; the caller makes sure that they are within the table. The result is
     contiguous.
     """
     assert table.dim() == 2

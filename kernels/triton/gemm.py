@@ -1,7 +1,8 @@
-"""The linear layer whose bits do not depend on the batch: each sum runs in one order, for any number of rows.
+"""A linear layer whose bits do not depend on the batch: each sum has one order, for any number of rows.
 
-A tile's shape follows from the matrix alone, nothing is split along the depth, and rows of a tile do not meet. So a row
-gives the same bits alone, in a crowd, and in another place of it.
+A tile's shape depends on the matrix alone, nothing is split along the depth, and rows of a tile do not interact. So a
+row has the same bits alone and at any index of any batch.
+
 Source: the idea of batch invariance in "Defeating Nondeterminism in LLM Inference" (Thinking Machines, 2025).
 """
 
@@ -14,35 +15,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: The interpreter takes the bits of bfloat16 for integers where it multiplies. Widened products are exact as well.
+#: The interpreter multiplies bfloat16 as if its bits were integers. Products of float32 are exact as well.
 _WIDEN = bool(triton.knobs.runtime.interpret)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmTile:
-    """How one launch is cut into programs."""
+    """How one launch is divided into programs."""
 
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
-    #: Row tiles whose programs run side by side, so that they find the matrix in the L2 cache.
+    #: Row tiles whose programs run at the same time, so that they find the matrix in the L2 cache.
     group_m: int = 16
 
 
 def choose_tile(out_features: int, dtype: torch.dtype) -> GemmTile:
-    """The tile for a matrix, never for a number of rows.
+    """The tile for a matrix, whatever the number of rows.
 
-    Few rows are bound by the memory that the matrix is read from: that wants many programs along its rows and many
-    bytes under way in each. 64 rows are what one wgmma instruction takes; more would only be padding there.
+    A product of few rows is bound by reading the matrix from memory: it needs many programs along the matrix' rows, and
+    many bytes in flight in each. One wgmma instruction takes 64 rows; more would only be padding there.
     """
     if dtype == torch.float32:
         return GemmTile(block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=3)
     if out_features >= 128 * 128:
         return GemmTile(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4)
     if out_features >= 2048:
-        # Less than one program for each of 132 multiprocessors: deeper queues make up for it.
+        # Fewer programs than the 132 multiprocessors of an H200: deeper pipelines make up for it.
         return GemmTile(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=6)
     return GemmTile(block_m=64, block_n=32, block_k=128, num_warps=4, num_stages=5)
 
@@ -58,14 +59,11 @@ def linear(
     """x @ weight.T + bias, summed in float32 and rounded once, to `out_dtype` (None: x's).
 
     x: [num_rows, depth], rows at any stride; weight: [out_features, depth]; bias: [out_features]. `tile` replaces the
-    chosen one, for benchmarks: other depths of tiles are other bits.
+    chosen one, for benchmarks; tiles of another depth give other bits.
     """
+    _check(x, weight, bias)
     num_rows, depth = x.shape
     out_features = weight.shape[0]
-    assert weight.shape == (out_features, depth)
-    assert x.dtype == weight.dtype
-    assert x.stride(1) == weight.stride(1) == 1
-    assert bias is None or (bias.shape == (out_features,) and bias.is_contiguous())
     out = torch.empty((num_rows, out_features), dtype=out_dtype or x.dtype, device=x.device)
     if out.numel() == 0:
         return out
@@ -94,7 +92,15 @@ def linear(
     return out
 
 
-# Compiled for some numbers of rows anew, it would still give the same bits; this way that need not be believed.
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    out_features = weight.shape[0]
+    assert weight.shape == (out_features, x.shape[1])
+    assert x.dtype == weight.dtype
+    assert x.stride(1) == weight.stride(1) == 1
+    assert bias is None or (bias.shape == (out_features,) and bias.is_contiguous())
+
+
+# Specialized on numbers of rows, it would have several variants, whose bits would have to be proved equal.
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x,

@@ -1,4 +1,4 @@
-"""Log-probabilities of the logits as the model gave them: of the chosen token, and of the most likely ones."""
+"""Log-probabilities, from the raw logits, of the chosen token and of the most likely ones."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch import Tensor
 from kernels.triton.sample_rows import RowLogprobs, SampleRows
 from kernels.triton.truncation import order_key, value_of_key
 
-#: As many alternatives as a request may ask for.
+#: Alternatives that a request may ask for, at most.
 MAX_LOGPROBS = 20
 _BLOCK = 4096
 _NUM_WARPS = 16
 _MAX_ID = tl.constexpr(2**31 - 1)
-#: Comes after every token.
+#: After every token.
 _LAST = tl.constexpr(-(2**62))
 
 
 @triton.jit
 def _order(x, ids):
-    """Integers (int64) that are larger for larger logits, and among equals for lower ids: the id counted down below."""
+    """Sort keys (int64), larger for larger logits and, among equal logits, for lower ids."""
     return order_key(x) * (_MAX_ID + 1) + (_MAX_ID - ids)
 
 
 @triton.jit
 def _total_and_rank(x_ptr, vocab, token, chosen, BLOCK: tl.constexpr):
-    """The logarithm of the sum of exponentials (float64), and the place of the token in the order (int32, from 1)."""
-    # One pass for the maximum and the sum: each lane has its own maximum so far, and its sum in terms of that.
+    """The logarithm of the sum of exponentials (float64), and the token's rank (int32, from 1)."""
+    # One pass for both: each lane has a running maximum of its own, and a sum relative to it.
     largest = tl.full([BLOCK], -3.4028234663852886e38, tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
     before = tl.zeros([BLOCK], tl.int32)
@@ -46,11 +46,11 @@ def _total_and_rank(x_ptr, vocab, token, chosen, BLOCK: tl.constexpr):
 
 @triton.jit
 def _top(x_ptr, vocab, count, log_total, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, OUTPUTS: tl.constexpr):
-    """The first `count` tokens of the order, and their log-probabilities; -1 and NaN for the rest of OUTPUTS."""
+    """The `count` most likely tokens and their log-probabilities; -1 and NaN for the rest of OUTPUTS."""
     outputs = tl.arange(0, OUTPUTS)
     top_ids = tl.full([OUTPUTS], -1, tl.int64)
     top_logprobs = tl.full([OUTPUTS], float("nan"), tl.float32)
-    # Each lane's first in the order. The first of them all is told, and its lane looked through for the next one.
+    # The largest key of each lane. The largest of all is output, and its lane is searched for the next one.
     lanes = tl.arange(0, BLOCK)
     firsts = tl.full([BLOCK], _LAST, tl.int64)
     if count > 0:
@@ -58,7 +58,7 @@ def _top(x_ptr, vocab, count, log_total, BLOCK: tl.constexpr, ROUNDS: tl.constex
             ids = start + lanes
             x = tl.load(x_ptr + ids, mask=ids < vocab, other=float("-inf"))
             firsts = tl.maximum(firsts, tl.where(ids < vocab, _order(x, ids), _LAST))
-    for place in range(0, count):
+    for index in range(0, count):
         first = tl.max(firsts, 0)
         token_id = _MAX_ID - (first & _MAX_ID)
         lane = token_id % BLOCK
@@ -67,9 +67,9 @@ def _top(x_ptr, vocab, count, log_total, BLOCK: tl.constexpr, ROUNDS: tl.constex
         order = _order(x, ids)
         following = tl.max(tl.where((ids < vocab) & (order < first), order, _LAST), 0)
         firsts = tl.where(lanes == lane, following, firsts)
-        top_ids = tl.where(outputs == place, token_id, top_ids)
+        top_ids = tl.where(outputs == index, token_id, top_ids)
         logprob = (value_of_key(first >> 31) - log_total).to(tl.float32)
-        top_logprobs = tl.where(outputs == place, logprob, top_logprobs)
+        top_logprobs = tl.where(outputs == index, logprob, top_logprobs)
     return top_ids, top_logprobs
 
 
@@ -101,9 +101,9 @@ def _logprobs_kernel(
     if (index >= 0) & (token >= 0) & (wanted >= 0):
         x_ptr = logits_ptr + index * logits_stride
         chosen = tl.load(x_ptr + token)
-        log_total, place = _total_and_rank(x_ptr, vocab, token, chosen, BLOCK)
+        log_total, token_rank = _total_and_rank(x_ptr, vocab, token, chosen, BLOCK)
         logprob = (chosen - log_total).to(tl.float32)
-        rank = place.to(tl.int64)
+        rank = token_rank.to(tl.int64)
         count = tl.minimum(tl.minimum(wanted, max_logprobs), vocab)
         top_ids, top_logprobs = _top(x_ptr, vocab, count, log_total, BLOCK, ROUNDS, OUTPUTS)
     tl.store(logprob_ptr + row, logprob)
@@ -114,9 +114,9 @@ def _logprobs_kernel(
 
 
 def log_probabilities(logits: Tensor, rows: SampleRows, token_ids: Tensor, max_logprobs: int) -> RowLogprobs:
-    """Those of the rows that want them (`rows.num_logprobs`), at most `max_logprobs` (0 .. 20) alternatives.
+    """Log-probabilities of the rows that request them (`rows.num_logprobs`), with at most `max_logprobs` alternatives.
 
-    logits: float32 [num_logits, vocab], raw; token_ids: int64 [num_rows], as chosen.
+    logits: float32 [num_logits, vocab], raw; token_ids: int64 [num_rows], the chosen ones; max_logprobs: 0 to 20.
     """
     assert 0 <= max_logprobs <= MAX_LOGPROBS
     assert logits.dtype == torch.float32

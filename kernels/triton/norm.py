@@ -1,4 +1,4 @@
-"""RMS norms, one program for each row; the width is padded to a power of two and masked."""
+"""RMS norms, one program per row; the width is padded to a power of two and masked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: A row is held in registers.
+#: A row must fit into registers.
 MAX_WIDTH = 1 << 15
 
 
@@ -20,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     assert x.dim() in (2, 3)
     heads = x.shape[1] if x.dim() == 3 else 1
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, None, weight, out, None, eps, heads)
+    _launch(x, weight, out, eps, heads)
     return out
 
 
@@ -30,7 +30,7 @@ def add_rms_norm(
     """(rms_norm(x + residual), x + residual), the sum rounded to the dtype before anything else.
 
     x, residual: [num_rows, width], rows at any stride; weight: [width]. `in_place`: the sum replaces `residual`, so
-    that it is written to lines that are in the cache already.
+    that it is written to lines that are already in the cache.
     """
     assert x.dim() == 2
     assert x.shape == residual.shape
@@ -38,13 +38,15 @@ def add_rms_norm(
     assert residual.stride(-1) == 1
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = residual if in_place else torch.empty_like(out)
-    _launch(x, residual, weight, out, total, eps, 1)
+    _launch(x, weight, out, eps, sums=(residual, total))
     return out, total
 
 
 def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, total: Tensor | None, eps: float, heads: int
+    x: Tensor, weight: Tensor, out: Tensor, eps: float, heads: int = 1, *, sums: tuple[Tensor, Tensor] | None = None
 ) -> None:
+    """`sums`: the residual to add to x first, and the memory for the sum."""
+    residual, total = sums or (None, None)
     width = x.shape[-1]
     assert 0 < width <= MAX_WIDTH
     assert x.stride(-1) == 1
@@ -98,7 +100,7 @@ def _rms_norm_kernel(
     if residual is not None:
         values += tl.load(residual + row * residual_row_stride + columns, mask=inside, other=0.0).to(tl.float32)
         rounded = values.to(total.dtype.element_ty)
-        # May be where the residual lies: no other program reads this row.
+        # May be the residual's memory: no other program reads this row.
         tl.store(total + row * total_row_stride + columns, rounded, mask=inside)
         values = rounded.to(tl.float32)
     mean = tl.sum(values * values, axis=0) / width

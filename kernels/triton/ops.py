@@ -1,4 +1,4 @@
-"""The Triton kernels as ops, and the one switch between them and what libraries do faster."""
+"""The Triton kernels as ops, with the switch between deterministic products and faster ones of libraries."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kernels.triton.paged_step import PagedStep
 class TritonOps:
     """Implements `kernels.ops.Ops`.
 
-    `deterministic`: an output row's bits depend on its own inputs alone. Else cuBLAS multiplies, and what it sums in
-    which order follows from the number of rows.
+    `deterministic`: an output row's bits depend on its own inputs alone. Otherwise cuBLAS multiplies, whose order of
+    sums depends on the number of rows.
     """
 
     def __init__(self, *, deterministic: bool) -> None:
@@ -28,7 +28,7 @@ class TritonOps:
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
     ) -> Tensor:
-        """x @ weight.T + bias; `out_dtype`: of the result, None: x's."""
+        """x @ weight.T + bias, in `out_dtype`; None: x's dtype."""
         if self.deterministic:
             return gemm.linear(x, weight, bias, out_dtype=out_dtype)
         out = functional.linear(x, weight, bias)

@@ -1,4 +1,4 @@
-"""What happens to logits before a token is chosen (bias, penalties, bans), in a copy of the rows that need it."""
+"""Edits logits before a token is chosen (bias, penalties, bans), in a copy of the rows that need it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _copy_kernel(
     vocab,
     BLOCK: tl.constexpr,
 ):
-    """Copies a piece of a row's logits if the row needs edits, and notes whether it does."""
+    """Copies a piece of a row's logits if the row needs edits, and records whether it does."""
     row = tl.program_id(0)
     piece = tl.program_id(1)
     index = tl.load(index_ptr + row)
@@ -60,18 +60,18 @@ def _edit_kernel(
     vocab,
     BLOCK: tl.constexpr,
 ):
-    """Edits one row's copy. The ids of a list are distinct, so only the lists have to wait for each other."""
+    """Edits one row's copy. The ids of a list are distinct, so barriers are needed only between lists."""
     row = tl.program_id(0)
     if tl.load(is_edited_ptr + row) == 0:
         return
     x_ptr = edited_ptr + row.to(tl.int64) * vocab
     end = tl.load(bias_starts_ptr + row + 1)
     for start in range(tl.load(bias_starts_ptr + row), end, BLOCK):
-        places = start + tl.arange(0, BLOCK)
-        ids = tl.load(bias_ids_ptr + places, mask=places < end, other=0)
-        x = tl.load(x_ptr + ids, mask=places < end, other=0.0)
-        bias = tl.load(bias_values_ptr + places, mask=places < end, other=0.0)
-        tl.store(x_ptr + ids, x + bias, mask=places < end)
+        offsets = start + tl.arange(0, BLOCK)
+        ids = tl.load(bias_ids_ptr + offsets, mask=offsets < end, other=0)
+        x = tl.load(x_ptr + ids, mask=offsets < end, other=0.0)
+        bias = tl.load(bias_values_ptr + offsets, mask=offsets < end, other=0.0)
+        tl.store(x_ptr + ids, x + bias, mask=offsets < end)
     tl.debug_barrier()
     slot = tl.load(slot_ptr + row)
     if slot >= 0:
@@ -80,10 +80,10 @@ def _edit_kernel(
         frequency = tl.load(frequency_ptr + row)
         num_listed = tl.load(history_lens_ptr + slot)
         for first in range(0, num_listed, BLOCK):
-            places = first + tl.arange(0, BLOCK)
-            is_listed = places < num_listed
-            ids = tl.load(history_ids_ptr + slot * capacity + places, mask=is_listed, other=0)
-            counts = tl.load(history_counts_ptr + slot * capacity + places, mask=is_listed, other=0)
+            offsets = first + tl.arange(0, BLOCK)
+            is_listed = offsets < num_listed
+            ids = tl.load(history_ids_ptr + slot * capacity + offsets, mask=is_listed, other=0)
+            counts = tl.load(history_counts_ptr + slot * capacity + offsets, mask=is_listed, other=0)
             x = tl.load(x_ptr + ids, mask=is_listed, other=0.0)
             # `/` is not rounded correctly in float32 on a GPU.
             divisor = tl.zeros([BLOCK], tl.float32) + repetition
@@ -93,16 +93,16 @@ def _edit_kernel(
     tl.debug_barrier()
     end = tl.load(banned_starts_ptr + row + 1)
     for start in range(tl.load(banned_starts_ptr + row), end, BLOCK):
-        places = start + tl.arange(0, BLOCK)
-        ids = tl.load(banned_ids_ptr + places, mask=places < end, other=0)
-        tl.store(x_ptr + ids, tl.full([BLOCK], float("-inf"), tl.float32), mask=places < end)
+        offsets = start + tl.arange(0, BLOCK)
+        ids = tl.load(banned_ids_ptr + offsets, mask=offsets < end, other=0)
+        tl.store(x_ptr + ids, tl.full([BLOCK], float("-inf"), tl.float32), mask=offsets < end)
 
 
 @triton.jit(do_not_specialize=["capacity"])
 def _history_kernel(
     token_ids_ptr, slot_ptr, history_ids_ptr, history_counts_ptr, history_lens_ptr, capacity, BLOCK: tl.constexpr
 ):
-    """Counts one row's token in its slot, listing it if it is new."""
+    """Counts one row's token in its slot, and lists it if it is new."""
     row = tl.program_id(0)
     slot = tl.load(slot_ptr + row)
     token = tl.load(token_ids_ptr + row)
@@ -113,14 +113,14 @@ def _history_kernel(
     num_listed = tl.load(history_lens_ptr + slot)
     found = tl.full([BLOCK], -1, tl.int32)
     for start in range(0, num_listed, BLOCK):
-        places = start + tl.arange(0, BLOCK)
-        ids = tl.load(ids_ptr + places, mask=places < num_listed, other=-1)
-        found = tl.where(ids == token, places, found)
-    place = tl.max(found, 0)
-    if place >= 0:
-        tl.store(counts_ptr + place, tl.load(counts_ptr + place) + 1)
+        offsets = start + tl.arange(0, BLOCK)
+        ids = tl.load(ids_ptr + offsets, mask=offsets < num_listed, other=-1)
+        found = tl.where(ids == token, offsets, found)
+    index = tl.max(found, 0)
+    if index >= 0:
+        tl.store(counts_ptr + index, tl.load(counts_ptr + index) + 1)
     else:
-        # Without room, the token goes without penalties rather than into another slot.
+        # If the slot is full, the token gets no penalties rather than overwriting another slot.
         if num_listed < capacity:
             tl.store(ids_ptr + num_listed, token.to(tl.int32))
             tl.store(counts_ptr + num_listed, 1)
@@ -128,16 +128,13 @@ def _history_kernel(
 
 
 def edit_logits(logits: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor]:
-    """The logits of the rows that have bias, penalties or bans: float32 [num_rows, vocab], and which they are: int32.
+    """Edited logits, float32 [num_rows, vocab], and which rows have edits, int32 [num_rows].
 
-    logits: float32 [num_logits, vocab], not modified. Other rows of the result are left as they are in memory.
+    logits: float32 [num_logits, vocab], not modified. Rows without bias, penalties or bans are not written.
     """
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1
     vocab = logits.shape[1]
-    history = rows.history
-    assert history.ids.is_contiguous()
-    assert history.counts.is_contiguous()
     edited = torch.empty(rows.num_rows, vocab, dtype=torch.float32, device=logits.device)
     is_edited = torch.empty(rows.num_rows, dtype=torch.int32, device=logits.device)
     if rows.num_rows == 0:
@@ -156,6 +153,14 @@ def edit_logits(logits: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor]:
         BLOCK=piece,
         enable_fp_fusion=False,
     )
+    _apply_edits(edited, is_edited, rows)
+    return edited, is_edited
+
+
+def _apply_edits(edited: Tensor, is_edited: Tensor, rows: SampleRows) -> None:
+    history = rows.history
+    assert history.ids.is_contiguous()
+    assert history.counts.is_contiguous()
     _edit_kernel[(rows.num_rows,)](
         edited,
         is_edited,
@@ -172,16 +177,15 @@ def edit_logits(logits: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor]:
         rows.repetition_penalty,
         rows.presence_penalty,
         rows.frequency_penalty,
-        vocab,
+        edited.shape[1],
         BLOCK=_BLOCK,
         # The reference rounds the product of frequency and count before it adds.
         enable_fp_fusion=False,
     )
-    return edited, is_edited
 
 
 def add_to_history(rows: SampleRows, token_ids: Tensor) -> None:
-    """Counts each row's token in its slot of `rows.history`, in place; -1 and rows without a slot are left out.
+    """Counts each row's token in its slot of `rows.history`, in place; skips token -1 and rows without a slot.
 
     token_ids: int64 [num_rows]. No two rows may have the same slot.
     """

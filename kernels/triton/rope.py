@@ -1,4 +1,4 @@
-"""Rotary position embedding of q and k and the write of K and V to the cache, in one launch.
+"""Rotary position embedding of q and k, and the write of K and V to the cache, in one launch.
 
 A program handles one KV head of one row and the query heads that share it. It reads the halves of a head separately,
 because rotation pairs element j with element j + head_dim / 2.
@@ -87,7 +87,7 @@ def rope_write_kv(
         num_tokens,
         SHAPE=shape,
         num_warps=1 if group_size * head_dim <= 512 else 4,
-        # Sums that are to be fused are written as such: no compiler's choice changes a bit.
+        # Fused sums are written explicitly, so that no choice of the compiler changes a bit.
         enable_fp_fusion=False,
     )
     return rotated
@@ -196,7 +196,7 @@ def _clear(to_ptr, mask, HALF: tl.constexpr):
 
 @triton.jit
 def _normed_halves(from_ptr, mask, inside, weight_ptr, eps, HEAD_DIM: tl.constexpr, HAS_NORMS: tl.constexpr):
-    """Both halves of some heads in float32; normed ones are rounded to their dtype before and after the weight."""
+    """Both halves of some heads in float32; norms round to the heads' dtype before and after the weight."""
     dtype = from_ptr.dtype.element_ty
     low = tl.load(from_ptr, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(from_ptr + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
@@ -225,7 +225,7 @@ def _on_fp8_grid(values):
     """
     values = tl.maximum(values, -FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
     values = tl.minimum(values, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
-    # Three bits follow the leading one; below 2^-6 the step no longer shrinks. Adding 1.5 * 2^23 steps rounds to one.
+    # Three bits follow the leading one; below 2^-6 the step is constant. Adding 1.5 * 2^23 steps rounds to whole steps.
     exponent = tl.maximum((values.to(tl.int32, bitcast=True) >> 23) & 0xFF, 121)
     magic = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
     return (values + magic) - magic

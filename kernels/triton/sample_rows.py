@@ -1,6 +1,6 @@
-"""What a batch of rows is sampled with, as device tensors, and what comes back. Nothing here is ever read by the host.
+"""Inputs and results of sampling a batch of rows, as device tensors that the host never reads.
 
-A row is one token to choose: which logits it is drawn from, its random numbers, and what `SamplingParams` say of it.
+A row is one token to choose: its logits, its random numbers, and its `SamplingParams`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor
 
-#: Sampled at a time: each takes memory for copies of its logits, and the choices of many prompts may begin at once.
+#: Rows sampled at a time. Each takes memory for copies of its logits, and the choices of many prompts may start at
+#: once.
 MAX_ROWS = 256
 _RAGGED = ("bias_starts", "banned_starts")
 _SHARED = ("history", "bias_ids", "bias_values", "banned_ids")
@@ -17,7 +18,7 @@ _SHARED = ("history", "bias_ids", "bias_values", "banned_ids")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenHistory:
-    """The tokens that sequences have had so far, for penalties: one slot a sequence, which outlives the step.
+    """The tokens of each sequence so far, for penalties: one slot per sequence, which outlives the step.
 
     A slot lists every token of prompt and output once. `penalties.add_to_history` adds a sampled token on the device;
     the host fills a slot when its sequence starts (ids of the prompt with count 0).
@@ -25,28 +26,28 @@ class TokenHistory:
 
     #: int32 [num_slots, capacity]: distinct ids, in any order.
     ids: Tensor
-    #: int32 [num_slots, capacity]: how often in the output; 0: in the prompt only.
+    #: int32 [num_slots, capacity]: occurrences in the output; 0: in the prompt only.
     counts: Tensor
-    #: int32 [num_slots]: how many ids are listed.
+    #: int32 [num_slots]: number of listed ids.
     lens: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRows:
-    """`num_rows` rows, each described by one element of each tensor, and by a piece of the two ragged lists.
+    """`num_rows` rows, each described by one element of each tensor, and by a slice of the two ragged lists.
 
     Parameters that the reference computes with in double precision are float64, so that they are the same numbers.
     For a CUDA graph, the tensors are buffers of fixed shapes; a row that is not used has `logits_index` -1.
     """
 
-    #: int64: which row of the logits; several rows may share one. -1: no row, its token is -1.
+    #: int64: row of the logits, which several rows may share. -1: an unused row, whose token is -1.
     logits_index: Tensor
-    #: int64: all 64 bits count.
+    #: int64: all 64 bits are used.
     seed: Tensor
-    #: int64: the number of the choice within its request, and that of the token within its completion.
+    #: int64: index of the choice within its request, and of the token within its completion.
     choice_index: Tensor
     position: Tensor
-    #: float64; 0: the most likely token.
+    #: float64; 0: greedy.
     temperature: Tensor
     #: int32; 0: not limited.
     top_k: Tensor
@@ -59,7 +60,7 @@ class SampleRows:
     #: float64; 0: none.
     presence_penalty: Tensor
     frequency_penalty: Tensor
-    #: int32: how many alternatives to report, 0 for the token's own log-probability only, -1 for nothing.
+    #: int32: number of alternatives to report; 0: only the token's own log-probability; -1: none.
     num_logprobs: Tensor
     #: int64: slot in `history`; -1: the row has no penalties.
     history_slot: Tensor
@@ -78,25 +79,25 @@ class SampleRows:
         """Rows, unused ones included."""
         return self.logits_index.shape[0]
 
-    def part(self, first: int, end: int) -> SampleRows:
-        """Some neighbouring rows."""
-        pieces = {
+    def chunk(self, first: int, end: int) -> SampleRows:
+        """The rows [first, end)."""
+        slices = {
             each.name: getattr(self, each.name)[first : end + (each.name in _RAGGED)]
             for each in fields(self)
             if each.name not in _SHARED
         }
-        return SampleRows(**pieces, **{name: getattr(self, name) for name in _SHARED})
+        return SampleRows(**slices, **{name: getattr(self, name) for name in _SHARED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLogprobs:
-    """Log-probabilities of the raw logits; NaN, rank 0 and ids -1 where a row asked for none, or failed."""
+    """Log-probabilities of the raw logits; NaN, rank 0 and ids -1 where a row requested none, or failed."""
 
     #: float32 [num_rows], of the chosen token.
     logprob: Tensor
-    #: int64 [num_rows]; 1 is the most likely token; equals are in the order of their ids.
+    #: int64 [num_rows], from 1 for the most likely token; tokens with equal logits rank by id.
     rank: Tensor
-    #: int64 [num_rows, max_logprobs], the most likely first; -1 beyond what the row asked for and the vocabulary.
+    #: int64 [num_rows, max_logprobs], the most likely first; -1 beyond the requested number and the vocabulary.
     top_ids: Tensor
     #: float32 [num_rows, max_logprobs].
     top_logprobs: Tensor
@@ -104,12 +105,12 @@ class RowLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """What was chosen."""
+    """The chosen tokens."""
 
     #: int64 [num_rows]; -1: the logits have no finite maximum.
     token_ids: Tensor
-    #: What truncation left: all tokens whose logit (edited) is above `threshold` (float32 [num_rows]), and the first
-    #: `num_ties` (int64 [num_rows]) of those equal to it. For tests; rows that fail or are greedy have NaN and 0.
+    #: The result of truncation, for tests: all tokens whose edited logit is above `threshold` (float32 [num_rows]) are
+    #: left, and the first `num_ties` (int64 [num_rows]) of those equal to it. NaN and 0 for failed and greedy rows.
     threshold: Tensor
     num_ties: Tensor
     logprobs: RowLogprobs | None = None

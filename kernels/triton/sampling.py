@@ -1,11 +1,13 @@
-"""Logits -> tokens on the device, without a word to the host: what `pdserve.engine.sampler` does, one program a row.
+"""Samples tokens from logits on the device, as `pdserve.engine.sampler` does, with one program per row.
 
-A row is computed by one program from nothing but its own logits and parameters, so its token is the same in every
-batch. A program goes through the vocabulary several times in blocks; after the first time, the row is in the cache.
-Scores that could win are computed in double precision as in the reference; float32 only tells which ones could.
+A program uses only its row's logits and parameters, so a row's token is the same in every batch. It goes through the
+vocabulary several times in blocks; after the first time, the row is in the cache. Scores that could win are computed in
+double precision, as in the reference; float32 only finds out which ones could.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import triton
@@ -18,7 +20,7 @@ from kernels.triton.philox import GUMBEL32_MARGIN, gumbel32, gumbel64, word_of_i
 from kernels.triton.sample_rows import MAX_ROWS, RowLogprobs, SampledTokens, SampleRows
 from kernels.triton.truncation import ALL_TIES, inverse_temperature, scaled_logits, truncate
 
-#: Tokens that a program looks at together: many where it waits for memory, fewer where it computes.
+#: Tokens that a program processes together: many where it waits for memory, fewer where it computes.
 _WIDE = 8192
 _BLOCK = 2048
 _NUM_WARPS = 16
@@ -44,7 +46,7 @@ def _largest(x_ptr, vocab, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _draw(
+def _sample_token(
     x_ptr,
     vocab,
     best,
@@ -57,8 +59,8 @@ def _draw(
     position,
     BLOCK: tl.constexpr,
 ):
-    """The token with the largest (scaled logit + noise) among those left, the lowest id of equals."""
-    # The most likely token is always left. Its score is one to beat, which few blocks have a token for.
+    """The token with the largest (scaled logit + noise) that truncation left; of equal ones, the lowest id."""
+    # The most likely token always survives truncation. Few blocks have a token that can beat its score.
     token = best_id
     score = gumbel64(word_of_id(seed, choice, position, best_id))
     top = best.to(tl.float32)
@@ -112,7 +114,7 @@ def _choose_kernel(
 ):
     row = tl.program_id(0)
     index = tl.load(index_ptr + row)
-    # Until something else is written below.
+    # The results of a failed row, unless others are written below.
     tl.store(token_ptr + row, tl.full([], -1, tl.int64))
     tl.store(threshold_ptr + row, float("nan"))
     tl.store(num_ties_ptr + row, tl.full([], 0, tl.int64))
@@ -148,7 +150,9 @@ def _choose_kernel(
         seed = tl.load(seed_ptr + row)
         choice = tl.load(choice_ptr + row).to(tl.int32)
         position = tl.load(position_ptr + row).to(tl.int32)
-        token = _draw(x_ptr, vocab, best, best_id, temperature, threshold, num_ties, seed, choice, position, BLOCK)
+        token = _sample_token(
+            x_ptr, vocab, best, best_id, temperature, threshold, num_ties, seed, choice, position, BLOCK
+        )
     tl.store(token_ptr + row, token.to(tl.int64))
 
 
@@ -158,16 +162,23 @@ def sample(
     """One token for each row.
 
     logits: float32 [num_logits, vocab], rows contiguous, not modified. Without `has_edits` (no row has bias, penalties
-    or bans) two kernels fewer run. With `max_logprobs` (0 .. 20) the log-probabilities of rows that ask for them are
-    told, and of at most so many alternatives. Takes 4 bytes of memory per row and token of the vocabulary, and 4 more
-    for edits, of at most `MAX_ROWS` rows. Launches depend on shapes and these arguments only; nothing is read back.
+    or bans) two fewer kernels run. With `max_logprobs` (0 to 20), rows that request log-probabilities get them, with at
+    most that many alternatives. Takes 4 bytes of memory per row and token of the vocabulary, and 4 more for edits, for
+    at most `MAX_ROWS` rows at a time. Launches depend on shapes and these arguments only; nothing is read back.
     """
     if rows.num_rows > MAX_ROWS:
         firsts = range(0, rows.num_rows, MAX_ROWS)
-        pieces = [rows.part(first, min(first + MAX_ROWS, rows.num_rows)) for first in firsts]
-        return _joined([sample(logits, each, has_edits=has_edits, max_logprobs=max_logprobs) for each in pieces])
+        chunks = [rows.chunk(first, min(first + MAX_ROWS, rows.num_rows)) for first in firsts]
+        return _concatenated([sample(logits, each, has_edits=has_edits, max_logprobs=max_logprobs) for each in chunks])
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1
+    sampled = _choose(logits, rows, has_edits=has_edits)
+    if max_logprobs is None:
+        return sampled
+    return replace(sampled, logprobs=log_probabilities(logits, rows, sampled.token_ids, max_logprobs))
+
+
+def _choose(logits: Tensor, rows: SampleRows, *, has_edits: bool) -> SampledTokens:
     num_rows, vocab = rows.num_rows, logits.shape[1]
     device = logits.device
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
@@ -200,22 +211,21 @@ def sample(
             num_warps=_NUM_WARPS,
             enable_fp_fusion=False,
         )
-    logprobs = None if max_logprobs is None else log_probabilities(logits, rows, token_ids, max_logprobs)
-    return SampledTokens(token_ids=token_ids, threshold=threshold, num_ties=num_ties, logprobs=logprobs)
+    return SampledTokens(token_ids=token_ids, threshold=threshold, num_ties=num_ties)
 
 
-def _joined(parts: list[SampledTokens]) -> SampledTokens:
-    told = [part.logprobs for part in parts if part.logprobs is not None]
+def _concatenated(chunks: list[SampledTokens]) -> SampledTokens:
+    logprobs = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
     return SampledTokens(
-        token_ids=torch.cat([part.token_ids for part in parts]),
-        threshold=torch.cat([part.threshold for part in parts]),
-        num_ties=torch.cat([part.num_ties for part in parts]),
+        token_ids=torch.cat([chunk.token_ids for chunk in chunks]),
+        threshold=torch.cat([chunk.threshold for chunk in chunks]),
+        num_ties=torch.cat([chunk.num_ties for chunk in chunks]),
         logprobs=RowLogprobs(
-            logprob=torch.cat([each.logprob for each in told]),
-            rank=torch.cat([each.rank for each in told]),
-            top_ids=torch.cat([each.top_ids for each in told]),
-            top_logprobs=torch.cat([each.top_logprobs for each in told]),
+            logprob=torch.cat([each.logprob for each in logprobs]),
+            rank=torch.cat([each.rank for each in logprobs]),
+            top_ids=torch.cat([each.top_ids for each in logprobs]),
+            top_logprobs=torch.cat([each.top_logprobs for each in logprobs]),
         )
-        if told
+        if logprobs
         else None,
     )

@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from kernels.ranks import Group, TorchRanks
+from kernels.ranks import ProcessGroup, TorchRanks
 from pdserve.worker.load.kv_budget import KvBudget
 from pdserve.worker.load.memory_profile import CudaMemory
 
@@ -26,7 +26,7 @@ class RanksUnreachable(RuntimeError):
 class FormedGroup(NamedTuple):
     """A group that all ranks have joined."""
 
-    group: Group
+    group: ProcessGroup
     #: GPU memory taken for sending and receiving, which torch does not count.
     device_bytes: int
 
@@ -47,20 +47,20 @@ def form_group(rendezvous: Path, rank: int, size: int, device: torch.device) -> 
     return FormedGroup(group, free - _free_bytes(device))
 
 
-def _gloo(store: c10d.Store, rank: int, size: int) -> Group:
+def _gloo(store: c10d.Store, rank: int, size: int) -> ProcessGroup:
     # Torch's type stubs lack gloo's options.
     options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = _FORMING_TIMEOUT
     group = c10d.ProcessGroupGloo(store, rank, size, options)
     group.set_timeout(_TIMEOUT)
-    return cast(Group, group)
+    return cast(ProcessGroup, group)
 
 
-def _nccl(store: c10d.Store, rank: int, size: int) -> Group:
+def _nccl(store: c10d.Store, rank: int, size: int) -> ProcessGroup:
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = _TIMEOUT
-    return cast(Group, c10d.ProcessGroupNCCL(store, rank, size, options))
+    return cast(ProcessGroup, c10d.ProcessGroupNCCL(store, rank, size, options))
 
 
 def _connect(ranks: TorchRanks, device: torch.device) -> None:
@@ -77,7 +77,7 @@ def _free_bytes(device: torch.device) -> int:
     return CudaMemory(device).free() if device.type == "cuda" else 0
 
 
-def agree(group: Group, device: torch.device, budget: KvBudget) -> KvBudget:
+def agree(group: ProcessGroup, device: torch.device, budget: KvBudget) -> KvBudget:
     """The budget that is possible on every rank. Returns when all ranks have called it."""
     values = torch.tensor([budget.num_blocks, budget.max_model_len], device=device)
     options = c10d.AllreduceOptions()

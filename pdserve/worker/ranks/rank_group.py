@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.ranks import Group, TorchRanks
+from kernels.ranks import ProcessGroup, TorchRanks
 from kvtransfer.handover.staging import StagedMemory
 from pdserve.base.errors import PdserveError, SetupError
 from pdserve.base.layout import KvLayout
@@ -52,7 +52,7 @@ class RankGroup:
         self._device = device
         self._lost: PdserveError | None = None
         self._on_lost: Callable[[PdserveError], None] = lambda error: None
-        self._group: Group | None = None
+        self._group: ProcessGroup | None = None
         self._shard: ModelShard | None = None
         self._directory = _temporary_directory()
         self._rendezvous = Path(self._directory.name, "rendezvous")

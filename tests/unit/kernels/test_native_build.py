@@ -104,7 +104,7 @@ def test_what_an_earlier_build_wrote_down_and_is_wrong_by_now_is_forgotten(build
 
 def test_an_extension_for_another_python_is_missed_with_a_way_out(tmp_path: Path) -> None:
     found = native.find("kernels.cpu.not_there", tmp_path / "no_reason.txt")
-    assert found == native.Missing(f"not built for {sysconfig.get_config_var('SOABI')}: install again")
+    assert found == native.Missing(f"not built for {sysconfig.get_config_var('SOABI')}: install pdserve again")
 
 
 def test_an_extension_that_cannot_be_loaded_is_missed_with_the_loaders_words(
