@@ -1,4 +1,4 @@
-"""What a result depends on besides the code: written into every result file."""
+"""Describes hardware, versions and commit, which are written into every result file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGES = ("torch", "triton", "transformers", "ucxx-cu13", "libucx-cu13", "grpc
 
 
 def describe() -> dict[str, object]:
-    """Hardware, versions and the commit; nothing that names the machine."""
+    """Hardware, versions and the commit; nothing that identifies the machine."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "cpu": _cpu_model(),
@@ -27,10 +27,10 @@ def describe() -> dict[str, object]:
 
 
 def heading(environment: dict[str, object], unit: str) -> str:
-    """What a table is to be read with."""
+    """The paragraph above a table: unit, hardware, date and commit."""
     return (
         f"{unit} on {environment['cpu']}, {environment['cores']} cores, {environment['date']}, commit "
-        f"{environment['commit']}. The machine is shared: trust ratios, not figures.\n\n"
+        f"{environment['commit']}. The machine is shared: ratios are more reliable than absolute values.\n\n"
     )
 
 

@@ -1,15 +1,14 @@
-"""What the ITL budget does: gaps between tokens of running sequences while long prompts are prefilled beside them.
+"""Effect of the ITL budget: token gaps of running sequences while the same worker prefills long prompts.
 
     python -m benchmarks.itl_budget MODEL_DIRECTORY [--budgets-ms 15,25,50,1000] [--repeats 3] [--out DIRECTORY]
 
-One decode worker's step loop with the real model: sequences that decode, and prompts that arrive one after the other.
-Times are those of the engine, without network and router. The budgets take turns.
+Runs one decode worker's step loop with a real model: sequences decode while prompts arrive one after another. Times are
+the engine's, without network and router. The budgets alternate.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from benchmarks.environment import describe, heading
+from benchmarks.result_files import write_results
 from decode_svc.config import DecodeConfig
 from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
@@ -41,12 +41,12 @@ UNENDING = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One run of one budget."""
+    """Result of one run with one budget."""
 
     budget_ms: float
-    #: Median step of the running sequences alone.
+    #: Median step without concurrent prefill.
     decode_step_ms: float
-    #: Gaps while prompts were prefilled.
+    #: Token gaps during prefill.
     itl_p50_ms: float
     itl_p99_ms: float
     itl_max_ms: float
@@ -55,26 +55,26 @@ class Case:
 
 
 class Engine:
-    """A step loop, and what it told when."""
+    """A step loop, and its outputs with the time of each."""
 
     def __init__(self, model: LoadedModel, budget_ms: float, threads: int) -> None:
         self.scheduler = DecodeScheduler(
             BlockPool(model.pool.num_blocks, model.layout.block_size),
             DecodeSchedulerConfig(limits=model.limits, max_num_batched_tokens=512, itl_budget_s=budget_ms / 1000),
         )
-        self._told: SimpleQueue[tuple[float, StepOutput] | BaseException] = SimpleQueue()
+        self._outputs: SimpleQueue[tuple[float, StepOutput] | BaseException] = SimpleQueue()
         self._loop = StepLoop(
             self.scheduler,
             model.runner,
-            publish=lambda output: self._told.put((time.perf_counter(), output)),
-            on_fatal=self._told.put,
+            publish=lambda output: self._outputs.put((time.perf_counter(), output)),
+            on_fatal=self._outputs.put,
             config=LoopConfig(num_threads=threads),
         )
         self._loop.start()
         self._loop.call(lambda: warm_up(model)).result(WAIT_S)
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int) -> float:
-        """Queues a request; when."""
+        """Queues a request; returns the time."""
         job = DecodeJob(
             request_id=RequestId(request_id),
             prompt_token_ids=prompt,
@@ -87,23 +87,23 @@ class Engine:
         return at
 
     def next(self) -> tuple[float, StepOutput]:
-        """The next step, and when it was told. Raises what ended the loop."""
-        told = self._told.get(timeout=WAIT_S)
-        if isinstance(told, BaseException):
-            raise told
-        return told
+        """The next step's output with its time. Raises the error that ended the loop."""
+        item = self._outputs.get(timeout=WAIT_S)
+        if isinstance(item, BaseException):
+            raise item
+        return item
 
     def stop(self) -> None:
         """Ends the loop."""
         self._loop.stop()
 
 
-def run(model: LoadedModel, budget_ms: float, threads: int, draw: random.Random) -> Case:
-    """Lets sequences decode alone for a while, then prompts arrive."""
+def run(model: LoadedModel, budget_ms: float, threads: int, rng: random.Random) -> Case:
+    """Lets sequences decode without prefill for a while, then adds prompts."""
     engine = Engine(model, budget_ms, threads)
 
     def prompt(size: int) -> list[int]:
-        return [draw.randrange(100, VOCABULARY) for _ in range(size)]
+        return [rng.randrange(100, VOCABULARY) for _ in range(size)]
 
     for index in range(NUM_RUNNING):
         engine.add(f"running-{index}", prompt(RUNNING_PROMPT_TOKENS), UNENDING)
@@ -112,19 +112,19 @@ def run(model: LoadedModel, budget_ms: float, threads: int, draw: random.Random)
         at, output = engine.next()
         if output.num_sequences == output.num_tokens == NUM_RUNNING and not output.num_prefill_tokens:
             alone.append(at)
-    beside = [alone[-1]]
+    mixed = [alone[-1]]
     ttfts: list[float] = []
     for index in range(NUM_LONG_PROMPTS):
         arrived = engine.add(f"long-{index}", prompt(LONG_PROMPT_TOKENS), 1)
         while len(ttfts) == index:
             at, output = engine.next()
-            told = {tokens.request_id for tokens in output.events.tokens}
-            if "running-0" in told:
-                beside.append(at)
-            if f"long-{index}" in told:
+            advanced = {tokens.request_id for tokens in output.events.tokens}
+            if "running-0" in advanced:
+                mixed.append(at)
+            if f"long-{index}" in advanced:
                 ttfts.append(at - arrived)
     engine.stop()
-    gaps = sorted(later - earlier for earlier, later in pairwise(beside))
+    gaps = sorted(later - earlier for earlier, later in pairwise(mixed))
 
     def ms(seconds: float) -> float:
         return round(seconds * 1000, 1)
@@ -166,9 +166,9 @@ def main() -> None:
     config = DecodeConfig(
         model=str(args.model), redis_url="", threads=args.threads, kv_cache_memory=512 * 2**20, max_num_seqs=64
     )
-    model, draw = load_model(config), random.Random(args.seed)
-    budgets = [float(part) for part in args.budgets_ms.split(",")]
-    cases = [run(model, budget, args.threads, draw) for _ in range(args.repeats) for budget in budgets]
+    model, rng = load_model(config), random.Random(args.seed)
+    budgets = [float(text) for text in args.budgets_ms.split(",")]
+    cases = [run(model, budget, args.threads, rng) for _ in range(args.repeats) for budget in budgets]
     shown = table(cases, budgets)
     print(shown)
     if args.out:
@@ -183,9 +183,7 @@ def main() -> None:
             "long_prompt_tokens": LONG_PROMPT_TOKENS,
             "cases": [asdict(case) for case in cases],
         }
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / f"{name}.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
-        (args.out / f"{name}.md").write_text(heading(environment, "Milliseconds") + shown + "\n", encoding="utf-8")
+        write_results(args.out, name, raw, heading(environment, "Milliseconds") + shown + "\n")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,20 @@
-"""What 8-bit weights or 8-bit KV cost in quality: perplexity, the same next token, the same greedy completion.
+"""Quality of 8-bit weights or 8-bit KV: perplexity, and agreement of next tokens and greedy completions.
 
     python -m benchmarks.quantization [weights|kv-cache] [--tokens 20000] [--out benchmarks/results]
 
-From the default model. Weights, on the C++ kernels: bfloat16, the same rounded to int8 (`--quantization int8`), and
-float32 as the yardstick for what bfloat16 itself changes. KV cache, in plain torch: bfloat16 weights with KV in
-bfloat16 and in float8_e4m3fn (`--kv-cache-dtype fp8_e4m3`), scaled as the checkpoint says.
+Uses the default model. Weights, with the C++ kernels: bfloat16, the same rounded to int8 (`--quantization int8`), and
+float32 as a yardstick for the effect of bfloat16. KV cache, in plain torch: bfloat16 weights with KV in bfloat16 and in
+float8_e4m3fn (`--kv-cache-dtype fp8_e4m3`), with the scales of the checkpoint.
 
-The text is Python's own reference, which every Python carries; its hash is in the result. Perplexity is over windows of
-1,024 tokens, 512 apart: a token is scored once, with 512 to 1,023 tokens before it (those of the first window with what
-there is). Results of the C++ kernels do not depend on `--threads`.
+The text is Python's own reference, which is part of every Python; the result contains its hash. Perplexity is over
+windows of 1,024 tokens, 512 apart: each token is scored once, after 512 to 1,023 other tokens, or fewer in the first
+window. Results of the C++ kernels do not depend on `--threads`.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import math
 import platform
 import sys
@@ -28,6 +27,7 @@ import torch
 
 from benchmarks.environment import describe
 from benchmarks.quantized_models import KV_CACHE, WEIGHTS, WINDOW, Comparison, Model, Pair
+from benchmarks.result_files import write_results
 from pdserve.model.chat_template import ChatTemplate
 from pdserve.model.config import ModelConfig
 from pdserve.model.kv_scales import read_kv_scales
@@ -66,29 +66,29 @@ PROMPTS = (
 
 
 def reference_text() -> str:
-    """The language reference that `help()` shows, topic by topic."""
+    """The language reference of `help()`, topic by topic."""
     return "\n\n".join(text for _, text in sorted(topics.topics.items()))
 
 
 def windows(num_tokens: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, first scored, end) of each; every token but the first is scored once."""
+    """(start, first scored token, end) of each window; every token but the first is scored once."""
     yield 0, 1, min(WINDOW, num_tokens)
     for end in range(WINDOW + STRIDE, num_tokens + STRIDE, STRIDE):
         yield end - WINDOW, end - STRIDE, min(end, num_tokens)
 
 
 def score(models: list[Model], pairs: Sequence[Pair], tokens: list[int]) -> tuple[dict[str, object], dict[str, object]]:
-    """Perplexity of each model; of each pair the share of equal most likely tokens, and the mean KL divergence."""
+    """Perplexity by model; by pair, the share of equal most likely tokens and the mean KL divergence."""
     loss = {model.name: 0.0 for model in models}
     equal = dict.fromkeys(pairs, 0)
     divergence = dict.fromkeys(pairs, 0.0)
     count = 0
-    for begin, first, end in windows(len(tokens)):
-        wanted = range(first - 1 - begin, end - 1 - begin)
+    for start, first, end in windows(len(tokens)):
+        wanted = range(first - 1 - start, end - 1 - start)
         targets = torch.tensor(tokens[first:end])
         log_probs = {}
         for model in models:
-            logits = model.forward([tokens[begin:end]], [0], wanted)
+            logits = model.forward([tokens[start:end]], [0], wanted)
             log_probs[model.name] = logits.log_softmax(-1)
             loss[model.name] -= float(log_probs[model.name].gather(1, targets[:, None]).sum(dtype=torch.float64))
         for pair in pairs:
@@ -111,21 +111,21 @@ def score(models: list[Model], pairs: Sequence[Pair], tokens: list[int]) -> tupl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Greedy completions of two models over all prompts."""
+    """Agreement of two models' greedy completions over all prompts."""
 
-    #: Of all tokens, those before the first that differs.
+    #: Share of all tokens that precede the first difference.
     tokens_until_divergence: float
-    #: Of all completions, those that are equal to the end.
+    #: Share of completions that are equal to the end.
     whole_completions: float
 
 
 def common_prefix(one: list[int], other: list[int]) -> int:
-    """How many tokens are equal from the start."""
+    """Number of equal tokens from the start."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
 
 
 def complete_all(models: list[Model], pairs: Sequence[Pair], prompts: list[list[int]]) -> dict[str, Agreement]:
-    """How long each pair's greedy completions are the same."""
+    """Agreement of each pair's greedy completions."""
     completions = {model.name: model.complete(prompts, COMPLETION_TOKENS) for model in models}
     result = {}
     for compared, base in pairs:
@@ -139,7 +139,7 @@ def complete_all(models: list[Model], pairs: Sequence[Pair], prompts: list[list[
 
 
 def markdown(raw: dict[str, object], comparison: Comparison) -> str:
-    """The result as a page."""
+    """The result as a Markdown page."""
     environment, text = raw["environment"], raw["text"]
     perplexity, agreement, greedy = raw["perplexity"], raw["next_token"], raw["greedy"]
     assert isinstance(environment, dict)
@@ -162,7 +162,7 @@ def markdown(raw: dict[str, object], comparison: Comparison) -> str:
         *(f"| {name} | {value:.3f} | {(value / base - 1) * 100:+.2f} % |" for name, value in perplexity.items()),
         "",
         f"Agreement: the most likely next token, given the text so far; and greedy completions of {COMPLETION_TOKENS} "
-        f"tokens of {len(PROMPTS)} chat prompts, where one token that differs makes all after it differ:",
+        f"tokens of {len(PROMPTS)} chat prompts, where one different token makes all later ones differ:",
         "",
         "| pair | same most likely token | KL divergence, nats | greedy tokens before the first that differs | "
         "completions equal to the end |",
@@ -181,20 +181,25 @@ def markdown(raw: dict[str, object], comparison: Comparison) -> str:
 
 def _note(comparison: Comparison, path: Path) -> str:
     if comparison is WEIGHTS:
-        return "that is what int8 is compared with"
+        return "that is the baseline of int8"
     scales = read_kv_scales(path, ModelConfig.from_dir(path))
-    said = "are all 1, for the checkpoint has none" if bool((scales == 1).all()) else "are those of the checkpoint"
-    return f"scales of the fp8 KV cache {said}"
+    if bool((scales == 1).all()):
+        return "scales of the fp8 KV cache are all 1, because the checkpoint has none"
+    return "scales of the fp8 KV cache are those of the checkpoint"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=COMPARISONS, default="weights", help="subject of the comparison")
+    parser.add_argument("--tokens", type=int, default=20_000, help="tokens of text for the perplexity")
+    parser.add_argument("--threads", type=int, help="compute threads; default: torch's")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the result files")
+    return parser.parse_args()
 
 
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=COMPARISONS, default="weights", help="what is compared")
-    parser.add_argument("--tokens", type=int, default=20_000, help="of text for the perplexity")
-    parser.add_argument("--threads", type=int, help="compute threads; default: as many as torch takes")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the result files")
-    arguments = parser.parse_args()
+    arguments = _arguments()
     comparison = COMPARISONS[arguments.what]
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -204,11 +209,9 @@ def main() -> None:
     text = reference_text()
     tokens = tokenizer.encode(text, add_special_tokens=False)[: arguments.tokens]
     if len(tokens) < max(arguments.tokens, WINDOW):
-        parser.error(f"the text has {len(tokens)} tokens; --tokens must be {WINDOW} to that")
-    prompts = [
-        tokenizer.encode(template.render([{"role": "user", "content": prompt}]), add_special_tokens=False)
-        for prompt in PROMPTS
-    ]
+        sys.exit(f"error: --tokens must be from {WINDOW} to {len(tokens)}, the length of the text.")
+    chats = [template.render([{"role": "user", "content": prompt}]) for prompt in PROMPTS]
+    prompts = [tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
     models = [Model.load(name, path, comparison.backend, arguments.threads) for name in comparison.models]
     perplexity, agreement = score(models, comparison.pairs, tokens)
     greedy = complete_all(models, comparison.pairs, prompts)
@@ -231,13 +234,9 @@ def main() -> None:
         "completion_tokens": COMPLETION_TOKENS,
         "prompts": PROMPTS,
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    stem = arguments.out / f"{comparison.stem}-{environment['date']}"
-    stem.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
     page = markdown(raw, comparison)
-    stem.with_suffix(".md").write_text(page, encoding="utf-8")
     print(page)
-    print(f"Written: {stem}.json and {stem}.md")
+    write_results(arguments.out, f"{comparison.result_name}-{environment['date']}", raw, page)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The models that `benchmarks.quantization` compares, and what is compared with what."""
+"""The models that `benchmarks.quantization` compares, and the pairs of each comparison."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pdserve.worker.config import FP8_KV
 #: Tokens of the longest sequence.
 WINDOW = 1024
 _BLOCK_SIZE = 16
-#: For one sequence of `WINDOW` tokens, or for 24 prompts with completions.
+#: Enough for one sequence of `WINDOW` tokens, or for 24 prompts with completions.
 _NUM_BLOCKS = 384
 
 Pair = tuple[str, str]
@@ -31,17 +31,17 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What is compared; of it all, `bfloat16` is what is served without the flag."""
+    """A comparison of models; `bfloat16` is the model served without the flag."""
 
     flag: str
-    #: What the models differ in.
+    #: Aspect in which the models differ.
     subject: str
     models: tuple[str, ...]
-    #: (compared, with what).
+    #: (compared model, baseline).
     pairs: tuple[Pair, ...]
     backend: Backend
-    #: Of the result files.
-    stem: str
+    #: Name of the result files, without date.
+    result_name: str
 
 
 WEIGHTS = Comparison(
@@ -50,7 +50,7 @@ WEIGHTS = Comparison(
     models=("float32", "bfloat16", "int8"),
     pairs=(("int8", "bfloat16"), ("bfloat16", "float32"), ("int8", "float32")),
     backend=Backend.CPU,
-    stem="quantization",
+    result_name="quantization",
 )
 KV_CACHE = Comparison(
     flag=f"--kv-cache-dtype {FP8_KV}",
@@ -58,13 +58,13 @@ KV_CACHE = Comparison(
     models=("bfloat16", FP8_KV),
     pairs=((FP8_KV, "bfloat16"),),
     backend=Backend.REFERENCE,
-    stem="quantization-kv",
+    result_name="quantization-kv",
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """One way to compute, with memory for one long sequence or some short ones."""
+    """A decoder of the comparison, with memory for one long sequence or several short ones."""
 
     name: str
     decoder: Decoder
@@ -72,7 +72,7 @@ class Model:
 
     @classmethod
     def load(cls, name: str, path: Path, backend: Backend, num_threads: int | None) -> Model:
-        """`name`: bfloat16, float32, or of the bfloat16 weights int8 or fp8_e4m3 (KV)."""
+        """Loads a model. `name`: bfloat16, float32, or for bfloat16 weights int8 or fp8_e4m3 (KV)."""
         dtype = "float32" if name == "float32" else "bfloat16"
         options = KernelOptions(
             backend=backend,
@@ -91,16 +91,17 @@ class Model:
         )
         return cls(name=name, decoder=decoder, kv_cache=KvCache(layout, _NUM_BLOCKS, torch.device("cpu")))
 
-    def forward(self, sequences: Sequence[list[int]], begins: Sequence[int], logits_rows: Sequence[int]) -> Tensor:
-        """Computes tokens[begin:] of each; logits of the rows wanted, counted over all. Valid until the next call.
+    def forward(self, sequences: Sequence[list[int]], starts: Sequence[int], logits_rows: Sequence[int]) -> Tensor:
+        """Computes tokens[start:] of each sequence; returns the logits of `logits_rows`, valid until the next call.
 
-        Sequences share out the cache evenly: their number must stay the same while what was computed is to be kept.
+        Rows are counted over all sequences. The cache is divided evenly among the sequences, so their number must not
+        change while its content is needed.
         """
         width = _NUM_BLOCKS // len(sequences)
-        spans = [torch.arange(begin, len(tokens)) for tokens, begin in zip(sequences, begins, strict=True)]
+        spans = [torch.arange(start, len(tokens)) for tokens, start in zip(sequences, starts, strict=True)]
         batch = Batch(
             token_ids=torch.tensor(
-                [token for tokens, begin in zip(sequences, begins, strict=True) for token in tokens[begin:]]
+                [token for tokens, start in zip(sequences, starts, strict=True) for token in tokens[start:]]
             ),
             positions=torch.cat(spans),
             slot_mapping=torch.cat([span + index * width * _BLOCK_SIZE for index, span in enumerate(spans)]),
@@ -112,14 +113,14 @@ class Model:
         return self.decoder.forward(batch, self.kv_cache.tensor)
 
     def complete(self, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
-        """The tokens that greedy sampling gives for each, all together; the end of a text ends nothing."""
+        """Greedy completions of all prompts in one batch; the end-of-text token does not end them."""
         sequences = [list(prompt) for prompt in prompts]
         assert max(map(len, sequences)) + num_tokens <= _NUM_BLOCKS // len(prompts) * _BLOCK_SIZE
-        begins = [0] * len(prompts)
+        starts = [0] * len(prompts)
         for _ in range(num_tokens):
-            ends = itertools.accumulate(len(tokens) - begin for tokens, begin in zip(sequences, begins, strict=True))
-            chosen = self.forward(sequences, begins, [end - 1 for end in ends]).argmax(-1).tolist()
-            begins = [len(tokens) for tokens in sequences]
+            ends = itertools.accumulate(len(tokens) - start for tokens, start in zip(sequences, starts, strict=True))
+            chosen = self.forward(sequences, starts, [end - 1 for end in ends]).argmax(-1).tolist()
+            starts = [len(tokens) for tokens in sequences]
             for tokens, token in zip(sequences, chosen, strict=True):
                 tokens.append(token)
         return [tokens[len(prompt) :] for tokens, prompt in zip(sequences, prompts, strict=True)]

@@ -1,10 +1,10 @@
-"""What a decode step costs around the model: the step thread with a decoder whose forward costs nothing.
+"""Overhead of a decode step around the model: the step thread with a decoder whose forward pass is free.
 
     python -m benchmarks.step_overhead [--against DIRECTORY] [--repeats 5] [--steps 300] [--out benchmarks/results]
 
 Each case runs a number of sequences to the same length through the decode tier's scheduler, batch building, sampling
 and publishing, with the vocabulary of the default model. A step's time is the time between two publications. With
-`--against`, another checkout of the repository is measured in turns with this one, in processes of their own.
+`--against`, another checkout of the repository is measured alternately with this one, each in its own processes.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import environment
+from benchmarks.result_files import write_results
 from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.scheduler_config import DecodeSchedulerConfig
@@ -57,7 +58,7 @@ CASES = tuple((sampling, size) for sampling in SAMPLING for size in (1, 8, 64) i
 
 
 class NullDecoder:
-    """Logits from a buffer, made once."""
+    """A decoder that returns logits from a buffer filled once."""
 
     def __init__(self, max_num_seqs: int) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -74,7 +75,7 @@ class Case:
 
     sampling: str
     batch_size: int
-    #: From one publication to the next, less the forward pass.
+    #: Time between two publications minus the forward pass.
     overhead_us: float
     schedule_us: float
     build_us: float
@@ -82,7 +83,7 @@ class Case:
 
 
 def run_case(sampling: str, size: int, num_steps: int) -> Case:
-    """One batch of `size` sequences that decode side by side."""
+    """Runs one batch of `size` sequences that decode together."""
     length = PROMPT_TOKENS + WARM_UP_STEPS + num_steps + 8
     pool = BlockPool(size * (length // BLOCK_SIZE + 2), BLOCK_SIZE)
     layout = KvLayout(model="null", dtype="bfloat16", block_size=BLOCK_SIZE, num_layers=1, num_kv_heads=1, head_dim=1)
@@ -90,11 +91,11 @@ def run_case(sampling: str, size: int, num_steps: int) -> Case:
         pool, DecodeSchedulerConfig(limits=SequenceLimits(max_model_len=8192, vocab_size=VOCABULARY), max_num_seqs=size)
     )
     runner = Runner(NullDecoder(size), KvCache(layout, pool.num_blocks, torch.device("cpu")), Sampler())
-    told: list[tuple[float, StepOutput]] = []
+    published: list[tuple[float, StepOutput]] = []
     ended: SimpleQueue[object] = SimpleQueue()
 
     def publish(output: StepOutput) -> None:
-        told.append((time.perf_counter(), output))
+        published.append((time.perf_counter(), output))
         if output.events.finished:
             ended.put(output)
 
@@ -116,7 +117,7 @@ def run_case(sampling: str, size: int, num_steps: int) -> Case:
     if isinstance(error := ended.get(timeout=WAIT_S * size), BaseException):
         raise error
     loop.stop()
-    steps = [(at, output) for at, output in told if output.num_sequences == output.num_tokens == size]
+    steps = [(at, output) for at, output in published if output.num_sequences == output.num_tokens == size]
     return _summary(sampling, size, steps[WARM_UP_STEPS : WARM_UP_STEPS + num_steps])
 
 
@@ -158,9 +159,9 @@ def _summary(sampling: str, size: int, steps: list[tuple[float, StepOutput]]) ->
 
 
 def measure(directory: Path, num_steps: int) -> list[Case]:
-    """All cases once with the code in `directory`, in a process of its own.
+    """Runs all cases once with the code and the benchmark of `directory`, in a separate process.
 
-    The benchmark is that checkout's own: names that it uses may have changed since.
+    The benchmark is that checkout's own, because names that it uses may have changed since.
     """
     script = directory.resolve() / "benchmarks" / Path(__file__).name
     out = subprocess.run(
@@ -175,7 +176,7 @@ def measure(directory: Path, num_steps: int) -> list[Case]:
 
 
 def medians(runs: list[list[Case]]) -> list[Case]:
-    """Each case's medians over the runs."""
+    """Medians of each case over the runs."""
     fields = ("overhead_us", "schedule_us", "build_us", "sample_us")
     return [
         replace(cases[0], **{name: round(statistics.median(getattr(c, name) for c in cases), 1) for name in fields})
@@ -201,7 +202,7 @@ def table(here: list[Case], against: list[Case]) -> str:
 def main() -> None:
     """Command line entry."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", type=Path, help="another checkout, measured in turns with this one")
+    parser.add_argument("--against", type=Path, help="another checkout, measured alternately with this one")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--out", type=Path, help="directory of the raw results and the table")
@@ -229,11 +230,7 @@ def main() -> None:
             "here": [[asdict(case) for case in run] for run in here],
             "against": [[asdict(case) for case in run] for run in against],
         }
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / f"{name}.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
-        (args.out / f"{name}.md").write_text(
-            environment.heading(about, "Microseconds") + shown + "\n", encoding="utf-8"
-        )
+        write_results(args.out, name, raw, environment.heading(about, "Microseconds") + shown + "\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""From the step thread to the router: what telling tokens costs a decode worker, and how much it holds up the steps.
+"""From the step thread to the router: cost of publishing tokens on a decode worker, and its effect on the steps.
 
     python -m benchmarks.token_output [--against DIRECTORY] [--repeats 3] [--steps 300] [--out benchmarks/results]
 
-A decode worker as it is served, gRPC and metrics included, with a stand-in for the model that takes `FORWARD_S` without
-holding the interpreter lock, as kernels do. Another process holds one stream for each sequence. With `--against`,
-another checkout of the repository is measured in turns with this one.
+Runs a complete decode worker, with gRPC and metrics. Its model is a stand-in that takes `FORWARD_S` without the
+interpreter's lock, as kernels do. Another process holds one stream per sequence. With `--against`, another checkout of
+the repository is measured alternately with this one.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import environment
+from benchmarks.result_files import write_results
 from decode_svc.config import DecodeConfig
 from decode_svc.service import DecodeService
 from kernels.decoder import LayerListener
@@ -57,7 +58,7 @@ PROMPT_TOKENS = 16
 
 
 class SleepingDecoder:
-    """Logits from a buffer, after `FORWARD_S`; remembers when each pass with a full batch began and ended."""
+    """A decoder that returns logits from a buffer after `FORWARD_S`, and records the span of each full batch."""
 
     def __init__(self, batch_size: int) -> None:
         self._logits = torch.zeros(batch_size, VOCABULARY)
@@ -65,45 +66,47 @@ class SleepingDecoder:
 
     def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
         """Float32 [num_logits, VOCABULARY]."""
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         time.sleep(FORWARD_S)
         if len(batch.token_ids) == len(self._logits):
-            self.spans.append((began, time.perf_counter()))
+            self.spans.append((started_at, time.perf_counter()))
         return self._logits[: len(batch.logits_rows)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One run."""
+    """Result of one run."""
 
     batch_size: int
-    #: Of a step, what is not the forward pass: median and 99th percentile, microseconds. Waiting for the interpreter's
-    #: lock after the pass is in it.
+    #: Time of a step outside the forward pass, median and 99th percentile in microseconds. It includes waiting for the
+    #: interpreter's lock after the pass.
     gap_us: float
     gap_p99_us: float
-    #: Processor time of the event loop's thread for each token told, microseconds.
+    #: Processor time of the event loop's thread per token, in microseconds.
     edge_us_per_token: float
 
 
-async def serve(batch_size: int, num_steps: int) -> None:
-    """A worker until standard input ends. Prints its address, and at the end the case as JSON."""
+def _null_model(decoder: SleepingDecoder, batch_size: int, num_steps: int) -> Any:
+    """The attributes of a loaded model that a worker uses; there is no checkpoint to load one from."""
     layout = KvLayout(model="null", dtype="bfloat16", block_size=BLOCK_SIZE, num_layers=1, num_kv_heads=1, head_dim=1)
     pool = BlockPool(batch_size * ((PROMPT_TOKENS + num_steps) // BLOCK_SIZE + 2), BLOCK_SIZE)
     cache = KvCache(layout, pool.num_blocks, torch.device("cpu"))
-    decoder = SleepingDecoder(batch_size)
-    limits = SequenceLimits(max_model_len=8192, vocab_size=VOCABULARY)
-    # What a worker uses of a loaded model; there is no checkpoint to load one from.
-    model: Any = SimpleNamespace(
+    return SimpleNamespace(
         layout=layout,
-        limits=limits,
+        limits=SequenceLimits(max_model_len=8192, vocab_size=VOCABULARY),
         decoder=decoder,
         kernels=SimpleNamespace(backend="reference"),
         kv_cache=cache,
         pool=pool,
         runner=Runner(decoder, cache, Sampler()),
         core_leases=None,
-        team=None,
+        rank_group=None,
     )
+
+
+async def serve(batch_size: int, num_steps: int) -> None:
+    """Serves until standard input ends. Prints the worker's address, and at the end the case as JSON."""
+    decoder = SleepingDecoder(batch_size)
     config = DecodeConfig(model="", redis_url="", threads=1, max_num_seqs=batch_size)
     async with AsyncExitStack() as stack:
         transport = InprocTransport()
@@ -113,7 +116,7 @@ async def serve(batch_size: int, num_steps: int) -> None:
             tier="decode",
             worker_id=WorkerId("decode"),
             epoch=new_epoch(),
-            model=model,
+            model=_null_model(decoder, batch_size, num_steps),
             transport=transport,
             metrics=WorkerMetrics(model_name="null", tier="decode"),
             tasks=await stack.enter_async_context(service_group()),
@@ -130,19 +133,21 @@ async def serve(batch_size: int, num_steps: int) -> None:
         started = time.thread_time()
         await asyncio.to_thread(sys.stdin.read)
         edge_s = time.thread_time() - started
-    spans = decoder.spans[10:]
+    print(json.dumps(asdict(_case(decoder.spans[10:], edge_s, batch_size, num_steps))), flush=True)
+
+
+def _case(spans: list[tuple[float, float]], edge_s: float, batch_size: int, num_steps: int) -> Case:
     gaps = sorted(later[0] - earlier[0] - FORWARD_S for earlier, later in pairwise(spans))
-    case = Case(
+    return Case(
         batch_size=batch_size,
         gap_us=round(statistics.median(gaps) * 1e6, 1),
         gap_p99_us=round(gaps[len(gaps) * 99 // 100] * 1e6, 1),
         edge_us_per_token=round(edge_s / (batch_size * num_steps) * 1e6, 1),
     )
-    print(json.dumps(asdict(case)), flush=True)
 
 
 async def drive(address: str, batch_size: int, num_steps: int) -> None:
-    """As many streams as the worker runs at once, to their ends."""
+    """Runs `batch_size` concurrent streams to their ends."""
     async with asyncio.TaskGroup() as group:
         for index in range(batch_size):
             group.create_task(_stream(address, index, num_steps))
@@ -165,11 +170,12 @@ async def _stream(address: str, index: int, num_steps: int) -> None:
 
 
 def measure(directory: Path, num_steps: int) -> list[Case]:
-    """All batch sizes once, with the worker of `directory`."""
+    """Runs all batch sizes once, with the worker and the benchmark of `directory`."""
+    script = directory.resolve() / "benchmarks" / Path(__file__).name
     cases = []
     for size in BATCH_SIZES:
         with subprocess.Popen(
-            [sys.executable, __file__, "--serve", str(size), "--steps", str(num_steps)],
+            [sys.executable, script, "--serve", str(size), "--steps", str(num_steps)],
             env=os.environ | {"PYTHONPATH": str(directory)},
             cwd=directory,
             stdin=subprocess.PIPE,
@@ -185,7 +191,7 @@ def measure(directory: Path, num_steps: int) -> list[Case]:
 
 
 def medians(runs: list[list[Case]]) -> list[Case]:
-    """Each case's medians over the runs."""
+    """Medians of each case over the runs."""
     fields = ("gap_us", "gap_p99_us", "edge_us_per_token")
     return [
         replace(cases[0], **{name: round(statistics.median(getattr(c, name) for c in cases), 1) for name in fields})
@@ -194,7 +200,7 @@ def medians(runs: list[list[Case]]) -> list[Case]:
 
 
 def table(here: list[Case], against: list[Case]) -> str:
-    """Markdown: one row per case, microseconds; before -> now."""
+    """Markdown: one row per case, in microseconds, before -> now."""
     lines = [
         "| batch | step without the forward pass | p99 | event loop's processor time for a token |",
         "| --- | --- | --- | --- |",
@@ -211,11 +217,11 @@ def table(here: list[Case], against: list[Case]) -> str:
 def main() -> None:
     """Command line entry."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", type=Path, help="another checkout, measured in turns with this one")
+    parser.add_argument("--against", type=Path, help="another checkout, measured alternately with this one")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--out", type=Path, help="directory of the raw results and the table")
-    parser.add_argument("--serve", type=int, metavar="BATCH_SIZE", help="be the worker of one run")
+    parser.add_argument("--serve", type=int, metavar="BATCH_SIZE", help="run as the worker of one run")
     args = parser.parse_args()
     if args.serve:
         asyncio.run(serve(args.serve, args.steps))
@@ -239,11 +245,8 @@ def main() -> None:
             "against": [[asdict(case) for case in run] for run in against],
         }
         name = f"token-output-{about['date']}"
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / f"{name}.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
-        (args.out / f"{name}.md").write_text(
-            environment.heading(about, "Microseconds, before -> now,") + shown + "\n", encoding="utf-8"
-        )
+        page = environment.heading(about, "Microseconds, before -> now,") + shown + "\n"
+        write_results(args.out, name, raw, page)
 
 
 if __name__ == "__main__":

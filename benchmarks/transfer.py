@@ -1,10 +1,10 @@
-"""How fast KV blocks get from one process to another: whole handovers, digests and commit included.
+"""Transfer rate of KV blocks between two processes: complete handovers with digests and commit.
 
     python -m benchmarks.transfer [--transport ucx] [--blocks 250] [--rounds 40] [--block-bytes 368640] [--output FILE]
 
-Two asyncio processes on this host. A round is: ticket received, every block pushed and digested, commit verified.
-Before each round one process copies as many bytes within its memory: the ratio of the two is what travels between
-machines, and what a noisy neighbour spoils least.
+Runs two asyncio processes on this host. In a round, a ticket is received, every block pushed and digested, and the
+commit verified. Before each round one process copies as many bytes within its memory. The ratio of the two rates is
+comparable between machines, and least affected by other load.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from pdserve.base.tasks import service_group
 from pdserve.v1 import decode_pb2
 
 REQUEST = RequestId("bench")
-#: The first rounds connect, and touch what was not touched yet.
+#: The first rounds connect, and touch memory for the first time.
 WARM_UP_ROUNDS = 3
-#: Beginnings of the names of packages that matter; ucxx has one per CUDA version.
+#: Prefixes of package names to record; ucxx has one per CUDA version.
 PACKAGES = ("libucx", "ucxx", "torch", "numpy", "xxhash")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One handover. Rates are of the blocks' bytes; processor time is of both ends' whole processes."""
+    """One handover. Rates count the blocks' bytes; processor time is that of the two whole processes."""
 
     gb_per_s: float
     memcpy_gb_per_s: float
@@ -66,7 +66,7 @@ class Memory:
 
 
 class Link:
-    """Length-prefixed messages over a socket: what gRPC does between real workers."""
+    """Length-prefixed messages over a socket, in place of gRPC between real workers."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -127,18 +127,18 @@ async def prefill(link: Link, args: argparse.Namespace) -> None:
     rounds, decode_cpu_s = [], 0.0
     for _ in range(args.rounds + WARM_UP_ROUNDS):
         ticket = ticket_from_proto(decode_pb2.Ticket.FromString(await link.read()))
-        before_copy = loop.time()
+        copy_started_at = loop.time()
         for block in range(args.blocks):
             copy[block] = memory.blocks[block]
-        began, cpu_began = loop.time(), time.process_time()
+        started_at, cpu_started_at = loop.time(), time.process_time()
         async with sender.open(ticket, request_id=REQUEST) as transfer:
             await transfer.push([BlockId(block) for block in range(args.blocks)])
             decode_cpu_before, decode_cpu_s = decode_cpu_s, await transfer.finish([1], commit)
         rounds.append(
             Round(
-                gb_per_s=gigabytes / (loop.time() - began),
-                memcpy_gb_per_s=gigabytes / (began - before_copy),
-                prefill_cpu_ms=1e3 * (time.process_time() - cpu_began),
+                gb_per_s=gigabytes / (loop.time() - started_at),
+                memcpy_gb_per_s=gigabytes / (started_at - copy_started_at),
+                prefill_cpu_ms=1e3 * (time.process_time() - cpu_started_at),
                 decode_cpu_ms=1e3 * (decode_cpu_s - decode_cpu_before),
             )
         )
@@ -148,7 +148,7 @@ async def prefill(link: Link, args: argparse.Namespace) -> None:
 
 
 def report(rounds: Sequence[Round], args: argparse.Namespace) -> None:
-    """Prints a summary; `--output` gets every round and what it ran on, appended to the runs that are there."""
+    """Prints a summary; appends all rounds and the environment to the runs in the `--output` file."""
     rates = [each.gb_per_s for each in rounds]
     summary = {
         "transport": args.transport,
@@ -174,7 +174,7 @@ def report(rounds: Sequence[Round], args: argparse.Namespace) -> None:
 
 
 def machine() -> dict[str, object]:
-    """What the numbers were measured on."""
+    """Hardware and versions of the run."""
     models = {
         line.split(":")[1].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -202,8 +202,8 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=250)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--block-bytes", type=int, default=368_640)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file to which the run is added")
-    parser.add_argument("--note", default="", help="says in the file what this run is")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file to which the run is appended")
+    parser.add_argument("--note", default="", help="description of the run, written into the file")
     parser.add_argument("--decode-fd", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.decode_fd is not None:

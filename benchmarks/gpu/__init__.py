@@ -1,1 +1,1 @@
-"""The GPU kernels against what the GPU can do, in one run: measures, writes the table of what was reached."""
+"""Compares the GPU kernels with the limits of the GPU in one run: measures, and writes the table of results."""

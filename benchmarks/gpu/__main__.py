@@ -1,16 +1,16 @@
-"""The GPU kernels against what this GPU can do, in one run.
+"""Compares the GPU kernels with the limits of this GPU in one run.
 
     python -m benchmarks.gpu [--only decode-64,prefill] [--kernels reference] [--dry-run]
 
-The shape is that of Llama 3.1 8B, with random weights in bfloat16. Rows and what they must reach: rows.py; sizes:
-setting.py. Without a GPU there is --dry-run: the same code on tiny shapes in Triton's interpreter, for no figure.
+The model has the shape of Llama 3.1 8B and random weights in bfloat16. Rows and their bounds are in rows.py, sizes in
+setting.py. Without a GPU, --dry-run runs the same code on tiny shapes in Triton's interpreter. Its figures mean
+nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import traceback
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.environment import describe
 from benchmarks.gpu.rows import ROWS, Ceilings, Finding, NotMeasured, Row
+from benchmarks.result_files import write_results
 
 if TYPE_CHECKING:
     from benchmarks.gpu.setting import Setting
@@ -31,10 +32,10 @@ _KERNELS = ("triton", "reference")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry; the exit code is 1 when a row broke."""
+    """Command line entry; returns exit code 1 when a row failed."""
     arguments = _arguments(argv)
     if arguments.dry_run:
-        # Read when a kernel is defined: before any of them is imported.
+        # Triton reads it when a kernel is defined, so it is set before any of them is imported.
         os.environ["TRITON_INTERPRET"] = "1"
     import torch
 
@@ -42,22 +43,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     from benchmarks.gpu.setting import FULL, TINY, Setting
 
     if not (arguments.dry_run or torch.cuda.is_available()):
-        print("There is no GPU here; --dry-run shows that everything runs.", file=sys.stderr)
+        print("This machine has no GPU. Use --dry-run to check that everything runs.", file=sys.stderr)
         return 2
     device = torch.device("cpu" if arguments.dry_run else "cuda")
     sizes = TINY if arguments.dry_run else FULL
     environment = describe() | describe_device(device) | {"kernels": arguments.kernels}
     setting = Setting(arguments.kernels, sizes, device)
-    ceilings_of_now = partial(
+    measure_now = partial(
         measure_ceilings, setting.clock, device, copy_bytes=sizes.copy_bytes, matmul_size=sizes.matmul_size
     )
     rows = [row for row in ROWS if not arguments.only or row.key in arguments.only]
-    # Not inference mode: transformers goes on in a thread of its own, which is not in it.
+    # Not inference mode, which does not extend to transformers' own thread.
     with torch.no_grad():
-        ceilings = ceilings_of_now()
+        ceilings = measure_now()
         findings = {row.key: _find(row, setting) for row in rows}
-        # Again: a GPU that is warm, or that others use too, is slower at times.
-        ceilings = ceilings.best(ceilings_of_now())
+        # Repeated, because a GPU that is warm or shared is slower at times.
+        ceilings = ceilings.best(measure_now())
     is_complete = not (arguments.only or arguments.dry_run)
     _report(arguments.out or (RESULTS if is_complete else None), environment, rows, findings, ceilings, setting)
     return int(any(isinstance(finding, NotMeasured) and finding.is_failure for finding in findings.values()))
@@ -68,10 +69,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [row.key for row in ROWS]
-    parser.add_argument("--only", type=_some(names), help=f"rows to measure, of {', '.join(names)}; all when absent")
-    parser.add_argument("--kernels", choices=_KERNELS, default="triton", help="what is measured")
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU: to see that everything runs")
-    parser.add_argument("--out", type=Path, help="directory of the results; when absent, complete runs have theirs")
+    parser.add_argument("--only", type=_some(names), help=f"rows to measure, of {', '.join(names)}; default: all")
+    parser.add_argument("--kernels", choices=_KERNELS, default="triton", help="kernels to measure")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU, to check that everything runs")
+    parser.add_argument("--out", type=Path, help="directory of the results; default: benchmarks/results if complete")
     return parser.parse_args(argv)
 
 
@@ -79,14 +80,14 @@ def _some(known: Sequence[str]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         names = [name for name in text.split(",") if name]
         if unknown := set(names) - set(known):
-            raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: none of {', '.join(known)}")
+            raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: not one of {', '.join(known)}")
         return names
 
     return parse
 
 
 def _measures(setting: Setting) -> Mapping[str, Callable[[], Finding]]:
-    """How each row is measured."""
+    """The function that measures each row."""
     from benchmarks.gpu import block_rows, model_rows, step_rows, transformers_peer
 
     sizes = setting.sizes
@@ -110,13 +111,13 @@ def _measures(setting: Setting) -> Mapping[str, Callable[[], Finding]]:
 
 
 def _find(row: Row, setting: Setting) -> Finding:
-    """Measures a row and lets its memory go."""
+    """Measures a row and frees its memory."""
     import torch
 
     print(f"{row.key} ...", flush=True)
     try:
         return _measures(setting)[row.key]()
-    except Exception as error:  # noqa: BLE001 - on a GPU lent by the minute one broken row must not cost the others
+    except Exception as error:  # noqa: BLE001 - on a GPU rented by the minute, one failed row must not cost the others
         traceback.print_exc()
         return NotMeasured(why=f"{type(error).__name__}: {str(error)[:300]}", is_failure=True)
     finally:
@@ -133,7 +134,7 @@ def _report(
     ceilings: Ceilings,
     setting: Setting,
 ) -> None:
-    """Prints the tables, and writes them with all samples to `out` if there is one."""
+    """Prints the tables, and writes them with all samples to `out` unless that is None."""
     from benchmarks.gpu.report import raw, rooflines, table
 
     packages = environment["packages"]
@@ -141,7 +142,7 @@ def _report(
     text = "\n".join(
         [
             f"# GPU kernels, {environment['date']}\n",
-            f"{environment['gpu'] or 'No GPU: a dry run, its figures mean nothing'}; {setting.backend} kernels; "
+            f"{environment['gpu'] or 'No GPU: a dry run whose figures mean nothing'}; {setting.backend} kernels; "
             f"torch {packages['torch']}, triton {packages['triton']}; commit {environment['commit']}. Llama 3.1 8B "
             "with random weights, bfloat16, KV blocks of 16 tokens scattered over the cache. Medians of "
             f"{setting.clock.repeats} calls between CUDA events, with a cold L2 cache.\n",
@@ -160,11 +161,7 @@ def _report(
         "ceilings": asdict(ceilings),
         "rows": raw(rows, findings, ceilings),
     }
-    out.mkdir(parents=True, exist_ok=True)
-    stem = out / f"gpu-{environment['date']}"
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    stem.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(f"Written: {stem}.json and {stem}.md")
+    write_results(out, f"gpu-{environment['date']}", result, text)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Moving KV blocks: packing them on the device, and handing them to another process."""
+"""Rows of moving KV blocks: packing them on the device, and handing them over to another process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEY = bytes(range(16))
 
 
 def packing(setting: Setting, *, unpacks: bool) -> Finding:
-    """Whole blocks, as many as hold a prompt; counted are the bytes read and those written."""
+    """Packs or unpacks the blocks of a prompt; counts the bytes read plus the bytes written."""
     if importlib.util.find_spec("triton") is None:
         return NotMeasured(why="Triton is not installed")
     from kernels.triton import blocks
@@ -41,7 +41,7 @@ def packing(setting: Setting, *, unpacks: bool) -> Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Handovers:
-    """Of the faster memory, and what is to be said of both."""
+    """Times with the faster memory, and a description of both."""
 
     times: Times
     layout: KvLayout
@@ -50,14 +50,14 @@ class _Handovers:
 
 
 def handover(setting: Setting) -> Finding:
-    """Two processes on one device, blocks of a whole prompt; counted once, as the promise does."""
+    """Hands the blocks of a prompt over between two processes on one device; counts their bytes once."""
     found = _handovers(setting)
     work = Work(num_bytes=float(found.num_blocks * found.layout.block_bytes), flops=0.0)
     return Measured(samples_ms=found.times.whole_ms, work=work, how=found.how)
 
 
 def exposed(setting: Setting) -> Finding:
-    """The same, when all groups of layers but the last have gone already."""
+    """The same, if all layer groups but the last have been sent before."""
     found = _handovers(setting)
     groups = min(GPU_LAYER_GROUPS, found.layout.num_layers)
     work = Work(num_bytes=found.num_blocks * found.layout.block_bytes / groups, flops=0.0)
@@ -65,7 +65,7 @@ def exposed(setting: Setting) -> Finding:
 
 
 def handover_nccl(setting: Setting) -> Finding:
-    """As `handover`, from the first GPU's memory to the second's."""
+    """Like `handover`, from the first GPU's memory to the second's."""
     if torch.cuda.device_count() < 2:
         return NotMeasured(why="fewer than two GPUs, and NCCL does not connect two processes on one")
     case = replace(_case(setting, DEVICE), device="cuda:0", transport="nccl", peer_device="cuda:1")
@@ -94,21 +94,21 @@ def _case(setting: Setting, memory: str) -> Case:
 
 @cache
 def _handovers(setting: Setting) -> _Handovers:
-    """By way of host memory and of the device's: the choice is made by measuring."""
+    """Measures staging in host and in device memory, and takes the faster one."""
     times: dict[str, Times] = {}
-    said = []
+    notes = []
     for memory in (DEVICE, HOST):
         case = _case(setting, memory)
         layout, num_blocks = case.layout, case.num_blocks
         try:
             times[memory] = measure(case)
         except (RuntimeError, PdserveError) as error:
-            said.append(f"{memory} memory failed: {error}")
+            notes.append(f"{memory} memory failed: {error}")
         else:
             rate = num_blocks * layout.block_bytes / statistics.median(times[memory].whole_ms) / 1e6
-            said.append(f"{memory} memory {rate:.3g} GB/s")
+            notes.append(f"{memory} memory {rate:.3g} GB/s")
     if not times:
-        raise RuntimeError("; ".join(said))
+        raise RuntimeError("; ".join(notes))
     best = min(times, key=lambda memory: statistics.median(times[memory].whole_ms))
-    how = f"by way of {best} memory ({', '.join(said)})"
+    how = f"staged in {best} memory ({', '.join(notes)})"
     return _Handovers(times=times[best], layout=layout, num_blocks=num_blocks, how=how)

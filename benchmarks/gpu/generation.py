@@ -1,6 +1,6 @@
-"""Requests answered by a bare loop around the forward pass: prompts in chunks, then steps for all of them at once.
+"""Answers requests with a bare loop around the forward pass: prompts in chunks, then decode steps for all at once.
 
-Greedy. No scheduler, sampler or server takes part: what the kernels can give to those.
+Greedy, without scheduler, sampler and server: the throughput that the kernels allow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels.ops import KvRows
 
 
 class Generation:
-    """Room and graphs for requests of one size; `run` answers them, as often as wanted."""
+    """Memory and graphs for requests of one size; `run` answers them and may be repeated."""
 
     def __init__(self, setting: Setting, num_requests: int, prompt_tokens: int, output_tokens: int) -> None:
         length = prompt_tokens + output_tokens
@@ -24,7 +24,7 @@ class Generation:
         self._prompt_tokens, self._output_tokens = prompt_tokens, output_tokens
         self._kernel = setting.decoder(deterministic=False)
         self._cache = setting.kv_cache(blocks_of(spans), len(setting.shape.windows))
-        #: The rows of a step; positions and what follows from them are changed in place.
+        #: Rows of a step; positions and values derived from them are updated in place.
         self._rows = kv_rows(spans, setting.device, is_scattered=True)
         self._every_row = torch.arange(num_requests, device=setting.device)
         self._tokens = torch.zeros(num_requests, dtype=torch.int64, device=setting.device)
@@ -35,7 +35,7 @@ class Generation:
         self._step = captured(self._advance) if setting.has_graphs else self._advance
 
     def run(self, prompts: Tensor) -> Tensor:
-        """int64 [num_requests, prompt_tokens] -> [num_requests, output_tokens]. Nothing waits for the device."""
+        """int64 [num_requests, prompt_tokens] -> [num_requests, output_tokens]. Does not wait for the device."""
         self._restart()
         chunks = [slice(at, at + self._prompts_per_chunk) for at in range(0, len(prompts), self._prompts_per_chunk)]
         firsts = [self._prefill(prompts[chunk], self._rows.block_tables[chunk]) for chunk in chunks]
@@ -46,14 +46,14 @@ class Generation:
         return self._output
 
     def _restart(self) -> None:
-        """To before the first step: the prompt is in the cache, and its last token's choice comes next."""
+        """Resets the state to the first decode step: the prompt is in the cache, and its first token is known."""
         self._rows.positions.fill_(self._prompt_tokens)
         self._rows.context_lens.fill_(self._prompt_tokens + 1)
         self._column.fill_(1)
         self._tokens.zero_()
 
     def _prefill(self, token_ids: Tensor, block_tables: Tensor) -> Tensor:
-        """Whole prompts; their first tokens."""
+        """Computes whole prompts; returns their first tokens."""
         count, length = token_ids.shape
         device = token_ids.device
         positions = torch.arange(length, device=device)
@@ -69,20 +69,20 @@ class Generation:
         return logits.argmax(1)
 
     def _advance(self) -> None:
-        """One token for each request, all state on the device."""
+        """Computes one token per request, with all state on the device."""
         rows = self._rows
         blocks = rows.block_tables.gather(1, (rows.positions // BLOCK_SIZE).unsqueeze(1)).squeeze(1)
         rows.slot_mapping.copy_(blocks * BLOCK_SIZE + rows.positions % BLOCK_SIZE)
         logits = self._kernel.forward(self._tokens, rows, self._every_row, self._cache)
         self._tokens.copy_(logits.argmax(1))
-        # Warm-ups may go on beyond the last column.
+        # Warm-up steps may pass the last column.
         self._output.index_copy_(1, self._column.remainder(self._output_tokens), self._tokens.unsqueeze(1))
         rows.positions.add_(1)
         rows.context_lens.add_(1)
         self._column.add_(1)
 
     def work(self, setting: Setting) -> Work:
-        """Of a whole run."""
+        """Work of a whole run."""
         shape, weight_bytes, length = setting.shape, self._kernel.weight_bytes, self._prompt_tokens
         total, left = Work(num_bytes=0.0, flops=0.0), len(self._tokens)
         while left > 0:

@@ -1,9 +1,9 @@
-"""Handovers between two processes: whole ones, and what is left after the last layers are computed.
+"""Handovers between two processes: complete ones, and the time left after the last layers are computed.
 
     python -m benchmarks.gpu.handover FD TRANSPORT MEMORY BLOCKS ROUNDS DEVICE LAYOUT
 
-is the other process, which receives; the measuring one starts it. Both use what workers use: the protocol over UCX or
-NCCL, with digests and commit, and blocks that stop over in host memory or in that of the device.
+runs the receiving process, which the measuring one starts. Both use the workers' code: the protocol over UCX or NCCL,
+with digests and commit, and blocks staged in host or device memory.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from pdserve.worker.kv_bytes.device import device_block_memory
 from pdserve.worker.kv_bytes.host import block_memory, staged
 
 HOST, DEVICE = "host", "device"
-#: The first connect, compile, and touch what was not touched yet.
+#: The first rounds connect, compile, and touch memory for the first time.
 _WARM_UP_ROUNDS = 2
-#: For the groups before the last to be over: so they would be while a model computes.
+#: Wait until all groups but the last have arrived, as they would while a model computes.
 _SETTLE_S = 0.05
 _LIMIT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is handed over, and by way of which memory."""
+    """A handover to measure: its blocks, memory and transport."""
 
     layout: KvLayout
     num_blocks: int
@@ -55,18 +55,18 @@ class Case:
     device: str
     memory: str
     transport: str = "ucx"
-    #: Of the process that receives; None: the same.
+    #: Device of the receiving process; None: the same device.
     peer_device: str | None = None
 
     def to_arguments(self) -> list[str]:
-        """The peer's case, as `from_arguments` reads it."""
+        """Command-line arguments of the peer's case."""
         device = self.peer_device or self.device
         numbers = [str(self.num_blocks), str(self.rounds)]
         return [self.transport, self.memory, *numbers, device, json.dumps(asdict(self.layout))]
 
     @classmethod
     def from_arguments(cls, arguments: Sequence[str]) -> Case:
-        """Of a command line."""
+        """Parses the arguments of `to_arguments`."""
         transport, memory, num_blocks, rounds, device, layout = arguments
         return cls(
             layout=KvLayout(**json.loads(layout)),
@@ -78,15 +78,15 @@ class Case:
         )
 
     def open_transport(self) -> Transport:
-        """Of this process."""
+        """Opens the transport of this process."""
         is_in_gpu = self.memory == DEVICE and self.device != "cpu"
         return open_transport(self.transport, device=self.device if is_in_gpu else None)
 
     def open_memory(self) -> tuple[KvCache, BlockMemory]:
-        """A cache with all blocks, and a stage with room for as many."""
+        """A cache with all blocks, and staging memory for as many."""
         cache = KvCache(self.layout, self.num_blocks, torch.device(self.device))
-        together = best_bundle_blocks(self.layout.block_bytes)
-        size = -(-self.num_blocks // together) * together * self.layout.block_bytes
+        bundle_blocks = best_bundle_blocks(self.layout.block_bytes)
+        size = -(-self.num_blocks // bundle_blocks) * bundle_blocks * self.layout.block_bytes
         if self.memory == DEVICE:
             return cache, device_block_memory(cache, size)
         if self.device == "cpu":
@@ -96,21 +96,21 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Of each round, in milliseconds."""
+    """Times of each round, in milliseconds."""
 
-    #: From the first block to the answer to the commit, with all blocks computed.
+    #: From the first block to the answer of the commit, with all blocks computed.
     whole_ms: tuple[float, ...]
-    #: The same, when only the last group of layers is left to send.
+    #: The same, if only the last layer group is left to send.
     exposed_ms: tuple[float, ...]
 
 
 def measure(case: Case) -> Times:
-    """Raises `RuntimeError` with what the other process said when it fails."""
+    """Measures a case. Raises `RuntimeError` with the last output of the receiving process when that fails."""
     here, there = socket.socketpair()
     command = [sys.executable, "-m", "benchmarks.gpu.handover", str(there.fileno()), *case.to_arguments()]
     with (
-        tempfile.TemporaryFile("w+") as said,
-        subprocess.Popen(command, pass_fds=[there.fileno()], stderr=said) as child,
+        tempfile.TemporaryFile("w+") as output,
+        subprocess.Popen(command, pass_fds=[there.fileno()], stderr=output) as child,
     ):
         there.close()
         try:
@@ -118,8 +118,8 @@ def measure(case: Case) -> Times:
         except (OSError, asyncio.IncompleteReadError) as error:
             child.kill()
             child.wait()
-            said.seek(0)
-            lines = said.read().strip().splitlines()
+            output.seek(0)
+            lines = output.read().strip().splitlines()
             raise RuntimeError(f"the receiving process ended: {lines[-1] if lines else error!r}") from error
         finally:
             here.close()
@@ -127,7 +127,7 @@ def measure(case: Case) -> Times:
 
 
 async def _within_limit(work: Awaitable[Times]) -> Times:
-    """A wire that is tried for the first time may be stuck."""
+    """Bounds the time: a transport on untested hardware may hang."""
     async with asyncio.timeout(_LIMIT_S):
         return await work
 
@@ -145,18 +145,18 @@ async def _send(case: Case, stream: socket.socket) -> Times:
         return await link.read()
 
     async def hand_over(settle_s: float) -> float:
-        """From when the last group may be sent."""
+        """Milliseconds from the send of the first group, or with `settle_s` of the last."""
         ticket = ticket_from_proto(decode_pb2.Ticket.FromString(await link.read()))
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         async with sender.open(ticket, request_id=REQUEST) as transfer:
             for group in range(ticket.layer_groups - 1):
                 await transfer.push(blocks, group=group)
             if settle_s:
                 await asyncio.sleep(settle_s)
-                began = time.perf_counter()
+                started_at = time.perf_counter()
             await transfer.push(blocks, group=ticket.layer_groups - 1)
             await transfer.finish([1], commit)
-        return 1e3 * (time.perf_counter() - began)
+        return 1e3 * (time.perf_counter() - started_at)
 
     try:
         rounds = _WARM_UP_ROUNDS + case.rounds

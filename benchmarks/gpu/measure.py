@@ -1,4 +1,4 @@
-"""How long a call takes on the device, what the device can do at best, and which device it is."""
+"""Times calls on the device, measures the device's ceilings, and describes it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from benchmarks.gpu.rows import Ceilings
 Call = Callable[[], object]
 Result = TypeVar("Result")
 
-#: Several times what the L2 cache of any GPU holds: written between two repetitions.
+#: Several times the L2 cache of any GPU; written between repetitions.
 _FLUSH_BYTES = 256 << 20
-#: Cycles for which the GPU waits before a timed call, so that the host has launched it by then: about 0.6 ms.
+#: Cycles for which the GPU waits before a timed call, while the host launches it: about 0.6 ms.
 _HEAD_START_CYCLES = 1_000_000
 _WARM_UP = 3
 _GRAPH_WARM_UP = 3
 
 
 class Clock:
-    """Times calls: on a GPU between events in its stream, with a cold L2 cache; else as they pass."""
+    """Times calls: on a GPU with events in its stream and a cold L2 cache, else by the host's clock."""
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.repeats = repeats
@@ -32,23 +32,23 @@ class Clock:
         self._flush = torch.empty(_FLUSH_BYTES if self._is_gpu else 0, dtype=torch.uint8, device=device)
 
     def samples_ms(self, call: Call) -> tuple[float, ...]:
-        """Milliseconds of each repetition, after some that compile and warm up."""
+        """Milliseconds of each repetition, after calls that compile and warm up."""
         for _ in range(_WARM_UP if self._is_gpu else 0):
             call()
         once = self._once_on_gpu if self._is_gpu else self.once_ms
         return tuple(once(call) for _ in range(self.repeats))
 
     def once_ms(self, call: Call) -> float:
-        """By the host's clock, until the device is done."""
+        """Milliseconds by the host's clock until the device is done."""
         return self.timed(call)[0]
 
     def timed(self, call: Callable[[], Result]) -> tuple[float, Result]:
-        """The same, with what the call returned."""
+        """The same, with the result of the call."""
         self.synchronize()
-        begin = time.perf_counter()
+        started_at = time.perf_counter()
         result = call()
         self.synchronize()
-        return (time.perf_counter() - begin) * 1e3, result
+        return (time.perf_counter() - started_at) * 1e3, result
 
     def synchronize(self) -> None:
         """Waits until the device is idle."""
@@ -56,18 +56,18 @@ class Clock:
             torch.cuda.synchronize(self._device)
 
     def _once_on_gpu(self, call: Call) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._flush.zero_()
         torch.cuda._sleep(_HEAD_START_CYCLES)
-        begin.record()
+        start.record()
         call()
         end.record()
         torch.cuda.synchronize(self._device)
-        return float(begin.elapsed_time(end))
+        return float(start.elapsed_time(end))
 
 
 def captured(call: Call) -> Call:
-    """The call as a CUDA graph, as a serving step replays it: without what the host does for each kernel."""
+    """Captures the call as a CUDA graph, which a serving step replays without host work per kernel."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -81,14 +81,14 @@ def captured(call: Call) -> Call:
 
     def replay() -> object:
         graph.replay()
-        # The graph writes to it: it must live as long.
+        # The graph writes to the result, which must live as long as the graph.
         return result
 
     return replay
 
 
 def measure_ceilings(clock: Clock, device: torch.device, *, copy_bytes: int, matmul_size: int) -> Ceilings:
-    """A copy within the device's memory, and a product of two square bfloat16 matrices."""
+    """Measures a copy within device memory, and a product of two square bfloat16 matrices."""
     copy_ms = statistics.median(clock.samples_ms(_copy(copy_bytes, device)))
     matmul_ms = statistics.median(clock.samples_ms(_product(matmul_size, device)))
     return Ceilings(
@@ -108,7 +108,7 @@ def _product(size: int, device: torch.device) -> Call:
 
 
 def describe_device(device: torch.device) -> dict[str, object]:
-    """The GPU and what drives it; nothing that names the machine."""
+    """The GPU and its driver; nothing that identifies the machine."""
     if device.type != "cuda":
         return {"gpu": None}
     properties = torch.cuda.get_device_properties(device)

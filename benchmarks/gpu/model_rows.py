@@ -1,4 +1,4 @@
-"""Attention by itself, and whole steps of the model."""
+"""Rows of attention alone, and of whole steps of the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _attention(setting: Setting, spans: Spans, *, in_graph: bool) -> Measured:
     shape, rows = setting.shape, kv_rows(spans, setting.device, is_scattered=True)
     q = torch.randn(len(rows.positions), shape.num_heads, shape.head_dim, device=setting.device).to(DTYPE)
     paged = setting.paged_kv(rows, setting.kv_cache(blocks_of(spans), 1))
-    # Queries in, and as much out.
+    # Reading the queries, and writing as many outputs.
     around = Work(num_bytes=2.0 * q.nbytes, flops=0.0)
     work = attention_work(shape, spans, DTYPE.itemsize) + around
     return setting.measure(partial(paged.attention, 0, q, None), work, in_graph=in_graph)

@@ -1,4 +1,4 @@
-"""The table and the rooflines as Markdown, and the same as JSON: pure."""
+"""Formats the table and the rooflines as Markdown, and all measurements as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _REACHED = {True: "reached", False: "**not reached**", None: ""}
 
 
 def table(rows: Sequence[Row], findings: Mapping[str, Finding], ceilings: Ceilings) -> str:
-    """One line a row: what was reached, and what was to be reached. What has no figure says why."""
+    """One line per row: the figure and its bound, or the reason for a missing figure."""
     lines = ["| what | measured | wanted | |", "| --- | ---: | ---: | --- |"]
     return "\n".join(lines + [_line(row, findings[row.key], ceilings) for row in rows])
 
 
 def _line(row: Row, finding: Finding, ceilings: Ceilings) -> str:
     if isinstance(finding, NotMeasured):
-        said = "**failed**" if finding.is_failure else "not measured"
-        return f"| {row.what} | {_NO_FIGURE} | {row.shown_bound} | {said}: {_cell(finding.why)} |"
+        state = "**failed**" if finding.is_failure else "not measured"
+        return f"| {row.what} | {_NO_FIGURE} | {row.shown_bound} | {state}: {_cell(finding.why)} |"
     value = row.value(finding, ceilings)
     return f"| {row.what} | {row.show(value)} | {row.shown_bound} | {_REACHED[row.is_reached(value)]} |"
 
 
 def rooflines(rows: Sequence[Row], findings: Mapping[str, Finding], ceilings: Ceilings) -> str:
-    """What each row must move and compute, how long that takes at the ceilings, and how long it took."""
+    """Bytes and operations of each row, their time at the ceilings, and the measured time."""
     lines = [
         f"Ceilings, measured in this run: device copy {ceilings.copy_gb_per_s:.0f} GB/s (read plus written), bfloat16 "
         f"product {ceilings.matmul_tflop_per_s:.0f} TFLOP/s.\n",
@@ -57,7 +57,7 @@ def _roofline(row: Row, measured: Finding, ceilings: Ceilings) -> str:
 
 
 def raw(rows: Sequence[Row], findings: Mapping[str, Finding], ceilings: Ceilings) -> list[dict[str, object]]:
-    """Everything that was measured, for programs."""
+    """All measurements, as JSON values."""
     return [_raw(row, findings[row.key], ceilings) for row in rows]
 
 
@@ -75,5 +75,5 @@ def _spread(samples_ms: Sequence[float]) -> str:
 
 
 def _cell(text: str) -> str:
-    """One line, and no end of a cell in it."""
+    """Makes text fit into one cell of a table."""
     return " ".join(text.split()).replace("|", "\\|")

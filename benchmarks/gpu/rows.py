@@ -1,6 +1,6 @@
-"""The table of issue and promise: which figure each row gives, and what it must reach.
+"""The rows of the table: their figures and the bounds they must reach.
 
-Pure: what was measured in, figures out.
+Pure: measurements in, figures out.
 """
 
 from __future__ import annotations
@@ -14,52 +14,52 @@ from kernels.bench.work import Work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """The best the device showed in this run."""
+    """Best rates of the device in this run."""
 
     #: Bytes read plus bytes written.
     copy_gb_per_s: float
-    #: Of a product of two bfloat16 matrices.
+    #: Rate of a product of two bfloat16 matrices.
     matmul_tflop_per_s: float
 
     def best(self, other: Ceilings) -> Ceilings:
-        """Of two looks at the device."""
+        """The higher of both measurements of each rate."""
         return Ceilings(
             copy_gb_per_s=max(self.copy_gb_per_s, other.copy_gb_per_s),
             matmul_tflop_per_s=max(self.matmul_tflop_per_s, other.matmul_tflop_per_s),
         )
 
     def copy_ms(self, work: Work) -> float:
-        """How long its bytes take."""
+        """Milliseconds to move the bytes at the ceiling."""
         return work.num_bytes / self.copy_gb_per_s / 1e6
 
     def matmul_ms(self, work: Work) -> float:
-        """How long its multiplications and additions take."""
+        """Milliseconds for the multiplications and additions at the ceiling."""
         return work.flops / self.matmul_tflop_per_s / 1e9
 
     def least_ms(self, work: Work) -> float:
-        """The time below which it cannot be done: the longer of both."""
+        """Lower bound of the time in milliseconds: the longer of both."""
         return max(self.copy_ms(work), self.matmul_ms(work))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Repeated times of a call, the work that is in it, and in a few words how it was called."""
+    """Repeated times of a call, its work, and a short description of how it was called."""
 
     samples_ms: tuple[float, ...]
     work: Work
     how: str
-    #: Of what it is compared with: another mode, or a peer.
+    #: Times of the call it is compared with: another mode, or a peer.
     against_ms: tuple[float, ...] = ()
 
     @property
     def median_ms(self) -> float:
-        """Of the samples."""
+        """Median of the samples."""
         return statistics.median(self.samples_ms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotMeasured:
-    """A row without a figure; `is_failure` when there should have been one."""
+    """A row without a figure; `is_failure` if one was expected."""
 
     why: str
     is_failure: bool = False
@@ -69,19 +69,19 @@ Finding = Measured | NotMeasured
 
 
 class Figure(Enum):
-    """What a row shows."""
+    """The kind of figure that a row shows."""
 
     OF_COPY = "share of the copy bandwidth"
     OF_MATMUL = "share of the matmul peak"
     TFLOPS = "TFLOP/s"
     GB_PER_S = "GB/s"
-    #: Other's time over ours.
+    #: The other's time divided by ours.
     TIMES_FASTER = "times faster"
-    #: Our time over the other's.
+    #: Our time divided by the other's.
     TIMES_SLOWER = "times slower"
-    #: What the other's time leaves of ours.
+    #: Share of our time beyond the other's.
     IDLE = "share of the time"
-    #: As it is.
+    #: Our time.
     MS = "ms"
 
 
@@ -92,13 +92,13 @@ class Row:
     key: str
     what: str
     figure: Figure
-    #: What must be reached, or for `TIMES_SLOWER` not exceeded; None: it is only watched.
+    #: Lower bound, or for `TIMES_SLOWER` upper bound; None: the row is only monitored.
     bound: float | None
-    #: Instead of the bound's number.
+    #: Text in place of the bound's number.
     bound_text: str | None = None
 
     def value(self, measured: Measured, ceilings: Ceilings) -> float:
-        """The figure."""
+        """The row's figure."""
         work, ms = measured.work, measured.median_ms
         match self.figure:
             case Figure.OF_COPY:
@@ -119,13 +119,13 @@ class Row:
                 return ms
 
     def is_reached(self, value: float) -> bool | None:
-        """None when it is only watched."""
+        """Whether the bound is met; None if the row is only monitored."""
         if self.bound is None:
             return None
         return value <= self.bound if self.figure is Figure.TIMES_SLOWER else value >= self.bound
 
     def show(self, value: float) -> str:
-        """For people."""
+        """Formats a figure."""
         match self.figure:
             case Figure.OF_COPY | Figure.OF_MATMUL | Figure.IDLE:
                 return f"{100 * value:.0f} %"
@@ -136,7 +136,7 @@ class Row:
 
     @property
     def shown_bound(self) -> str:
-        """For people."""
+        """The bound as text."""
         if self.bound is None:
             return self.bound_text or "–"
         return f"{'at most' if self.figure is Figure.TIMES_SLOWER else 'at least'} {self.show(self.bound)}"
@@ -204,7 +204,7 @@ ROWS: tuple[Row, ...] = (
         bound=None,
         bound_text="one layer group",
     ),
-    # Not in the issue: parts of others, and what is only watched.
+    # Rows without a bound: components of others, and monitored figures.
     Row(
         key="handover-nccl",
         what="KV handover of 8k tokens (1 GiB) over NCCL, between two GPUs",

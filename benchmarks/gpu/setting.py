@@ -1,4 +1,4 @@
-"""What all rows measure with: the model's shape and weights, the kernels, the device, and the sizes of the rows."""
+"""Common inputs of all rows: the model's shape and weights, the kernels, the device, and the sizes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How large the rows are."""
+    """Sizes of the rows."""
 
     shape: DecoderShape
     repeats: int
-    #: Runs of what takes seconds.
+    #: Runs of calls that take seconds.
     long_repeats: int
     copy_bytes: int
     matmul_size: int
@@ -57,7 +57,7 @@ FULL = Sizes(
     prompt_tokens=1024,
     output_tokens=256,
 )
-#: To see that everything runs, in an interpreter.
+#: Sizes for a check in an interpreter.
 TINY = Sizes(
     shape=DecoderShape(
         hidden_size=64,
@@ -84,7 +84,7 @@ TINY = Sizes(
 
 
 class Setting:
-    """Of one run. Weights and decoders are made when a row first needs them, and kept."""
+    """Inputs of one run. Weights and decoders are created when a row first needs them, and kept."""
 
     def __init__(self, backend: str, sizes: Sizes, device: torch.device) -> None:
         self.backend = backend
@@ -95,34 +95,34 @@ class Setting:
 
     @property
     def shape(self) -> DecoderShape:
-        """Of the model."""
+        """Shape of the model."""
         return self.sizes.shape
 
     @property
     def has_graphs(self) -> bool:
-        """Whether calls can be captured: the reference asks the host how long contexts are."""
+        """Whether calls can be captured. The reference kernels need the contexts' lengths on the host."""
         return self.device.type == "cuda" and self.backend != REFERENCE
 
     @cached_property
     def weights(self) -> DecoderWeights:
-        """Random, the same in every run on one kind of device."""
+        """Random weights, the same in every run on one type of device."""
         torch.manual_seed(_SEED)
         return random_weights(self.shape, DTYPE, self.device)
 
     def decoder(self, *, deterministic: bool) -> DecoderKernel:
-        """The whole model. Raises `KernelsUnavailable`."""
+        """The kernel of the whole model. Raises `KernelsUnavailable`."""
         if deterministic not in self._decoders:
             options = KernelOptions(backend=Backend.REFERENCE)
             if self.backend != REFERENCE:
                 options = KernelOptions(backend=Backend(self.backend), deterministic=deterministic)
-            most = max(self.sizes.long_context, self.sizes.prefill_tokens)
-            angles = rotations(self.shape, most, self.device)
+            max_tokens = max(self.sizes.long_context, self.sizes.prefill_tokens)
+            angles = rotations(self.shape, max_tokens, self.device)
             opened = open_decoder(options, self.shape, self.weights, angles)
             self._decoders[deterministic] = opened.kernel
         return self._decoders[deterministic]
 
     def paged_kv(self, rows: KvRows, kv_cache: Tensor) -> PagedKv:
-        """One step's view of the cache, in fast mode."""
+        """View of the cache for one step, in fast mode."""
         angles = rotations(self.shape, self.sizes.long_context, self.device)
         if self.backend == REFERENCE:
             return ReferencePagedKv(rows, kv_cache, angles, self.shape.scale)
@@ -132,12 +132,12 @@ class Setting:
         return paged
 
     def kv_cache(self, num_blocks: int, num_layers: int) -> Tensor:
-        """Random numbers."""
+        """A cache filled with random numbers: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
         size = (num_blocks, num_layers, 2, self.shape.num_kv_heads, BLOCK_SIZE, self.shape.head_dim)
         return torch.empty(math.prod(size), dtype=DTYPE, device=self.device).normal_().view(size)
 
     def step(self, spans: Spans, *, deterministic: bool = False) -> tuple[Call, Work]:
-        """A forward pass with logits of each sequence's last row, and its work."""
+        """A forward pass that returns the logits of each sequence's last row, and its work."""
         kernel, rows = self.decoder(deterministic=deterministic), kv_rows(spans, self.device, is_scattered=True)
         token_ids = torch.arange(len(rows.positions), device=self.device) % self.shape.vocab_size
         cache = self.kv_cache(blocks_of(spans), len(self.shape.windows))
@@ -145,7 +145,7 @@ class Setting:
         return partial(kernel.forward, token_ids, rows, rows.query_starts[1:] - 1, cache), work
 
     def measure(self, call: Call, work: Work, *, in_graph: bool) -> Measured:
-        """Times a call; `in_graph`: as a CUDA graph, where that can be."""
+        """Times a call, with `in_graph` as a CUDA graph if possible."""
         in_graph = in_graph and self.has_graphs
         samples_ms = self.clock.samples_ms(captured(call) if in_graph else call)
         return Measured(samples_ms=samples_ms, work=work, how="CUDA graph" if in_graph else "launched one by one")

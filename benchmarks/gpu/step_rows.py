@@ -1,4 +1,4 @@
-"""Decode steps as the engine takes them, scheduled, sampled and told: how much of the time the GPU idles."""
+"""Rows of complete decode steps of the engine, with scheduling and sampling: the share of time the GPU idles."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from pdserve.model.batch import Batch
 if TYPE_CHECKING:
     from pdserve.engine.device_sampler import DeviceSampler
 
-#: The first of the steps that decode, in which a graph is captured.
+#: Number of first decode steps that are not counted, because they capture a graph.
 _WARM_UP = 4
-#: For which the GPU waits before a step whose own time is taken, so that the host has launched it by then: some 20 ms.
+#: Cycles for which the GPU waits before a step that is timed alone, while the host launches it: about 20 ms.
 _HEAD_START_CYCLES = 40_000_000
-#: Prompts are not held up by sequences that decode already.
+#: No ITL budget: prompts are not delayed by sequences that already decode.
 _NO_BUDGET_S = 1e9
 
 
 def idle_share(setting: Setting, batch: int) -> Measured:
-    """Of `batch` sequences: from the begin of a step on the GPU to that of the next, against the step itself.
+    """Compares the time from step to step on the GPU with the time of a step alone, for `batch` sequences.
 
-    A step that the GPU begins while the host still launches it would seem busy for as long as that takes. So the step
-    itself is that of further steps, each of which waits behind a busy GPU until it is launched.
+    A step that the GPU starts while the host still launches it would seem to keep the GPU busy that long. So the time
+    of a step alone comes from further steps, which wait on a busy GPU until they are launched.
     """
     sizes = setting.sizes
     num_passing = _WARM_UP + sizes.repeats + 1
@@ -62,15 +62,15 @@ def idle_share(setting: Setting, batch: int) -> Measured:
     passing, queued = runner.decoding[_WARM_UP:num_passing], runner.decoding[num_passing:num_steps]
     weight_bytes = setting.decoder(deterministic=True).weight_bytes
     return Measured(
-        samples_ms=tuple(begin.until(following) for (begin, _), (following, _) in pairwise(passing)),
-        against_ms=tuple(begin.until(end) for begin, end in queued),
+        samples_ms=tuple(start.until(following) for (start, _), (following, _) in pairwise(passing)),
+        against_ms=tuple(start.until(end) for start, end in queued),
         work=decoder_work(setting.shape, [(1, sizes.step_context)] * batch, DTYPE.itemsize, weight_bytes),
         how="CUDA graph" if setting.has_graphs else "launched one by one",
     )
 
 
-def _engine(setting: Setting, batch: int, length: int, num_passing: int) -> tuple[DecodeScheduler, _Timed]:
-    """A scheduler for `batch` sequences of `length` tokens, and what computes its steps, in deterministic mode."""
+def _engine(setting: Setting, batch: int, length: int, num_passing: int) -> tuple[DecodeScheduler, _TimedRunner]:
+    """A scheduler for `batch` sequences of `length` tokens, and its runner in deterministic mode."""
     from pdserve.engine.device_sampler import DeviceSampler
 
     shape, max_blocks = setting.shape, -(-length // BLOCK_SIZE)
@@ -97,7 +97,7 @@ def _engine(setting: Setting, batch: int, length: int, num_passing: int) -> tupl
         )
     decoder = DeviceDecoder(_Kernel(setting.decoder(deterministic=True)), setting.device, graphs)
     kv_cache = KvCache(layout, pool.num_blocks, setting.device)
-    runner = _Timed(decoder, kv_cache, DeviceSampler(setting.device), num_passing)
+    runner = _TimedRunner(decoder, kv_cache, DeviceSampler(setting.device), num_passing)
     return DecodeScheduler(pool, config), runner
 
 
@@ -105,15 +105,15 @@ def _job(setting: Setting, index: int, output_tokens: int) -> DecodeJob:
     vocab_size = setting.shape.vocab_size
     return DecodeJob(
         request_id=RequestId(f"r{index:03}"),
-        prompt_token_ids=[(index * 31 + place) % vocab_size for place in range(setting.sizes.step_context)],
+        prompt_token_ids=[(index * 31 + position) % vocab_size for position in range(setting.sizes.step_context)],
         params=SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True),
-        hash_key=index.to_bytes(32, "big"),  # no two share a prefix
+        hash_key=index.to_bytes(32, "big"),  # No two sequences share a prefix.
         local_prefill_threshold=2**32 - 1,
     )
 
 
 class _Kernel:
-    """A decoder's kernel, as the engine calls it."""
+    """Adapter of a decoder's kernel to the engine's interface."""
 
     def __init__(self, kernel: DecoderKernel) -> None:
         self._kernel = kernel
@@ -122,8 +122,8 @@ class _Kernel:
         return self._kernel.forward(batch.token_ids, batch.kv_rows(), batch.logits_rows, kv_cache)
 
 
-class _Moment:
-    """When the GPU came so far; without one, when the host did."""
+class _Timestamp:
+    """The time at which the GPU reaches this point of its stream; without a GPU, the host's time."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
@@ -131,29 +131,29 @@ class _Moment:
         if self._event is not None:
             self._event.record()
 
-    def until(self, later: _Moment) -> float:
-        """Milliseconds."""
+    def until(self, later: _Timestamp) -> float:
+        """Milliseconds until `later`."""
         if self._event is None or later._event is None:
             return (later._at - self._at) * 1e3
         return float(self._event.elapsed_time(later._event))
 
 
-class _Timed(DeviceRunner):
-    """Notes begin and end, on the GPU, of the steps that only decode; the first of them come as they do in service."""
+class _TimedRunner(DeviceRunner):
+    """Records start and end, on the GPU, of the steps that only decode; the first of them run as in service."""
 
     def __init__(self, decoder: DeviceDecoder, kv_cache: KvCache, sampler: DeviceSampler, num_passing: int) -> None:
-        """Before each decode step after `num_passing` the GPU waits."""
+        """From decode step `num_passing` on, the GPU waits before each."""
         super().__init__(decoder, kv_cache, sampler)
         self._device = kv_cache.tensor.device
         self._num_passing = num_passing
-        self.decoding: list[tuple[_Moment, _Moment]] = []
+        self.decoding: list[tuple[_Timestamp, _Timestamp]] = []
 
     def launch(self, plan: StepPlan, batch: Batch | None, report_layers: ReportLayers | None = None) -> Results:
         only_decodes = bool(plan.decoding) and not plan.chunks
         if only_decodes and len(self.decoding) >= self._num_passing and self._device.type == "cuda":
             torch.cuda._sleep(_HEAD_START_CYCLES)
-        begin = _Moment(self._device)
+        start = _Timestamp(self._device)
         results = super().launch(plan, batch, report_layers)
         if only_decodes:
-            self.decoding.append((begin, _Moment(self._device)))
+            self.decoding.append((start, _Timestamp(self._device)))
         return results

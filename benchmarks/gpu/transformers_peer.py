@@ -1,4 +1,4 @@
-"""The same requests answered by transformers' continuous batching, with the very tensors of our weights."""
+"""Answers the same requests with transformers' continuous batching, on the same weight tensors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kernels.decoder import DecoderShape, DecoderWeights
 
 
 def throughput(setting: Setting) -> Finding:
-    """Ours and theirs, one after the other; both warm, each run with prompts of its own."""
+    """Measures pdserve's kernels, then transformers; both warm, each run with its own prompts."""
     prompts = [_prompts(setting, run) for run in range(setting.sizes.long_repeats + 1)]
     ours_ms, work = _ours(setting, prompts)
     if setting.device.type != "cuda":
-        return NotMeasured(why="transformers' continuous batching is measured on a GPU alone")
+        return NotMeasured(why="transformers' continuous batching is measured only on a GPU")
     torch.cuda.empty_cache()
     model = build(setting.shape, setting.weights, setting.device)
     try:
@@ -35,7 +35,7 @@ def throughput(setting: Setting) -> Finding:
 
 
 def _ours(setting: Setting, prompts: list[Tensor]) -> tuple[tuple[float, ...], Work]:
-    """Times and work of a run. The first is not counted; the memory is free again when this returns."""
+    """Times and work of the runs. The first is not counted. The memory is free again on return."""
     sizes = setting.sizes
     generation = Generation(setting, sizes.batch, sizes.prompt_tokens, sizes.output_tokens)
     samples_ms = [setting.clock.once_ms(partial(generation.run, ids)) for ids in prompts]
@@ -43,14 +43,14 @@ def _ours(setting: Setting, prompts: list[Tensor]) -> tuple[tuple[float, ...], W
 
 
 def _prompts(setting: Setting, seed: int) -> Tensor:
-    """No two runs share a prefix."""
+    """Prompts of one run; no two runs share a prefix."""
     size = (setting.sizes.batch, setting.sizes.prompt_tokens)
     ids = torch.randint(0, setting.shape.vocab_size, size, generator=torch.Generator().manual_seed(seed))
     return ids.to(setting.device)
 
 
 def _their_ms(setting: Setting, model: Any, prompts: list[Tensor]) -> tuple[float, ...]:
-    """The manager, its cache and its graphs stay from run to run; the first run is not counted."""
+    """Times of transformers. Its manager, cache and graphs are kept between runs; the first is not counted."""
     from transformers import GenerationConfig
 
     tokens = setting.sizes.output_tokens
@@ -67,7 +67,7 @@ def _their_ms(setting: Setting, model: Any, prompts: list[Tensor]) -> tuple[floa
 
 
 def build(shape: DecoderShape, weights: DecoderWeights, device: torch.device) -> Any:
-    """transformers' model around our tensors, none of them copied. Positions as in `kernels.bench.inputs.rotations`."""
+    """transformers' model with our tensors, without copies. Positions as in `kernels.bench.inputs.rotations`."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -103,7 +103,7 @@ def _state(weights: DecoderWeights) -> dict[str, Tensor]:
         "lm_head.weight": weights.lm_head,
     }
     for index, layer in enumerate(weights.layers):
-        parts = {
+        tensors = {
             "input_layernorm": layer.input_norm,
             "self_attn.q_proj": layer.q,
             "self_attn.k_proj": layer.k,
@@ -114,5 +114,5 @@ def _state(weights: DecoderWeights) -> dict[str, Tensor]:
             "mlp.up_proj": layer.up,
             "mlp.down_proj": layer.down,
         }
-        state |= {f"model.layers.{index}.{name}.weight": tensor for name, tensor in parts.items()}
+        state |= {f"model.layers.{index}.{name}.weight": tensor for name, tensor in tensors.items()}
     return state

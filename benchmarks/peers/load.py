@@ -1,7 +1,7 @@
-"""The workloads: each is run on one ready server and returns samples by the name of what was measured.
+"""The workloads: each runs on one ready server and returns samples by measure.
 
-The client is that of `pdserve bench serve`, the same for everyone: one process on the servers' cores, which asks with
-token ids, greedily, and past the end of text.
+The client is that of `pdserve bench serve`, the same for all systems: one process on the servers' cores. It sends token
+ids, greedy, and ignores the end of text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdserve.cli.bench.metrics import percentile
 from pdserve.cli.bench.run import run_workload
 from pdserve.cli.bench.workload import BenchRequest, RequestRecord, Target
 
-#: Ordinary tokens; below are special ones.
+#: Ordinary tokens; lower ids are special tokens.
 _POOL = TokenPool(range(100, 40_000))
 
 Samples = dict[str, list[float]]
@@ -28,9 +28,9 @@ Samples = dict[str, list[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much of each workload is run in a round."""
+    """Size of each workload in a round."""
 
-    #: Requests of the workloads that send one at a time, after one that is not counted.
+    #: Requests of workloads that send one at a time, after one that is not counted.
     repeats: int
     num_streams: int = 16
     prompt_tokens: int = 256
@@ -38,7 +38,7 @@ class Sizes:
     long_prompt_tokens: int = 1536
     prefill_tokens: int = 1024
     prefix_tokens: int = 960
-    #: Streams that run while long prompts arrive, and their length.
+    #: Number of streams that run while long prompts arrive, and their length.
     num_running: int = 8
     running_output_tokens: int = 512
     num_arriving: int = 6
@@ -51,20 +51,20 @@ QUICK = Sizes(repeats=1, running_output_tokens=256, num_arriving=3)
 
 
 async def decode_alone(target: Target, sizes: Sizes, seed: int) -> Samples:
-    """One stream at a time: TPOT."""
+    """Runs one stream at a time: TPOT."""
     requests = _random(sizes.repeats + 1, sizes.prompt_tokens, sizes.output_tokens, f"decode:{seed}")
     records = await _one_by_one(target, requests)
     return {"tpot_ms": [1000 * _known(record.tpot_s) for record in records[1:]]}
 
 
 async def prefill_alone(target: Target, sizes: Sizes, seed: int) -> Samples:
-    """One fresh prompt at a time, one token of output: TTFT."""
+    """Sends one new prompt at a time, for one token of output: TTFT."""
     records = await _one_by_one(target, _random(sizes.repeats + 1, sizes.prefill_tokens, 1, f"prefill:{seed}"))
     return {"prefill_ttft_ms": [1000 * record.ttft_s for record in records[1:]]}
 
 
 async def shared_prefix(target: Target, sizes: Sizes, seed: int) -> Samples:
-    """Pairs of prompts with a common head, one after the other: TTFT of the second."""
+    """Sends pairs of prompts with a common prefix, one after the other: TTFT of the second."""
     tail_tokens = sizes.prefill_tokens - sizes.prefix_tokens
     ttfts = []
     for number in range(sizes.repeats + 1):
@@ -80,7 +80,7 @@ async def shared_prefix(target: Target, sizes: Sizes, seed: int) -> Samples:
 
 
 async def burst(target: Target, sizes: Sizes, seed: int) -> Samples:
-    """Many prompts at once: output tokens a second until all are complete, and the longest gap within a stream."""
+    """Sends many prompts at once: output tokens per second until all are complete, and the longest gap in a stream."""
     requests = _random(sizes.num_streams, sizes.prompt_tokens, sizes.output_tokens, f"burst:{seed}")
     result = await run_workload(target, requests, steady(len(requests), float("inf")))
     records = [_completed(record) for record in result.records]
@@ -93,10 +93,10 @@ async def burst(target: Target, sizes: Sizes, seed: int) -> Samples:
 
 
 async def arrivals(target: Target, sizes: Sizes, seed: int) -> Samples:
-    """Long prompts arrive among streams that run all the while: p99 ITL over all of them.
+    """Sends long prompts while other streams run: p99 ITL over all of them.
 
-    The streams are begun again as they end, until the last long prompt has been answered: a fast server has as many
-    beside it as a slow one.
+    Streams that end are replaced until the last long prompt has been answered, so that a fast server has as many
+    concurrent streams as a slow one.
     """
     long_prompts = _random(sizes.num_arriving, sizes.long_prompt_tokens, sizes.output_tokens, f"arriving:{seed}")
     gaps_s = steady(len(long_prompts), sizes.arrivals_per_s, seed=seed)
@@ -145,7 +145,7 @@ async def _one_by_one(target: Target, requests: Sequence[BenchRequest]) -> list[
 
 
 def _completed(record: RequestRecord) -> RequestRecord:
-    """Raises `PeerUnavailable` for a request that failed: its server has no figure then."""
+    """The record itself. Raises `PeerUnavailable` for a failed request: its server then has no figure."""
     if record.failure is not None:
         raise PeerUnavailable(f"a request failed: {record.failure.reason}: {record.failure.message[:200]}")
     return record
@@ -153,5 +153,5 @@ def _completed(record: RequestRecord) -> RequestRecord:
 
 def _known(value: float | None) -> float:
     if value is None:
-        raise PeerUnavailable("a completion ended after one token, though it should not")
+        raise PeerUnavailable("a completion ended after one token, although it should have continued")
     return value

@@ -1,4 +1,4 @@
-"""The table as Markdown: pure, from the rows' results and what is known of the run."""
+"""Formats the results of the rows as Markdown. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.peers.rows import MACHINE, MEASURES, Medians, RowResult
 
-#: Up to which share of the processors' time in other hands the figures count.
+#: Maximum share of processor time used by other processes for valid figures.
 QUIET_PERCENT = 10.0
 _NO_FIGURE = "–"
 
 
 def table(results: Sequence[RowResult], labels: Mapping[str, str], failures: Mapping[str, Sequence[str]]) -> str:
-    """One line a row; `labels` are the systems' names. What has no figure says why below the table."""
+    """One line per row; `labels` are the systems' names. Reasons for missing figures follow the table."""
     lines = ["| what | pdserve | against | | ratio | at least | |", "| --- | ---: | --- | ---: | ---: | ---: | --- |"]
     lines += [_line(result, labels) for result in results]
     notes = [
@@ -38,15 +38,15 @@ def _line(result: RowResult, labels: Mapping[str, str]) -> str:
 
 
 def quiet(medians: Medians) -> str:
-    """A sentence on what else ran on the machine: servers that wait by spinning suffer most from company."""
+    """A sentence on other load on the machine, which slows servers that spin while they wait most."""
     busy = max(medians.get((MACHINE, "busy_percent"), [0.0]))
     if busy <= QUIET_PERCENT:
-        return f"Between the rounds other processes took at most {busy:.0f} % of the processors."
-    return f"**The machine was not quiet: other processes took up to {busy:.0f} % of the processors. Measure again.**"
+        return f"Between the rounds, other processes used at most {busy:.0f} % of the processors."
+    return f"**The machine was not quiet: other processes used up to {busy:.0f} % of the processors. Measure again.**"
 
 
 def everything(medians: Medians, labels: Mapping[str, str]) -> str:
-    """All that was measured, one column a system: median, and in brackets the least and the most of the rounds."""
+    """All measures, one column per system: the median, and in brackets minimum and maximum of the rounds."""
     measures = [name for name in MEASURES if any(measure == name for _, measure in medians)]
     systems = [key for key in (*labels, MACHINE) if any(system == key for system, _ in medians)]
     lines = ["| | " + " | ".join(labels.get(key, key) for key in systems) + " |", "| --- |" + " ---: |" * len(systems)]

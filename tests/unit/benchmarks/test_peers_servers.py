@@ -1,4 +1,4 @@
-"""Servers are started, measured and gone again, whatever happens."""
+"""Servers are started, measured, and stopped in every case."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 from benchmarks.peers.environments import PeerUnavailable
 from benchmarks.peers.load import WORKLOADS, Sizes
-from benchmarks.peers.machine import PeakMemory, tree
+from benchmarks.peers.resources import PeakMemory, tree
 from benchmarks.peers.rows import MEASURES
 from benchmarks.peers.servers import started
 from benchmarks.peers.systems import System
 from pdserve.cli.bench.workload import Target
 from tests.unit.cli.bench.fake_server import FakeServer, running
 
-#: Answers everything, and has a child that nobody tells to stop.
+#: A server that answers every request, and has a child that gets no signal to stop.
 _ANSWERING = """
 import http.server, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
@@ -65,13 +65,13 @@ def test_nothing_of_a_server_is_left_after_an_error(tmp_path: Path) -> None:
     assert not any(process.is_running() for process in everyone)
 
 
-def test_a_server_that_ends_at_once_says_why(tmp_path: Path) -> None:
+def test_a_server_that_ends_at_once_is_reported_with_its_last_line(tmp_path: Path) -> None:
     refusing = _system("raise SystemExit('no such flag')")
     with pytest.raises(PeerUnavailable, match="no such flag"), started(refusing, tmp_path) as starting:
         starting.wait_ready()
 
 
-def test_children_of_a_server_that_died_go_with_it(tmp_path: Path) -> None:
+def test_children_of_a_server_that_died_are_stopped_too(tmp_path: Path) -> None:
     with started(_system(_ANSWERING), tmp_path) as starting:
         starting.wait_ready()
         [parent, child] = tree(starting.process.pid)
@@ -81,13 +81,13 @@ def test_children_of_a_server_that_died_go_with_it(tmp_path: Path) -> None:
     assert not psutil.wait_procs([child], timeout=30)[1]
 
 
-def test_a_program_that_is_not_there_is_unavailable(tmp_path: Path) -> None:
+def test_a_missing_program_makes_the_peer_unavailable(tmp_path: Path) -> None:
     absent = System(key="absent", label="absent", arguments=lambda _: [str(tmp_path / "absent")])
     with pytest.raises(PeerUnavailable, match="No such file"), started(absent, tmp_path):
         pass
 
 
-def test_workloads_return_the_measures_that_the_rows_ask_for() -> None:
+def test_workloads_return_the_measures_that_the_rows_need() -> None:
     with running(FakeServer()) as server:
         target = Target(base_url=server.base_url, model="tiny")
         for name, workload in WORKLOADS.items():

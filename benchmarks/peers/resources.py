@@ -1,4 +1,4 @@
-"""What the machine gives and what processes take of it: memory read bandwidth, and the memory of a process tree."""
+"""Resources of the machine and their use: read bandwidth, load, and the memory of a process tree."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from kernels.choice import instruction_sets
 _BANDWIDTH_BYTES = 1 << 30
 _PASSES = 4
 _SAMPLE_EVERY_S = 0.25
-_LOOK_FOR_S = 1.0
+_LOAD_SAMPLE_S = 1.0
 
-#: Reductions that do little with what they read; which of them is fastest depends on the processor.
+#: Reductions with little computation; which of them is fastest depends on the processor.
 _READS: tuple[Callable[[np.ndarray], object], ...] = (
-    lambda part: part.view(np.float32).max(),
-    lambda part: part.view(np.uint64).sum(),
-    lambda part: part.view(np.int8).max(),
+    lambda array: array.view(np.float32).max(),
+    lambda array: array.view(np.uint64).sum(),
+    lambda array: array.view(np.int8).max(),
 )
 
 
 def read_gb_per_s(threads: int) -> float:
-    """The best rate at which `threads` threads read together, each its own part: by NumPy or by our kernels."""
-    parts = [np.ones(_BANDWIDTH_BYTES // threads // 8, np.float64) for _ in range(threads)]
+    """Maximum rate at which `threads` threads read memory together, with NumPy or our kernels."""
+    arrays = [np.ones(_BANDWIDTH_BYTES // threads // 8, np.float64) for _ in range(threads)]
     with ThreadPoolExecutor(threads) as pool:
-        best = max(_rate(pool, parts, read) for read in _READS for _ in range(_PASSES))
+        best = max(_rate(pool, arrays, read) for read in _READS for _ in range(_PASSES))
     for instruction_set in instruction_sets()[:1]:
         best = max(best, measure_limits(instruction_set, threads, _PASSES).read_gb_per_s)
     return best
 
 
-def _rate(pool: ThreadPoolExecutor, parts: Sequence[np.ndarray], read: Callable[[np.ndarray], object]) -> float:
-    began = time.perf_counter()
-    list(pool.map(read, parts))
-    return sum(part.nbytes for part in parts) / (time.perf_counter() - began) / 1e9
+def _rate(pool: ThreadPoolExecutor, arrays: Sequence[np.ndarray], read: Callable[[np.ndarray], object]) -> float:
+    started_at = time.perf_counter()
+    list(pool.map(read, arrays))
+    return sum(array.nbytes for array in arrays) / (time.perf_counter() - started_at) / 1e9
 
 
 def busy_percent() -> float:
-    """How much of the machine's processor time others take in a second in which nothing of ours runs."""
-    return psutil.cpu_percent(_LOOK_FOR_S)
+    """Processor time used by other processes, in percent, during a second in which nothing of ours runs."""
+    return psutil.cpu_percent(_LOAD_SAMPLE_S)
 
 
 def tree(pid: int) -> list[psutil.Process]:
-    """A process and all that came of it."""
+    """A process and all its descendants."""
     try:
         root = psutil.Process(pid)
         return [root, *root.children(recursive=True)]
@@ -59,7 +59,7 @@ def tree(pid: int) -> list[psutil.Process]:
 
 
 def tree_pss_bytes(pid: int) -> int:
-    """Memory of a process tree: pages that several processes share count once, those of others in part."""
+    """Memory of a process tree in bytes. Pages shared within it count once, those shared with others in proportion."""
     return sum(_pss_bytes(process.pid) for process in tree(pid))
 
 
@@ -72,14 +72,14 @@ def _pss_bytes(pid: int) -> int:
 
 
 class PeakMemory:
-    """The most memory that a process tree was seen to hold."""
+    """Peak memory of a process tree, found by sampling."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
 
     @contextmanager
     def watching(self, pid: int) -> Iterator[None]:
-        """Looks while the block runs. Looking takes processor time: nothing is timed meanwhile."""
+        """Samples while the block runs. Sampling takes processor time, so nothing is timed in the block."""
         done = threading.Event()
 
         def watch() -> None:
