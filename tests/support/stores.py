@@ -1,4 +1,4 @@
-"""Fixtures for tests that use Redis: a store for each side, and a check that no socket and no task stays behind."""
+"""Fixtures for tests that use Redis: a store for each side, and a check for leaked sockets and tasks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _open_sockets() -> set[str]:
 
 @pytest.fixture(autouse=True)
 async def nothing_left_behind() -> AsyncIterator[None]:
-    """Each test ends with the sockets and the tasks it began with."""
+    """Checks that a test leaves no sockets and no tasks."""
     sockets, tasks = _open_sockets(), asyncio.all_tasks()
     yield
     await asyncio.sleep(0)  # a closed transport gives up its socket in the loop's next round

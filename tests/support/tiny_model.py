@@ -1,4 +1,4 @@
-"""A model directory without weights, all that a router reads. Token id b is byte b; special tokens come after."""
+"""A model directory without weights, which is all a router needs. Token id b is byte b; special tokens follow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TEMPLATE = (
 
 
 def byte_alphabet() -> list[str]:
-    """The character that stands for each byte in byte-level vocabularies, in the order of the bytes."""
+    """The character for each byte in byte-level vocabularies, in byte order."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
@@ -34,7 +34,7 @@ def tokens_of(text: str) -> list[int]:
 
 
 def write_model(directory: Path, *, generation: dict[str, object] | None = None) -> Path:
-    """Writes what the router reads and returns the directory."""
+    """Writes the files that the router reads, and returns the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     vocab = {character: byte for byte, character in enumerate(byte_alphabet())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))

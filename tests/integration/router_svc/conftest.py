@@ -1,4 +1,4 @@
-"""A router with fake workers: real HTTP, real gRPC, real Redis, no model."""
+"""A router with scripted workers. HTTP, gRPC and Redis are real, and there is no model."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class ScriptedCluster:
 
     @property
     def script(self) -> Script:
-        """What the workers say and how they fail."""
+        """The workers' replies and faults."""
         return self.calls.script
 
     def client(self) -> openai.AsyncOpenAI:
-        """The real client, without its own retries. To be closed."""
+        """OpenAI's client without retries. The caller closes it."""
         return openai.AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key="none", max_retries=0, timeout=20)
 
     async def complete(self, **fields: object) -> tuple[int, dict[str, Any]]:
@@ -65,7 +65,7 @@ class ScriptedCluster:
         return await self.post("/v1/completions", {"model": NAME, "prompt": "Say hello", "max_tokens": 50} | fields)
 
     async def stream(self, **fields: object) -> tuple[str, list[dict[str, Any]]]:
-        """The text of a streamed completion's first choice, and all its events; the last must be [DONE]."""
+        """The text of the first choice of a streamed completion, and all events. Checks that the last is [DONE]."""
         body = {"model": NAME, "prompt": "Say hello", "max_tokens": 50, "stream": True} | fields
         async with self.http.post(f"{self.base_url}/v1/completions", json=body) as response:
             assert response.status == 200, await response.text()
@@ -107,16 +107,16 @@ class ScriptedCluster:
         return record
 
     async def knows(self, count: int) -> None:
-        """Returns once the router sees this many ready workers."""
+        """Returns once the router knows this many ready workers."""
         cluster = self.router.cluster
         await until(cluster.directory, lambda: sum(len(cluster.ready(tier)) for tier in TIERS) == count)
 
     async def is_ready_if_it_can_be(self) -> bool:
-        """Whether readiness has caught up with the workers."""
+        """Whether the router's readiness is up to date with its workers."""
         return self.router.health.is_ready == bool(self.router.cluster.ready("decode"))
 
     def channel(self) -> grpc.aio.Channel:
-        """A channel to the gRPC API. To be closed."""
+        """A channel to the gRPC API. The caller closes it."""
         return open_channel(self.grpc_address)
 
 
@@ -124,7 +124,7 @@ class ScriptedCluster:
 async def open_cluster(
     redis: PrivateRedis, model_dir: Path, tiers: dict[str, Tier], **settings: object
 ) -> AsyncIterator[ScriptedCluster]:
-    """A router and its workers, once the router knows them all."""
+    """A router and its workers. Starts when the router knows all of them."""
     defaults: dict[str, object] = {
         "model": str(model_dir),
         "redis_url": redis.url,
@@ -150,13 +150,13 @@ async def open_cluster(
         await cluster.knows(len(tiers))
         await eventually(cluster.is_ready_if_it_can_be)
         yield cluster
-        # No call of any request may outlive it.
+        # No call may outlive its request.
         await calls.until(lambda: calls.num_open == 0)
 
 
 @asynccontextmanager
 async def in_own_task(manager: AbstractAsyncContextManager[ScriptedCluster]) -> AsyncIterator[ScriptedCluster]:
-    """`manager` entered and left by one task, which task groups need and pytest's fixtures do not have."""
+    """Enters and leaves `manager` in one task. Task groups need that, and pytest runs fixtures in several."""
     opened: asyncio.Future[ScriptedCluster] = asyncio.get_running_loop().create_future()
     close = asyncio.Event()
 

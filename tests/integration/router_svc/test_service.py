@@ -1,4 +1,4 @@
-"""The router as an operator meets it: readiness, overload, draining, traces, lost Redis, the process itself."""
+"""The router in operation: readiness, overload, draining, traces, loss of Redis, and the process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ONE_OF_EACH = {"prefill-0": "prefill", "decode-0": "decode"}
 
 
 async def start_hanging(cluster: ScriptedCluster, count: int = 1) -> list[asyncio.Task[Any]]:
-    """Requests that run until cancelled."""
+    """Starts requests that run until cancelled."""
     cluster.script.fail("decode", *[hang] * count)
     tasks = [asyncio.create_task(cluster.complete()) for _ in range(count)]
     await cluster.calls.until(lambda: len(cluster.calls.decode_starts) == count)
@@ -53,7 +53,7 @@ async def test_readiness_follows_the_decode_workers(small_cluster: ScriptedClust
     assert (await small_cluster.complete())[0] == 200
 
 
-async def test_missing_prefill_workers_are_degraded_service(small_cluster: ScriptedCluster) -> None:
+async def test_service_is_degraded_without_prefill_workers(small_cluster: ScriptedCluster) -> None:
     async def degraded() -> bool:
         return "prefill" in (await small_cluster.get("/health"))[1]["degraded"]
 
@@ -63,7 +63,7 @@ async def test_missing_prefill_workers_are_degraded_service(small_cluster: Scrip
     assert (await small_cluster.complete())[0] == 200
 
 
-async def test_overload_is_said_with_a_time_to_come_back(redis_server: PrivateRedis, model_dir: Path) -> None:
+async def test_overload_is_refused_with_a_retry_after(redis_server: PrivateRedis, model_dir: Path) -> None:
     async with open_cluster(redis_server, model_dir, ONE_OF_EACH, max_num_queued_reqs=2) as cluster:
         running = await start_hanging(cluster, 8)
         queued = [asyncio.create_task(cluster.complete()) for _ in range(2)]
@@ -86,7 +86,7 @@ async def _is(cluster: ScriptedCluster, *, waiting: int) -> bool:
     return (await cluster.get("/v1/cluster"))[1]["router"]["queued"] == waiting
 
 
-async def test_a_waiting_client_that_goes_away_leaves_the_queue(small_cluster: ScriptedCluster) -> None:
+async def test_a_waiting_client_that_disconnects_leaves_the_queue(small_cluster: ScriptedCluster) -> None:
     running = await start_hanging(small_cluster, 8)
     gone, patient = (asyncio.create_task(small_cluster.complete()) for _ in range(2))
     await eventually(lambda: _is(small_cluster, waiting=2))
@@ -97,7 +97,9 @@ async def test_a_waiting_client_that_goes_away_leaves_the_queue(small_cluster: S
     assert len(small_cluster.calls.decode_starts) == 9
 
 
-async def test_a_turn_that_never_comes_is_refused_in_the_end(redis_server: PrivateRedis, model_dir: Path) -> None:
+async def test_a_request_that_waits_too_long_in_the_queue_is_refused(
+    redis_server: PrivateRedis, model_dir: Path
+) -> None:
     async with open_cluster(redis_server, model_dir, ONE_OF_EACH, queue_timeout_s=0.3) as cluster:
         running = await start_hanging(cluster, 8)
         status, body = await cluster.complete()
@@ -106,7 +108,7 @@ async def test_a_turn_that_never_comes_is_refused_in_the_end(redis_server: Priva
         await cancel(*running)
 
 
-async def test_a_worker_that_comes_back_wider_lets_more_requests_in(small_cluster: ScriptedCluster) -> None:
+async def test_a_worker_with_more_capacity_admits_more_requests(small_cluster: ScriptedCluster) -> None:
     running = await start_hanging(small_cluster, 8)
     waiting = asyncio.create_task(small_cluster.complete())
     await eventually(lambda: _is(small_cluster, waiting=1))
@@ -117,7 +119,7 @@ async def test_a_worker_that_comes_back_wider_lets_more_requests_in(small_cluste
     await cancel(*running)
 
 
-async def test_draining_refuses_new_work_and_lets_running_streams_finish(small_cluster: ScriptedCluster) -> None:
+async def test_draining_refuses_new_requests_and_lets_running_streams_finish(small_cluster: ScriptedCluster) -> None:
     small_cluster.script.pace = asyncio.Semaphore(2)
     running = asyncio.create_task(small_cluster.stream())
     await small_cluster.calls.until(lambda: bool(small_cluster.calls.prefills))
@@ -137,7 +139,7 @@ async def _answers(cluster: ScriptedCluster, path: str, status: int) -> bool:
     return (await cluster.get(path))[0] == status
 
 
-async def test_a_drain_ends_after_its_time(redis_server: PrivateRedis, model_dir: Path) -> None:
+async def test_a_drain_ends_after_its_timeout(redis_server: PrivateRedis, model_dir: Path) -> None:
     async with open_cluster(redis_server, model_dir, ONE_OF_EACH, drain_timeout_s=0.1) as cluster:
         running = await start_hanging(cluster)
         await cluster.router.drain()
@@ -161,7 +163,9 @@ async def test_traces_outlive_the_routers_memory(redis_server: PrivateRedis, mod
         assert (await cluster.get("/v1/requests/a%20b/trace"))[0] == 400
 
 
-async def test_serving_goes_on_while_redis_is_away(small_cluster: ScriptedCluster, redis_server: PrivateRedis) -> None:
+async def test_serving_continues_while_redis_is_down(
+    small_cluster: ScriptedCluster, redis_server: PrivateRedis
+) -> None:
     await redis_server.stop(kill=True)
     await eventually(lambda: _is_degraded(small_cluster, "redis"))
     assert (await small_cluster.complete())[0] == 200
@@ -179,10 +183,10 @@ async def _is_well(cluster: ScriptedCluster) -> bool:
     return not (await cluster.get("/health"))[1]["degraded"]
 
 
-async def test_a_client_that_does_not_read_holds_its_own_request_up_and_no_other(
+async def test_a_client_that_does_not_read_delays_only_its_own_request(
     small_cluster: ScriptedCluster,
 ) -> None:
-    """Its tokens stay where they are made: a router that buffered them would have a slow client's answer in memory."""
+    """The router does not buffer tokens, so a slow client's response does not accumulate in its memory."""
     stream = DeltaStream([object()], lambda _: None)  # type: ignore[list-item] # the journal is never used
     reads, received = asyncio.Event(), []
 
@@ -206,7 +210,7 @@ async def _put_all(stream: DeltaStream) -> None:
     await stream.end()
 
 
-async def test_metrics_say_what_happened(small_cluster: ScriptedCluster) -> None:
+async def test_metrics_count_requests_tokens_and_times(small_cluster: ScriptedCluster) -> None:
     small_cluster.script.cached_tokens = 4
 
     async def is_first_token_known() -> bool:
@@ -242,12 +246,12 @@ async def test_metrics_say_what_happened(small_cluster: ScriptedCluster) -> None
     assert await small_cluster.metric("prompt_tokens_cached_total") == 8
     assert await small_cluster.metric("generation_tokens_total") == 18
     assert await small_cluster.metric("time_to_first_token_seconds_count") == 2
-    # One gap between two messages; tokens that overtake prefill's first one share a message with it.
+    # One gap between two messages. Tokens that overtake the first one share its message.
     assert 0 < await small_cluster.metric("inter_token_latency_seconds_count") <= 16
     assert await small_cluster.metric("prefills_total", tier="prefill") == 2
 
 
-async def test_a_finished_request_is_one_log_line_without_its_prompt(
+async def test_a_finished_request_logs_one_line_without_its_prompt(
     small_cluster: ScriptedCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="router_svc")
@@ -259,7 +263,7 @@ async def test_a_finished_request_is_one_log_line_without_its_prompt(
     assert "secret" not in "".join(str(vars(record)) for record in caplog.records)
 
 
-# -- the process
+# The process
 
 
 async def run_router(*flags: str) -> asyncio.subprocess.Process:
@@ -270,14 +274,14 @@ async def run_router(*flags: str) -> asyncio.subprocess.Process:
     )
 
 
-async def test_the_process_serves_and_ends_on_sigterm(redis_server: PrivateRedis, model_dir: Path) -> None:
+async def test_the_process_serves_until_sigterm(redis_server: PrivateRedis, model_dir: Path) -> None:
     flags = ("--model", str(model_dir), "--redis-url", redis_server.url, "--port", "0", "--grpc-port", "0")
     process = await run_router(*flags)
     assert process.stderr is not None
     async with asyncio.timeout(30):
         while b"router_listening" not in (line := await process.stderr.readline()):
             assert line
-        address = dict(part.split("=", 1) for part in line.decode().split() if "=" in part)["http"]
+        address = dict(field.split("=", 1) for field in line.decode().split() if "=" in field)["http"]
         async with aiohttp.ClientSession() as session, session.get(f"http://{address}/readyz") as response:
             assert response.status == 503
             assert "no decode worker" in (await response.json())["reason"]
@@ -297,7 +301,7 @@ async def test_the_process_serves_and_ends_on_sigterm(redis_server: PrivateRedis
         (["--model", "MODEL", "--redis-url", "redis://localhost:1", "--port", "99999"], "error: Cannot listen"),
     ],
 )
-async def test_what_stops_the_process_is_one_line(model_dir: Path, flags: list[str], words: str) -> None:
+async def test_an_error_at_start_is_one_line(model_dir: Path, flags: list[str], words: str) -> None:
     process = await run_router(*[str(model_dir) if flag == "MODEL" else flag for flag in flags])
     async with asyncio.timeout(30):
         _, error = await process.communicate()

@@ -1,4 +1,4 @@
-"""Everything a client can send wrongly is refused with its reason, and changes nothing for others."""
+"""Wrong input of every kind is refused with its reason, and does not affect other requests."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ async def test_every_wrong_chat_is_refused_with_its_field_and_reason(small_clust
     ],
     ids=["empty", "cut", "bad-utf8", "list", "null", "deep", "very-deep", "lone-surrogate", "10MB"],
 )
-async def test_a_body_that_is_no_request_is_refused(
+async def test_a_body_that_is_not_a_request_is_refused(
     small_cluster: ScriptedCluster, data: bytes, status: int, words: str
 ) -> None:
     got, body = await small_cluster.post("/v1/completions", data=io.BytesIO(data))

@@ -1,4 +1,4 @@
-"""The whole way, with clients as users have them: the openai package, plain HTTP, gRPC."""
+"""Whole requests with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tests.integration.router_svc.conftest import ScriptedCluster
 from tests.support.tiny_model import NAME, tokens_of
 
 
-async def test_a_completion_comes_from_both_tiers(cluster: ScriptedCluster) -> None:
+async def test_a_completion_uses_both_tiers(cluster: ScriptedCluster) -> None:
     async with cluster.client() as client:
         completion = await client.completions.create(model=NAME, prompt="Say hello", max_tokens=50)
     assert completion.choices[0].text == "Hello world."
@@ -18,7 +18,7 @@ async def test_a_completion_comes_from_both_tiers(cluster: ScriptedCluster) -> N
     assert list(cluster.calls.prefills[0].prompt_token_ids) == tokens_of("Say hello")
 
 
-async def test_a_streamed_chat_has_a_role_then_text_then_a_finish_then_usage(cluster: ScriptedCluster) -> None:
+async def test_a_streamed_chat_sends_a_role_text_a_finish_reason_and_usage_in_order(cluster: ScriptedCluster) -> None:
     async with cluster.client() as client:
         stream = await client.chat.completions.create(
             model=NAME,

@@ -1,4 +1,4 @@
-"""What answers look like, through the real client where it has a say."""
+"""The content of responses, seen through OpenAI's client where it parses them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ async def test_several_prompts_and_choices_are_numbered_by_prompt_then_choice(cl
     assert completion.usage is not None
     assert completion.usage.prompt_tokens == 6
     assert completion.usage.completion_tokens == 33
-    # Every prompt is a request of its own for the workers; the first has the response's id.
+    # Workers see one request per prompt. The first one has the response's id.
     ids = {start.ref.request_id for start in cluster.calls.decode_starts}
     assert ids == {completion.id, f"{completion.id}-1", f"{completion.id}-2"}
 
 
-async def test_token_ids_are_taken_as_prompts(cluster: ScriptedCluster) -> None:
+async def test_prompts_may_be_token_ids(cluster: ScriptedCluster) -> None:
     for prompt, lengths in (([1, 2, 3], [3]), ([[1, 2], [3]], [2, 1])):
         cluster.calls.decode_starts.clear()
         status, _ = await cluster.complete(prompt=prompt)
@@ -34,7 +34,7 @@ async def test_token_ids_are_taken_as_prompts(cluster: ScriptedCluster) -> None:
         assert sorted(len(start.prompt_token_ids) for start in cluster.calls.decode_starts) == sorted(lengths)
 
 
-async def test_the_prefill_sides_cache_hit_is_the_usages_cached_tokens(cluster: ScriptedCluster) -> None:
+async def test_the_prefill_workers_cache_hit_appears_in_the_usage(cluster: ScriptedCluster) -> None:
     cluster.script.cached_tokens = 7
     async with cluster.client() as client:
         completion = await client.completions.create(model=NAME, prompt="Say hello")
@@ -43,14 +43,14 @@ async def test_the_prefill_sides_cache_hit_is_the_usages_cached_tokens(cluster: 
     assert completion.usage.prompt_tokens_details.cached_tokens == 7
 
 
-async def test_echo_begins_with_the_prompt(cluster: ScriptedCluster) -> None:
+async def test_echo_starts_with_the_prompt(cluster: ScriptedCluster) -> None:
     _, body = await cluster.complete(prompt="Say: ", echo=True)
     assert body["choices"][0]["text"] == "Say: Hello world."
     text, _ = await cluster.stream(prompt=tokens_of("Say: "), echo=True)
     assert text == "Say: Hello world."
 
 
-async def test_stop_strings_are_never_shown_in_part(cluster: ScriptedCluster) -> None:
+async def test_stop_strings_never_appear_incompletely(cluster: ScriptedCluster) -> None:
     cluster.script.replies = [tokens_of("Hello wonderful world")]
     text, events = await cluster.stream(stop=["wor", "wonderfully"])
     assert text == "Hello wonderful "
@@ -62,12 +62,12 @@ async def test_stop_strings_are_never_shown_in_part(cluster: ScriptedCluster) ->
     assert events[-1]["choices"][0]["stop_reason"] == "wor"
 
 
-async def test_stop_strings_are_shown_when_asked_for(cluster: ScriptedCluster) -> None:
+async def test_stop_strings_appear_on_request(cluster: ScriptedCluster) -> None:
     _, body = await cluster.complete(stop="wor", include_stop_str_in_output=True)
     assert body["choices"][0]["text"] == "Hello wor"
 
 
-async def test_special_tokens_are_shown_when_asked_for(cluster: ScriptedCluster) -> None:
+async def test_special_tokens_appear_on_request(cluster: ScriptedCluster) -> None:
     cluster.script.replies = [[START, *tokens_of("hi")]]
     _, body = await cluster.complete()
     assert body["choices"][0]["text"] == "hi"
@@ -89,14 +89,14 @@ async def test_completions_default_to_16_tokens_and_chats_to_the_rest_of_the_con
     assert chat.sampling.max_tokens == MAX_POSITIONS - len(chat.prompt_token_ids)
 
 
-async def test_the_default_of_16_tokens_gives_way_to_the_context(cluster: ScriptedCluster) -> None:
+async def test_the_default_of_16_tokens_is_limited_by_the_context(cluster: ScriptedCluster) -> None:
     status, _ = await cluster.post("/v1/completions", {"model": NAME, "prompt": "x" * (MAX_POSITIONS - 3)})
     assert status == 200
     assert cluster.calls.decode_starts[0].sampling.max_tokens == 3
 
 
-async def test_sampling_reaches_the_workers_as_asked(cluster: ScriptedCluster) -> None:
-    asked = {
+async def test_sampling_parameters_reach_the_workers_unchanged(cluster: ScriptedCluster) -> None:
+    requested = {
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": -1,
@@ -113,24 +113,24 @@ async def test_sampling_reaches_the_workers_as_asked(cluster: ScriptedCluster) -
         "n": 2,
         "logprobs": MAX_LOGPROBS,
     }
-    await cluster.complete(**asked)
+    await cluster.complete(**requested)
     sampling = cluster.calls.decode_starts[0].sampling
     assert sampling == cluster.calls.prefills[0].sampling
     assert sampling.top_k == 0
     assert dict(sampling.logit_bias) == {65: 2.0, 66: -1.5}
     assert list(sampling.stop_token_ids) == [10]
-    for name in set(asked) - {"top_k", "logit_bias", "stop_token_ids"}:
-        assert getattr(sampling, name) == asked[name], name
+    for name in set(requested) - {"top_k", "logit_bias", "stop_token_ids"}:
+        assert getattr(sampling, name) == requested[name], name
 
 
-async def test_a_seed_is_drawn_for_requests_that_bring_none(cluster: ScriptedCluster) -> None:
+async def test_requests_without_a_seed_get_a_random_one(cluster: ScriptedCluster) -> None:
     await cluster.complete()
     await cluster.complete()
     first, second = cluster.calls.decode_starts
     assert first.sampling.seed != second.sampling.seed
 
 
-async def test_chat_templates_get_roles_parts_and_variables(cluster: ScriptedCluster) -> None:
+async def test_chat_templates_get_roles_contents_and_variables(cluster: ScriptedCluster) -> None:
     messages = [
         {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": None, "tool_calls": None},
@@ -164,17 +164,17 @@ async def test_completion_logprobs_have_tokens_offsets_and_alternatives(cluster:
     async with cluster.client() as client:
         whole = await client.completions.create(model=NAME, prompt="x", logprobs=2)
         stream = await client.completions.create(model=NAME, prompt="x", logprobs=2, stream=True)
-        parts = [chunk.choices[0].logprobs async for chunk in stream]
+        chunks = [chunk.choices[0].logprobs async for chunk in stream]
     logprobs = whole.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.tokens == ["a", "b", "c"]
     assert logprobs.token_logprobs == [-0.5] * 3
     assert logprobs.text_offset == [0, 1, 2]
     assert logprobs.top_logprobs == [{text: -0.5, "�": -9999.0} for text in "abc"]
-    assert [offset for part in parts if part for offset in part.text_offset or []] == [0, 1, 2]
+    assert [offset for chunk in chunks if chunk for offset in chunk.text_offset or []] == [0, 1, 2]
 
 
-async def test_ids_are_made_or_the_clients(cluster: ScriptedCluster) -> None:
+async def test_response_ids_are_random_or_the_clients_own(cluster: ScriptedCluster) -> None:
     async def ids(path: str, body: dict[str, Any], **headers: str) -> tuple[str, str]:
         async with cluster.http.post(cluster.base_url + path, json={"model": NAME} | body, headers=headers) as response:
             answer = await response.json()
@@ -188,7 +188,7 @@ async def test_ids_are_made_or_the_clients(cluster: ScriptedCluster) -> None:
     assert len(header) == 32
 
 
-async def test_a_repeated_request_id_does_not_repeat_among_workers(cluster: ScriptedCluster) -> None:
+async def test_workers_get_unique_ids_for_repeated_request_ids(cluster: ScriptedCluster) -> None:
     headers = {"X-Request-Id": "again"}
     for _ in range(2):
         async with cluster.http.post(
@@ -200,7 +200,7 @@ async def test_a_repeated_request_id_does_not_repeat_among_workers(cluster: Scri
     assert (await cluster.trace("again"))["request_id"] == "cmpl-again"
 
 
-async def test_errors_carry_the_request_id_once_there_is_one(cluster: ScriptedCluster) -> None:
+async def test_errors_have_the_request_id_header(cluster: ScriptedCluster) -> None:
     headers = {"X-Request-Id": "mine"}
     cluster.script.fail("decode_token", None, *[_broken] * 2)
     async with cluster.http.post(
@@ -224,7 +224,7 @@ async def test_models_are_listed_with_the_context_of_the_workers(cluster: Script
     assert (status, body["error"]["param"]) == (404, "model")
 
 
-async def test_texts_and_tokens_are_converted_both_ways(cluster: ScriptedCluster) -> None:
+async def test_tokenize_and_detokenize(cluster: ScriptedCluster) -> None:
     _, body = await cluster.post("/tokenize", {"prompt": "hé", "return_token_strs": True})
     assert body["tokens"] == [*"hé".encode()]
     assert (body["count"], body["max_model_len"]) == (3, MAX_POSITIONS)
@@ -239,7 +239,7 @@ async def test_texts_and_tokens_are_converted_both_ways(cluster: ScriptedCluster
     assert (status, body["error"]["param"]) == (400, "prompt")
 
 
-async def test_a_cached_prefix_draws_a_request_to_its_worker(cluster: ScriptedCluster) -> None:
+async def test_a_cached_prefix_attracts_a_request_to_its_worker(cluster: ScriptedCluster) -> None:
     index = {WorkerId("decode-1"): 2, WorkerId("prefill-1"): 1}
     object.__setattr__(cluster.router.cluster, "index", lambda hashes: index if len(hashes) == 2 else {})
     _, body = await cluster.complete(prompt="x" * 40)
@@ -258,7 +258,7 @@ async def test_the_cluster_is_described_for_pdserve_status(cluster: ScriptedClus
     assert version["version"] == body["router"]["version"]
 
 
-async def test_usage_comes_with_every_chunk_when_asked_for(cluster: ScriptedCluster) -> None:
+async def test_usage_comes_with_every_chunk_on_request(cluster: ScriptedCluster) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     _, events = await cluster.stream(stream_options=options)
     counts = [event["usage"]["completion_tokens"] for event in events]

@@ -1,4 +1,4 @@
-"""Requests in a real Redis: written in the background, fenced by compare-and-set, never waited for."""
+"""Requests in a real Redis: written in the background and fenced by compare-and-set."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.redis import eventually, running
 R = RequestId("request-1")
 
 
-def begin(request_id: str = "request-1") -> RequestProgress:
+def new(request_id: str = "request-1") -> RequestProgress:
     return RequestProgress.new(RequestId(request_id), at=100.0)
 
 
@@ -29,9 +29,9 @@ def walk(progress: RequestProgress, *states: str) -> RequestProgress:
     return progress
 
 
-async def test_a_request_is_kept_with_all_that_trace_shows(router_store: Store) -> None:
+async def test_a_request_is_stored_with_its_history_and_record(router_store: Store) -> None:
     requests = RequestStore(router_store)
-    progress = begin().advance(RequestState.RESERVED, at=100.5, decode_worker=WorkerId("d"))
+    progress = new().advance(RequestState.RESERVED, at=100.5, decode_worker=WorkerId("d"))
     progress = progress.advance(RequestState.PREFILLING, at=100.75, prefill_worker=WorkerId("p"))
     progress = progress.advance(RequestState.FINISHED, at=101.0, outcome="stop")
     async with running(requests.run()):
@@ -49,28 +49,28 @@ async def test_an_unknown_request_is_none(router_store: Store) -> None:
 
 async def test_a_stale_attempt_is_refused(router_store: Store) -> None:
     requests = RequestStore(router_store)
-    first = walk(begin(), "reserved", "prefilling")
+    first = walk(new(), "reserved", "prefilling")
     await requests.write(first)
     second = walk(first, "retrying", "reserved")
     await requests.write(second)
-    with pytest.raises(StaleAttempt, match=r"reserved:2 in Redis; decoding:1 may not"):
+    with pytest.raises(StaleAttempt, match=r"reserved:2 in Redis; decoding:1 may not overwrite"):
         await requests.write(walk(first, "decoding"))
     stored = await requests.get(R)
     assert stored is not None
     assert stored.progress == second
 
 
-async def test_an_older_state_that_comes_late_is_refused(router_store: Store) -> None:
+async def test_an_older_state_that_arrives_late_is_refused(router_store: Store) -> None:
     requests = RequestStore(router_store)
-    reserved = walk(begin(), "reserved")
+    reserved = walk(new(), "reserved")
     await requests.write(walk(reserved, "prefilling", "decoding"))
     with pytest.raises(StaleAttempt):
         await requests.write(reserved)
 
 
-async def test_of_two_that_take_the_same_request_further_one_wins(router_store: Store) -> None:
+async def test_one_of_two_writers_of_the_same_request_wins(router_store: Store) -> None:
     requests = RequestStore(router_store)
-    common = walk(begin(), "reserved")
+    common = walk(new(), "reserved")
     await requests.write(common)
     await requests.write(walk(common, "retrying", "reserved", "decoding"))
     with pytest.raises(StaleAttempt):
@@ -79,8 +79,8 @@ async def test_of_two_that_take_the_same_request_further_one_wins(router_store: 
 
 async def test_writing_the_same_state_again_updates_the_record(router_store: Store) -> None:
     requests = RequestStore(router_store)
-    await requests.write(begin(), "{}")
-    await requests.write(begin(), '{"more": 1}')
+    await requests.write(new(), "{}")
+    await requests.write(new(), '{"more": 1}')
     stored = await requests.get(R)
     assert stored is not None
     assert stored.record == '{"more": 1}'
@@ -88,8 +88,8 @@ async def test_writing_the_same_state_again_updates_the_record(router_store: Sto
 
 async def test_states_that_were_never_written_do_not_block_later_ones(router_store: Store) -> None:
     requests = RequestStore(router_store)
-    await requests.write(begin())
-    later = walk(begin(), "reserved", "retrying", "queued", "reserved", "decoding", "finished")
+    await requests.write(new())
+    later = walk(new(), "reserved", "retrying", "queued", "reserved", "decoding", "finished")
     await requests.write(later)
     stored = await requests.get(R)
     assert stored is not None
@@ -98,23 +98,23 @@ async def test_states_that_were_never_written_do_not_block_later_ones(router_sto
 
 async def test_a_refused_background_write_is_counted(router_store: Store) -> None:
     requests = RequestStore(router_store)
-    await requests.write(walk(begin(), "reserved", "decoding"))
+    await requests.write(walk(new(), "reserved", "decoding"))
     async with running(requests.run()):
-        requests.put(walk(begin(), "reserved"))
+        requests.put(walk(new(), "reserved"))
         await eventually(lambda: _is_idle(requests))
     assert requests.refused == 1
     assert requests.dropped == 0
 
 
-async def test_without_redis_puts_never_wait_are_bounded_and_the_rest_is_written_later(
+async def test_without_redis_writes_are_queued_up_to_a_limit_and_written_later(
     redis_server: PrivateRedis, router_store: Store
 ) -> None:
     requests = RequestStore(router_store, max_queued=3, retry_s=0.02)
     async with running(requests.run()):
         await redis_server.stop(kill=True)
         for number in range(5):
-            requests.put(begin(f"request-{number}"))
-        final = walk(begin("request-0"), "reserved", "decoding", "finished")
+            requests.put(new(f"request-{number}"))
+        final = walk(new("request-0"), "reserved", "decoding", "finished")
         requests.put(final)
         await eventually(lambda: _is_away(router_store))
         assert (requests.queued, requests.dropped) == (3, 2)
@@ -125,9 +125,9 @@ async def test_without_redis_puts_never_wait_are_bounded_and_the_rest_is_written
         await eventually(lambda: _is_idle(requests))
         assert await requests.get(RequestId("request-2")) is not None
         assert await requests.get(RequestId("request-4")) is None
-        # Redis forgot what was written before; requests under way go on all the same.
+        # Redis has lost everything. Requests in progress continue all the same.
         await redis_server.restart()
-        onward = walk(begin("request-9"), "reserved")
+        onward = walk(new("request-9"), "reserved")
         requests.put(onward)
         await eventually(lambda: _is_kept(requests, onward))
 
@@ -138,19 +138,19 @@ async def test_a_state_put_while_an_older_one_is_being_written_is_not_lost(redis
         requests = RequestStore(store)
         async with running(requests.run()):
             os.kill(redis_server.pid, signal.SIGSTOP)
-            requests.put(begin())
-            await asyncio.sleep(0.05)  # the write is now on its way to a Redis that does not answer
-            later = walk(begin(), "reserved")
+            requests.put(new())
+            await asyncio.sleep(0.05)  # the write is now in flight to a Redis that does not answer
+            later = walk(new(), "reserved")
             requests.put(later)
             os.kill(redis_server.pid, signal.SIGCONT)
             await eventually(lambda: _is_kept(requests, later))
 
 
-async def test_what_waits_at_the_end_is_still_written(router_store: Store) -> None:
+async def test_queued_writes_are_written_at_the_end(router_store: Store) -> None:
     requests = RequestStore(router_store, batch_size=2)
     async with running(requests.run()):
         for number in range(5):
-            requests.put(begin(f"request-{number}"))
+            requests.put(new(f"request-{number}"))
     assert requests.queued == 0
     assert await requests.get(RequestId("request-4")) is not None
 
@@ -158,15 +158,15 @@ async def test_what_waits_at_the_end_is_still_written(router_store: Store) -> No
 async def test_only_the_newest_requests_are_kept(router_store: Store) -> None:
     requests = RequestStore(router_store, max_kept=3)
     for number in range(5):
-        await requests.write(begin(f"request-{number}"))
-    await requests.write(walk(begin("request-3"), "failed"))
+        await requests.write(new(f"request-{number}"))
+    await requests.write(walk(new("request-3"), "failed"))
     assert await requests.newest(10) == ["request-4", "request-3", "request-2"]
     assert await requests.newest(1) == ["request-4"]
     assert await requests.get(RequestId("request-1")) is None
     assert await router_store.call("KEYS", REQUEST_KEY + "request-1") == []
 
 
-async def test_a_record_of_something_else_is_a_store_error(router_store: Store) -> None:
+async def test_a_record_that_cannot_be_parsed_is_a_store_error(router_store: Store) -> None:
     await router_store.call("HSET", REQUEST_KEY + R, "history", '[{"state": "dreaming"}]')
     with pytest.raises(StoreError, match="request-1"):
         await RequestStore(router_store).get(R)

@@ -25,7 +25,7 @@ def states(record: dict[str, object]) -> list[object]:
 
 
 def once_known(cluster: ScriptedCluster, condition: Callable[[dict[str, Any]], bool], fault: Fault) -> Fault:
-    """`fault`, once the request's record is so: streams of different workers have no order."""
+    """`fault`, once the request's record meets the condition. Streams of different workers have no order otherwise."""
 
     async def is_known() -> bool:
         return condition(await cluster.only_trace())
@@ -38,7 +38,7 @@ def once_known(cluster: ScriptedCluster, condition: Callable[[dict[str, Any]], b
 
 
 def after_first_token(cluster: ScriptedCluster, fault: Fault) -> Fault:
-    """`fault`, once the router has prefill's first token."""
+    """`fault`, once the router has the prefill worker's first token."""
     return once_known(cluster, lambda record: "first_token" in record["phases"], fault)
 
 
@@ -47,7 +47,7 @@ async def go_on(_: Context) -> None:
 
 
 async def reports_queued(cluster: ScriptedCluster, router_id: RouterId, tokens: int = 5000) -> None:
-    """The router has a report of prefill-0 by which prompts of one router are queued there."""
+    """Makes prefill-0 report queued prompts of one router, and returns once the router has the report."""
     load = WorkerLoad(queued_tokens=tokens, queued_by_router={router_id: tokens}, prefill_tokens_per_s=1000.0)
     cluster.workers["prefill-0"].set(load=load)
 

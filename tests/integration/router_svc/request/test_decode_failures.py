@@ -65,7 +65,7 @@ async def test_a_decode_worker_lost_in_mid_response_is_an_error_status(cluster: 
 async def test_a_reservation_that_expires_is_renewed_without_the_prefill_worker_that_failed(
     small_cluster: ScriptedCluster,
 ) -> None:
-    """Prefill and the lease of the decode worker, which is well, fail at the same time."""
+    """The prefill worker fails when the lease on a healthy decode worker expires."""
 
     async def expire(context: Context) -> None:
         await small_cluster.calls.until(lambda: bool(small_cluster.calls.prefills))

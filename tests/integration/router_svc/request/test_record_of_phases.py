@@ -12,7 +12,7 @@ from tests.integration.router_svc.request.support import (
 
 
 async def test_a_request_without_faults_has_every_phase_in_order(cluster: ScriptedCluster) -> None:
-    # As it is where a step takes its time: prefill has said everything before decode's first token.
+    # As with real steps, the prefill worker has sent everything before the decode worker's first token.
     cluster.script.fail("decode_token", once_known(cluster, lambda record: "sent_bytes" in record["reported"], go_on))
     await cluster.complete()
     record = await cluster.only_trace()

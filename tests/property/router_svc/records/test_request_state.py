@@ -1,4 +1,4 @@
-"""The request's state machine: every pair of states is either a move or an InvalidTransition."""
+"""The request's state machine: every pair of states is either a legal transition or raises InvalidTransition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdserve.base.errors import InvalidTransition
 from pdserve.base.ids import RequestId, WorkerId
 from router_svc.records.request_state import RequestProgress, RequestState, StateChange
 
-# Written out once more on purpose: changing the table must be a decision, not a slip.
+# A second copy on purpose: a change of the table must be a decision, not a slip.
 LEGAL = {
     (RequestState(source), RequestState(target))
     for source, targets in {
@@ -32,7 +32,7 @@ def in_state(state: RequestState) -> RequestProgress:
 
 
 @pytest.mark.parametrize(("source", "target"), sorted(LEGAL))
-def test_a_move_of_the_table_is_made(source: RequestState, target: RequestState) -> None:
+def test_legal_transitions(source: RequestState, target: RequestState) -> None:
     after = in_state(source).advance(target, at=2.0)
     assert after.state is target
     assert after.attempt == (4 if target is RequestState.RETRYING else 3)
@@ -42,20 +42,20 @@ def test_a_move_of_the_table_is_made(source: RequestState, target: RequestState)
 @pytest.mark.parametrize(
     ("source", "target"), sorted(set(itertools.product(RequestState, RequestState)) - LEGAL), ids=str
 )
-def test_any_other_move_raises_and_tells_the_story(source: RequestState, target: RequestState) -> None:
+def test_any_other_transition_raises_with_the_history(source: RequestState, target: RequestState) -> None:
     before = in_state(source)
     with pytest.raises(InvalidTransition, match=rf"Request r cannot go from {source} to {target}.*{source}:3"):
         before.advance(target, at=2.0)
     assert before == in_state(source)
 
 
-def test_final_states_are_those_without_moves() -> None:
+def test_final_states_are_those_without_transitions() -> None:
     assert {state for state in RequestState if state.is_final} == FINAL
 
 
 @settings(deadline=None)
 @given(st.data())
-def test_on_every_way_marks_are_unique_and_attempts_count_retries(data: st.DataObject) -> None:
+def test_marks_are_unique_in_every_history_and_attempts_count_retries(data: st.DataObject) -> None:
     progress = RequestProgress.new(RequestId("r"), at=0.0)
     for number in range(data.draw(st.integers(0, 25), label="steps")):
         choices = sorted(target for source, target in LEGAL if source is progress.state)
@@ -69,7 +69,7 @@ def test_on_every_way_marks_are_unique_and_attempts_count_retries(data: st.DataO
     assert progress.attempt == 1 + sum(step.state is RequestState.RETRYING for step in progress.history)
 
 
-def test_what_a_move_does_not_name_stays() -> None:
+def test_values_that_a_transition_omits_stay() -> None:
     progress = RequestProgress.new(RequestId("r"), at=0.0)
     progress = progress.advance(RequestState.RESERVED, at=1.0, decode_worker=WorkerId("d"))
     progress = progress.advance(RequestState.PREFILLING, at=2.0, prefill_worker=WorkerId("p"))

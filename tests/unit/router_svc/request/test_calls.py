@@ -1,4 +1,4 @@
-"""Which failures of a call say that the worker is gone."""
+"""Which failures of a call mean that the worker is gone."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def lost(cause: BaseException) -> PeerLost:
         OSError(errno.EHOSTUNREACH, "no route"),
     ],
 )
-def test_a_connection_that_fails_there(cause: OSError) -> None:
+def test_a_connection_error_of_the_worker_means_that_it_is_gone(cause: OSError) -> None:
     assert is_gone(lost(cause))
 
 
 @pytest.mark.parametrize(
     "cause", [OSError(errno.EMFILE, "too many open files"), OSError(errno.EADDRNOTAVAIL, "no port left")]
 )
-def test_a_connection_that_fails_here_is_no_fault_of_the_worker(cause: OSError) -> None:
+def test_a_connection_error_of_the_router_does_not(cause: OSError) -> None:
     assert not is_gone(lost(cause))

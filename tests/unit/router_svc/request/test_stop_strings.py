@@ -1,3 +1,5 @@
+"""Stop strings in streamed text."""
+
 from __future__ import annotations
 
 from hypothesis import given
@@ -7,7 +9,7 @@ from router_svc.request.stop_strings import StopScanner
 
 
 def scan(text: str, stops: list[str], cuts: list[int], *, include: bool = False) -> tuple[str, str | None]:
-    """What is shown of `text` when it comes in pieces that end at `cuts`, and the stop string found."""
+    """The visible part of `text` when it arrives in chunks that end at `cuts`, and the stop string found."""
     scanner = StopScanner(stops, include=include)
     shown, start = "", 0
     for end in [*sorted(cut for cut in cuts if cut < len(text)), len(text)]:
@@ -19,7 +21,7 @@ def scan(text: str, stops: list[str], cuts: list[int], *, include: bool = False)
 
 
 def expected(text: str, stops: list[str], *, include: bool) -> tuple[str, str | None]:
-    """The definition: the stop string complete first wins, of several the longest."""
+    """The definition: the stop string that is complete first wins, and the longest of several."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -33,14 +35,14 @@ some_stops = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1
 
 
 @given(short_text, some_stops, st.lists(st.integers(0, 30)), st.booleans())
-def test_the_outcome_is_that_of_the_definition_however_the_text_is_cut(
+def test_the_outcome_matches_the_definition_however_the_text_is_cut(
     text: str, stops: list[str], cuts: list[int], include: bool
 ) -> None:
     assert scan(text, stops, cuts, include=include) == expected(text, stops, include=include)
 
 
 @given(short_text, some_stops, st.lists(st.integers(0, 30)))
-def test_nothing_is_shown_that_could_still_become_a_stop_string(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_text_that_may_still_become_a_stop_string_is_held_back(text: str, stops: list[str], cuts: list[int]) -> None:
     scanner = StopScanner(stops)
     shown, start = "", 0
     for end in [*sorted(cut for cut in cuts if cut < len(text)), len(text)]:
@@ -59,7 +61,7 @@ def test_without_stop_strings_nothing_is_held_back() -> None:
     assert StopScanner([]).push("all of it").text == "all of it"
 
 
-def test_what_was_held_back_is_shown_once_it_cannot_match() -> None:
+def test_text_held_back_appears_once_it_cannot_match() -> None:
     scanner = StopScanner(["###"])
     assert scanner.push("a ##").text == "a "
     assert scanner.push("b").text == "##b"
