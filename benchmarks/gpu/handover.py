@@ -34,8 +34,8 @@ from pdserve.base.tasks import service_group
 from pdserve.engine.kv_cache import KvCache
 from pdserve.v1 import decode_pb2
 from pdserve.worker.config import GPU_LAYER_GROUPS
-from pdserve.worker.kv_bytes.device import device_block_memory
-from pdserve.worker.kv_bytes.host import block_memory, staged
+from pdserve.worker.kv_bytes.device_blocks import device_block_memory
+from pdserve.worker.kv_bytes.host_blocks import block_memory, staged
 
 HOST, DEVICE = "host", "device"
 #: The first rounds connect, compile, and touch memory for the first time.

@@ -23,11 +23,11 @@ from pdserve.base.errors import SetupError
 T = TypeVar("T")
 
 _UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "kib": 1024, "mib": 1024**2, "gib": 1024**3}
-_SETTING = "setting"
+_SPEC = "option"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class OptionSpec:
     """The metadata of a field of a settings dataclass: how it is read and described."""
 
     help: str
@@ -52,27 +52,27 @@ def option(
     parse: Callable[[str], Any] | None = None,
     minimum: float | None = None,
 ) -> Any:
-    """A field of a settings dataclass, set by a flag of its name. The parameters are those of `Setting`."""
-    setting = Setting(help=help, metavar=metavar, choices=tuple(choices), parse=parse, minimum=minimum)
-    return dataclasses.field(default=default, metadata={_SETTING: setting})
+    """A field of a settings dataclass, set by a flag of its name. The parameters are those of `OptionSpec`."""
+    spec = OptionSpec(help=help, metavar=metavar, choices=tuple(choices), parse=parse, minimum=minimum)
+    return dataclasses.field(default=default, metadata={_SPEC: spec})
 
 
 def positional(default: Any, *, help: str, metavar: str | None = None) -> Any:
     """A field that is set by an argument without a flag."""
-    setting = Setting(help=help, metavar=metavar, positional=True)
-    return dataclasses.field(default=default, metadata={_SETTING: setting})
+    spec = OptionSpec(help=help, metavar=metavar, positional=True)
+    return dataclasses.field(default=default, metadata={_SPEC: spec})
 
 
 def words_option(default: Any, *, help: str, parse: Callable[[str], Any], metavar: str | None = None) -> Any:
     """A field whose flag takes one or more words. `parse` gets them joined by spaces."""
-    setting = Setting(help=help, metavar=metavar, parse=parse, several=True)
-    return dataclasses.field(default=default, metadata={_SETTING: setting})
+    spec = OptionSpec(help=help, metavar=metavar, parse=parse, several=True)
+    return dataclasses.field(default=default, metadata={_SPEC: spec})
 
 
-def setting_of(field: dataclasses.Field[Any]) -> Setting:
-    """The field's setting."""
-    setting: Setting = field.metadata[_SETTING]
-    return setting
+def option_spec(field: dataclasses.Field[Any]) -> OptionSpec:
+    """The spec of a field that one of the functions above made."""
+    spec: OptionSpec = field.metadata[_SPEC]
+    return spec
 
 
 def default_of(cls: type[Any], name: str) -> Any:
@@ -119,16 +119,16 @@ def add_options(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
     """Adds a flag for every field of `cls`, and `--config`."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        setting = setting_of(field)
-        flags = [field.name] if setting.positional else [_flag(field.name)]
+        spec = option_spec(field)
+        flags = [field.name] if spec.positional else [_flag(field.name)]
         arguments: dict[str, Any] = {"help": _help_text(field), "default": None}
         if _base_type(hints[field.name]) is bool:
             arguments["action"] = argparse.BooleanOptionalAction
         else:
-            arguments["metavar"] = setting.metavar or field.name.rsplit("_", 1)[-1].upper()
-        if setting.positional:
+            arguments["metavar"] = spec.metavar or field.name.rsplit("_", 1)[-1].upper()
+        if spec.positional:
             arguments["nargs"] = "?"
-        if setting.several:
+        if spec.several:
             arguments.update(nargs="+", action=_Joined)
         parser.add_argument(*flags, **arguments)
     parser.add_argument(
@@ -154,10 +154,10 @@ def from_arguments(
         keys = (_flag(name), prefix + name.upper(), f"{name} in the config file")
         given = next(((key, source[key]) for key, source in zip(keys, sources, strict=True) if key in source), None)
         if given is not None:
-            values[name] = _convert(setting_of(field), hints[name], *given)
+            values[name] = _convert(option_spec(field), hints[name], *given)
         elif field.default is dataclasses.MISSING:
             raise SetupError(
-                f"{_flag(name)} is required: {setting_of(field).help}. "
+                f"{_flag(name)} is required: {option_spec(field).help}. "
                 f"Set it there, as {prefix + name.upper()}, or in the config file."
             )
     return cls(**values)
@@ -188,10 +188,10 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 def _help_text(field: dataclasses.Field[Any]) -> str:
-    setting = setting_of(field)
-    text = setting.help.replace("%", "%%")
-    if setting.choices:
-        text += f" ({', '.join(setting.choices)})"
+    spec = option_spec(field)
+    text = spec.help.replace("%", "%%")
+    if spec.choices:
+        text += f" ({', '.join(spec.choices)})"
     if field.default not in (dataclasses.MISSING, None, (), ""):
         words = map(str, field.default) if isinstance(field.default, tuple) else [str(field.default)]
         text += f" [default: {','.join(words)}]"
@@ -236,16 +236,16 @@ def _base_type(hint: Any) -> Any:
     return hint
 
 
-def _convert(setting: Setting, hint: Any, where: str, value: Any) -> Any:
+def _convert(spec: OptionSpec, hint: Any, where: str, value: Any) -> Any:
     base = _base_type(hint)
     try:
-        converted = _parse(setting.parse, base, value)
+        converted = _parse(spec.parse, base, value)
     except (ValueError, TypeError) as error:
         raise SetupError(f"{where}: {error}.") from error
-    if setting.choices and converted not in setting.choices:
-        raise SetupError(f"{where} is {converted!r}, but must be one of {', '.join(setting.choices)}.")
-    if setting.minimum is not None and converted < setting.minimum:
-        raise SetupError(f"{where} is {converted}, but must be at least {setting.minimum}.")
+    if spec.choices and converted not in spec.choices:
+        raise SetupError(f"{where} is {converted!r}, but must be one of {', '.join(spec.choices)}.")
+    if spec.minimum is not None and converted < spec.minimum:
+        raise SetupError(f"{where} is {converted}, but must be at least {spec.minimum}.")
     return converted
 
 

@@ -19,7 +19,7 @@ import openai.resources.chat.completions
 import pytest
 
 from decode_svc.config import DecodeConfig
-from pdserve.base.config import add_options, setting_of
+from pdserve.base.config import add_options, option_spec
 from pdserve.cli.__main__ import COMMANDS
 from pdserve.cli.bench.config import ServeConfig
 from pdserve.cli.chat import ChatConfig
@@ -97,7 +97,7 @@ def _documented_default(cell: str, field: dataclasses.Field[Any]) -> object:
     if cell in words:
         return words[cell]
     value = cell.strip("`")
-    parse = setting_of(field).parse
+    parse = option_spec(field).parse
     if parse is not None:
         return parse(value)
     return type(field.default)(value)
@@ -119,7 +119,7 @@ def _documented_default(cell: str, field: dataclasses.Field[Any]) -> object:
 def test_every_flag_is_documented_with_its_default(heading: str, config: type, without: type | None) -> None:
     inherited = {field.name for field in dataclasses.fields(without)} if without is not None else set()
     fields = {
-        field.name.upper() if setting_of(field).positional else f"--{field.name.replace('_', '-')}": field
+        field.name.upper() if option_spec(field).positional else f"--{field.name.replace('_', '-')}": field
         for field in dataclasses.fields(config)
         if field.name not in inherited
     }
@@ -129,7 +129,7 @@ def test_every_flag_is_documented_with_its_default(heading: str, config: type, w
         default = fields[flag].default
         expected = None if default in ((), "") else default
         assert _documented_default(cell, fields[flag]) == expected, flag
-        for choice in setting_of(fields[flag]).choices:
+        for choice in option_spec(fields[flag]).choices:
             assert f"`{choice}`" in _section("docs/operations/flags.md", heading)
 
 

@@ -18,7 +18,7 @@ class Stage:
     """The stage's memory, divided into slots of one block each."""
 
     def __init__(self, memory: Tensor, layout: KvLayout, dtype: torch.dtype, heads: slice = slice(None)) -> None:
-        """`memory`: uint8. `layout`: of blocks with all heads. `heads`: those of this rank, if there are several."""
+        """`memory`: uint8. `layout`: layout of blocks with all heads. `heads`: the heads of this rank."""
         self._memory = memory
         self._dtype = dtype
         self._layout = layout

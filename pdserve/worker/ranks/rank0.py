@@ -25,7 +25,7 @@ from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.runner import StepCache, StepDecoder, TokenSampler
 from pdserve.engine.sequence import SampleResult, SampleRow
 from pdserve.model.batch import Batch
-from pdserve.worker.kv_bytes.host import CacheCopies
+from pdserve.worker.kv_bytes.host_blocks import CacheCopies
 from pdserve.worker.kv_bytes.stage import Stage
 from pdserve.worker.ranks.messages import CopyRequest, MessageKind, StepPosition, StepWriter
 

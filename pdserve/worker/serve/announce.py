@@ -20,7 +20,7 @@ log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Addresses:
+class WorkerAddresses:
     """The addresses that a worker listens on, each as `host:port`."""
 
     grpc: str
@@ -29,7 +29,9 @@ class Addresses:
     streams: str
 
 
-def announce(worker: Worker, service: TierService, *, store: Store, health: Health, addresses: Addresses) -> Registrar:
+def announce(
+    worker: Worker, service: TierService, *, store: Store, health: Health, addresses: WorkerAddresses
+) -> Registrar:
     """Starts the heartbeats and the publication of KV events, and exposes what they and the kernels count."""
     registrar = Registrar(store, lambda: worker_record(worker, service, addresses, ready=health.is_ready))
     publisher = KvEventPublisher(store, worker.worker_id, worker.epoch)
@@ -41,7 +43,7 @@ def announce(worker: Worker, service: TierService, *, store: Store, health: Heal
     return registrar
 
 
-def worker_record(worker: Worker, service: TierService, addresses: Addresses, *, ready: bool) -> WorkerRecord:
+def worker_record(worker: Worker, service: TierService, addresses: WorkerAddresses, *, ready: bool) -> WorkerRecord:
     """The worker's entry in the registry, as of now."""
     model, config = worker.model, worker.config
     return WorkerRecord(
@@ -107,7 +109,7 @@ def _count(worker: Worker, store: Store, registrar: Registrar, publisher: KvEven
     )
 
 
-def describe(worker: Worker, addresses: Addresses) -> None:
+def describe(worker: Worker, addresses: WorkerAddresses) -> None:
     """Sets the worker's info metrics and logs that it is ready, with everything that distinguishes it."""
     config, model, kernels = worker.config, worker.model, worker.model.kernels
     identity = {

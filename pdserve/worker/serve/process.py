@@ -20,7 +20,7 @@ from pdserve.base.tasks import ServiceGroup, service_group, stop_event_on_signal
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.load.device import bind_thread
 from pdserve.worker.load.populate import populating
-from pdserve.worker.serve.announce import Addresses, announce, describe
+from pdserve.worker.serve.announce import WorkerAddresses, announce, describe
 from pdserve.worker.serve.loaded_model import LoadedModel, load_model
 from pdserve.worker.serve.metrics import WorkerMetrics
 from pdserve.worker.serve.worker import TierService, Worker
@@ -45,7 +45,7 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
         service = build(worker)
         notify.status("warming up")
         async with worker.computing(service) as fatal, _served(service, config) as (grpc, streams, grpc_health):
-            addresses = Addresses(grpc=grpc, http=http_address, streams=streams)
+            addresses = WorkerAddresses(grpc=grpc, http=http_address, streams=streams)
             registrar = announce(worker, service, store=store, health=health, addresses=addresses)
             describe(worker, addresses)
             await _start_accepting(worker, health, grpc_health, registrar)

@@ -21,7 +21,7 @@ from pdserve.base.tasks import ServiceGroup
 from pdserve.engine.loop import LoopConfig, StepLoop
 from pdserve.engine.step import LayersWritten, Load, Scheduler, StepOutput
 from pdserve.worker.config import WorkerConfig
-from pdserve.worker.kv_bytes.host import block_memory
+from pdserve.worker.kv_bytes.host_blocks import block_memory
 from pdserve.worker.load.cores import num_cores
 from pdserve.worker.ranks.split import config_of_rank
 from pdserve.worker.serve.active_calls import ActiveCalls
@@ -99,7 +99,7 @@ class Worker:
             self.blocks = model.rank_group.block_memory(model.layout, model.kv_cache, staging_bytes)
         elif self.config.handover_memory == "device":
             # Imported on use: Triton takes a second.
-            from pdserve.worker.kv_bytes.device import device_block_memory
+            from pdserve.worker.kv_bytes.device_blocks import device_block_memory
 
             self.blocks = device_block_memory(model.kv_cache, staging_bytes)
         else:

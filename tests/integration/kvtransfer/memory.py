@@ -46,7 +46,7 @@ class Memory:
     def _lay(self, payload: Buffer) -> Buffer:
         if self._device is None:
             return payload
-        from pdserve.worker.kv_bytes.device import DeviceBytes
+        from pdserve.worker.kv_bytes.device_blocks import DeviceBytes
 
         there = torch.from_numpy(payload).to(self._device)
         torch.cuda.synchronize(self._device)

@@ -25,7 +25,7 @@ from pdserve.base.errors import (
 from pdserve.base.ids import BlockId
 from pdserve.engine.kv_cache import KvCache
 from pdserve.v1 import decode_pb2
-from pdserve.worker.kv_bytes import host as worker_blocks
+from pdserve.worker.kv_bytes import host_blocks as worker_blocks
 from tests.integration.services.local_cluster import ALWAYS_LOCAL, RouterRequest, running_cluster
 from tests.support.devices import needs_triton
 from tests.unit.model.tiny import save_model
@@ -91,7 +91,7 @@ def staged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
         if request.param == "host":
             stages.append(worker_blocks.staged(kv_cache, memory, bundle_blocks=4))
         else:
-            from pdserve.worker.kv_bytes.device import staged_on_device
+            from pdserve.worker.kv_bytes.device_blocks import staged_on_device
 
             stages.append(staged_on_device(kv_cache, memory, bundle_blocks=4))
         return stages[-1]

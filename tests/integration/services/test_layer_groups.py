@@ -21,7 +21,7 @@ from pdserve.base.errors import DigestMismatch, PeerLost, RequestError, SetupErr
 from pdserve.engine.runner import StepDecoder
 from pdserve.model.batch import Batch
 from pdserve.v1 import common_pb2, decode_pb2, prefill_pb2
-from pdserve.worker.kv_bytes import host as worker_blocks
+from pdserve.worker.kv_bytes import host_blocks as worker_blocks
 from tests.integration.services.local_cluster import DEADLINE_S, LocalCluster, RouterRequest, running_cluster
 from tests.unit.model.tiny import save_model
 

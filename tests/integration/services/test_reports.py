@@ -17,7 +17,7 @@ from pdserve.cli.private_redis import PrivateRedis
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.step import Load
 from pdserve.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
-from pdserve.worker.serve.announce import Addresses, announce
+from pdserve.worker.serve.announce import WorkerAddresses, announce
 from pdserve.worker.serve.step_metrics import StepMetrics
 from pdserve.worker.serve.worker import TierService, Worker
 from prefill_svc.config import PrefillConfig
@@ -102,7 +102,7 @@ async def test_an_empty_queue_is_announced(
 
     transport = InprocTransport()
     async with Store(redis_server.url) as store, running_worker(config, "prefill", transport, build) as (worker, at, _):
-        addresses = Addresses(grpc=at, http="", streams="")
+        addresses = WorkerAddresses(grpc=at, http="", streams="")
         registrar = announce(worker, services[0], store=store, health=Health(), addresses=addresses)
         idle = worker.load
         worker.steps.set_load(replace(idle, queued_prompt_tokens=45))

@@ -15,7 +15,7 @@ from kvtransfer.handover.ticket import new_key
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
 from pdserve.engine.kv_cache import KvCache
-from pdserve.worker.kv_bytes.host import CacheCopies
+from pdserve.worker.kv_bytes.host_blocks import CacheCopies
 from pdserve.worker.kv_bytes.stage import Stage
 
 LAYOUT = KvLayout(model="m", dtype="float32", block_size=2, num_layers=2, num_kv_heads=1, head_dim=4)

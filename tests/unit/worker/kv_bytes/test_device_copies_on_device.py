@@ -14,7 +14,7 @@ from kvtransfer.handover.memory import MessageSpec
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
 from pdserve.engine.kv_cache import KvCache
-from pdserve.worker.kv_bytes.device import DeviceCopies
+from pdserve.worker.kv_bytes.device_blocks import DeviceCopies
 
 pytestmark = gpu_only
 

@@ -11,7 +11,7 @@ from pdserve.base.errors import SetupError
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
 from pdserve.engine.kv_cache import KvCache
-from pdserve.worker.kv_bytes.host import staged
+from pdserve.worker.kv_bytes.host_blocks import staged
 from pdserve.worker.kv_bytes.stage import stage_bytes
 
 LAYOUT = KvLayout(model="m", dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
