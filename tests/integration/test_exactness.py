@@ -21,7 +21,7 @@ from tests.support.cluster import Cluster, running_cluster
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1500),
     pytest.mark.skipif(not instruction_sets(), reason="the C++ kernels are not built; the reference is only close"),
 ]
 

@@ -1,4 +1,4 @@
-"""Requests of every kind, sent alone or in a crowd, and their answers without what no two answers share."""
+"""Requests of every kind, sent alone or in a crowd, and their answers without the fields that always differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.support.cluster import MODEL, READY_S, Cluster
+from tests.support.cluster import MODEL, Cluster
 
 Json = Any
 
@@ -21,7 +21,7 @@ _TOPICS = ("the sea", "a small dog", "prime numbers", "Seoul", "winter", "bread"
 _MANUAL = " ".join(
     f"Rule {number}: whoever writes about {_TOPICS[number % 8]} keeps it to {number + 3} lines." for number in range(34)
 )
-#: From a handful of tokens to about 590; several begin alike, and two are equal.
+#: From a handful of tokens to about 590. Several start alike, and two are equal.
 _PROMPTS = (
     "Once upon a time",
     "The three laws of thermodynamics are",
@@ -35,10 +35,10 @@ _PROMPTS = (
     f"{_MANUAL[:1500]} Write about trains.",
     _MANUAL[:1800],
     _MANUAL,
-    # Whole blocks: where all of them are cached, the last token has to be computed again.
+    # Whole blocks. If all of them are cached, the last token still has to be computed again.
     " bread" * 128,
 )
-#: `top` stands for the log-probabilities of that many alternatives, which the two endpoints ask for differently.
+#: `top` is the number of alternatives with log-probabilities. The two endpoints have different fields for it.
 _OPTIONS: tuple[Mapping[str, Json], ...] = (
     {"temperature": 0},
     {"temperature": 0.8, "seed": 1},
@@ -76,11 +76,11 @@ class Call:
         return n
 
     def turned(self) -> Call:
-        """The same request, streamed if it was not, and whole if it was streamed."""
+        """The same request, streamed if this one is whole, and whole if this one is streamed."""
         return Call(path=self.path, body=self.body, stream=not self.stream)
 
     def wire(self) -> dict[str, Json]:
-        """What is sent."""
+        """The body to send."""
         more = {"stream": True, "stream_options": {"include_usage": True}} if self.stream else {}
         return {"model": MODEL, **self.body, **more}
 
@@ -107,9 +107,10 @@ def _call(number: int) -> Call:
 
 
 async def send_all(cluster: Cluster, calls: Sequence[Call], *, at_once: int) -> list[str]:
-    """The answers, in the order of the calls; so many requests are under way at a time."""
+    """The answers, in the order of the calls; at most `at_once` requests are in flight at a time."""
     gate = asyncio.Semaphore(at_once)
-    timeout = aiohttp.ClientTimeout(total=READY_S)
+    # The slowest instruction set needs minutes for a crowd, so only the test itself has a deadline.
+    timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(cluster.base_url, timeout=timeout) as session, asyncio.TaskGroup() as tasks:
 
         async def one(call: Call) -> str:
@@ -125,30 +126,32 @@ async def send_all(cluster: Cluster, calls: Sequence[Call], *, at_once: int) -> 
 def canonical(answer: dict[str, Json]) -> str:
     """An answer as JSON text, without its id, its time and what it found in caches."""
     del answer["id"], answer["created"]
-    # How much was cached is a fact about the cache, and the only one that may be seen in an answer.
+    # The number of cached tokens depends on the cache. Nothing else in an answer may.
     del answer["usage"]["prompt_tokens_details"]
     return json.dumps(answer, ensure_ascii=False, indent=1)
 
 
 def _parse(text: str) -> dict[str, Json]:
-    """Numbers stay as they were written: 0.1 and 0.10 are different answers."""
+    """The answer with numbers as text: 0.1 and 0.10 are different answers."""
     parsed: dict[str, Json] = json.loads(text, parse_float=str)
     return parsed
 
 
 def _merge(text: str) -> dict[str, Json]:
-    """The events of a stream, as the answer that is not streamed would have them. How they were cut is not kept."""
+    """The events of a stream, merged into the answer that an unstreamed request would get."""
     lines = text.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""], f"the stream ends with {lines[-2:]}"
     chunks = [_parse(line.removeprefix("data: ")) for line in lines[:-2]]
     first, last = chunks[0], chunks[-1]
     for chunk in chunks:
         assert "error" not in chunk, f"the stream ends with {chunk}"
-        assert {**chunk, "choices": 0, "usage": 0} == {**first, "choices": 0, "usage": 0}, f"{chunk} is no part of it"
-        assert (chunk["usage"] is None) is (chunk is not last), "usage belongs into the last chunk"
+        assert {**chunk, "choices": 0, "usage": 0} == {**first, "choices": 0, "usage": 0}, (
+            f"{chunk} differs from the first chunk"
+        )
+        assert (chunk["usage"] is None) is (chunk is not last), "usage is not in the last chunk alone"
     choices: dict[int, dict[str, Json]] = {}
-    for part in (part for chunk in chunks for part in chunk["choices"]):
-        _add(choices.setdefault(part["index"], _empty(part)), part)
+    for piece in (piece for chunk in chunks for piece in chunk["choices"]):
+        _add(choices.setdefault(piece["index"], _empty(piece)), piece)
     return {
         **first,
         "object": first["object"].removesuffix(".chunk"),
@@ -157,31 +160,31 @@ def _merge(text: str) -> dict[str, Json]:
     }
 
 
-def _empty(part: dict[str, Json]) -> dict[str, Json]:
-    """A whole choice before its first part."""
+def _empty(piece: dict[str, Json]) -> dict[str, Json]:
+    """A whole choice before its first piece."""
     content: dict[str, Json] = (
-        {"message": {"role": "assistant", "content": "", "refusal": None}} if "delta" in part else {"text": ""}
+        {"message": {"role": "assistant", "content": "", "refusal": None}} if "delta" in piece else {"text": ""}
     )
-    return {"index": part["index"], **content, "logprobs": None, "finish_reason": None, "stop_reason": None}
+    return {"index": piece["index"], **content, "logprobs": None, "finish_reason": None, "stop_reason": None}
 
 
-def _add(choice: dict[str, Json], part: dict[str, Json]) -> None:
-    assert choice["finish_reason"] is None, f"choice {part['index']} goes on after its end"
-    if "delta" in part:
-        choice["message"]["content"] += part["delta"].get("content", "")
+def _add(choice: dict[str, Json], piece: dict[str, Json]) -> None:
+    assert choice["finish_reason"] is None, f"choice {piece['index']} goes on after its end"
+    if "delta" in piece:
+        choice["message"]["content"] += piece["delta"].get("content", "")
     else:
-        choice["text"] += part["text"]
-    for name, values in (part["logprobs"] or {}).items():
+        choice["text"] += piece["text"]
+    for name, values in (piece["logprobs"] or {}).items():
         if choice["logprobs"] is None:
-            choice["logprobs"] = dict.fromkeys(part["logprobs"])
+            choice["logprobs"] = dict.fromkeys(piece["logprobs"])
         if values is not None:
             choice["logprobs"][name] = [*(choice["logprobs"][name] or ()), *values]
-    choice["finish_reason"] = part["finish_reason"]
-    choice["stop_reason"] = part.get("stop_reason")
+    choice["finish_reason"] = piece["finish_reason"]
+    choice["stop_reason"] = piece.get("stop_reason")
 
 
 def differences(calls: Sequence[Call], answers: Sequence[str], expected: Sequence[str]) -> str:
-    """What differs, for a failing test's message; empty when every answer is as expected."""
+    """The differences, as a failing test's message. Empty if every answer is as expected."""
     stories = [
         f"request {number}: {json.dumps(call.wire(), ensure_ascii=False)[:300]}\n{_first_difference(one, other)}"
         for number, (call, one, other) in enumerate(zip(calls, answers, expected, strict=True))

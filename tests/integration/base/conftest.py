@@ -1,4 +1,4 @@
-"""Fixtures of integration tests that use Redis."""
+"""Fixtures for tests of `pdserve.base` with a real Redis."""
 
 from __future__ import annotations
 

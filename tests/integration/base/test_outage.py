@@ -1,4 +1,4 @@
-"""All users of Redis together, while Redis comes and goes. All of them stop cleanly at any time."""
+"""Everything that uses Redis, running together while Redis fails and returns, and stopping cleanly at any point."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from kvtransfer.index.prefix_mirror import PrefixMirror
 from pdserve.base.errors import StoreError
 from pdserve.base.ids import BlockHash, RequestId
 from pdserve.base.registry import Registrar, WorkerDirectory
-from pdserve.base.store import Store
+from pdserve.base.store import Argument, Reply, Store
 from pdserve.base.workers import WorkerRecord
 from pdserve.cli.private_redis import PrivateRedis
 from router_svc.records.request_state import RequestProgress, RequestState
@@ -109,7 +109,7 @@ async def test_everything_recovers_from_outages_of_redis(redis_server: PrivateRe
             await eventually(lambda number=outage: _is_cancelled(all_users.requests, f"request-{number}"))
 
 
-async def test_all_of_it_stops_at_once_when_redis_is_gone(redis_server: PrivateRedis) -> None:
+async def test_everything_stops_while_redis_is_gone(redis_server: PrivateRedis) -> None:
     """A fixture verifies that no task and no socket stays behind."""
     async with cluster(redis_server.url) as all_users:
         await until(all_users.directory, lambda: len(all_users.known) == 2)
@@ -119,7 +119,7 @@ async def test_all_of_it_stops_at_once_when_redis_is_gone(redis_server: PrivateR
         await until(all_users.mirror, lambda: all_users.mirror.degraded)
 
 
-async def test_all_of_it_stops_although_redis_hangs(redis_server: PrivateRedis) -> None:
+async def test_everything_stops_while_redis_hangs(redis_server: PrivateRedis) -> None:
     assert redis_server.pid is not None
     try:
         async with asyncio.timeout(DEADLINE_S), cluster(redis_server.url, timeout_s=0.2) as all_users:
@@ -132,11 +132,23 @@ async def test_all_of_it_stops_although_redis_hangs(redis_server: PrivateRedis) 
         os.kill(redis_server.pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.001, 0.005, 0.02])
-async def test_a_start_that_is_cancelled_leaves_nothing(redis_server: PrivateRedis, delay_s: float) -> None:
+@pytest.mark.parametrize("num_calls", [0, 1, 4, 12])
+async def test_services_that_are_cancelled_early_leave_no_keys(
+    redis_server: PrivateRedis, monkeypatch: pytest.MonkeyPatch, num_calls: int
+) -> None:
+    """They are cancelled when this many calls to Redis have started, the last of which is then in flight."""
+    started = asyncio.Semaphore(0)
+    pipeline = Store.pipeline
+
+    async def counted(self: Store, commands: Sequence[Sequence[Argument]], *, block_s: float = 0.0) -> list[Reply]:
+        started.release()
+        return await pipeline(self, commands, block_s=block_s)
+
     async with cluster(redis_server.url) as all_users:
+        monkeypatch.setattr(Store, "pipeline", counted)
         all_users.workers[0].publisher.publish(HASHES, [])
-        await asyncio.sleep(delay_s)
+        for _ in range(num_calls):
+            await started.acquire()
     async with Store(redis_server.url) as store:
         assert await store.call("KEYS", "pd:worker:*") == []
         assert await store.call("KEYS", "pd:blocks:*") == []

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from pdserve.base.ids import Epoch, WorkerId
-from pdserve.base.registry import WORKER_KEY, Registrar, WorkerDirectory, WorkerRecord, read_sightings
+from pdserve.base.registry import RECORD_TTL_S, WORKER_KEY, Registrar, WorkerDirectory, WorkerRecord, read_sightings
 from pdserve.base.store import Store
 from pdserve.cli.private_redis import PrivateRedis
 from tests.support.records import worker_record
@@ -24,7 +24,9 @@ async def read_workers(store: Store) -> list[WorkerRecord]:
     return sorted(records, key=lambda record: record.worker_id)
 
 
-async def test_a_worker_is_listed_while_it_runs(worker_store: Store, router_store: Store) -> None:
+async def test_a_worker_is_listed_while_it_runs_and_removed_when_it_stops(
+    worker_store: Store, router_store: Store
+) -> None:
     directory = WorkerDirectory(router_store, refresh_s=0.02)
     async with running(directory.run()):
         async with running(Registrar(worker_store, worker_record).run()):
@@ -60,7 +62,9 @@ async def test_readiness_does_not_wait_for_the_pause_after_a_heartbeat(
         await until(directory, lambda: directory.get(DECODE) == current)
 
 
-async def test_heartbeats_keep_the_record_and_carry_the_load(worker_store: Store, router_store: Store) -> None:
+async def test_heartbeats_carry_the_load_and_renew_the_expiry_of_the_record(
+    worker_store: Store, router_store: Store
+) -> None:
     free_blocks = iter(range(1000, 0, -1))
     registrar = Registrar(worker_store, lambda: worker_record(free_blocks=next(free_blocks)), heartbeat_s=0.02)
     directory = WorkerDirectory(router_store, refresh_s=0.02)
@@ -68,9 +72,8 @@ async def test_heartbeats_keep_the_record_and_carry_the_load(worker_store: Store
         await until(directory, lambda: ids(directory) == ["decode-0"])
         first = directory.get(DECODE)
         await until(directory, lambda: directory.get(DECODE) not in (None, first))
-        ttl_ms = await router_store.call("PTTL", WORKER_KEY + DECODE)
-        assert isinstance(ttl_ms, int)
-        assert 4000 < ttl_ms <= 5000
+        assert await router_store.call("PERSIST", WORKER_KEY + DECODE) == 1
+        await eventually(lambda: _expires(router_store))
 
 
 async def test_known_workers_survive_a_redis_outage_and_register_again(
@@ -177,6 +180,12 @@ async def _register_and_die(store: Store, record: WorkerRecord) -> None:
 
 async def _is(value: bool) -> bool:
     return value
+
+
+async def _expires(store: Store) -> bool:
+    ttl_ms = await store.call("PTTL", WORKER_KEY + DECODE)
+    assert isinstance(ttl_ms, int)
+    return 0 < ttl_ms <= RECORD_TTL_S * 1000
 
 
 async def _has_workers(store: Store, count: int) -> bool:

@@ -1,4 +1,4 @@
-"""The store against a real Redis: one kind of error, and recovery without help."""
+"""The store against a real Redis: calls have deadlines, fail with one type of error and reconnect by themselves."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import signal
 import pytest
 
 from pdserve.base.errors import StoreError
-from pdserve.base.store import Store
+from pdserve.base.store import Reply, Store, as_bytes
 from pdserve.cli.private_redis import PrivateRedis, free_port
+from tests.support.redis import eventually
 
 
-async def test_an_absent_redis_is_no_error_at_start_and_is_found_later(redis_server: PrivateRedis) -> None:
+async def test_a_store_opens_without_redis_and_finds_it_later(redis_server: PrivateRedis) -> None:
     await redis_server.stop()
     reasons: list[str | None] = []
     async with Store(redis_server.url, on_change=reasons.append) as store:
@@ -52,7 +53,7 @@ async def test_a_hanging_redis_is_an_error_after_the_timeout(redis_server: Priva
         assert await store.call("PING") == b"PONG"
 
 
-async def test_a_refused_command_is_a_store_error_but_no_outage(redis_server: PrivateRedis) -> None:
+async def test_a_refused_command_raises_store_error_without_counting_an_outage(redis_server: PrivateRedis) -> None:
     async with Store(redis_server.url) as store:
         with pytest.raises(StoreError, match="WRONGTYPE"):
             await store.pipeline([["SET", "key", "value"], ["LPUSH", "key", "x"], ["SET", "other", "value"]])
@@ -61,7 +62,7 @@ async def test_a_refused_command_is_a_store_error_but_no_outage(redis_server: Pr
         assert await store.call("GET", "other") == b"value"
 
 
-async def test_a_full_redis_refuses_instead_of_evicting() -> None:
+async def test_a_full_redis_refuses_writes_instead_of_evicting() -> None:
     async with PrivateRedis(memory_bytes=1_500_000) as server, Store(server.url) as store:
         await store.call("SET", "kept", "value")
         with pytest.raises(StoreError, match="maxmemory"):
@@ -70,17 +71,27 @@ async def test_a_full_redis_refuses_instead_of_evicting() -> None:
         assert await store.call("GET", "kept") == b"value"
 
 
-async def test_the_reply_to_a_cancelled_call_never_answers_the_next_one(redis_server: PrivateRedis) -> None:
-    async with Store(redis_server.url) as store:
+async def test_the_late_reply_to_a_cancelled_call_never_answers_the_next_one(redis_server: PrivateRedis) -> None:
+    async with Store(redis_server.url) as store, Store(redis_server.url) as other:
         await store.call("SET", "key", "value")
-        for delay_s in (0.0, 0.0001, 0.001, 0.01):
-            waiting = asyncio.create_task(store.call("BLPOP", "queue", 5, block_s=5))
-            await asyncio.sleep(delay_s)
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-            assert await store.call("GET", "key") == b"value"
+        waiting = asyncio.create_task(store.call("BLPOP", "queue", 60, block_s=60))
+        await eventually(lambda: _has_blocked_client(other))
+        await _cancel(waiting)
+        await other.call("RPUSH", "queue", "late")
+        assert await store.call("GET", "key") == b"value"
         assert store.available
+
+
+async def test_a_call_that_is_cancelled_while_it_connects_does_not_disturb_the_next_one(
+    redis_server: PrivateRedis,
+) -> None:
+    store = Store(redis_server.url)
+    connecting = asyncio.create_task(store.call("SET", "key", "value"))
+    await asyncio.sleep(0)  # The task starts and waits for its connection.
+    await _cancel(connecting)
+    assert await store.call("GET", "key") is None
+    assert store.available
+    await store.close()
 
 
 async def test_concurrent_calls_get_their_own_replies(redis_server: PrivateRedis) -> None:
@@ -118,3 +129,13 @@ async def test_a_private_redis_on_tcp_restarts_on_its_port_and_leaves_no_directo
     assert isinstance(directory, list)
     assert isinstance(directory[1], bytes)
     assert not await asyncio.to_thread(os.path.exists, directory[1])
+
+
+async def _cancel(task: asyncio.Task[Reply]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def _has_blocked_client(store: Store) -> bool:
+    return b"blocked_clients:1\r\n" in as_bytes(await store.call("INFO", "clients"))
