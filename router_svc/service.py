@@ -63,7 +63,7 @@ class Router:
             policy=RoutingPolicy(
                 model_name=config.model_name,
                 local_prefill_threshold=config.local_prefill_threshold,
-                # A threshold of 0 keeps prompts away from decode workers, whatever the load.
+                # A threshold of 0 keeps all prompts away from decode workers, regardless of the load.
                 local_prefill_by_load=config.local_prefill == "auto" and config.local_prefill_threshold > 0,
                 expects_prefill=config.prefill_expected > 0,
                 reserve_timeout_s=config.reserve_timeout_s,
@@ -75,10 +75,24 @@ class Router:
         self._gate = Gate(max_waiting=config.max_num_queued_reqs, max_wait_s=config.queue_timeout_s)
         self.metrics.watch_degraded(health.degraded)
         self.metrics.read(
-            CounterSource(name="registry_failures", text="Readings lost", value=lambda: self._directory.failures),
-            CounterSource(name="prefix_index_gaps", text="Gaps in the stream", value=lambda: self._mirror.gaps),
-            CounterSource(name="prefix_index_failures", text="Readings lost", value=lambda: self._mirror.failures),
-            CounterSource(name="request_records_dropped", text="Not kept", value=lambda: self._request_store.dropped),
+            CounterSource(
+                name="registry_failures",
+                text="Failed reads of the worker registry",
+                value=lambda: self._directory.failures,
+            ),
+            CounterSource(
+                name="prefix_index_gaps", text="Gaps in the stream of KV events", value=lambda: self._mirror.gaps
+            ),
+            CounterSource(
+                name="prefix_index_failures",
+                text="Failed reads of the prefix index",
+                value=lambda: self._mirror.failures,
+            ),
+            CounterSource(
+                name="request_records_dropped",
+                text="Request records not written to Redis",
+                value=lambda: self._request_store.dropped,
+            ),
         )
         self.metrics.num_requests_running.set_function(lambda: self._gate.num_admitted)
         self.metrics.num_requests_waiting.set_function(lambda: self._gate.num_waiting)

@@ -51,7 +51,7 @@ class DrainRate:
             self._departures.popleft()
         if len(self._departures) < _RATE_MIN_SAMPLES:
             return None
-        # To now, not to the last departure: a cluster that stopped draining must not look fast.
+        # Measured until now instead of the last departure: a cluster that has stopped draining must not look fast.
         return len(self._departures) / max(now - self._departures[0], 1e-3)
 
 

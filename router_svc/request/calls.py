@@ -58,6 +58,7 @@ class DecodeCall:
 
     def __init__(self, stream: MessageStream[decode_pb2.DecodeResponse], worker: WorkerRecord) -> None:
         self._stream = stream
+        self._peer = _name_of(worker)
         self.worker = worker
         # Unbounded, but a worker sends no more milestones than there are attempts.
         self._milestones: asyncio.Queue[decode_pb2.DecodeResponse] = asyncio.Queue()
@@ -80,8 +81,8 @@ class DecodeCall:
             event = await self._read(silence_s if self.has_started else None)
         except PdserveError as error:
             raise DecodeFailed(error) from error
-        if event.WhichOneof("event") in ("ticket", "started"):
-            self.has_started |= event.HasField("started")
+        if not self.has_started and event.WhichOneof("event") in ("ticket", "started"):
+            self.has_started = event.HasField("started")
             self._milestones.put_nowait(event)
         return event
 
@@ -94,14 +95,13 @@ class DecodeCall:
             raise DecodeFailed(error) from error
 
     async def _read(self, silence_s: float | None) -> decode_pb2.DecodeResponse:
-        peer = _name_of(self.worker)
         try:
             event = await self._stream.read(silence_s)
         except TimeoutError:
-            raise TransferTimeout(f"The {peer} has been silent for {silence_s:g} s.") from None
+            raise TransferTimeout(f"The {self._peer} has been silent for {silence_s:g} s.") from None
         if event is None:
             # The kernel closes a dead worker's connection. A worker that has finished leaves closing to the router.
-            raise PeerLost(f"Lost {peer}: it closed the connection.") from ConnectionResetError()
+            raise PeerLost(f"Lost {self._peer}: it closed the connection.") from ConnectionResetError()
         if event.HasField("failed"):
             raise error_from_wire(event.failed) from _Reported()
         return event

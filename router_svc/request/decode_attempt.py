@@ -154,9 +154,9 @@ class DecodeAttempt:
         self._require_first_tokens(started)
 
     def _require_first_tokens(self, started: decode_pb2.DecodeResponse) -> None:
-        """Fails the attempt if a prefill worker was lost between its commit and its first tokens: nobody else has them.
+        """Fails the attempt if the prefill worker was lost between its commit and its first tokens.
 
-        Without this check the request would wait for them until it times out.
+        No other worker has these tokens, so the request would wait for them until it times out.
         """
         if not started.started.prefilled_locally and not self._output.progress.has_first_tokens:
             raise DecodeFailed(

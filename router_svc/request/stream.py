@@ -41,7 +41,7 @@ class DeltaStream:
         *,
         write_timeout_s: float = WRITE_TIMEOUT_S,
     ) -> None:
-        """One journal per prompt. `observe_first_write` gets the seconds from accept to the first token written."""
+        """One journal per prompt. `observe_first_write` gets the seconds from accept to the first write."""
         self._journals = journals
         self._observe_first_write = observe_first_write
         self._write_timeout_s = write_timeout_s

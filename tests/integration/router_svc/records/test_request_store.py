@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Sequence
 
 import pytest
 
 from pdserve.base.errors import StaleAttempt, StoreError
 from pdserve.base.ids import RequestId, WorkerId
-from pdserve.base.store import Store
+from pdserve.base.store import Argument, Reply, Store
 from pdserve.cli.private_redis import PrivateRedis
 from router_svc.records.request_state import RequestProgress, RequestState
 from router_svc.records.request_store import REQUEST_KEY, RequestStore, StoredRequest
@@ -134,12 +135,19 @@ async def test_without_redis_writes_are_queued_up_to_a_limit_and_written_later(
 
 async def test_a_state_put_while_an_older_one_is_being_written_is_not_lost(redis_server: PrivateRedis) -> None:
     assert redis_server.pid is not None
-    async with Store(redis_server.url, timeout_s=10) as store:
+    writing = asyncio.Event()
+
+    class WatchedStore(Store):
+        async def pipeline(self, commands: Sequence[Sequence[Argument]], *, block_s: float = 0.0) -> list[Reply]:
+            writing.set()
+            return await super().pipeline(commands, block_s=block_s)
+
+    async with WatchedStore(redis_server.url, timeout_s=10) as store:
         requests = RequestStore(store)
         async with running(requests.run()):
             os.kill(redis_server.pid, signal.SIGSTOP)
             requests.put(new())
-            await asyncio.sleep(0.05)  # the write is now in flight to a Redis that does not answer
+            await writing.wait()
             later = walk(new(), "reserved")
             requests.put(later)
             os.kill(redis_server.pid, signal.SIGCONT)
