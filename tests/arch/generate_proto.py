@@ -1,4 +1,4 @@
-"""Generates `pdserve/v1` from `proto/`, or checks (`--check`) that what is committed is what would be generated."""
+"""Generate `pdserve/v1` from `proto/`, or check (`--check`) that the committed files are up to date."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BIN = Path(sys.executable).parent
 
 
 def generate(out: Path) -> None:
-    """Writes the messages, the services and their type stubs for every proto file below `out`."""
+    """Write messages, services and type stubs for every proto file to a directory below `out`."""
     files = [str(path.relative_to(PROTO)) for path in sorted(PROTO.rglob("*.proto"))]
     arguments = [
         "protoc",
@@ -32,11 +32,11 @@ def generate(out: Path) -> None:
         *files,
     ]
     if protoc.main(arguments) != 0:
-        sys.exit("protoc failed; its message is above.")
+        sys.exit("protoc failed. Its message is above.")
 
 
 def stale_files(fresh: Path) -> list[str]:
-    """Names of generated files that differ from what is committed, are missing, or no longer have a source."""
+    """Names of generated files that differ from the committed ones, are missing, or no longer have a source."""
     committed = ROOT / "pdserve" / "v1"
     names = {path.name for path in fresh.iterdir()} | {path.name for path in committed.glob("*_pb2*")}
     _, mismatch, errors = filecmp.cmpfiles(fresh, committed, sorted(names), shallow=False)
@@ -44,9 +44,9 @@ def stale_files(fresh: Path) -> list[str]:
 
 
 def main() -> None:
-    """Command line entry."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing, fail when a file is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing and fail if a file is out of date")
     check = parser.parse_args().check
     if not check:
         generate(ROOT)

@@ -1,4 +1,4 @@
-"""Lists every module with the first line of its docstring, package by package: `make modules`."""
+"""List every module with the first line of its docstring, package by package (`make modules`)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ PACKAGES = ("router_svc", "prefill_svc", "decode_svc", "kvtransfer", "kernels", 
 
 
 def summary(path: Path) -> str:
-    """The first line of a module's docstring; empty if it has none."""
+    """The first line of a module's docstring, or an empty string."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     return docstring.splitlines()[0] if docstring else ""
 
 
 def modules() -> list[Path]:
-    """All modules of the product but the generated ones, packages before what they contain."""
+    """All modules of the product except the generated ones."""
     paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
     return [path for path in paths if "v1" not in path.parts]
 

@@ -1,4 +1,4 @@
-"""What starts fast stays light: neither the router nor the supervisor may load torch, not even through others."""
+"""The router and the supervisor start fast because they never load torch, not even indirectly."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "triton", "transformers", "gguf", "ucxx")
+SLOW_TO_IMPORT = ("torch", "triton", "transformers", "gguf", "ucxx")
 
 
 @pytest.mark.parametrize(
     "module", ["router_svc.__main__", "pdserve.cli.__main__", "pdserve.cli.up", "pdserve.base.rpc"]
 )
-def test_no_heavy_library_is_loaded(module: str) -> None:
-    code = f"import sys, {module}; print([name for name in {HEAVY!r} if name in sys.modules])"
+def test_no_slow_library_is_loaded(module: str) -> None:
+    code = f"import sys, {module}; print([name for name in {SLOW_TO_IMPORT!r} if name in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

@@ -1,0 +1,79 @@
+"""Fields, paths and metrics in documents are those of the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from pdserve.worker.serve.metrics import WorkerMetrics
+from router_svc.api.fields import IGNORED, UNSUPPORTED
+from router_svc.api.openai.schema import ChatBody, CompletionBody, GenerationBody
+from router_svc.records.metrics import RouterMetrics
+from tests.arch.documents import DOCUMENTS, ROOT, names_in_first_column, path_id, read, section, table_rows
+
+
+def test_every_field_of_the_api_is_documented() -> None:
+    both = set(names_in_first_column(section("docs/http-api.md", "Fields of both generating endpoints")))
+    assert both == set(GenerationBody.model_fields)
+    for heading, body in (("Chat", ChatBody), ("Completions", CompletionBody)):
+        own = set(names_in_first_column(section("docs/http-api.md", heading)))
+        assert own == set(body.model_fields) - both
+
+
+@pytest.mark.parametrize(
+    ("heading", "names"), [("Fields without effect", set(IGNORED)), ("Fields that are refused", set(UNSUPPORTED))]
+)
+def test_ignored_and_refused_fields_are_documented(heading: str, names: set[str]) -> None:
+    *_, listed = section("docs/http-api.md", heading).strip().split("\n\n")
+    assert set(re.findall(r"`(\w+)`", listed)) == names
+
+
+def test_every_path_is_documented() -> None:
+    route = re.compile(r'web\.(get|post)\("([^"]+)"')
+    sources = [*(ROOT / "router_svc").rglob("*.py"), ROOT / "pdserve/base/admin.py"]
+    found = {match for path in sources for match in route.findall(path.read_text(encoding="utf-8"))}
+    exist = {f"{method.upper()} {path.replace(':.+', '')}" for method, path in found}
+    assert set(names_in_first_column(read("docs/http-api.md").split("\n## ")[0])) == exist
+
+
+def _counter_sources(path: str) -> set[str]:
+    """Names of the `CounterSource`s made in a module. The objects that count own them, not the metrics class."""
+    calls = [node for node in ast.walk(ast.parse(read(path))) if isinstance(node, ast.Call)]
+    return {
+        f"pdserve_{ast.literal_eval(keyword.value)}"
+        for call in calls
+        if ast.unparse(call.func) == "CounterSource"
+        for keyword in call.keywords
+        if keyword.arg == "name"
+    }
+
+
+@pytest.mark.parametrize(
+    ("heading", "metrics", "made_in"),
+    [
+        ("Router", RouterMetrics(model_name="m"), ("router_svc/service.py",)),
+        (
+            "Workers",
+            WorkerMetrics(model_name="m", tier="decode"),
+            ("pdserve/worker/serve/announce.py", "pdserve/worker/serve/step_metrics.py"),
+        ),
+    ],
+)
+def test_every_metric_is_documented_and_every_documented_metric_exists(
+    heading: str, metrics: RouterMetrics | WorkerMetrics, made_in: tuple[str, ...]
+) -> None:
+    families = {family.name: family.type for family in metrics.registry.collect()}
+    exported = {name: kind for name, kind in families.items() if name.startswith("pdserve_")}
+    exported |= dict.fromkeys(set[str]().union(*map(_counter_sources, made_in)), "counter")
+    rows = table_rows(section("docs/operations/metrics.md", heading))
+    assert {row[0].strip("`"): row[1] for row in rows} == exported
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=path_id)
+def test_every_mentioned_metric_exists(path: Path) -> None:
+    known = {row[0].strip("`") for row in table_rows(read("docs/operations/metrics.md"))}
+    for name in re.findall(r"\bpdserve_[a-z0-9_]*[a-z0-9]", path.read_text(encoding="utf-8")):
+        assert re.sub(r"_(total|bucket|sum|count)$", "", name) in known | {name} & known, name
