@@ -1,6 +1,6 @@
-"""Has CMake build the C++ kernels. Where they cannot be built the install goes on without them and leaves the reason.
+"""Builds the C++ kernels with CMake. If that fails, the install continues without them and records the reason.
 
-Everything else about the project stands in pyproject.toml.
+Everything else about the project is in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 CPU = Path("kernels/cpu")
-#: `kernels.cpu.native` reads it; there only when the extension is not.
+#: Read by `kernels.cpu.native`; exists only when the extension does not.
 REASON_FILE = "_native_missing.txt"
 
 
 class BuildError(Exception):
-    """A step of the build failed; the message is the line that says why."""
+    """A step of the build failed; the message is the line with the cause."""
 
 
 class BuildNative(build_ext):
@@ -40,19 +40,19 @@ class BuildNative(build_ext):
         except (BuildError, OSError) as error:
             target.unlink(missing_ok=True)
             reason.write_text(f"{error}\n", encoding="utf-8")
-            message = f"The C++ kernels were not built ({error}). pdserve works without them, more slowly."
+            message = f"The C++ kernels were not built ({error}). pdserve works without them, but more slowly."
             warnings.warn(message, stacklevel=1)
         else:
-            # Renamed into place: whoever runs the old one has it mapped.
+            # Renamed into place, because running processes have the old file mapped.
             fresh = target.with_suffix(".fresh")
             shutil.copy2(built, fresh)
             fresh.replace(target)
             reason.unlink(missing_ok=True)
 
     def _build(self, name: str) -> Path:
-        """Configures and compiles in a directory of this Python's own, kept so that the next build is short."""
+        """Configures and compiles in a directory for this Python version, which is kept to speed up the next build."""
         directory = Path("build") / f"cmake-{name.split('.')[1]}"
-        # Ninja's path changes with each isolated build. CXXFLAGS could bring -ffast-math, and with it other bits.
+        # Ninja's path changes with each isolated build. CXXFLAGS could add -ffast-math, which would change the bits.
         configure = [
             *("-S", str(CPU), "-B", str(directory), "-G", "Ninja"),
             *(f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja') or 'ninja'}", f"-DPython_EXECUTABLE={sys.executable}"),
@@ -61,7 +61,7 @@ class BuildNative(build_ext):
         try:
             self._cmake(*configure)
         except BuildError:
-            # What an earlier build wrote down may be wrong by now: the tree was moved, a compiler came or went.
+            # The cache of an earlier build may be stale: the tree was moved, or a compiler was added or removed.
             shutil.rmtree(directory, ignore_errors=True)
             self._cmake(*configure)
         self._cmake("--build", str(directory), "--parallel", str(os.cpu_count() or 1))
@@ -85,11 +85,9 @@ class BuildNative(build_ext):
 
 
 def _why(output: str) -> str:
-    """The first complaint in what CMake or a compiler printed, on one line."""
-    complaint = re.search(
-        r"^CMake Error.*\n(?P<cmake>(?:(?: .*)?\n)+)|^(?P<compiler>.*\berror: .*)$", output, re.MULTILINE
-    )
-    text = (complaint["cmake"] or complaint["compiler"]) if complaint else output
+    """The first error in the output of CMake or a compiler, on one line."""
+    match = re.search(r"^CMake Error.*\n(?P<cmake>(?:(?: .*)?\n)+)|^(?P<compiler>.*\berror: .*)$", output, re.MULTILINE)
+    text = (match["cmake"] or match["compiler"]) if match else output
     first, *_ = re.split(r"(?<=\.) ", " ".join(text.split()))
     return textwrap.shorten(first, 300)
 

@@ -1,4 +1,4 @@
-"""A cluster to break: two prefill workers and one decode worker, checked after each test as the shared ones are."""
+"""A cluster for fault injection: two prefill workers and one decode worker, checked after each test."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def prefill_gate(tmp_path_factory: pytest.TempPathFactory) -> PrefillGate:
 def shared_fragile(
     tmp_path_factory: pytest.TempPathFactory, prefill_gate: PrefillGate, model: str
 ) -> Iterator[Cluster]:
-    """Small chunks, so that a long prompt is in many pieces when something breaks; a short lease, so that tests end."""
+    """Small chunks, so that faults occur between chunks of a long prompt; a short lease, so that tests end soon."""
     flags = ("--dtype", "float32", "--kv-cache-memory", "512MiB", "--prefill", "2", "--max-num-batched-tokens", "64")
     environment = {"PDSERVE_DECODE__LEASE_S": "5", **prefill_gate.environment()}
     with running_cluster(tmp_path_factory.mktemp("fragile"), *flags, model=model, **environment) as cluster:
@@ -42,7 +42,7 @@ def shared_fragile(
 
 @pytest.fixture
 def fragile(shared_fragile: Cluster) -> Iterator[Cluster]:
-    """Whole again before and after each test, and idle: nothing lost, nothing leaked."""
+    """The cluster, with all workers ready and idle before and after each test."""
     shared_fragile.wait_tiers(prefill=2, decode=1)
     shared_fragile.wait_idle()
     yield shared_fragile

@@ -1,4 +1,4 @@
-"""What keeps a cluster from starting is told in one readable line, with a non-zero exit and nothing left running."""
+"""A failed start is reported in one readable line, with a non-zero exit code and no process left."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_a_taken_port_is_named_with_its_flag(tmp_path: Path) -> None:
     assert "--port" in line
 
 
-def test_a_model_that_is_not_there_is_named_with_what_there_is(tmp_path: Path) -> None:
+def test_a_missing_model_is_named_with_the_known_ones(tmp_path: Path) -> None:
     code, line = _up(tmp_path, "/nowhere/model")
     assert code == 1
     assert "/nowhere/model" in line
     assert MODEL in line
 
 
-def test_an_architecture_that_is_not_supported_is_named_with_the_supported_ones(tmp_path: Path) -> None:
+def test_an_unsupported_architecture_is_named_with_the_supported_ones(tmp_path: Path) -> None:
     directory = tmp_path / "model"
     directory.mkdir()
     for file in resolve_model(MODEL).path.iterdir():
@@ -75,7 +75,7 @@ def test_an_architecture_that_is_not_supported_is_named_with_the_supported_ones(
         (("--threads-per-worker", "0"), ("--threads-per-worker",)),
     ],
 )
-def test_a_setting_that_cannot_be_is_named_with_the_numbers(
+def test_an_impossible_setting_is_named_with_its_limit(
     tmp_path: Path, flags: tuple[str, ...], needles: tuple[str, ...]
 ) -> None:
     code, line = _up(tmp_path, MODEL, *flags)
@@ -84,7 +84,7 @@ def test_a_setting_that_cannot_be_is_named_with_the_numbers(
         assert needle in line
 
 
-def test_a_redis_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_an_unreachable_redis_is_named_with_its_flag(tmp_path: Path) -> None:
     port = free_port()
     code, line = _up(tmp_path, MODEL, "--redis-url", f"redis://127.0.0.1:{port}")
     assert code == 1

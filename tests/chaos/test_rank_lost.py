@@ -1,4 +1,4 @@
-"""A worker of several ranks serves like any other, and whichever of its processes is lost, all of it is replaced."""
+"""A worker of several ranks serves like any other, and is replaced as a whole when one of its processes dies."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tests.support.cluster import MODEL, Cluster, running_cluster
 
 pytestmark = pytest.mark.timeout(300)
 
-#: What the default model's nine heads, three KV heads and vocabulary can be split by.
+#: A divisor of the default model's nine heads, three KV heads and vocabulary.
 RANKS = 3
 
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One prefill worker of one rank, and a decode worker of three, which computes small prompts and all tokens."""
+    """A prefill worker of one rank, and a decode worker of three ranks, which also computes small prompts."""
     flags = ("--dtype", "float32", "--kv-cache-memory", "256MiB", "--decode-tensor-parallel-size", str(RANKS))
     with running_cluster(tmp_path_factory.mktemp("split"), *flags) as cluster:
         yield cluster
@@ -44,26 +44,26 @@ def test_a_prompt_is_handed_over_to_all_ranks(split: Cluster) -> None:
     split.wait_idle()
 
 
-def test_a_lost_rank_takes_the_worker_with_it_which_is_started_again(split: Cluster) -> None:
+def test_a_lost_rank_ends_its_worker_which_is_restarted(split: Cluster) -> None:
     [before] = split.workers("decode")
-    everyone = [split.processes()["decode-0"], *followers(split)]
-    assert len(everyone) == RANKS
-    everyone[1].kill()
-    split.until(lambda: not any(map(is_alive, everyone)), "no rank outlives another")
+    ranks = [split.processes()["decode-0"], *followers(split)]
+    assert len(ranks) == RANKS
+    ranks[1].kill()
+    split.until(lambda: not any(map(is_alive, ranks)), "all ranks have ended")
     split.until(
-        # The router may still know the old one.
+        # The router may still list the old worker.
         lambda: [worker for worker in split.workers("decode") if worker.http_address != before.http_address],
-        "started again",
+        "the worker is restarted",
         timeout_s=60,
     )
     assert "Berlin" in ask(split)
     split.wait_idle()
 
 
-def test_ranks_end_with_the_first_of_them(split: Cluster) -> None:
-    everyone = [split.processes()["decode-0"], *followers(split)]
-    everyone[0].kill()
-    split.until(lambda: not any(map(is_alive, everyone)), "no rank outlives another")
+def test_all_ranks_end_with_rank_0(split: Cluster) -> None:
+    ranks = [split.processes()["decode-0"], *followers(split)]
+    ranks[0].kill()
+    split.until(lambda: not any(map(is_alive, ranks)), "all ranks have ended")
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -1,4 +1,4 @@
-"""Redis is an aid, not a need: it can go and come back while requests are served."""
+"""Requests are served while Redis is away, and state is restored when it is back."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ async def test_serving_goes_on_while_redis_is_away_and_the_registry_comes_back(t
 
             assert await answers(1) == 4
             await redis.stop()
-            await cluster.until_async(lambda: not cluster.view().redis.available, "the router notices")
+            await cluster.until_async(lambda: not cluster.view().redis.available, "the router notices the loss")
             lost_at = asyncio.get_running_loop().time()
             assert "redis" in cluster.view().router.degraded
-            # Longer than a record lives: what Redis forgets must not be forgotten here.
+            # Longer than a record's TTL: the router must keep workers whose records have expired.
             number = 2
             while asyncio.get_running_loop().time() < lost_at + RECORD_TTL_S + 1:
                 assert await answers(number) == 4

@@ -1,4 +1,4 @@
-"""kill -9, SIGSTOP and disconnects at every stage of a request: the client hears of it rightly, and nothing leaks."""
+"""kill -9, SIGSTOP and disconnects at every stage of a request: clients get correct results, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def _long_prompt(first: int, length: int = 1600) -> list[int]:
-    """Many chunks of prefill; token ids that no other test uses."""
-    return [first, *((first * 17 + 11 * place) % 40_000 + 100 for place in range(1, length))]
+    """A prompt of many prefill chunks, with token ids that no other test uses."""
+    return [first, *((first * 17 + 11 * position) % 40_000 + 100 for position in range(1, length))]
 
 
 async def _text(client: openai.AsyncOpenAI, prompt: Any, max_tokens: int = 12) -> str:
@@ -41,7 +41,7 @@ async def _trace(client: openai.AsyncOpenAI, cluster: Cluster, request_id: str) 
 async def _held_in_prefill(
     cluster: Cluster, gate: PrefillGate, client: openai.AsyncOpenAI, prompt: list[int]
 ) -> AsyncIterator[tuple[asyncio.Task[str], WorkerStatus]]:
-    """A request in the middle of its prefill, and the worker that computes it; held there until the gate opens."""
+    """A request that is held in its prefill until the gate opens, and the worker that computes it."""
     with gate.closed():
         request = asyncio.create_task(_text(client, prompt))
         busy = await cluster.until_async(lambda: _busy_prefill(cluster), "a prefill worker computes")
@@ -49,19 +49,19 @@ async def _held_in_prefill(
         yield request, busy
 
 
-async def test_a_killed_prefill_worker_is_replaced_by_another_and_the_answer_is_the_same(
+async def test_when_a_prefill_worker_is_killed_another_one_gives_the_same_answer(
     fragile: Cluster, prefill_gate: PrefillGate
 ) -> None:
     prompt = _long_prompt(2001)
     async with fragile.async_client() as client:
         async with _held_in_prefill(fragile, prefill_gate, client, prompt) as (request, busy):
             fragile.kill(busy.worker_id)
-        disturbed = await request
+        answer = await request
         await fragile.until_async(lambda: len(fragile.workers("prefill")) == 2, "restarted", timeout_s=60)
-        assert await _text(client, prompt) == disturbed
+        assert await _text(client, prompt) == answer
 
 
-async def test_with_every_prefill_worker_killed_the_decode_worker_prefills(
+async def test_when_all_prefill_workers_are_killed_the_decode_worker_prefills(
     fragile: Cluster, prefill_gate: PrefillGate
 ) -> None:
     router = f"127.0.0.1:{fragile.port}"
@@ -71,23 +71,23 @@ async def test_with_every_prefill_worker_killed_the_decode_worker_prefills(
         async with _held_in_prefill(fragile, prefill_gate, client, prompt) as (request, _):
             for name in ("prefill-0", "prefill-1"):
                 fragile.kill(name)
-            # With the gate closed, no prefill worker that is started again can have computed it.
-            disturbed = await request
+            # With the gate closed, no restarted prefill worker can have computed the prompt.
+            answer = await request
         await fragile.until_async(lambda: len(fragile.workers("prefill")) == 2, "restarted", timeout_s=60)
-        assert await _text(client, prompt) == disturbed
+        assert await _text(client, prompt) == answer
     assert fragile.metric(router, "pdserve_prefill_fallbacks_total") > fallbacks
 
 
-async def test_a_frozen_prefill_worker_is_given_up_after_the_lease(fragile: Cluster, prefill_gate: PrefillGate) -> None:
+async def test_a_frozen_prefill_worker_is_replaced_after_the_lease(fragile: Cluster, prefill_gate: PrefillGate) -> None:
     prompt = _long_prompt(2003)
     async with fragile.async_client() as client:
         async with _held_in_prefill(fragile, prefill_gate, client, prompt) as (request, busy):
             process = fragile.kill(busy.worker_id, signal.SIGSTOP)
         try:
-            disturbed = await request
+            answer = await request
         finally:
             process.send_signal(signal.SIGCONT)
-        assert await _text(client, prompt) == disturbed
+        assert await _text(client, prompt) == answer
 
 
 async def test_a_killed_decode_worker_ends_its_streams_with_an_error_and_is_restarted(fragile: Cluster) -> None:
@@ -138,7 +138,7 @@ async def test_a_decode_worker_killed_before_the_first_token_is_a_clean_error(
     assert "decode" in caught.value.message
 
 
-async def test_a_client_that_leaves_during_prefill_stops_the_compute_on_both_tiers(
+async def test_a_disconnect_during_prefill_stops_the_compute_on_both_tiers(
     fragile: Cluster, prefill_gate: PrefillGate
 ) -> None:
     prompt = _long_prompt(2407, 900)
@@ -149,11 +149,11 @@ async def test_a_client_that_leaves_during_prefill_stops_the_compute_on_both_tie
         request.cancel()
         with pytest.raises(asyncio.CancelledError):
             await request
-        # With the gate still closed: not because the prompt was computed to its end.
+        # The gate is still closed, so the prompt cannot have been computed to its end.
         await asyncio.to_thread(fragile.wait_idle)
 
 
-async def test_a_client_that_leaves_during_decode_stops_the_compute_on_both_tiers(fragile: Cluster) -> None:
+async def test_a_disconnect_during_decode_stops_the_compute_on_both_tiers(fragile: Cluster) -> None:
     generated = fragile.worker_metric("decode", "pdserve_generation_tokens_total")
     max_tokens = 4000
     async with fragile.async_client() as client:
@@ -172,7 +172,7 @@ async def test_a_client_that_leaves_during_decode_stops_the_compute_on_both_tier
     assert fragile.worker_metric("decode", "pdserve_generation_tokens_total") < generated + max_tokens
 
 
-async def test_a_storm_of_disconnects_leaves_nothing_behind(fragile: Cluster) -> None:
+async def test_many_disconnects_leak_nothing(fragile: Cluster) -> None:
     async with fragile.async_client() as client:
         requests = [asyncio.create_task(_text(client, _long_prompt(2500 + n, 200), max_tokens=200)) for n in range(24)]
         for number, request in enumerate(requests):

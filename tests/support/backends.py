@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kernels.choice import Backend, KernelOptions, instruction_sets
 
-#: Plain torch. Library kernels are behind it, and their bits may depend on the batch: it comes close, no more.
+#: Plain torch. The bits of its library kernels may depend on the batch, so results are only close.
 REFERENCE = KernelOptions(backend=Backend.REFERENCE)
-#: Every instruction set that the C++ kernels run on here, best first. Their bits are promised.
+#: Instruction sets of the C++ kernels that this machine supports, best first. Their bits are guaranteed.
 INSTRUCTION_SETS = tuple(instruction_sets())
 
 

@@ -1,4 +1,4 @@
-"""Starts the real cluster, `pdserve up` and its processes, and looks at it from outside as an operator would."""
+"""Starts a real cluster with `pdserve up`, and observes it from outside as an operator would."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from pdserve.cli.status import ClusterStatus, WorkerStatus
 MODEL = "smollm2-135m-instruct"
 READY_S = 180.0
 SETTLE_S = 20.0
-#: Between two looks at something that only polling can see from outside.
-_LOOK_EVERY_S = 0.05
+#: Interval of polling for states that send no notification.
+_POLL_INTERVAL_S = 0.05
 
 T = TypeVar("T")
 
 
 def free_port() -> int:
-    """A port nobody listens on at this moment, and neither on the next one."""
+    """A free port whose successor is free too."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
@@ -50,7 +50,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a process holds of the system."""
+    """System resources of a process."""
 
     fds: int
     threads: int
@@ -66,7 +66,7 @@ class Cluster:
         self.log_dir = log_dir
         self.base_url = f"http://127.0.0.1:{port}"
         self.grpc_address = f"127.0.0.1:{port + 1}"
-        #: What `pdserve up` printed.
+        #: Output of `pdserve up`.
         self.lines: list[str] = []
         self.ready: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
@@ -76,12 +76,12 @@ class Cluster:
         return openai.OpenAI(base_url=f"{self.base_url}/v1", api_key="none", max_retries=0, timeout=100, **options)  # type: ignore[arg-type]
 
     def async_client(self) -> openai.AsyncOpenAI:
-        """As `client`, for many requests at the same time."""
+        """Like `client`, for concurrent requests."""
         return openai.AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key="none", max_retries=0, timeout=100)
 
-    # What an operator sees
+    # Observations
     def view(self) -> ClusterStatus:
-        """`pdserve status`, as values."""
+        """The data of `pdserve status`."""
         return get_model(self.base_url, "/v1/cluster", ClusterStatus)
 
     def workers(self, tier: str) -> list[WorkerStatus]:
@@ -89,7 +89,7 @@ class Cluster:
         return [worker for worker in self.view().workers if worker.tier == tier and worker.ready]
 
     def metric(self, address: str, name: str, **labels: str) -> float:
-        """The sum of a metric's samples with these labels, from one process; 0 when there are none yet."""
+        """Sum of a metric's samples with these labels, from one process; 0 without samples."""
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
             text = response.read().decode()
         families = list(text_string_to_metric_families(text))
@@ -98,7 +98,7 @@ class Cluster:
         return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
 
     def worker_metric(self, tier: str, name: str, **labels: str) -> float:
-        """The sum over all workers of a tier."""
+        """Sum over all workers of a tier."""
         return sum(self.metric(worker.http_address, name, **labels) for worker in self.workers(tier))
 
     # Processes
@@ -112,9 +112,9 @@ class Cluster:
                 continue
             for module in ("router_svc", "prefill_svc", "decode_svc"):
                 if module in command:
-                    ids = [part.removeprefix("--worker-id=") for part in command if part.startswith("--worker-id=")]
+                    ids = [word.removeprefix("--worker-id=") for word in command if word.startswith("--worker-id=")]
                     found[ids[0] if ids else "router"] = child
-            if any("redis-server" in part for part in command[:1]):
+            if any("redis-server" in word for word in command[:1]):
                 found["redis"] = child
         return found
 
@@ -125,7 +125,7 @@ class Cluster:
         return process
 
     def footprint(self) -> dict[str, Footprint]:
-        """What each process holds."""
+        """Resources of each process, by name."""
         return {
             name: Footprint(process.num_fds(), process.num_threads(), len(process.children(recursive=True)))
             for name, process in self.processes().items()
@@ -133,22 +133,22 @@ class Cluster:
 
     # Waiting
     def until(self, condition: Callable[[], T], what: str, *, timeout_s: float = SETTLE_S) -> T:
-        """The first true value of `condition`; fails after `timeout_s` saying what did not come."""
+        """Returns the first true value of `condition`; fails after `timeout_s` with `what` in the message."""
         deadline = time.monotonic() + timeout_s
         while True:
             value = condition()
             if value:
                 return value
             assert self.process.poll() is None, f"pdserve up ended: {self.lines[-5:]}"
-            assert time.monotonic() < deadline, f"waited {timeout_s:g} s in vain: {what}; {self.describe()}"
-            time.sleep(_LOOK_EVERY_S)
+            assert time.monotonic() < deadline, f"did not happen within {timeout_s:g} s: {what}; {self.describe()}"
+            time.sleep(_POLL_INTERVAL_S)
 
     async def until_async(self, condition: Callable[[], T], what: str, *, timeout_s: float = SETTLE_S) -> T:
-        """As `until`, while the event loop goes on."""
+        """Like `until`, without blocking the event loop."""
         return await asyncio.to_thread(self.until, condition, what, timeout_s=timeout_s)
 
     def is_idle(self) -> bool:
-        """Nothing runs, waits or holds a block, on any tier, and the router knows."""
+        """Whether no request runs, waits or holds a block on any tier, as the router also reports."""
         view = self.view()
         return (
             view.router.running == view.router.queued == 0
@@ -160,7 +160,7 @@ class Cluster:
         def value(name: str) -> float:
             return self.metric(worker.http_address, name)
 
-        # What the router has heard, too: it places the next prompt by it.
+        # The router's view counts, too, because it decides where the next prompt goes.
         return worker.running == worker.waiting == worker.queued_tokens == 0 and (
             value("pdserve_kv_blocks_free") == value("pdserve_kv_blocks")
             and value("pdserve_kv_transfers_active") == 0
@@ -168,11 +168,11 @@ class Cluster:
         )
 
     def wait_idle(self, *, timeout_s: float = SETTLE_S) -> None:
-        """Fails unless everything is given back soon."""
-        self.until(self.is_idle, "all blocks, leases and requests given back", timeout_s=timeout_s)
+        """Returns once all blocks, leases and requests are released; fails after `timeout_s`."""
+        self.until(self.is_idle, "all blocks, leases and requests are released", timeout_s=timeout_s)
 
     def wait_tiers(self, *, prefill: int, decode: int, timeout_s: float = 60.0) -> None:
-        """Until that many workers are ready."""
+        """Returns once exactly these numbers of workers are ready."""
         self.until(
             lambda: (len(self.workers("prefill")), len(self.workers("decode"))) == (prefill, decode),
             f"{prefill} prefill and {decode} decode workers ready",
@@ -180,14 +180,14 @@ class Cluster:
         )
 
     def describe(self) -> str:
-        """For a failing test's message."""
+        """State of the cluster, for the message of a failing test."""
         try:
             return str(self.view())
-        except Exception as error:  # noqa: BLE001 - it only adds to another failure's message
-            return f"the router does not tell: {error}"
+        except Exception as error:  # noqa: BLE001 - the message of another failure must not be lost
+            return f"the router does not answer: {error}"
 
     def logs(self) -> str:
-        """The end of every log file, for a failing test's message."""
+        """End of every log file, for the message of a failing test."""
         return "\n".join(
             f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}"
             for path in sorted(self.log_dir.glob("*.log"))
@@ -196,7 +196,7 @@ class Cluster:
 
 @contextmanager
 def running_cluster(tmp_path: Path, *flags: str, model: str = MODEL, **environment: str) -> Iterator[Cluster]:
-    """`pdserve up` with these flags, ready; stopped by Ctrl-C at the end, and nothing may be left of it."""
+    """A ready cluster with these flags. Stops it by Ctrl-C at the end and checks that no process is left."""
     port = free_port()
     log_dir = tmp_path / "logs"
     command = [sys.executable, "-m", "pdserve.cli", "up", model, "--port", str(port), "--log-dir", str(log_dir), *flags]
@@ -218,10 +218,10 @@ def running_cluster(tmp_path: Path, *flags: str, model: str = MODEL, **environme
             is_ready = False
         assert is_ready, f"pdserve up is not ready: {cluster.lines}\n{cluster.logs()}"
         yield cluster
-        everyone = psutil.Process(process.pid).children(recursive=True)
+        children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 0, cluster.lines
-        left = [child for child in everyone if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+        left = [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
         assert not left, f"processes outlived pdserve up: {left}"
     finally:
         if process.poll() is None:

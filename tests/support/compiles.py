@@ -1,10 +1,10 @@
-"""Compiles for a Hopper GPU, without having one, the Triton kernels of whole steps and of packing blocks.
+"""Compiles the Triton kernels of whole steps and of packing blocks for a Hopper GPU, without needing one.
 
     python -m tests.support.compiles
 
-Triton's interpreter takes what its compiler refuses, and knows neither registers nor shared memory. Here every launch
-compiles its kernel with the arguments at hand and computes nothing. Prints a line for each variant; the exit code is 1
-when one does not compile or needs more shared memory than there is.
+Triton's interpreter accepts code that its compiler refuses, and models neither registers nor shared memory. Here every
+launch compiles its kernel with the given arguments and computes nothing. Prints a line per variant. The exit code is 1
+if one does not compile or needs too much shared memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pdserve.base.sampling import SamplingParams
 from pdserve.engine.device_sampler import DeviceSampler
 from pdserve.engine.sequence import SampleRow
 
-#: What a program may take of an H100's or H200's.
+#: Maximum shared memory of a program on an H100 or H200.
 SHARED_BYTES = 227 << 10
 #: One layer with the heads of Llama 3.1 8B, and one with a window and the widest heads.
 _LLAMA = replace(LLAMA_8B, vocab_size=1024, intermediate_size=2048, windows=(None,))
@@ -40,7 +40,7 @@ _STEPS: tuple[Spans, ...] = ([(1, 2048)], [(1, 100)] * 64, [(64, 256), (1, 100)]
 
 
 class _Hopper:
-    """In the place of Triton's driver: a device that is there in name."""
+    """Replaces Triton's driver by one whose device exists only by name."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -56,7 +56,7 @@ class _Hopper:
 
 
 class Compiler:
-    """Takes the place of launching; notes each variant and each failure once."""
+    """Replaces launching; reports each variant and each failure once."""
 
     def __init__(self) -> None:
         self.num_failures = 0
@@ -64,7 +64,7 @@ class Compiler:
         self._launch = JITFunction.run
 
     def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        """Compiles, and computes nothing. Kernels that fail are named, and the others go on."""
+        """Compiles without computing. A failing kernel is reported and does not stop the others."""
         name = kernel.__name__
         try:
             variant = self._launch(kernel, *args, grid=grid, warmup=True, **options)
@@ -83,7 +83,7 @@ class Compiler:
 
 
 def _forward(shape: DecoderShape, spans: Spans, *, deterministic: bool, is_qwen3_fp8: bool = False) -> None:
-    """`is_qwen3_fp8`: with norms of each head, and an fp8 KV cache."""
+    """Compiles a forward pass. `is_qwen3_fp8`: with per-head norms and an fp8 KV cache."""
     dtype, rows = torch.bfloat16, kv_rows(spans)
     angles, weights = rotations(shape, max(context for _, context in spans)), random_weights(shape, dtype)
     scales, kv_dtype = None, dtype
@@ -104,13 +104,13 @@ def _move_blocks(num_layers: int, heads: tuple[int, int]) -> None:
     for ids in (torch.tensor([0, 1]), torch.tensor([3])):
         for move in (
             blocks.pack,
-            lambda cache, ids, packed, keys, **part: blocks.unpack(packed, cache, ids, keys, **part),
+            lambda cache, ids, packed, keys, **ranges: blocks.unpack(packed, cache, ids, keys, **ranges),
         ):
             move(cache, ids, packed[: len(ids)], keys, layers=(0, num_layers), heads=heads)
 
 
 def _sample() -> None:
-    """What comes back is whatever was in memory."""
+    """Compiles sampling; its results are uninitialized memory."""
     plain = SamplingParams(temperature=1.0)
     edited = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.2, logit_bias={1: 1.0}, logprobs=5)
     for params in (plain, edited):

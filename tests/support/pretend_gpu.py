@@ -1,8 +1,8 @@
-"""Stands in for GPUs and NCCL in host memory: transfers end late and in order, wait for their peer, and can be aborted.
+"""Fakes of GPUs and NCCL in host memory. Transfers end late and in order, wait for their peer, and can be aborted.
 
-What it has of NCCL: the first transfer of a group makes its communicator, for which it waits for the other side; only
-an abort ends a transfer whose peer does not come; it ends one's own side alone; what an aborted transfer wrote stays.
-A message is moved by halves, as somebody looks whether it has ended.
+They share these properties with NCCL: the first transfer of a group makes its communicator and waits for the peer. Only
+an abort ends a transfer whose peer does not come, and it ends only its own side. An aborted transfer leaves its writes.
+A message moves in halves, one at each poll for its end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 from kvtransfer.transport import Buffer
 from kvtransfer.transport.torch_distributed.pair_link import CONNECTOR_RANK, LISTENER_RANK
 
-#: For whoever waits in a test that fails.
+#: Upper bound of a wait in a failing test.
 _LIMIT_S = 30.0
 
 
@@ -40,11 +40,11 @@ class PretendInFlight:
 
 @dataclass(eq=False, slots=True)
 class _Link:
-    """Two groups that meet. Belongs to whoever holds `changed`."""
+    """The connection of two groups; guarded by `changed`."""
 
     changed: Condition = field(default_factory=Condition)
-    #: By rank; launched and not ended, oldest first.
-    flights: tuple[deque[PretendInFlight], deque[PretendInFlight]] = field(default_factory=lambda: (deque(), deque()))
+    #: By rank: transfers that were launched and have not ended, oldest first.
+    in_flight: tuple[deque[PretendInFlight], deque[PretendInFlight]] = field(default_factory=lambda: (deque(), deque()))
     joined: set[int] = field(default_factory=set)
 
 
@@ -58,7 +58,7 @@ class PretendCommunicator:
         self._gpu = gpu
         self._rank = rank
         self._aborted = False
-        # Whoever comes first names it for both.
+        # The first of the two names the link for both.
         self._link = _LINKS.setdefault(store.compare_set("link", "", uuid.uuid4().hex), _Link())
 
     def send(self, payload: Buffer) -> PretendInFlight:
@@ -72,11 +72,11 @@ class PretendCommunicator:
         assert self._gpu.lets_abort.wait(_LIMIT_S)
         with self._link.changed:
             if self._rank not in self._link.joined:
-                return  # It is still being made.
+                return  # The communicator is still being made.
             self._aborted = True
-            flights = self._link.flights[self._rank]
-            while flights:
-                flights.popleft().is_over = True
+            transfers = self._link.in_flight[self._rank]
+            while transfers:
+                transfers.popleft().is_over = True
 
     def _launch(self, payload: Buffer) -> PretendInFlight:
         if self._rank not in self._link.joined:
@@ -85,7 +85,7 @@ class PretendCommunicator:
             raise RuntimeError("the communicator was not made")
         if self._gpu.nccl_error is not None:
             raise self._gpu.nccl_error
-        flight = PretendInFlight(payload, self._advance)
+        transfer = PretendInFlight(payload, self._advance)
         with self._link.changed:
             self._link.joined.add(self._rank)
             self._link.changed.notify_all()
@@ -93,13 +93,13 @@ class PretendCommunicator:
                 raise RuntimeError("the communicator was not made")
             if self._aborted:
                 raise RuntimeError("the communicator was aborted")
-            self._link.flights[self._rank].append(flight)
+            self._link.in_flight[self._rank].append(transfer)
         self._gpu.launched.put(payload.nbytes)
-        return flight
+        return transfer
 
     def _advance(self) -> None:
         with self._link.changed:
-            sent, received = self._link.flights[CONNECTOR_RANK], self._link.flights[LISTENER_RANK]
+            sent, received = self._link.in_flight[CONNECTOR_RANK], self._link.in_flight[LISTENER_RANK]
             if not sent or not received:
                 return
             source, target = sent[0].payload, received[0].payload
@@ -114,11 +114,11 @@ class PretendCommunicator:
 
 
 class PretendGpu:
-    """Implements `Gpu`; as long as one of the events is clear, what it is about does not go on."""
+    """Implements `Gpu`. While an event is clear, the operations that it names block."""
 
     def __init__(self, name: str | None = None) -> None:
         self.uuid = name or f"GPU-{uuid.uuid4()}"
-        #: The second half of messages; of both sides, as the one that looks moves them.
+        #: Lets the second halves of messages through, for both sides, because the polling side moves them.
         self.lets_through = Event()
         self.lets_abort = Event()
         self.lets_make = Event()
@@ -126,21 +126,21 @@ class PretendGpu:
         self.lets_allocate = Event()
         self.let_all()
         self.make_limit_s = _LIMIT_S
-        #: Bytes of each transfer that was launched, and of each piece of memory that was asked for, and given.
+        #: Bytes of each launched transfer, of each requested allocation, and of each one that was made.
         self.launched: SimpleQueue[int] = SimpleQueue()
-        self.asked: SimpleQueue[int] = SimpleQueue()
+        self.requested: SimpleQueue[int] = SimpleQueue()
         self.allocated: list[int] = []
-        #: An entry for each call, as it begins.
+        #: An entry for each abort, made as it starts.
         self.aborts: SimpleQueue[None] = SimpleQueue()
-        #: An entry for each call that has to make a communicator, and for each look at a copy.
+        #: An entry for each call that must make a communicator, and for each poll of a copy.
         self.makes: SimpleQueue[None] = SimpleQueue()
         self.looks: SimpleQueue[None] = SimpleQueue()
         self.has_memory = True
-        #: What a launch raises.
+        #: Error that a launch raises.
         self.nccl_error: Exception | None = None
 
     def let_all(self) -> None:
-        """Everything goes on."""
+        """Sets all events, so that no operation blocks."""
         for event in (self.lets_through, self.lets_abort, self.lets_make, self.lets_copy, self.lets_allocate):
             event.set()
 
@@ -148,7 +148,7 @@ class PretendGpu:
         return PretendCommunicator(self, store, rank)
 
     def empty(self, num_bytes: int) -> Buffer:
-        self.asked.put(num_bytes)
+        self.requested.put(num_bytes)
         assert self.lets_allocate.wait(_LIMIT_S)
         if not self.has_memory:
             raise RuntimeError("out of memory")
@@ -160,7 +160,7 @@ class PretendGpu:
             self.looks.put(None)
             if self.lets_copy.is_set():
                 target[:] = source
-                flight.is_over = True
+                transfer.is_over = True
 
-        flight = PretendInFlight(target, advance)
-        return flight
+        transfer = PretendInFlight(target, advance)
+        return transfer

@@ -10,7 +10,7 @@ from pdserve.base.workers import Tier, WorkerLoad, WorkerRecord
 
 LAYOUT = KvLayout(model="fingerprint", dtype="float32", block_size=16, num_layers=2, num_kv_heads=1, head_dim=8)
 
-#: The router that tests look through.
+#: Id of the router under test.
 ME = RouterId("me")
 
 
@@ -22,7 +22,7 @@ def worker_record(
     ready: bool = True,
     free_blocks: int = 100,
 ) -> WorkerRecord:
-    """A plausible record."""
+    """A valid record of a worker."""
     return WorkerRecord(
         worker_id=WorkerId(worker_id),
         epoch=Epoch(epoch),
@@ -42,7 +42,7 @@ def worker_record(
 
 
 def block_hash(number: int) -> BlockHash:
-    """A hash that only this number has."""
+    """A hash that is unique to this number."""
     return BlockHash(hashlib.blake2b(str(number).encode(), digest_size=16).digest())
 
 

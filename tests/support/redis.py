@@ -12,7 +12,7 @@ import pytest
 from pdserve.base.tasks import service_group
 from pdserve.cli.private_redis import PrivateRedis
 
-#: What no test should need; a test that waits this long hangs.
+#: Upper bound of a wait; a test that reaches it hangs.
 DEADLINE_S = 20.0
 
 
@@ -25,7 +25,7 @@ async def redis_server() -> AsyncIterator[PrivateRedis]:
 
 @asynccontextmanager
 async def running(*services: Awaitable[object]) -> AsyncIterator[None]:
-    """Runs the `run()` of some components until the block ends, as a service does."""
+    """Runs the `run()` of components until the block ends, as a service does."""
     async with service_group() as group:
         for number, service in enumerate(services):
             group.start(service, name=f"service-{number}")
@@ -33,18 +33,18 @@ async def running(*services: Awaitable[object]) -> AsyncIterator[None]:
 
 
 class Watched(Protocol):
-    """A component that tells of its changes."""
+    """A component that notifies of its changes."""
 
     @property
     def version(self) -> int:
-        """Grows with every change."""
+        """Increases with every change."""
 
     async def wait_for_change(self, since: int | None = None) -> int:
-        """Returns once the version is another than `since`."""
+        """Returns once the version differs from `since`."""
 
 
 async def until(watched: Watched, condition: Callable[[], bool]) -> None:
-    """Returns once the condition holds, looking again at each change of `watched`; fails after the deadline."""
+    """Returns once the condition holds, which is checked at each change of `watched`; fails after the deadline."""
     async with asyncio.timeout(DEADLINE_S):
         version = watched.version
         while not condition():
@@ -52,7 +52,7 @@ async def until(watched: Watched, condition: Callable[[], bool]) -> None:
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Returns once the condition holds, for state that nobody announces; fails after the deadline."""
+    """Returns once the condition holds, for state without notifications; fails after the deadline."""
     async with asyncio.timeout(DEADLINE_S):
         while not await condition():  # noqa: ASYNC110 (there is no event to wait for)
             await asyncio.sleep(0.01)

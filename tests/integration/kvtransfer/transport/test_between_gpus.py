@@ -339,7 +339,7 @@ async def test_nccl_is_not_called_before_both_sides_have_all_they_need(
     sender, receiver = start(gpus[0]), start(gpus[1])
     async with given_up(sender.connect(await receiver.listen())):
         for gpu in gpus:
-            await taken(gpu.asked)
+            await taken(gpu.requested)
     for gpu in gpus:
         await taken(gpu.aborts)
     # Whom the other side has given up does not call NCCL either when it gets what it wants.
