@@ -1,1 +1,1 @@
-"""The front door: OpenAI HTTP and gRPC in, workers chosen, each request taken through the cluster."""
+"""The router: serves the OpenAI HTTP and gRPC APIs, chooses workers, and runs each request through the cluster."""

@@ -1,1 +1,1 @@
-"""The HTTP and gRPC APIs: from bytes to generations, and from deltas to answers."""
+"""The HTTP and gRPC APIs: from bytes to generations, and from deltas to responses."""

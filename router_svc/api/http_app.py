@@ -40,7 +40,7 @@ async def _errors(
         # The client disconnected during the response: there is no one left to answer.
         log.debug("client_gone", path=request.path)
         raise
-    except Exception as error:  # noqa: BLE001 - the error border of the process: logged, and reported to the client
+    except Exception as error:  # noqa: BLE001 - the error boundary of the process: logged, and reported to the client
         log.error("handler_broke", exc=error, path=request.path)
         response = error_response(PdserveError("The router failed unexpectedly. Its log has the traceback."))
     ids = request.get(IDS)

@@ -1,4 +1,4 @@
-"""What all HTTP endpoints do with a request: read its body, and keep its ids for the response's headers."""
+"""Request handling that all HTTP endpoints share: reading the body, and keeping the ids for response headers."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def _unknown_field(path: str, cls: type[Body]) -> str:
 
 
 def _echo(value: object) -> str:
-    """Short values only: a long text does not help, and does not belong into the logs of clients."""
+    """Short values only: a long text does not help, and does not belong in the logs of clients."""
     if isinstance(value, (bool, int, float)):
         return f" (got {str(value)[:MAX_ECHO]})"
     if isinstance(value, str) and 0 < len(value) <= MAX_ECHO:

@@ -1,1 +1,1 @@
-"""What is written down about requests: decision records, states, metrics."""
+"""Reports about requests: journals, decision records, states in Redis, metrics."""

@@ -1,1 +1,1 @@
-"""One client request's way through the cluster: admission, recovery, output."""
+"""The way of a client request through the cluster: admission, saga, recovery, output."""

@@ -50,7 +50,7 @@ class PromptTask:
             self._journal.finished(output.finish_reasons)
         except PdserveError as expected:
             error = expected
-        except Exception as unexpected:  # noqa: BLE001 - the error border of a request: others go on
+        except Exception as unexpected:  # noqa: BLE001 - the error boundary of a request: others continue
             log.error("request_broke", exc=unexpected)
             error = PdserveError("The request failed unexpectedly. The router's log has the traceback.")
         finally:

@@ -35,7 +35,7 @@ from router_svc.routing.local_prefill import (
 )
 from router_svc.routing.placement import Placement
 
-#: Interval at which full decode workers are asked again: about one heartbeat.
+#: Interval between retries while all decode workers are full: about one heartbeat.
 _CAPACITY_RETRY_S = 0.5
 
 

@@ -1,1 +1,1 @@
-"""Which worker gets a request, and how it is reached."""
+"""The choice of workers for requests: the cluster, placement, local prefill, work in flight."""

@@ -54,7 +54,7 @@ class InFlight:
         return max(ours, reported) if incarnation_of(worker) in self._may_compute_given_up else ours
 
     def mark_computed(self, worker: Incarnation, num_given_up: int) -> None:
-        """The worker has computed a prompt that was sent when `num_given_up` had been given up; it dropped those."""
+        """The worker has computed a prompt that was sent after `num_given_up` give-ups, and has dropped those."""
         if self._may_compute_given_up.get(worker, num_given_up) <= num_given_up:
             self._may_compute_given_up.pop(worker, None)
 

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP API: what may be asked, how it is answered."""
+"""The OpenAI-compatible HTTP API: endpoints, bodies and response formats."""

@@ -45,7 +45,7 @@ def error_response(error: PdserveError) -> web.Response:
 
 
 def from_http_exception(error: web.HTTPException, request: web.Request) -> PdserveError:
-    """An error of aiohttp as one of ours."""
+    """The pdserve error for an error that aiohttp raised."""
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         limit = request.client_max_size
         return PayloadTooLarge(f"The request body exceeds the limit of {limit} bytes (--max-body). Send less.")
