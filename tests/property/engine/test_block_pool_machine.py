@@ -1,4 +1,4 @@
-"""Random use of a small pool, against a model that only counts: nothing leaks, nothing is handed out twice."""
+"""Random operations on a small pool, compared with a simple model: no block leaks or is allocated twice."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pdserve.engine.block_pool import BlockPool
 NUM_BLOCKS = 7
 BLOCK_SIZE = 2
 KEY = bytes(32)
-#: Few different tokens, so that prefixes meet.
+#: Few distinct tokens, so that prefixes coincide.
 contents = st.lists(st.integers(0, 1), min_size=0, max_size=NUM_BLOCKS * BLOCK_SIZE)
 
 
 class Holder:
-    """A block table with the hashes its full blocks should carry."""
+    """A block table, and the hashes that its full blocks should have."""
 
     def __init__(self, blocks: list[BlockId], hashes: list[BlockHash], num_registered: int) -> None:
         self.blocks = blocks
@@ -31,7 +31,7 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
         self.holders: list[Holder] = []
-        #: What a listener to the pool's events believes to be matchable.
+        #: Matchable hashes according to the pool's events.
         self.mirror: set[BlockHash] = set()
 
     @rule(tokens=contents, spare=st.integers(0, 2))
@@ -74,7 +74,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def write_last(self, data: st.DataObject) -> None:
-        """A holder diverges in its last block, when that one is partial."""
+        """Write to a holder's last block if it is partial."""
         holder = data.draw(st.sampled_from(self.holders))
         if len(holder.blocks) <= len(holder.hashes):
             return
@@ -118,4 +118,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestBlockPool = PoolMachine.TestCase
-TestBlockPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBlockPool.settings = settings(max_examples=60, stateful_step_count=40)

@@ -1,4 +1,4 @@
-"""Crowds that run ahead get the tokens of lone runs, whoever comes, leaves, ends or fails meanwhile."""
+"""Requests that run ahead together get the tokens of lone runs, while others arrive, are aborted, end or fail."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Arrival:
 
     prompt: list[int]
     params: SamplingParams
-    #: So many runs of steps later than the one before.
+    #: Number of runs of steps between the previous arrival and this one.
     after: int
-    #: It is aborted so many runs after its arrival.
+    #: Number of runs after which it is aborted.
     leaves_after: int | None
 
 
@@ -62,7 +62,7 @@ arrivals = st.builds(
 
 
 class Fragile(FakeDecoder):
-    """Nothing can be drawn from the logits of some rows."""
+    """A decoder with NaN in the logits of some rows."""
 
     def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
         logits = super().forward(batch, kv_cache)
@@ -77,7 +77,7 @@ def _last_rows(batch: Batch) -> list[tuple[int, int]]:
 
 
 def _survives(prompt: list[int], tokens: list[int]) -> int:
-    """How many of the tokens `Fragile` lets a choice have."""
+    """Number of tokens that a choice gets with `Fragile`."""
     context = [*prompt, *tokens]
     for index in range(len(tokens)):
         position = len(prompt) + index - 1
@@ -86,16 +86,16 @@ def _survives(prompt: list[int], tokens: list[int]) -> int:
     return len(tokens)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     crowd=st.lists(arrivals, min_size=2, max_size=7),
     num_blocks=st.sampled_from([9, 12, 60]),
     max_num_seqs=st.sampled_from([2, 8]),
-    most=st.lists(st.integers(2, 12), min_size=1, max_size=5),
+    max_steps=st.lists(st.integers(2, 12), min_size=1, max_size=5),
     is_fragile=st.booleans(),
 )
-def test_crowds_get_what_each_gets_alone(
-    crowd: list[Arrival], num_blocks: int, max_num_seqs: int, most: list[int], is_fragile: bool
+def test_requests_that_run_ahead_together_get_the_tokens_of_lone_runs(
+    crowd: list[Arrival], num_blocks: int, max_num_seqs: int, max_steps: list[int], is_fragile: bool
 ) -> None:
     pool = WatchedPool(num_blocks, BLOCK_SIZE)
     scheduler = DecodeScheduler(
@@ -106,13 +106,13 @@ def test_crowds_get_what_each_gets_alone(
     arrives, leaves = _timetable(crowd)
     run = 0
     while scheduler.has_work() or run <= max([*arrives, *leaves]):
-        assert run < 1000, "the scheduler does not come to rest"
+        assert run < 1000, "the scheduler never runs out of work"
         for index in arrives.get(run, []):
             scheduler.reserve(_job(index, crowd[index]))
         for index in leaves.get(run, []):
             scheduler.abort(_id(index))
         if scheduler.has_work():
-            worker.run_ahead(most[run % len(most)])
+            worker.run_ahead(max_steps[run % len(max_steps)])
         run += 1
     failed = {failure.request_id for events in worker.seen for failure in events.failures}
     assert pool.num_free == num_blocks
@@ -121,7 +121,7 @@ def test_crowds_get_what_each_gets_alone(
 
 
 def _timetable(crowd: list[Arrival]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Who comes, and who leaves, before which run of steps."""
+    """Requests that arrive, and that are aborted, before each run of steps."""
     arrives: dict[int, list[int]] = {}
     leaves: dict[int, list[int]] = {}
     run = 0
@@ -148,7 +148,7 @@ def _job(index: int, arrival: Arrival) -> DecodeJob:
 
 
 def _check(worker: LateWorker, request_id: RequestId, arrival: Arrival, *, has_failed: bool, is_fragile: bool) -> None:
-    """One request's tokens are those of a lone run; all of them, if it was left to end."""
+    """Asserts that a request's tokens are those of a lone run: a prefix if it was aborted or failed, else all."""
     bounds: SequenceLimits = limits(min(MAX_MODEL_LEN, worker.pool.num_blocks * BLOCK_SIZE + 1))
     lone = [expected(arrival.prompt, arrival.params, choice, bounds) for choice in range(arrival.params.n)]
     survive = [_survives(arrival.prompt, tokens) if is_fragile else len(tokens) for tokens in lone]
@@ -157,11 +157,11 @@ def _check(worker: LateWorker, request_id: RequestId, arrival: Arrival, *, has_f
     for choice, tokens in enumerate(lone):
         got = worker.tokens(request_id, choice)
         assert got == tokens[: min(len(got), survive[choice])]
-        pieces = worker.reported.get(request_id, {}).get(choice, [])
-        assert all(piece.finish_reason is None for piece in pieces[:-1])
+        messages = worker.reported.get(request_id, {}).get(choice, [])
+        assert all(message.finish_reason is None for message in messages[:-1])
         if arrival.leaves_after is None and not must_fail:
             assert got == tokens
-            assert pieces[-1].finish_reason is _reason(tokens, arrival.params)
+            assert messages[-1].finish_reason is _reason(tokens, arrival.params)
     if arrival.leaves_after is None:
         assert has_failed == must_fail
 

@@ -1,4 +1,4 @@
-"""What a row is given does not depend on its neighbours, and truncation agrees with its definition."""
+"""A row's token does not depend on other rows, and truncation agrees with its definition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdserve.engine.sampler import Sampler
 from pdserve.engine.sequence import Sampled, SampleRow
 from tests.unit.engine.fakes import row
 
-VOCAB = 1537  # more than a head, and no multiple of any vector width
+VOCAB = 1537  # Larger than any head, and not a multiple of a vector width.
 
 params = st.builds(
     SamplingParams,
@@ -38,25 +38,25 @@ rows = st.builds(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     crowd=st.lists(rows, min_size=1, max_size=20), seed=st.integers(0, 2**31), scale=st.sampled_from([0.01, 1.0, 6.0])
 )
-def test_a_row_alone_and_in_a_crowd_gets_the_same_bits(crowd: list[SampleRow], seed: int, scale: float) -> None:
+def test_a_row_gets_the_same_bits_alone_and_among_others(crowd: list[SampleRow], seed: int, scale: float) -> None:
     logits = torch.randn(len(crowd), VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
     together = Sampler().sample(logits, crowd, range(len(crowd)))
     alone = [Sampler().sample(logits[i : i + 1], [crowd[i]], [0])[0] for i in range(len(crowd))]
     assert together == alone
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     logits=st.lists(st.sampled_from([-9.0, -1.5, 0.0, 0.25, 0.5, 1.0, 2.0, 4.0]), min_size=1, max_size=40),
     top_k=st.integers(0, 45),
     top_p=st.sampled_from([0.05, 0.37, 0.62, 0.913, 1.0]),
     min_p=st.sampled_from([0.0, 0.021, 0.3, 0.77]),
 )
-def test_every_token_drawn_is_among_those_that_the_definition_keeps(
+def test_every_sampled_token_is_one_that_the_definition_keeps(
     logits: list[float], top_k: int, top_p: float, min_p: float
 ) -> None:
     kept = sorted(range(len(logits)), key=lambda token: (-logits[token], token))[: top_k or len(logits)]
@@ -83,10 +83,10 @@ def test_every_token_drawn_is_among_those_that_the_definition_keeps(
 def test_the_number_of_compute_threads_changes_no_bit(num_threads: int) -> None:
     crowd = [row(SamplingParams(seed=i, top_p=0.9 if i % 2 else 1.0, logprobs=5), position=i) for i in range(20)]
     logits = torch.randn(20, 50_000, generator=torch.Generator().manual_seed(3)) * 4
-    usual = torch.get_num_threads()
+    previous = torch.get_num_threads()
     expected = [Sampler().sample(logits[i : i + 1], [crowd[i]], [0])[0] for i in range(20)]
     torch.set_num_threads(num_threads)
     try:
         assert Sampler().sample(logits, crowd, range(20)) == expected
     finally:
-        torch.set_num_threads(usual)
+        torch.set_num_threads(previous)

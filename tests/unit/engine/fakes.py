@@ -1,4 +1,4 @@
-"""A tiny deterministic model, and what the engine's tests are driven with."""
+"""A tiny deterministic model, and a worker that engine tests step by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def fake_logits(context: Items[int]) -> Tensor:
-    """Logits that depend on every token of the context and its place: float32 [VOCAB]."""
+    """Logits that depend on every token of the context and its position: float32 [VOCAB]."""
     state = 0x9E3779B9
     for token in context:
         state = ((state ^ token) * 0x01000193 + 0x7F4A7C15) & 0xFFFFFFFF
@@ -43,7 +43,7 @@ def fake_logits(context: Items[int]) -> Tensor:
 class FakeDecoder:
     """Stores token ids as K and positions as V, and reads its context back through the block tables.
 
-    So a wrong slot, a lost copy, a stale or foreign block changes the logits, or trips an assertion.
+    So a wrong slot, a lost copy, or a stale or foreign block changes the logits or fails an assertion.
     """
 
     def forward(self, batch: Batch, kv_cache: Tensor, on_layer: LayerListener | None = None) -> Tensor:
@@ -88,15 +88,15 @@ def expected(prompt: Items[int], params: SamplingParams, choice: int, bounds: Se
 
 
 def row(params: SamplingParams, *, position: int = 0, choice: int = 0, output: Items[int] = ()) -> SampleRow:
-    """A row to sample after the prompt [1, 2, 3] and `output`, which stands at the end of `position` tokens."""
-    filling = [4] * (position - len(output))
-    tokens = array("q", [1, 2, 3, *filling, *output])
+    """A row to sample after the prompt [1, 2, 3] and `position` tokens, of which `output` are the last."""
+    padding = [4] * (position - len(output))
+    tokens = array("q", [1, 2, 3, *padding, *output])
     return SampleRow(params=params, choice_index=choice, tokens=tokens, num_prompt=3)
 
 
 @dataclass
 class Worker:
-    """A pool, a cache and a scheduler, stepped by hand; remembers all that was reported."""
+    """A pool, a cache and a scheduler, stepped by hand; records all reported events."""
 
     pool: BlockPool
     scheduler: Scheduler
@@ -122,22 +122,22 @@ class Worker:
         return events
 
     def note(self, events: StepEvents) -> None:
-        """Remember what a step reported."""
+        """Record the events of a step."""
         self.seen.append(events)
         for tokens in events.tokens:
             for choice in tokens.choices:
                 self.reported.setdefault(tokens.request_id, {}).setdefault(choice.choice_index, []).append(choice)
 
     def run(self, max_steps: int = 500) -> list[StepEvents]:
-        """Step until nothing is left to do."""
+        """Step until the scheduler has no work."""
         events = []
         while self.scheduler.has_work():
-            assert len(events) < max_steps, "the scheduler does not come to rest"
+            assert len(events) < max_steps, "the scheduler never runs out of work"
             events.append(self.step())
         return events
 
     def tokens(self, request_id: RequestId, choice: int = 0) -> list[int]:
-        """All reported tokens of one choice, checked to be numbered without a gap from where they start."""
+        """All reported tokens of one choice. Asserts that their numbers have no gaps."""
         messages = self.reported.get(request_id, {}).get(choice, [])
         flat: list[int] = []
         for message in messages:
@@ -147,7 +147,7 @@ class Worker:
 
 
 def write_prompt(cache: KvCache, table: Items[BlockId], first_block: int, prompt: Items[int]) -> None:
-    """What a transfer does: the KV of the prompt's blocks from `first_block` on arrives in its place."""
+    """Writes the KV of the prompt's blocks from `first_block` on, as a transfer does."""
     for position in range(first_block * BLOCK_SIZE, len(prompt)):
         block, offset = table[position // BLOCK_SIZE], position % BLOCK_SIZE
         cache.tensor[block, 0, 0, 0, offset, 0] = prompt[position]
@@ -155,7 +155,7 @@ def write_prompt(cache: KvCache, table: Items[BlockId], first_block: int, prompt
 
 
 def read_prompt(cache: KvCache, table: Items[BlockId], num_tokens: int) -> list[int]:
-    """The tokens whose KV is stored, their positions checked."""
+    """The tokens whose KV is stored. Asserts that their positions are right."""
     stored = cache.tensor[list(table), 0, :, 0, :, 0].to(torch.int64)
     assert stored[:, 1].flatten()[:num_tokens].tolist() == list(range(num_tokens))
     tokens: list[int] = stored[:, 0].flatten()[:num_tokens].tolist()

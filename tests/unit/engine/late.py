@@ -1,4 +1,4 @@
-"""A stand-in for a device, as late as can be, and a worker that runs ahead on it, step by step under watch."""
+"""A fake device that computes as late as possible, and a worker that runs ahead on it with every step checked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.engine.fakes import Worker
 
 @dataclass(eq=False, kw_only=True)
 class _Launched:
-    """All that a device knows of a step: nothing that the host changes later."""
+    """A launched step, copied so that later changes on the host cannot affect it."""
 
     plan: StepPlan
     batch: Batch | None
@@ -33,7 +33,7 @@ class _Launched:
 
 
 class LateRunner(Runner):
-    """Computes a step when somebody waits for it, and not before: what the host does meanwhile must not matter."""
+    """Computes a step only when its results are collected, so that the host's actions until then must not matter."""
 
     overlaps = True
 
@@ -44,7 +44,7 @@ class LateRunner(Runner):
 
     def launch(self, plan: StepPlan, batch: Batch | None, report_layers: ReportLayers | None = None) -> Results:
         assert len(self.in_flight) < 2, "a third step is launched"
-        assert plan.is_ahead == bool(self.in_flight), "a step was launched behind one that it does not follow"
+        assert plan.is_ahead == bool(self.in_flight), "a step was launched behind one that it does not continue"
         rows, logits_rows = plan.sample_rows()
         launched = _Launched(
             plan=plan,
@@ -56,13 +56,13 @@ class LateRunner(Runner):
         return partial(self._collect, launched)
 
     def blocks_written(self) -> set[int]:
-        """By steps in flight."""
+        """Blocks to which steps in flight write."""
         batches = (launched.batch for launched in self.in_flight)
         size = self.kv_cache.layout.block_size
         return {slot // size for batch in batches if batch is not None for slot in batch.slot_mapping.tolist()}
 
     def _collect(self, launched: _Launched) -> list[SampleResult]:
-        assert self.in_flight[0] is launched, "steps are not collected in order"
+        assert self.in_flight[0] is launched, "steps are collected out of order"
         batch, is_ahead = launched.batch, launched.plan.is_ahead
         if batch is not None and is_ahead:
             batch.token_ids.copy_(self._token_ids.clamp(min=0))
@@ -80,7 +80,7 @@ class LateRunner(Runner):
 def _as_launched(row: SampleRow, *, is_ahead: bool) -> SampleRow:
     tokens = array("q", row.tokens)
     if is_ahead:
-        tokens.append(0)  # Known when the step is computed.
+        tokens.append(0)  # Replaced when the step is computed.
     return SampleRow(
         params=row.params,
         choice_index=row.choice_index,
@@ -91,9 +91,9 @@ def _as_launched(row: SampleRow, *, is_ahead: bool) -> SampleRow:
 
 
 class WatchedPool(BlockPool):
-    """Asserts that nobody gets a block that a step in flight writes to."""
+    """Asserts that no block is allocated to which a step in flight writes."""
 
-    #: Blocks that steps in flight write to.
+    #: Returns the blocks to which steps in flight write.
     written: Callable[[], set[int]] = staticmethod(set)
 
     def allocate(self, count: int) -> list[BlockId] | None:
@@ -107,16 +107,16 @@ class WatchedPool(BlockPool):
         return blocks
 
     def _watch(self, blocks: Items[BlockId]) -> None:
-        assert not self.written().intersection(blocks), "a block is handed out that a step in flight writes to"
+        assert not self.written().intersection(blocks), "a block is allocated to which a step in flight writes"
 
 
 @dataclass
 class WatchedScheduler:
-    """A scheduler whose soundness is checked after everything that a step does with it."""
+    """A scheduler whose integrity is checked after every call of a step."""
 
     scheduler: Scheduler
     check: Callable[[], None]
-    #: Instead of the measured one.
+    #: Replaces the measured pace.
     pace: Callable[[], Pace]
     plans: list[StepPlan] = field(default_factory=list)
 
@@ -146,7 +146,7 @@ class WatchedScheduler:
 
 @dataclass
 class LateWorker(Worker):
-    """A `Worker` that can also run ahead. Its pool is watched if it is a `WatchedPool`."""
+    """A `Worker` that can also run ahead. Its pool is checked if it is a `WatchedPool`."""
 
     check: Callable[[], None] = lambda: None
 
@@ -158,14 +158,14 @@ class LateWorker(Worker):
         watched = WatchedScheduler(self.scheduler, self.check, lambda: self.pace, self.plans)
         self.stepper = Stepper(watched, self.late, lambda output: self.note(output.events))
 
-    def run_ahead(self, most: int) -> list[StepEvents]:
-        """Steps until `most` are launched, or the scheduler does not go on ahead of them."""
-        left, before = most, len(self.seen)
+    def run_ahead(self, max_steps: int) -> list[StepEvents]:
+        """Step until `max_steps` are launched, or the scheduler plans no further step ahead."""
+        num_left, before = max_steps, len(self.seen)
 
         def may_go_on() -> bool:
-            nonlocal left
-            left -= 1
-            return left > 0
+            nonlocal num_left
+            num_left -= 1
+            return num_left > 0
 
         self.stepper.step(may_go_on)
         self.stepper.publish()

@@ -27,7 +27,7 @@ def decoding(tokens: list[int], table: list[int]) -> Sequence:
     return made
 
 
-def test_decoding_sequences_come_first_and_chunks_follow_one_after_the_other() -> None:
+def test_rows_of_decoding_sequences_come_before_those_of_chunks() -> None:
     prefill = sequence([10, 11, 12, 13, 14, 15], [7, 3, 9])
     plan = StepPlan(
         decoding=(decoding([20, 21, 22, 23, 24], [2, 5]),),
@@ -49,21 +49,21 @@ def test_decoding_sequences_come_first_and_chunks_follow_one_after_the_other() -
     assert [sample.choice_index for sample in rows] == [0, 0, 1]
 
 
-def test_a_batch_without_samples_wants_no_logits() -> None:
+def test_a_batch_without_samples_requests_no_logits() -> None:
     plan = StepPlan(chunks=(PrefillChunk(sequence=sequence([1, 2], [0]), start=0, stop=1),))
     assert BatchBuilder(4).build(plan).logits_rows.tolist() == []
     assert plan.sample_rows() == ([], [])
 
 
-def test_a_batch_keeps_no_hold_on_the_arrays_of_a_sequence() -> None:
+def test_a_batch_holds_no_views_of_a_sequences_arrays() -> None:
     builder, one = BatchBuilder(2), decoding([1, 2, 3], [0, 1])
     builder.build(StepPlan(decoding=(one,)))
     builder.build(StepPlan(chunks=(PrefillChunk(sequence=one, start=0, stop=3),)))
-    one.tokens.append(4)  # raises BufferError while a tensor views the array
+    one.tokens.append(4)  # Raises BufferError while there is a view of the array.
     one.block_table.append(2)
 
 
-def test_room_beyond_the_context_is_not_in_the_table() -> None:
+def test_blocks_beyond_the_context_are_not_in_the_batch() -> None:
     plan = StepPlan(chunks=(PrefillChunk(sequence=sequence([1, 2, 3], [4, 5, 6]), start=0, stop=2),))
     assert BatchBuilder(2).build(plan).block_tables.tolist() == [[4]]
 
@@ -73,7 +73,7 @@ def advance(one: Sequence) -> None:
     one.tokens.append(50 + one.num_computed)
 
 
-def test_steps_of_the_same_sequences_use_the_same_memory_and_read_like_new_batches() -> None:
+def test_steps_of_the_same_sequences_reuse_memory_and_equal_new_batches() -> None:
     builder = BatchBuilder(4)
     a, b = decoding([1, 2, 3], [6]), decoding([4, 5, 6, 7, 8], [2, 5])
     plan = StepPlan(decoding=(a, b))
@@ -90,14 +90,14 @@ def test_steps_of_the_same_sequences_use_the_same_memory_and_read_like_new_batch
             assert getattr(batch, name).tolist() == getattr(fresh, name).tolist(), name
 
 
-def test_a_table_that_was_made_anew_is_read_anew() -> None:
+def test_a_replaced_block_table_is_read_again() -> None:
     builder, one = BatchBuilder(4), decoding([1, 2, 3], [6])
     assert builder.build(StepPlan(decoding=(one,))).slot_mapping.tolist() == [26]
-    one.block_table = array("q", [8])  # as after copy-on-write
+    one.block_table = array("q", [8])  # As after copy-on-write.
     assert builder.build(StepPlan(decoding=(one,))).slot_mapping.tolist() == [34]
 
 
-def test_sequences_that_leave_and_come_change_the_rows() -> None:
+def test_rows_follow_sequences_that_arrive_and_leave() -> None:
     builder = BatchBuilder(4)
     a, b, c = decoding([1, 2, 3], [6]), decoding([4, 5], [2]), decoding([7], [9])
     builder.build(StepPlan(decoding=(a, b)))
@@ -107,7 +107,7 @@ def test_sequences_that_leave_and_come_change_the_rows() -> None:
     assert batch.slot_mapping.tolist() == [9, 36]
 
 
-def test_a_batch_larger_than_the_buffers_makes_them_grow() -> None:
+def test_buffers_grow_for_a_larger_batch() -> None:
     builder, tokens = BatchBuilder(4), list(range(3000))
     small = builder.build(StepPlan(decoding=(decoding([1], [3]),)))
     assert small.token_ids.tolist() == [1]
@@ -118,7 +118,7 @@ def test_a_batch_larger_than_the_buffers_makes_them_grow() -> None:
     assert batch.slot_mapping.tolist() == tokens[5:]
 
 
-def test_a_batch_made_ahead_is_the_next_one_but_for_its_tokens() -> None:
+def test_a_batch_made_ahead_is_the_next_one_except_for_its_tokens() -> None:
     builder = BatchBuilder(4)
     a, b = decoding([1, 2, 3], [6, 7]), decoding([4, 5, 6, 7, 8], [2, 5])
     plan = StepPlan(decoding=(a, b))
@@ -131,7 +131,7 @@ def test_a_batch_made_ahead_is_the_next_one_but_for_its_tokens() -> None:
         fresh = BatchBuilder(4).build(plan)
         for name in set(Batch.__dataclass_fields__) - {"token_ids"}:
             assert getattr(ahead, name).tolist() == getattr(fresh, name).tolist(), name
-        # It was collected before another was planned: the same batch again, with its tokens.
+        # The same step planned after the previous one was collected: the same batch, with its tokens.
         assert builder.build(plan).token_ids.tolist() == fresh.token_ids.tolist()
         assert builder.build(plan).positions.tolist() == fresh.positions.tolist()
         builder = BatchBuilder(4)

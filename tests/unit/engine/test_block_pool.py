@@ -17,7 +17,7 @@ def held(pool: BlockPool, count: int) -> list[BlockId]:
 
 
 def cached(pool: BlockPool, *numbers: int) -> list[BlockId]:
-    """Blocks that are free and matchable under these hashes, the first the least recently used."""
+    """Makes free blocks that are matchable under these hashes, the least recently used first."""
     blocks = held(pool, len(numbers))
     for block, number in zip(blocks, numbers, strict=True):
         pool.register(block, name(number))
@@ -35,7 +35,7 @@ def test_allocation_is_all_or_nothing() -> None:
     pool.check_integrity()
 
 
-def test_blank_blocks_are_used_before_cached_ones_are_evicted() -> None:
+def test_uncached_blocks_are_used_before_cached_ones_are_evicted() -> None:
     pool = BlockPool(3, 16)
     cached(pool, 1)
     held(pool, 2)
@@ -86,7 +86,7 @@ def test_a_referenced_block_is_never_evicted() -> None:
     assert held(pool, 1) != [block]
 
 
-def test_an_unregistered_block_cannot_be_matched_by_anyone() -> None:
+def test_an_unregistered_block_is_never_matched() -> None:
     pool = BlockPool(2, 16)
     held(pool, 1)
     assert pool.match_prefix([name(1)]) == []
@@ -123,7 +123,7 @@ def test_registering_the_same_block_twice_changes_nothing() -> None:
     assert pool.drain_events() == CacheEvents(added=(name(1),))
 
 
-def test_an_only_holder_writes_in_place() -> None:
+def test_a_single_holder_writes_in_place() -> None:
     pool = BlockPool(2, 16)
     (block,) = held(pool, 1)
     assert pool.copy_on_write(block) == block
@@ -152,20 +152,20 @@ def test_copy_on_write_without_a_free_block_is_none_and_changes_nothing() -> Non
     assert pool.drain_copies() == ()
 
 
-def test_events_are_the_net_change_since_they_were_drained() -> None:
+def test_events_are_the_net_change_since_the_last_drain() -> None:
     pool = BlockPool(2, 16)
     cached(pool, 1)
     assert pool.drain_events() == CacheEvents(added=(name(1),))
-    blocks = held(pool, 2)  # evicts 1
+    blocks = held(pool, 2)  # Evicts 1.
     pool.register(blocks[0], name(2))
-    pool.register(blocks[1], name(1))  # and here it is again
+    pool.register(blocks[1], name(1))  # Adds it again.
     assert pool.drain_events() == CacheEvents(added=(name(2),))
     pool.release(blocks)
     held(pool, 2)
     assert pool.drain_events() == CacheEvents(removed=(name(2), name(1)))
 
 
-def test_a_hash_that_came_and_went_between_two_drains_is_not_told() -> None:
+def test_a_hash_added_and_removed_between_two_drains_is_not_reported() -> None:
     pool = BlockPool(1, 16)
     cached(pool, 1)
     held(pool, 1)
@@ -173,7 +173,7 @@ def test_a_hash_that_came_and_went_between_two_drains_is_not_told() -> None:
 
 
 @pytest.mark.parametrize("misuse", ["release", "share", "register"])
-def test_touching_a_free_block_is_refused(misuse: str) -> None:
+def test_misuse_of_a_free_block_is_an_assertion(misuse: str) -> None:
     pool = BlockPool(1, 16)
     with pytest.raises(AssertionError, match="block 0"):
         {
@@ -183,7 +183,7 @@ def test_touching_a_free_block_is_refused(misuse: str) -> None:
         }[misuse]()
 
 
-def test_writing_a_matchable_block_is_refused() -> None:
+def test_writing_to_a_matchable_block_is_an_assertion() -> None:
     pool = BlockPool(1, 16)
     (block,) = held(pool, 1)
     pool.register(block, name(1))

@@ -1,4 +1,4 @@
-"""Batches on a device are those of the host, and padding is harmless by construction."""
+"""Batches on a device equal those of the host, and padding rows have no effect."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def decoding(count: int, num_blocks: int = 3) -> Batch:
     )
 
 
-def test_a_batch_arrives_as_it_was() -> None:
+def test_a_batch_is_the_same_on_the_device() -> None:
     there = DeviceBatches(DEVICE).upload(mixed())
     for field in fields(Batch):
         assert getattr(there, field.name).cpu().equal(getattr(mixed(), field.name)), field.name
@@ -52,10 +52,10 @@ def test_all_fields_are_aligned_for_kernels() -> None:
     assert all(getattr(there, field.name).data_ptr() % 16 == 0 for field in fields(Batch))
 
 
-def test_padding_rows_write_nothing_and_see_nothing() -> None:
+def test_padding_rows_write_nothing_and_have_an_empty_context() -> None:
     shape = BatchShape(num_tokens=8, num_sequences=8, num_blocks=4, num_logits=8)
     batches = DeviceBatches(DEVICE)
-    batches.upload(decoding(8, num_blocks=4), shape)  # what is left behind must not show
+    batches.upload(decoding(8, num_blocks=4), shape)  # Its remains must not show.
     there = batches.upload(decoding(3), shape)
     assert there.token_ids.tolist() == [7, 8, 9, 0, 0, 0, 0, 0]
     assert there.slot_mapping.tolist() == [0, 16, 32, -1, -1, -1, -1, -1]
@@ -78,10 +78,10 @@ def test_the_address_stays_as_long_as_batches_fit() -> None:
     assert len(addresses) == 1
 
 
-def test_token_ids_that_are_there_take_the_place_of_the_batchs_and_failed_ones_are_0() -> None:
+def test_token_ids_on_the_device_replace_the_batchs_and_failed_ones_become_0() -> None:
     shape = BatchShape(num_tokens=8, num_sequences=8, num_blocks=4, num_logits=8)
-    drawn = numbers(41, -1, 43).to(DEVICE)
-    there = DeviceBatches(DEVICE).upload(decoding(3), shape, drawn)
+    sampled = numbers(41, -1, 43).to(DEVICE)
+    there = DeviceBatches(DEVICE).upload(decoding(3), shape, sampled)
     assert there.token_ids.tolist() == [41, 0, 43, 0, 0, 0, 0, 0]
     assert there.positions.tolist()[:3] == [30, 31, 32]
-    assert drawn.tolist() == [41, -1, 43]
+    assert sampled.tolist() == [41, -1, 43]

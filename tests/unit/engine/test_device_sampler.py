@@ -1,4 +1,4 @@
-"""Rows sampled on a device get the tokens that the host's sampler gives them."""
+"""Rows sampled on a device get the same tokens as from the host's sampler."""
 
 from __future__ import annotations
 
@@ -72,30 +72,30 @@ def assert_same(ours: list[SampleResult], theirs: list[SampleResult]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_rows_of_all_kinds_get_the_same_tokens(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_all_kinds_get_the_tokens_of_the_host_sampler(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if seed % 2:
-        monkeypatch.setattr(sampling, "MAX_ROWS", 3)  # In three parts.
+        monkeypatch.setattr(sampling, "MAX_ROWS", 3)  # Three launches.
     draw = random.Random(seed)
     rows = [some_row(draw) for _ in range(8)]
     logits = normal(seed, 5)
     logits[4, 7] = float("nan")
-    places = [draw.randrange(5) for _ in rows]
-    ours = DeviceSampler(DEVICE).sample(logits.to(DEVICE), rows, places)
-    assert_same(ours, Sampler().sample(logits, rows, places))
+    logits_rows = [draw.randrange(5) for _ in rows]
+    ours = DeviceSampler(DEVICE).sample(logits.to(DEVICE), rows, logits_rows)
+    assert_same(ours, Sampler().sample(logits, rows, logits_rows))
 
 
-def test_what_is_remembered_of_the_last_step_is_of_the_same_rows() -> None:
+def test_uploads_are_only_reused_for_the_same_rows() -> None:
     draw, sampler, plain = random.Random(9), DeviceSampler(DEVICE), Sampler()
     rows = [some_row(draw, replace(some_params(draw), temperature=1.0, repetition_penalty=1.4)) for _ in range(3)]
     for step in range(6):
-        if step == 3:  # one ends, another comes
+        if step == 3:  # One row ends and another one is added.
             rows = [rows[0], some_row(draw), rows[2]]
         if step == 4:
             rows = rows[::-1]
         logits = normal(step, len(rows))
-        places = list(range(len(rows)))
-        ours = sampler.sample(logits.to(DEVICE), rows, places)
-        assert_same(ours, plain.sample(logits, rows, places))
+        logits_rows = list(range(len(rows)))
+        ours = sampler.sample(logits.to(DEVICE), rows, logits_rows)
+        assert_same(ours, plain.sample(logits, rows, logits_rows))
         for each, result in zip(rows, ours, strict=True):
             assert isinstance(result, Sampled)
             each.tokens.append(result.token_id)
@@ -111,29 +111,29 @@ def test_a_row_without_a_finite_maximum_fails_alone() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_row_drawn_ahead_is_drawn_as_if_the_token_before_were_known(seed: int) -> None:
+def test_a_row_sampled_ahead_gets_the_token_of_a_row_sampled_in_order(seed: int) -> None:
     draw, sampler, plain = random.Random(seed), DeviceSampler(DEVICE), Sampler()
     rows = [some_row(draw, replace(some_params(draw), temperature=1.0)) for _ in range(6)]
-    # Banned once more; not banned any more.
+    # The ban still holds for the first launch, but not for the second.
     for each, min_tokens in zip(rows, (2, 1), strict=False):
         object.__setattr__(each, "params", replace(each.params, min_tokens=each.position + min_tokens))
     logits = [normal(10 * seed + step, len(rows)) for step in range(2)]
     logits[0][3] = float("nan")
     logits[1][:, 17] = 40.0
-    places = list(range(len(rows)))
-    first = sampler.launch(logits[0].to(DEVICE), rows, places)
-    second = sampler.launch(logits[1].to(DEVICE), rows, places, is_ahead=True)
-    assert_same(first.results(), plain.sample(logits[0], rows, places))
+    logits_rows = list(range(len(rows)))
+    first = sampler.launch(logits[0].to(DEVICE), rows, logits_rows)
+    second = sampler.launch(logits[1].to(DEVICE), rows, logits_rows, is_ahead=True)
+    assert_same(first.results(), plain.sample(logits[0], rows, logits_rows))
     assert first.token_ids[3] == -1
     for each, result in zip(rows, first.results(), strict=True):
         each.tokens.append(result.token_id if isinstance(result, Sampled) else 0)
     results = second.results()
-    assert_same(results, plain.sample(logits[1], rows, places))
+    assert_same(results, plain.sample(logits[1], rows, logits_rows))
     assert [result.token_id == 17 for result in results[:2] if isinstance(result, Sampled)] == [False, True]
 
 
-def test_what_rows_are_penalized_for_is_known_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Moved to where there is more room after two draws, and again when that is used up.
+def test_penalties_include_tokens_sampled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Histories move to larger memory after two steps, and again when that is full.
     monkeypatch.setattr(device_sampler, "_SPARE_TOKENS", 2)
     sampler, plain = DeviceSampler(DEVICE), Sampler()
     penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.3}
@@ -141,26 +141,26 @@ def test_what_rows_are_penalized_for_is_known_ahead(monkeypatch: pytest.MonkeyPa
     rows.insert(1, row(SamplingParams(seed=9, temperature=1.0)))
     before: DeviceSamples | None = None
     for step in range(30):
-        is_ahead = step not in (0, 12)  # When it is not, the host tells what it knows.
-        # So few tokens that they come again.
+        is_ahead = step not in (0, 12)  # Otherwise the host uploads the history.
+        # Few distinct tokens, so that they occur again.
         logits = normal(step, len(rows))[:, :12].contiguous()
         if not is_ahead:
             take(rows, before)
-        drawn = sampler.launch(logits.to(DEVICE), rows, range(len(rows)), is_ahead=is_ahead)
+        samples = sampler.launch(logits.to(DEVICE), rows, range(len(rows)), is_ahead=is_ahead)
         if is_ahead:
             take(rows, before)
-        assert_same(drawn.results(), plain.sample(logits, rows, range(len(rows))))
-        before = drawn
+        assert_same(samples.results(), plain.sample(logits, rows, range(len(rows))))
+        before = samples
     assert max(Counter(rows[0].tokens[3:]).values()) > 3
 
 
-def take(rows: list[SampleRow], drawn: DeviceSamples | None) -> None:
-    for each, result in zip(rows, drawn.results() if drawn else (), strict=drawn is not None):
+def take(rows: list[SampleRow], samples: DeviceSamples | None) -> None:
+    for each, result in zip(rows, samples.results() if samples else (), strict=samples is not None):
         assert isinstance(result, Sampled)
         each.tokens.append(result.token_id)
 
 
-def test_nothing_is_drawn_ahead_of_other_rows() -> None:
+def test_sampling_ahead_of_other_rows_is_an_assertion() -> None:
     draw, sampler = random.Random(0), DeviceSampler(DEVICE)
     rows = [some_row(draw) for _ in range(2)]
     sampler.launch(normal(0, 2).to(DEVICE), rows, range(2))

@@ -1,4 +1,4 @@
-"""Which steps are replayed, with which padding, and how many recordings are kept. The GPU's part is a stand-in."""
+"""Which steps are replayed, with which padding, and how many graphs are kept. The recorder is a fake."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CACHE = torch.zeros(4)
 
 
 class Double:
-    """Logits that tell the row's token and context."""
+    """Logits that show the row's token and context."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, int]] = []
@@ -29,7 +29,7 @@ class Double:
 
 
 class Recorder:
-    """As `CudaRecorder`: what is recorded runs again on the same memory, and gives the same tensor."""
+    """As `CudaRecorder`: repeats a computation on the same memory, and returns the same tensor."""
 
     def __init__(self) -> None:
         self.num_recorded = 0
@@ -51,26 +51,26 @@ def device_decoder(
     return DeviceDecoder(decoder, DEVICE, graphs)
 
 
-def test_a_step_that_is_launched_tells_its_layers_and_one_that_is_replayed_does_not() -> None:
+def test_a_launched_step_calls_back_after_each_layer_and_a_replayed_one_does_not() -> None:
     replaying = device_decoder(Double(), Recorder())
-    told: list[int] = []
-    replaying.forward(mixed(), CACHE, told.append)
-    assert told == [1]
-    replaying.forward(decoding(3), CACHE, told.append)
-    assert told == [1]
+    layers: list[int] = []
+    replaying.forward(mixed(), CACHE, layers.append)
+    assert layers == [1]
+    replaying.forward(decoding(3), CACHE, layers.append)
+    assert layers == [1]
 
 
-def test_a_replayed_step_gives_what_the_decoder_gives_for_its_own_rows() -> None:
+def test_a_replayed_step_gives_the_decoders_logits_without_padding() -> None:
     recorder, plain = Recorder(), Double()
     replaying = device_decoder(Double(), recorder)
     for count in (3, 4, 1, 2, 9, 3, 16, 11):
         batch = decoding(count)
         assert replaying.forward(batch, CACHE).cpu().equal(plain.forward(batch, CACHE))
-    # The largest, which is that of 9, 11 and 16 but for tables; 3 and 4, 1, 2, and those.
+    # The largest first; then 3 and 4 sequences share a shape, 1 and 2 have one each, and so do 9, 11 and 16 together.
     assert recorder.num_recorded == 5
 
 
-def test_prompts_and_crowds_are_computed_as_they_are() -> None:
+def test_prompts_and_batches_beyond_the_limit_are_launched_without_padding() -> None:
     recorder, decoder = Recorder(), Double()
     replaying = device_decoder(decoder, recorder)
     assert replaying.forward(mixed(), CACHE).tolist() == [[18, 20], [6, 6]]
@@ -85,10 +85,10 @@ def test_without_a_recorder_nothing_is_padded() -> None:
     assert decoder.shapes == [(3, 3)]
 
 
-def test_the_longest_unused_recording_makes_room() -> None:
+def test_the_least_recently_used_graph_is_dropped_first() -> None:
     recorder = Recorder()
     replaying = device_decoder(Double(), recorder, max_graphs=2)
-    for count in (1, 2, 1, 4, 1, 2):  # 2 displaces the largest, 4 then 2, and 2 then 4
+    for count in (1, 2, 1, 4, 1, 2):  # 2 displaces the largest, then 4 displaces 2, then 2 displaces 4.
         replaying.forward(decoding(count), CACHE)
     assert recorder.num_recorded == 5
 
@@ -102,7 +102,7 @@ def test_dropped_graphs_are_recorded_again() -> None:
     assert recorder.num_recorded == 4
 
 
-def test_the_largest_shape_is_recorded_first_so_that_the_others_find_room_in_its_memory() -> None:
+def test_the_largest_shape_is_recorded_first_because_others_share_its_memory() -> None:
     decoder = Double()
     replaying = device_decoder(decoder, Recorder())
     for count in (3, 1, 16):
@@ -125,17 +125,17 @@ def test_the_largest_shape_is_recorded_first_so_that_the_others_find_room_in_its
         (65, 1, (96, 16)),
     ],
 )
-def test_few_shapes_occur(sequences: int, blocks: int, padded: tuple[int, int]) -> None:
+def test_batches_are_padded_to_few_shapes(sequences: int, blocks: int, padded: tuple[int, int]) -> None:
     shape = decode_shape(sequences, blocks)
     assert (shape.num_sequences, shape.num_blocks) == padded
     assert shape.num_tokens == shape.num_logits == shape.num_sequences
 
 
 @pytest.mark.parametrize("recorder", [Recorder(), None])
-def test_tokens_of_the_device_are_computed_with_whether_recorded_now_or_replayed(recorder: Recorder | None) -> None:
+def test_token_ids_on_the_device_are_used_by_recordings_and_replays(recorder: Recorder | None) -> None:
     replaying = device_decoder(Double(), recorder)
     for first in (20, 30):
-        drawn = torch.tensor([first, -1, first + 2], device=DEVICE)
-        logits = replaying.forward(decoding(3), CACHE, token_ids=drawn)
+        sampled = torch.tensor([first, -1, first + 2], device=DEVICE)
+        logits = replaying.forward(decoding(3), CACHE, token_ids=sampled)
         assert logits.tolist() == [[2 * first, 30], [0, 31], [2 * first + 4, 32]]
     assert replaying.forward(decoding(3), CACHE).tolist() == [[14, 30], [16, 31], [18, 32]]

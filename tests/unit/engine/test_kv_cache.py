@@ -16,7 +16,7 @@ LAYOUT = KvLayout(model="m", dtype="bfloat16", block_size=4, num_layers=3, num_k
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "fp8_e4m3"])
-def test_a_block_is_one_range_of_memory_of_the_layouts_size(dtype: str) -> None:
+def test_a_block_is_one_range_of_bytes_of_the_layouts_size(dtype: str) -> None:
     layout = replace(LAYOUT, dtype=dtype)
     cache = KvCache(layout, 5, CPU)
     assert cache.tensor.shape == (5, 3, 2, 2, 4, 8)
@@ -25,7 +25,7 @@ def test_a_block_is_one_range_of_memory_of_the_layouts_size(dtype: str) -> None:
     assert view.ctypes.data == cache.tensor[2].data_ptr()
 
 
-def test_writing_the_view_writes_the_block_and_no_other() -> None:
+def test_a_write_to_a_blocks_view_changes_only_that_block() -> None:
     cache = KvCache(LAYOUT, 3, CPU)
     source = torch.randn(3, 2, 2, 4, 8).to(torch.bfloat16)
     cache.block_bytes_view(BlockId(1))[:] = source.flatten().view(torch.uint8).numpy()
@@ -34,7 +34,7 @@ def test_writing_the_view_writes_the_block_and_no_other() -> None:
     assert not cache.tensor[2].any()
 
 
-def test_the_view_shows_what_the_model_writes_in_inference_mode() -> None:
+def test_a_view_shows_writes_in_inference_mode() -> None:
     cache = KvCache(LAYOUT, 2, CPU)
     with torch.inference_mode():
         cache.tensor[1, 0, 0, 0, 0, 0] = 1.0
@@ -49,13 +49,13 @@ def test_copies_are_made_in_order() -> None:
     assert [cache.tensor[block].unique().tolist() for block in range(3)] == [[1.0]] * 3
 
 
-def test_blocks_of_8_bit_floats_begin_as_zeros_and_are_copied_and_handed_over_byte_for_byte() -> None:
+def test_blocks_of_8_bit_floats_start_as_zeros_and_are_copied_byte_for_byte() -> None:
     layout = replace(LAYOUT, dtype="fp8_e4m3")
     source, target = (KvCache(layout, 3, CPU) for _ in range(2))
     assert source.tensor.dtype == torch.float8_e4m3fn
     assert layout.block_bytes == LAYOUT.block_bytes // 2
     assert not source.tensor.view(torch.uint8).any()
-    # Every code, those of NaN and of minus zero too.
+    # Every code, including NaN and minus zero.
     codes = torch.arange(layout.block_bytes).to(torch.uint8)
     source.tensor[1].view(torch.uint8).view(-1).copy_(codes)
     source.copy_blocks([(BlockId(1), BlockId(2))])
@@ -69,7 +69,7 @@ def test_blocks_of_8_bit_floats_begin_as_zeros_and_are_copied_and_handed_over_by
 
 
 @pytest.mark.parametrize("heads", [slice(0, 1), slice(1, 3), slice(0, 4)])
-def test_some_heads_of_blocks_are_copied_in_contiguous_pieces(heads: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_heads_of_blocks_are_copied_in_contiguous_ranges(heads: slice, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = KvCache(replace(LAYOUT, num_kv_heads=heads.stop - heads.start), 3, CPU)
     cache.tensor.copy_(torch.randn(cache.tensor.shape))
     there = torch.zeros(3, 2, 4, 4, 8, dtype=torch.bfloat16)
@@ -90,7 +90,7 @@ def test_some_heads_of_blocks_are_copied_in_contiguous_pieces(heads: slice, monk
     assert torch.equal(cache.tensor[2, 1:], block[1:])
     there[1:, :, heads] = 0
     assert not there.any()
-    # No more pieces than it takes.
+    # No more ranges than necessary.
     whole = cache.tensor[1, 1:].numel()
     assert sizes == ([whole] * 2 if heads == slice(0, 4) else [whole // 4] * 8)
 
@@ -100,7 +100,7 @@ def test_memory_that_cannot_be_allocated_is_a_setup_error_with_the_size() -> Non
         KvCache(LAYOUT, 2**52, CPU)
 
 
-def test_a_cache_off_the_cpu_has_no_view_in_host_memory() -> None:
+def test_a_cache_on_a_device_has_no_view_in_host_memory() -> None:
     cache = KvCache(LAYOUT, 2, torch.device("meta"))
     with pytest.raises(SetupError, match="no view in host memory"):
         cache.block_bytes_view(BlockId(0))

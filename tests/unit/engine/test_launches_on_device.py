@@ -1,4 +1,4 @@
-"""Launches on a real device do not wait for it, and two in flight do not disturb each other."""
+"""Launches on a real device do not wait for it, and two launches in flight do not disturb each other."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.unit.engine.test_device_batch import decoding, numbers
 pytestmark = gpu_only
 
 
-def test_two_draws_behind_a_busy_device_are_drawn_from_what_each_was_given() -> None:
+def test_two_launches_of_the_sampler_do_not_disturb_each_other() -> None:
     sampler, plain = DeviceSampler(DEVICE), Sampler()
     rows = [row(SamplingParams(seed=seed, temperature=1.0, logprobs=2)) for seed in range(4)]
     logits = [torch.randn(4, 5000, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     there = [each.to(DEVICE) for each in logits]
-    sampler.sample(there[0], rows, range(4))  # what is compiled at first use waits
+    sampler.sample(there[0], rows, range(4))  # Compilation at first use waits.
     keep_busy()
     first = sampler.launch(there[0], rows, range(4))
     second = sampler.launch(there[1], rows, range(4), is_ahead=True)
@@ -42,10 +42,10 @@ def test_two_draws_behind_a_busy_device_are_drawn_from_what_each_was_given() -> 
             each.tokens.append(0)
 
 
-def test_a_batch_that_waits_behind_a_busy_device_goes_up_as_it_was() -> None:
+def test_a_batch_uploaded_to_a_busy_device_is_unchanged() -> None:
     batches = DeviceBatches(DEVICE, 10_000)
     given = [replace(decoding(3), token_ids=numbers(first, first + 1, first + 2)) for first in (10, 20, 30)]
-    batches.upload(given[0]).token_ids.clone()  # what is allocated at first use waits
+    batches.upload(given[0]).token_ids.clone()  # Allocation at first use waits.
     torch.cuda.synchronize()
     keep_busy()
     busy = torch.cuda.current_stream().record_event()
@@ -56,15 +56,15 @@ def test_a_batch_that_waits_behind_a_busy_device_goes_up_as_it_was() -> None:
     assert [each.tolist() for each in seen] == [[20, 21, 22], [30, 31, 32]]
 
 
-def test_a_batch_goes_up_while_the_step_of_the_last_one_is_computed() -> None:
+def test_a_batch_is_uploaded_while_the_previous_step_runs() -> None:
     batches, seen = DeviceBatches(DEVICE, 10_000), []
-    drawn = numbers(41, -1, 43).to(DEVICE)
+    sampled = numbers(41, -1, 43).to(DEVICE)
     there = batches.upload(decoding(3))
     torch.cuda.synchronize()
     keep_busy()
-    seen.append(there.token_ids.clone())  # the step
+    seen.append(there.token_ids.clone())  # The step.
     computed = torch.cuda.current_stream().record_event()
-    there = batches.upload(decoding(3), token_ids=drawn)
+    there = batches.upload(decoding(3), token_ids=sampled)
     assert not computed.query()
     seen.append(there.token_ids.clone())
     assert [each.tolist() for each in seen] == [[7, 8, 9], [41, 0, 43]]

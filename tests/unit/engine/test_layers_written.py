@@ -1,8 +1,7 @@
-"""What a plan asks to be told during its forward pass is told then, in order with what steps tell, and holds."""
+"""Reports of written layers: sent during the forward pass, true when sent, and in order with the outputs of steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
@@ -39,7 +38,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 class Layered(FakeDecoder):
-    """Tells of three layers."""
+    """Calls back after each of three layers."""
 
     def __init__(self) -> None:
         self.listeners: list[LayerListener | None] = []
@@ -52,8 +51,8 @@ class Layered(FakeDecoder):
         return logits
 
 
-class Past:
-    """A moment that notes that somebody lets what he launches wait for it."""
+class FakeEvent:
+    """A device event that counts the waits for it."""
 
     def __init__(self) -> None:
         self.num_waits = 0
@@ -62,16 +61,16 @@ class Past:
         self.num_waits += 1
 
 
-class Timed(KvCache):
-    """Has a moment for each time it is asked."""
+class CacheWithEvents(KvCache):
+    """A cache that records its events."""
 
     def __init__(self) -> None:
         super().__init__(layout(), 16, CPU)
-        self.moments: list[Past] = []
+        self.events: list[FakeEvent] = []
 
     def record_event(self, num_layers: int) -> DeviceEvent:
-        self.moments.append(Past())
-        return self.moments[-1]
+        self.events.append(FakeEvent())
+        return self.events[-1]
 
 
 def report(request_id: RequestId, num_layers: int) -> LayersWritten:
@@ -90,104 +89,103 @@ def one_token() -> Batch:
     )
 
 
-def test_reports_are_told_after_their_layer_with_the_moment_at_which_they_are_true() -> None:
-    cache, decoder = Timed(), Layered()
+def test_reports_are_sent_after_their_layer_with_an_event() -> None:
+    cache, decoder = CacheWithEvents(), Layered()
     plan = StepPlan(reports=(report(A, 3), report(A, 2), report(B, 3)))
-    told: list[LayersWritten] = []
-    Runner(decoder, cache, Sampler()).forward(plan, one_token(), told.append)
-    at_2, at_3 = cache.moments  # One for each layer that somebody waits for.
-    assert told == [
+    reported: list[LayersWritten] = []
+    Runner(decoder, cache, Sampler()).forward(plan, one_token(), reported.append)
+    at_2, at_3 = cache.events  # One for each layer with a report.
+    assert reported == [
         replace(report(A, 2), ready_event=at_2),
         replace(report(A, 3), ready_event=at_3),
         replace(report(B, 3), ready_event=at_3),
     ]
-    assert all(one.ready_event is other for one, other in zip(told, (at_2, at_3, at_3), strict=True))
+    assert all(one.ready_event is other for one, other in zip(reported, (at_2, at_3, at_3), strict=True))
 
 
 def test_a_plan_without_reports_has_no_listener() -> None:
-    decoder, told = Layered(), list[LayersWritten]()
-    Runner(decoder, Timed(), Sampler()).forward(StepPlan(), one_token(), told.append)
+    decoder, reported = Layered(), list[LayersWritten]()
+    Runner(decoder, CacheWithEvents(), Sampler()).forward(StepPlan(), one_token(), reported.append)
     assert decoder.listeners == [None]
-    assert told == []
+    assert reported == []
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """Tokens that are there."""
+class FinishedSamples:
+    """Samples that need no waiting."""
 
     token_ids: Tensor
-    drawn: list[SampleResult]
+    sampled: list[SampleResult]
 
     def results(self) -> list[SampleResult]:
-        return self.drawn
+        return self.sampled
 
 
-class Drawing(Sampler):
-    """As a device's, but what it launches has ended."""
+class BlockingSampler(Sampler):
+    """A sampler with the interface of a device's, whose launches have ended when they return."""
 
     def launch(
         self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int], *, is_ahead: bool = False
-    ) -> Drawn:
-        drawn = self.sample(logits, rows, logits_rows)
-        return Drawn(
-            token_ids=torch.tensor([each.token_id for each in drawn if isinstance(each, Sampled)]), drawn=drawn
-        )
+    ) -> FinishedSamples:
+        sampled = self.sample(logits, rows, logits_rows)
+        token_ids = [each.token_id for each in sampled if isinstance(each, Sampled)]
+        return FinishedSamples(token_ids=torch.tensor(token_ids), sampled=sampled)
 
 
 def prompt(*token_ids: int) -> StepPlan:
-    """All of it in a chunk, behind which a token is drawn."""
+    """A plan that computes a whole prompt in one chunk and samples a token."""
     sequence = Sequence.from_prompt(A, token_ids, GREEDY, hash_key=KEY)
     sequence.block_table.append(BlockId(0))
     chunk = PrefillChunk(sequence=sequence, start=0, stop=len(token_ids), samples=(limits().sample_row(sequence, 0),))
     return StepPlan(chunks=(chunk,), reports=(report(A, 3), report(A, 2)))
 
 
-def test_a_device_tells_of_the_layers_that_it_launches_and_not_of_those_it_replays() -> None:
-    cache, recorder, told = Timed(), Recorder(), list[LayersWritten]()
+def test_a_device_reports_layers_of_launched_steps_but_not_of_replayed_ones() -> None:
+    cache, recorder, reported = CacheWithEvents(), Recorder(), list[LayersWritten]()
     decoder = DeviceDecoder(
         Layered(), CPU, GraphConfig(recorder=recorder, max_num_seqs=1, max_blocks=1, vocab_size=VOCAB)
     )
-    runner = DeviceRunner(decoder, cache, Drawing())
+    runner = DeviceRunner(decoder, cache, BlockingSampler())
 
     def first_token(*token_ids: int) -> list[int]:
         plan = prompt(*token_ids)
-        results = runner.launch(plan, runner.build(plan), told.append)()
+        results = runner.launch(plan, runner.build(plan), reported.append)()
         return [each.token_id for each in results if isinstance(each, Sampled)]
 
     assert first_token(5, 6) == expected([5, 6], GREEDY, 0, limits())
-    at_2, at_3 = cache.moments
-    assert told == [replace(report(A, 2), ready_event=at_2), replace(report(A, 3), ready_event=at_3)]
+    at_2, at_3 = cache.events
+    assert reported == [replace(report(A, 2), ready_event=at_2), replace(report(A, 3), ready_event=at_3)]
     assert recorder.num_recorded == 0
-    told.clear()
-    for token_id in (7, 8):  # a single row is recorded, and replayed
+    reported.clear()
+    for token_id in (7, 8):  # A single row is recorded, then replayed.
         assert first_token(token_id) == expected([token_id], GREEDY, 0, limits())
     assert recorder.num_recorded == 1
-    assert told == []
+    assert reported == []
 
 
-def test_what_computes_in_host_memory_has_done_it_when_it_says_so() -> None:
+def test_a_cache_in_host_memory_needs_no_event() -> None:
     assert KvCache(layout(), 4, CPU).record_event(1) is None
 
 
 class Overlapping(Runner):
-    """Other steps could be launched behind its own."""
+    """A runner behind whose steps others could be launched."""
 
     overlaps = True
 
 
 @pytest.mark.parametrize("runner_type", [Runner, Overlapping])
-def test_what_a_step_tells_on_its_way_comes_behind_the_step_before_and_ahead_of_its_own_end(
+def test_reports_of_a_step_come_after_the_previous_output_and_before_its_own(
     runner_type: type[Runner],
 ) -> None:
     scheduler = PrefillScheduler(
         BlockPool(16, BLOCK_SIZE), PrefillSchedulerConfig(limits=limits(), max_num_batched_tokens=4)
     )
-    told: SimpleQueue[StepOutput | LayersWritten] = SimpleQueue()
+    published: SimpleQueue[StepOutput | LayersWritten] = SimpleQueue()
     loop = StepLoop(
         scheduler,
         runner_type(Layered(), KvCache(layout(), 16, CPU), Sampler()),
-        publish=told.put,
-        on_layers=told.put,
+        publish=published.put,
+        on_layers=published.put,
         on_fatal=lambda error: pytest.fail(str(error)),
     )
     job = PrefillJob(
@@ -200,25 +198,18 @@ def test_what_a_step_tells_on_its_way_comes_behind_the_step_before_and_ahead_of_
     loop.start()
     try:
         loop.call(lambda: scheduler.add(job)).result(WAIT_S)
-
-        def heard() -> Iterator[tuple[str, int]]:
-            for _ in range(6):
-                match told.get(timeout=WAIT_S):
-                    case LayersWritten(num_layers=num_layers, num_computed=num_computed):
-                        yield f"{num_layers} layers", num_computed
-                    case StepOutput(events=events):
-                        yield "all", events.progress[0].num_computed
-
-        assert list(heard()) == [
-            ("1 layers", 4),
-            ("3 layers", 4),
-            ("all", 4),
-            ("1 layers", 6),
-            ("3 layers", 6),
-            ("all", 6),
-        ]
+        order = [layers_and_tokens(published.get(timeout=WAIT_S)) for _ in range(6)]
+        assert order == [(1, 4), (3, 4), ("all", 4), (1, 6), (3, 6), ("all", 6)]
     finally:
         loop.stop()
+
+
+def layers_and_tokens(event: StepOutput | LayersWritten) -> tuple[int | str, int]:
+    match event:
+        case LayersWritten(num_layers=num_layers, num_computed=num_computed):
+            return num_layers, num_computed
+        case StepOutput(events=events):
+            return "all", events.progress[0].num_computed
 
 
 def filled(num_blocks: int, device: torch.device = CPU) -> KvCache:
@@ -231,38 +222,38 @@ def blocks(*ids: int) -> Items[BlockId]:
     return [BlockId(each) for each in ids]
 
 
-def test_layers_of_blocks_are_copied_and_no_others() -> None:
+def test_only_the_given_layers_of_blocks_are_copied() -> None:
     source, target = filled(3), KvCache(LAYERS, 3, CPU)
-    on_the_way = [torch.zeros(1, 2, 2, 4, 8) for _ in range(2)]
-    source.read_blocks(blocks(2, 0), on_the_way, slice(1, 2))
-    target.write_blocks(blocks(0, 1), on_the_way, slice(1, 2))
+    on_host = [torch.zeros(1, 2, 2, 4, 8) for _ in range(2)]
+    source.read_blocks(blocks(2, 0), on_host, slice(1, 2))
+    target.write_blocks(blocks(0, 1), on_host, slice(1, 2))
     assert torch.equal(target.tensor[:2, 1], source.tensor[[2, 0], 1])
     assert not target.tensor[:, [0, 2]].any()
     assert not target.tensor[2].any()
 
 
-def test_copies_wait_for_the_moment_at_which_what_they_read_is_there() -> None:
-    cache, moment = filled(1), Past()
-    cache.read_blocks(blocks(0), [torch.zeros(3, 2, 2, 4, 8)], slice(None), moment)
-    assert moment.num_waits == 1
+def test_a_copy_waits_for_the_event_after_which_its_source_is_written() -> None:
+    cache, event = filled(1), FakeEvent()
+    cache.read_blocks(blocks(0), [torch.zeros(3, 2, 2, 4, 8)], slice(None), event)
+    assert event.num_waits == 1
 
 
 class TestOnHardware:
-    """What is launched is not there yet."""
+    """On a real GPU, where launched writes have not happened yet."""
 
     pytestmark = gpu_only
 
-    def test_a_copy_has_what_was_launched_before_its_moment_and_does_not_wait_for_what_came_after(self) -> None:
+    def test_a_copy_sees_writes_before_its_event_and_does_not_wait_for_later_ones(self) -> None:
         cache = KvCache(LAYERS, 2, DEVICE)
         into = [torch.zeros(1, 2, 2, 4, 8, pin_memory=True)]
         keep_busy()
         cache.tensor[1, 0] = 5
-        moment = cache.record_event(1)
+        event = cache.record_event(1)
         keep_busy()
         cache.tensor[1, 0] = 6
         done = torch.cuda.Event()
         done.record()
-        cache.read_blocks(blocks(1), into, slice(0, 1), moment)
+        cache.read_blocks(blocks(1), into, slice(0, 1), event)
         assert (into[0] == 5).all()
         assert not done.query()
         torch.cuda.synchronize()

@@ -46,14 +46,14 @@ class Rig:
         self.loop.call(lambda: self.scheduler.reserve(job)).result(WAIT_S)
 
     def tokens(self) -> list[int]:
-        """Tokens told until the request is finished."""
-        told: list[int] = []
+        """All tokens until the request is finished."""
+        received: list[int] = []
         while True:
             events = self.outputs.get(timeout=WAIT_S).events
             for tokens in events.tokens:
-                told += [token for choice in tokens.choices for token in choice.token_ids]
+                received += [token for choice in tokens.choices for token in choice.token_ids]
             if events.finished:
-                return told
+                return received
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def test_requests_are_computed_and_each_step_is_published_once() -> None:
         assert it.outputs.empty()
 
 
-def test_an_output_tells_sizes_load_and_how_long_each_phase_took() -> None:
+def test_an_output_has_sizes_load_and_durations() -> None:
     with rig() as it:
         it.submit([1, 2, 3])
         first, second = it.outputs.get(timeout=WAIT_S), it.outputs.get(timeout=WAIT_S)
@@ -93,7 +93,7 @@ def test_an_output_tells_sizes_load_and_how_long_each_phase_took() -> None:
 
 def test_calls_run_on_the_step_thread_in_order_and_wake_it() -> None:
     with rig() as it:
-        for _ in range(3):  # the loop is asleep each time
+        for _ in range(3):  # The loop is asleep each time.
             numbers: SimpleQueue[int] = SimpleQueue()
             futures = [it.loop.call(partial(numbers.put, index)) for index in range(5)]
             assert it.loop.call(threading.get_ident).result(WAIT_S) != threading.get_ident()
@@ -101,7 +101,7 @@ def test_calls_run_on_the_step_thread_in_order_and_wake_it() -> None:
             assert [numbers.get_nowait() for _ in range(5)] == [0, 1, 2, 3, 4]
 
 
-def test_what_a_call_raises_is_its_callers_and_the_loop_goes_on() -> None:
+def test_an_exception_of_a_call_goes_to_its_caller_and_the_loop_continues() -> None:
     with rig() as it:
         with pytest.raises(ZeroDivisionError):
             it.loop.call(lambda: 1 // 0).result(WAIT_S)
@@ -126,7 +126,7 @@ def test_a_cancelled_call_is_not_run() -> None:
         assert ran == []
 
 
-def test_a_call_gets_in_between_the_steps_of_a_running_request() -> None:
+def test_a_call_runs_between_the_steps_of_a_running_request() -> None:
     with rig() as it:
         it.submit([1, 2, 3])
         it.outputs.get(timeout=WAIT_S)
@@ -157,14 +157,14 @@ def test_calls_queued_when_the_loop_stops_fail_instead_of_hanging() -> None:
         late = [it.loop.call(lambda: 1) for _ in range(3)]
         gate.set()
         stopper.join(WAIT_S)
-        # Whether they came in before or after the request to stop, they are answered.
+        # They are answered whether they were queued before or after the request to stop.
         for future in late:
             error = future.exception(WAIT_S)
             assert error is None or isinstance(error, Draining)
 
 
 class Held(FakeDecoder):
-    """Waits in its second forward pass until it is let go."""
+    """Waits in its second forward pass until the gate opens."""
 
     def __init__(self) -> None:
         self.entered, self.gate, self.count = threading.Event(), threading.Event(), 0
@@ -177,7 +177,7 @@ class Held(FakeDecoder):
         return super().forward(batch, kv_cache)
 
 
-def test_a_step_is_told_before_the_forward_pass_of_the_next_one() -> None:
+def test_a_step_is_published_before_the_next_forward_pass() -> None:
     decoder = Held()
     with rig(decoder) as it:
         it.submit([1, 2, 3])
@@ -187,15 +187,15 @@ def test_a_step_is_told_before_the_forward_pass_of_the_next_one() -> None:
         decoder.gate.set()
 
 
-def test_a_step_is_told_before_a_call_that_came_after_it_runs() -> None:
-    decoder, told = Held(), []
+def test_a_step_is_published_before_a_later_call_runs() -> None:
+    decoder, num_published = Held(), []
     with rig(decoder) as it:
         it.submit([1, 2, 3])
         assert decoder.entered.wait(WAIT_S)
-        call = it.loop.call(lambda: told.append(it.outputs.qsize()))
+        call = it.loop.call(lambda: num_published.append(it.outputs.qsize()))
         decoder.gate.set()
         call.result(WAIT_S)
-    assert told == [2]
+    assert num_published == [2]
 
 
 class Broken(FakeDecoder):
@@ -203,7 +203,7 @@ class Broken(FakeDecoder):
         raise RuntimeError("the accelerator fell off the bus")
 
 
-def test_an_error_nobody_can_be_blamed_for_ends_the_loop_loudly() -> None:
+def test_an_error_of_a_step_ends_the_loop_and_is_reported() -> None:
     with rig(Broken()) as it:
         it.submit([1, 2, 3])
         assert "fell off the bus" in str(it.fatal.get(timeout=WAIT_S))
@@ -213,7 +213,7 @@ def test_an_error_nobody_can_be_blamed_for_ends_the_loop_loudly() -> None:
 
 
 class Witness(FakeDecoder):
-    """Remembers under which circumstances it was called."""
+    """Records inference mode, number of threads and CPUs of its calls."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[bool, int, set[int]]] = []
@@ -225,22 +225,22 @@ class Witness(FakeDecoder):
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux only")
-def test_the_step_thread_alone_is_bound_and_computes_in_inference_mode() -> None:
-    before, usual = os.sched_getaffinity(0), torch.get_num_threads()
+def test_only_the_step_thread_is_pinned_and_in_inference_mode() -> None:
+    before, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
     witness = Witness()
     try:
         with rig(witness, LoopConfig(compute_cpus=(min(before),), num_threads=1)) as it:
             it.submit([1, 2, 3])
             it.tokens()
     finally:
-        torch.set_num_threads(usual)
+        torch.set_num_threads(num_threads)
     assert witness.seen[0] == (True, 1, {min(before)})
     assert os.sched_getaffinity(0) == before
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux only")
 @pytest.mark.parametrize("cpus", [(), (100_000,)])
-def test_cpus_that_cannot_be_had_are_a_setup_error(cpus: tuple[int, ...]) -> None:
+def test_unavailable_cpus_are_a_setup_error(cpus: tuple[int, ...]) -> None:
     scheduler = DecodeScheduler(BlockPool(1, 1), DecodeSchedulerConfig(limits=limits()))
     runner = Runner(FakeDecoder(), KvCache(layout(), 1, CPU), Sampler())
     loop = StepLoop(
@@ -250,53 +250,53 @@ def test_cpus_that_cannot_be_had_are_a_setup_error(cpus: tuple[int, ...]) -> Non
         loop.start()
 
 
-class Mood:
-    """Hears whether the loop has work, and lets a test wait for what comes."""
+class BusyChanges:
+    """Records whether the loop has work, and lets a test wait for the next change."""
 
     def __init__(self) -> None:
-        self._told: SimpleQueue[bool] = SimpleQueue()
+        self._changes: SimpleQueue[bool] = SimpleQueue()
 
     def __call__(self, busy: bool) -> None:
-        self._told.put(busy)
+        self._changes.put(busy)
 
     def next(self) -> bool:
-        return self._told.get(timeout=WAIT_S)
+        return self._changes.get(timeout=WAIT_S)
 
     def rest(self) -> list[bool]:
-        return [self._told.get() for _ in range(self._told.qsize())]
+        return [self._changes.get() for _ in range(self._changes.qsize())]
 
 
-def test_a_loop_is_busy_from_its_first_call_to_its_last_step_without_a_break_between_steps() -> None:
-    mood, decoder = Mood(), Held()
-    with rig(decoder, LoopConfig(on_busy=mood)) as it:
-        assert mood.next() is False  # Nothing to do yet.
+def test_a_loop_is_busy_without_a_break_from_its_first_call_to_its_last_step() -> None:
+    changes, decoder = BusyChanges(), Held()
+    with rig(decoder, LoopConfig(on_busy=changes)) as it:
+        assert changes.next() is False  # Nothing to do yet.
         it.submit([1, 2, 3])
         assert decoder.entered.wait(WAIT_S)
-        assert mood.rest() == [True]
+        assert changes.rest() == [True]
         decoder.gate.set()
         it.tokens()
-        assert mood.next() is False
-        assert mood.rest() == []
+        assert changes.next() is False
+        assert changes.rest() == []
 
 
 def test_a_call_finds_the_loop_busy() -> None:
-    mood = Mood()
-    with rig(config=LoopConfig(on_busy=mood)) as it:
-        assert mood.next() is False
-        assert it.loop.call(mood.rest).result(WAIT_S) == [True]
+    changes = BusyChanges()
+    with rig(config=LoopConfig(on_busy=changes)) as it:
+        assert changes.next() is False
+        assert it.loop.call(changes.rest).result(WAIT_S) == [True]
 
 
-def test_a_loop_that_was_stopped_is_idle() -> None:
-    mood = Mood()
-    with rig(config=LoopConfig(on_busy=mood)):
+def test_a_stopped_loop_is_idle() -> None:
+    changes = BusyChanges()
+    with rig(config=LoopConfig(on_busy=changes)):
         pass
-    assert mood.rest()[-1] is False
+    assert changes.rest()[-1] is False
 
 
-def test_a_loop_that_failed_is_idle() -> None:
-    mood = Mood()
-    with rig(Broken(), LoopConfig(on_busy=mood)) as it:
+def test_a_failed_loop_is_idle() -> None:
+    changes = BusyChanges()
+    with rig(Broken(), LoopConfig(on_busy=changes)) as it:
         it.submit([1, 2, 3])
         it.fatal.get(timeout=WAIT_S)
         it.loop.stop()
-        assert mood.rest()[-1] is False
+        assert changes.rest()[-1] is False

@@ -14,7 +14,7 @@ from tests.unit.engine.fakes import BLOCK_SIZE, KEY, limits
 BOUNDS = limits()
 
 LIMITS = RunningLimits(max_num_seqs=3, max_num_batched_tokens=5, itl_budget_s=0.1, min_prefill_tokens=2)
-#: So slow that beside decoding sequences prefill gets no more than it must.
+#: So slow that prefill gets only its minimum while sequences decode.
 PACE = Pace(decode_step_s=1.0, prefill_token_s=1.0)
 
 
@@ -25,7 +25,7 @@ class Rig:
         self.running = RunningSet(self.blocks, limits)
 
     def add(self, name: str, num_tokens: int, *, num_computed: int = 0) -> Sequence:
-        """A choice with room for its tokens, of which `num_computed` are computed."""
+        """Adds a choice with slots for its tokens, of which `num_computed` are computed."""
         prompt = [ord(name)] * num_tokens
         sequence = Sequence.from_prompt(RequestId(name), prompt, SamplingParams(), hash_key=KEY)
         assert self.blocks.admit(sequence, num_tokens)
@@ -37,12 +37,12 @@ class Rig:
         return sequence
 
     def grow(self, sequence: Sequence) -> None:
-        """All pending tokens are computed, and one more is sampled."""
+        """Computes all pending tokens, and adds a sampled one."""
         self.blocks.advance(sequence, sequence.num_tokens)
         sequence.tokens.append(1)
 
     def plan(self) -> tuple[list[tuple[str, int]], list[str]]:
-        """(request, stop) of what is planned, the oldest first; and who gave way."""
+        """(request, stop) of all planned sequences, the oldest first, and the preempted requests."""
         planned = self.running.plan(PACE)
         self.running.check_integrity()
         stops = [*((s, s.num_tokens) for s in planned.decoding), *planned.chunks]
@@ -50,7 +50,7 @@ class Rig:
         return [(s.request_id, stop) for s, stop in stops], [s.request_id for s in planned.preempted]
 
 
-def test_the_budget_goes_to_the_oldest_and_is_small_while_somebody_decodes() -> None:
+def test_the_budget_goes_to_the_oldest_and_is_small_while_a_sequence_decodes() -> None:
     rig = Rig(20)
     rig.add("a", 4)
     rig.add("b", 7)
@@ -67,7 +67,7 @@ def test_sequences_beyond_the_limit_keep_their_blocks_and_wait() -> None:
     assert (rig.running.num_active, rig.running.num_running) == (4, 3)
 
 
-def test_the_youngest_gives_way_first_and_comes_back_last() -> None:
+def test_the_youngest_is_preempted_first_and_resumed_last() -> None:
     rig = Rig(4)
     a, *_ = [rig.add(name, 4, num_computed=3) for name in "abcd"]
     rig.grow(a)
@@ -83,16 +83,16 @@ def test_the_youngest_gives_way_first_and_comes_back_last() -> None:
     assert rig.running.num_active == 2
 
 
-def test_choices_of_an_older_request_give_way_after_a_younger_request() -> None:
+def test_a_younger_request_is_preempted_before_choices_of_an_older_one() -> None:
     rig = Rig(5)
-    stem = rig.add("a", 6)
-    rig.blocks.advance(stem, 6)
-    rig.running.add(rig.blocks.fork(stem, 1))
+    first = rig.add("a", 6)
+    rig.blocks.advance(first, 6)
+    rig.running.add(rig.blocks.fork(first, 1))
     rig.add("b", 6, num_computed=5)
     for sequence in list(rig.running):
         if sequence.request_id == "a":
             sequence.tokens.append(1)
-    # One free block: the first choice copies its partial block, so the other one has its own.
+    # The one free block becomes the first choice's copy of the partial block; the other choice keeps the original.
     assert rig.plan() == ([("a", 7), ("a", 7), ("b", 6)], [])
     for sequence in list(rig.running):
         if sequence.request_id == "a":
@@ -102,7 +102,7 @@ def test_choices_of_an_older_request_give_way_after_a_younger_request() -> None:
     assert rig.plan() == ([("a", 9), ("a", 9)], ["b"])
 
 
-def test_whoever_comes_back_leaves_a_block_for_each_active_sequence() -> None:
+def test_resuming_leaves_a_free_block_for_each_active_sequence() -> None:
     rig = Rig(4)
     a = rig.add("a", 8, num_computed=7)
     b = rig.add("b", 8, num_computed=7)
@@ -110,7 +110,7 @@ def test_whoever_comes_back_leaves_a_block_for_each_active_sequence() -> None:
     assert rig.plan()[1] == ["b"]
     rig.running.resume()
     assert rig.running.num_preempted == 1
-    # b would fit beside a, but then a could not grow.
+    # b would fit, but then a could not grow.
     assert rig.pool.num_free == 1
     rig.running.detach(a)
     rig.blocks.free(a)
@@ -118,7 +118,7 @@ def test_whoever_comes_back_leaves_a_block_for_each_active_sequence() -> None:
     assert list(rig.running) == [b]
 
 
-def test_exactly_enough_free_blocks_are_not_enough_beside_an_active_sequence() -> None:
+def test_resuming_needs_more_than_its_own_blocks_while_a_sequence_is_active() -> None:
     rig = Rig(3)
     a = rig.add("a", 4, num_computed=3)
     b = rig.add("b", 8, num_computed=7)
@@ -136,7 +136,7 @@ def test_exactly_enough_free_blocks_are_not_enough_beside_an_active_sequence() -
     assert len(b.block_table) == 2
 
 
-def test_a_sequence_gives_way_itself_when_others_outside_hold_the_blocks() -> None:
+def test_a_sequence_preempts_itself_when_blocks_are_held_outside_the_set() -> None:
     rig = Rig(3)
     a = rig.add("a", 4, num_computed=3)
     outside = rig.pool.allocate(2)
@@ -150,7 +150,7 @@ def test_a_sequence_gives_way_itself_when_others_outside_hold_the_blocks() -> No
     assert rig.plan()[0] == [("a", 5)]
 
 
-def test_a_bare_prompt_with_one_token_left_is_no_decoding_sequence() -> None:
+def test_a_bare_prompt_with_one_pending_token_is_not_decoding() -> None:
     rig = Rig(20)
     bare = rig.add("a", 4, num_computed=3)
     bare.sampling = None
@@ -174,7 +174,7 @@ def test_the_prefill_budget_keeps_a_step_within_the_itl_budget_between_its_bound
 
 
 @pytest.mark.parametrize("broken", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_limits_under_which_nothing_could_run_are_refused(broken: tuple[int, int, int]) -> None:
+def test_limits_that_allow_no_work_are_an_assertion(broken: tuple[int, int, int]) -> None:
     seqs, batched, least = broken
     with pytest.raises(AssertionError):
         RunningLimits(max_num_seqs=seqs, max_num_batched_tokens=batched, itl_budget_s=0.1, min_prefill_tokens=least)

@@ -1,4 +1,4 @@
-"""Whole crowds on a device, with and without steps that are launched ahead, are told the same to the last bit."""
+"""Requests on a device get the same tokens and log-probabilities with and without steps launched ahead, bit for bit."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from tests.unit.engine.test_step_on_device import ALWAYS, BLOCK_SIZE, BOUNDS, FI
 LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
 EOS = 2
 PLAIN = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
-#: Of the token of which nothing can be drawn.
+#: Position of the token from whose logits nothing can be sampled.
 NAN_POSITION = 45
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guest:
-    """One request of a crowd."""
+class TimedRequest:
+    """One request."""
 
     prompt_length: int
     params: SamplingParams
-    #: How many runs of steps before it comes, and after which it is aborted.
+    #: Numbers of the runs of steps before which it arrives, and before which it is aborted.
     comes: int = 0
     leaves: int | None = None
 
@@ -67,7 +67,7 @@ class NanAt:
 
 @dataclass
 class Noting:
-    """Notes of each recording whether it is made in a step that was launched ahead, with another in flight."""
+    """Records graphs, and whether each is recorded in a step launched ahead, with another one in flight."""
 
     plans: list[StepPlan]
     while_ahead: list[bool] = field(default_factory=list)
@@ -81,8 +81,8 @@ class Noting:
 
 
 @dataclass
-class Told:
-    """All that was told of a crowd."""
+class Published:
+    """All that was published about some requests."""
 
     choices: dict[tuple[RequestId, int], list[ChoiceTokens]] = field(default_factory=dict)
     failed: dict[RequestId, str] = field(default_factory=dict)
@@ -107,16 +107,16 @@ def model() -> Decoder:
     return make_decoder(FIELDS, KernelOptions(backend=Backend.TRITON), torch.float32, device=DEVICE)
 
 
-def tell(
+def serve(
     model: Decoder,
-    guests: list[Guest],
+    requests: list[TimedRequest],
     *,
     num_blocks: int,
     is_ahead: bool,
     is_replayed: bool,
     block_size: int = BLOCK_SIZE,
-) -> Told:
-    """Runs a crowd to its end, in runs of up to 4 steps."""
+) -> Published:
+    """Serves all requests to their end, in runs of up to 4 steps."""
     config = model.config
     layout = KvLayout(
         model="tiny",
@@ -133,34 +133,36 @@ def tell(
         recorder=noting, max_num_seqs=8, max_blocks=pool.blocks_for(BOUNDS.max_model_len), vocab_size=97
     )
     decoder = DeviceDecoder(NanAt(model), DEVICE, graphs if is_replayed else None)
-    # What runs ahead is compared with what each step does by itself.
     runner_type = DeviceRunner if is_ahead else Runner
-    runner, told = runner_type(decoder, KvCache(layout, num_blocks, DEVICE), DeviceSampler(DEVICE)), Told()
-    told.recorded_ahead = noting.while_ahead
-    watched = WatchedScheduler(scheduler, scheduler.check_integrity, Pace, plans)
-    stepper = Stepper(watched, runner, told.take)
+    runner, published = runner_type(decoder, KvCache(layout, num_blocks, DEVICE), DeviceSampler(DEVICE)), Published()
+    published.recorded_ahead = noting.while_ahead
+    stepper = Stepper(WatchedScheduler(scheduler, scheduler.check_integrity, Pace, plans), runner, published.take)
+    _run(scheduler, stepper, requests, is_ahead=is_ahead)
+    assert pool.num_free == num_blocks
+    return published
+
+
+def _run(scheduler: DecodeScheduler, stepper: Stepper, requests: list[TimedRequest], *, is_ahead: bool) -> None:
     run = 0
-    while scheduler.has_work() or run <= max(guest.comes for guest in guests):
-        for index, guest in enumerate(guests):
-            if guest.comes == run:
-                scheduler.reserve(_job(index, guest))
-            if guest.leaves == run:
+    while scheduler.has_work() or run <= max(request.comes for request in requests):
+        for index, request in enumerate(requests):
+            if request.comes == run:
+                scheduler.reserve(_job(index, request))
+            if request.leaves == run:
                 scheduler.abort(RequestId(f"r{index}"))
         answers = iter([is_ahead] * 3)
         if scheduler.has_work():
-            with torch.inference_mode():  # as on the step thread
+            with torch.inference_mode():  # As on the step thread.
                 stepper.step(lambda answers=answers: next(answers, False))
             stepper.publish()
         run += 1
-    assert pool.num_free == num_blocks
-    return told
 
 
-def _job(index: int, guest: Guest) -> DecodeJob:
+def _job(index: int, request: TimedRequest) -> DecodeJob:
     return DecodeJob(
         request_id=RequestId(f"r{index}"),
-        prompt_token_ids=[(index * 7 + 3 * place) % 97 for place in range(guest.prompt_length)],
-        params=guest.params,
+        prompt_token_ids=[(index * 7 + 3 * position) % 97 for position in range(request.prompt_length)],
+        params=request.params,
         hash_key=KEY,
         local_prefill_threshold=ALWAYS,
     )
@@ -168,26 +170,26 @@ def _job(index: int, guest: Guest) -> DecodeJob:
 
 CROWDS = {
     "of all kinds": [
-        Guest(prompt_length=13, params=PLAIN),
-        Guest(prompt_length=16, params=replace(PLAIN, n=2, seed=3, temperature=0.8, top_p=0.9, logprobs=2)),
-        Guest(prompt_length=3, params=replace(PLAIN, seed=5, temperature=1.2, top_k=20, max_tokens=4), comes=1),
-        Guest(prompt_length=21, params=replace(PLAIN, repetition_penalty=1.3), comes=3),
+        TimedRequest(prompt_length=13, params=PLAIN),
+        TimedRequest(prompt_length=16, params=replace(PLAIN, n=2, seed=3, temperature=0.8, top_p=0.9, logprobs=2)),
+        TimedRequest(prompt_length=3, params=replace(PLAIN, seed=5, temperature=1.2, top_k=20, max_tokens=4), comes=1),
+        TimedRequest(prompt_length=21, params=replace(PLAIN, repetition_penalty=1.3), comes=3),
     ],
     "that end": [
-        Guest(prompt_length=10, params=replace(PLAIN, max_tokens=10)),
-        Guest(
+        TimedRequest(prompt_length=10, params=replace(PLAIN, max_tokens=10)),
+        TimedRequest(
             prompt_length=8,
             params=SamplingParams(seed=1, temperature=1.0, logit_bias={EOS: 4.0}, min_tokens=2, max_tokens=10),
         ),
-        Guest(
+        TimedRequest(
             prompt_length=9,
             params=replace(PLAIN, seed=2, temperature=1.0, stop_token_ids=tuple(range(60)), min_tokens=2),
         ),
-        Guest(prompt_length=20, params=replace(PLAIN, max_tokens=20), leaves=2),
+        TimedRequest(prompt_length=20, params=replace(PLAIN, max_tokens=20), leaves=2),
     ],
     "of which some fail": [
-        Guest(prompt_length=41, params=replace(PLAIN, n=2, seed=4, temperature=1.0)),
-        Guest(prompt_length=6, params=replace(PLAIN, logprobs=0)),
+        TimedRequest(prompt_length=41, params=replace(PLAIN, n=2, seed=4, temperature=1.0)),
+        TimedRequest(prompt_length=6, params=replace(PLAIN, logprobs=0)),
     ],
 }
 
@@ -195,15 +197,15 @@ CROWDS = {
 @pytest.mark.parametrize(
     ("crowd", "is_replayed"), [("of all kinds", True), ("that end", False), ("of which some fail", True)]
 )
-def test_a_crowd_is_told_the_same(model: Decoder, crowd: str, is_replayed: bool) -> None:
-    ahead = tell(model, CROWDS[crowd], num_blocks=40, is_ahead=True, is_replayed=is_replayed)
-    waiting = tell(model, CROWDS[crowd], num_blocks=40, is_ahead=False, is_replayed=is_replayed)
+def test_running_ahead_publishes_the_same_tokens(model: Decoder, crowd: str, is_replayed: bool) -> None:
+    ahead = serve(model, CROWDS[crowd], num_blocks=40, is_ahead=True, is_replayed=is_replayed)
+    waiting = serve(model, CROWDS[crowd], num_blocks=40, is_ahead=False, is_replayed=is_replayed)
     if crowd == "that end":
-        ended = {choice[0]: told[-1].finish_reason for choice, told in waiting.choices.items()}
+        ended = {choice[0]: tokens[-1].finish_reason for choice, tokens in waiting.choices.items()}
         assert [ended.get(RequestId(f"r{index}")) for index in range(4)] == [LENGTH, STOP, STOP, None]
-        # Who leaves has been told more by then.
-        told, less = ahead.choices.pop((RequestId("r3"), 0)), waiting.choices.pop((RequestId("r3"), 0))
-        assert told[: len(less)] == less
+        # When a request is aborted, it has more tokens if it ran ahead.
+        more, fewer = ahead.choices.pop((RequestId("r3"), 0)), waiting.choices.pop((RequestId("r3"), 0))
+        assert more[: len(fewer)] == fewer
     assert ahead.choices == waiting.choices
     assert ahead.failed == waiting.failed
     assert list(ahead.failed) == ([RequestId("r0")] if crowd == "of which some fail" else [])
@@ -211,24 +213,26 @@ def test_a_crowd_is_told_the_same(model: Decoder, crowd: str, is_replayed: bool)
     assert ahead.num_ahead > ahead.num_steps / 4
 
 
-def test_blocks_that_run_out_change_nothing(model: Decoder) -> None:
-    guests = [
-        Guest(prompt_length=12, params=PLAIN),
-        Guest(prompt_length=12, params=replace(PLAIN, seed=1, temperature=1.0)),
+def test_running_out_of_blocks_changes_no_token(model: Decoder) -> None:
+    requests = [
+        TimedRequest(prompt_length=12, params=PLAIN),
+        TimedRequest(prompt_length=12, params=replace(PLAIN, seed=1, temperature=1.0)),
     ]
-    scarce = tell(model, guests, num_blocks=3, is_ahead=True, is_replayed=True)
-    plenty = tell(model, guests, num_blocks=40, is_ahead=False, is_replayed=True)
+    scarce = serve(model, requests, num_blocks=3, is_ahead=True, is_replayed=True)
+    plenty = serve(model, requests, num_blocks=40, is_ahead=False, is_replayed=True)
     assert scarce.choices == plenty.choices
     assert scarce.num_preempted == 1
     assert scarce.num_ahead > 3
 
 
 def test_a_graph_can_be_captured_while_a_step_is_in_flight(model: Decoder) -> None:
-    # In runs of four steps: the third of the second run that decodes begins the 17th block, so tables become wider.
-    guests = [Guest(prompt_length=58, params=replace(PLAIN, seed=6, temperature=1.0, logprobs=0, max_tokens=8))]
-    ahead = tell(model, guests, num_blocks=20, is_ahead=True, is_replayed=True, block_size=4)
-    waiting = tell(model, guests, num_blocks=20, is_ahead=False, is_replayed=False, block_size=4)
+    # With runs of four steps, the third step of the second decoding run starts the 17th block, so tables get wider.
+    requests = [
+        TimedRequest(prompt_length=58, params=replace(PLAIN, seed=6, temperature=1.0, logprobs=0, max_tokens=8))
+    ]
+    ahead = serve(model, requests, num_blocks=20, is_ahead=True, is_replayed=True, block_size=4)
+    waiting = serve(model, requests, num_blocks=20, is_ahead=False, is_replayed=False, block_size=4)
     # The largest shape, then the first that occurs, then the wider one.
     assert ahead.recorded_ahead == [False, False, True]
     assert ahead.choices == waiting.choices
-    assert [len(told) for told in ahead.choices.values()] == [8]
+    assert [len(published) for published in ahead.choices.values()] == [8]

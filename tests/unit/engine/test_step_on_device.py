@@ -1,4 +1,4 @@
-"""Whole steps on a device, replayed and sampled there, tell what the host tells for the same requests."""
+"""Steps that are replayed and sampled on a device give the same tokens as the host for the same requests."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ PARAMS = [
     SamplingParams(n=2, seed=3, temperature=0.8, top_p=0.9, logprobs=2, max_tokens=4, ignore_eos=True),
     SamplingParams(seed=5, temperature=1.2, top_k=20, repetition_penalty=1.3, max_tokens=5, ignore_eos=True),
 ]
-PROMPTS = [[(index * 7 + 3 * place) % 97 for place in range(5 + 7 * index)] for index in range(3)]
+PROMPTS = [[(index * 7 + 3 * position) % 97 for position in range(5 + 7 * index)] for index in range(3)]
 
 
 class Again:
-    """As a CUDA graph: the same computation on the same memory."""
+    """Repeats the computation on the same memory, as a CUDA graph does."""
 
     def record(self, compute: Compute) -> Compute:
         return compute
@@ -59,10 +59,10 @@ def recorder() -> Recorder:
     return CudaRecorder() if HAS_GPU else Again()
 
 
-def told(
+def tokens_of(
     decoder: StepDecoder, sampler: TokenSampler, model: Decoder, device: torch.device, *, together: bool
 ) -> dict[tuple[int, int], list[int]]:
-    """The tokens of every choice of every request: in one crowd, in chunks of 10, or each request alone."""
+    """The tokens of every choice of every request, computed in one batch in chunks of 10, or each request alone."""
     config = model.config
     layout = KvLayout(
         model="tiny",
@@ -98,12 +98,12 @@ def told(
     return tokens
 
 
-def test_a_crowd_on_the_device_is_told_what_each_is_told_alone_on_the_host() -> None:
+def test_a_batch_on_the_device_gives_the_tokens_of_each_request_alone_on_the_host() -> None:
     reference = make_decoder(FIELDS, KernelOptions(backend=Backend.REFERENCE), torch.float32)
-    expected = told(reference, Sampler(), reference, torch.device("cpu"), together=False)
+    expected = tokens_of(reference, Sampler(), reference, torch.device("cpu"), together=False)
     model = make_decoder(FIELDS, KernelOptions(backend=Backend.TRITON), torch.float32, device=DEVICE)
     replaying = DeviceDecoder(
         model, DEVICE, GraphConfig(recorder=recorder(), max_num_seqs=8, max_blocks=8, vocab_size=97)
     )
-    assert told(replaying, DeviceSampler(DEVICE), model, DEVICE, together=True) == expected
+    assert tokens_of(replaying, DeviceSampler(DEVICE), model, DEVICE, together=True) == expected
     assert [len(tokens) for tokens in expected.values()] == [5, 4, 4, 5]

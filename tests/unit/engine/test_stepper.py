@@ -1,4 +1,4 @@
-"""In which order steps are launched, collected and told; what calls find; and that times are told as they were."""
+"""The order in which steps are launched, collected and published, the state that calls find, and reported times."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def job(request_id: RequestId, prompt: list[int], params: SamplingParams = PARAM
 
 
 class Clock:
-    """Seconds that pass only where a test says so."""
+    """A clock that only tests advance."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -47,8 +47,8 @@ class Clock:
         return self.now
 
 
-class Diary(LateRunner):
-    """Writes down what happens, and how long it takes: to launch a step 1 s, to wait for its end 10 s."""
+class RecordingRunner(LateRunner):
+    """Records launches and collections. A launch takes 1 s, a collection 10 s."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(FakeDecoder(), KvCache(layout(), 16, CPU), Sampler())
@@ -75,14 +75,14 @@ def scheduler_of(*jobs: DecodeJob) -> DecodeScheduler:
     return scheduler
 
 
-def stepper(scheduler: DecodeScheduler, clock: Clock) -> tuple[Stepper, Diary, list[StepOutput]]:
-    diary, told = Diary(clock), list[StepOutput]()
+def stepper(scheduler: DecodeScheduler, clock: Clock) -> tuple[Stepper, RecordingRunner, list[StepOutput]]:
+    runner, outputs = RecordingRunner(clock), list[StepOutput]()
 
     def publish(output: StepOutput) -> None:
-        told.append(output)
-        diary.lines.append(f"tell {len(told)}")
+        outputs.append(output)
+        runner.lines.append(f"publish {len(outputs)}")
 
-    return Stepper(scheduler, diary, publish), diary, told
+    return Stepper(scheduler, runner, publish), runner, outputs
 
 
 @pytest.fixture
@@ -92,78 +92,78 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def test_a_step_is_launched_before_the_one_before_is_collected_and_told_when_there_is_time(clock: Clock) -> None:
-    steps, diary, _ = stepper(scheduler_of(job(A, [1, 2, 3])), clock)
+def test_a_step_is_launched_before_the_previous_one_is_collected_and_published_later(clock: Clock) -> None:
+    steps, runner, _ = stepper(scheduler_of(job(A, [1, 2, 3])), clock)
     steps.step(lambda: True)  # the prompt
     steps.step(lambda: True)
     steps.publish()
-    assert diary.lines == [
+    assert runner.lines == [
         *("launch 1", "collect 1"),
-        *("launch 2", "launch 3", "tell 1", "collect 2"),
-        *("launch 4", "tell 2", "collect 3"),
-        *("launch 5", "tell 3", "collect 4"),
-        *("tell 4", "collect 5", "tell 5"),
+        *("launch 2", "launch 3", "publish 1", "collect 2"),
+        *("launch 4", "publish 2", "collect 3"),
+        *("launch 5", "publish 3", "collect 4"),
+        *("publish 4", "collect 5", "publish 5"),
     ]
 
 
-def test_nothing_is_launched_ahead_of_what_is_to_happen_first(clock: Clock) -> None:
-    steps, diary, _ = stepper(scheduler_of(job(A, [1, 2, 3])), clock)
+def test_nothing_is_launched_ahead_while_a_call_waits(clock: Clock) -> None:
+    steps, runner, _ = stepper(scheduler_of(job(A, [1, 2, 3])), clock)
     for _ in range(2):
         steps.step(lambda: False)
-    assert diary.lines == ["launch 1", "collect 1", "launch 2", "tell 1", "collect 2"]
+    assert runner.lines == ["launch 1", "collect 1", "launch 2", "publish 1", "collect 2"]
     answers = [False, True]
     steps.step(answers.pop)
-    assert diary.lines[5:] == ["launch 3", "launch 4", "tell 2", "collect 3", "tell 3", "collect 4"]
+    assert runner.lines[5:] == ["launch 3", "launch 4", "publish 2", "collect 3", "publish 3", "collect 4"]
 
 
 def test_tokens_do_not_wait_for_the_launch_of_a_chunk(clock: Clock) -> None:
     scheduler = scheduler_of(job(A, [1, 2, 3]))
-    steps, diary, _ = stepper(scheduler, clock)
+    steps, runner, _ = stepper(scheduler, clock)
     for _ in range(2):
         steps.step(lambda: False)
     scheduler.reserve(job(B, [4, 5, 6]))
     steps.step(lambda: True)
-    assert diary.lines == [
+    assert runner.lines == [
         *("launch 1", "collect 1"),
-        *("launch 2", "tell 1", "collect 2"),
-        *("tell 2", "launch 3", "collect 3"),
+        *("launch 2", "publish 1", "collect 2"),
+        *("publish 2", "launch 3", "collect 3"),
     ]
 
 
-def test_a_step_takes_from_result_to_result(clock: Clock) -> None:
-    steps, _, told = stepper(scheduler_of(job(A, [1, 2, 3])), clock)
+def test_a_step_launched_ahead_is_timed_from_result_to_result(clock: Clock) -> None:
+    steps, _, outputs = stepper(scheduler_of(job(A, [1, 2, 3])), clock)
     steps.step(lambda: True)
-    clock.now += 1000  # in which nobody wanted anything
+    clock.now += 1000  # Idle time, which belongs to no step.
     steps.step(lambda: True)
     steps.publish()
-    # The prompt; a step with the launch of the next, which hides no step before it; two that hide; the last.
-    paces = [output.pace.decode_step_s for output in told]
+    # The prompt; a step that also pays for the launch of the next; two whose launch was hidden; the last.
+    paces = [output.pace.decode_step_s for output in outputs]
     assert paces[1:] == pytest.approx([12.0, 12.0 - 0.2 * 1, 11.8 - 0.2 * 0.8, 11.64 - 0.2 * 1.64])
-    assert told[0].pace.prefill_token_s == pytest.approx(11 / 3)
-    assert [output.is_ahead for output in told] == [False, False, True, True, True]
-    assert {(output.durations.forward_s, output.durations.sample_s) for output in told} == {(1.0, 10.0)}
+    assert outputs[0].pace.prefill_token_s == pytest.approx(11 / 3)
+    assert [output.is_ahead for output in outputs] == [False, False, True, True, True]
+    assert {(output.durations.forward_s, output.durations.sample_s) for output in outputs} == {(1.0, 10.0)}
 
 
 class Eager(Runner):
-    """As on a CPU."""
+    """A runner that computes when it launches, as on a CPU."""
 
     def launch(self, plan: StepPlan, batch: Batch | None, report_layers: ReportLayers | None = None) -> Results:
         assert not plan.is_ahead
         return super().launch(plan, batch, report_layers)
 
 
-def test_where_launching_is_computing_nothing_is_planned_ahead() -> None:
+def test_a_runner_that_does_not_overlap_never_plans_ahead() -> None:
     scheduler = scheduler_of(job(A, [1, 2, 3]))
-    told: list[StepOutput] = []
-    steps = Stepper(scheduler, Eager(FakeDecoder(), KvCache(layout(), 16, CPU), Sampler()), told.append)
+    outputs: list[StepOutput] = []
+    steps = Stepper(scheduler, Eager(FakeDecoder(), KvCache(layout(), 16, CPU), Sampler()), outputs.append)
     while scheduler.has_work():
         steps.step(lambda: True)
     steps.publish()
-    assert len(told) == PARAMS.max_tokens
+    assert len(outputs) == PARAMS.max_tokens
 
 
 class Gated(LateRunner):
-    """Holds the step thread when it waits for the end of a step behind which another is in flight."""
+    """Blocks the step thread when it collects a step while another one is in flight."""
 
     def __init__(self) -> None:
         super().__init__(FakeDecoder(), KvCache(layout(), 16, CPU), Sampler())
@@ -179,7 +179,7 @@ class Gated(LateRunner):
         return results()
 
 
-def test_a_call_finds_nothing_in_flight_and_everything_told() -> None:
+def test_a_call_finds_nothing_in_flight_and_all_outputs_published() -> None:
     runner = Gated()
     with rig(runner=runner) as it:
         it.submit([1, 2, 3])
@@ -191,7 +191,7 @@ def test_a_call_finds_nothing_in_flight_and_everything_told() -> None:
         assert it.tokens() == expected([1, 2, 3], PARAMS, 0, limits())
 
 
-def test_what_is_aborted_while_two_steps_are_in_flight_leaves_nothing() -> None:
+def test_aborting_with_two_steps_in_flight_frees_everything() -> None:
     runner = Gated()
     with rig(runner=runner) as it:
         it.submit([1, 2, 3])
@@ -202,7 +202,7 @@ def test_what_is_aborted_while_two_steps_are_in_flight_leaves_nothing() -> None:
         assert it.loop.call(it.scheduler.has_work).result(WAIT_S) is False
 
 
-def test_who_arrives_while_two_steps_are_in_flight_gets_its_own_tokens() -> None:
+def test_a_request_that_arrives_with_two_steps_in_flight_gets_its_own_tokens() -> None:
     runner, other = Gated(), [4, 5, 6, 7, 8]
     with rig(runner=runner) as it:
         it.submit([1, 2, 3])
@@ -210,18 +210,18 @@ def test_who_arrives_while_two_steps_are_in_flight_gets_its_own_tokens() -> None
         params = replace(PARAMS, max_tokens=9)
         it.loop.call(lambda: it.scheduler.reserve(job(B, other, params)))
         runner.gate.set()
-        told: dict[RequestId, list[int]] = {}
+        outputs: dict[RequestId, list[int]] = {}
         finished: set[RequestId] = set()
         while len(finished) < 2:
             events = it.outputs.get(timeout=WAIT_S).events
             for tokens in events.tokens:
-                told.setdefault(tokens.request_id, []).extend(tokens.choices[0].token_ids)
+                outputs.setdefault(tokens.request_id, []).extend(tokens.choices[0].token_ids)
             finished.update(events.finished)
-    assert told["r"] == expected([1, 2, 3], PARAMS, 0, limits())
-    assert told[B] == expected(other, params, 0, limits())
+    assert outputs["r"] == expected([1, 2, 3], PARAMS, 0, limits())
+    assert outputs[B] == expected(other, params, 0, limits())
 
 
-def test_stopping_waits_for_what_is_in_flight() -> None:
+def test_stopping_waits_for_steps_in_flight() -> None:
     runner = Gated()
     with rig(runner=runner) as it:
         it.submit([1, 2, 3])
@@ -246,10 +246,10 @@ class BreaksLater(FakeDecoder):
         return super().forward(batch, kv_cache)
 
 
-def test_an_error_in_a_step_that_was_launched_ahead_ends_the_loop_loudly() -> None:
+def test_an_error_in_a_step_launched_ahead_ends_the_loop_and_is_reported() -> None:
     runner = LateRunner(BreaksLater(), KvCache(layout(), 16, CPU), Sampler())
     with rig(runner=runner) as it:
         it.submit([1, 2, 3])
         assert "fell off the bus" in str(it.fatal.get(timeout=WAIT_S))
-        # What the step before it told is told, as far as there was time for it.
+        # Outputs of earlier steps are published if there was time for it.
         assert [bool(it.outputs.get(timeout=WAIT_S).events.tokens) for _ in range(2)] == [True, True]

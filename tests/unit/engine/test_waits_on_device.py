@@ -1,4 +1,4 @@
-"""Steps wait for the device where they say so, for their results, and nowhere else."""
+"""Steps wait for the device only where they collect results, and nowhere else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kernels.choice import Backend, KernelOptions
 from pdserve.engine.device_sampler import DeviceSampler
 from pdserve.engine.graphs import CudaRecorder, DeviceDecoder, GraphConfig
 from tests.property.model.tiny_models import make_decoder
-from tests.unit.engine.test_step_on_device import FIELDS, told
+from tests.unit.engine.test_step_on_device import FIELDS, tokens_of
 
 pytestmark = gpu_only
 
@@ -27,17 +27,17 @@ def no_hidden_waits() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-def test_what_waits_without_saying_so_is_noticed(no_hidden_waits: None) -> None:
+def test_a_hidden_wait_is_detected(no_hidden_waits: None) -> None:
     with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
         torch.zeros(1, device=DEVICE).item()
 
 
-def test_a_crowd_of_prompts_and_graphs_is_computed_without_hidden_waits(request: pytest.FixtureRequest) -> None:
+def test_prompts_and_graphs_are_computed_without_hidden_waits(request: pytest.FixtureRequest) -> None:
     model = make_decoder(FIELDS, KernelOptions(backend=Backend.TRITON), torch.float32, device=DEVICE)
     replaying = DeviceDecoder(
         model, DEVICE, GraphConfig(recorder=CudaRecorder(), max_num_seqs=8, max_blocks=8, vocab_size=97)
     )
     sampler = DeviceSampler(DEVICE)
-    first = told(replaying, sampler, model, DEVICE, together=True)  # what is compiled and captured waits
+    first = tokens_of(replaying, sampler, model, DEVICE, together=True)  # Compiling and capturing wait.
     request.getfixturevalue("no_hidden_waits")
-    assert told(replaying, sampler, model, DEVICE, together=True) == first
+    assert tokens_of(replaying, sampler, model, DEVICE, together=True) == first

@@ -1,4 +1,4 @@
-"""Both schedulers with a real decoder: however a request is computed, its tokens are those of a lone run."""
+"""Both schedulers with a real decoder: a request's tokens are those of a lone run however it is computed."""
 
 from __future__ import annotations
 
@@ -66,19 +66,19 @@ def job(request_id: RequestId, threshold: int) -> DecodeJob:
 
 @pytest.fixture(scope="module")
 def alone(decoder: Decoder) -> dict[RequestId, list[list[int]]]:
-    """Each request computed by itself, its prompt in one piece."""
-    told: dict[RequestId, list[list[int]]] = {}
+    """The tokens of each request, computed by itself with its prompt in one chunk."""
+    tokens_of: dict[RequestId, list[list[int]]] = {}
     for request_id in PROMPTS:
         on_its_own, scheduler = decode(decoder, 64, chunk=1000)
         scheduler.reserve(job(request_id, ALWAYS))
         on_its_own.run()
-        told[request_id] = [on_its_own.tokens(request_id, choice) for choice in range(PARAMS.n)]
-        assert len(told[request_id][0]) == PARAMS.max_tokens
-    return told
+        tokens_of[request_id] = [on_its_own.tokens(request_id, choice) for choice in range(PARAMS.n)]
+        assert len(tokens_of[request_id][0]) == PARAMS.max_tokens
+    return tokens_of
 
 
 @pytest.mark.parametrize(("num_blocks", "chunk"), [(200, 1000), (200, 3), (12, 5)])
-def test_a_crowd_in_chunks_and_under_preemption_is_told_what_each_is_told_alone(
+def test_chunking_and_preemption_change_no_token(
     decoder: Decoder, alone: dict[RequestId, list[list[int]]], num_blocks: int, chunk: int
 ) -> None:
     crowd, scheduler = decode(decoder, num_blocks, chunk)
@@ -90,7 +90,7 @@ def test_a_crowd_in_chunks_and_under_preemption_is_told_what_each_is_told_alone(
         assert [crowd.tokens(request_id, choice) for choice in range(PARAMS.n)] == choices
 
 
-def test_disaggregated_is_monolithic(decoder: Decoder, alone: dict[RequestId, list[list[int]]]) -> None:
+def test_disaggregated_equals_monolithic(decoder: Decoder, alone: dict[RequestId, list[list[int]]]) -> None:
     pool = BlockPool(64, BLOCK_SIZE)
     prefills = PrefillScheduler(pool, PrefillSchedulerConfig(limits=BOUNDS, max_num_batched_tokens=6))
     source = worker(decoder, prefills, pool)

@@ -100,7 +100,7 @@ def test_tokens_are_those_of_the_reference(vocab: int) -> None:
     check(logits.round(decimals=2), rows)
 
 
-def test_greedy_takes_the_largest_and_the_lowest_id_of_equals() -> None:
+def test_greedy_takes_the_largest_logit_and_of_equal_ones_the_lowest_id() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [-0.0, 0.0, -1.0, -0.0]])
     assert tokens(logits, [row(GREEDY), row(GREEDY)]) == [1, 0]
 
