@@ -35,7 +35,7 @@ from kvtransfer.handover.ticket import Commit, Ticket
 from kvtransfer.transport import Buffer, Operation, Transport
 from pdserve.base.errors import PdserveError, PeerLost, TransferError
 from pdserve.base.logs import get_logger
-from pdserve.base.tasks import ServiceGroup, to_its_end
+from pdserve.base.tasks import ServiceGroup, run_to_completion
 
 log = get_logger(__name__)
 
@@ -210,7 +210,7 @@ class IncomingTransfer:
     async def _until_quiet(self) -> None:
         if self._is_cancelling:
             # Takes a bounded time. Interrupted, it would leave blocks that can never be freed.
-            await to_its_end(self._cancel_receives())
+            await run_to_completion(self._cancel_receives())
 
     async def _cancel_receives(self) -> None:
         await self._transport.cancel(self._receives)

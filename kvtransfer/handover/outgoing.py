@@ -30,7 +30,7 @@ from kvtransfer.transport import Buffer, Operation, Peer, Transport
 from pdserve.base.device_event import DeviceEvent
 from pdserve.base.errors import PdserveError, PeerLost, TransferError
 from pdserve.base.ids import BlockId, RequestId
-from pdserve.base.tasks import to_its_end
+from pdserve.base.tasks import run_to_completion
 
 T = TypeVar("T")
 
@@ -168,7 +168,7 @@ class OutgoingTransfer:
         self._handle(Aborted())
         try:
             if not self._released.is_set():
-                await to_its_end(self._released.wait())
+                await run_to_completion(self._released.wait())
         finally:
             if self._timer is not None:
                 self._timer.cancel()

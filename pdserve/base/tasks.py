@@ -88,7 +88,7 @@ async def service_group() -> AsyncIterator[ServiceGroup]:
         raise
 
 
-async def to_its_end(work: Awaitable[T]) -> T:
+async def run_to_completion(work: Awaitable[T]) -> T:
     """The result of `work`. If the caller is cancelled meanwhile, the cancellation is raised once `work` has ended."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None

@@ -22,7 +22,7 @@ from kvtransfer.handover.ticket import KEY_BYTES
 from kvtransfer.transport import Buffer
 from pdserve.base.errors import SetupError, TransferError
 from pdserve.base.ids import BlockId
-from pdserve.base.tasks import to_its_end
+from pdserve.base.tasks import run_to_completion
 from pdserve.engine.kv_cache import KvCache, sleeping_event
 from pdserve.worker.config import GPU_LAYER_GROUPS
 from pdserve.worker.kv_bytes.stage import Stage, stage_bytes
@@ -77,10 +77,10 @@ class DeviceCopies:
         self._keys: OrderedDict[bytes, Tensor] = OrderedDict()
 
     async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
-        return await to_its_end(asyncio.to_thread(self._move, self._pack, bundles, slots, spec))
+        return await run_to_completion(asyncio.to_thread(self._move, self._pack, bundles, slots, spec))
 
     async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
-        return await to_its_end(asyncio.to_thread(self._move, self._unpack, bundles, slots, spec))
+        return await run_to_completion(asyncio.to_thread(self._move, self._unpack, bundles, slots, spec))
 
     def _move(self, move: Move, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
         try:

@@ -14,7 +14,7 @@ from kvtransfer.handover.staging import StagedMemory
 from pdserve.base.errors import SetupError
 from pdserve.base.ids import BlockId
 from pdserve.base.layout import KvLayout
-from pdserve.base.tasks import to_its_end
+from pdserve.base.tasks import run_to_completion
 from pdserve.engine.kv_cache import KvCache
 from pdserve.worker.kv_bytes.stage import Stage, stage_bytes
 
@@ -31,10 +31,10 @@ class CacheCopies:
         self._is_whole = is_whole
 
     async def read(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
-        return await to_its_end(asyncio.to_thread(self._read, bundles, slots, spec))
+        return await run_to_completion(asyncio.to_thread(self._read, bundles, slots, spec))
 
     async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
-        return await to_its_end(asyncio.to_thread(self._write, bundles, slots, spec))
+        return await run_to_completion(asyncio.to_thread(self._write, bundles, slots, spec))
 
     def _read(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
         into = self._stage.blocks(bundles, slots, spec.layers)

@@ -20,7 +20,7 @@ from kvtransfer.handover.digest import HOST_DIGEST
 from kvtransfer.handover.memory import Bundle, MessageSpec
 from pdserve.base.device_event import DeviceEvent
 from pdserve.base.ids import BlockId
-from pdserve.base.tasks import to_its_end
+from pdserve.base.tasks import run_to_completion
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.runner import StepCache, StepDecoder, TokenSampler
 from pdserve.engine.sequence import SampleResult, SampleRow
@@ -178,10 +178,10 @@ class RankCopies:
         return await self._digests(bundles, slots, spec)
 
     async def _digests(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
-        return await to_its_end(asyncio.to_thread(self._stage.digests, bundles, slots, spec))
+        return await run_to_completion(asyncio.to_thread(self._stage.digests, bundles, slots, spec))
 
     async def _all(self, own: Awaitable[list[bytes]], followers: Awaitable[None]) -> None:
-        outcomes = await to_its_end(asyncio.gather(own, followers, return_exceptions=True))
+        outcomes = await run_to_completion(asyncio.gather(own, followers, return_exceptions=True))
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome

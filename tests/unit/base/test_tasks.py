@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from pdserve.base.tasks import ServiceGroup, service_group, to_its_end
+from pdserve.base.tasks import ServiceGroup, run_to_completion, service_group
 
 
 async def _forever(cancelled: list[str], name: str) -> None:
@@ -124,7 +124,7 @@ async def test_a_cancellation_waits_for_the_work_to_end() -> None:
         await may_end.wait()
         ended.append(True)
 
-    task = asyncio.create_task(to_its_end(work()))
+    task = asyncio.create_task(run_to_completion(work()))
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.sleep(0)
@@ -139,6 +139,6 @@ async def test_uninterrupted_work_returns_its_result_or_error() -> None:
     async def fail() -> int:
         raise ValueError("no")
 
-    assert await to_its_end(asyncio.sleep(0, result=3)) == 3
+    assert await run_to_completion(asyncio.sleep(0, result=3)) == 3
     with pytest.raises(ValueError, match="no"):
-        await to_its_end(fail())
+        await run_to_completion(fail())
