@@ -1,4 +1,4 @@
-"""Ways to move KV bytes between processes: siblings behind one small protocol. KV bytes never travel in protobuf."""
+"""Transports, which move KV bytes between processes behind one small protocol. KV bytes never travel in protobuf."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ TRANSPORTS = ("ucx", "nccl", "inproc")
 
 
 def open_transport(name: str, *, host: str = "127.0.0.1", device: str | None = None) -> Transport:
-    """The transport of that name; `host` is where peers reach this process, for those that open a port.
+    """The transport of that name.
 
-    Buffers are in the memory of the GPU `device`, "cuda" or "cuda:1", for UCX and NCCL; None: in host memory.
-
-    Raises: SetupError when it is unknown, its library is not installed, or the machine does not have what it needs.
+    `host` is the address at which peers reach this process, for transports that open a port. Buffers are in the memory
+    of the GPU `device` ("cuda" or "cuda:1", for UCX and NCCL); None: in host memory.
+    Raises: SetupError when it is unknown, its library is not installed, or the machine lacks what it needs.
     """
     # Imported on use: the router imports kvtransfer without having ucxx or torch.
     try:
         if name == "ucx":
-            # Importing ucxx sets it, but only after libucx, which it loads before, has read it and then warns.
+            # Importing ucxx sets it too, but only after loading libucx, which by then has read it and warns.
             set_default_variable("UCX_MEMTYPE_CACHE", "n")
             from kvtransfer.transport.ucx import UcxTransport
 
@@ -37,14 +37,14 @@ def open_transport(name: str, *, host: str = "127.0.0.1", device: str | None = N
             return TorchDistributedTransport(_pair_links(host, device), host=host)
     except ImportError as error:
         raise SetupError(
-            f"transport {name!r} needs a library that is not installed ({error}). Install pdserve with an extra: "
+            f"Transport {name!r} needs a library that is not installed ({error}). Install pdserve with an extra: "
             "cpu, cuda12 or cuda13."
         ) from error
     if name == "inproc":
         from kvtransfer.transport.inproc import InprocTransport
 
         return InprocTransport()
-    raise SetupError(f"there is no transport {name!r}; there are {', '.join(TRANSPORTS)}")
+    raise SetupError(f"There is no transport {name!r}. Use one of {', '.join(TRANSPORTS)}.")
 
 
 def _pair_links(host: str, device: str | None) -> PairLinks:

@@ -11,7 +11,7 @@ from kvtransfer.transport.base import Buffer, Operation, Peer
 from kvtransfer.transport.tag_matcher import TagMatcher
 from pdserve.base.errors import PeerLost, TransferError
 
-#: Who listens in this process. Weak: a transport that is dropped without `close` is a peer that died.
+#: Transports of this process that listen. Weak: a transport dropped without `close` is a peer that died.
 _LISTENING: weakref.WeakValueDictionary[bytes, InprocTransport] = weakref.WeakValueDictionary()
 
 
@@ -35,14 +35,14 @@ class InprocTransport:
         self._peers: set[InprocPeer] = set()
 
     async def listen(self) -> bytes:
-        """The data address; from now on others can connect."""
+        """The data address. From now on peers can connect."""
         _LISTENING[self._address] = self
         return self._address
 
     async def connect(self, address: bytes) -> InprocPeer:
-        """A way to a transport of this process that listens."""
+        """Connects to a listening transport of this process."""
         if address not in _LISTENING:
-            raise PeerLost("nobody in this process listens at that address")
+            raise PeerLost("No transport of this process listens at the data address.")
         peer = InprocPeer(address=address)
         self._peers.add(peer)
         return peer
@@ -52,7 +52,7 @@ class InprocTransport:
         self._lose(_own(peer))
 
     def post_receive(self, tag: int, buffer: Buffer) -> Operation:
-        """Lets one message land."""
+        """Receives one message."""
         receive = Operation(tag, buffer)
         early = self._matcher.post(receive)
         if early is not None:
@@ -60,12 +60,12 @@ class InprocTransport:
         return receive
 
     def post_send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
-        """Copies into the posted buffer, or waits for it."""
+        """Copies into the posted buffer, or waits until it is posted."""
         send = Operation(tag, buffer)
         own = _own(peer)
         target = _LISTENING.get(own.address)
         if own.closed or target is None:
-            send.fail(PeerLost("the peer was disconnected or has closed its transport"))
+            send.fail(PeerLost("The peer was disconnected or has closed its transport."))
             return send
         own.unfinished.add(send)
         send.add_done_callback(own.unfinished.discard)
@@ -73,17 +73,17 @@ class InprocTransport:
         return send
 
     async def cancel(self, receives: Iterable[Operation]) -> None:
-        """Copies are instantaneous: whatever was still waiting is withdrawn."""
+        """Withdraws waiting receives; copies are instantaneous."""
         for receive in receives:
             if self._matcher.withdraw(receive):
                 receive.mark_cancelled()
 
     async def close(self) -> None:
-        """Leaves the process's list of listeners."""
+        """Stops listening."""
         _LISTENING.pop(self._address, None)
         receives, sends = self._matcher.clear()
         for operation in (*receives, *sends):
-            operation.fail(PeerLost("the transport was closed"))
+            operation.fail(PeerLost("The transport was closed."))
         for peer in list(self._peers):
             self._lose(peer)
 
@@ -91,7 +91,7 @@ class InprocTransport:
         peer.closed = True
         self._peers.discard(peer)
         for send in list(peer.unfinished):
-            send.fail(PeerLost("the peer was disconnected"))
+            send.fail(PeerLost("The peer was disconnected."))
 
     def _arrive(self, send: Operation) -> None:
         receive = self._matcher.arrive(send.tag, send)
@@ -105,11 +105,13 @@ def _own(peer: Peer) -> InprocPeer:
 
 
 def _copy(send: Operation, receive: Operation) -> None:
-    if send.done:  # The sender gave up while its message waited here.
-        receive.fail(PeerLost("the sender gave the message up"))
+    if send.done:  # The sender gave up while its message waited.
+        receive.fail(PeerLost("The sender gave the message up."))
         return
     if send.buffer.nbytes != receive.buffer.nbytes:
-        receive.fail(TransferError(f"a message of {send.buffer.nbytes} bytes came for {receive.buffer.nbytes}"))
+        receive.fail(
+            TransferError(f"A message of {send.buffer.nbytes} bytes came for a receive of {receive.buffer.nbytes}.")
+        )
     else:
         receive.buffer[:] = send.buffer
         receive.complete()

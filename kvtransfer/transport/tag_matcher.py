@@ -1,4 +1,4 @@
-"""Matches arriving messages to posted receives by tag; what every transport does alike, free of I/O."""
+"""Matching of arriving messages to posted receives by tag, which all transports share. Does no I/O."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvtransfer.transport.base import Operation
 
 M = TypeVar("M")
 
-#: Messages that may wait for their receive; beyond, the oldest is dropped. Handovers post first: these are strays.
+#: Messages that may wait for their receive; then the oldest is dropped. Handovers post first, so these are strays.
 MAX_EARLY = 4096
-#: Withdrawn tags that are remembered, so that their late messages are dropped at once.
+#: Withdrawn tags that are remembered, to drop their late messages at once.
 MAX_WITHDRAWN = 1 << 16
 
 
 class TagMatcher(Generic[M]):
-    """Posted receives, early messages and withdrawn tags. `drop` gets each message that nobody will receive."""
+    """Posted receives, early messages and withdrawn tags. `drop` is called with each message that is not received."""
 
     def __init__(
         self, drop: Callable[[M], None], *, max_early: int = MAX_EARLY, max_early_bytes: float = math.inf
@@ -27,20 +27,20 @@ class TagMatcher(Generic[M]):
         self._max_early = max_early
         self._max_early_bytes = max_early_bytes
         self._posted: dict[int, Operation] = {}
-        #: With their sizes in bytes.
+        #: Messages that wait for their receives, by tag, with their sizes in bytes.
         self._early: OrderedDict[int, tuple[M, int]] = OrderedDict()
         self._early_bytes = 0
         self._withdrawn: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_posted(self) -> int:
-        """Receives that wait for their message."""
+        """Number of receives that wait for their message."""
         return len(self._posted)
 
     def post(self, receive: Operation) -> M | None:
-        """Offers a receive. A message that came early is handed back, to be received into it now."""
+        """Adds a receive. Returns the message if it came early: the caller receives it now."""
         if receive.tag in self._posted:
-            raise ValueError(f"a receive of tag {receive.tag:#x} is outstanding")
+            raise ValueError(f"A receive of tag {receive.tag:#x} is outstanding already.")
         self._withdrawn.pop(receive.tag, None)
         if receive.tag in self._early:
             return self._take(receive.tag)
@@ -48,9 +48,9 @@ class TagMatcher(Generic[M]):
         return None
 
     def arrive(self, tag: int, message: M, num_bytes: int = 0) -> Operation | None:
-        """The receive the message belongs to; None when it was dropped or waits for its receive.
+        """The receive that the message belongs to; None when it was dropped or waits for its receive.
 
-        `num_bytes`: that it takes while it waits, of `max_early_bytes`.
+        `num_bytes`: its share of `max_early_bytes` while it waits.
         """
         receive = self._posted.pop(tag, None)
         if receive is not None:
@@ -65,7 +65,7 @@ class TagMatcher(Generic[M]):
         return None
 
     def withdraw(self, receive: Operation) -> bool:
-        """Takes a receive back. False when it is not waiting (any more): matched, done or never posted."""
+        """Removes a receive. False when it does not wait: it was matched, is done, or was never posted."""
         if self._posted.get(receive.tag) is not receive:
             return False
         del self._posted[receive.tag]
@@ -75,7 +75,7 @@ class TagMatcher(Generic[M]):
         return True
 
     def clear(self) -> tuple[list[Operation], list[M]]:
-        """Empties it: the receives that were waiting, and the messages that were."""
+        """Removes and returns all waiting receives and all early messages."""
         receives, messages = list(self._posted.values()), [self._take(tag) for tag in list(self._early)]
         self._posted.clear()
         self._withdrawn.clear()

@@ -1,4 +1,4 @@
-"""The data address of the UCX transport: its UCX worker's own address, in a frame that can be checked."""
+"""The data address of the UCX transport: its UCX worker's own address in a checked frame."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_BYTES = 1 << 16
 
 
 def pack_address(worker_address: bytes) -> bytes:
-    """Magic, UCX address, checksum: UCX itself trusts what it is given, down to a crash."""
+    """Frames a UCX address with a magic and a checksum: UCX trusts any address, and a wrong one crashes it."""
     body = _MAGIC + worker_address
     return body + _check(body)
 
@@ -25,7 +25,7 @@ def unpack_address(address: bytes) -> bytes:
     body, check = address[:-_CHECK_BYTES], address[-_CHECK_BYTES:]
     fits = len(_MAGIC) < len(body) < _MAX_BYTES
     if not fits or not body.startswith(_MAGIC) or check != _check(body):
-        raise PeerLost(f"the data address ({len(address)} bytes) is not one of the ucx transport")
+        raise PeerLost(f"The data address ({len(address)} bytes) is not one of the ucx transport.")
     return body[len(_MAGIC) :]
 
 

@@ -1,4 +1,4 @@
-"""The data address of the `nccl` transport: where its ports are, and the GPU in whose memory its buffers are."""
+"""The data address of the `nccl` transport: its host and ports, and the GPU that holds its buffers."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ _HOST_MEMORY = "-"
 
 
 class DataAddress(NamedTuple):
-    """Where somebody listens."""
+    """Address of a listening transport."""
 
     host: str
-    #: Named over all machines, without blanks; empty: buffers are in host memory.
+    #: Name of the GPU that holds the buffers, unique over all machines, without blanks; empty: host memory.
     gpu: str
     control_port: int
     store_port: int
 
     def pack(self) -> bytes:
-        """As `unpack` reads it."""
+        """The address as bytes, which `unpack` reads."""
         return f"{_MAGIC} {self.host} {self.gpu or _HOST_MEMORY} {self.control_port} {self.store_port}".encode()
 
     @classmethod
     def unpack(cls, address: bytes) -> DataAddress:
-        """Raises: PeerLost when it is not one of ours."""
-        parts = address.decode(errors="replace").split(" ")
-        if len(parts) != 5 or parts[0] != _MAGIC or not (parts[3].isdecimal() and parts[4].isdecimal()):
-            raise PeerLost(f"the data address ({len(address)} bytes) is not one of the nccl transport")
-        gpu = "" if parts[2] == _HOST_MEMORY else parts[2]
-        return cls(parts[1], gpu, int(parts[3]), int(parts[4]))
+        """Reads an address. Raises: PeerLost when it is not one of this transport."""
+        fields = address.decode(errors="replace").split(" ")
+        if len(fields) != 5 or fields[0] != _MAGIC or not (fields[3].isdecimal() and fields[4].isdecimal()):
+            raise PeerLost(f"The data address ({len(address)} bytes) is not one of the nccl transport.")
+        _, host, gpu, control_port, store_port = fields
+        return cls(host, "" if gpu == _HOST_MEMORY else gpu, int(control_port), int(store_port))
 
     def require_reachable_from(self, gpu: str) -> None:
-        """Raises: PeerLost where one side would wait for gloo and one for NCCL, and where NCCL refuses.
+        """Checks that a process with its buffers on `gpu` can connect.
 
-        `gpu`: of this process.
+        Raises: PeerLost when one side would use gloo and the other NCCL, or both are on one GPU, which NCCL refuses.
         """
         if bool(self.gpu) != bool(gpu):
-            there, here = ("a GPU's", "host") if self.gpu else ("host", "a GPU's")
+            theirs, ours = ("GPU", "host") if self.gpu else ("host", "GPU")
             raise PeerLost(
-                f"{self.host} has its buffers in {there} memory, and this process in {here}. Start both tiers with the "
-                "same --handover-memory."
+                f"{self.host} has its buffers in {theirs} memory and this process in {ours} memory. "
+                "Start both tiers with the same --handover-memory."
             )
         if gpu and self.gpu == gpu:
             raise PeerLost(
-                f"NCCL does not connect two processes on one GPU, and {self.host} is on {gpu} as this process is. Use "
-                "--transport ucx on both tiers, or give each worker a GPU of its own."
+                f"NCCL does not connect two processes on one GPU: {self.host} and this process are both on {gpu}. "
+                "Use --transport ucx on both tiers, or give each worker a GPU of its own."
             )

@@ -1,4 +1,4 @@
-"""A GPU as NCCL's pairs see it: the calls into torch.cuda and torch's NCCL, and nothing else."""
+"""A real GPU for NCCL links: the calls into torch.cuda and torch's NCCL, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvtransfer.transport.torch_distributed.pair_link import CONNECTOR_RANK, LIS
 from pdserve.base.config import set_default_variable, variable
 from pdserve.base.errors import SetupError
 
-#: Read by each group. With it torch starts no watchdog, which ends the process when a peer is lost.
+#: Variable that torch reads for each group. With it torch starts no watchdog, which would end the process with a peer.
 _NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
-#: Entries of torch's flight recorder. They point to events until they are retired, which is the watchdog's work.
+#: Variable with the size of torch's flight recorder, whose entries hold CUDA events until the watchdog retires them.
 _RECORDED = "TORCH_NCCL_TRACE_BUFFER_SIZE"
-#: Torch lends its streams in turn, 32 for each priority, and what computes, copies or packs has those of
-#: priority 0. A kernel that waits for a dead peer holds up what is on its stream: only other pairs'.
+#: Torch has 32 streams per priority, which it hands out in turn. Compute and copies use priority 0. A kernel that waits
+#: for a dead peer blocks its stream, which with this priority only other pairs may share.
 _PAIRS_PRIORITY = -1
 
 
@@ -26,7 +26,7 @@ class CudaInFlight:
     """Implements `InFlight`."""
 
     def __init__(self, stream: torch.cuda.Stream, *memory: Tensor) -> None:
-        """Of what was launched on `stream`."""
+        """Tracks what was launched on `stream`; `memory` is kept alive."""
         self._event = stream.record_event()
         self._memory = memory
 
@@ -40,9 +40,9 @@ class CudaCommunicator:
     def __init__(self, store: Store, rank: int, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=_PAIRS_PRIORITY)  # type: ignore[no-untyped-call]
-        # NCCL's own stream has the highest priority then, and comes from a third 32.
+        # NCCL's own stream then has the highest priority, and comes from a third set of 32.
         options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        # Bounds neither transfers nor `abort`, which says so after that time and waits all the same.
+        # Bounds neither transfers nor `abort`, which logs after that time and goes on waiting.
         options._timeout = RENDEZVOUS_TIMEOUT
         self._group = ProcessGroupNCCL(store, rank, 2, options)
 
@@ -69,13 +69,13 @@ class CudaGpu:
     def __init__(self, name: str) -> None:
         """`name`: "cuda" or "cuda:1". Raises `SetupError`."""
         if variable(_NO_WATCHDOG) not in (None, "1"):
-            raise SetupError(f"{_NO_WATCHDOG} must be 1 or absent: else torch ends this process when a peer is lost.")
+            raise SetupError(f"{_NO_WATCHDOG} must be 1 or unset: or torch ends this process when a peer is lost.")
         set_default_variable(_NO_WATCHDOG, "1")
         set_default_variable(_RECORDED, "0")
         if not torch.cuda.is_available():
             raise SetupError(f"--transport nccl cannot have its buffers on {name}: torch finds no CUDA device.")
         self._device = torch.device("cuda", torch.device(name).index or 0)
-        # Torch's type stubs do not know it.
+        # Torch's type stubs lack the uuid.
         self.uuid = f"GPU-{torch.cuda.get_device_properties(self._device).uuid}"
         self._copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
@@ -94,8 +94,8 @@ class CudaGpu:
 
 
 def _tensor_of(buffer: Buffer, device: torch.device) -> Tensor:
-    """uint8, the same memory."""
+    """A uint8 tensor of the same memory."""
     tensor = torch.as_tensor(buffer, device=device)
     address = cast(Any, buffer).__cuda_array_interface__["data"][0]
-    assert tensor.data_ptr() == address, "all buffers of a transport are on its GPU; others would be copied"
+    assert tensor.data_ptr() == address, "a buffer on another device would have been copied"
     return tensor

@@ -27,14 +27,14 @@ _MAX_UNMATCHED_BYTES = 1 << 30
 
 
 class GlooLink:
-    """Implements `PairLink`."""
+    """Implements `PairLink` with a process group of two ranks."""
 
     def __init__(self, own_host: str, name: str) -> None:
         self._own_host = own_host
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._lost = False
         self._group: ProcessGroupGloo | None = None
-        #: A receive that nobody answers, there to be timed out.
+        #: A receive that no message answers. Its timeout is what breaks the pair off.
         self._fuse: Work | None = None
 
     def form(self, rendezvous: Rendezvous) -> Future[None]:
@@ -50,10 +50,10 @@ class GlooLink:
         return self.receive(np.empty(num_bytes, np.uint8))
 
     def break_off(self) -> Future[None]:
-        """A wait that times out makes gloo close the connection and wake who waits for a transfer.
+        """Lets a wait time out, at which gloo closes the connection and wakes waiting threads.
 
-        It is the wait for a transfer of its own: one that joined the thread's could take the completion the thread
-        waits for. Whom gloo forgets to wake (the sender of a message half-way through the socket) its own timeout ends.
+        The wait is for a transfer of its own. Waiting for the thread's transfer could take the completion that the
+        thread waits for. A thread that gloo does not wake (sending a message that is partly in the socket) times out.
         """
         self._lost = True
         if self._fuse is not None:
@@ -67,7 +67,7 @@ class GlooLink:
         self._thread.shutdown(wait=True)
         self._group = self._fuse = None
 
-    # The thread.
+    # Jobs of the thread.
     def _form(self, rendezvous: Rendezvous) -> None:
         # Torch's type stubs do not know gloo's options, nor that its groups send and receive.
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -89,9 +89,9 @@ class GlooLink:
         return payload
 
     def _wait_for(self, start: Callable[[ProcessGroupGloo], Work]) -> None:
-        """One transfer, from start to end."""
+        """Starts a transfer and waits for its end."""
         if self._lost or self._group is None:
-            raise RuntimeError("the pair was broken off")
+            raise RuntimeError("The pair was broken off.")
         start(self._group).wait(TRANSFER_TIMEOUT)
 
 
@@ -111,14 +111,14 @@ class GlooLinks:
         return GlooLink(self._own_host, name)
 
     def copy(self, source: Buffer, target: Buffer) -> Future[Buffer]:
-        """At once."""
+        """Copies at once."""
         copied: Future[Buffer] = Future()
         target[:] = source
         copied.set_result(target)
         return copied
 
     def close(self) -> Future[None]:
-        """There is nothing."""
+        """Nothing is left to close."""
         over: Future[None] = Future()
         over.set_result(None)
         return over

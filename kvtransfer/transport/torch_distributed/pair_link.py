@@ -1,4 +1,4 @@
-"""What carries the messages of one connected pair of the `nccl` transport: seams for gloo, NCCL and tests."""
+"""The link that carries the messages of one connected pair of processes: seams for gloo, NCCL and tests."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from kvtransfer.transport.base import Buffer
 
 LISTENER_RANK, CONNECTOR_RANK = 0, 1
-#: The store looks up the name of whoever connects, which takes 5 s or 10 s where name service loses questions.
+#: The store looks up the name of each connecting host, which takes 5 s or 10 s where a name server drops queries.
 RENDEZVOUS_TIMEOUT = timedelta(seconds=20)
-#: For one message. Running into it costs the pair; breaking off is the quicker way.
+#: Limit for one message, whose end costs the pair. Breaking the pair off is quicker.
 TRANSFER_TIMEOUT = timedelta(seconds=5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where the two processes of a pair meet: the listener's store, and the pair's number there."""
+    """Meeting point of the two processes of a pair: the listener's store, and the pair's number in it."""
 
     host: str
     port: int
@@ -28,68 +28,69 @@ class Rendezvous:
     rank: int
 
     def open_store(self) -> Store:
-        """What the two write there only they see. Raises `RuntimeError`, after at most `RENDEZVOUS_TIMEOUT`."""
+        """A store that only these two share. Raises: RuntimeError, after at most `RENDEZVOUS_TIMEOUT`."""
         store = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=RENDEZVOUS_TIMEOUT)
         return PrefixStore(f"pair/{self.number}", store)
 
 
 class PairLink(Protocol):
-    """The messages of one pair, from the connector to the listener, in the order of the calls at both.
+    """Carries the messages of one pair, from the connector to the listener, in the order of the calls on both sides.
 
-    No call blocks. Futures are done by threads of the wire, in order, with the buffer, or fail: then the pair is lost,
-    and what has not begun fails before what has. However they end, nothing touches the buffer any more.
+    No call blocks. The link's threads complete the futures with the buffer, in order, or fail them: the pair is then
+    lost, and transfers that have not started fail before those that have. However a future ends, nothing touches its
+    buffer any more.
     """
 
     def form(self, rendezvous: Rendezvous) -> Future[None]:
-        """Meets the other process: comes before all messages. Fails when it does not come in time."""
+        """Connects to the other process, before any message. Fails when that process does not come in time."""
 
     def send(self, payload: Buffer) -> Future[Buffer]:
-        """The connector's side."""
+        """Sends the next message; for the connector."""
 
     def receive(self, payload: Buffer) -> Future[Buffer]:
-        """The listener's side: the next message, of exactly that size."""
+        """Receives the next message, of exactly that size; for the listener."""
 
     def receive_unmatched(self, num_bytes: int, *, keeps: bool) -> Future[Buffer]:
-        """The next message, in memory of the wire's. Without `keeps` others overwrite it: nobody looks at it."""
+        """Receives the next message into memory of the link. Without `keeps`, later messages overwrite it."""
 
     def break_off(self) -> Future[None]:
-        """Ends what is under way and starts nothing more: comes once, as the last call but `join`.
+        """Ends transfers under way and starts no more. Called once; only `join` may follow.
 
-        All futures fail soon; done when they have, and nothing is left to do.
+        All futures fail soon. The result is done when they have, and no work is left.
         """
 
     def join(self) -> None:
-        """When `break_off` is done: blocks for the moment in which the threads end."""
+        """Waits for the threads to end, which takes a short time after `break_off` is done."""
 
 
 class PairLinks(Protocol):
-    """PairLinks of one process, and its memory."""
+    """The links of one process, and the memory of their messages."""
 
     @property
     def gpu(self) -> str:
-        """Names the GPU in whose memory buffers are, over all machines, without blanks; empty: in host memory."""
+        """Name of the GPU that holds the buffers, unique over all machines, without blanks; empty: host memory."""
 
     @property
     def max_early(self) -> int:
-        """Messages that may wait for their receive in memory of the links."""
+        """Number of messages that may wait for their receive in memory of the links."""
 
     @property
     def max_unmatched_bytes(self) -> int:
-        """That these may have together, and any one message for which no receive of its size waits."""
+        """Bytes that these may have together, and any one message for which no receive of its size waits."""
 
     @property
     def connect_timeout_s(self) -> float | None:
-        """To connect; None: `PairLink.form` ends by itself."""
+        """Limit for connecting; None: `PairLink.form` ends by itself."""
 
     @property
     def close_timeout_s(self) -> float | None:
-        """For all links to end that were broken off; None: each ends by itself."""
+        """Limit for all links that were broken off to end; None: each ends by itself."""
 
     def open(self, name: str) -> PairLink:
-        """A new one; `name`: of its threads."""
+        """A new link, whose threads have this name."""
 
     def copy(self, source: Buffer, target: Buffer) -> Future[Buffer]:
-        """What came apart. Done with the target when it is there, which may be at once; or fails."""
+        """Copies an unmatched message to its receive. Done with the target, perhaps at once, or fails."""
 
     def close(self) -> Future[None]:
-        """Comes after all calls of `copy`. Done when nothing is being copied, and no thread is left for it."""
+        """Called after all calls of `copy`. Done when no copy runs and no thread is left for copies."""

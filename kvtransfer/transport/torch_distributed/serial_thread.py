@@ -1,4 +1,4 @@
-"""A thread that does jobs one after the other, and lets the process exit although a job is stuck in a library."""
+"""A thread that runs jobs one after the other, and lets the process exit although a job is stuck in a library."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from threading import Thread
 
 
 class SerialThread:
-    """Jobs are done in the order in which they were submitted. They do not raise."""
+    """Runs jobs in the order in which they were submitted. Jobs must not raise."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # An executor's threads are waited for when the interpreter exits.
+        # Not an executor: the interpreter waits for its threads at exit.
         self._thread = Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Before `close` only: what comes later is never done."""
+        """Queues a job. A job submitted after `close` is never run."""
         self._jobs.put(job)
 
     def close(self) -> None:
-        """The thread ends when it has done all jobs."""
+        """Ends the thread after all jobs."""
         self._jobs.put(None)
 
     def join(self) -> None:
-        """After `close`: blocks until all jobs are done."""
+        """Waits for all jobs, after `close`."""
         self._thread.join()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-            del job  # What it holds is free while the thread waits for the next one.
+            del job  # Frees what it holds while the thread waits for the next one.

@@ -1,4 +1,4 @@
-"""Transports under test, and a second real process to talk to."""
+"""Transports under test, and second processes that take commands."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ OpenTransport = Callable[[], Transport]
 StartPeer = Callable[[], Awaitable["RemotePeer"]]
 StartWorker = Callable[[str], Awaitable["RemotePeer"]]
 _ROOT = Path(__file__).parents[3]
-#: The `nccl` transport between GPUs, with a stand-in for these.
+#: The `nccl` transport between GPUs, with a stand-in for the GPUs.
 BETWEEN_GPUS = "nccl between GPUs"
-#: The same with real ones: this process is on the first, others are on the second.
+#: The same with real GPUs: this process uses the first, other processes the second.
 ON_TWO_GPUS = "nccl on two GPUs"
 
 
 def open_any(name: str) -> Transport:
-    """Also what no name of the product stands for."""
+    """A transport of the product, or one of the two above."""
     if name == BETWEEN_GPUS:
         return TorchDistributedTransport(NcclLinks(PretendGpu()))
     return open_transport("nccl", device="cuda:0") if name == ON_TWO_GPUS else open_transport(name)
@@ -34,19 +34,19 @@ def open_any(name: str) -> Transport:
 
 @pytest.fixture
 def memory(transport_name: str) -> Memory:
-    """This process's."""
+    """The memory of this process."""
     return Memory("cuda:0" if transport_name == ON_TWO_GPUS else None)
 
 
 class RemotePeer:
-    """The process of `peer.py`."""
+    """The process of `peer.py` or `worker.py`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
         self.address = b""
 
-    async def tell(self, command: str) -> str:
-        """Sends a command and gives its answer."""
+    async def command(self, command: str) -> str:
+        """Sends a command and returns its answer."""
         self.say(command)
         return await self.answer()
 
@@ -62,7 +62,7 @@ class RemotePeer:
         raise EOFError("the peer process ended")
 
     async def kill(self) -> None:
-        """SIGKILL: no goodbye of any kind."""
+        """Sends SIGKILL: the process cannot clean up."""
         if self.process.returncode is None:
             self.process.kill()
         await self.process.wait()
@@ -70,7 +70,7 @@ class RemotePeer:
 
 @pytest.fixture
 async def start_transport(transport_name: str) -> AsyncIterator[OpenTransport]:
-    """Opens transports of the parametrised kind, and closes them in the end."""
+    """Opens transports of the parametrised kind; closes them at the end."""
     opened: list[Transport] = []
 
     def start() -> Transport:
@@ -84,7 +84,7 @@ async def start_transport(transport_name: str) -> AsyncIterator[OpenTransport]:
 
 @pytest.fixture
 async def start_process(transport_name: str) -> AsyncIterator[Callable[..., Awaitable[RemotePeer]]]:
-    """Starts modules of this package in processes of their own, and kills those in the end."""
+    """Starts modules of this package in processes of their own; kills those at the end."""
     started: list[RemotePeer] = []
 
     async def start(module: str, *arguments: str) -> RemotePeer:
@@ -108,7 +108,7 @@ async def start_process(transport_name: str) -> AsyncIterator[Callable[..., Awai
 
 @pytest.fixture
 def start_peer(start_process: Callable[..., Awaitable[RemotePeer]]) -> StartPeer:
-    """Other processes with a bare transport of the parametrised kind."""
+    """Starts processes with a transport of the parametrised kind."""
 
     async def start() -> RemotePeer:
         peer = await start_process("transport.peer")
@@ -120,7 +120,7 @@ def start_peer(start_process: Callable[..., Awaitable[RemotePeer]]) -> StartPeer
 
 @pytest.fixture
 def start_worker(start_process: Callable[..., Awaitable[RemotePeer]]) -> StartWorker:
-    """Other processes with one end of the handover: "prefill" or "decode"."""
+    """Starts processes with one end of the handover: "prefill" or "decode"."""
 
     async def start(role: str) -> RemotePeer:
         worker = await start_process("handover.worker", role)

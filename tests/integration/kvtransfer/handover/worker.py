@@ -1,4 +1,4 @@
-"""One end of a handover in a process of its own, told what to do line by line; run by `test_handover_processes`."""
+"""One end of a handover in its own process, which takes commands line by line; run by `test_two_processes`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REQUEST = RequestId("r")
 
 
 class Memory:
-    """Blocks that are empty, or hold what `payload_of` makes of their number."""
+    """Blocks that are empty or hold `payload_of` their number."""
 
     def __init__(self, *, filled: bool) -> None:
         self.blocks = np.zeros((NUM_BLOCKS, LAYOUT.block_bytes), np.uint8)
@@ -59,7 +59,7 @@ def reservation(*, lease_s: float) -> Reservation:
 
 
 async def prefill(transport_name: str, commands: asyncio.StreamReader) -> None:
-    """`push TICKET COUNT` sends that many blocks; `finish` sends the rest and commits through the other side."""
+    """`push TICKET COUNT` sends `COUNT` blocks; `finish` sends the rest and prints the commit, to be delivered."""
     transport = open_transport(transport_name)
     sender = Sender(transport=transport, memory=in_place(Memory(filled=True)), layout=LAYOUT)
     _answer("ready")
@@ -81,7 +81,7 @@ async def prefill(transport_name: str, commands: asyncio.StreamReader) -> None:
 
 
 async def decode(transport_name: str, commands: asyncio.StreamReader) -> None:
-    """`grant LEASE GROUPS` answers a ticket; `commit COMMIT` answers whether the blocks are right."""
+    """`grant LEASE GROUPS` prints a ticket; `commit COMMIT` prints whether the blocks are right."""
     transport, memory = open_transport(transport_name), Memory(filled=False)
     async with service_group() as tasks:
         _answer("ready")

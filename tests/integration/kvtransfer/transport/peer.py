@@ -1,7 +1,7 @@
-"""A second process with a transport of its own, told what to do line by line; run by `conftest.remote_peer`.
+"""A second process with its own transport, which takes commands line by line; run by `conftest.start_peer`.
 
-Every command is answered by one line. Payloads are made from their tag, so that both sides know them. Buffers
-are on the device that is named after the transport, if one is.
+Every command is answered by one line. Payloads derive from their tag, so that both sides know them. Buffers are on
+the device named after the transport, if any.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ async def serve(transport_name: str, device: str | None) -> None:
 
 
 def _answer(text: str) -> None:
-    print("answer", text, flush=True)  # Libraries print to stdout, too; the word tells us apart.
+    print("answer", text, flush=True)  # Libraries print to stdout too; the first word marks our lines.
 
 
 if __name__ == "__main__":

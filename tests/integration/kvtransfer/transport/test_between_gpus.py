@@ -1,4 +1,4 @@
-"""The `nccl` transport between GPUs, beyond what every transport promises: with a stand-in for GPUs and NCCL."""
+"""The `nccl` transport between GPUs, beyond what all transports share. A stand-in replaces GPUs and NCCL."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ HELLO = 1
 
 @pytest.fixture
 def gpus() -> tuple[PretendGpu, PretendGpu]:
-    """The sender's and the receiver's."""
+    """The GPUs of the sender and of the receiver."""
     return PretendGpu(), PretendGpu()
 
 
 @pytest.fixture
 async def start(gpus: tuple[PretendGpu, PretendGpu]) -> AsyncIterator[Start]:
-    """Opens transports, closes them in the end and sees that no thread is left."""
+    """Opens transports. At the end closes them and checks that no thread is left."""
     opened: list[TorchDistributedTransport] = []
 
     def start(gpu: PretendGpu, *, drain_timeout_s: float = 5.0, **timeouts: float) -> TorchDistributedTransport:
@@ -48,7 +48,7 @@ async def start(gpus: tuple[PretendGpu, PretendGpu]) -> AsyncIterator[Start]:
     for transport in opened:
         await transport.close()
     for thread in threads():
-        # Where name service is slow, one may still be looking up whom it was to meet.
+        # With a slow name server, a thread may still be looking up its peer.
         await asyncio.to_thread(thread.join, 30)
     assert not threads()
 
@@ -62,7 +62,7 @@ def empty(size: int = SIZE) -> Buffer:
 
 
 def hold(gpus: tuple[PretendGpu, PretendGpu]) -> None:
-    """From now on messages stop half-way."""
+    """Stops messages half-way."""
     for gpu in gpus:
         gpu.lets_through.clear()
 
@@ -73,12 +73,12 @@ def release(gpus: tuple[PretendGpu, PretendGpu]) -> None:
 
 
 async def taken(queue: SimpleQueue[T]) -> T:
-    """What another thread puts there, soon."""
+    """The next item that another thread puts into the queue."""
     return await asyncio.to_thread(queue.get, timeout=20)
 
 
 async def assert_waits(*operations: Operation) -> None:
-    """For a while."""
+    """None of the operations ends for a while."""
     ended = asyncio.Event()
     for operation in operations:
         operation.add_done_callback(lambda _: ended.set())
@@ -88,7 +88,7 @@ async def assert_waits(*operations: Operation) -> None:
 
 @asynccontextmanager
 async def soon(act: Callable[[], None]) -> AsyncIterator[None]:
-    """While the event loop is blocked."""
+    """Calls `act` on another thread, while the block may be blocking the event loop."""
     timer = threading.Timer(0.05, act)
     timer.start()
     yield
@@ -97,7 +97,7 @@ async def soon(act: Callable[[], None]) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def given_up(connecting: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
-    """It is cancelled in the end."""
+    """Connects during the block, then gives up."""
     task = asyncio.create_task(connecting)
     yield
     task.cancel()
@@ -116,7 +116,7 @@ async def test_the_next_messages_are_launched_while_one_is_under_way(
     for gpu in gpus:
         assert [await taken(gpu.launched) for _ in range(5)] == [HELLO, *(SIZE + tag for tag in range(4))]
     assert not any(operation.done for operation in (*sends, *receives))
-    # The other two have to wait until a message is through.
+    # The other two wait until a message has been transferred.
     assert gpus[0].launched.empty()
     release(gpus)
     for operation in (*sends, *receives):
@@ -124,7 +124,7 @@ async def test_the_next_messages_are_launched_while_one_is_under_way(
     assert all(np.array_equal(receive.buffer, payload_of(receive.tag, SIZE + receive.tag)) for receive in receives)
 
 
-async def test_what_is_under_way_fails_when_nothing_of_it_is_left_on_the_gpu(
+async def test_transfers_of_a_broken_pair_fail_once_they_have_left_the_gpu(
     start: Start, gpus: tuple[PretendGpu, PretendGpu]
 ) -> None:
     sender, receiver = start(gpus[0]), start(gpus[1])
@@ -147,7 +147,7 @@ async def test_what_is_under_way_fails_when_nothing_of_it_is_left_on_the_gpu(
             with pytest.raises(PeerLost):
                 await operation
     for receive in receives:
-        receive.buffer[:] = 7  # As if the block had been given to somebody else.
+        receive.buffer[:] = 7  # The block now belongs to another request.
     release(gpus)
     again = await sender.connect(await receiver.listen())
     receive = receiver.post_receive(9, empty())
@@ -156,7 +156,7 @@ async def test_what_is_under_way_fails_when_nothing_of_it_is_left_on_the_gpu(
     assert all((receive.buffer == 7).all() for receive in receives)
 
 
-async def test_an_abort_that_hangs_holds_only_what_is_on_the_gpu(
+async def test_a_hanging_abort_holds_only_transfers_on_the_gpu(
     start: Start, gpus: tuple[PretendGpu, PretendGpu]
 ) -> None:
     sender, receiver = start(gpus[0]), start(gpus[1])
@@ -171,11 +171,11 @@ async def test_an_abort_that_hangs_holds_only_what_is_on_the_gpu(
             await taken(gpu.launched)
     sender.disconnect(peer)
     async with asyncio.timeout(10):
-        for operation in (*sends[4:], *receives[4:]):  # They were never launched.
+        for operation in (*sends[4:], *receives[4:]):  # These were never launched.
             with pytest.raises(PeerLost):
                 await operation
         await assert_waits(*sends[:4], *receives[:4])
-        release(gpus)  # Their kernels end, however far the abort is.
+        release(gpus)  # Their kernels end although the abort hangs.
         await receiver.cancel(receives)
         for operation in (*sends, *receives):
             with pytest.raises(PeerLost):
@@ -183,7 +183,7 @@ async def test_an_abort_that_hangs_holds_only_what_is_on_the_gpu(
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, AssertionError])
-async def test_what_nccl_did_not_launch_fails_when_the_group_is_aborted(
+async def test_a_transfer_that_nccl_refused_fails_after_the_abort(
     start: Start, gpus: tuple[PretendGpu, PretendGpu], kind: type[Exception]
 ) -> None:
     sender, receiver = start(gpus[0]), start(gpus[1])
@@ -200,9 +200,7 @@ async def test_what_nccl_did_not_launch_fails_when_the_group_is_aborted(
     assert peer.closed
 
 
-async def test_closing_waits_for_pairs_that_were_broken_off_before(
-    start: Start, gpus: tuple[PretendGpu, PretendGpu]
-) -> None:
+async def test_closing_waits_for_pairs_broken_off_before(start: Start, gpus: tuple[PretendGpu, PretendGpu]) -> None:
     sender, receiver = start(gpus[0]), start(gpus[1])
     peer = await sender.connect(await receiver.listen())
     gpus[0].lets_abort.clear()
@@ -216,22 +214,29 @@ async def test_closing_waits_for_pairs_that_were_broken_off_before(
         assert not threads()
 
 
-async def test_pairs_whose_aborts_hang_hold_up_closing_together_and_nobody_else(
-    start: Start, gpus: tuple[PretendGpu, PretendGpu]
+async def test_closing_waits_once_for_all_pairs_whose_aborts_hang_and_delays_no_other_transport(
+    start: Start, gpus: tuple[PretendGpu, PretendGpu], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sender, receiver = start(gpus[0], close_timeout_s=0.5), start(gpus[1])
+    sender, receiver = start(gpus[0], close_timeout_s=0.1), start(gpus[1])
+    waits: list[dict[str, float]] = []
+
+    async def wait(over: list[asyncio.Future[None]], **limit: float) -> None:
+        waits.append(limit)
+        await wait_for_all(over, **limit)
+
+    wait_for_all = asyncio.wait
+    monkeypatch.setattr(asyncio, "wait", wait)
     for _ in range(4):
         await sender.connect(await receiver.listen())
     others = start(PretendGpu()), start(PretendGpu())
     peer = await others[0].connect(await others[1].listen())
     gpus[0].lets_abort.clear()
-    async with asyncio.timeout(1.5):
-        closing = asyncio.ensure_future(sender.close())
-        receive = others[1].post_receive(1, empty())
-        await others[0].post_send(peer, 1, payload_of(1, SIZE))
-        await receive
-        assert not closing.done()
-        await closing
+    closing = asyncio.ensure_future(sender.close())
+    receive = others[1].post_receive(1, empty())
+    await others[0].post_send(peer, 1, payload_of(1, SIZE))
+    await receive
+    await closing
+    assert waits == [{"timeout": 0.1}]
 
 
 async def test_nothing_lands_after_closing(start: Start, gpus: tuple[PretendGpu, PretendGpu]) -> None:
@@ -245,7 +250,7 @@ async def test_nothing_lands_after_closing(start: Start, gpus: tuple[PretendGpu,
     early = receiver.post_receive(0, empty())
     release(gpus)
     for _ in range(2):
-        # While the event loop is blocked. For the last one to be launched the first has landed, and is reported.
+        # Blocks the event loop. When the last message is launched, the first has landed and is reported.
         gpus[1].launched.get(timeout=20)
     await receiver.close()
     assert isinstance(early.error, PeerLost)
@@ -253,7 +258,7 @@ async def test_nothing_lands_after_closing(start: Start, gpus: tuple[PretendGpu,
     assert all(thread.name != "nccl-copy" for thread in threads())
 
 
-async def test_a_message_that_has_begun_to_land_and_stops_is_aborted_by_cancel(
+async def test_a_message_that_stops_half_way_is_aborted_by_cancel(
     start: Start, gpus: tuple[PretendGpu, PretendGpu]
 ) -> None:
     sender, receiver = start(gpus[0]), start(gpus[1], drain_timeout_s=0.05)
@@ -273,9 +278,7 @@ async def test_a_message_that_has_begun_to_land_and_stops_is_aborted_by_cancel(
     assert (receive.buffer == 7).all()
 
 
-async def test_a_message_that_does_not_get_through_costs_the_pair(
-    start: Start, gpus: tuple[PretendGpu, PretendGpu]
-) -> None:
+async def test_a_message_that_times_out_costs_the_pair(start: Start, gpus: tuple[PretendGpu, PretendGpu]) -> None:
     sender, receiver = start(gpus[0], transfer_timeout_s=0.05), start(gpus[1])
     peer = await sender.connect(await receiver.listen())
     hold(gpus)
@@ -287,30 +290,28 @@ async def test_a_message_that_does_not_get_through_costs_the_pair(
         await receive
 
 
-async def test_two_processes_on_one_gpu_are_told_what_to_do(start: Start) -> None:
+async def test_two_processes_on_one_gpu_are_refused_with_advice(start: Start) -> None:
     shared = PretendGpu("GPU-12")
     sender, receiver = start(shared), start(shared)
-    with pytest.raises(PeerLost, match=r"two processes on one GPU, and 127.0.0.1 is on GPU-12 .* --transport ucx"):
+    with pytest.raises(PeerLost, match=r"two processes on one GPU: 127.0.0.1 .* both on GPU-12. Use --transport ucx"):
         await sender.connect(await receiver.listen())
     assert not receiver._pairs
 
 
-@pytest.mark.parametrize("here", ["host", "a GPU's"])
-async def test_tiers_with_buffers_in_different_memory_are_told_so(
+@pytest.mark.parametrize("here", ["host", "GPU"])
+async def test_tiers_with_buffers_in_different_memory_are_refused_with_advice(
     start: Start, gpus: tuple[PretendGpu, PretendGpu], here: str
 ) -> None:
     between_gpus, in_host_memory = start(gpus[0]), open_transport("nccl")
     try:
         sender, receiver = (in_host_memory, between_gpus) if here == "host" else (between_gpus, in_host_memory)
-        with pytest.raises(PeerLost, match=f"and this process in {here}. .* same --handover-memory"):
+        with pytest.raises(PeerLost, match=f"and this process in {here} memory. .* same --handover-memory"):
             await sender.connect(await receiver.listen())
     finally:
         await in_host_memory.close()
 
 
-async def test_a_first_message_that_fails_fails_the_connecting(
-    start: Start, gpus: tuple[PretendGpu, PretendGpu]
-) -> None:
+async def test_connecting_fails_when_the_first_message_fails(start: Start, gpus: tuple[PretendGpu, PretendGpu]) -> None:
     gpus[1].has_memory = False
     sender, receiver = start(gpus[0]), start(gpus[1])
     gpus[0].make_limit_s = 10
@@ -321,7 +322,7 @@ async def test_a_first_message_that_fails_fails_the_connecting(
     await sender.connect(await receiver.listen())
 
 
-async def test_a_listener_that_does_not_answer_in_time_is_given_up(
+async def test_connecting_to_a_listener_that_does_not_answer_times_out(
     start: Start, gpus: tuple[PretendGpu, PretendGpu]
 ) -> None:
     gpus[1].lets_allocate.clear()
@@ -332,7 +333,7 @@ async def test_a_listener_that_does_not_answer_in_time_is_given_up(
         await receiver.close()
 
 
-async def test_nccl_is_not_called_before_both_sides_have_all_they_need(
+async def test_nccl_is_not_called_before_both_sides_have_their_memory(
     start: Start, gpus: tuple[PretendGpu, PretendGpu]
 ) -> None:
     gpus[1].lets_allocate.clear()
@@ -342,17 +343,17 @@ async def test_nccl_is_not_called_before_both_sides_have_all_they_need(
             await taken(gpu.requested)
     for gpu in gpus:
         await taken(gpu.aborts)
-    # Whom the other side has given up does not call NCCL either when it gets what it wants.
+    # A side that its peer has given up does not call NCCL either when it gets its memory.
     gpus[1].lets_allocate.set()
     for transport in (sender, receiver):
         await transport.close()
     assert all(gpu.makes.empty() for gpu in gpus)
 
 
-async def test_a_communicator_that_is_made_too_late_is_aborted_after_all(
+async def test_a_communicator_created_after_an_abort_is_aborted_too(
     start: Start, gpus: tuple[PretendGpu, PretendGpu], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl, "_MAKING_S", 0.002)
+    monkeypatch.setattr(nccl, "_CREATE_S", 0.002)
     gpus[1].lets_make.clear()
     sender, receiver = start(gpus[0]), start(gpus[1])
     async with given_up(sender.connect(await receiver.listen())):
@@ -360,12 +361,12 @@ async def test_a_communicator_that_is_made_too_late_is_aborted_after_all(
             await taken(gpu.makes)
     for gpu in gpus:
         for _ in range(50):
-            await taken(gpu.aborts)  # In vain: there is nothing yet to abort.
+            await taken(gpu.aborts)  # No effect: there is no communicator yet.
     gpus[1].lets_make.set()
-    # That all threads end, also those which wait for the first message, is seen in the end.
+    # The fixture checks that all threads end, including those that wait for the first message.
 
 
-async def test_a_communicator_that_is_being_made_is_let_be_for_longer_than_other_calls(
+async def test_creating_a_communicator_may_take_longer_than_other_calls(
     start: Start, gpus: tuple[PretendGpu, PretendGpu], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl, "_CALL_S", 0.001)
@@ -380,7 +381,7 @@ async def test_a_communicator_that_is_being_made_is_let_be_for_longer_than_other
     await taken(gpus[1].aborts)
 
 
-async def test_what_was_transferred_is_not_kept_alive(start: Start, gpus: tuple[PretendGpu, PretendGpu]) -> None:
+async def test_transferred_buffers_are_not_kept_alive(start: Start, gpus: tuple[PretendGpu, PretendGpu]) -> None:
     sender, receiver = start(gpus[0]), start(gpus[1])
     peer = await sender.connect(await receiver.listen())
     freed = [threading.Event() for _ in range(2)]
@@ -397,14 +398,14 @@ async def test_what_was_transferred_is_not_kept_alive(start: Start, gpus: tuple[
         assert await asyncio.to_thread(event.wait, 5)
 
 
-async def test_an_early_message_is_there_when_its_copy_is(start: Start, gpus: tuple[PretendGpu, PretendGpu]) -> None:
+async def test_an_early_message_is_received_after_its_copy(start: Start, gpus: tuple[PretendGpu, PretendGpu]) -> None:
     sender, receiver = start(gpus[0]), start(gpus[1])
     peer = await sender.connect(await receiver.listen())
     gpus[1].lets_copy.clear()
     await sender.post_send(peer, 1, payload_of(1, SIZE))
     posted = receiver.post_receive(2, empty(1))
     await sender.post_send(peer, 2, payload_of(2, 1))
-    await posted  # So the first has landed, too.
+    await posted  # So the first has arrived, too.
     receive = receiver.post_receive(1, empty())
     cancelling = asyncio.ensure_future(receiver.cancel([receive]))
     for _ in range(2):
@@ -417,7 +418,7 @@ async def test_an_early_message_is_there_when_its_copy_is(start: Start, gpus: tu
     assert np.array_equal(receive.buffer, payload_of(1, SIZE))
 
 
-async def test_messages_that_nobody_wants_share_their_memory(start: Start, gpus: tuple[PretendGpu, PretendGpu]) -> None:
+async def test_unwanted_messages_share_their_memory(start: Start, gpus: tuple[PretendGpu, PretendGpu]) -> None:
     sender, receiver = start(gpus[0]), start(gpus[1])
     peer = await sender.connect(await receiver.listen())
     receives = [receiver.post_receive(tag, empty()) for tag in range(5)]
@@ -429,9 +430,7 @@ async def test_messages_that_nobody_wants_share_their_memory(start: Start, gpus:
     assert np.array_equal(receives[4].buffer, payload_of(4, SIZE))
 
 
-async def test_early_messages_take_so_much_memory_and_no_more(
-    start: Start, gpus: tuple[PretendGpu, PretendGpu]
-) -> None:
+async def test_the_number_of_early_messages_is_bounded(start: Start, gpus: tuple[PretendGpu, PretendGpu]) -> None:
     sender, receiver = start(gpus[0]), start(gpus[1])
     peer = await sender.connect(await receiver.listen())
     num_early = NcclLinks.max_early + 1
@@ -446,7 +445,7 @@ async def test_early_messages_take_so_much_memory_and_no_more(
     assert not oldest.done
 
 
-async def test_early_messages_that_are_large_push_each_other_out(
+async def test_the_bytes_of_early_messages_are_bounded(
     start: Start, gpus: tuple[PretendGpu, PretendGpu], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(NcclLinks, "max_unmatched_bytes", 2 * SIZE)
@@ -455,7 +454,7 @@ async def test_early_messages_that_are_large_push_each_other_out(
     for tag in range(3):
         await sender.post_send(peer, tag, payload_of(tag, SIZE))
     posted = receiver.post_receive(100, empty(3 * SIZE))
-    await sender.post_send(peer, 100, payload_of(100, 3 * SIZE))  # What somebody waits for may be larger.
+    await sender.post_send(peer, 100, payload_of(100, 3 * SIZE))  # A message with a waiting receive may be larger.
     await posted
     oldest, *others = (receiver.post_receive(tag, empty()) for tag in range(3))
     for receive in others:
@@ -465,7 +464,7 @@ async def test_early_messages_that_are_large_push_each_other_out(
 
 
 @pytest.mark.parametrize("posted_bytes", [None, SIZE])
-async def test_a_large_message_that_nobody_waits_for_costs_the_pair(
+async def test_a_large_unmatched_message_costs_the_pair(
     start: Start, gpus: tuple[PretendGpu, PretendGpu], monkeypatch: pytest.MonkeyPatch, posted_bytes: int | None
 ) -> None:
     monkeypatch.setattr(NcclLinks, "max_unmatched_bytes", 2 * SIZE)
@@ -476,11 +475,11 @@ async def test_a_large_message_that_nobody_waits_for_costs_the_pair(
         await sender.post_send(peer, 1, payload_of(1, 2 * SIZE + 1))
     assert gpus[1].allocated == [HELLO]
     if receive is not None:
-        with pytest.raises(PeerLost, match="a message of 20001 bytes came for 10000"):
+        with pytest.raises(PeerLost, match="A message of 20001 bytes came for a receive of 10000"):
             await receive
 
 
-async def test_messages_of_two_pairs_that_nobody_wants_share_their_memory(
+async def test_unwanted_messages_of_two_pairs_share_their_memory(
     start: Start, gpus: tuple[PretendGpu, PretendGpu]
 ) -> None:
     senders, receiver = (start(gpus[0]), start(gpus[0])), start(gpus[1])
@@ -492,7 +491,7 @@ async def test_messages_of_two_pairs_that_nobody_wants_share_their_memory(
     assert gpus[1].allocated == [HELLO, SIZE, HELLO]
 
 
-async def test_an_early_message_for_which_there_is_no_memory_costs_the_pair(
+async def test_an_early_message_without_memory_costs_the_pair(
     start: Start, gpus: tuple[PretendGpu, PretendGpu]
 ) -> None:
     sender, receiver = start(gpus[0]), start(gpus[1])

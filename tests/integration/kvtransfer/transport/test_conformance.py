@@ -1,4 +1,4 @@
-"""What every transport promises, within one process: the same tests for ucx, nccl (twice) and inproc."""
+"""The contract of all transports, within one process: the same tests for ucx, nccl (gloo and NCCL) and inproc."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def num_descriptors() -> int:
 
 
 async def cross(receiver: Transport, sender: Transport) -> None:
-    """A message all the way, so that everything sent before it has arrived."""
+    """Transfers a message, so that everything sent before it has arrived."""
     peer = await sender.connect(await receiver.listen())
     tag = random.getrandbits(63)
     receive = receiver.post_receive(tag, empty(1))
@@ -102,13 +102,13 @@ async def test_a_message_for_a_cancelled_receive_never_lands(start_transport: Op
     late = sender.post_send(peer, 2, payload_of(2, size))
     await sender.post_send(peer, 1, payload_of(1, size))
     await kept
-    await late  # Dropped at the receiver: the sender is not kept waiting.
+    await late  # Dropped at the receiver: the sender does not wait.
     await cross(receiver, sender)
     assert not cancelled.buffer.any()
     assert np.array_equal(kept.buffer, payload_of(1, size))
 
 
-async def test_cancelling_during_the_transfer_leaves_buffers_that_nobody_writes(start_transport: OpenTransport) -> None:
+async def test_buffers_are_not_written_after_a_cancel_during_the_transfer(start_transport: OpenTransport) -> None:
     sender, receiver = start_transport(), start_transport()
     peer = await sender.connect(await receiver.listen())
     size = 1 << 20
@@ -118,7 +118,7 @@ async def test_cancelling_during_the_transfer_leaves_buffers_that_nobody_writes(
     await receiver.cancel(receives)
     assert all(receive.done for receive in receives)
     for receive in receives:
-        receive.buffer[:] = 7  # As if the block had been given to somebody else.
+        receive.buffer[:] = 7  # The block now belongs to another request.
     for send in sends:
         await send
     await cross(receiver, sender)
@@ -168,7 +168,7 @@ async def test_a_message_of_another_size_fails_the_receive_and_writes_nothing(
     peer = await sender.connect(await receiver.listen())
     receive = receiver.post_receive(1, empty(posted))
     await sender.post_send(peer, 1, payload_of(1, sent))
-    with pytest.raises(TransferError, match=f"{sent} bytes came for {posted}"):
+    with pytest.raises(TransferError, match=f"{sent} bytes came for a receive of {posted}"):
         await receive
     assert not receive.buffer.any()
     await cross(receiver, sender)
@@ -194,7 +194,7 @@ async def test_sending_to_a_disconnected_peer_fails_at_once(start_transport: Ope
     await receive
 
 
-async def test_an_address_of_nobody_is_refused(start_transport: OpenTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_malformed_address_is_refused(start_transport: OpenTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (pair_link, gloo, nccl):
         monkeypatch.setattr(module, "RENDEZVOUS_TIMEOUT", timedelta(seconds=2))
     sender, receiver = start_transport(), start_transport()
@@ -204,7 +204,7 @@ async def test_an_address_of_nobody_is_refused(start_transport: OpenTransport, m
             await sender.connect(broken)
 
 
-async def test_cancelling_the_task_that_awaits_leaves_the_operation_alone(start_transport: OpenTransport) -> None:
+async def test_cancelling_a_waiting_task_does_not_affect_the_operation(start_transport: OpenTransport) -> None:
     sender, receiver = start_transport(), start_transport()
     peer = await sender.connect(await receiver.listen())
     receive = receiver.post_receive(1, empty(8))
@@ -216,7 +216,7 @@ async def test_cancelling_the_task_that_awaits_leaves_the_operation_alone(start_
     assert np.array_equal(receive.buffer, payload_of(1, 8))
 
 
-async def test_close_fails_what_is_outstanding(start_transport: OpenTransport) -> None:
+async def test_close_fails_outstanding_receives(start_transport: OpenTransport) -> None:
     receiver = start_transport()
     await receiver.listen()
     receives = [receiver.post_receive(tag, empty(8)) for tag in range(3)]
@@ -235,7 +235,7 @@ async def test_close_leaves_no_thread_and_no_descriptor(transport_name: str) -> 
         await sender.close()
         await receiver.close()
 
-    await use()  # What a library keeps for the process, it opens the first time.
+    await use()  # Libraries open what they keep for the whole process on first use.
     threads, descriptors = threading.active_count(), num_descriptors()
     for _ in range(3):
         await use()

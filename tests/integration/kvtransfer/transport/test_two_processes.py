@@ -1,4 +1,4 @@
-"""Transports between real processes, one of which may die at any moment."""
+"""Transports between real processes, one of which may be killed or stopped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 async def within(seconds: float, operation: Operation) -> bool:
-    """Whether the operation ends in that time, however it ends."""
+    """Whether the operation ends in that time, in success or failure."""
     done = asyncio.Event()
     operation.add_done_callback(lambda _: done.set())
     try:
@@ -32,10 +32,10 @@ async def within(seconds: float, operation: Operation) -> bool:
 
 
 async def assert_can_receive(transport: Transport, memory: Memory, other: RemotePeer, tags: int) -> None:
-    """Messages arrive whole."""
+    """Checks that messages arrive intact."""
     here = (await transport.listen()).hex()
     receives = [transport.post_receive(tags + i, memory.empty(MIB)) for i in range(16)]
-    await other.tell(f"send {here} {tags} 16 {MIB}")
+    await other.command(f"send {here} {tags} 16 {MIB}")
     for receive in receives:
         assert await within(10, receive)
         assert receive.error is None
@@ -49,36 +49,36 @@ async def test_messages_cross_processes_both_ways(
     transport, other = start_transport(), await start_peer()
     here = (await transport.listen()).hex()
     receives = [transport.post_receive(tag, memory.empty(size)) for tag in range(8)]
-    await other.tell(f"send {here} 0 8 {size}")
+    await other.command(f"send {here} 0 8 {size}")
     for tag, receive in enumerate(receives):
         await receive
         assert np.array_equal(memory.read(receive.buffer), payload_of(tag, size))
     peer = await transport.connect(other.address)
     for tag in range(100, 108):
-        await other.tell(f"receive {tag} {size}")
+        await other.command(f"receive {tag} {size}")
     sends = [transport.post_send(peer, tag, memory.payload(tag, size)) for tag in range(100, 108)]
     for tag in reversed(range(100, 108)):
-        assert await other.tell(f"await {tag}") == "right"
+        assert await other.command(f"await {tag}") == "right"
     for send in sends:
         await send
 
 
-async def test_a_receiver_killed_in_the_middle_costs_only_what_was_sent_to_it(
+async def test_a_receiver_killed_during_a_transfer_costs_only_messages_to_it(
     start_transport: OpenTransport, start_peer: StartPeer, memory: Memory
 ) -> None:
     transport, victim, survivor = start_transport(), await start_peer(), await start_peer()
     to_victim, to_survivor = await transport.connect(victim.address), await transport.connect(survivor.address)
-    await victim.tell(f"receive 0 {4 * MIB}")
+    await victim.command(f"receive 0 {4 * MIB}")
     for tag in range(4):
-        await survivor.tell(f"receive {tag} {MIB}")
+        await survivor.command(f"receive {tag} {MIB}")
     payload = memory.payload(0, 4 * MIB)
     sends = [transport.post_send(to_victim, tag, payload) for tag in range(64)]
     await sends[0]
     await victim.kill()
     await transport.post_send(to_survivor, 0, memory.payload(0, MIB))
-    assert await survivor.tell("await 0") == "right"
+    assert await survivor.command("await 0") == "right"
 
-    # Whether the transport noticed by itself or not: after the disconnect the buffers are free.
+    # After the disconnect the buffers are free, whether or not the transport noticed the death.
     transport.disconnect(to_victim)
     for send in sends:
         assert await within(10, send)
@@ -86,16 +86,16 @@ async def test_a_receiver_killed_in_the_middle_costs_only_what_was_sent_to_it(
 
     for tag in range(1, 4):
         await transport.post_send(to_survivor, tag, memory.payload(tag, MIB))
-        assert await survivor.tell(f"await {tag}") == "right"
+        assert await survivor.command(f"await {tag}") == "right"
     # The same worker, restarted: another process, another address, another peer.
     restarted = await start_peer()
     to_restarted = await transport.connect(restarted.address)
-    await restarted.tell(f"receive 7 {MIB}")
+    await restarted.command(f"receive 7 {MIB}")
     await transport.post_send(to_restarted, 7, memory.payload(7, MIB))
-    assert await restarted.tell("await 7") == "right"
+    assert await restarted.command("await 7") == "right"
 
 
-async def test_a_sender_killed_in_the_middle_leaves_quiet_buffers_after_cancel(
+async def test_buffers_of_a_killed_sender_are_not_written_after_cancel(
     start_transport: OpenTransport, start_peer: StartPeer, memory: Memory
 ) -> None:
     transport, victim, survivor = start_transport(), await start_peer(), await start_peer()
@@ -113,12 +113,12 @@ async def test_a_sender_killed_in_the_middle_leaves_quiet_buffers_after_cancel(
     assert all((memory.read(receive.buffer) == 9).all() for receive in receives)
 
 
-async def test_a_stopped_receiver_is_given_up_without_blocking_anybody(
+async def test_disconnecting_a_stopped_receiver_frees_its_buffers_and_blocks_no_other_peer(
     start_transport: OpenTransport, start_peer: StartPeer, memory: Memory
 ) -> None:
     transport, stopped, survivor = start_transport(), await start_peer(), await start_peer()
     to_stopped = await transport.connect(stopped.address)
-    await stopped.tell("receive 0 10")
+    await stopped.command("receive 0 10")
     await transport.post_send(to_stopped, 0, memory.payload(0, 10))
     stopped.process.send_signal(signal.SIGSTOP)
     sends = [transport.post_send(to_stopped, tag, memory.payload(tag, 8 * MIB)) for tag in range(8)]
@@ -128,16 +128,16 @@ async def test_a_stopped_receiver_is_given_up_without_blocking_anybody(
         assert await within(10, send)
         assert isinstance(send.error, PeerLost)
     to_survivor = await transport.connect(survivor.address)
-    await survivor.tell(f"receive 1 {MIB}")
+    await survivor.command(f"receive 1 {MIB}")
     await transport.post_send(to_survivor, 1, memory.payload(1, MIB))
-    assert await survivor.tell("await 1") == "right"
+    assert await survivor.command("await 1") == "right"
 
 
 @pytest.mark.slow
 async def test_one_sender_after_another_can_be_killed(
     start_transport: OpenTransport, start_peer: StartPeer, memory: Memory
 ) -> None:
-    """Where in a message it is hit is chance; the survivor goes on receiving, at the address it always had."""
+    """The kill hits a message at a random point. The survivor continues to receive, at the same address."""
     transport, survivor = start_transport(), await start_peer()
     here = (await transport.listen()).hex()
     for round_number in range(5):

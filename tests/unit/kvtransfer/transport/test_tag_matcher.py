@@ -1,4 +1,4 @@
-"""Matching by tag, and the bounds on strays."""
+"""Messages are matched to receives by tag, and early ones are bounded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def receive(tag: int) -> Operation:
     return Operation(tag, np.zeros(1, np.uint8))
 
 
-async def test_strays_are_bounded_and_the_oldest_is_dropped() -> None:
+async def test_the_number_of_early_messages_is_bounded_and_the_oldest_is_dropped() -> None:
     dropped: list[str] = []
     matcher = TagMatcher[str](dropped.append, max_early=2)
     for tag in range(4):
@@ -23,7 +23,7 @@ async def test_strays_are_bounded_and_the_oldest_is_dropped() -> None:
     assert matcher.post(receive(1)) is None
 
 
-async def test_the_bytes_of_strays_are_bounded_and_what_is_taken_makes_room() -> None:
+async def test_the_bytes_of_early_messages_are_bounded_until_they_are_received() -> None:
     dropped: list[str] = []
     matcher = TagMatcher[str](dropped.append, max_early_bytes=10)
     matcher.arrive(1, "too large", 11)
