@@ -19,7 +19,7 @@ _MIN_BAR_CELLS = 10
 
 
 class OutcomeView(BaseModel):
-    """How the request ended, or its state so far."""
+    """Outcome of the request so far."""
 
     finish_reasons: list[str] = []
     error: str | None = None

@@ -31,7 +31,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """How one incarnation ended."""
+    """The end of one incarnation."""
 
     #: Exit status, or minus the signal's number, as in `subprocess`.
     code: int

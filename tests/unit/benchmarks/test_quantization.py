@@ -1,4 +1,4 @@
-"""How the quality of quantization is counted."""
+"""The windows and agreements that measure the quality of quantization."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from benchmarks.quantization import STRIDE, WINDOW, common_prefix, windows
 @pytest.mark.parametrize("num_tokens", [WINDOW, WINDOW + 1, WINDOW + STRIDE, 5000, 20_000])
 def test_every_token_but_the_first_is_scored_once_with_enough_before_it(num_tokens: int) -> None:
     scored = []
-    for begin, first, end in windows(num_tokens):
-        assert end - begin <= WINDOW
-        assert begin == 0 or first - begin == WINDOW - STRIDE
+    for start, first, end in windows(num_tokens):
+        assert end - start <= WINDOW
+        assert start == 0 or first - start == WINDOW - STRIDE
         scored += range(first, end)
     assert scored == list(range(1, num_tokens))
 

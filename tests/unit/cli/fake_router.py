@@ -29,67 +29,78 @@ class FakeRouter:
 
 
 class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, router: FakeRouter) -> None:
+        self.router = router
+        super().__init__(("127.0.0.1", 0), _Handler)
+
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignores clients that have left, as they do after an error."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+
+    @property
+    def _router(self) -> FakeRouter:
+        return self.server.router
+
+    def do_GET(self) -> None:
+        self._answer(*self._router.pages.get(self.path, (404, {"error": {"message": f"There is no {self.path}."}})))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self._router.bodies.append(body)
+        if self._router.refusals:
+            self._answer(*self._router.refusals.pop(0))
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        self._event({"id": "chatcmpl-1", "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+        try:
+            self._stream()
+        except ConnectionError:
+            self._router.disconnected.set()
+            raise
+
+    def _stream(self) -> None:
+        for piece in self._router.pieces:
+            if piece == "STALL":
+                self.rfile.read(1)  # Returns when the client closes the connection.
+                self._router.disconnected.set()
+                return
+            if piece.startswith("ERROR "):
+                self._event({"error": {"message": piece.removeprefix("ERROR ")}})
+            else:
+                self._event({"id": "chatcmpl-1", "choices": [{"index": 0, "delta": {"content": piece}}]})
+        finish = {"index": 0, "delta": {}, "finish_reason": self._router.finish_reason}
+        self._event({"id": "chatcmpl-1", "choices": [finish]})
+        completion_tokens = self._router.completion_tokens or len(self._router.pieces)
+        self._event({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": completion_tokens}})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _event(self, value: object) -> None:
+        self.wfile.write(f"data: {json.dumps(value)}\n\n".encode())
+        self.wfile.flush()
+
+    def _answer(self, status: int, value: object) -> None:
+        body = value if isinstance(value, bytes) else json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 @contextmanager
 def running(router: FakeRouter) -> Iterator[FakeRouter]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._answer(*router.pages.get(self.path, (404, {"error": {"message": f"There is no {self.path}."}})))
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            router.bodies.append(body)
-            if router.refusals:
-                self._answer(*router.refusals.pop(0))
-                return
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.end_headers()
-            self._event({"id": "chatcmpl-1", "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
-            try:
-                self._stream()
-            except ConnectionError:
-                router.disconnected.set()
-                raise
-
-        def _stream(self) -> None:
-            for piece in router.pieces:
-                if piece == "STALL":
-                    self.rfile.read(1)  # Returns when the client closes the connection.
-                    router.disconnected.set()
-                    return
-                if piece.startswith("ERROR "):
-                    self._event({"error": {"message": piece.removeprefix("ERROR ")}})
-                else:
-                    self._event({"id": "chatcmpl-1", "choices": [{"index": 0, "delta": {"content": piece}}]})
-            self._event(
-                {"id": "chatcmpl-1", "choices": [{"index": 0, "delta": {}, "finish_reason": router.finish_reason}]}
-            )
-            completion_tokens = router.completion_tokens or len(router.pieces)
-            self._event({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": completion_tokens}})
-            self.wfile.write(b"data: [DONE]\n\n")
-
-        def _event(self, value: object) -> None:
-            self.wfile.write(f"data: {json.dumps(value)}\n\n".encode())
-            self.wfile.flush()
-
-        def _answer(self, status: int, value: object) -> None:
-            body = value if isinstance(value, bytes) else json.dumps(value).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with _Server(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
+    with _Server(router) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         router.base_url = f"http://127.0.0.1:{server.server_port}"

@@ -1,4 +1,4 @@
-"""How a private Redis is found and started."""
+"""Finding and starting a private Redis."""
 
 from __future__ import annotations
 

@@ -67,6 +67,11 @@ class FakeServer:
 
 class _Server(ThreadingHTTPServer):
     request_queue_size = 64
+    daemon_threads = True
+
+    def __init__(self, fake: FakeServer) -> None:
+        self.fake = fake
+        super().__init__(("127.0.0.1", 0), _Handler)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignores clients that have left, as they do after an error."""
@@ -74,52 +79,53 @@ class _Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer(*self.server.fake.pages.get(self.path, (404, {"error": {"message": f"no {self.path}"}})))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            self._answer(*self.server.fake.tokenize(body))
+            return
+        self.server.fake.bodies.append(body)
+        self.server.fake.headers.append(dict(self.headers))
+        reply = self.server.fake.reply(body)
+        if isinstance(reply, tuple):
+            self._answer(*reply)
+        else:
+            self._stream(reply)
+
+    def _stream(self, pieces: Iterable[bytes]) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for piece in pieces:
+            if piece == CUT:
+                self.close_connection = True
+                return
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+            self.wfile.flush()
+        self.wfile.write(b"0\r\n\r\n")
+
+    def _answer(self, status: int, value: object) -> None:
+        body = value if isinstance(value, bytes) else json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 @contextmanager
 def running(server: FakeServer) -> Iterator[FakeServer]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            self._answer(*server.pages.get(self.path, (404, {"error": {"message": f"no {self.path}"}})))
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if self.path == "/tokenize":
-                self._answer(*server.tokenize(body))
-                return
-            server.bodies.append(body)
-            server.headers.append(dict(self.headers))
-            reply = server.reply(body)
-            if isinstance(reply, tuple):
-                self._answer(*reply)
-            else:
-                self._stream(reply)
-
-        def _stream(self, pieces: Iterable[bytes]) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.send_header("Transfer-Encoding", "chunked")
-            self.end_headers()
-            for piece in pieces:
-                if piece == CUT:
-                    self.close_connection = True
-                    return
-                self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
-                self.wfile.flush()
-            self.wfile.write(b"0\r\n\r\n")
-
-        def _answer(self, status: int, value: object) -> None:
-            body = value if isinstance(value, bytes) else json.dumps(value).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with _Server(("127.0.0.1", 0), Handler) as http:
-        http.daemon_threads = True
+    with _Server(server) as http:
         thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         server.base_url = f"http://127.0.0.1:{http.server_port}"
