@@ -84,11 +84,13 @@ class RequestContext:
         deltas = self.output.push(map(tokens_from_wire, tokens))
         if not deltas:
             return
+        # Deliveries are written in the order of `push`, so the one that completes the output is written last.
+        is_last = self.output.is_finished
         self.journal.produced(self.output.completion_tokens)
         await self.stream.put(deltas, first_choice=self.generation.first_choice)
-        if self.output.is_finished:
+        if is_last:
             self.finished.set()
-        elif call is not None:
+        elif call is not None and not self.output.is_finished:
             for index in ended_by_stop_string(deltas):
                 stop = decode_pb2.StopChoice(choice_index=index)
                 await call.send(decode_pb2.DecodeRequest(stop_choice=stop))

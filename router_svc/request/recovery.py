@@ -1,14 +1,18 @@
-"""What happens to a request after a worker failed it. Pure policy, as a table; the saga executes the steps.
+"""What happens to a request after a worker has failed it. Pure policy, as a table; the saga executes the steps.
 
-decode worker failed           nothing sent     first tokens sent    more sent
-  refused for lack of capacity another, or wait as for a loss        fail
-  lost, or any other error     another, once    another, once        fail
-  the request is wrong         fail             fail                 fail
+A decode worker failed       no token sent      first tokens sent    later tokens, or only some first tokens
+--------------------------   ----------------   ------------------   ---------------------------------------
+refused: no capacity         another, or wait   another, once        fail
+lost, or any other error     another, once      another, once        fail
+the request is wrong         fail               fail                 fail
 
-prefill worker failed          before decode has started             after
-  any other error              renew the ticket for another,         nothing, if the first tokens are known,
-                               else prefill on the decode worker     else the decode worker starts over
-  the request is wrong         fail                                  fail
+A prefill worker failed      decode has not started                  decode has started
+--------------------------   -------------------------------------   ---------------------------------------
+any error                    renew the ticket for another, else      nothing, if the first tokens are known,
+                             prefill on the decode worker            else the decode attempt has failed
+the request is wrong         fail                                    fail
+
+"Another" decode worker gets first tokens that were sent already only through a prefill worker, so one must be ready.
 """
 
 from __future__ import annotations
