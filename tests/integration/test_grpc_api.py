@@ -59,11 +59,14 @@ def test_health_and_reflection_answer(cluster: Cluster) -> None:
     assert {"pdserve.v1.InferenceService", "grpc.health.v1.Health"} <= services
 
 
-def test_a_call_that_the_client_cancels_frees_everything(cluster: Cluster) -> None:
-    sampling = pb.ClientSampling(temperature=0, max_tokens=4000, ignore_eos=True)
+def test_a_call_that_the_client_cancels_stops_and_frees_everything(cluster: Cluster) -> None:
+    generated = cluster.worker_metric("decode", "pdserve_generation_tokens_total")
+    max_tokens = 4000
+    sampling = pb.ClientSampling(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     with grpc.insecure_channel(cluster.grpc_address) as channel:
         call = pb_grpc.InferenceServiceStub(channel).Generate(_request(sampling=sampling), timeout=60)
         for _ in range(5):
             next(call)
         call.cancel()
-        cluster.wait_idle(timeout_s=5)
+        cluster.wait_idle()
+    assert cluster.worker_metric("decode", "pdserve_generation_tokens_total") < generated + max_tokens

@@ -114,7 +114,7 @@ def test_logprobs_of_completions_have_one_entry_per_token(cluster: Cluster) -> N
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == 8
 
 
-def test_a_stop_string_ends_the_text_before_it(cluster: Cluster) -> None:
+def test_a_stop_string_ends_the_text_before_it_and_the_request_with_it(cluster: Cluster) -> None:
     whole = _complete(cluster, "Count: one, two, three,", max_tokens=24).choices[0].text
     word = whole.split()[2]
     stopped = _complete(cluster, "Count: one, two, three,", max_tokens=24, stop=[word])

@@ -196,7 +196,10 @@ class Cluster:
 
 @contextmanager
 def running_cluster(tmp_path: Path, *flags: str, model: str = MODEL, **environment: str) -> Iterator[Cluster]:
-    """A ready cluster with these flags. Stops it by Ctrl-C at the end and checks that no process is left."""
+    """A ready cluster with these flags. Stops it by Ctrl-C at the end and checks that no process is left.
+
+    `model`: name or directory. `environment`: variables in addition to those of this process.
+    """
     port = free_port()
     log_dir = tmp_path / "logs"
     command = [sys.executable, "-m", "pdserve.cli", "up", model, "--port", str(port), "--log-dir", str(log_dir), *flags]
