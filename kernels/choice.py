@@ -15,7 +15,16 @@ from torch import Tensor
 
 from kernels.composed import ComposedDecoder
 from kernels.cpu import native
-from kernels.cpu.decoder import Borrowing, CpuDecoder, NativeModule, ThreadCounters, Threads, packed_size, unsupported
+from kernels.cpu.decoder import (
+    Borrowing,
+    CpuDecoder,
+    NativeCode,
+    NativeModule,
+    ThreadCounters,
+    Threads,
+    packed_size,
+    unsupported,
+)
 from kernels.decoder import ALONE, DecoderKernel, DecoderShape, DecoderWeights, Ranks
 from kernels.reference import ReferenceOps
 
@@ -157,10 +166,10 @@ def _open_cpu(options: KernelOptions, shape: DecoderShape, weights: DecoderWeigh
             f"this machine does not run the instruction set {name!r}; it runs {', '.join(available)}."
         )
     threads = _threads(options)
-    native_module = cast(NativeModule, native.load())
-    int8 = options.quantization == "int8"
+    module = cast(NativeModule, native.load())
+    code = NativeCode(module=module, instruction_set=name, int8=options.quantization == "int8")
     try:
-        kernel = CpuDecoder(native_module, shape, weights, cos_sin, instruction_set=name, threads=threads, int8=int8)
+        kernel = CpuDecoder(shape, weights, cos_sin, code=code, threads=threads)
     except (RuntimeError, MemoryError, ValueError) as error:
         raise KernelsUnavailable(f"the C++ kernels cannot start with {threads.count} threads: {error}.") from error
     choice = KernelChoice(

@@ -15,9 +15,9 @@ from kernels.bench.inputs import BLOCK_SIZE, blocks_of, kv_rows, rotations
 from kernels.bench.shapes import random_weights
 from kernels.bench.work import Work, attention_work, decoder_work
 from kernels.choice import Backend, KernelOptions, open_decoder
-from kernels.cpu.ops import CpuOps, PackedMatrix, Rows, format_of, pack, pack_gate_up
+from kernels.cpu.ops import AttentionContext, CpuOps, HeadTarget, PackedMatrix, Rows, format_of, pack, pack_gate_up
 from kernels.decoder import DecoderShape
-from kernels.ops import KvRows, PagedKv
+from kernels.ops import PagedKv
 from kernels.reference import ReferenceOps
 
 _ROWS = (1, 4, 16, 64, 512)
@@ -143,15 +143,15 @@ def _rope(setting: Setting, ops: CpuOps, num_rows: int) -> Case:
     cos_sin = rotations(shape, num_rows)
     q, k, v = (torch.randn(num_rows, heads, dim) for heads in (shape.num_heads, groups, groups))
     rotated, starts = torch.zeros(num_rows, shape.num_heads, dim).bfloat16(), torch.arange(num_rows) * (q[0].numel())
-    block, _, side, head, _, _ = cache.stride()
+    block, _, kv, head, _, _ = cache.stride()
     slots = where.slot_mapping // BLOCK_SIZE * block + where.slot_mapping % BLOCK_SIZE * dim
     paged = ReferenceOps().paged_kv(where, cache, cos_sin, shape.scale)
     narrow = q.bfloat16(), k.bfloat16(), v.bfloat16()
 
     def call() -> None:
-        ops.rotate(q, cos_sin, rotated, starts, dim, times=_TIMES)
-        ops.rotate(k, cos_sin, cache, slots, head, times=_TIMES)
-        ops.rotate(v, None, cache, slots + side, head, times=_TIMES)
+        ops.rotate(q, cos_sin, HeadTarget(out=rotated, offsets=starts, head_stride=dim), times=_TIMES)
+        ops.rotate(k, cos_sin, HeadTarget(out=cache, offsets=slots, head_stride=head), times=_TIMES)
+        ops.rotate(v, None, HeadTarget(out=cache, offsets=slots + kv, head_stride=head), times=_TIMES)
 
     width = q[0].numel() + 2 * k[0].numel()
     return Case(
@@ -184,9 +184,11 @@ def attention(setting: Setting) -> Iterator[Case]:
         out = torch.zeros(num_tokens, shape.num_heads * shape.head_dim)
         paged = ReferenceOps().paged_kv(where, cache, rotations(shape, 4096), shape.scale)
 
-        def call(a: tuple[Tensor, KvRows, Tensor, Tensor] = (q, where, cache, out), layers: int = layers) -> None:
+        context = AttentionContext(rows=where, kv_cache=cache, scale=shape.scale)
+
+        def call(a: tuple[Tensor, AttentionContext, Tensor] = (q, context, out), layers: int = layers) -> None:
             for layer in range(layers):
-                ops.attend(layer, *a, scale=shape.scale)
+                ops.attend(layer, *a)
 
         def refer(paged: PagedKv = paged, heads: Tensor = heads, layers: int = layers) -> None:
             for layer in range(layers):

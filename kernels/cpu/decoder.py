@@ -85,6 +85,17 @@ class NativeModule(Protocol):
     def Decoder(self, **shape: object) -> _NativeDecoder: ...  # noqa: N802 - a class
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeCode:
+    """The C++ code that a decoder runs."""
+
+    module: NativeModule
+    #: One of the module's `instruction_sets()`.
+    instruction_set: str
+    #: Weights are rounded to 8 bits.
+    int8: bool
+
+
 def unsupported(shape: DecoderShape, *, int8: bool) -> str | None:
     """Why the C++ kernels cannot run a decoder of that shape; None when they can."""
     if shape.hidden_size > MAX_HIDDEN_SIZE:
@@ -124,43 +135,16 @@ class CpuDecoder:
     """Implements `kernels.decoder.DecoderKernel` and `ThreadCounters` with packed copies of the weights."""
 
     def __init__(
-        self,
-        native: NativeModule,
-        shape: DecoderShape,
-        weights: DecoderWeights,
-        cos_sin: Tensor,
-        *,
-        instruction_set: str,
-        threads: Threads,
-        int8: bool,
+        self, shape: DecoderShape, weights: DecoderWeights, cos_sin: Tensor, *, code: NativeCode, threads: Threads
     ) -> None:
-        dtype, borrowing = weights.norm.dtype, threads.borrowing
+        """`cos_sin`: float32 [max_positions, 2, head_dim]."""
+        dtype = weights.norm.dtype
         self._vocab_size = shape.vocab_size
         self._kv_type = TYPES[dtype]
         # Read in place, so they must live as long as the decoder.
         self._embedding = weights.embedding.contiguous()
         self._cos_sin = cos_sin.contiguous()
-        leases = None if borrowing is None else torch.frombuffer(borrowing.leases, dtype=torch.int32)
-        self._decoder = native.Decoder(
-            isa=instruction_set,
-            weight_type=TYPES[dtype],
-            format=INT8 if int8 else FORMATS[dtype],
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            vocab_size=shape.vocab_size,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            scale=shape.scale,
-            eps=shape.rms_norm_eps,
-            num_threads=threads.count,
-            cpus=list(threads.cpus),
-            memory=leases,
-            core_leases=0 if leases is None else leases.data_ptr(),
-            borrower=0 if borrowing is None else borrowing.borrower,
-            borrow_cpus=[] if borrowing is None else list(borrowing.cpus),
-            stay_away_s=0.0 if borrowing is None else borrowing.stay_away_s,
-        )
+        self._decoder = _new_decoder(shape, dtype, code, threads)
         for layer, window in zip(weights.layers, shape.windows, strict=True):
             _add_layer(self._decoder, layer, window)
         held = [weights.norm.contiguous(), weights.lm_head.contiguous()]
@@ -231,6 +215,31 @@ class CpuDecoder:
             self._logits = torch.empty(num_logits, self._decoder.logits_stride)
         if num_logits != len(self._current_logits):
             self._current_logits = self._logits[:num_logits, : self._vocab_size]
+
+
+def _new_decoder(shape: DecoderShape, dtype: torch.dtype, code: NativeCode, threads: Threads) -> _NativeDecoder:
+    borrowing = threads.borrowing
+    leases = None if borrowing is None else torch.frombuffer(borrowing.leases, dtype=torch.int32)
+    return code.module.Decoder(
+        isa=code.instruction_set,
+        weight_type=TYPES[dtype],
+        format=INT8 if code.int8 else FORMATS[dtype],
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        vocab_size=shape.vocab_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        scale=shape.scale,
+        eps=shape.rms_norm_eps,
+        num_threads=threads.count,
+        cpus=list(threads.cpus),
+        memory=leases,
+        core_leases=0 if leases is None else leases.data_ptr(),
+        borrower=0 if borrowing is None else borrowing.borrower,
+        borrow_cpus=[] if borrowing is None else list(borrowing.cpus),
+        stay_away_s=0.0 if borrowing is None else borrowing.stay_away_s,
+    )
 
 
 def _add_layer(decoder: _NativeDecoder, layer: LayerWeights, window: int | None) -> None:

@@ -141,6 +141,40 @@ def _pack(matrices: list[tuple[Tensor, Tensor | None]], *, int8: bool, instructi
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionContext:
+    """The rows of a step over a KV cache (`kernels.ops.Ops.paged_kv`), and the softmax scale."""
+
+    rows: KvRows
+    kv_cache: Tensor
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadTarget:
+    """Memory for heads of rows: head h of row r goes to element `offsets[r] + h * head_stride` of `out`."""
+
+    out: Tensor
+    #: int64 [num_rows]
+    offsets: Tensor
+    head_stride: int
+
+    def check(self, x: Tensor) -> None:
+        """Asserts that heads x [num_rows, heads, head_dim] fit."""
+        num_rows, heads, head_dim = x.shape
+        assert self.offsets.dtype == torch.int64
+        assert self.offsets.is_contiguous()
+        assert self.offsets.shape == (num_rows,)
+        assert self.out.is_contiguous()
+        if x.numel():
+            assert int(self.offsets.min()) >= 0
+            assert int(self.offsets.max()) + (heads - 1) * self.head_stride + head_dim <= self.out.numel()
+
+    def native(self) -> tuple[int, int, int, int]:
+        """The arguments that `src/ops.cpp` takes."""
+        return TYPES[self.out.dtype], self.out.data_ptr(), self.offsets.data_ptr(), self.head_stride
+
+
 class CpuOps:
     """The ops of one instruction set on a group of threads. `times` repeats an op within one call."""
 
@@ -188,56 +222,37 @@ class CpuOps:
         self,
         x: Tensor,
         angles: Tensor | None,
-        out: Tensor,
-        offsets: Tensor,
-        head_stride: int,
+        target: HeadTarget,
         *,
         norm: tuple[Tensor, float] | None = None,
         times: int = 1,
     ) -> None:
-        """Norms and rotates heads, rounds them to out's dtype and stores them.
+        """Norms and rotates heads, rounds them to the target's dtype and stores them.
 
         x: float32 [num_rows, heads, head_dim]; angles: float32 [num_rows, 2, head_dim], cosines and then sines, or
-        None: no rotation; norm: weight (float32 [head_dim]) and eps. Head h of row r goes to element
-        `offsets[r] + h * head_stride` of `out`; offsets: int64 [num_rows].
+        None: no rotation; norm: weight (float32 [head_dim]) and eps.
         """
         _check_floats(x, *(() if angles is None else (angles,)), *(() if norm is None else norm[:1]))
-        num_rows, heads, head_dim = x.shape
+        num_rows, _, head_dim = x.shape
         assert head_dim % 2 == 0
         assert head_dim <= MAX_HEAD_DIM
         assert angles is None or angles.shape == (num_rows, 2, head_dim)
         assert norm is None or norm[0].shape == (head_dim,)
-        assert offsets.dtype == torch.int64
-        assert offsets.is_contiguous()
-        assert offsets.shape == (num_rows,)
-        assert out.is_contiguous()
-        if x.numel():
-            assert int(offsets.min()) >= 0
-            assert int(offsets.max()) + (heads - 1) * head_stride + head_dim <= out.numel()
+        target.check(x)
         weight, eps = (0, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
         angles_address = 0 if angles is None else angles.data_ptr()
-        target = (TYPES[out.dtype], out.data_ptr(), offsets.data_ptr(), head_stride)
-        self._machine.rotate(x.data_ptr(), weight, eps, angles_address, *x.shape, *target, times)
+        self._machine.rotate(x.data_ptr(), weight, eps, angles_address, *x.shape, *target.native(), times)
 
     def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        rows: KvRows,
-        kv_cache: Tensor,
-        out: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        times: int = 1,
+        self, layer: int, q: Tensor, context: AttentionContext, out: Tensor, *, window: int | None = None
     ) -> None:
         """Causal attention of the rows over their own context, K and V as stored.
 
         q: rotated, [num_kv_heads, num_tokens, group_size, head_dim]: the `group_size` vectors that share a KV head are
-        adjacent; of the cache's dtype, or float32 for float16. kv_cache: as for `kernels.ops.Ops.paged_kv`. out:
-        float32 [num_tokens, num_heads * head_dim].
+        adjacent; of the cache's dtype, or float32 for float16. out: float32 [num_tokens, num_heads * head_dim].
         """
         num_kv_heads, num_tokens, group_size, head_dim = q.shape
+        rows, kv_cache = context.rows, context.kv_cache
         _check_floats(out)
         assert q.dtype == (torch.float32 if kv_cache.dtype == torch.float16 else kv_cache.dtype)
         assert q.is_contiguous()
@@ -249,14 +264,14 @@ class CpuOps:
         indices = (rows.query_starts, rows.context_lens, rows.block_tables)
         assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in indices)
         self._machine.attend(
-            (num_kv_heads * group_size, num_kv_heads, head_dim, scale),
+            (num_kv_heads * group_size, num_kv_heads, head_dim, context.scale),
             (kv_cache.data_ptr(), TYPES[kv_cache.dtype], *kv_cache.stride()[:4], kv_cache.shape[4]),
             (num_tokens, len(rows.context_lens), *(t.data_ptr() for t in indices), rows.block_tables.stride(0)),
             layer,
             window or 0,
             q.data_ptr(),
             out.data_ptr(),
-            times,
+            1,
         )
 
     def read(self, memory: Tensor) -> int:

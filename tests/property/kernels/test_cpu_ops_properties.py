@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.cpu.ops import CpuOps, Rows, format_of, pack, pack_gate_up
+from kernels.cpu.ops import AttentionContext, CpuOps, HeadTarget, Rows, format_of, pack, pack_gate_up
 from kernels.ops import KvRows
 from tests.unit.kernels.cpu_ops import (
     NAN,
@@ -160,7 +162,8 @@ def test_heads_are_normed_turned_and_rounded_once_and_go_where_they_belong(
     # Row r's heads lie `heads + 1` vectors apart from the next row's, in reverse order, behind one spare vector.
     out = torch.full(((num_rows + 1) * (heads + 1), dim), NAN, dtype=dtype)
     offsets = torch.arange(num_rows).flip(0) * (heads + 1) * dim + dim
-    CpuOps(isa).rotate(x, cos_sin, out, offsets, dim, norm=(weight, 1e-6) if has_norm else None)
+    target = HeadTarget(out=out, offsets=offsets, head_stride=dim)
+    CpuOps(isa).rotate(x, cos_sin, target, norm=(weight, 1e-6) if has_norm else None)
 
     wide = x.double()
     if has_norm:
@@ -228,7 +231,8 @@ def test_attention_is_the_exact_one_but_for_rounding_and_touches_nobody_elses_me
     scale = dim**-0.5
     out = torch.full((num_tokens, num_kv_heads * share * dim), NAN)
     before = cache.clone()
-    CpuOps(isa).attend(1, q, rows, cache, out, scale=scale, window=window)
+    context = AttentionContext(rows=rows, kv_cache=cache, scale=scale)
+    CpuOps(isa).attend(1, q, context, out, window=window)
     assert torch.equal(cache.view(torch.uint8), before.view(torch.uint8))
     exact = _attended(q, rows, cache, 1, scale, window)
     most = float(cache[~cache.isnan()].abs().max())
@@ -246,5 +250,5 @@ def test_attention_is_the_exact_one_but_for_rounding_and_touches_nobody_elses_me
         context_lens=rows.context_lens,
         block_tables=rows.block_tables,
     )
-    CpuOps(isa, 2).attend(1, q[:, lasts].contiguous(), single, cache, alone, scale=scale, window=window)
+    CpuOps(isa, 2).attend(1, q[:, lasts].contiguous(), replace(context, rows=single), alone, window=window)
     assert torch.equal(alone, out[lasts])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.ops import CpuOps, Rows, format_of, pack, pack_gate_up
+from kernels.cpu.ops import AttentionContext, CpuOps, HeadTarget, Rows, format_of, pack, pack_gate_up
 from kernels.ops import KvRows
 from tests.unit.kernels.cpu_ops import (
     NAN,
@@ -69,7 +69,7 @@ def test_cached_heads_are_rounded_to_nearest_even(isa: str, dtype: torch.dtype) 
     x = _floats_of_all_kinds()
     x = x[: x.numel() // 90 * 90].view(-1, 1, 90)
     out = torch.empty(len(x), 90, dtype=dtype)
-    CpuOps(isa).rotate(x, None, out, torch.arange(len(x)) * 90, 90)
+    CpuOps(isa).rotate(x, None, HeadTarget(out=out, offsets=torch.arange(len(x)) * 90, head_stride=90))
     _same_rounding(out.flatten(), x.flatten())
 
 
@@ -98,7 +98,8 @@ def test_no_rows_are_no_work(isa: str, name: str) -> None:
     rows = rows_of(ops, torch.empty(0, 7), name)
     ops.norm(torch.empty(0, 7), torch.ones(7), 1e-5, rows)
     assert product(ops, rows, pack(weight, int8=name == "int8")).shape == (0, 64)
-    ops.rotate(torch.empty(0, 2, 8), None, torch.empty(0), torch.empty(0, dtype=torch.int64), 8)
+    target = HeadTarget(out=torch.empty(0), offsets=torch.empty(0, dtype=torch.int64), head_stride=8)
+    ops.rotate(torch.empty(0, 2, 8), None, target)
     nothing = torch.empty(0, dtype=torch.int64)
     empty = KvRows(
         positions=nothing,
@@ -107,7 +108,8 @@ def test_no_rows_are_no_work(isa: str, name: str) -> None:
         context_lens=nothing,
         block_tables=torch.empty(0, 4, dtype=torch.int64),
     )
-    ops.attend(0, torch.empty(2, 0, 3, 8), empty, torch.zeros(1, 1, 2, 2, 4, 8), torch.empty(0, 48), scale=1.0)
+    context = AttentionContext(rows=empty, kv_cache=torch.zeros(1, 1, 2, 2, 4, 8), scale=1.0)
+    ops.attend(0, torch.empty(2, 0, 3, 8), context, torch.empty(0, 48))
 
 
 @on_every_instruction_set
@@ -163,7 +165,7 @@ def _attend(isa: str, scores: Tensor, values: Tensor, dtype: torch.dtype) -> Ten
     q = torch.zeros(1, 1, 1, dim, dtype=torch.float32 if dtype == torch.float16 else dtype)
     q[..., 0] = 1
     out = torch.full((1, dim), NAN)
-    CpuOps(isa).attend(0, q, rows, cache, out, scale=1.0)
+    CpuOps(isa).attend(0, q, AttentionContext(rows=rows, kv_cache=cache, scale=1.0), out)
     return out[0]
 
 
