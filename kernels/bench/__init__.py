@@ -1,1 +1,1 @@
-"""`python -m kernels.bench`, or `pdserve bench kernels`: each op against the reference and the machine's limits."""
+"""`python -m kernels.bench`, or `pdserve bench kernels`: compares each op with the reference and the limits."""

@@ -1,4 +1,4 @@
-"""The command: measures, prints a line as soon as it is known, and writes JSON if asked."""
+"""The command: measures, prints each line as soon as it is known, and writes JSON on request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kernels.cpu import native
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Measurement:
     """One op, measured."""
 
     shape: str
@@ -32,17 +32,17 @@ class Line:
     us: float
     gb_per_s: float
     gflop_per_s: float
-    #: Of what memory or multipliers allow, whichever is less.
+    #: Share of the speed that memory or multipliers allow, whichever is lower.
     share_of_limit: float
-    #: The reference's time over ours; it computes in bfloat16 where we compute in int8.
+    #: The reference's time divided by ours. For int8 the reference computes in bfloat16.
     times_reference: float | None
 
 
-def measure(shape: str, case: Case, limits: Limits, rounds: int) -> Line:
-    """Ours first, then the reference's."""
+def measure(shape: str, case: Case, limits: Limits, rounds: int) -> Measurement:
+    """Measures our op first, then the reference's."""
     us = median_us(case.call, rounds) / case.count
     reference_us = None if case.reference is None else median_us(case.reference, rounds) / case.reference_count
-    return Line(
+    return Measurement(
         shape=shape,
         op=case.op,
         size=case.size,
@@ -57,13 +57,13 @@ def measure(shape: str, case: Case, limits: Limits, rounds: int) -> Line:
 
 
 def show(text: str) -> None:
-    """A line, at once."""
+    """Prints a line and flushes it."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
-def row(line: Line) -> str:
-    """As a row of the table."""
+def row(line: Measurement) -> str:
+    """A row of the table."""
     ratio = "" if line.times_reference is None else f"{line.times_reference:.2f}x"
     return (
         f"{line.op:<14} {line.size:<22} {line.format:<5} {line.threads:>3} {line.us:>12.1f} {line.gb_per_s:>8.1f} "
@@ -84,8 +84,7 @@ def _names(text: str, known: Sequence[str]) -> list[str]:
     return names
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+def _parser() -> argparse.ArgumentParser:
     cores = len(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(prog="pdserve bench kernels", description=__doc__)
     for flag, known in (("--shapes", list(SHAPES)), ("--ops", list(GROUPS))):
@@ -95,17 +94,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--threads",
         type=lambda text: [int(count) for count in text.split(",")],
         default=sorted({1, cores}),
-        help="numbers of threads, with commas between; default: 1 and all cores",
+        help="comma-separated numbers of threads; default: 1 and all cores",
     )
-    parser.add_argument("--instruction-set", choices=instruction_sets(), help="default: the best this machine has")
-    parser.add_argument("--rounds", type=int, default=7, help="calls whose median counts")
+    parser.add_argument("--instruction-set", choices=instruction_sets(), help="default: the best one of this machine")
+    parser.add_argument("--rounds", type=int, default=7, help="number of calls; the result is their median")
     parser.add_argument("--json", type=Path, help="file to write the results to")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = _parser()
     arguments = parser.parse_args(argv)
     if not instruction_sets():
         parser.exit(1, f"error: there are no C++ kernels to measure: {native.missing_reason()}\n")
     isa = arguments.instruction_set or instruction_sets()[0]
     torch.manual_seed(0)
-    lines: list[Line] = []
+    lines: list[Measurement] = []
     limits: list[Limits] = []
     with torch.inference_mode():
         for threads in arguments.threads:
@@ -114,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name in arguments.shapes:
                 show(f"\n{name}\n{HEADER}")
                 for group in arguments.ops:
-                    # Again each time: one look at a machine that others use too finds it slower than it is.
+                    # Measured again for each group: on a shared machine a single measurement may be too low.
                     limit = limit.best(measure_limits(isa, threads, arguments.rounds))
                     for case in GROUPS[group](Setting(shape=SHAPES[name], instruction_set=isa, threads=threads)):
                         lines.append(measure(name, case, limit, arguments.rounds))

@@ -1,4 +1,4 @@
-"""What is measured: each op of a shape, as C++ and as the reference does it, with the work that is in it."""
+"""The benchmark's cases: each op of a shape, in C++ and as the reference, with the amount of work."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from kernels.reference import ReferenceOps
 
 _ROWS = (1, 4, 16, 64, 512)
 _DTYPES = {"bf16": torch.bfloat16, "int8": torch.bfloat16, "f32": torch.float32}
-#: Weights and KV that a call walks through, so that no cache holds them; and the most elements of one matrix.
+#: Bytes of weights and KV that a call reads, so that no cache holds them; and the largest matrix, in elements.
 _WALKED_BYTES = 96 << 20
-_MOST_WEIGHTS = 32 << 20
-#: From here on products are measured with few matrices: they wait for the multipliers, not for memory.
+_MAX_WEIGHTS = 32 << 20
+#: Products of this many rows or more are measured with few matrices: they are bound by compute, not by memory.
 _MANY_ROWS = 64
-#: Ops on rows are shorter than a call from Python.
+#: Repetitions of ops on rows, which are shorter than a call from Python.
 _TIMES = 50
 
 
@@ -43,13 +43,13 @@ class Case:
     reference: Callable[[], object] | None
     count: int
     reference_count: int
-    #: Of one op.
+    #: Work of one op.
     work: Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a run of cases computes with."""
+    """The model shape, instruction set and threads of a run."""
 
     shape: DecoderShape
     instruction_set: str
@@ -57,7 +57,7 @@ class Setting:
 
 
 def linear(setting: Setting) -> Iterator[Case]:
-    """Products of 1 to 512 rows with the matrices of a layer; gate and up with SwiGLU."""
+    """Products of 1 to 512 rows with the matrices of a layer; gate and up include SwiGLU."""
     shape = setting.shape
     width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     matrices = {
@@ -68,7 +68,7 @@ def linear(setting: Setting) -> Iterator[Case]:
     }
     for op, (features, depth) in matrices.items():
         for weight_format in _DTYPES:
-            yield from _products(setting, op, min(features, _MOST_WEIGHTS // depth // 32 * 32), depth, weight_format)
+            yield from _products(setting, op, min(features, _MAX_WEIGHTS // depth // 32 * 32), depth, weight_format)
 
 
 def _products(setting: Setting, op: str, features: int, depth: int, weight_format: str) -> Iterator[Case]:
@@ -109,14 +109,14 @@ def _products(setting: Setting, op: str, features: int, depth: int, weight_forma
 
 
 def _pack(weights: list[Tensor], instruction_set: str, *, int8: bool) -> PackedMatrix:
-    """As a decoder packs them: two are gate and up."""
+    """Packs weights as a decoder does; two matrices are gate and up."""
     if len(weights) == 2:
         return pack_gate_up(*weights, int8=int8, instruction_set=instruction_set)
     return pack(weights[0], int8=int8, instruction_set=instruction_set)
 
 
 def rows(setting: Setting) -> Iterator[Case]:
-    """Ops on single rows: norm; rotation with what is written to the cache."""
+    """Ops on single rows: norms, and rotation with the write to the cache."""
     shape, reference = setting.shape, ReferenceOps()
     ops = CpuOps(setting.instruction_set, setting.threads)
     for num_rows in (1, 16, 512):
@@ -139,13 +139,13 @@ def rows(setting: Setting) -> Iterator[Case]:
 def _rope(setting: Setting, ops: CpuOps, num_rows: int) -> Case:
     shape = setting.shape
     dim, groups = shape.head_dim, shape.num_kv_heads
-    where, cache = kv_rows([(num_rows, num_rows)]), _kv_cache(shape, 1, math.ceil(num_rows / BLOCK_SIZE) + 1)
+    step_rows, cache = kv_rows([(num_rows, num_rows)]), _kv_cache(shape, 1, math.ceil(num_rows / BLOCK_SIZE) + 1)
     cos_sin = rotations(shape, num_rows)
     q, k, v = (torch.randn(num_rows, heads, dim) for heads in (shape.num_heads, groups, groups))
     rotated, starts = torch.zeros(num_rows, shape.num_heads, dim).bfloat16(), torch.arange(num_rows) * (q[0].numel())
     block, _, kv, head, _, _ = cache.stride()
-    slots = where.slot_mapping // BLOCK_SIZE * block + where.slot_mapping % BLOCK_SIZE * dim
-    paged = ReferenceOps().paged_kv(where, cache, cos_sin, shape.scale)
+    slots = step_rows.slot_mapping // BLOCK_SIZE * block + step_rows.slot_mapping % BLOCK_SIZE * dim
+    paged = ReferenceOps().paged_kv(step_rows, cache, cos_sin, shape.scale)
     narrow = q.bfloat16(), k.bfloat16(), v.bfloat16()
 
     def call() -> None:
@@ -167,14 +167,14 @@ def _rope(setting: Setting, ops: CpuOps, num_rows: int) -> Case:
 
 
 def attention(setting: Setting) -> Iterator[Case]:
-    """Rows that decode over 300 and 4,000 tokens, and prompts of 512 and 1,024."""
+    """Single rows over contexts of 300 and 4,000 tokens, and prompts of 512 and 1,024."""
     shape = setting.shape
     ops = CpuOps(setting.instruction_set, setting.threads)
     decodes = [(f"decode {n} x {context}", [(1, context)] * n) for n in (1, 16) for context in (300, 4000)]
     prefills = [(f"prefill {n}", [(n, n)]) for n in (512, 1024)]
     for size, spans in decodes + prefills:
-        where = kv_rows(spans)
-        num_tokens, work = len(where.positions), attention_work(shape, spans, torch.bfloat16.itemsize)
+        step_rows = kv_rows(spans)
+        num_tokens, work = len(step_rows.positions), attention_work(shape, spans, torch.bfloat16.itemsize)
         layers = 1 if spans[0][0] > 1 else min(32, math.ceil(_WALKED_BYTES / work.num_bytes))
         cache = _kv_cache(shape, layers, blocks_of(spans))
         q = torch.randn(
@@ -182,9 +182,9 @@ def attention(setting: Setting) -> Iterator[Case]:
         ).bfloat16()
         heads = q.permute(1, 0, 2, 3).reshape(num_tokens, shape.num_heads, shape.head_dim).contiguous()
         out = torch.zeros(num_tokens, shape.num_heads * shape.head_dim)
-        paged = ReferenceOps().paged_kv(where, cache, rotations(shape, 4096), shape.scale)
+        paged = ReferenceOps().paged_kv(step_rows, cache, rotations(shape, 4096), shape.scale)
 
-        context = AttentionContext(rows=where, kv_cache=cache, scale=shape.scale)
+        context = AttentionContext(rows=step_rows, kv_cache=cache, scale=shape.scale)
 
         def call(a: tuple[Tensor, AttentionContext, Tensor] = (q, context, out), layers: int = layers) -> None:
             for layer in range(layers):
@@ -222,10 +222,10 @@ def decoder(setting: Setting) -> Iterator[Case]:
         kernel = open_decoder(options, shape, weights, cos_sin).kernel
         decodes = [(f"decode {n} x {context}", [(1, context)] * n) for n in (1, 16) for context in (300,)]
         for size, spans in [*decodes, *((f"prefill {n}", [(n, n)]) for n in (512, 1024))]:
-            where = kv_rows(spans)
+            step_rows = kv_rows(spans)
             cache = _kv_cache(shape, len(shape.windows), blocks_of(spans))
-            token_ids = torch.arange(len(where.positions)) % shape.vocab_size
-            step = (token_ids, where, where.query_starts[1:] - 1, cache)
+            token_ids = torch.arange(len(step_rows.positions)) % shape.vocab_size
+            step = (token_ids, step_rows, step_rows.query_starts[1:] - 1, cache)
             yield Case(
                 op="decoder",
                 size=size,
@@ -238,7 +238,7 @@ def decoder(setting: Setting) -> Iterator[Case]:
             )
 
 
-#: By the names of `--ops`.
+#: Groups of cases by the names of `--ops`.
 GROUPS: dict[str, Callable[[Setting], Iterator[Case]]] = {
     "linear": linear,
     "rows": rows,
@@ -248,7 +248,7 @@ GROUPS: dict[str, Callable[[Setting], Iterator[Case]]] = {
 
 
 def _kv_cache(shape: DecoderShape, layers: int, num_blocks: int) -> Tensor:
-    """Random bfloat16 in memory from numpy, which asks for huge pages as the workers' cache does."""
+    """Random bfloat16 in memory from numpy, which requests huge pages as the workers' cache does."""
     size = (num_blocks, layers, 2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
     cache = torch.from_numpy(np.zeros(math.prod(size), np.int16)).view(torch.bfloat16).view(size)
     for block in cache:

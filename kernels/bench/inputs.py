@@ -1,4 +1,4 @@
-"""What ops are measured on besides weights: sequences with blocks of their own, and tables of angles."""
+"""Inputs of the measured ops besides weights: sequences with blocks of their own, and tables of angles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CPU = torch.device("cpu")
 
 
 def kv_rows(spans: Spans, device: torch.device = _CPU, *, is_scattered: bool = False) -> KvRows:
-    """Sequences with blocks of their own, from block 1 on: side by side, or scattered as in a pool that was in use."""
+    """Sequences with blocks of their own, from block 1 on: adjacent, or scattered as in a pool that has been used."""
     width = max(-(-length // BLOCK_SIZE) for _, length in spans)
     tables = torch.arange(len(spans) * width)
     if is_scattered:
@@ -32,12 +32,12 @@ def kv_rows(spans: Spans, device: torch.device = _CPU, *, is_scattered: bool = F
 
 
 def blocks_of(spans: Spans) -> int:
-    """How many blocks a cache must have for `kv_rows`."""
+    """Number of blocks that `kv_rows` needs in a cache."""
     return 1 + len(spans) * max(-(-length // BLOCK_SIZE) for _, length in spans)
 
 
 def rotations(shape: DecoderShape, positions: int, device: torch.device = _CPU) -> Tensor:
-    """Of the plain rotary embedding with base 10,000: float32 [positions, 2, head_dim]."""
+    """Cosines and sines of the rotary embedding with base 10,000: float32 [positions, 2, head_dim]."""
     exponents = torch.arange(0, shape.head_dim, 2, device=device).float() / shape.head_dim
     angles = torch.outer(torch.arange(positions, device=device).float(), 10_000.0**-exponents)
     turns = torch.cat((angles, angles), 1)

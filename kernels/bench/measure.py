@@ -1,4 +1,4 @@
-"""How long a call takes, and what the machine can do at best."""
+"""Measures the time of calls and the limits of the machine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import torch
 from kernels.bench.work import Work
 from kernels.cpu.ops import CpuOps
 
-#: Far more than any cache holds.
+#: Much more than any cache.
 _READ_BYTES = 256 << 20
-#: Rows, features and depth of products that libraries are good at.
+#: Rows, features and depth of products for which libraries are fast.
 _PRODUCTS = ((512, 2048, 2048), (1024, 1536, 576))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The best this machine showed on a number of threads."""
+    """The best measurements of this machine on a number of threads."""
 
     threads: int
     read_gb_per_s: float
@@ -31,7 +31,7 @@ class Limits:
     f32_gflop_per_s: float
 
     def best(self, other: Limits) -> Limits:
-        """Of two measurements on a noisy machine."""
+        """The better of two measurements on a noisy machine."""
         return Limits(
             threads=self.threads,
             read_gb_per_s=max(self.read_gb_per_s, other.read_gb_per_s),
@@ -40,20 +40,20 @@ class Limits:
         )
 
     def least_us(self, work: Work, weight_format: str) -> float:
-        """How long `work` takes when memory or the multipliers are busy all the time. int8 counts as bf16."""
-        peak = self.f32_gflop_per_s if weight_format == "f32" else self.bf16_gflop_per_s
-        return max(work.num_bytes / self.read_gb_per_s, work.flops / peak) / 1e3
+        """Minimum time of `work`, with memory or multipliers always busy. int8 counts as bf16."""
+        gflop_per_s = self.f32_gflop_per_s if weight_format == "f32" else self.bf16_gflop_per_s
+        return max(work.num_bytes / self.read_gb_per_s, work.flops / gflop_per_s) / 1e3
 
 
 def median_us(call: Callable[[], object], rounds: int) -> float:
-    """Microseconds of a call: the median of `rounds`, after one that warms caches and memory."""
+    """Microseconds of a call: the median of `rounds` calls, after one that warms up caches and memory."""
     call()
     return statistics.median(_once_us(call) for _ in range(rounds))
 
 
 def measure_limits(instruction_set: str, threads: int, rounds: int) -> Limits:
-    """Takes torch's thread count as given."""
-    # NumPy asks for huge pages, as the decoder does for its weights.
+    """The caller has set torch's number of threads."""
+    # NumPy requests huge pages, as the decoder does for its weights.
     ops, memory = CpuOps(instruction_set, threads), torch.from_numpy(np.ones(_READ_BYTES, np.uint8))
     ops.read(memory)
     read_us = min(_once_us(lambda: ops.read(memory)) for _ in range(rounds))

@@ -1,4 +1,4 @@
-"""Models whose shapes are measured."""
+"""Shapes of the measured models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LLAMA_8B = DecoderShape(
     rms_norm_eps=1e-5,
     windows=(None,) * 32,
 )
-#: What `kernels.bench` measures. Of large models a few layers, which with packed copies take about 2 GB.
+#: Shapes that `kernels.bench` measures. Large models have a few layers, which take about 2 GB with packed copies.
 SHAPES = {
     "smollm2-135m": DecoderShape(
         hidden_size=576,
@@ -33,13 +33,13 @@ SHAPES = {
         rms_norm_eps=1e-5,
         windows=(None,) * 30,
     ),
-    # The rest of the head is more of the same.
+    # A part of the vocabulary is enough to measure the head.
     "llama-3.1-8b": replace(LLAMA_8B, vocab_size=8192, windows=(None, None)),
 }
 
 
 def random_weights(shape: DecoderShape, dtype: torch.dtype, device: torch.device = _CPU) -> DecoderWeights:
-    """Weights that keep activations about as large as they are."""
+    """Random weights that preserve the size of activations, roughly."""
 
     def matrix(features: int, depth: int) -> Tensor:
         return torch.randn(features, depth, device=device).mul_(float(depth**-0.5)).to(dtype)

@@ -1,4 +1,4 @@
-"""The work in an op: what it must at least read, write and compute. Pure arithmetic over shapes."""
+"""The minimum work of an op: what it must read, write and compute. Pure arithmetic over shapes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from kernels.decoder import DecoderShape
 
-#: Sequences as (rows of this step, tokens in the context with them).
+#: Sequences as (rows of this step, tokens in the context including them).
 Spans = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a call must at least move from or to memory, and compute."""
+    """Bytes that a call must move from or to memory, and operations that it must compute."""
 
     num_bytes: float
     flops: float
@@ -22,14 +22,14 @@ class Work:
         return Work(num_bytes=self.num_bytes + other.num_bytes, flops=self.flops + other.flops)
 
     def times(self, count: int) -> Work:
-        """The same, `count` times."""
+        """`count` times this work."""
         return Work(num_bytes=self.num_bytes * count, flops=self.flops * count)
 
 
 def attention_work(shape: DecoderShape, spans: Spans, element_bytes: int) -> Work:
-    """Causal attention of one layer without a window: K and V of all contexts once, two products for each key seen."""
+    """Causal attention of one layer without a window: K and V of all contexts once, two products per visible key."""
     contexts = sum(context for _, context in spans)
-    # Row i of a chunk, counted from 0, sees what was before the chunk and i + 1 rows of it.
+    # Row i of a chunk, from 0, sees the context before the chunk and i + 1 rows of it.
     seen = sum(rows * (context - rows) + rows * (rows + 1) // 2 for rows, context in spans)
     return Work(
         num_bytes=2.0 * contexts * shape.num_kv_heads * shape.head_dim * element_bytes,
@@ -40,7 +40,7 @@ def attention_work(shape: DecoderShape, spans: Spans, element_bytes: int) -> Wor
 def decoder_work(shape: DecoderShape, spans: Spans, element_bytes: int, weight_bytes: int) -> Work:
     """A forward pass with logits of each sequence's last row: all matrices once (`weight_bytes`), and all attention.
 
-    What follows the attention of the last layer, and the head, are needed for rows whose logits are wanted alone.
+    After the attention of the last layer, only rows whose logits are wanted are computed.
     """
     num_layers, num_tokens = len(shape.windows), sum(rows for rows, _ in spans)
     width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim

@@ -1,8 +1,8 @@
-"""A simulated GPU, on which everything for `--device cuda` runs as far as a CPU can show it: devices, streams, graphs.
+"""A simulated GPU that runs the code of `--device cuda` on a CPU: devices, streams, events and graphs.
 
-It finds what is on the wrong device, what is read before it is there, what is overwritten or freed while it is still
-read, and what waits where nothing may wait. Triton's kernels run in Triton's interpreter. It shows no speed, no bits of
-a GPU's arithmetic, and nothing of NCCL and UCX.
+It finds tensors on the wrong device, reads before the data has arrived, memory that is overwritten or freed while it is
+still read, and waits where none are allowed. Triton's kernels run in Triton's interpreter. It shows neither speed nor
+the bits of a GPU's arithmetic, and simulates neither NCCL nor UCX.
 """
 
 from __future__ import annotations
@@ -23,29 +23,31 @@ from kernels.triton import sample_rows
 from pdserve.base.config import set_default_variable
 from tests.support.simulated_gpu import streams, tensors
 from tests.support.simulated_gpu.streams import gpu
-from tests.support.simulated_gpu.tensors import RUBBISH, DeviceTensor, Memory, allocate, is_pinned, pin
+from tests.support.simulated_gpu.tensors import GARBAGE, DeviceTensor, Memory, allocate, is_pinned, pin
 
-_CUDA, _META = 1, 14  # of c10::DeviceType
+#: Values of c10::DeviceType.
+_CUDA, _META = 1, 14
 _library: list[torch.library.Library] = []
 
 
 def install(eagerness: float = 0.3, seed: float = 0) -> None:
-    """For the rest of the process. Torch must be a build without CUDA, and Triton not yet imported.
+    """Installs it for the rest of the process. Torch must be a build without CUDA, and Triton not yet imported.
 
     `eagerness`, `seed`: as `streams.Gpu`.
     """
-    assert torch.version.cuda is None, "torch has CUDA: simulate nothing"
+    assert torch.version.cuda is None, "torch was built with CUDA, which the simulation cannot replace"
     _let_children_find_it()
-    importlib.import_module("torch._dynamo")  # Shapes of some results need it, as it was before what follows.
+    # Some ops import it to compute shapes. It must see torch as it is now.
+    importlib.import_module("torch._dynamo")
 
     streams.start(eagerness=eagerness, seed=seed)
     _let_torch_guard()
     _let_torch_allocate()
-    _let_torch_tell()
+    _let_torch_report()
     _let_torch_pin()
     _let_triton_launch()
     _let_ucx_reach()
-    # A worker samples as many when it starts, to see what they need. Read when the kernels are imported.
+    # A worker samples that many rows when it starts, to measure their memory. Read when the kernels are imported.
     sample_rows.MAX_ROWS = 4
 
 
@@ -57,13 +59,13 @@ def _let_children_find_it() -> None:
 
 
 def _let_torch_guard() -> None:
-    """Python's indexing asks for the current device; the guard of tensors without memory does nothing."""
+    """Python's indexing queries the current device. The guard of meta tensors, which does nothing, answers it."""
     c10 = ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so")
     guards = (ctypes.c_void_p * 21).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
     guards[_CUDA] = guards[_META]
     torch.cuda._lazy_init = lambda: None
 
-    # It would take that guard's device for the current one.
+    # Without an index, it would use that guard's device as the current one.
     plain_to = torch.Tensor.to
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -95,12 +97,12 @@ def _let_torch_allocate() -> None:
         "CUDA",
     )
     _library.append(library)
-    # They fill memory without asking for ops, or only then say how much.
+    # These write to memory without calling ops, or compute its size only then.
     for name in ("tensor", "arange", "as_tensor", "randn", "rand", "randint"):
-        setattr(torch, name, _brought(getattr(torch, name)))
+        setattr(torch, name, _on_device(getattr(torch, name)))
 
 
-def _brought(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _on_device(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def made(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         tensor = make(*args, **kwargs)
         return tensor if device is None else tensor.to(device)
@@ -108,7 +110,7 @@ def _brought(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return made
 
 
-def _let_torch_tell() -> None:
+def _let_torch_report() -> None:
     cuda: Any = torch.cuda
     cuda.Stream, cuda.Event, cuda.stream = streams.Stream, streams.Event, streams.InStream
     cuda.CUDAGraph, cuda.graph = streams.Graph, streams.Capture
@@ -150,7 +152,7 @@ def _let_torch_pin() -> None:
             if not pin_memory:
                 return tensor
             if make is plain_empty:
-                tensor.view(torch.uint8).fill_(RUBBISH)
+                tensor.view(torch.uint8).fill_(GARBAGE)
             return pin(tensor)
 
         return made
@@ -177,7 +179,7 @@ def _let_triton_launch() -> None:
 
 
 def _let_ucx_reach() -> None:
-    """What UCX is told about CUDA it does not know without; its bytes it finds where any other's are."""
+    """UCX is built without CUDA and must not get settings for it. It finds device memory in host memory."""
     if importlib.util.find_spec("ucxx") is None:
         return
     set_default_variable("UCX_MEMTYPE_CACHE", "n")

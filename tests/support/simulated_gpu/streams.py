@@ -1,8 +1,9 @@
-"""What a GPU has been told to do and has not done yet: streams, events and graphs, with the names of `torch.cuda`.
+"""Queued work of the simulated GPU: streams, events and graphs, with the interfaces of `torch.cuda`.
 
-Work is done as late, or as early, as a GPU may do it: whoever forgets to wait reads rubbish. What is next is drawn from
-a seeded generator, as far as streams and events leave a choice. Source: NVIDIA, CUDA C++ Programming Guide,
-"Asynchronous Concurrent Execution".
+Work is executed as late or as early as on a GPU, so code that forgets to wait reads garbage. Where streams and events
+leave a choice, a seeded generator decides what comes next.
+
+Source: NVIDIA, CUDA C++ Programming Guide, "Asynchronous Concurrent Execution".
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from weakref import WeakSet
 
 import torch
 
-#: Something a stream does, in order.
+#: One operation of a stream.
 Work = Callable[[], None]
 
 
 class Mark:
-    """A place in a stream's work, and whether it was reached."""
+    """A position in a stream's work, and whether it has been reached."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -37,24 +38,24 @@ class Mark:
 
 
 class _Wait:
-    """A stream goes on when a mark of another one was reached."""
+    """The stream continues when a mark of another one has been reached."""
 
     def __init__(self, mark: Mark) -> None:
         self.mark = mark
 
 
 class _Sleep:
-    """Nothing behind it is done before somebody waits for it."""
+    """Work behind it is not executed before something waits for it."""
 
 
 _Item = Work | Mark | _Wait | _Sleep
 
 
 class Gpu:
-    """All that is queued, and by whom. One for the process, under one lock: nothing here is about speed."""
+    """All queued work. One for the process, under one lock, since speed does not matter here."""
 
     def __init__(self, *, eagerness: float, seed: float) -> None:
-        """`eagerness`: how much is done before anybody waits for it: from 0, nothing, to 1, nearly everything."""
+        """`eagerness`: share of the work executed before anything waits for it, from 0 (none) to 1 (nearly all)."""
         self.lock = threading.RLock()
         self._eagerness = eagerness
         self._random = random.Random(seed)
@@ -62,12 +63,12 @@ class Gpu:
         self._is_working = False
         self._here = threading.local()
         self.default = Stream(gpu=self)
-        #: Raise where the host waits without having said so.
+        #: Whether hidden waits of the host raise.
         self.refuses_hidden_waits = False
 
     @property
     def stream(self) -> Stream:
-        """The calling thread's current one."""
+        """The current stream of the calling thread."""
         stream: Stream = getattr(self._here, "stream", self.default)
         return stream
 
@@ -79,7 +80,7 @@ class Gpu:
         """Queues work, or records it while the stream is captured."""
         with self.lock:
             (stream or self.stream).add(work)
-            # What an item frees is submitted in the middle of it.
+            # An item that frees memory submits work while it is executed.
             while not self._is_working and self._random.random() < self._eagerness:
                 awake = [each for each in self._busy if not isinstance(each.queue[0], _Sleep)]
                 if not awake:
@@ -91,13 +92,13 @@ class Gpu:
             self._busy.append(stream)
 
     def finish(self, mark: Mark) -> None:
-        """Does what has to be done for the mark to be reached, and perhaps more."""
+        """Executes what the mark needs to be reached, and perhaps more."""
         with self.lock:
             self.refuse_in_capture("waiting for the device")
             self._reach(mark)
 
     def finish_for(self, what: object) -> None:
-        """What the calling thread has launched, for something that needs it without saying so."""
+        """Executes what the calling thread has launched, for an operation that waits for it implicitly."""
         if self.refuses_hidden_waits:
             raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
         self.finish(self.stream.mark())
@@ -109,7 +110,7 @@ class Gpu:
                 self._reach(stream.mark())
 
     def refuse_in_capture(self, what: str) -> None:
-        """Raises `RuntimeError` if the calling thread captures."""
+        """Raises `RuntimeError` if the calling thread is capturing."""
         if self.stream.recording is not None:
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what}")
 
@@ -120,7 +121,7 @@ class Gpu:
                 self._reach(blocked)
 
     def _advance(self, stream: Stream) -> Mark | None:
-        """Does the next thing of a stream. Returns the mark that has to be reached before, if there is one."""
+        """Executes the next item of a stream, or returns the mark that must be reached first."""
         item = stream.queue[0]
         if isinstance(item, _Wait) and not item.mark.reached:
             return item.mark
@@ -130,7 +131,7 @@ class Gpu:
         if isinstance(item, Mark):
             item.reach()
         elif not isinstance(item, _Wait | _Sleep):
-            # Who works on tensors of a forward pass has to be in that mode, too.
+            # Tensors of a forward pass may only be written to in this mode.
             self._is_working = True
             try:
                 with torch.inference_mode():
@@ -144,12 +145,12 @@ _gpu: list[Gpu] = []
 
 
 def gpu() -> Gpu:
-    """The one that is simulated."""
+    """The simulated GPU of this process."""
     return _gpu[0]
 
 
 def start(*, eagerness: float = 0.3, seed: float = 0) -> Gpu:
-    """Takes the place of the one before, whose work must have been done."""
+    """Replaces the previous one, whose work must be done."""
     _gpu[:] = [Gpu(eagerness=eagerness, seed=seed)]
     return gpu()
 
@@ -160,9 +161,9 @@ class Stream:
     def __init__(self, device: object = None, priority: int = 0, *, gpu: Gpu | None = None) -> None:
         self._gpu = gpu
         self.queue: deque[_Item] = deque()
-        #: What is captured instead of being done, and what overwrites the memory that is allocated meanwhile.
+        #: Captured work, and work that overwrites the memory allocated during the capture.
         self.recording: list[Work] | None = None
-        self.spoils: list[Work] = []
+        self.overwrites: list[Work] = []
 
     @property
     def gpu(self) -> Gpu:
@@ -229,7 +230,7 @@ class Event:
         return self.mark is None or self.mark.reached
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds; says nothing."""
+        """Milliseconds, without meaning."""
         marks = [event.mark for event in (self, end)]
         times = [mark.reached_at for mark in marks if mark is not None and mark.reached_at is not None]
         if len(times) < 2:
@@ -258,10 +259,10 @@ class Graph:
 
     def __init__(self) -> None:
         self.works: list[Work] = []
-        #: Overwrites what it has allocated.
-        self.spoils: list[Work] = []
+        #: Work that overwrites its allocations.
+        self.overwrites: list[Work] = []
         self._pool = (0, id(self))
-        #: Those that share a pool, in which each may write where others have.
+        #: Graphs that share its pool, in which each may overwrite results of the others.
         self._together: list[Graph] = [self]
 
     def pool(self) -> tuple[int, int]:
@@ -275,8 +276,8 @@ class Graph:
 
     def replay(self) -> None:
         for graph in self._together:
-            for spoil in graph.spoils if graph is not self else ():
-                gpu().submit(spoil)
+            for overwrite in graph.overwrites if graph is not self else ():
+                gpu().submit(overwrite)
         for work in self.works:
             gpu().submit(work)
 
@@ -285,7 +286,7 @@ _graphs: WeakSet[Graph] = WeakSet()
 
 
 class Capture:
-    """As `torch.cuda.graph`: the work of one stream is recorded instead of being done."""
+    """As `torch.cuda.graph`: the work of one stream is recorded instead of executed."""
 
     def __init__(self, graph: Graph, pool: object = None, stream: Stream | None = None, **_: object) -> None:
         self._graph = graph
@@ -297,7 +298,7 @@ class Capture:
         gpu().finish_all()
         self._inside.__enter__()
         gpu().stream.recording = []
-        gpu().stream.spoils = self._graph.spoils
+        gpu().stream.overwrites = self._graph.overwrites
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -308,7 +309,7 @@ class Capture:
 
 
 def sleep(cycles: int) -> None:
-    """As `torch.cuda._sleep`, for as long as nobody waits."""
+    """As `torch.cuda._sleep`: lasts until something waits for the stream."""
     with gpu().lock:
         gpu().stream.add(_Sleep())
 

@@ -1,8 +1,8 @@
-"""Tensors of a GPU that is not there: torch sees them on `cuda:0`; their bytes are in host memory.
+"""Tensors of the simulated GPU: torch sees them on `cuda:0`; their bytes are in host memory.
 
-Each op is checked for what a GPU could not reach, gives a tensor of the right shape full of rubbish, and is computed
-when the stream gets there. Memory that is freed is overwritten when the stream that it was allocated on comes to that
-point: a stream that still reads it then finds rubbish, as it would what torch's allocator gave away.
+Each op is checked for memory that a GPU could not access. It returns a tensor of the right shape full of garbage, and
+is computed when its stream gets there. Freed memory is overwritten when the stream of its allocation gets there. A
+stream that still reads it then finds garbage, as it would find new data in memory that torch's allocator reused.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from tests.support.simulated_gpu.streams import Stream, gpu
 
 DEVICE = torch.device("cuda", 0)
-#: Of each byte of memory that nobody has written to: NaN as a number, -1 as an index.
-RUBBISH = 0xFF
+#: Each byte of memory that has not been written to: NaN as a number, -1 as an index.
+GARBAGE = 0xFF
 
 _aten = torch.ops.aten
-#: Their results' shapes, or the answers themselves, depend on values: the host waits for them.
+#: Ops whose results, or the results' shapes, depend on values: the host waits for them.
 _ANSWERS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default, _aten.nonzero.default}
 
 
 class Memory:
-    """An allocation: what all views of a tensor share."""
+    """An allocation, which all views of a tensor share."""
 
     total_bytes = 1 << 30
     allocated = 0
@@ -35,20 +35,20 @@ class Memory:
     def __init__(self, num_bytes: int) -> None:
         if Memory.allocated + num_bytes > Memory.total_bytes:
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes.")
-        self.bytes = torch.full((num_bytes,), RUBBISH, dtype=torch.uint8)
+        self.bytes = torch.full((num_bytes,), GARBAGE, dtype=torch.uint8)
         stream = gpu().stream
         Memory.allocated += num_bytes
         Memory.peak = max(Memory.peak, Memory.allocated)
         if stream.recording is not None:
             memory = self.bytes
-            stream.spoils.append(lambda: memory.fill_(RUBBISH))
+            stream.overwrites.append(lambda: memory.fill_(GARBAGE))
         weakref.finalize(self, _free, self.bytes, stream, stream.recording).atexit = False
 
 
 def _free(memory: torch.Tensor, stream: Stream, recording: list[Callable[[], None]] | None) -> None:
-    """On the stream of the allocation. What a graph has allocated is its own, and used again within it only."""
+    """Overwrites memory on the stream of its allocation. Memory of a graph is reused only within the graph."""
     Memory.allocated -= memory.nbytes
-    overwrite = lambda: memory.fill_(RUBBISH)  # noqa: E731
+    overwrite = lambda: memory.fill_(GARBAGE)  # noqa: E731
     if recording is not None:
         if stream.recording is recording:
             recording.append(overwrite)
@@ -57,7 +57,7 @@ def _free(memory: torch.Tensor, stream: Stream, recording: list[Callable[[], Non
 
 
 class DeviceTensor(torch.Tensor):
-    """`there`: the same bytes, as a tensor of the host that nothing but work in streams may touch."""
+    """`there`: the same bytes as a host tensor, which only work in streams may access."""
 
     there: torch.Tensor
     memory: Memory
@@ -82,7 +82,7 @@ class DeviceTensor(torch.Tensor):
         return self.there.untyped_storage()
 
     def record_stream(self, stream: object) -> None:
-        raise NotImplementedError("the simulated GPU would have to free later")
+        raise NotImplementedError("the simulated GPU frees memory on the stream of its allocation only")
 
     def numpy(self, *, force: bool = False) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
@@ -99,7 +99,7 @@ class DeviceTensor(torch.Tensor):
 
 
 def allocate(size: Any, stride: Any, dtype: torch.dtype) -> DeviceTensor:
-    """Full of rubbish."""
+    """A new tensor full of garbage."""
     span = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if all(size) else 0
     memory = Memory(span * dtype.itemsize)
     return DeviceTensor(torch.as_strided(memory.bytes.view(dtype), size, stride), memory)
@@ -110,7 +110,7 @@ _pinned: dict[int, int] = {}
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:
-    """Lets copies from and to it be made while the host goes on."""
+    """Marks a tensor's memory as pinned, so that copies from and to it may be asynchronous."""
     storage = tensor.untyped_storage()
     start = storage.data_ptr()
     _pinned[start] = storage.nbytes()
@@ -136,11 +136,11 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if func in _ANSWERS:
         gpu().finish_for(func)
         answer = func(*_there(args), **_there(kwargs))
-        return _brought(answer) if isinstance(answer, torch.Tensor) else answer
-    # In inference mode torch leaves that to us.
-    parts = func.decompose(*args, **kwargs)
-    if parts is not NotImplemented:
-        return parts
+        return _on_device(answer) if isinstance(answer, torch.Tensor) else answer
+    # In inference mode torch leaves decomposition to us.
+    result = func.decompose(*args, **kwargs)
+    if result is not NotImplemented:
+        return result
     _require_same_device(func, args, kwargs)
     returns = func._schema.returns
     aliases = [each.alias_info for each in returns]
@@ -155,7 +155,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
     base = next(each for each in tree_flatten((args, kwargs))[0] if isinstance(each, DeviceTensor))
     views = func(*_there(args), **_there(kwargs))
-    # Who looks at a tensor from before has one that may be written to, also later, as torch's own views.
+    # A view of a normal tensor may be written to outside of inference mode, as torch's own views.
     with torch.inference_mode(base.is_inference()):
         return tree_map_only(torch.Tensor, lambda there: DeviceTensor(there, base.memory), views)
 
@@ -221,14 +221,14 @@ def _copy(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) ->
     return to
 
 
-def _brought(answer: torch.Tensor) -> DeviceTensor:
+def _on_device(answer: torch.Tensor) -> DeviceTensor:
     result = allocate(answer.shape, answer.stride(), answer.dtype)
     gpu().submit(lambda: result.there.copy_(answer))
     return result
 
 
 def _require_same_device(func: Any, args: Any, kwargs: Any) -> None:
-    """Scalars of the host go along. Torch takes indices from there, too, and waits for them: here they are refused."""
+    """Allows scalars of the host. Torch also accepts host indices, and waits for them: here they are refused."""
     for tensor in tree_flatten((args, kwargs))[0]:
         if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DeviceTensor) and tensor.ndim:
             raise RuntimeError(

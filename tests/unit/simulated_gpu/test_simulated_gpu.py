@@ -1,4 +1,4 @@
-"""What the simulated GPU finds: it stands in for a real one in the tests of everything that runs on GPUs."""
+"""Facts about the simulated GPU, which replaces a real one in tests of code for GPUs."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ def pinned(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32).pin_memory()
 
 
-def test_ops_give_what_they_give_on_the_host() -> None:
+def test_ops_match_those_of_the_host() -> None:
     left, right = torch.randn(3, 4), torch.randn(4, 5)
     product = left.to(DEVICE) @ right.to(DEVICE)
     assert (product.device, product.shape) == (DEVICE, (3, 5))
     assert torch.equal(product.cpu(), left @ right)
-    turned = product.t()[1:].contiguous()
-    turned[0] = 7
-    turned.clamp_(max=3)
+    transposed = product.t()[1:].contiguous()
+    transposed[0] = 7
+    transposed.clamp_(max=3)
     expected = (left @ right).t()[1:].contiguous()
     expected[0] = 7
-    assert torch.equal(turned.cpu(), expected.clamp(max=3))
+    assert torch.equal(transposed.cpu(), expected.clamp(max=3))
     assert torch.arange(3, device=DEVICE).tolist() == [0, 1, 2]
     assert there(1, 2, 3).sum().item() == 6
 
 
-def test_what_is_read_before_it_is_there_is_not_there() -> None:
+def test_a_read_before_the_copy_has_finished_gives_old_data() -> None:
     host, source = pinned(0, 0), there(1, 2)
     keep_busy()
     host.copy_(source, non_blocking=True)
@@ -47,7 +47,7 @@ def test_what_is_read_before_it_is_there_is_not_there() -> None:
     assert copied.query()
 
 
-def test_pinned_memory_is_read_when_the_copy_is_made() -> None:
+def test_pinned_memory_is_read_when_the_copy_is_executed() -> None:
     host, plain = pinned(1, 2), torch.tensor([1.0, 2.0])
     keep_busy()
     copies = [each.to(DEVICE, non_blocking=True) for each in (host, plain)]
@@ -56,14 +56,14 @@ def test_pinned_memory_is_read_when_the_copy_is_made() -> None:
     assert [each.tolist() for each in copies] == [[11, 12], [1, 2]]
 
 
-def test_a_copy_that_is_not_told_otherwise_is_waited_for() -> None:
+def test_a_copy_is_waited_for_by_default() -> None:
     source, host = there(1, 2), torch.zeros(2)
     keep_busy()
     host.copy_(source)
     assert host.tolist() == [1, 2]
 
 
-def test_streams_do_not_wait_for_each_other_unless_they_are_told_to() -> None:
+def test_streams_wait_for_each_other_only_on_request() -> None:
     for waits in (False, True):
         made, seen = torch.zeros(2, device=DEVICE), torch.zeros(2, device=DEVICE)
         torch.cuda.synchronize()
@@ -79,7 +79,7 @@ def test_streams_do_not_wait_for_each_other_unless_they_are_told_to() -> None:
         assert seen.tolist() == ([5, 5] if waits else [0, 0])
 
 
-def test_memory_that_is_freed_is_overwritten_though_another_stream_still_reads_it() -> None:
+def test_freed_memory_is_overwritten_even_if_another_stream_still_reads_it() -> None:
     for waits in (False, True):
         made, seen = there(1, 2), torch.zeros(2, device=DEVICE)
         torch.cuda.synchronize()
@@ -96,7 +96,7 @@ def test_memory_that_is_freed_is_overwritten_though_another_stream_still_reads_i
         assert seen.isnan().any().item() is not waits
 
 
-def test_what_a_gpu_cannot_reach_is_refused() -> None:
+def test_memory_that_a_gpu_cannot_access_is_refused() -> None:
     with pytest.raises(RuntimeError, match="same device"):
         there(1, 2) + torch.ones(2)
     with pytest.raises(TypeError, match="can't convert"):
@@ -104,7 +104,7 @@ def test_what_a_gpu_cannot_reach_is_refused() -> None:
     assert (there(1, 2) + torch.tensor(1.0)).tolist() == [2, 3]
 
 
-def test_a_kernel_that_is_given_host_memory_is_refused() -> None:
+def test_a_kernel_refuses_host_memory() -> None:
     pytest.importorskip("triton")
     from kernels.triton import norm
 
@@ -114,7 +114,7 @@ def test_a_kernel_that_is_given_host_memory_is_refused() -> None:
     assert norm.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-6).shape == (2, 16)
 
 
-def test_a_graph_does_again_what_was_captured_on_the_same_memory() -> None:
+def test_a_graph_repeats_the_captured_work_on_the_same_memory() -> None:
     given, kept = there(1, 2), torch.zeros(2, device=DEVICE)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -143,7 +143,7 @@ def test_graphs_that_share_their_memory_overwrite_each_others_results() -> None:
 
 
 @pytest.mark.parametrize("what", ["a value", "pageable memory", "an event"])
-def test_what_may_not_be_captured_is_refused(what: str) -> None:
+def test_work_that_must_not_be_captured_is_refused(what: str) -> None:
     given, event, side = there(1, 2), torch.cuda.Event(), torch.cuda.Stream()
     with pytest.raises(RuntimeError, match="captur"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         if what == "a value":
@@ -157,7 +157,7 @@ def test_what_may_not_be_captured_is_refused(what: str) -> None:
             event.wait()
 
 
-def test_memory_ends_and_is_counted() -> None:
+def test_memory_is_limited_and_counted() -> None:
     before = torch.cuda.memory_allocated()
     kept = torch.zeros(1 << 20, dtype=torch.uint8, device=DEVICE)
     assert torch.cuda.memory_allocated() == before + (1 << 20)

@@ -1,4 +1,4 @@
-"""Found by processes that tests start: those that compute have the simulated GPU, too."""
+"""Imported by child processes of tests: installs the simulated GPU in those that compute."""
 
 from __future__ import annotations
 

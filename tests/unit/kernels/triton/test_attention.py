@@ -1,4 +1,4 @@
-"""Paged attention in Triton against float64, over caches that are NaN wherever a row must not look."""
+"""Paged attention in Triton against float64, over caches that are NaN wherever a row must not read."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from kernels.ops import KvRows
 from kernels.triton.attention import paged_attention
 from kernels.triton.attention_launch import AttentionLaunch, AttentionLaunches, AttentionSizes, choose_launches
 from kernels.triton.paged_step import PagedStep
+from tests.unit.kernels.combinations import combinations
 from tests.unit.kernels.triton.paged_steps import SMALL_ALIGNED, SMALL_FAST, Case, make_case, make_rows
 
 pytestmark = needs_triton
 
 #: Single rows before and after chunks, whole prompts, chunks with a prefix.
 MIXED = [(1, 20), (5, 5), (6, 41), (1, 70)]
-IN_BOTH_WAYS = pytest.mark.parametrize("launches", [SMALL_ALIGNED, SMALL_FAST], ids=["aligned", "fast"])
+WITH_BOTH_LAUNCHES = pytest.mark.parametrize("launches", [SMALL_ALIGNED, SMALL_FAST], ids=["aligned", "fast"])
 
 
 def attend(case: Case, launches: AttentionLaunches) -> Tensor:
@@ -30,7 +31,7 @@ def attend(case: Case, launches: AttentionLaunches) -> Tensor:
 
 
 def check(case: Case, launches: AttentionLaunches) -> None:
-    """Weights and the result are rounded to the dtype (the interpreter rounds bfloat16 towards zero)."""
+    """Within the rounding of weights and result to the dtype (the interpreter truncates bfloat16)."""
     out = attend(case, launches)
     assert out.dtype == case.q.dtype
     expected, size = case.expected()
@@ -39,42 +40,37 @@ def check(case: Case, launches: AttentionLaunches) -> None:
     assert ((out.double() - expected).abs() <= bound).all(), ((out.double() - expected).abs() / bound).max()
 
 
-@IN_BOTH_WAYS
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "block_size", "window", "dtype"),
-    [
-        (2, 2, 16, 1, None, torch.float32),
-        (3, 1, 64, 4, 5, torch.float16),
-        (4, 1, 80, 16, 17, torch.bfloat16),
-        (8, 1, 128, 64, None, torch.bfloat16),
-        (4, 1, 256, 16, 40, torch.float32),
-        (3, 1, 96, 6, 1, torch.float16),
-    ],
-)
-def test_attention_is_that_of_the_formula(
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    block_size: int,
-    window: int | None,
-    dtype: torch.dtype,
-    launches: AttentionLaunches,
+#: (heads, kv_heads, dim, block_size, window, dtype)
+SIZES = [
+    (2, 2, 16, 1, None, torch.float32),
+    (3, 1, 64, 4, 5, torch.float16),
+    (4, 1, 80, 16, 17, torch.bfloat16),
+    (8, 1, 128, 64, None, torch.bfloat16),
+    (4, 1, 256, 16, 40, torch.float32),
+    (3, 1, 96, 6, 1, torch.float16),
+]
+
+
+@pytest.mark.parametrize(("size", "launches"), combinations(SIZES, [SMALL_ALIGNED, SMALL_FAST]))
+def test_attention_matches_the_formula(
+    size: tuple[int, int, int, int, int | None, torch.dtype], launches: AttentionLaunches
 ) -> None:
+    heads, kv_heads, dim, block_size, window, dtype = size
     case = make_case(
         MIXED, heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size, window=window, dtype=dtype, num_padding=1
     )
     check(case, launches)
 
 
-@IN_BOTH_WAYS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "launches"), combinations([torch.float32, torch.bfloat16], [SMALL_ALIGNED, SMALL_FAST])
+)
 def test_an_fp8_cache_is_read_with_its_scales(dtype: torch.dtype, launches: AttentionLaunches) -> None:
     check(make_case(MIXED, heads=2, kv_heads=1, dim=32, block_size=4, window=20, dtype=dtype, fp8=True), launches)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chosen_launches_compute_it_too(dtype: torch.dtype, deterministic: bool) -> None:
+@pytest.mark.parametrize(("dtype", "deterministic"), combinations([torch.float32, torch.bfloat16], [False, True]))
+def test_chosen_launches_match_the_formula(dtype: torch.dtype, deterministic: bool) -> None:
     case = make_case([(1, 700), (3, 66)], heads=4, kv_heads=1, dim=16, block_size=16, dtype=dtype)
     launches = choose_launches(
         AttentionSizes(
@@ -91,14 +87,14 @@ def test_chosen_launches_compute_it_too(dtype: torch.dtype, deterministic: bool)
     check(case, launches)
 
 
-@IN_BOTH_WAYS
+@WITH_BOTH_LAUNCHES
 @pytest.mark.parametrize("spans", [[(1, 5), (1, 33)], [(20, 31)], [(2, 2), (2, 18)]])
 def test_steps_of_one_kind_need_one_kernel(spans: list[tuple[int, int]], launches: AttentionLaunches) -> None:
     check(make_case(spans, heads=3, kv_heads=1, dim=16, block_size=4), launches)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_row_of_a_crowd_is_found(seed: int) -> None:
+def test_every_row_of_a_large_batch_is_found(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 12, (8, 2), generator=generator).tolist()
     spans = [(max(1, rows - 4), max(1, rows - 4) + before) for rows, before in lengths]
@@ -106,19 +102,19 @@ def test_every_row_of_a_crowd_is_found(seed: int) -> None:
     check(make_case(spans, heads=3, kv_heads=1, dim=16, block_size=4), SMALL_FAST)
 
 
-@IN_BOTH_WAYS
+@WITH_BOTH_LAUNCHES
 def test_a_sequence_without_context_gets_zeros(launches: AttentionLaunches) -> None:
     case = make_case([], heads=2, kv_heads=1, dim=16, block_size=4, num_padding=3)
     assert torch.equal(attend(case, launches), torch.zeros((3, 32), device=DEVICE))
 
 
-@IN_BOTH_WAYS
-def test_an_empty_step_is_empty(launches: AttentionLaunches) -> None:
+@WITH_BOTH_LAUNCHES
+def test_an_empty_step_gives_an_empty_result(launches: AttentionLaunches) -> None:
     assert attend(make_case([], heads=2, kv_heads=1, dim=16, block_size=4), launches).shape == (0, 32)
 
 
 @pytest.mark.parametrize("window", [None, 30])
-def test_a_great_score_in_any_split_decides(window: int | None) -> None:
+def test_a_large_score_in_any_split_dominates(window: int | None) -> None:
     case = make_case([(1, 100), (4, 100)], heads=1, kv_heads=1, dim=16, block_size=4, window=window)
     for position in (20, 75, 98):
         for table, context in zip(case.step.rows.block_tables.tolist(), case.contexts, strict=True):
@@ -156,7 +152,7 @@ SHAPES = pytest.mark.parametrize(
 
 
 def deterministic_case(dtype: torch.dtype, dim: int, window: int | None, fp8: bool) -> tuple[Case, AttentionLaunches]:
-    """A prompt of more than one split, and as small as can be where it is interpreted."""
+    """A prompt of more than one split, as small as possible if it is interpreted."""
     if not HAS_GPU:
         case = make_case([(50, 50)], heads=2, kv_heads=1, dim=dim, block_size=4, window=window, dtype=dtype, fp8=fp8)
         return case, SMALL_ALIGNED
@@ -175,23 +171,23 @@ def deterministic_case(dtype: torch.dtype, dim: int, window: int | None, fp8: bo
     return case, launches
 
 
-def attend_parts(case: Case, parts: list[tuple[int, int]], launches: AttentionLaunches) -> Tensor:
-    """The rows [begin, end) of a whole prompt, each part a sequence of its own over the same blocks."""
+def attend_chunks(case: Case, chunks: list[tuple[int, int]], launches: AttentionLaunches) -> Tensor:
+    """Rows [begin, end) of a whole prompt, each chunk as a separate sequence over the same blocks."""
     device = case.q.device
     rows = KvRows(
         positions=case.step.rows.positions,
         slot_mapping=case.step.rows.slot_mapping,
-        query_starts=torch.tensor([0, *(end - begin for begin, end in parts)], device=device).cumsum(0),
-        context_lens=torch.tensor([end for _, end in parts], device=device),
-        block_tables=case.step.rows.block_tables.expand(len(parts), -1),
+        query_starts=torch.tensor([0, *(end - begin for begin, end in chunks)], device=device).cumsum(0),
+        context_lens=torch.tensor([end for _, end in chunks], device=device),
+        block_tables=case.step.rows.block_tables.expand(len(chunks), -1),
     )
-    q = torch.cat([case.q[begin:end] for begin, end in parts])
+    q = torch.cat([case.q[begin:end] for begin, end in chunks])
     step = replace(case.step, rows=rows)
     return paged_attention(q, step, case.layer, window=case.window, launches=launches)
 
 
 def assert_same(left: Tensor, right: Tensor) -> None:
-    """Bit for bit on a GPU; the interpreter's products need not be the same for every shape."""
+    """Bit for bit on a GPU; the interpreter's products may differ between shapes."""
     if HAS_GPU:
         assert torch.equal(left, right)
     else:
@@ -199,35 +195,35 @@ def assert_same(left: Tensor, right: Tensor) -> None:
 
 
 @SHAPES
-def test_decode_gives_what_prefill_gave(dtype: torch.dtype, dim: int, window: int | None, fp8: bool) -> None:
+def test_decode_has_the_bits_of_prefill(dtype: torch.dtype, dim: int, window: int | None, fp8: bool) -> None:
     case, launches = deterministic_case(dtype, dim, window, fp8)
     whole = attend(case, launches)
     count = case.q.shape[0]
     positions = [*range(0, count, count // 5), count - 1]
-    single = attend_parts(case, [(position, position + 1) for position in positions], launches)
+    single = attend_chunks(case, [(position, position + 1) for position in positions], launches)
     assert_same(single, whole[positions])
 
 
 @SHAPES
-def test_chunks_give_what_the_whole_prompt_gave(dtype: torch.dtype, dim: int, window: int | None, fp8: bool) -> None:
+def test_chunks_have_the_bits_of_the_whole_prompt(dtype: torch.dtype, dim: int, window: int | None, fp8: bool) -> None:
     case, launches = deterministic_case(dtype, dim, window, fp8)
     whole = attend(case, launches)
     count = case.q.shape[0]
     cuts = [0, 4, 5, count // 2 + 1, count]
-    chunked = attend_parts(case, list(itertools.pairwise(cuts)), launches)
+    chunked = attend_chunks(case, list(itertools.pairwise(cuts)), launches)
     assert_same(chunked, whole)
 
 
 @SHAPES
-def test_a_row_alone_gives_what_it_gives_in_a_crowd(
+def test_a_row_alone_has_the_bits_that_it_has_in_a_batch(
     dtype: torch.dtype, dim: int, window: int | None, fp8: bool
 ) -> None:
     case, launches = deterministic_case(dtype, dim, window, fp8)
     count = case.q.shape[0]
-    parts = [(count - 1, count), (5, 6), (7, 12), (count // 2, count // 2 + 1)]
-    crowd = attend_parts(case, parts, launches).split([end - begin for begin, end in parts])
-    for part, together in zip(parts, crowd, strict=True):
-        assert_same(attend_parts(case, [part], launches), together)
+    chunks = [(count - 1, count), (5, 6), (7, 12), (count // 2, count // 2 + 1)]
+    batch = attend_chunks(case, chunks, launches).split([end - begin for begin, end in chunks])
+    for chunk, together in zip(chunks, batch, strict=True):
+        assert_same(attend_chunks(case, [chunk], launches), together)
 
 
 # Launch parameters
@@ -245,7 +241,7 @@ def test_deterministic_launches_depend_on_the_model_alone() -> None:
 
 @pytest.mark.parametrize("num_sequences", [1, 3, 64, 512])
 @pytest.mark.parametrize("capacity_tokens", [16, 1000, 131072])
-def test_fast_decode_fills_the_machine_where_it_can(num_sequences: int, capacity_tokens: int) -> None:
+def test_fast_decode_fills_the_gpu_if_the_context_is_long_enough(num_sequences: int, capacity_tokens: int) -> None:
     launch = choose_launches(
         AttentionSizes(
             num_sequences=num_sequences,
@@ -263,7 +259,7 @@ def test_fast_decode_fills_the_machine_where_it_can(num_sequences: int, capacity
 
 
 @pytest.mark.parametrize("window", [1, 2, 31, 32, 33, 34, 64, 65, 66, 1000])
-def test_there_are_as_many_splits_as_a_window_can_touch(window: int) -> None:
+def test_the_number_of_splits_is_that_a_window_can_touch(window: int) -> None:
     launch = AttentionLaunch(block_m=16, block_n=16, split_tokens=32, even_splits=False, num_warps=4, num_stages=2)
     capacity = 256
     touched = [(context - 1) // 32 - max(0, context - window) // 32 + 1 for context in range(1, capacity + 1)]
@@ -271,7 +267,7 @@ def test_there_are_as_many_splits_as_a_window_can_touch(window: int) -> None:
 
 
 @on_gpu
-def test_blocks_beyond_two_to_the_31_elements_are_reached() -> None:
+def test_blocks_beyond_two_to_the_31_elements_are_addressed() -> None:
     rows = make_rows([(1, 100)], 64)
     cache = torch.empty((3, 8192, 2, 8, 64, 128), dtype=torch.bfloat16, device=DEVICE)
     small = torch.randn((3, 1, 2, 8, 64, 128), device=DEVICE).to(torch.bfloat16)

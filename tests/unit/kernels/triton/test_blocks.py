@@ -1,4 +1,4 @@
-"""Packing and unpacking on the GPU against the reference: every byte, those around the target, and the digests."""
+"""Packing and unpacking on the GPU against the reference: every byte, the bytes around the target, and the digests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ pytest.importorskip("triton")
 
 from kernels.reference import blocks as reference
 from kernels.triton import blocks
+from tests.unit.kernels.combinations import combinations
 
 KEY = bytes(range(100, 116))
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 Range = tuple[int, int]
+Layout = tuple[tuple[int, ...], torch.dtype, Range, Range]
 
 
 def _random_bytes(*size: int, seed: int) -> torch.Tensor:
@@ -23,7 +25,7 @@ def _random_bytes(*size: int, seed: int) -> torch.Tensor:
 
 
 def _cache(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Random bits, NaN and all."""
+    """Random bits, including NaN."""
     return _random_bytes(*shape[:-1], shape[-1] * dtype.itemsize, seed=seed).view(dtype)
 
 
@@ -31,8 +33,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BITS[tensor.element_size()])
 
 
-LAYOUTS = [
-    # Blocks, layers, heads, block size, head dim; dtype; layers and heads that travel.
+LAYOUTS: list[Layout] = [
+    # Cache shape (blocks, layers, K and V, heads, block size, head dim); dtype; packed layers and heads.
     ((9, 3, 2, 4, 8, 40), torch.bfloat16, (0, 3), (0, 4)),
     ((9, 3, 2, 4, 8, 40), torch.bfloat16, (1, 2), (0, 4)),
     ((9, 3, 2, 4, 8, 40), torch.float16, (1, 3), (2, 4)),
@@ -44,19 +46,17 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "dtype", "layers", "heads"), LAYOUTS)
-@pytest.mark.parametrize("ids", [[2], [2, 0], [1, 1, 2, 0, 1]])
-def test_there_and_back(
-    shape: tuple[int, ...], dtype: torch.dtype, layers: Range, heads: Range, ids: list[int]
-) -> None:
+@pytest.mark.parametrize(("layout", "ids"), combinations(LAYOUTS, [[1, 1, 2, 0, 1], [2, 0], [2]]))
+def test_packing_and_unpacking_match_the_reference(layout: Layout, ids: list[int]) -> None:
+    shape, dtype, layers, heads = layout
     cache = _cache(shape, dtype)
     before = cache.clone()
     block_ids = torch.tensor(ids, device=DEVICE)
-    part = reference.SliceLayout.of(cache, layers, heads)
-    keys = blocks.digest_keys(KEY, part.packed_bytes, DEVICE)
-    assert torch.equal(keys, reference.digest_keys(KEY, part.packed_bytes, DEVICE))
-    # Filled, with a margin: whatever is not written, or written beyond the end, shows.
-    margin = torch.full((len(ids) + 1, part.packed_bytes), 0xA5, dtype=torch.uint8, device=DEVICE)
+    size = reference.SliceLayout.of(cache, layers, heads).packed_bytes
+    keys = blocks.digest_keys(KEY, size, DEVICE)
+    assert torch.equal(keys, reference.digest_keys(KEY, size, DEVICE))
+    # Filled, with a margin: shows bytes that are not written, or are written beyond the end.
+    margin = torch.full((len(ids) + 1, size), 0xA5, dtype=torch.uint8, device=DEVICE)
     packed = margin[: len(ids)]
     expected = torch.empty_like(packed)
     expected_digests = reference.pack(cache, block_ids, expected, keys, layers=layers, heads=heads)
@@ -68,7 +68,7 @@ def test_there_and_back(
     assert torch.equal(_bits(cache), _bits(before))
     assert torch.equal(digests, expected_digests)
 
-    # Into other blocks, each of them once: all else stays as it was.
+    # Into other, distinct blocks: everything else stays unchanged.
     targets = torch.arange(len(ids), device=DEVICE).flip(0)
     if len(ids) > shape[0]:
         return
@@ -86,7 +86,7 @@ def test_there_and_back(
     assert torch.equal(untouched, fresh)
 
 
-def test_no_blocks_are_no_work() -> None:
+def test_no_blocks_give_no_digests() -> None:
     cache = _cache((2, 1, 2, 1, 4, 8), torch.bfloat16)
     keys = blocks.digest_keys(KEY, cache[0].nbytes, DEVICE)
     empty = torch.empty(0, cache[0].nbytes, dtype=torch.uint8, device=DEVICE)
@@ -95,7 +95,7 @@ def test_no_blocks_are_no_work() -> None:
     assert blocks.unpack(empty, cache, ids, keys, layers=(0, 1), heads=(0, 1)).shape == (0, 16)
 
 
-def test_the_split_of_the_work_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_how_the_work_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = _cache((2, 3, 2, 2, 8, 20), torch.bfloat16)
     ids = torch.tensor([1, 0], device=DEVICE)
     packed = torch.empty(2, cache[0].nbytes, dtype=torch.uint8, device=DEVICE)
@@ -107,27 +107,27 @@ def test_the_split_of_the_work_does_not_show(monkeypatch: pytest.MonkeyPatch) ->
         assert torch.equal(blocks.pack(cache, ids, packed, keys, layers=(0, 3), heads=(0, 2)), expected)
 
 
-def test_a_flipped_bit_anywhere_shows_where_it_is_unpacked() -> None:
+def test_a_flipped_bit_anywhere_changes_the_digest_when_it_is_unpacked() -> None:
     cache = _cache((2, 2, 2, 2, 16, 64), torch.bfloat16)
     ids = torch.tensor([1], device=DEVICE)
     packed = torch.empty(1, cache[0].nbytes, dtype=torch.uint8, device=DEVICE)
     keys = blocks.digest_keys(KEY, cache[0].nbytes, DEVICE)
     sent = blocks.pack(cache, ids, packed, keys, layers=(0, 2), heads=(0, 2))
-    for place in (0, 7, 4095, 4096, 8191, packed.shape[1] - 1):
-        packed[0, place] ^= 0x10
-        # All four lanes: each alone would miss one in four thousand million.
+    for index in (0, 7, 4095, 4096, 8191, packed.shape[1] - 1):
+        packed[0, index] ^= 0x10
+        # In all four lanes: each alone would miss one change in four billion.
         got = blocks.unpack(packed, cache, ids, keys, layers=(0, 2), heads=(0, 2))
         assert (got.view(torch.int32) != sent.view(torch.int32)).all()
-        packed[0, place] ^= 0x10
+        packed[0, index] ^= 0x10
     assert torch.equal(blocks.unpack(packed, cache, ids, keys, layers=(0, 2), heads=(0, 2)), sent)
 
 
 @pytest.mark.parametrize("key", [bytes(16), b"\xff" * 16, b"\x00" * 7 + b"\x80" + b"\x01" + b"\x00" * 7])
-def test_keys_of_any_sign_are_stretched_alike(key: bytes) -> None:
+def test_keys_of_any_sign_are_stretched_as_in_the_reference(key: bytes) -> None:
     assert torch.equal(blocks.digest_keys(key, 40, DEVICE), reference.digest_keys(key, 40, DEVICE))
 
 
-def test_keys_of_whole_blocks_serve_for_parts() -> None:
+def test_keys_for_whole_blocks_also_fit_slices() -> None:
     cache = _cache((2, 2, 2, 2, 4, 16), torch.bfloat16)
     ids = torch.tensor([0, 1], device=DEVICE)
     long, short = (blocks.digest_keys(KEY, size, DEVICE) for size in (cache[0].nbytes, cache[0, 0].nbytes))

@@ -1,8 +1,7 @@
-"""The whole forward pass against the reference, for the four families."""
+"""The whole forward pass against the reference, for all four model families."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -20,8 +19,9 @@ from tests.property.model.plans import Placement, compute
 from tests.property.model.same import assert_close
 from tests.property.model.tiny_models import Fields, make_decoder
 from tests.support.backends import REFERENCE
+from tests.unit.kernels.combinations import combinations
 
-#: Share of the largest value; bfloat16 twice, for the interpreter cuts off where hardware rounds.
+#: Relative to the largest value; doubled for bfloat16, which the interpreter truncates and hardware rounds.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.04, torch.float16: 4e-3}
 FAMILIES: dict[str, Fields] = {
     "llama": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
@@ -55,10 +55,10 @@ def decoders(family: str, dtype: torch.dtype, *, deterministic: bool = True) -> 
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [*itertools.product(FAMILIES, (torch.float32, torch.bfloat16)), ("qwen3", torch.float16)],
+    [*combinations(list(FAMILIES), [torch.float32, torch.bfloat16]), ("qwen3", torch.float16)],
     ids=str,
 )
-def test_prompts_chunks_and_single_rows_give_what_the_reference_gives(family: str, dtype: torch.dtype) -> None:
+def test_prompts_chunks_and_single_rows_match_the_reference(family: str, dtype: torch.dtype) -> None:
     texts = [[3, 1, 4, 1, 5, 9], [2, 7, 1, 8]]
     plan = [[(0, 4)], [(1, 3), (0, 1)], [(0, 1), (1, 1)]]
     ours, expected = (compute(decoder, texts, plan, Placement(block_size=4)) for decoder in decoders(family, dtype))
@@ -66,7 +66,7 @@ def test_prompts_chunks_and_single_rows_give_what_the_reference_gives(family: st
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_the_fast_mode_gives_what_the_reference_gives(family: str) -> None:
+def test_fast_mode_matches_the_reference(family: str) -> None:
     ours, expected = (
         compute(decoder, [[3, 1, 4, 1, 5]], [[(0, 4)], [(0, 1)]], Placement(block_size=4), every_row=True)
         for decoder in decoders(family, torch.float32, deterministic=False)
@@ -74,7 +74,7 @@ def test_the_fast_mode_gives_what_the_reference_gives(family: str) -> None:
     assert_close(ours, expected, 1e-5)
 
 
-def test_an_fp8_kv_cache_gives_what_the_reference_gives() -> None:
+def test_an_fp8_kv_cache_matches_the_reference() -> None:
     scales, logits = torch.tensor([[[0.5, 0.25], [1.0, 0.125]]] * 2), []
     for backend in (Backend.TRITON, Backend.REFERENCE):
         options = KernelOptions(backend=backend, kv_scales=scales)
@@ -83,11 +83,11 @@ def test_an_fp8_kv_cache_gives_what_the_reference_gives() -> None:
         sequence = runner.add_sequence()
         steps = ([3, 1, 4, 1], [5], [9])
         logits.append(torch.cat([runner.step([(sequence, tokens)], last_only=False) for tokens in steps]))
-    # A rounding that tips to the neighbour is a sixteenth of one number of one key.
+    # Rounding one number of a key to the other neighbour changes it by a sixteenth.
     torch.testing.assert_close(*logits, atol=2e-2, rtol=0)
 
 
-def test_logits_come_in_the_order_asked_for_and_as_often() -> None:
+def test_logits_come_in_the_requested_order_and_may_repeat() -> None:
     decoder, _ = decoders("llama", torch.float32)
     runner = PagedRunner(decoder, num_blocks=4, block_size=4)
     batch = runner.make_batch([(runner.add_sequence(), [5, 6, 7]), (runner.add_sequence(), [8, 9])], last_only=False)
@@ -99,16 +99,16 @@ def test_logits_come_in_the_order_asked_for_and_as_often() -> None:
     assert decoder.forward(replace(batch, logits_rows=wanted[:0]), runner.kv_cache).shape == (0, 97)
 
 
-def test_a_chunk_whose_logits_nobody_wants_is_written_to_every_layer() -> None:
+def test_a_chunk_without_wanted_logits_is_written_to_every_layer() -> None:
     decoder, _ = decoders("qwen3", torch.float32)
     texts, placement = [[3, 1, 4, 1, 5]], Placement(block_size=4)
     silent = compute(decoder, texts, [[(0, 4)], [(0, 1)]], placement)
-    asked = compute(decoder, texts, [[(0, 4)], [(0, 1)]], placement, every_row=True)
-    assert torch.equal(silent[0].kv, asked[0].kv)
+    every = compute(decoder, texts, [[(0, 4)], [(0, 1)]], placement, every_row=True)
+    assert torch.equal(silent[0].kv, every[0].kv)
     assert silent[0].kv.isfinite().all()
 
 
-def test_each_layer_is_told_when_its_kv_is_launched() -> None:
+def test_the_listener_is_called_after_the_kv_writes_of_each_layer_are_launched() -> None:
     decoder, _ = decoders("llama", torch.float32)
     runner = PagedRunner(decoder, num_blocks=4, block_size=4)
     runner.kv_cache.zero_()
@@ -117,7 +117,8 @@ def test_each_layer_is_told_when_its_kv_is_launched() -> None:
 
     def on_layer(num_layers: int) -> None:
         assert num_layers == len(seen) + 1
-        seen.append(runner.kv_cache.clone())  # Launched behind what is told.
+        # Launched after the reported writes.
+        seen.append(runner.kv_cache.clone())
 
     logits = decoder.forward(batch, runner.kv_cache, on_layer)
     assert len(seen) == 2
@@ -138,36 +139,36 @@ def test_a_decoder_reports_its_backend_and_no_thread_counters() -> None:
     assert decoder.thread_counters is None
 
 
-def test_neighbours_in_one_storage_are_joined_without_a_copy() -> None:
+def test_adjacent_tensors_of_one_storage_are_joined_without_a_copy() -> None:
     storage = torch.arange(60.0).view(10, 6)
-    parts = storage[1:4], storage[4:5], storage[5:9]
-    whole = joined(*parts)
+    tensors = storage[1:4], storage[4:5], storage[5:9]
+    whole = joined(*tensors)
     assert torch.equal(whole, storage[1:9])
-    assert whole.data_ptr() == parts[0].data_ptr()
+    assert whole.data_ptr() == tensors[0].data_ptr()
     assert joined(storage[0], storage[1]).data_ptr() == storage.data_ptr()
 
 
-def test_what_does_not_lie_in_order_is_copied() -> None:
+def test_tensors_that_are_not_adjacent_and_in_order_are_copied() -> None:
     storage = torch.arange(60.0).view(10, 6)
-    for parts in (
+    for tensors in (
         (storage[4:6], storage[0:4]),
         (storage[0:4], storage[5:6]),
         (storage[0:4], storage[4:6].clone()),
         (storage[0:4, :3], storage[4:6, :3]),
         (storage[0:4:2], storage[4:6]),
     ):
-        whole = joined(*parts)
-        assert torch.equal(whole, torch.cat(parts))
-        assert whole.data_ptr() != parts[0].data_ptr()
+        whole = joined(*tensors)
+        assert torch.equal(whole, torch.cat(tensors))
+        assert whole.data_ptr() != tensors[0].data_ptr()
 
 
 class TestOnHardware:
-    """What an interpreter has not: graphs."""
+    """CUDA graphs, which the interpreter does not have."""
 
     pytestmark = gpu_only
 
     @pytest.mark.parametrize("deterministic", [False, True])
-    def test_a_graph_of_the_forward_pass_computes_what_it_does(self, deterministic: bool) -> None:
+    def test_a_graph_of_the_forward_pass_computes_the_same(self, deterministic: bool) -> None:
         decoder, _ = decoders("qwen3", torch.bfloat16, deterministic=deterministic)
         runner = PagedRunner(decoder, num_blocks=8, block_size=4)
         sequences = [runner.add_sequence(), runner.add_sequence()]

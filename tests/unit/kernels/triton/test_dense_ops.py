@@ -1,4 +1,4 @@
-"""Norms, gated activations and gathers against the reference ops, and the ops as `TritonOps` offers them."""
+"""Norms, gated activations, gathers and all ops of `TritonOps` against the reference ops."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from kernels.triton.activation import gelu_mul, gelu_mul_merged, silu_mul, silu_
 from kernels.triton.gather import gather_rows
 from kernels.triton.norm import add_rms_norm, rms_norm
 from kernels.triton.ops import TritonOps
+from tests.unit.kernels.combinations import combinations
 
 reference = ReferenceOps()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 in_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-#: A row, a power of two, and what is neither.
+#: One element, a power of two, and widths that are no power of two.
 SHAPES = ((1, 1), (3, 64), (5, 100), (2, 1500))
-#: One step of the dtype: the interpreter cuts bfloat16 off where hardware rounds.
+#: One unit in the last place: the interpreter truncates bfloat16, hardware rounds it.
 STEP = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
@@ -35,15 +36,14 @@ def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
 
 
 def assert_close(ours: Tensor, expected: Tensor, steps: int) -> None:
-    """Equal in shape and dtype, and no value further away than some steps of its dtype."""
+    """Same shape and dtype, and values within `steps` units in the last place."""
     assert ours.dtype == expected.dtype
     step = STEP[ours.dtype]
     torch.testing.assert_close(ours.double(), expected.double(), rtol=steps * step, atol=1e-6)
 
 
-@in_every_dtype
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rms_norm_is_the_references(shape: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("shape", "dtype"), combinations(SHAPES, DTYPES), ids=str)
+def test_rms_norm_matches_the_reference(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, weight = random(*shape, dtype=dtype, scale=3), random(shape[1], dtype=dtype)
     ours = rms_norm(x, weight, 1e-5)
     assert_close(ours, reference.rms_norm(x, weight, 1e-5), steps=3)
@@ -51,7 +51,7 @@ def test_rms_norm_is_the_references(shape: tuple[int, int], dtype: torch.dtype) 
 
 
 @in_every_dtype
-def test_rms_norm_works_on_the_heads_of_a_view(dtype: torch.dtype) -> None:
+def test_rms_norm_accepts_heads_of_a_view(dtype: torch.dtype) -> None:
     merged, weight = random(4, 7 * 25, dtype=dtype), random(24, dtype=dtype)
     heads = merged.view(4, 7, 25)[:, 2:5, 1:]
     ours = rms_norm(heads, weight, 1e-6)
@@ -64,32 +64,29 @@ def test_rms_norm_of_large_float16_rows_does_not_overflow() -> None:
     assert torch.equal(rms_norm(x, torch.ones_like(x[0]), 1e-6), torch.ones_like(x))
 
 
-@in_every_dtype
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), combinations(SHAPES, DTYPES), ids=str)
 def test_add_rms_norm_is_the_sum_and_its_norm(shape: tuple[int, int], in_place: bool, dtype: torch.dtype) -> None:
     x, weight = random(*shape, dtype=dtype), random(shape[1], dtype=dtype)
     residual = random(shape[0], shape[1] + 1, dtype=dtype, scale=3)[:, 1:]
     before = residual.clone()
     normed, total = add_rms_norm(x, residual, weight, 1e-5, in_place=in_place)
     assert_close(total, x + before, steps=1)
-    # Of the rounded sum, which is the residual stream.
+    # The norm is that of the rounded sum, which is the residual stream.
     assert torch.equal(normed, rms_norm(total, weight, 1e-5))
     assert torch.equal(residual, total if in_place else before)
     assert (total.data_ptr() == residual.data_ptr()) == in_place
 
 
-@in_every_dtype
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_silu_mul_is_the_references(shape: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("shape", "dtype"), combinations(SHAPES, DTYPES), ids=str)
+def test_silu_mul_matches_the_reference(shape: tuple[int, int], dtype: torch.dtype) -> None:
     gate, up = random(*shape, dtype=dtype, scale=4), random(shape[0], shape[1] + 3, dtype=dtype)[:, 3:]
     ours = silu_mul(gate, up)
     assert_close(ours, reference.silu_mul(gate, up), steps=2)
     assert torch.equal(silu_mul_merged(torch.cat((gate, up), dim=1)), ours)
 
 
-@in_every_dtype
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), combinations(SHAPES, DTYPES), ids=str)
 def test_gelu_mul_is_the_tanh_approximation(shape: tuple[int, int], dtype: torch.dtype) -> None:
     gate, up = random(*shape, dtype=dtype, scale=2), random(shape[0], shape[1] + 3, dtype=dtype)[:, 3:]
     ours = gelu_mul(gate, up)
@@ -100,14 +97,14 @@ def test_gelu_mul_is_the_tanh_approximation(shape: tuple[int, int], dtype: torch
 
 
 @pytest.mark.parametrize("gated", [silu_mul, gelu_mul])
-def test_activations_of_large_arguments_stay_finite(gated: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_activations_of_large_arguments_are_finite(gated: Callable[[Tensor, Tensor], Tensor]) -> None:
     gate = torch.tensor([[-1e4, -200.0, -90.0, 90.0, 200.0, 1e4]], device=DEVICE)
     expected = torch.tensor([[0.0, 0.0, 0.0, 90.0, 200.0, 1e4]], device=DEVICE)
     torch.testing.assert_close(gated(gate, torch.ones_like(gate)), expected)
 
 
 def test_values_are_rounded_where_the_reference_rounds_them() -> None:
-    """In float16, which the interpreter rounds as hardware does: another rounding point changes a third of the bits."""
+    """In float16, which the interpreter rounds as hardware does. Rounding elsewhere would change a third of them."""
     x, other, weight = (random(*shape, dtype=torch.float16) for shape in [(8, 100), (8, 101), (100,)])
     other = other[:, 1:]
     pairs = (
@@ -120,15 +117,14 @@ def test_values_are_rounded_where_the_reference_rounds_them() -> None:
         assert float((ours != expected).float().mean()) < 0.02
 
 
-@in_every_dtype
-@pytest.mark.parametrize("width", [1, 96, 1100])
-def test_gathered_rows_are_copies(width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("width", "dtype"), combinations([1, 96, 1100], DTYPES), ids=str)
+def test_gathered_rows_equal_the_tables(width: int, dtype: torch.dtype) -> None:
     table = random(11, width + 2, dtype=dtype)[:, 1:-1]
     index = torch.tensor([10, 0, 3, 3, 10, 7], device=DEVICE)
     assert torch.equal(gather_rows(table, index), table[index])
 
 
-def test_no_rows_are_no_rows() -> None:
+def test_empty_inputs_give_empty_results() -> None:
     x, weight = torch.empty(0, 24, device=DEVICE), torch.ones(24, device=DEVICE)
     index = torch.empty(0, dtype=torch.int64, device=DEVICE)
     normed, total = add_rms_norm(x, x, weight, 1e-5)
@@ -138,7 +134,7 @@ def test_no_rows_are_no_rows() -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_the_ops_compute_what_the_reference_ops_do(deterministic: bool) -> None:
+def test_ops_match_the_reference_ops(deterministic: bool) -> None:
     x, other, weight, matrix, bias = (
         random(*shape, dtype=torch.float32) for shape in [(3, 40), (3, 40), (40,), (70, 40), (70,)]
     )

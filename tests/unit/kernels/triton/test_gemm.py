@@ -1,4 +1,4 @@
-"""The batch-invariant linear layer: against float64 within what rounding explains, and rows whose bits stay."""
+"""The batch-invariant linear layer: errors against float64 within rounding, and rows whose bits do not change."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from tests.support.devices import DEVICE, gpu_only
 pytest.importorskip("triton")
 
 from kernels.triton.gemm import choose_tile, linear
+from tests.unit.kernels.combinations import combinations
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 in_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-#: Rounding to the dtype, by cutting off as the interpreter does it.
+#: Error of rounding to the dtype by truncation, as the interpreter does.
 STEP = {torch.float32: 2**-23, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
@@ -26,7 +27,7 @@ def random(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def assert_is_product(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    """Within the rounding of float32 sums of these terms, and of the result."""
+    """Within the rounding errors of float32 sums of these terms, and of the result."""
     exact = x.double() @ weight.double().T
     sizes = x.double().abs() @ weight.double().abs().T
     if bias is not None:
@@ -37,22 +38,21 @@ def assert_is_product(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | Non
     assert bool((gaps <= bound).all()), f"off by up to {float((gaps / bound).max()):.3g} times the bound"
 
 
-@in_every_dtype
-@pytest.mark.parametrize(
-    ("num_rows", "out_features", "depth", "has_bias"),
-    [
-        (1, 1, 1, True),
-        (1, 97, 64, False),
-        (3, 33, 130, True),
-        (64, 64, 128, False),
-        (70, 130, 17, False),
-        (130, 70, 33, True),
-        (2, 2100, 20, True),
-    ],
+#: (num_rows, out_features, depth, has_bias)
+SIZES = (
+    (1, 1, 1, True),
+    (1, 97, 64, False),
+    (3, 33, 130, True),
+    (64, 64, 128, False),
+    (70, 130, 17, False),
+    (130, 70, 33, True),
+    (2, 2100, 20, True),
 )
-def test_linear_is_the_product(
-    num_rows: int, out_features: int, depth: int, has_bias: bool, dtype: torch.dtype
-) -> None:
+
+
+@pytest.mark.parametrize(("size", "dtype"), combinations(SIZES, DTYPES), ids=str)
+def test_linear_is_the_product(size: tuple[int, int, int, bool], dtype: torch.dtype) -> None:
+    num_rows, out_features, depth, has_bias = size
     x, weight = random(num_rows, depth, dtype=dtype), random(out_features, depth, dtype=dtype)
     bias = random(out_features, dtype=dtype) if has_bias else None
     assert_is_product(linear(x, weight, bias), x, weight, bias)
@@ -67,7 +67,7 @@ def test_float32_results_are_not_rounded(dtype: torch.dtype) -> None:
 
 
 @in_every_dtype
-def test_linear_takes_views_and_reads_nothing_beside_them(dtype: torch.dtype) -> None:
+def test_linear_accepts_views_and_reads_nothing_outside_of_them(dtype: torch.dtype) -> None:
     wide_x, wide_weight = (random(rows, 60, dtype=dtype) for rows in (5, 45))
     for wide in (wide_x, wide_weight):
         wide[:, :7] = torch.nan
@@ -85,24 +85,23 @@ def test_the_program_order_covers_every_tile_once() -> None:
         assert torch.equal(linear(x, weight, tile=tile), whole)
 
 
-def test_no_rows_are_no_rows() -> None:
+def test_no_rows_give_an_empty_result() -> None:
     assert linear(torch.empty(0, 8, device=DEVICE), torch.ones(5, 8, device=DEVICE)).shape == (0, 5)
 
 
-@in_every_dtype
-@pytest.mark.parametrize("depth", [64, 200])
-def test_a_row_has_the_same_bits_alone_and_in_a_crowd(depth: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("depth", "dtype"), combinations([64, 200], DTYPES), ids=str)
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(depth: int, dtype: torch.dtype) -> None:
     x, weight = random(130, depth, dtype=dtype), random(40, depth, dtype=dtype)
-    crowd = linear(x, weight)
+    batch = linear(x, weight)
     for row in (0, 63, 64, 129):
-        # Among large values, too: nothing of a neighbour may get in.
-        assert torch.equal(linear(x[row : row + 1], weight)[0], crowd[row])
+        # Also among large values: no other row may influence it.
+        assert torch.equal(linear(x[row : row + 1], weight)[0], batch[row])
     others = torch.cat((x[:9] * 100, x[9:10], x[10:70] * 100))
-    assert torch.equal(linear(others, weight)[9], crowd[9])
+    assert torch.equal(linear(others, weight)[9], batch[9])
 
 
 class TestOnHardware:
-    """Large matrices, as the models that are served have them."""
+    """Matrices as large as those of served models."""
 
     pytestmark = gpu_only
 
@@ -110,15 +109,15 @@ class TestOnHardware:
     @pytest.mark.parametrize(("out_features", "depth"), [(6144, 4096), (28672, 1024), (896, 4864), (4096, 14336)])
     def test_bits_do_not_depend_on_the_number_of_rows(self, out_features: int, depth: int, dtype: torch.dtype) -> None:
         x, weight = random(2050, depth, dtype=dtype), random(out_features, depth, dtype=dtype)
-        crowd = linear(x, weight)
+        batch = linear(x, weight)
         for first, last in ((0, 1), (5, 6), (0, 2), (3, 20), (60, 70), (1000, 1257), (2049, 2050)):
-            assert torch.equal(linear(x[first:last].clone(), weight), crowd[first:last])
+            assert torch.equal(linear(x[first:last].clone(), weight), batch[first:last])
 
     @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
     def test_bits_do_not_depend_on_the_tile(self, dtype: torch.dtype) -> None:
         """Sums run along the depth in steps of one instruction, whatever the tile.
 
-        Nothing relies on it so far; if it holds, tiles may be chosen by the number of rows.
+        No code relies on this. While it holds, tiles could be chosen by the number of rows.
         """
         x, weight = random(300, 4096, dtype=dtype), random(1024, 4096, dtype=dtype)
         usual = linear(x, weight)
@@ -133,7 +132,7 @@ class TestOnHardware:
             assert torch.equal(linear(x, weight, tile=change), usual), change
 
     @in_every_dtype
-    def test_large_products_are_right(self, dtype: torch.dtype) -> None:
+    def test_large_products_are_correct(self, dtype: torch.dtype) -> None:
         for num_rows, out_features, depth in ((1, 4096, 4096), (64, 20000, 1000), (300, 1000, 5000)):
             x, weight = random(num_rows, depth, dtype=dtype), random(out_features, depth, dtype=dtype)
             assert_is_product(linear(x, weight), x, weight)
