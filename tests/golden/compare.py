@@ -1,7 +1,7 @@
-"""The golden comparison: our greedy tokens and log-probabilities against transformers' on the same weights, in float32.
+"""Compares greedy tokens and log-probabilities with those of transformers on the same weights, in float32.
 
-We generate; transformers then runs once over prompt + output. If its best token at each position is ours, greedy
-generation by transformers would have given the same tokens: by induction, each was chosen after an equal prefix.
+We generate, then transformers runs once over prompt + output. If its best token at each position is ours, transformers
+would have generated the same tokens: by induction, each follows an equal prefix.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-#: Nats. Both sides add the same float32 numbers in different orders; 5e-5 is what is seen on the default model.
+#: Difference in nats that another order of float32 sums may cause. With the default model it is 5e-5.
 TOLERANCE = 5e-4
 
 
@@ -23,7 +23,7 @@ class Reference(Protocol):
 
 
 def reference_logits(model: Reference, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
-    """What transformers predicts at each position of `output`: float32 [len(output), vocab]."""
+    """Logits of transformers for each position of `output`: float32 [len(output), vocab]."""
     with torch.inference_mode():
         result = model(torch.tensor([[*prompt, *output]]))
     logits: Tensor = result.logits  # type: ignore[attr-defined]
@@ -31,7 +31,7 @@ def reference_logits(model: Reference, prompt: Sequence[int], output: Sequence[i
 
 
 def assert_same(ours: Tensor, output: Sequence[int], theirs: Tensor, name: str) -> None:
-    """Equal tokens, unless the reference itself is undecided within the tolerance; log-probabilities within it."""
+    """Asserts equal log-probabilities within the tolerance, and equal tokens unless the two best are as close."""
     theirs = theirs.log_softmax(-1)
     worst = float((ours.log_softmax(-1) - theirs).abs().max())
     assert worst < TOLERANCE, f"{name}: log-probabilities differ by {worst:.2e}"

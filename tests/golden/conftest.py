@@ -1,4 +1,4 @@
-"""The default model, resolved as `pdserve up` does it: the first run on a machine downloads and converts it."""
+"""The default model, resolved as by `pdserve up`: the first run on a machine downloads and converts it."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from pdserve.model.resolve import ResolvedModel, resolve_model
 
 @pytest.fixture(scope="session")
 def default_model() -> ResolvedModel:
-    """From the cache that `pdserve up` uses too."""
+    """The default model in the cache that `pdserve up` uses, too."""
     return resolve_model()

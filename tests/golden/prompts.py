@@ -1,4 +1,4 @@
-"""Prompts for the golden test on the default model: English, code, Korean, emoji, chat, short, repetitive and long."""
+"""Prompts of the golden tests of the default model: English, code, Korean, emoji, chat, short, repetitive and long."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHORT_PROMPTS = (
 
 
 def long_prompt(encode_length: int) -> str:
-    """Numbered, varied sentences: more than `encode_length` tokens, to be cut there."""
+    """Numbered, varied sentences with more than `encode_length` tokens, for the caller to truncate."""
     words = ("river", "engine", "garden", "theorem", "harbour", "violin", "glacier", "market")
     sentences = (
         f"Note {number}: the {words[number % 8]} of {1900 + number} was {words[(number * 3 + 1) % 8]}-like."

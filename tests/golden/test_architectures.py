@@ -1,4 +1,4 @@
-"""Every architecture and rope type against transformers, on tiny checkpoints with random weights made here."""
+"""Every architecture and rope type compared with transformers, on tiny checkpoints with random weights."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Case:
     config: type[PreTrainedConfig]
     changes: dict[str, object] = field(default_factory=dict)
     rope: dict[str, object] = field(default_factory=dict)
-    #: Save the config in the form older checkpoints have.
+    #: Save the config with the fields of older checkpoints.
     old_form: bool = False
-    #: Serve (and compare at) exactly this length; None: the model's own limit.
+    #: Maximum length to serve and compare at; None: the model's own limit.
     max_model_len: int | None = None
 
 
@@ -122,7 +122,7 @@ CASES = [
 
 
 def save_checkpoint(case: Case, directory: Path) -> None:
-    """A seeded random model in which everything matters: biases and norms are random too."""
+    """Saves a random model whose biases and norms are random too, so that all of them affect the result."""
     settings: dict[str, object] = {
         "vocab_size": 211,
         "hidden_size": 64,
@@ -156,7 +156,7 @@ def test_tokens_and_logprobs_are_those_of_transformers(case: Case, tmp_path: Pat
     save_checkpoint(case, tmp_path)
     decoder = load_decoder(tmp_path, dtype="float32", max_model_len=case.max_model_len)
     generator = torch.Generator().manual_seed(7)
-    # Where frequencies depend on the length in transformers, only the longest prompt reaches the length served.
+    # If frequencies depend on the length, those of transformers only equal ours at the maximum length.
     lengths = PROMPT_LENGTHS[:1] if case.rope.get("rope_type") in ("dynamic", "longrope") else PROMPT_LENGTHS
     prompts = [torch.randint(0, 211, (length,), generator=generator).tolist() for length in lengths]
     outputs, logits = generate_greedily(decoder, prompts, NEW_TOKENS, chunk=23, block_size=8)

@@ -1,4 +1,4 @@
-"""The default model, from its converted checkpoint, against transformers on the same checkpoint."""
+"""The default model compared with transformers on the same converted checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.golden.prompts import SHORT_PROMPTS, long_prompt
 
 NEW_TOKENS = 32
 LONG_TOKENS = 1500
-#: Nats, on average over the 50 likeliest tokens: what rounding to bfloat16 in every op may cost.
+#: Mean difference in nats, over the 50 likeliest tokens, that rounding to bfloat16 in every op may cause.
 BFLOAT16_TOLERANCE = 0.2
 
 pytestmark = pytest.mark.slow

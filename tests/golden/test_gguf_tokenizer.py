@@ -1,4 +1,4 @@
-"""The tokenizer built from a GGUF vocabulary against the one that transformers builds from the same file."""
+"""The tokenizer built from a GGUF vocabulary compared with that of transformers for the same file."""
 
 from __future__ import annotations
 

@@ -88,14 +88,14 @@ def _survives(prompt: list[int], tokens: list[int]) -> int:
 
 @settings(max_examples=150)
 @given(
-    crowd=st.lists(arrivals, min_size=2, max_size=7),
+    arriving=st.lists(arrivals, min_size=2, max_size=7),
     num_blocks=st.sampled_from([9, 12, 60]),
     max_num_seqs=st.sampled_from([2, 8]),
     max_steps=st.lists(st.integers(2, 12), min_size=1, max_size=5),
     is_fragile=st.booleans(),
 )
 def test_requests_that_run_ahead_together_get_the_tokens_of_lone_runs(
-    crowd: list[Arrival], num_blocks: int, max_num_seqs: int, max_steps: list[int], is_fragile: bool
+    arriving: list[Arrival], num_blocks: int, max_num_seqs: int, max_steps: list[int], is_fragile: bool
 ) -> None:
     pool = WatchedPool(num_blocks, BLOCK_SIZE)
     scheduler = DecodeScheduler(
@@ -103,12 +103,12 @@ def test_requests_that_run_ahead_together_get_the_tokens_of_lone_runs(
     )
     decoder = Fragile() if is_fragile else FakeDecoder()
     worker = LateWorker(pool=pool, scheduler=scheduler, decoder=decoder, check=scheduler.check_integrity)
-    arrives, leaves = _timetable(crowd)
+    arrives, leaves = _timetable(arriving)
     run = 0
     while scheduler.has_work() or run <= max([*arrives, *leaves]):
         assert run < 1000, "the scheduler never runs out of work"
         for index in arrives.get(run, []):
-            scheduler.reserve(_job(index, crowd[index]))
+            scheduler.reserve(_job(index, arriving[index]))
         for index in leaves.get(run, []):
             scheduler.abort(_id(index))
         if scheduler.has_work():
@@ -116,16 +116,16 @@ def test_requests_that_run_ahead_together_get_the_tokens_of_lone_runs(
         run += 1
     failed = {failure.request_id for events in worker.seen for failure in events.failures}
     assert pool.num_free == num_blocks
-    for index, arrival in enumerate(crowd):
+    for index, arrival in enumerate(arriving):
         _check(worker, _id(index), arrival, has_failed=_id(index) in failed, is_fragile=is_fragile)
 
 
-def _timetable(crowd: list[Arrival]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+def _timetable(arriving: list[Arrival]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
     """Requests that arrive, and that are aborted, before each run of steps."""
     arrives: dict[int, list[int]] = {}
     leaves: dict[int, list[int]] = {}
     run = 0
-    for index, arrival in enumerate(crowd):
+    for index, arrival in enumerate(arriving):
         run += arrival.after
         arrives.setdefault(run, []).append(index)
         if arrival.leaves_after is not None:

@@ -40,12 +40,12 @@ rows = st.builds(
 
 @settings(max_examples=20)
 @given(
-    crowd=st.lists(rows, min_size=1, max_size=20), seed=st.integers(0, 2**31), scale=st.sampled_from([0.01, 1.0, 6.0])
+    batch=st.lists(rows, min_size=1, max_size=20), seed=st.integers(0, 2**31), scale=st.sampled_from([0.01, 1.0, 6.0])
 )
-def test_a_row_gets_the_same_bits_alone_and_among_others(crowd: list[SampleRow], seed: int, scale: float) -> None:
-    logits = torch.randn(len(crowd), VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
-    together = Sampler().sample(logits, crowd, range(len(crowd)))
-    alone = [Sampler().sample(logits[i : i + 1], [crowd[i]], [0])[0] for i in range(len(crowd))]
+def test_a_row_gets_the_same_bits_alone_and_among_others(batch: list[SampleRow], seed: int, scale: float) -> None:
+    logits = torch.randn(len(batch), VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
+    together = Sampler().sample(logits, batch, range(len(batch)))
+    alone = [Sampler().sample(logits[i : i + 1], [batch[i]], [0])[0] for i in range(len(batch))]
     assert together == alone
 
 
@@ -81,12 +81,12 @@ def test_every_sampled_token_is_one_that_the_definition_keeps(
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_the_number_of_compute_threads_changes_no_bit(num_threads: int) -> None:
-    crowd = [row(SamplingParams(seed=i, top_p=0.9 if i % 2 else 1.0, logprobs=5), position=i) for i in range(20)]
+    batch = [row(SamplingParams(seed=i, top_p=0.9 if i % 2 else 1.0, logprobs=5), position=i) for i in range(20)]
     logits = torch.randn(20, 50_000, generator=torch.Generator().manual_seed(3)) * 4
     previous = torch.get_num_threads()
-    expected = [Sampler().sample(logits[i : i + 1], [crowd[i]], [0])[0] for i in range(20)]
+    expected = [Sampler().sample(logits[i : i + 1], [batch[i]], [0])[0] for i in range(20)]
     torch.set_num_threads(num_threads)
     try:
-        assert Sampler().sample(logits, crowd, range(20)) == expected
+        assert Sampler().sample(logits, batch, range(20)) == expected
     finally:
         torch.set_num_threads(previous)

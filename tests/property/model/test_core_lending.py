@@ -186,7 +186,7 @@ def test_two_borrowers_of_one_core_alternate(lease_file: LeaseFile) -> None:
     assert 0 < sum(borrowed_seconds(decoder) for decoder in decoders) <= time.monotonic() - started
 
 
-def test_at_most_as_many_cores_are_borrowed_as_are_owned(lease_file: LeaseFile) -> None:
+def test_no_more_cores_are_borrowed_than_owned(lease_file: LeaseFile) -> None:
     decoder = make_decoder(FIELDS, lease_file.options(OURS[:1], THEIRS), torch.bfloat16)
     started = time.monotonic()
     for _ in range(20):

@@ -41,7 +41,7 @@ def torch_computes_alone() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-def crowded(dtype: torch.dtype, quantization: str | None) -> Decoder:
+def on_one_cpu(dtype: torch.dtype, quantization: str | None) -> Decoder:
     """A decoder whose threads are pinned to one CPU, so that the system interrupts each of them within its work."""
     cpu = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     options = native(INSTRUCTION_SETS[0], quantization=quantization, num_threads=NUM_THREADS)
@@ -59,12 +59,12 @@ def test_units_of_interrupted_threads_are_redone_with_the_same_bits(
     plan = [[(number, 1) for number in range(rows)]] * 24
     alone = make_decoder(FIELDS, native(INSTRUCTION_SETS[0], quantization=quantization), dtype)
     assert_same_bits(
-        compute(crowded(dtype, quantization), texts, plan, PLACEMENT), compute(alone, texts, plan, PLACEMENT)
+        compute(on_one_cpu(dtype, quantization), texts, plan, PLACEMENT), compute(alone, texts, plan, PLACEMENT)
     )
 
 
 def test_redone_units_are_counted() -> None:
-    decoder = crowded(torch.bfloat16, None)
+    decoder = on_one_cpu(torch.bfloat16, None)
     counters = decoder.thread_counters
     assert counters is not None
     for seed in range(1000):

@@ -1,3 +1,5 @@
+"""Batches of plans: row order, reuse of buffers, and batches made ahead."""
+
 from __future__ import annotations
 
 from array import array

@@ -1,3 +1,5 @@
+"""The block pool: allocation, sharing, eviction, copy-on-write and events."""
+
 from __future__ import annotations
 
 import pytest

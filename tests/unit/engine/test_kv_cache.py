@@ -1,3 +1,5 @@
+"""Memory of KV blocks: views, copies, dtypes and errors of allocation."""
+
 from __future__ import annotations
 
 from dataclasses import replace

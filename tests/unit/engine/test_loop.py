@@ -1,3 +1,5 @@
+"""The step thread: published outputs, calls between steps, stopping and failing."""
+
 from __future__ import annotations
 
 import os
@@ -108,20 +110,25 @@ def test_an_exception_of_a_call_goes_to_its_caller_and_the_loop_continues() -> N
         assert it.loop.call(lambda: 7).result(WAIT_S) == 7
 
 
+def block(loop: StepLoop) -> threading.Event:
+    """Blocks the step thread in a call until the returned event is set."""
+    gate, entered = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        entered.set()
+        assert gate.wait(WAIT_S)
+
+    loop.call(wait)
+    assert entered.wait(WAIT_S)
+    return gate
+
+
 def test_a_cancelled_call_is_not_run() -> None:
     with rig() as it:
-        gate, entered, ran = threading.Event(), threading.Event(), []
-
-        def hold() -> bool:
-            entered.set()
-            return gate.wait(WAIT_S)
-
-        holding = it.loop.call(hold)
-        assert entered.wait(WAIT_S)
+        gate, ran = block(it.loop), []
         later = it.loop.call(lambda: ran.append(1))
         assert later.cancel()
         gate.set()
-        assert holding.result(WAIT_S)
         it.loop.call(lambda: None).result(WAIT_S)
         assert ran == []
 
@@ -144,14 +151,7 @@ def test_calls_after_stop_fail_instead_of_hanging() -> None:
 
 def test_calls_queued_when_the_loop_stops_fail_instead_of_hanging() -> None:
     with rig() as it:
-        gate, entered = threading.Event(), threading.Event()
-
-        def hold() -> bool:
-            entered.set()
-            return gate.wait(WAIT_S)
-
-        it.loop.call(hold)
-        assert entered.wait(WAIT_S)
+        gate = block(it.loop)
         stopper = threading.Thread(target=it.loop.stop)
         stopper.start()
         late = [it.loop.call(lambda: 1) for _ in range(3)]
@@ -248,55 +248,3 @@ def test_unavailable_cpus_are_a_setup_error(cpus: tuple[int, ...]) -> None:
     )
     with pytest.raises(SetupError, match="compute_cpus"):
         loop.start()
-
-
-class BusyChanges:
-    """Records whether the loop has work, and lets a test wait for the next change."""
-
-    def __init__(self) -> None:
-        self._changes: SimpleQueue[bool] = SimpleQueue()
-
-    def __call__(self, busy: bool) -> None:
-        self._changes.put(busy)
-
-    def next(self) -> bool:
-        return self._changes.get(timeout=WAIT_S)
-
-    def rest(self) -> list[bool]:
-        return [self._changes.get() for _ in range(self._changes.qsize())]
-
-
-def test_a_loop_is_busy_without_a_break_from_its_first_call_to_its_last_step() -> None:
-    changes, decoder = BusyChanges(), Held()
-    with rig(decoder, LoopConfig(on_busy=changes)) as it:
-        assert changes.next() is False  # Nothing to do yet.
-        it.submit([1, 2, 3])
-        assert decoder.entered.wait(WAIT_S)
-        assert changes.rest() == [True]
-        decoder.gate.set()
-        it.tokens()
-        assert changes.next() is False
-        assert changes.rest() == []
-
-
-def test_a_call_finds_the_loop_busy() -> None:
-    changes = BusyChanges()
-    with rig(config=LoopConfig(on_busy=changes)) as it:
-        assert changes.next() is False
-        assert it.loop.call(changes.rest).result(WAIT_S) == [True]
-
-
-def test_a_stopped_loop_is_idle() -> None:
-    changes = BusyChanges()
-    with rig(config=LoopConfig(on_busy=changes)):
-        pass
-    assert changes.rest()[-1] is False
-
-
-def test_a_failed_loop_is_idle() -> None:
-    changes = BusyChanges()
-    with rig(Broken(), LoopConfig(on_busy=changes)) as it:
-        it.submit([1, 2, 3])
-        it.fatal.get(timeout=WAIT_S)
-        it.loop.stop()
-        assert changes.rest()[-1] is False

@@ -1,3 +1,5 @@
+"""The measured pace of steps, and the prefill budgets that follow from it."""
+
 from __future__ import annotations
 
 import pytest

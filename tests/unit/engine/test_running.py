@@ -1,3 +1,5 @@
+"""The running set: order of planning, preemption, resumption and prefill budgets."""
+
 from __future__ import annotations
 
 import pytest
@@ -159,7 +161,7 @@ def test_a_bare_prompt_with_one_pending_token_is_not_decoding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pace", "beside"),
+    ("pace", "while_decoding"),
     [
         (Pace(decode_step_s=0.04, prefill_token_s=0.02), 3),
         (Pace(decode_step_s=0.04, prefill_token_s=0.001), 5),
@@ -168,13 +170,15 @@ def test_a_bare_prompt_with_one_pending_token_is_not_decoding() -> None:
         (Pace(decode_step_s=0.5, prefill_token_s=0.08), 3),
     ],
 )
-def test_the_prefill_budget_keeps_a_step_within_the_itl_budget_between_its_bounds(pace: Pace, beside: int) -> None:
-    assert LIMITS.prefill_budget(pace, is_decoding=True) == beside
+def test_the_prefill_budget_keeps_a_step_within_the_itl_budget_between_its_bounds(
+    pace: Pace, while_decoding: int
+) -> None:
+    assert LIMITS.prefill_budget(pace, is_decoding=True) == while_decoding
     assert LIMITS.prefill_budget(pace, is_decoding=False) == 5
 
 
 @pytest.mark.parametrize("broken", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
 def test_limits_that_allow_no_work_are_an_assertion(broken: tuple[int, int, int]) -> None:
-    seqs, batched, least = broken
+    seqs, batched, minimum = broken
     with pytest.raises(AssertionError):
-        RunningLimits(max_num_seqs=seqs, max_num_batched_tokens=batched, itl_budget_s=0.1, min_prefill_tokens=least)
+        RunningLimits(max_num_seqs=seqs, max_num_batched_tokens=batched, itl_budget_s=0.1, min_prefill_tokens=minimum)

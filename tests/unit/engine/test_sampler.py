@@ -1,3 +1,5 @@
+"""The host's sampler: penalties, truncation, ties, failures and log-probabilities."""
+
 from __future__ import annotations
 
 import math

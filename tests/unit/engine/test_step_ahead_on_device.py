@@ -168,7 +168,7 @@ def _job(index: int, request: TimedRequest) -> DecodeJob:
     )
 
 
-CROWDS = {
+REQUESTS = {
     "of all kinds": [
         TimedRequest(prompt_length=13, params=PLAIN),
         TimedRequest(prompt_length=16, params=replace(PLAIN, n=2, seed=3, temperature=0.8, top_p=0.9, logprobs=2)),
@@ -195,12 +195,12 @@ CROWDS = {
 
 
 @pytest.mark.parametrize(
-    ("crowd", "is_replayed"), [("of all kinds", True), ("that end", False), ("of which some fail", True)]
+    ("kind", "is_replayed"), [("of all kinds", True), ("that end", False), ("of which some fail", True)]
 )
-def test_running_ahead_publishes_the_same_tokens(model: Decoder, crowd: str, is_replayed: bool) -> None:
-    ahead = serve(model, CROWDS[crowd], num_blocks=40, is_ahead=True, is_replayed=is_replayed)
-    waiting = serve(model, CROWDS[crowd], num_blocks=40, is_ahead=False, is_replayed=is_replayed)
-    if crowd == "that end":
+def test_running_ahead_publishes_the_same_tokens(model: Decoder, kind: str, is_replayed: bool) -> None:
+    ahead = serve(model, REQUESTS[kind], num_blocks=40, is_ahead=True, is_replayed=is_replayed)
+    waiting = serve(model, REQUESTS[kind], num_blocks=40, is_ahead=False, is_replayed=is_replayed)
+    if kind == "that end":
         ended = {choice[0]: tokens[-1].finish_reason for choice, tokens in waiting.choices.items()}
         assert [ended.get(RequestId(f"r{index}")) for index in range(4)] == [LENGTH, STOP, STOP, None]
         # When a request is aborted, it has more tokens if it ran ahead.
@@ -208,7 +208,7 @@ def test_running_ahead_publishes_the_same_tokens(model: Decoder, crowd: str, is_
         assert more[: len(fewer)] == fewer
     assert ahead.choices == waiting.choices
     assert ahead.failed == waiting.failed
-    assert list(ahead.failed) == ([RequestId("r0")] if crowd == "of which some fail" else [])
+    assert list(ahead.failed) == ([RequestId("r0")] if kind == "of which some fail" else [])
     assert waiting.num_ahead == 0
     assert ahead.num_ahead > ahead.num_steps / 4
 

@@ -73,7 +73,7 @@ def tokens_of(
         head_dim=config.head_dim,
     )
     tokens = {}
-    for crowd in [range(3)] if together else [range(index, index + 1) for index in range(3)]:
+    for batch in [range(3)] if together else [range(index, index + 1) for index in range(3)]:
         pool = BlockPool(40, BLOCK_SIZE)
         scheduler = DecodeScheduler(
             pool, DecodeSchedulerConfig(limits=BOUNDS, max_num_batched_tokens=10 if together else 99)
@@ -81,7 +81,7 @@ def tokens_of(
         worker = Worker(
             pool=pool, scheduler=scheduler, decoder=decoder, kv_layout=layout, sampler=sampler, device=device
         )
-        for index in crowd:
+        for index in batch:
             scheduler.reserve(
                 DecodeJob(
                     request_id=RequestId(f"r{index}"),
@@ -92,7 +92,7 @@ def tokens_of(
                 )
             )
         worker.run()
-        for index in crowd:
+        for index in batch:
             for choice in range(PARAMS[index].n):
                 tokens[index, choice] = worker.tokens(RequestId(f"r{index}"), choice)
     return tokens

@@ -81,13 +81,13 @@ def alone(decoder: Decoder) -> dict[RequestId, list[list[int]]]:
 def test_chunking_and_preemption_change_no_token(
     decoder: Decoder, alone: dict[RequestId, list[list[int]]], num_blocks: int, chunk: int
 ) -> None:
-    crowd, scheduler = decode(decoder, num_blocks, chunk)
+    worker, scheduler = decode(decoder, num_blocks, chunk)
     for request_id in PROMPTS:
         scheduler.reserve(job(request_id, ALWAYS))
-    crowd.run()
+    worker.run()
     assert (scheduler.load().num_preemptions > 0) is (num_blocks == 12)
     for request_id, choices in alone.items():
-        assert [crowd.tokens(request_id, choice) for choice in range(PARAMS.n)] == choices
+        assert [worker.tokens(request_id, choice) for choice in range(PARAMS.n)] == choices
 
 
 def test_disaggregated_equals_monolithic(decoder: Decoder, alone: dict[RequestId, list[list[int]]]) -> None:

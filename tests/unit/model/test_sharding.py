@@ -37,7 +37,7 @@ def config_of(**changes: object) -> ModelConfig:
 
 
 @pytest.mark.parametrize(("total", "size"), [(97, 2), (97, 3), (97, 4), (96, 4), (3, 4), (7, 1)])
-def test_slices_follow_each_other_and_differ_by_one_at_most(total: int, size: int) -> None:
+def test_slices_are_adjacent_and_of_nearly_equal_size(total: int, size: int) -> None:
     slices = [even_slice(total, rank, size) for rank in range(size)]
     assert [index for each in slices for index in range(each.start, each.stop)] == list(range(total))
     widths = [each.stop - each.start for each in slices]
