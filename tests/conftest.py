@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support import devices
-from tests.support.virtual_time import VirtualTimeLoop
+from tests.support.virtual_time import AdvancedTimeLoop, VirtualTimeLoop
 
 # No test is about how long it takes: a busy machine would decide its outcome.
 settings.register_profile("pdserve", deadline=None)
@@ -24,10 +24,12 @@ _TIME_TO_EXIT_S = 60
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Tests marked `virtual_time` run on a clock that jumps, all others on the real one."""
+    """Tests marked `virtual_time` or `advanced_time` run on such a clock, all others on the real one."""
     del config
     if item.get_closest_marker("virtual_time"):
         return {"virtual": VirtualTimeLoop}
+    if item.get_closest_marker("advanced_time"):
+        return {"advanced": AdvancedTimeLoop}
     return {"real": asyncio.new_event_loop}
 
 

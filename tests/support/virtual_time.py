@@ -1,7 +1,11 @@
-"""An event loop whose clock jumps to the next timer instead of waiting for it: `@pytest.mark.virtual_time`.
+"""Event loops with a clock of their own, so that leases and deadlines expire without being waited for.
 
+`@pytest.mark.virtual_time` selects a loop whose clock jumps to the next timer instead of waiting for it.
 Leases and deadlines then expire at once, in order, and however busy the machine is. It suits tests whose peers all live
 in this loop: another process or a thread of the test's own would see no time pass.
+
+`@pytest.mark.advanced_time` selects a loop with the real clock, which a test moves forward with `advance`. It suits
+tests with threads, gRPC or other processes, whose work takes real time.
 """
 
 from __future__ import annotations
@@ -62,3 +66,26 @@ class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-t
         if ready or self._jump(timeout):
             return ready
         return super().select(None)
+
+
+class AdvancedTimeLoop(asyncio.SelectorEventLoop):
+    """A selector event loop whose clock runs in real time, and is moved forward by `advance`."""
+
+    def __init__(self) -> None:
+        self._advanced_s = 0.0
+        super().__init__()
+
+    def time(self) -> float:
+        return super().time() + self._advanced_s
+
+    def advance(self, seconds: float) -> None:
+        """Timers that are due by then are called when the running task next waits."""
+        self._advanced_s += seconds
+
+
+def advance(seconds: float) -> float:
+    """Moves the running loop's clock forward; returns its new time. Needs `advanced_time`."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, AdvancedTimeLoop), "mark the test with advanced_time"
+    loop.advance(seconds)
+    return loop.time()

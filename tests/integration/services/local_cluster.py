@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
 from decode_svc.config import DecodeConfig
 from decode_svc.service import DecodeService
+from kvtransfer.handover.receiver import Receiver
+from kvtransfer.handover.sender import OutgoingTransfer
 from kvtransfer.transport import Transport
 from kvtransfer.transport.inproc import InprocTransport
-from pdserve.base.ids import WorkerId, new_epoch
+from pdserve.base.ids import TransferId, WorkerId, new_epoch
 from pdserve.base.registry import Tier
 from pdserve.base.rpc import mapped_rpc_errors, open_channel, serve_grpc
 from pdserve.base.sampling import SamplingParams
@@ -29,9 +32,12 @@ from pdserve.worker.serve.metrics import WorkerMetrics
 from pdserve.worker.serve.worker import TierService, Worker
 from prefill_svc.config import PrefillConfig
 from prefill_svc.service import PrefillService
+from tests.support.virtual_time import advance
 
 ALWAYS_LOCAL = 2**32 - 1
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
+#: Lease of tests that move the clock forward: long enough to be kept in time on a busy machine.
+LEASE_S = 10.0
 ROUTER = "router"
 
 
@@ -167,6 +173,38 @@ class RouterRequest:
                     if event.HasField("done"):
                         return event.done
         raise AssertionError("the prefill worker ended the stream without being done")
+
+
+class KeptLeases:
+    """Notes when senders and decode workers in this process keep leases."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._of_senders = self._note(monkeypatch, OutgoingTransfer)
+        self._of_decode_workers = self._note(monkeypatch, Receiver)
+
+    @staticmethod
+    def _note(monkeypatch: pytest.MonkeyPatch, end: type[Receiver] | type[OutgoingTransfer]) -> asyncio.Queue[float]:
+        times: asyncio.Queue[float] = asyncio.Queue()
+        keep_lease = end.keep_lease
+
+        def noted(transfer: Any, *transfer_id: TransferId) -> None:
+            keep_lease(transfer, *transfer_id)
+            times.put_nowait(asyncio.get_running_loop().time())
+
+        monkeypatch.setattr(end, "keep_lease", noted)
+        return times
+
+    async def since(self, at: float, *, by_sender: bool = False) -> None:
+        """Returns once the decode worker, and the sender, have kept the lease at `at` (event loop time) or later."""
+        async with asyncio.timeout(DEADLINE_S):
+            for times in (self._of_senders, self._of_decode_workers) if by_sender else (self._of_decode_workers,):
+                while await times.get() < at:
+                    pass
+
+    async def outlive(self, lease_s: float) -> None:
+        """Moves the clock forward by more than two leases, which do not end if both ends keep them in time."""
+        for _ in range(5):
+            await self.since(advance(lease_s / 2), by_sender=True)
 
 
 @dataclass(slots=True)

@@ -26,8 +26,16 @@ from pdserve.base.ids import BlockId
 from pdserve.engine.kv_cache import KvCache
 from pdserve.v1 import decode_pb2
 from pdserve.worker.kv_bytes import host_blocks as worker_blocks
-from tests.integration.services.local_cluster import ALWAYS_LOCAL, RouterRequest, running_cluster
+from tests.integration.services.local_cluster import (
+    ALWAYS_LOCAL,
+    DEADLINE_S,
+    LEASE_S,
+    KeptLeases,
+    RouterRequest,
+    running_cluster,
+)
 from tests.support.devices import needs_triton
+from tests.support.virtual_time import advance
 from tests.unit.model.tiny import save_model
 
 PROMPT = [(7 * position) % 90 + 3 for position in range(45)]
@@ -50,7 +58,12 @@ class Corrupting(InprocTransport):
 class Hanging(InprocTransport):
     """Sends nothing, like a worker that hangs; every send stays in flight until the peer is disconnected."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_sent = asyncio.Event()
+
     def post_send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
+        self.has_sent.set()
         return super().post_send(peer, (tag + (1 << 40)) % (1 << 64), buffer)
 
 
@@ -120,18 +133,19 @@ async def test_blocks_that_pass_through_a_stage_give_the_tokens_of_local_prefill
         await cluster.all_free()
 
 
+@pytest.mark.advanced_time
 async def test_a_sender_that_waits_for_its_own_stage_keeps_its_lease(
     model: Path, staged: list[StagedMemory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefill_svc.session.KEEP_ALIVE_S", 0.05)
-    async with running_cluster(model, decode={"lease_s": 0.5}) as cluster:
+    kept = KeptLeases(monkeypatch)
+    async with running_cluster(model, decode={"lease_s": LEASE_S}) as cluster:
         stage = staged[1]
         held = await stage.lend([[BlockId(0)]] * (stage.max_blocks // stage.bundle_blocks))
         request = cluster.request(PROMPT[:32])
         await request.start()
         prefill = asyncio.create_task(request.prefill(await request.ticket(), keeps_lease=True))
-        done, _ = await asyncio.wait([prefill], timeout=1.2)  # More than two leases.
-        assert not done
+        await kept.outlive(LEASE_S)
+        assert not prefill.done()
         for buffer in held:
             stage.give_back(buffer)
         await prefill
@@ -228,34 +242,45 @@ async def test_a_commit_of_an_older_attempt_is_refused(model: Path) -> None:
         await cluster.all_free()
 
 
+@pytest.mark.advanced_time
 async def test_a_lease_without_progress_ends_the_reservation_and_frees_its_blocks(model: Path) -> None:
-    async with running_cluster(model, decode={"lease_s": 0.2}) as cluster:
+    async with running_cluster(model, decode={"lease_s": LEASE_S}) as cluster:
         request = cluster.request(PROMPT)
         await request.start()
         await request.ticket()
+        advance(LEASE_S)
         with pytest.raises(TransferTimeout, match="0 of 12 blocks had arrived"):
             await request.event()
         await cluster.all_free()
 
 
-async def test_a_lease_that_is_kept_does_not_end(model: Path) -> None:
-    async with running_cluster(model, decode={"lease_s": 0.4}) as cluster:
+@pytest.mark.advanced_time
+async def test_a_lease_that_is_kept_does_not_end(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = KeptLeases(monkeypatch)
+    async with running_cluster(model, decode={"lease_s": LEASE_S}) as cluster:
         request = cluster.request(PROMPT)
         await request.start()
         ticket = await request.ticket()
-        for _ in range(8):
+        for _ in range(5):
+            now = advance(LEASE_S / 2)
             await request.send(keep_lease=decode_pb2.KeepLease())
-            await asyncio.sleep(0.1)  # Time itself is what is tested: twice the lease passes.
+            await kept.since(now)
         await request.prefill(ticket)
         assert await request.finish() == await cluster.local(PROMPT)
 
 
+@pytest.mark.advanced_time
 async def test_a_sender_whose_blocks_never_arrive_gives_up_when_the_lease_ends(model: Path) -> None:
-    async with running_cluster(model, prefill_transport=Hanging(), decode={"lease_s": 0.5}) as cluster:
+    wire = Hanging()
+    async with running_cluster(model, prefill_transport=wire, decode={"lease_s": LEASE_S}) as cluster:
         request = cluster.request(PROMPT)
         await request.start()
+        prefill = asyncio.create_task(request.prefill(await request.ticket()))
+        async with asyncio.timeout(DEADLINE_S):
+            await wire.has_sent.wait()
+        advance(LEASE_S)
         with pytest.raises((TransferTimeout, PeerLost, StaleError)):
-            await request.prefill(await request.ticket())
+            await prefill
         with pytest.raises(TransferTimeout):
             await request.event()
         await cluster.all_free()

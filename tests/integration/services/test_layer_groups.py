@@ -22,7 +22,15 @@ from pdserve.engine.runner import StepDecoder
 from pdserve.model.batch import Batch
 from pdserve.v1 import common_pb2, decode_pb2, prefill_pb2
 from pdserve.worker.kv_bytes import host_blocks as worker_blocks
-from tests.integration.services.local_cluster import DEADLINE_S, LocalCluster, RouterRequest, running_cluster
+from tests.integration.services.local_cluster import (
+    DEADLINE_S,
+    LEASE_S,
+    KeptLeases,
+    LocalCluster,
+    RouterRequest,
+    running_cluster,
+)
+from tests.support.virtual_time import advance
 from tests.unit.model.tiny import save_model
 
 NUM_LAYERS = 4
@@ -65,6 +73,12 @@ class Observed(InprocTransport):
     def disconnect(self, peer: Peer) -> None:
         self.given_up.set()
         super().disconnect(peer)
+
+    def resume(self) -> None:
+        """Lets a paused decoder go on as if another message had been sent."""
+        with self.has_sent:
+            self.sent.append(-1)
+            self.has_sent.notify_all()
 
     def wait_until_sent(self, count: int) -> bool:
         """False if that does not happen before the deadline. Not for the event loop's thread."""
@@ -192,6 +206,7 @@ async def test_each_chunk_sends_its_full_blocks_while_it_is_computed(model: Path
         await cluster.all_free()
 
 
+@pytest.mark.advanced_time
 async def test_the_first_token_does_not_wait_for_a_wire_that_takes_nothing(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,7 +215,7 @@ async def test_the_first_token_does_not_wait_for_a_wire_that_takes_nothing(
     wire = Observed()
     wire.holds_back = True
     async with running_cluster(
-        model, prefill_transport=wire, prefill=ONE_CHUNK, decode=ONE_CHUNK | {"layer_groups": 4, "lease_s": 1.0}
+        model, prefill_transport=wire, prefill=ONE_CHUNK, decode=ONE_CHUNK | {"layer_groups": 4, "lease_s": LEASE_S}
     ) as cluster:
         request = cluster.request(PROMPT)
         first_token, take = asyncio.Event(), request.take
@@ -218,57 +233,55 @@ async def test_the_first_token_does_not_wait_for_a_wire_that_takes_nothing(
         assert not prefill.done()
         prefill.cancel()
         request.cancel()
+        advance(LEASE_S)  # Until its lease ends, the sender waits for the message that does not get through.
         with pytest.raises((asyncio.CancelledError, grpc.aio.AioRpcError)):
             await prefill
         await cluster.all_free()
 
 
+@pytest.mark.advanced_time
 async def test_a_prompt_may_be_computed_for_longer_than_a_lease(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefill_svc.session.KEEP_ALIVE_S", 0.05)
-    wire = Observed()
+    kept, wire = KeptLeases(monkeypatch), Observed()
     async with running_cluster(
-        model, prefill_transport=wire, prefill=ONE_CHUNK, decode=ONE_CHUNK | {"layer_groups": 2, "lease_s": 0.6}
+        model, prefill_transport=wire, prefill=ONE_CHUNK, decode=ONE_CHUNK | {"layer_groups": 2, "lease_s": LEASE_S}
     ) as cluster:
-        goes_on = NUM_BLOCKS + 1
-        pausing(cluster, wire, {2: goes_on})
+        pausing(cluster, wire, {2: NUM_BLOCKS + 1})
         request = cluster.request(PROMPT)
         await request.start()
-        prefill = asyncio.create_task(request.prefill(await request.ticket()))
-        for _ in range(14):
-            await request.send(keep_lease=decode_pb2.KeepLease())
-            await asyncio.sleep(0.1)  # Time itself is what is tested: more than twice the lease passes.
+        prefill = asyncio.create_task(request.prefill(await request.ticket(), keeps_lease=True))
+        assert await asyncio.to_thread(wire.wait_until_sent, NUM_BLOCKS)
+        await kept.outlive(LEASE_S)
         assert len(wire.sent) == NUM_BLOCKS
-        with wire.has_sent:
-            wire.sent.append(-1)
-            wire.has_sent.notify_all()
+        wire.resume()
         await prefill
         await request.finish()
         await cluster.all_free()
 
 
+@pytest.mark.advanced_time
 async def test_a_wire_that_takes_nothing_ends_the_lease_even_while_the_prompt_is_computed(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtransfer.handover.sender.Sender.__init__.__kwdefaults__", {"max_outstanding_bytes": 1})
-    monkeypatch.setattr("prefill_svc.session.KEEP_ALIVE_S", 0.02)
-    wire = Observed()
+    kept, wire = KeptLeases(monkeypatch), Observed()
     wire.holds_back = True
     async with running_cluster(
-        model, prefill_transport=wire, prefill=ONE_CHUNK, decode=ONE_CHUNK | {"layer_groups": 4, "lease_s": 0.3}
+        model, prefill_transport=wire, prefill=ONE_CHUNK, decode=ONE_CHUNK | {"layer_groups": 4, "lease_s": LEASE_S}
     ) as cluster:
         decoder = pausing(cluster, wire, {2: 2})  # The second message never leaves.
+        request = cluster.request(PROMPT)
+        await request.start()
+        prefill = asyncio.create_task(request.prefill(await request.ticket(), keeps_lease=True))
         try:
-            request = cluster.request(PROMPT)
-            await request.start()
-            ticket = await request.ticket()
-            prefill = asyncio.create_task(request.prefill(ticket))
-            async with asyncio.timeout(DEADLINE_S / 2):
+            assert await asyncio.to_thread(wire.wait_until_sent, 1)
+            # The session reports progress, and the decode worker's lease is kept. The sender's own is not.
+            await kept.since(advance(0.6 * LEASE_S))
+            advance(0.6 * LEASE_S)
+            async with asyncio.timeout(DEADLINE_S):
                 await wire.given_up.wait()
             assert decoder.waited == {}
         finally:
-            with wire.has_sent:
-                wire.sent.append(-1)
-                wire.has_sent.notify_all()
+            wire.resume()
         with pytest.raises((TransferTimeout, PeerLost)):
             await prefill
         request.cancel()

@@ -42,7 +42,7 @@ def test_all_running_sequences_are_computed_in_every_step() -> None:
     assert [worker.tokens(A), worker.tokens(B)] == [oracle(PROMPT)[1:], oracle(PROMPT[:3])[1:]]
 
 
-def test_at_most_max_num_seqs_run_at_once_and_the_others_follow() -> None:
+def test_no_more_than_max_num_seqs_run_at_once_and_the_others_follow() -> None:
     worker = decode(max_num_seqs=2)
     for name in (A, B, C):
         worker.deliver(job(name, PROMPT))
