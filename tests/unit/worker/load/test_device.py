@@ -70,7 +70,7 @@ def test_memory_that_other_processes_cannot_map_is_refused(monkeypatch: pytest.M
 @pytest.mark.skipif(HAS_GPU, reason="UCX may have CUDA here")
 async def test_ucx_without_cuda_is_refused_at_start() -> None:
     transport = open_transport("ucx", device="cuda")
-    with pytest.raises(SetupError, match=r"This UCX has no CUDA here: use --handover-memory host\."):
+    with pytest.raises(SetupError, match=r"This UCX has no CUDA here. Use --handover-memory host\."):
         await transport.listen()
     await transport.close()
 
