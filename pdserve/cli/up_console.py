@@ -160,7 +160,7 @@ def describe_plan(
 def describe_ready(*, base_url: str, grpc_address: str, served_name: str, log_dir: Path, took_s: float) -> str:
     """Text for the user: addresses, commands to paste, and where the logs are."""
     question = {"role": "user", "content": "What is the capital of France?"}
-    body = json.dumps({"model": served_name, "messages": [question], "max_tokens": 64})
+    body = json.dumps({"model": served_name, "messages": [question], "temperature": 0, "max_tokens": 64})
     chat = "pdserve chat" if base_url == "http://127.0.0.1:8000" else f"pdserve chat --base-url {base_url}"
     return (
         f"\nReady after {took_s:.1f} s. OpenAI-compatible API: {base_url}/v1   gRPC: {grpc_address}\n\n"
