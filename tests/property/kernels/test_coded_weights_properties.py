@@ -1,4 +1,4 @@
-"""bfloat16 weights in 12 bits: the same products, bit for bit, as with the weights as they were."""
+"""bfloat16 weights compressed to 12 bits: the same products, bit for bit, as without compression."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.cpu.ops import CpuOps, PackedMatrix, Rows, pack, pack_gate_up
 from tests.unit.kernels.cpu_ops import INSTRUCTION_SETS, needs_kernels, product, rows_of
 
-#: Those whose permutations reach 32 patterns of 16 bits; the others keep weights as they are.
+#: Instruction sets that permute 32 patterns of 16 bits; the others keep weights uncompressed.
 CODED = [isa for isa in INSTRUCTION_SETS if isa.startswith("avx512")]
 
 pytestmark = [needs_kernels, pytest.mark.skipif(not CODED, reason="needs avx512")]
@@ -19,7 +19,7 @@ pytestmark = [needs_kernels, pytest.mark.skipif(not CODED, reason="needs avx512"
 SEEDS = st.integers(0, 2**31)
 #: Depth in groups of eight weights: whole groups of codes only.
 GROUPS = st.integers(1, 30)
-#: Fewer rows than are decoded for themselves, and more.
+#: Numbers of rows below and above the one from which panels are decoded first.
 ROWS = st.integers(1, 70)
 on_coded_instruction_sets = pytest.mark.parametrize("isa", CODED)
 
@@ -35,7 +35,7 @@ def _rows(ops: CpuOps, seed: int, num_rows: int, depth: int) -> Rows:
 
 def _same_bits(ops: CpuOps, rows: Rows, plain: PackedMatrix, coded: PackedMatrix) -> None:
     expected, got = product(ops, rows, plain), product(ops, rows, coded)
-    # NaN is NaN: which of its bits a sum keeps is not the codes' business.
+    # The bits of NaN may differ.
     assert torch.equal(expected.isnan(), got.isnan())
     assert torch.equal(expected.nan_to_num().view(torch.int32), got.nan_to_num().view(torch.int32))
 

@@ -47,7 +47,7 @@ def _rounded_weights(weight: Tensor, name: str) -> Tensor:
 @in_every_format
 @few
 @given(st.integers(0, 40), st.integers(1, 150), st.integers(1, 200), st.booleans(), SEEDS)
-def test_a_product_is_the_exact_one_but_for_the_rounding_of_its_sums(
+def test_a_product_is_exact_within_the_rounding_of_its_sums(
     isa: str, name: str, num_rows: int, depth: int, features: int, has_bias: bool, seed: int
 ) -> None:
     ops = CpuOps(isa)
@@ -69,7 +69,7 @@ def test_a_product_is_the_exact_one_but_for_the_rounding_of_its_sums(
 @on_every_instruction_set
 @few
 @given(st.integers(1, 20), st.integers(1, 150), st.integers(1, 70), SEEDS)
-def test_int8_is_as_near_as_half_a_step_of_weights_and_rows_allows(
+def test_int8_errors_are_within_half_a_step_of_weights_and_rows(
     isa: str, num_rows: int, depth: int, features: int, seed: int
 ) -> None:
     ops = CpuOps(isa)
@@ -85,7 +85,7 @@ def test_int8_is_as_near_as_half_a_step_of_weights_and_rows_allows(
 @in_every_format
 @few
 @given(st.integers(0, 30), st.integers(1, 100), st.integers(1, 100), st.sampled_from([0.1, 1.0, 30.0]), SEEDS)
-def test_gate_and_up_meet_in_silu(
+def test_gate_and_up_are_combined_with_silu(
     isa: str, name: str, num_rows: int, depth: int, features: int, size: float, seed: int
 ) -> None:
     ops = CpuOps(isa)
@@ -103,7 +103,7 @@ def test_gate_and_up_meet_in_silu(
 @in_every_format
 @few
 @given(st.integers(2, 40), st.integers(1, 150), st.integers(1, 130), st.booleans(), SEEDS)
-def test_a_row_alone_has_the_bits_it_has_among_others_and_on_more_threads(
+def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_more_threads(
     isa: str, name: str, num_rows: int, depth: int, features: int, interleaved: bool, seed: int
 ) -> None:
     ops = CpuOps(isa)
@@ -112,12 +112,12 @@ def test_a_row_alone_has_the_bits_it_has_among_others_and_on_more_threads(
     matrix = pack_gate_up(*weights, int8=int8) if interleaved else pack(weights[0], int8=int8)
     x = _normal(seed + 2, num_rows, depth)
     chosen = seed % num_rows
-    crowd = x.clone()
-    crowd[(chosen + 1) % num_rows, 0] = NAN
-    crowd[(chosen + 2) % num_rows if num_rows > 2 else (chosen + 1) % num_rows, -1] = float("inf")
+    batch = x.clone()
+    batch[(chosen + 1) % num_rows, 0] = NAN
+    batch[(chosen + 2) % num_rows if num_rows > 2 else (chosen + 1) % num_rows, -1] = float("inf")
     alone = product(ops, rows_of(ops, x[chosen : chosen + 1].contiguous(), name), matrix)
-    for team in (ops, CpuOps(isa, num_threads=3)):
-        among = product(team, rows_of(team, crowd, name), matrix)
+    for threads in (ops, CpuOps(isa, num_threads=3)):
+        among = product(threads, rows_of(threads, batch, name), matrix)
         assert torch.equal(among[chosen], alone[0])
 
 
@@ -125,7 +125,7 @@ def test_a_row_alone_has_the_bits_it_has_among_others_and_on_more_threads(
 @in_every_format
 @few
 @given(st.integers(0, 20), st.integers(1, 300), SEEDS)
-def test_a_norm_is_the_exact_one_but_for_rounding(isa: str, name: str, num_rows: int, width: int, seed: int) -> None:
+def test_a_norm_is_exact_within_rounding(isa: str, name: str, num_rows: int, width: int, seed: int) -> None:
     ops = CpuOps(isa)
     x, weight = _normal(seed, num_rows, width) * 5, _normal(seed + 1, width)
     rows = Rows.empty(num_rows, width, format_of(dtype_of(name), int8=name == "int8"))
@@ -151,13 +151,13 @@ def test_a_norm_is_the_exact_one_but_for_rounding(isa: str, name: str, num_rows:
     st.booleans(),
     SEEDS,
 )
-def test_heads_are_normed_turned_and_rounded_once_and_go_where_they_belong(
-    isa: str, num_rows: int, heads: int, dim: int, dtype: torch.dtype, has_norm: bool, turns: bool, seed: int
+def test_heads_are_normed_rotated_rounded_once_and_stored_at_their_offsets(
+    isa: str, num_rows: int, heads: int, dim: int, dtype: torch.dtype, has_norm: bool, rotates: bool, seed: int
 ) -> None:
     x = _normal(seed, num_rows, heads, dim)
     half = _normal(seed + 1, num_rows, dim // 2) * 100
     angles = torch.cat((half, half), 1)
-    cos_sin = torch.stack((angles.cos(), angles.sin()), 1) if turns else None
+    cos_sin = torch.stack((angles.cos(), angles.sin()), 1) if rotates else None
     weight = _normal(seed + 2, dim)
     # Row r's heads lie `heads + 1` vectors apart from the next row's, in reverse order, behind one spare vector.
     out = torch.full(((num_rows + 1) * (heads + 1), dim), NAN, dtype=dtype)
@@ -171,9 +171,9 @@ def test_heads_are_normed_turned_and_rounded_once_and_go_where_they_belong(
     size = wide.abs()
     if cos_sin is not None:
         cos, sin = cos_sin.double()[:, 0, None], cos_sin.double()[:, 1, None]
-        turned = torch.cat((-wide[..., dim // 2 :], wide[..., : dim // 2]), -1)
-        size = size + turned.abs()
-        wide = wide * cos + turned * sin
+        rotated = torch.cat((-wide[..., dim // 2 :], wide[..., : dim // 2]), -1)
+        size = size + rotated.abs()
+        wide = wide * cos + rotated * sin
     step = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0}[dtype]
     written = (offsets[:, None] // dim + torch.arange(heads)).flatten()
     got = out[written].view(num_rows, heads, dim).double()
@@ -183,7 +183,7 @@ def test_heads_are_normed_turned_and_rounded_once_and_go_where_they_belong(
 
 
 def _attended(q: Tensor, rows: KvRows, cache: Tensor, layer: int, scale: float, window: int | None) -> Tensor:
-    """In float64, row by row. q: [num_kv_heads, num_tokens, share, head_dim] -> [num_tokens, num_heads * head_dim]."""
+    """In float64, row by row. q: [num_kv_heads, num_tokens, group_size, head_dim]; returns [num_tokens, width]."""
     out = []
     for sequence, context in enumerate(rows.context_lens.tolist()):
         table = rows.block_tables[sequence, : -(-context // cache.shape[4])]
@@ -207,7 +207,7 @@ def _attended(q: Tensor, rows: KvRows, cache: Tensor, layer: int, scale: float, 
     st.one_of(st.none(), st.integers(1, 150)),
     SEEDS,
 )
-def test_attention_is_the_exact_one_but_for_rounding_and_touches_nobody_elses_memory(
+def test_attention_is_exact_within_rounding_and_accesses_no_other_memory(
     isa: str,
     sequences: list[tuple[int, int]],
     block_size: int,
@@ -216,7 +216,7 @@ def test_attention_is_the_exact_one_but_for_rounding_and_touches_nobody_elses_me
     window: int | None,
     seed: int,
 ) -> None:
-    num_kv_heads, share, dim = heads
+    num_kv_heads, group_size, dim = heads
     rows = kv_rows([(count, count + before) for count, before in sequences], block_size)
     num_tokens = int(rows.query_starts[-1])
     num_blocks = 1 + sum(-(-int(context) // block_size) for context in rows.context_lens)
@@ -226,21 +226,21 @@ def test_attention_is_the_exact_one_but_for_rounding_and_touches_nobody_elses_me
     for table, context in zip(rows.block_tables.tolist(), rows.context_lens.tolist(), strict=True):
         if context % block_size:
             cache[table[context // block_size], :, :, :, context % block_size :] = NAN
-    q = _normal(seed + 1, num_kv_heads, num_tokens, share, dim).to(dtype)
+    q = _normal(seed + 1, num_kv_heads, num_tokens, group_size, dim).to(dtype)
     q = q.float() if dtype == torch.float16 else q
     scale = dim**-0.5
-    out = torch.full((num_tokens, num_kv_heads * share * dim), NAN)
+    out = torch.full((num_tokens, num_kv_heads * group_size * dim), NAN)
     before = cache.clone()
     context = AttentionContext(rows=rows, kv_cache=cache, scale=scale)
     CpuOps(isa).attend(1, q, context, out, window=window)
     assert torch.equal(cache.view(torch.uint8), before.view(torch.uint8))
     exact = _attended(q, rows, cache, 1, scale, window)
-    most = float(cache[~cache.isnan()].abs().max())
+    largest = float(cache[~cache.isnan()].abs().max())
     # In bfloat16 weights are rounded before they meet the values, and their sum is not.
-    tolerance = (2.0**-8 if dtype == torch.bfloat16 else 1e-5) * most
+    tolerance = (2.0**-8 if dtype == torch.bfloat16 else 1e-5) * largest
     assert ((out.double() - exact).abs() <= tolerance).all()
 
-    # The same in other company: each sequence's last row alone, on a team.
+    # The same in another batch: each sequence's last row alone, on two threads.
     alone = torch.full_like(out, NAN)[: len(sequences)]
     lasts = rows.query_starts[1:] - 1
     single = KvRows(

@@ -17,26 +17,26 @@ from kernels.triton.activation import silu_mul
 from kernels.triton.gemm import linear
 from kernels.triton.norm import add_rms_norm
 
-#: By dtype, how far apart neighbours are; the interpreter cuts bfloat16 off where hardware rounds.
+#: Relative distance of adjacent numbers; the interpreter truncates bfloat16, hardware rounds it.
 STEP = {torch.float32: 2**-23, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 DTYPES = st.sampled_from(tuple(STEP))
 few = settings(max_examples=12, deadline=None)
 
 
-def random(rows: int, width: int, beside: int, dtype: torch.dtype) -> Tensor:
-    """[rows, width]; `beside` columns of NaN on either side belong to nobody."""
-    values = torch.full((rows, width + 2 * beside), torch.nan)
-    middle = values[:, beside : beside + width]
+def random(rows: int, width: int, margin: int, dtype: torch.dtype) -> Tensor:
+    """[rows, width]; with `margin` columns of NaN on both sides, which must not be read."""
+    values = torch.full((rows, width + 2 * margin), torch.nan)
+    middle = values[:, margin : margin + width]
     middle.copy_(torch.randn(rows, width, generator=torch.Generator().manual_seed(rows * 7 + width)))
-    return values.to(dtype).to(DEVICE)[:, beside : beside + width]
+    return values.to(dtype).to(DEVICE)[:, margin : margin + width]
 
 
 @few
 @given(st.integers(1, 140), st.integers(1, 140), st.integers(1, 150), st.integers(0, 2), DTYPES)
 def test_linear_is_the_product_and_rows_keep_their_bits(
-    num_rows: int, out_features: int, depth: int, beside: int, dtype: torch.dtype
+    num_rows: int, out_features: int, depth: int, margin: int, dtype: torch.dtype
 ) -> None:
-    x, weight = random(num_rows, depth, beside, dtype), random(out_features, depth, beside, dtype)
+    x, weight = random(num_rows, depth, margin, dtype), random(out_features, depth, margin, dtype)
     out = linear(x, weight)
     exact, sizes = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
     bound = sizes * (depth + 2) * 2**-23 + exact.abs() * STEP[dtype]
@@ -46,8 +46,8 @@ def test_linear_is_the_product_and_rows_keep_their_bits(
 
 @few
 @given(st.integers(1, 5), st.integers(1, 700), st.integers(0, 2), DTYPES)
-def test_row_wise_ops_are_the_references(num_rows: int, width: int, beside: int, dtype: torch.dtype) -> None:
-    x, other = random(num_rows, width, beside, dtype), random(num_rows, width + 1, beside, dtype)[:, 1:]
+def test_row_wise_ops_match_the_reference(num_rows: int, width: int, margin: int, dtype: torch.dtype) -> None:
+    x, other = random(num_rows, width, margin, dtype), random(num_rows, width + 1, margin, dtype)[:, 1:]
     weight = random(1, width, 0, dtype)[0]
     expected = (*ReferenceOps().add_rms_norm(x, other, weight, 1e-5), ReferenceOps().silu_mul(x, other))
     for ours, wanted in zip((*add_rms_norm(x, other, weight, 1e-5), silu_mul(x, other)), expected, strict=True):

@@ -1,4 +1,4 @@
-"""The kernels' own benchmark, over a model small enough for a test: that it measures what it says, not how fast."""
+"""The kernels' benchmark on a tiny model: checks what it measures, not the speed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TINY = DecoderShape(
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A model and memory small enough; torch's number of threads is put back."""
+    """A tiny model and little memory; restores torch's number of threads."""
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     monkeypatch.setattr(cases, "_WALKED_BYTES", 1 << 14)
     threads = torch.get_num_threads()
@@ -72,7 +72,7 @@ def test_both_sides_of_a_case_compute_the_same(isa: str) -> None:
             ours, theirs = case.call(), case.reference()
             assert isinstance(ours, torch.Tensor)
             assert isinstance(theirs, torch.Tensor)
-            # Logits are about 1; the two round bfloat16 at other places.
+            # Logits are about 1, and the two backends round to bfloat16 at different points.
             assert (ours - theirs).abs().mean() < 0.06, case.size
 
 
@@ -83,7 +83,7 @@ def test_the_limit_is_memory_or_multipliers_whichever_takes_longer() -> None:
     assert limits.least_us(Work(num_bytes=1e3, flops=1e9), "f32") == pytest.approx(20_000.0)
 
 
-def test_of_two_looks_at_the_machine_the_best_counts() -> None:
+def test_the_better_of_two_measured_limits_counts() -> None:
     one = Limits(threads=2, read_gb_per_s=10.0, bf16_gflop_per_s=100.0, f32_gflop_per_s=50.0)
     other = Limits(threads=2, read_gb_per_s=20.0, bf16_gflop_per_s=90.0, f32_gflop_per_s=60.0)
     best = Limits(threads=2, read_gb_per_s=20.0, bf16_gflop_per_s=100.0, f32_gflop_per_s=60.0)
@@ -96,7 +96,7 @@ def test_the_command_passes_arguments_and_exit_code(capfd: pytest.CaptureFixture
     assert "dancing: not among linear, rows, attention, decoder" in capfd.readouterr().err
 
 
-def test_attention_reads_contexts_once_and_multiplies_what_is_seen() -> None:
+def test_attention_reads_contexts_once_and_multiplies_visible_keys() -> None:
     # One row over 10 tokens, and a chunk of 3 rows behind 5 tokens, which see 6, 7 and 8.
     work = attention_work(TINY, [(1, 10), (3, 8)], 2)
     assert work.num_bytes == (10 + 8) * 2 * TINY.num_kv_heads * TINY.head_dim * 2
@@ -114,8 +114,8 @@ def test_the_last_layer_and_the_head_count_for_rows_with_logits_alone() -> None:
     assert work.flops == 2 * (5 * (2 * qkv + others) + 2 * (others + head)) + 2 * attention.flops
 
 
-def test_the_large_model_is_as_large_as_its_name() -> None:
+def test_the_large_model_has_eight_billion_parameters() -> None:
     step = decoder_work(LLAMA_8B, [(1, 1)], 2, weight_bytes=0)
-    # Of its 8.03 billion parameters those of the embedding are not multiplied.
+    # All of its 8.03 billion parameters are multiplied, except for the embedding.
     assert step.flops / 2 == pytest.approx(8.03e9 - LLAMA_8B.vocab_size * LLAMA_8B.hidden_size, rel=0.001)
     assert attention_work(LLAMA_8B, [(1, 8192)], 2).times(32).num_bytes == 1 << 30

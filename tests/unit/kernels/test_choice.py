@@ -1,4 +1,4 @@
-"""What computes when this or that is asked for."""
+"""The chosen backend for each request, and the errors of requests that cannot be met."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_best_instruction_set_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"quantization": "int8"}, {"instruction_set": "portable"}])
-def test_what_only_the_kernels_can_do_is_not_dropped_without_them(tmp_path: Path, options: dict[str, str]) -> None:
+def test_options_for_the_cpp_kernels_are_refused_without_them(tmp_path: Path, options: dict[str, str]) -> None:
     with pytest.raises(SetupError, match=r"(int8|portable) needs the C\+\+ kernels: plain torch was requested"):
         load_decoder(save_model(tmp_path), kernels=KernelOptions(backend=Backend.REFERENCE, **options))
 
@@ -35,19 +35,19 @@ def test_what_only_the_kernels_can_do_is_not_dropped_without_them(tmp_path: Path
 FP8 = torch.ones(2, 2, 2)
 
 
-def test_an_fp8_kv_cache_is_computed_by_plain_torch_on_a_cpu_and_the_reason_is_said(tmp_path: Path) -> None:
+def test_an_fp8_kv_cache_is_computed_by_plain_torch_on_a_cpu_and_the_reason_is_reported(tmp_path: Path) -> None:
     choice = load_decoder(save_model(tmp_path), kernels=KernelOptions(kv_scales=FP8)).kernels
     expected = "the C++ kernels have no fp8 KV cache (--kv-cache-dtype fp8_e4m3)"
     assert (choice.backend, choice.reason) == ("reference", expected)
-    asked = load_decoder(tmp_path, kernels=KernelOptions(backend=Backend.REFERENCE, kv_scales=FP8)).kernels
-    assert (asked.backend, asked.reason) == ("reference", "")
+    requested = load_decoder(tmp_path, kernels=KernelOptions(backend=Backend.REFERENCE, kv_scales=FP8)).kernels
+    assert (requested.backend, requested.reason) == ("reference", "")
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [({"backend": Backend.CPU}, "--kernels cpu"), ({"quantization": "int8"}, "int8"), ({"instruction_set": "x"}, "x")],
 )
-def test_an_fp8_kv_cache_is_refused_where_only_the_kernels_can_do_the_rest(
+def test_an_fp8_kv_cache_is_refused_with_options_for_the_cpp_kernels(
     tmp_path: Path, options: dict[str, Any], named: str
 ) -> None:
     expected = (
@@ -69,13 +69,13 @@ def test_an_fp8_kv_cache_is_refused_on_a_gpu_without_fp8(monkeypatch: pytest.Mon
 
 
 @needs_kernels
-def test_an_instruction_set_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
+def test_an_unknown_instruction_set_is_refused_and_the_available_ones_are_named(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"does not run the instruction set 'mmx'; it runs .*portable"):
         load_decoder(save_model(tmp_path), kernels=KernelOptions(instruction_set="mmx"))
 
 
 @needs_kernels
-def test_ranks_are_computed_by_plain_torch_which_says_why(tmp_path: Path) -> None:
+def test_ranks_are_computed_by_plain_torch_and_the_reason_is_reported(tmp_path: Path) -> None:
     choice = load_decoder(save_model(tmp_path), ranks=Second()).kernels
     assert (choice.backend, choice.reason[:23]) == ("reference", "2 ranks share the model")
     with pytest.raises(SetupError, match=r"--kernels cpu needs the C\+\+ kernels: 2 ranks share the model"):
@@ -84,7 +84,7 @@ def test_ranks_are_computed_by_plain_torch_which_says_why(tmp_path: Path) -> Non
 
 @needs_triton
 @pytest.mark.parametrize(("deterministic", "mode"), [(True, "deterministic"), (False, "fast")])
-def test_triton_runs_in_its_interpreter_when_that_is_on(
+def test_triton_runs_in_its_interpreter_if_that_is_enabled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool, mode: str
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -107,7 +107,7 @@ def test_triton_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("options", [{"quantization": "int8"}, {"instruction_set": "portable"}])
-def test_what_triton_cannot_do_is_not_dropped(tmp_path: Path, options: dict[str, str]) -> None:
+def test_options_that_triton_does_not_have_are_refused(tmp_path: Path, options: dict[str, str]) -> None:
     with pytest.raises(SetupError, match=r"(int8|portable) needs the C\+\+ kernels: --kernels triton was requested"):
         load_decoder(save_model(tmp_path), kernels=KernelOptions(backend=Backend.TRITON, **options))
 
@@ -121,7 +121,7 @@ def test_a_shape_that_triton_cannot_run_is_refused(tmp_path: Path, monkeypatch: 
 
 
 def test_triton_is_not_imported_before_it_is_chosen() -> None:
-    """It would make every worker start later."""
+    """Importing it would delay the start of every worker."""
     program = "import sys, kernels.choice; assert not {'triton', 'kernels.triton'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
@@ -135,11 +135,11 @@ class TestOnHardware:
         decoder = load_decoder(save_model(tmp_path), device="cuda")
         assert (decoder.kernels.backend, decoder.kernels.mode) == ("triton", "deterministic")
 
-    def test_plain_torch_can_be_asked_for(self, tmp_path: Path) -> None:
+    def test_plain_torch_can_be_requested(self, tmp_path: Path) -> None:
         options = KernelOptions(backend=Backend.REFERENCE)
         assert load_decoder(save_model(tmp_path), device="cuda", kernels=options).kernels.backend == "reference"
 
     @pytest.mark.parametrize("options", [{"quantization": "int8"}, {"instruction_set": "portable"}])
-    def test_what_only_the_kernels_can_do_is_not_dropped(self, tmp_path: Path, options: dict[str, str]) -> None:
+    def test_options_for_the_cpp_kernels_are_refused(self, tmp_path: Path, options: dict[str, str]) -> None:
         with pytest.raises(SetupError, match=r"(int8|portable) needs the C\+\+ kernels: the model is on cuda:0"):
             load_decoder(save_model(tmp_path), device="cuda", kernels=KernelOptions(**options))

@@ -1,4 +1,4 @@
-"""The single C++ ops where numbers end: rounding, halves, NaN, huge scores, nothing at all."""
+"""Edge cases of the single C++ ops: rounding, half precision, NaN, huge scores, empty inputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HALVES = [torch.bfloat16, torch.float16]
 
 
 def _floats_of_all_kinds() -> Tensor:
-    """Bit patterns at random, and those around which rounding to 16 bits turns."""
+    """Random bit patterns, and those around which rounding to 16 bits changes."""
     generator = torch.Generator().manual_seed(1)
     random = torch.randint(-(2**31), 2**31 - 1, (50_000,), generator=generator).to(torch.int32)
     near = torch.arange(-3, 4, dtype=torch.int32)
@@ -40,9 +40,9 @@ def _floats_of_all_kinds() -> Tensor:
 
 
 def _same_rounding(got: Tensor, x: Tensor) -> None:
-    """got: x in another dtype, as torch rounds it; NaN stays NaN. Subnormal float32 may count as zero.
+    """Asserts that `got` is x rounded as torch rounds it; NaN stays NaN. Subnormal float32 may become zero.
 
-    What is too large for float16 becomes its largest number: an infinite V would reach rows that may not see it.
+    Numbers too large for float16 saturate: an infinite V would affect rows that must not see it.
     """
     if got.dtype == torch.float16:
         x = x.clamp(torch.finfo(got.dtype).min, torch.finfo(got.dtype).max)
@@ -75,7 +75,7 @@ def test_cached_heads_are_rounded_to_nearest_even(isa: str, dtype: torch.dtype) 
 
 @on_every_instruction_set
 @pytest.mark.parametrize("dtype", HALVES)
-def test_every_half_is_read_as_what_it_is(isa: str, dtype: torch.dtype) -> None:
+def test_every_half_precision_number_is_read_exactly(isa: str, dtype: torch.dtype) -> None:
     halves = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     ops = CpuOps(isa)
     one = rows_of(ops, torch.ones(1, 1), "f32")
@@ -92,7 +92,7 @@ def test_every_half_is_read_as_what_it_is(isa: str, dtype: torch.dtype) -> None:
 
 @on_every_instruction_set
 @in_every_format
-def test_no_rows_are_no_work(isa: str, name: str) -> None:
+def test_no_rows_give_empty_results(isa: str, name: str) -> None:
     ops = CpuOps(isa, 2)
     weight = torch.ones(40, 7, dtype=dtype_of(name))
     rows = rows_of(ops, torch.empty(0, 7), name)
@@ -137,7 +137,7 @@ def test_a_row_that_is_not_finite_poisons_itself_alone_in_int8(isa: str, poison:
 
 
 @on_every_instruction_set
-def test_silu_has_its_limits(isa: str) -> None:
+def test_silu_is_exact_at_its_limits(isa: str) -> None:
     ops = CpuOps(isa)
     x = torch.tensor(
         [0.0, -0.0, 1e-30, 1.0, -1.0, 20.0, -20.0, 86.9, -86.9, 88.0, -88.0, 1e19, -1e30, -3e38, 3e38, NAN]
@@ -173,7 +173,9 @@ def _attend(isa: str, scores: Tensor, values: Tensor, dtype: torch.dtype) -> Ten
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [1e4, 1e20, 1e30])
 @pytest.mark.parametrize("count", [2, 64, 65, 200])
-def test_a_score_far_above_the_others_takes_all(isa: str, dtype: torch.dtype, size: float, count: int) -> None:
+def test_a_score_far_above_the_others_gets_all_the_weight(
+    isa: str, dtype: torch.dtype, size: float, count: int
+) -> None:
     values = torch.randn(count, 8, generator=torch.Generator().manual_seed(count)).to(dtype).float()
     for winner in (0, count // 2, count - 1):
         scores = torch.full((count,), -size)
@@ -184,7 +186,7 @@ def test_a_score_far_above_the_others_takes_all(isa: str, dtype: torch.dtype, si
 @on_every_instruction_set
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("score", [6e4, -6e4, 0.0])
-def test_equal_scores_share_evenly_however_large_they_are(isa: str, dtype: torch.dtype, score: float) -> None:
+def test_equal_scores_get_equal_weights_at_any_size(isa: str, dtype: torch.dtype, score: float) -> None:
     values = torch.randn(150, 8, generator=torch.Generator().manual_seed(3)).to(dtype).float()
     out = _attend(isa, torch.full((150,), score), values, dtype)
     assert torch.allclose(out, values.mean(0), rtol=0, atol=1e-6)
@@ -208,7 +210,7 @@ def test_weights_of_scores_are_powers_of_e(isa: str) -> None:
 
 
 @on_every_instruction_set
-def test_rows_do_not_read_what_their_memory_held_before(isa: str) -> None:
+def test_padding_of_rows_does_not_depend_on_the_memorys_old_contents(isa: str) -> None:
     # 7 values leave half a unit, or one byte, over: it must not meet the weights' padding as NaN.
     ops = CpuOps(isa)
     for name in ("bf16", "int8"):
@@ -227,6 +229,6 @@ def test_reading_memory_reads_all_of_it(isa: str, num_threads: int) -> None:
     assert CpuOps(isa, num_threads).read(memory) == int(memory.sum())
 
 
-def test_an_instruction_set_that_is_not_there_is_refused() -> None:
+def test_an_unknown_instruction_set_is_refused() -> None:
     with pytest.raises(ValueError, match="avx1024"):
         CpuOps("avx1024")

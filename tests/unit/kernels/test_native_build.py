@@ -1,4 +1,4 @@
-"""How the C++ kernels are built, installed and found, and what happens where they cannot be."""
+"""How the C++ kernels are built, installed and found, and what happens where they cannot be built."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Build = Callable[[str], Path]
 
 @pytest.fixture
 def build(tmp_path: Path) -> Build:
-    """Runs the build with a `cmake` that is the given shell script; gives the package directory it filled."""
+    """Runs the build with a `cmake` that is the given shell script; returns the package directory that it filled."""
 
     def run(cmake: str) -> Path:
         tools = tmp_path / "tools"
@@ -91,23 +91,23 @@ def test_a_build_that_fails_installs_its_reason_instead_of_the_extension(build: 
     assert found == native.Missing(f"not built: {reason}")
 
 
-def test_extension_and_reason_take_each_others_place(build: Build) -> None:
+def test_extension_and_reason_file_replace_each_other(build: Build) -> None:
     names = [[path.name for path in build(cmake).iterdir()] for cmake in (NO_COMPILER, BUILT, NO_COMPILER)]
     extension = f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
     assert names == [["_native_missing.txt"], [extension], ["_native_missing.txt"]]
 
 
-def test_what_an_earlier_build_wrote_down_and_is_wrong_by_now_is_forgotten(build: Build) -> None:
+def test_a_stale_cmake_cache_of_an_earlier_build_is_deleted(build: Build) -> None:
     for _ in range(2):
         assert [path.suffix for path in build(BUILT_ONCE).iterdir()] == [".so"]
 
 
-def test_an_extension_for_another_python_is_missed_with_a_way_out(tmp_path: Path) -> None:
+def test_an_extension_for_another_python_is_reported_with_what_to_do(tmp_path: Path) -> None:
     found = native.find("kernels.cpu.not_there", tmp_path / "no_reason.txt")
     assert found == native.Missing(f"not built for {sysconfig.get_config_var('SOABI')}: install pdserve again")
 
 
-def test_an_extension_that_cannot_be_loaded_is_missed_with_the_loaders_words(
+def test_an_extension_that_cannot_be_loaded_is_reported_with_the_loaders_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / f"broken_extension{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(b"no shared object")
@@ -135,8 +135,8 @@ def test_changed_sources_are_built_by_make() -> None:
         assert "pip install" in out.stdout, source
 
 
-def test_no_code_outside_an_instruction_sets_namespace_needs_it() -> None:
-    """The linker keeps one copy of an inline function; a copy made for AVX would end a process on a machine without."""
+def test_code_outside_of_an_instruction_sets_namespace_does_not_use_it() -> None:
+    """The linker keeps one copy of an inline function. One compiled for AVX would crash on a machine without it."""
     module = native.load()
     objdump = shutil.which("objdump")
     if module is None or objdump is None or os.uname().machine != "x86_64":

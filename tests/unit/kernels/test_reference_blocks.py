@@ -1,4 +1,4 @@
-"""The digest of packed blocks in plain torch: its generator, and what changes it."""
+"""The digest of packed blocks in plain torch: its random generator, and the inputs it depends on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_published_words_of_digits_of_pi() -> None:
     assert tuple(words.tolist()) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
 
 
-def test_a_lane_is_the_sum_it_is_said_to_be() -> None:
+def test_a_lane_is_the_documented_sum() -> None:
     packed = _packed(1, 40)
     keys = digest_keys(KEY, 40, CPU)
     table = [(pair & 0xFFFFFFFF, pair >> 32 & 0xFFFFFFFF) for pair in keys.tolist()]
@@ -52,7 +52,7 @@ def test_a_lane_is_the_sum_it_is_said_to_be() -> None:
     assert bytes(digest(packed, keys)[0].tolist()) == expected
 
 
-def test_a_digest_depends_on_bytes_and_key_not_on_the_place() -> None:
+def test_a_digest_depends_on_bytes_and_key_not_on_the_row() -> None:
     packed = _packed(3, 256)
     keys = digest_keys(KEY, 1024, CPU)
     digests = digest(packed, keys)
@@ -60,7 +60,7 @@ def test_a_digest_depends_on_bytes_and_key_not_on_the_place() -> None:
     assert torch.equal(digest(packed.flip(0), keys), digests.flip(0))
     assert len({bytes(row.tolist()) for row in digests}) == 3
     for at in range(16):
-        other = bytes(byte ^ (at == place) for place, byte in enumerate(KEY))
+        other = bytes(byte ^ (at == index) for index, byte in enumerate(KEY))
         assert not (digest(packed, digest_keys(other, 256, CPU)) == digests).all(1).any()
 
 
@@ -75,18 +75,18 @@ def test_every_flipped_bit_changes_all_lanes() -> None:
 
 
 @pytest.mark.parametrize("unit", [4, 8, 16, 128])
-def test_swapped_neighbours_change_it(unit: int) -> None:
+def test_swapping_adjacent_units_changes_the_digest(unit: int) -> None:
     packed = _packed(1, 512)
     keys = digest_keys(KEY, 512, CPU)
-    parts = packed.view(-1, 2, unit)
+    pairs = packed.view(-1, 2, unit)
     lanes = digest(packed, keys).view(torch.int32)
-    for at in range(parts.shape[0]):
-        swapped = parts.clone()
-        swapped[at] = parts[at].flip(0)
+    for at in range(pairs.shape[0]):
+        swapped = pairs.clone()
+        swapped[at] = pairs[at].flip(0)
         assert (digest(swapped.view(1, -1), keys).view(torch.int32) != lanes).all()
 
 
-def test_zeros_of_another_number_have_another_digest() -> None:
+def test_different_numbers_of_zeros_have_different_digests() -> None:
     keys = digest_keys(KEY, 1024, CPU)
     digests = {bytes(digest(torch.zeros(1, size).byte(), keys)[0].tolist()) for size in range(8, 1024, 8)}
     assert len(digests) == 127
@@ -102,7 +102,7 @@ def test_the_stretched_key_does_not_repeat() -> None:
         assert ((bits[shift:] ^ bits[:-shift]).double().mean(0) - 0.5).abs().max() < 0.024
 
 
-def test_whole_blocks_are_one_run_and_heads_one_for_each_side_of_a_layer() -> None:
+def test_whole_blocks_are_one_run_and_head_slices_two_per_layer() -> None:
     cache = torch.zeros(3, 5, 2, 4, 8, 16, dtype=torch.bfloat16)
     whole = SliceLayout.of(cache, (0, 5), (0, 4))
     assert (whole.num_runs, whole.packed_bytes) == (1, cache[0].nbytes)

@@ -1,4 +1,4 @@
-"""Rounding to float8_e4m3fn against the format written out."""
+"""Rounding to float8_e4m3fn against the definition of the format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ONE = torch.ones(())
 
 
 def format_numbers() -> Tensor:
-    """What codes 0x00 to 0x7e mean, float64: four bits of exponent with bias 7, three of mantissa, subnormals."""
+    """The numbers of codes 0x00 to 0x7e, float64: four bits of exponent with bias 7, three of mantissa, subnormals."""
     codes = torch.arange(0x7F)
     exponent, mantissa = (codes >> 3).double(), (codes & 7).double()
     return torch.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
@@ -30,7 +30,7 @@ def test_every_number_of_the_format_is_kept_and_has_its_code(sign: int) -> None:
     assert torch.equal(from_fp8(codes.to(torch.uint8), ONE, torch.float32), numbers)
 
 
-def test_between_two_numbers_the_nearest_is_taken_and_of_two_the_even_one() -> None:
+def test_numbers_are_rounded_to_nearest_even() -> None:
     numbers = format_numbers()
     middle = (numbers[1:] + numbers[:-1]) / 2
     codes = torch.arange(0x7E)
@@ -40,7 +40,7 @@ def test_between_two_numbers_the_nearest_is_taken_and_of_two_the_even_one() -> N
     assert to_fp8((middle * (1 + 2.0**-20)).float(), ONE).tolist() == (codes + 1).tolist()
 
 
-def test_what_is_too_large_is_saturated_and_what_is_no_number_stays_none() -> None:
+def test_large_numbers_are_saturated_and_nan_stays_nan() -> None:
     assert stored(449.0, 1e9, float("inf"), -1e9) == [FP8_MAX, FP8_MAX, FP8_MAX, -FP8_MAX]
     assert to_fp8(torch.tensor([float("nan")]), ONE).item() & 0x7F == 0x7F
 
@@ -55,12 +55,12 @@ def test_an_error_is_a_sixteenth_of_the_number_or_half_a_smallest_step(scale: fl
     scales = torch.tensor(scale)
     back = from_fp8(to_fp8(values, scales), scales, torch.float32)
     off = (back - values).abs()
-    # A hair more, for the division and the product are rounded too.
+    # Slightly more, since the division and the product are rounded, too.
     assert (off <= torch.maximum(values.abs() / 16, scales * 2.0**-10) * (1 + 1e-5)).all()
     assert off.max() > 0
 
 
-def test_numbers_without_a_scale_are_exact_in_bfloat16_and_float16() -> None:
+def test_numbers_with_scale_one_are_exact_in_bfloat16_and_float16() -> None:
     codes = torch.arange(0x7F).to(torch.uint8)
     for dtype in (torch.bfloat16, torch.float16):
         assert torch.equal(from_fp8(codes, ONE, dtype).double(), format_numbers())

@@ -42,11 +42,11 @@ def angles(length: int) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Position i is row i: each pair (j, j + DIM / 2) is turned as a complex number."""
+    """Position i is row i: each pair (j, j + DIM / 2) is rotated as a complex number."""
     cos, sin = angles(x.shape[0])[:, :, : DIM // 2].double().unbind(1)
     pair = torch.complex(x[..., : DIM // 2].double(), x[..., DIM // 2 :].double())
-    turned = pair * torch.complex(cos, sin)[:, None]
-    return torch.cat((turned.real, turned.imag), -1)
+    rotated = pair * torch.complex(cos, sin)[:, None]
+    return torch.cat((rotated.real, rotated.imag), -1)
 
 
 def expected_rows(sequence: Sequence, window: int | None) -> Tensor:
@@ -74,7 +74,7 @@ class Cache:
         self.tensor = torch.full((sum(needed) + 3, LAYERS, 2, KV_HEADS, block_size, DIM), torch.nan)
 
     def rows(self, spans: list[tuple[int, int, int]]) -> KvRows:
-        """spans: (sequence, first position, one beyond the last)."""
+        """spans: (sequence, first position, last position + 1)."""
         size, width = self.block_size, max(map(len, self.tables))
         positions = [position for _, first, end in spans for position in range(first, end)]
         slots = [
@@ -115,7 +115,7 @@ def attend(sequences: list[Sequence], block_size: int, window: int | None, layer
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=60, deadline=None)
-def test_attention_is_that_of_the_formula_whatever_shares_the_batch(
+def test_attention_matches_the_formula_in_any_batch(
     shapes: list[tuple[int, int]], block_size: int, window: int | None, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -169,7 +169,7 @@ def test_a_cache_that_is_not_contiguous_is_refused() -> None:
 
 
 class Fp8Run:
-    """One sequence over an fp8 cache of NaN, in steps of so many rows, with a scale for each layer, side and head."""
+    """One sequence over an fp8 cache of NaN, in steps of given sizes, with scales per layer, K or V, and head."""
 
     SCALES = torch.tensor([[[1.0, 1.0], [1.0, 1.0]], [[0.5, 0.11], [0.07, 2.0]]])
     LAYER, BLOCK_SIZE = 1, 4
@@ -201,10 +201,10 @@ class Fp8Run:
 def attention_over(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """The formula; q rotated, all float64 [context, heads, DIM]."""
     k, v = (side.repeat_interleave(HEADS // KV_HEADS, 1) for side in (k, v))
-    place = torch.arange(len(q))
-    seen = place[None] <= place[:, None]
+    positions = torch.arange(len(q))
+    seen = positions[None] <= positions[:, None]
     if window is not None:
-        seen &= place[None] > place[:, None] - window
+        seen &= positions[None] > positions[:, None] - window
     scores = (torch.einsum("qhd,khd->hqk", q, k) * SCALE).masked_fill(~seen, -torch.inf)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
 
@@ -218,7 +218,7 @@ def test_an_fp8_cache_is_read_back_as_it_was_stored_times_its_scales(steps: list
     torch.testing.assert_close(run.out.double(), expected, atol=2e-5, rtol=1e-4)
 
 
-def test_an_fp8_cache_stores_what_is_nearest_with_a_scale_for_each_head() -> None:
+def test_an_fp8_cache_stores_the_nearest_numbers_with_a_scale_for_each_head() -> None:
     sequence = make_sequence(23, 23, torch.Generator().manual_seed(7))
     run = Fp8Run(sequence, [23])
     exact = torch.stack((rotate(sequence.k), sequence.v.double()))
@@ -227,7 +227,7 @@ def test_an_fp8_cache_stores_what_is_nearest_with_a_scale_for_each_head() -> Non
     assert torch.isnan(run.tensor[:, 1 - Fp8Run.LAYER].float()).all(), "another layer was written"
 
 
-def test_attention_over_fp8_is_off_by_no_more_than_its_roundings_explain() -> None:
+def test_errors_of_attention_over_fp8_are_within_rounding() -> None:
     sequence = make_sequence(40, 40, torch.Generator().manual_seed(8))
     run = Fp8Run(sequence, [40])
     q, k, v = rotate(sequence.q), rotate(sequence.k), sequence.v.double()
@@ -237,7 +237,7 @@ def test_attention_over_fp8_is_off_by_no_more_than_its_roundings_explain() -> No
     largest = v.abs().amax()
     bound = (largest * (torch.expm1(2 * score) + 1 / 16 + 2.0**-10)).expand(-1, -1, DIM).flatten(1)
     assert ((run.out.double() - attention_over(q, k, v, None)).abs() <= bound).all()
-    # In the mean they cancel: no scale is missing.
+    # On average errors cancel, so no scale is missing.
     assert (run.out.double() - attention_over(q, k, v, None)).abs().mean() < 0.03
 
 
@@ -268,7 +268,7 @@ def test_opening_a_block_of_an_fp8_cache_clears_the_rest_of_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_queries_in_half_precision_meet_an_fp8_cache(dtype: torch.dtype) -> None:
+def test_queries_in_half_precision_can_attend_to_an_fp8_cache(dtype: torch.dtype) -> None:
     sequence = make_sequence(9, 9, torch.Generator().manual_seed(12))
     halves = Sequence(9, 9, *(side.to(dtype) for side in (sequence.q, sequence.k, sequence.v)))
     run = Fp8Run(halves, [9])
@@ -277,7 +277,7 @@ def test_queries_in_half_precision_meet_an_fp8_cache(dtype: torch.dtype) -> None
     torch.testing.assert_close(run.out.double(), expected, atol=3e-2, rtol=2e-2)
 
 
-def test_a_cache_whose_dtype_does_not_fit_the_scales_is_refused() -> None:
+def test_an_fp8_cache_without_scales_or_scales_without_fp8_are_refused() -> None:
     sequence = make_sequence(1, 1, torch.Generator().manual_seed(6))
     cache = Cache([sequence], 4)
     rows = cache.rows([(0, 0, 1)])

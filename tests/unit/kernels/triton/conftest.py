@@ -1,4 +1,4 @@
-"""Where Triton is not installed, there is nothing here to import."""
+"""Without Triton, the tests of this folder cannot be imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps over paged caches that are NaN wherever they must not be read, and what attention must make of them."""
+"""Steps over paged caches that are NaN wherever they must not be read, with the expected attention."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ SMALL_FAST = AttentionLaunches(
 
 
 def make_rows(spans: list[tuple[int, int]], block_size: int, *, num_padding: int = 0, extra_width: int = 1) -> KvRows:
-    """Sequences given as (rows, context). Block 0 is nobody's: tables are padded with it.
+    """Sequences given as (rows, context). Tables are padded with block 0, which no sequence has.
 
-    Padding rows come last: slot -1, a sequence each, with an empty context.
+    Padding rows come last: each is a sequence with an empty context, and has slot -1.
     """
     num_blocks = [-(-context // block_size) for _, context in spans]
-    # Not in order: a sequence's blocks lie anywhere.
+    # In random order, since a sequence's blocks may be anywhere.
     ids = iter(torch.randperm(sum(num_blocks), generator=torch.Generator().manual_seed(len(spans))).add(1).tolist())
     tables = [list(itertools.islice(ids, count)) for count in num_blocks]
     width = max(num_blocks, default=0) + extra_width
@@ -69,17 +69,17 @@ def num_blocks_of(rows: KvRows) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A step with rotated queries over a cache that holds what the rows see of their contexts, and NaN elsewhere."""
+    """A step with rotated queries over a cache that has the keys visible to the rows, and NaN elsewhere."""
 
     step: PagedStep
     q: Tensor
     layer: int
     window: int | None
-    #: What `cache` holds, float64: per sequence [2, num_kv_heads, context, head_dim].
+    #: Contents of the cache, float64: [2, num_kv_heads, context, head_dim] for each sequence.
     contexts: list[Tensor]
 
     def expected(self) -> tuple[Tensor, Tensor]:
-        """Attention in float64, and the same with the magnitudes of the values, by which errors are bounded."""
+        """Attention in float64, and the same with the values' magnitudes, for error bounds."""
         out = torch.zeros(self.q.shape, dtype=torch.float64, device=DEVICE)
         size = torch.zeros_like(out)
         group_size = self.q.shape[1] // self.step.num_kv_heads
@@ -117,8 +117,8 @@ def make_case(
     for table, (num_rows, context) in zip(rows.block_tables.cpu(), spans, strict=False):
         stored = torch.randn((2, kv_heads, context, dim), generator=generator).to(FP8 if fp8 else dtype)
         contexts.append((stored.double() * scales[layer, :, :, None, None] if fp8 else stored.double()).to(DEVICE))
-        seen_from = 0 if window is None else max(0, context - num_rows - window + 1)
-        for position in range(seen_from, context):
+        first_visible = 0 if window is None else max(0, context - num_rows - window + 1)
+        for position in range(first_visible, context):
             block = int(table[position // block_size])
             cache[block, layer, :, :, position % block_size] = stored[:, :, position].float()
     num_tokens = sum(num_rows for num_rows, _ in spans) + num_padding

@@ -1,4 +1,4 @@
-"""The engine's rows as tensors, and what the reference does with them: what the tests of sampling share."""
+"""Helpers for tests of sampling: the engine's rows as tensors, and the results of the reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.devices import DEVICE
 
 
 def sample_rows(rows: Items[SampleRow], logits_rows: Items[int], capacity: int = 64) -> SampleRows:
-    """The same rows as tensors on the device; each row with penalties has a slot of its own, in reversed order."""
+    """The same rows as tensors on the device; each row with penalties has a history slot, in reverse order."""
 
     def tensor(values: Items[float], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=DEVICE)
@@ -63,7 +63,7 @@ def sample_rows(rows: Items[SampleRow], logits_rows: Items[int], capacity: int =
 
 
 def reference(logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int] | None = None) -> list[SampleResult]:
-    """What the engine's sampler gives."""
+    """Results of the engine's sampler."""
     return Sampler().sample(logits, rows, range(len(rows)) if logits_rows is None else logits_rows)
 
 
@@ -74,7 +74,7 @@ def reference_tokens(logits: Tensor, rows: Items[SampleRow], logits_rows: Items[
 
 
 def scores(logits: Tensor, row: SampleRow) -> npt.NDArray[np.float64]:
-    """What the reference compares for each token of one row, before truncation."""
+    """The reference's score of each token of one row, before truncation."""
     edited = edited_logits(logits.numpy(), row).astype(np.float64)
     noise = gumbel(GumbelNoise(row.params.seed, row.choice_index, row.position).words_of_vocabulary(len(edited)))
     scored: npt.NDArray[np.float64] = (edited - edited.max()) / row.params.temperature + noise
@@ -82,7 +82,7 @@ def scores(logits: Tensor, row: SampleRow) -> npt.NDArray[np.float64]:
 
 
 def kept(logits: Tensor, row: SampleRow) -> npt.NDArray[np.bool_]:
-    """What truncation leaves by its definition, everything sorted: bool [vocab]."""
+    """The tokens that truncation keeps by its definition, with a full sort: bool [vocab]."""
     params = row.params
     edited = edited_logits(logits.numpy(), row)
     scaled = (edited.astype(np.float64) - float(edited.max())) / params.temperature

@@ -28,7 +28,7 @@ def angles() -> Tensor:
 
 
 def prompt_in_steps(length: int, cuts: list[int]) -> list[KvRows]:
-    """One sequence, its blocks the same in every step."""
+    """One sequence, with the same blocks in every step."""
     whole = make_rows([(length, length)], BLOCK_SIZE)
     return [
         KvRows(
@@ -43,7 +43,7 @@ def prompt_in_steps(length: int, cuts: list[int]) -> list[KvRows]:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_steps_give_what_the_reference_gives(deterministic: bool) -> None:
+def test_steps_match_the_reference(deterministic: bool) -> None:
     generator = torch.Generator().manual_seed(2)
     ops = ReferenceOps()
     shape = (20, LAYERS, 2, KV_HEADS, BLOCK_SIZE, DIM)
@@ -69,7 +69,7 @@ def test_steps_give_what_the_reference_gives(deterministic: bool) -> None:
         torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
-def test_steps_over_an_fp8_cache_give_what_the_reference_gives() -> None:
+def test_steps_over_an_fp8_cache_match_the_reference() -> None:
     generator = torch.Generator().manual_seed(4)
     scales = (torch.rand((LAYERS, 2, KV_HEADS), generator=generator) / 4 + 0.01).to(DEVICE)
     shape = (20, LAYERS, 2, KV_HEADS, BLOCK_SIZE, DIM)
@@ -83,7 +83,7 @@ def test_steps_over_an_fp8_cache_give_what_the_reference_gives() -> None:
         for layer, window in ((0, None), (1, 4)):
             rotated, expected = (kv.rope_write_kv(layer, q, k, v) for kv in (mine, reference))
             torch.testing.assert_close(rotated, expected)
-            # Rotated in another order, K is now and then rounded to the neighbour: from here on with the same bytes.
+            # Rotated in another order, K is sometimes rounded to the other neighbour. From here on the bytes are equal.
             different = ours.view(torch.uint8) != theirs.view(torch.uint8)
             assert not different[:, :, 1].any()
             assert int(different.sum()) <= 2
@@ -93,7 +93,7 @@ def test_steps_over_an_fp8_cache_give_what_the_reference_gives() -> None:
             )
 
 
-def test_an_empty_step_passes_through() -> None:
+def test_an_empty_step_gives_empty_results() -> None:
     rows = make_rows([], BLOCK_SIZE)
     cache = torch.zeros((1, 1, 2, KV_HEADS, BLOCK_SIZE, DIM), device=DEVICE)
     kv = TritonOps(deterministic=False).paged_kv(rows, cache, angles(), SCALE)

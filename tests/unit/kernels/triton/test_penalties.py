@@ -1,4 +1,4 @@
-"""Edited logits to the bit, and histories that grow on the device."""
+"""Edited logits bit for bit, and histories that grow on the device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rows_of(seed: int) -> list[SampleRow]:
         SampleRow(
             params=params,
             choice_index=0,
-            # Few different ones, so that they come again and again.
+            # Few distinct tokens, so that they repeat.
             tokens=array("q", generator.integers(0, 40, 30).tolist()),
             num_prompt=17,
             stop_ids=frozenset({5, 77}),
@@ -48,7 +48,7 @@ def rows_of(seed: int) -> list[SampleRow]:
     ]
 
 
-def test_edited_logits_are_those_of_the_reference_to_the_bit() -> None:
+def test_edited_logits_have_the_bits_of_the_reference() -> None:
     rows = rows_of(1)
     logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(1)) * 4
     edited, is_edited = edit_logits(logits.to(DEVICE), sample_rows(rows, list(range(len(rows)))))
@@ -58,7 +58,7 @@ def test_edited_logits_are_those_of_the_reference_to_the_bit() -> None:
         assert edited[index].tolist() == expected.tolist(), f"row {index}"
 
 
-def test_a_history_that_grew_on_the_device_is_one_that_was_counted() -> None:
+def test_a_history_that_grew_on_the_device_equals_a_recount() -> None:
     rows = [
         row(SamplingParams(presence_penalty=0.1), output=[9]),
         row(SamplingParams()),
@@ -86,7 +86,7 @@ def test_a_history_that_grew_on_the_device_is_one_that_was_counted() -> None:
         assert actual == counted, f"slot {slot}"
 
 
-def test_a_history_without_room_leaves_other_slots_alone() -> None:
+def test_a_full_history_slot_leaves_other_slots_unchanged() -> None:
     rows = [row(SamplingParams(presence_penalty=0.1)), row(SamplingParams(presence_penalty=0.1))]
     described = sample_rows(rows, [0, 1], capacity=3)
     before = described.history.ids.clone()

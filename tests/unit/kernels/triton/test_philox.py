@@ -1,4 +1,4 @@
-"""Random words bit for bit, and noise in both tails."""
+"""Random words bit for bit, and the noise of both tails."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ pytestmark = needs_triton
 
 @triton.jit
 def _words_kernel(out_ptr, seed, choice, position, first_id, single: tl.constexpr, block: tl.constexpr):
-    places = tl.arange(0, block)
+    offsets = tl.arange(0, block)
     words = words_of_ids(seed, choice, position, first_id, block)
     if single:
-        words = word_of_id(seed, choice, position, first_id + places)
-    tl.store(out_ptr + places, words.to(tl.int64))
+        words = word_of_id(seed, choice, position, first_id + offsets)
+    tl.store(out_ptr + offsets, words.to(tl.int64))
 
 
 @triton.jit
 def _gumbel_kernel(words_ptr, double_ptr, single_ptr, block: tl.constexpr):
-    places = tl.arange(0, block)
-    words = tl.load(words_ptr + places).to(tl.uint32)
-    tl.store(double_ptr + places, gumbel64(words))
-    tl.store(single_ptr + places, gumbel32(words))
+    offsets = tl.arange(0, block)
+    words = tl.load(words_ptr + offsets).to(tl.uint32)
+    tl.store(double_ptr + offsets, gumbel64(words))
+    tl.store(single_ptr + offsets, gumbel32(words))
 
 
 @pytest.mark.parametrize("single", [False, True])
@@ -40,7 +40,7 @@ def _gumbel_kernel(words_ptr, double_ptr, single_ptr, block: tl.constexpr):
     ("seed", "choice", "position", "first_id"),
     [(0, 0, 0, 0), (5, 0, 9, 128), (-(2**63), 127, 1, 0), (2**63 - 1, 3, 131071, 151_936), (-2, 1, 2**31 - 1, 4)],
 )
-def test_words_are_those_of_the_reference(seed: int, choice: int, position: int, first_id: int, single: bool) -> None:
+def test_words_match_the_reference(seed: int, choice: int, position: int, first_id: int, single: bool) -> None:
     out = torch.empty(64, dtype=torch.int64, device=DEVICE)
     _words_kernel[(1,)](out, seed, choice, position, first_id, single=single, block=64)
     expected = GumbelNoise(seed, choice, position).words_of_vocabulary(first_id + 64)[first_id:]
@@ -54,7 +54,7 @@ def _noise(words: list[int]) -> tuple[Tensor, Tensor]:
     return double.cpu(), single.cpu()
 
 
-def test_noise_is_that_of_the_reference_in_both_tails() -> None:
+def test_noise_matches_the_reference_in_both_tails() -> None:
     generator = np.random.default_rng(1)
     edges = [1 << bit for bit in range(32)]
     words = [*edges, *(2**32 - edge for edge in edges), 0, *generator.integers(0, 2**32, 446).tolist()]

@@ -1,4 +1,4 @@
-"""RoPE and the KV write in one launch against the reference, which rotates, clears and scatters apart."""
+"""RoPE and the KV write in one launch against the reference, which rotates, clears and scatters separately."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.kernels.triton.paged_steps import FP8, NAN, make_rows, num_block
 pytestmark = needs_triton
 
 LAYERS, LAYER = 3, 1
-#: A block opened and left, filled, entered in the middle, and two of them in one chunk.
+#: A block that is opened, is filled, is entered in the middle, and two blocks in one chunk.
 SPANS = [(1, 1), (3, 11), (1, 8), (7, 10), (1, 17)]
 
 
@@ -54,7 +54,7 @@ def poisoned_cache(rows: KvRows, kv_heads: int, block_size: int, dim: int, dtype
 
 
 def assert_near(actual: Tensor, expected: Tensor, roundings: int = 1) -> None:
-    """Within as many units in the last place; NaN, which is memory not written, in the same places."""
+    """Within `roundings` units in the last place; NaN, which marks unwritten memory, at the same indices."""
     step = torch.finfo(expected.dtype).eps * roundings
     torch.testing.assert_close(actual, expected, rtol=step, atol=step, equal_nan=True)
 
@@ -69,7 +69,7 @@ def assert_near(actual: Tensor, expected: Tensor, roundings: int = 1) -> None:
         (2, 1, 256, 16, torch.bfloat16),
     ],
 )
-def test_q_and_the_whole_cache_are_those_of_the_reference(
+def test_q_and_the_whole_cache_match_the_reference(
     heads: int, kv_heads: int, dim: int, block_size: int, dtype: torch.dtype
 ) -> None:
     rows = make_rows(SPANS, block_size)
@@ -81,13 +81,13 @@ def test_q_and_the_whole_cache_are_those_of_the_reference(
     assert rotated.is_contiguous()
     assert_near(rotated, expected)
     assert_near(cache, expected_cache)
-    # V is not computed with, and zeros are zeros.
+    # V is only copied, and cleared slots are exact zeros.
     assert torch.equal(cache[:, :, 1].nan_to_num(7.0), expected_cache[:, :, 1].nan_to_num(7.0))
     assert torch.equal(cache == 0, expected_cache == 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_norms_before_the_rotation_round_as_the_op_does(dtype: torch.dtype) -> None:
+def test_norms_before_the_rotation_round_as_the_norm_op(dtype: torch.dtype) -> None:
     rows, ops, dim, eps = make_rows([(1, 5), (3, 3)], 4), ReferenceOps(), 48, 1e-5
     q, k, v = split(rows, 3, 1, dim, dtype)
     weights = tuple(1 + random(dim, dtype=dtype, seed=seed) / 4 for seed in (1, 2))
@@ -95,7 +95,7 @@ def test_norms_before_the_rotation_round_as_the_op_does(dtype: torch.dtype) -> N
     expected_cache = cache.clone()
     normed = [ops.rms_norm(x, weight, eps) for x, weight in zip((q, k), weights, strict=True)]
     expected = ops.paged_kv(rows, expected_cache, angles(dim), 1.0).rope_write_kv(LAYER, normed[0], normed[1], v)
-    # The interpreter rounds bfloat16 towards zero, each time; else a sum in another order seldom tips a rounding.
+    # The interpreter truncates bfloat16 each time; otherwise another order of sums seldom changes a rounding.
     roundings = 6 if dtype == torch.bfloat16 and not HAS_GPU else 4 if dtype == torch.float32 else 2
     assert_near(
         launch(rows, cache, (q, k, v), norms=HeadNorms(q=weights[0], k=weights[1], eps=eps)), expected, roundings
@@ -114,31 +114,31 @@ def test_padding_rows_write_nothing() -> None:
     assert set(slots.tolist()) == {int(rows.slot_mapping[0])}
 
 
-def test_no_rows_are_no_launch() -> None:
+def test_no_rows_give_an_empty_result() -> None:
     rows = make_rows([], 4)
     q, k, v = split(rows, 2, 1, 16, torch.float32)
     assert launch(rows, poisoned_cache(rows, 1, 4, 16, torch.float32), (q, k, v)).shape == (0, 2, 16)
 
 
-@pytest.mark.skipif(HAS_GPU, reason="the interpreter's order of programs is at hand, a GPU's is not")
-def test_clearing_harms_no_row_whatever_the_order_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(HAS_GPU, reason="only the interpreter's order of programs can be chosen")
+def test_clearing_overwrites_no_row_in_any_order_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.interpreter import interpreter_builder
 
     rows = make_rows(SPANS, 4)
     q, k, v = split(rows, 2, 1, 16, torch.float32)
     forwards, backwards = (poisoned_cache(rows, 1, 4, 16, torch.float32) for _ in range(2))
     launch(rows, forwards, (q, k, v))
-    set_place = interpreter_builder.set_grid_idx
+    set_index = interpreter_builder.set_grid_idx
     count = rows.positions.shape[0]
-    monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda x, y, z: set_place(count - 1 - x, y, z))
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda x, y, z: set_index(count - 1 - x, y, z))
     launch(rows, backwards, (q, k, v))
     assert torch.equal(forwards.nan_to_num(7.0), backwards.nan_to_num(7.0))
 
 
-def test_an_fp8_cache_holds_the_nearest_of_what_it_can_hold() -> None:
+def test_an_fp8_cache_stores_the_nearest_number_of_the_format() -> None:
     rows = make_rows(SPANS, 4)
     q, k, v = split(rows, 2, 2, 32, torch.float32)
-    # From far below the smallest step to beyond the greatest number.
+    # From far below the smallest step to beyond the largest number.
     v = v * torch.logspace(-5, 3.5, 32, device=DEVICE)
     v[0, 0, :3] = torch.tensor([1e9, -1e9, 0.0], device=DEVICE)
     scales = torch.rand((LAYERS, 2, 2), generator=torch.Generator().manual_seed(1)).to(DEVICE) + 0.5
@@ -150,7 +150,7 @@ def test_an_fp8_cache_holds_the_nearest_of_what_it_can_hold() -> None:
     stored, wanted = cache.float(), expected_fp8.float()
     assert torch.equal(stored.isnan(), wanted.isnan())
     assert torch.equal(stored[:, :, 1].nan_to_num(7.0), wanted[:, :, 1].nan_to_num(7.0))
-    # Rotation in another order may tip a few to the neighbour.
+    # Rotation in another order may round a few numbers to the other neighbour.
     off = (stored[:, LAYER, 0] - wanted[:, LAYER, 0]).nan_to_num(0.0).abs()
     assert (off <= wanted[:, LAYER, 0].nan_to_num(0.0).abs() / 8 + 2**-9).all()
     assert (off > 0).float().mean() < 0.01

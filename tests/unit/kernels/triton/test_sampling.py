@@ -1,4 +1,4 @@
-"""Tokens, and what truncation leaves of the vocabulary, against the engine's sampler."""
+"""Sampled tokens and truncation against the engine's sampler."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from pdserve.engine.sequence import SampleRow
 from tests.unit.engine.fakes import row
 from tests.unit.kernels.triton.sampled import kept, reference_tokens, sample_rows, scores
 
-# The interpreter computes with numpy, which warns of infinities that a GPU passes over.
+# The interpreter computes with numpy, which warns about infinities.
 pytestmark = [needs_triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 GREEDY = SamplingParams(temperature=0.0)
 NAN = float("nan")
-#: Two tokens whose scores are closer may each be chosen: logarithms and exponentials differ in the last bits.
+#: Of two tokens with closer scores either may be chosen: logarithms and exponentials differ in the last bits.
 CLOSE = 1e-9
 
 
@@ -44,7 +44,7 @@ def tokens(logits: Tensor, rows: list[SampleRow], logits_rows: list[int] | None 
 
 
 def check(logits: Tensor, rows: list[SampleRow]) -> None:
-    """The reference's tokens, except where its two best scores are as good as equal."""
+    """Asserts the reference's tokens, except where its two best scores are nearly equal."""
     actual, expected = tokens(logits, rows), reference_tokens(logits, rows)
     for index, (token, other) in enumerate(zip(actual, expected, strict=True)):
         if token != other:
@@ -56,7 +56,7 @@ def check(logits: Tensor, rows: list[SampleRow]) -> None:
 
 
 def check_kept(logits: Tensor, rows: list[SampleRow]) -> None:
-    """What is left is what the definition leaves, of all tokens that can be chosen at all."""
+    """Asserts that truncation keeps the same tokens as its definition, among those that can be chosen."""
     sampled = sample(logits.to(DEVICE), sample_rows(rows, list(range(len(rows)))))
     for index, (threshold, num_ties) in enumerate(
         zip(sampled.threshold.tolist(), sampled.num_ties.tolist(), strict=True)
@@ -69,7 +69,7 @@ def check_kept(logits: Tensor, rows: list[SampleRow]) -> None:
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 97, 1000, 5000])
-def test_tokens_are_those_of_the_reference(vocab: int) -> None:
+def test_tokens_match_the_reference(vocab: int) -> None:
     generator = np.random.default_rng(vocab)
     rows = []
     for _ in range(200 if HAS_GPU else 8):
@@ -122,50 +122,50 @@ TRUNCATIONS = [
 ]
 
 
-#: In the interpreter a row takes a fifth of a second.
+#: Fewer in the interpreter, where a row takes a fifth of a second.
 FEW_TRUNCATIONS = TRUNCATIONS if HAS_GPU else [TRUNCATIONS[index] for index in (1, 2, 6, 11)]
 
 
-def test_what_truncation_leaves_is_what_its_definition_leaves() -> None:
-    # Rounded, so that many are equal at every threshold.
+def test_truncation_keeps_the_tokens_of_its_definition() -> None:
+    # Rounded, so that many logits are equal at every threshold.
     logits = normal(len(TRUNCATIONS), 1000, seed=1, scale=1.0).round(decimals=1)
     check_kept(logits, [row(params) for params in TRUNCATIONS])
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.01, 4.0, 30.0])
-def test_truncation_copes_with_flat_and_with_steep_logits(scale: float) -> None:
+def test_truncation_is_exact_for_flat_and_for_steep_logits(scale: float) -> None:
     logits = normal(len(FEW_TRUNCATIONS), 1000, seed=2, scale=scale)
     check_kept(logits, [row(params) for params in FEW_TRUNCATIONS])
 
 
-def test_truncation_goes_across_blocks_of_the_vocabulary() -> None:
+def test_truncation_spans_blocks_of_the_vocabulary() -> None:
     params = [SamplingParams(top_k=4500), SamplingParams(top_p=0.99, top_k=8000), SamplingParams(top_p=0.6)]
     logits = normal(len(params), 9001, seed=3, scale=2.0).round(decimals=1)
     check_kept(logits, [row(each) for each in params])
     check(logits, [row(each) for each in params])
 
 
-def test_tokens_beyond_the_limit_are_not_drawn_in_any_block() -> None:
-    # All are equal, and the first 3000 of them are left.
+def test_tokens_beyond_the_limit_are_not_sampled_in_any_block() -> None:
+    # All logits are equal, and the first 3000 tokens are kept.
     rows = [row(SamplingParams(top_k=3000), position=position) for position in range(8)]
-    drawn = tokens(torch.zeros(1, 5000), rows, [0] * len(rows))
-    assert drawn == reference_tokens(torch.zeros(1, 5000), rows, [0] * len(rows))
-    assert max(drawn) < 3000
+    sampled = tokens(torch.zeros(1, 5000), rows, [0] * len(rows))
+    assert sampled == reference_tokens(torch.zeros(1, 5000), rows, [0] * len(rows))
+    assert max(sampled) < 3000
 
 
-def test_a_head_ends_where_its_mass_is_reached_to_the_last_unit() -> None:
+def test_top_p_cuts_exactly_where_its_mass_is_reached() -> None:
     halves = [SamplingParams(top_p=0.5 + difference) for difference in (0.0, 1e-10, -1e-10)]
     described = sample_rows([row(params) for params in halves], [0, 0, 0])
     assert sample(torch.zeros(1, 2, device=DEVICE), described).num_ties.tolist() == [1, 2, 1]
 
 
-def test_truncation_copes_with_logits_and_temperatures_that_float32_cannot_divide() -> None:
+def test_truncation_is_exact_where_float32_cannot_divide_logits_by_the_temperature() -> None:
     logits = torch.tensor([[3e-42, 2e-42, 1e-42, 0.0]]).repeat(3, 1)
     check_kept(logits, [row(SamplingParams(temperature=1e-42, top_p=top_p)) for top_p in (0.5, 0.8, 0.9)])
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), *FEW_TRUNCATIONS, SamplingParams(min_p=1.0)])
-def test_whatever_the_logits_a_token_is_drawn_as_by_the_reference(params: SamplingParams) -> None:
+def test_special_logits_are_sampled_as_by_the_reference(params: SamplingParams) -> None:
     inf = math.inf
     special = torch.tensor(
         [
@@ -185,13 +185,13 @@ def test_whatever_the_logits_a_token_is_drawn_as_by_the_reference(params: Sampli
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-38, 1e-12, 1e12, 1e300])
-def test_any_temperature_is_served(temperature: float) -> None:
+def test_extreme_temperatures_match_the_reference(temperature: float) -> None:
     logits = torch.tensor([[1.0, 1.001, 0.0, 1.0009999, 1.001]]).repeat(4, 1)
     limits = ((1.0, 0), (0.9, 0), (1.0, 3), (0.5, 4))
     check(logits, [row(SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)) for top_p, top_k in limits])
 
 
-def test_a_row_fails_when_its_edits_leave_nothing_finite() -> None:
+def test_a_row_fails_if_its_edits_leave_no_finite_logit() -> None:
     banned = SampleRow(
         params=SamplingParams(min_tokens=5),
         choice_index=0,
@@ -203,7 +203,7 @@ def test_a_row_fails_when_its_edits_leave_nothing_finite() -> None:
     assert tokens(torch.tensor([[0.0, 1.0], [3e38, 0.0], [0.0, 9.0]]), [banned, overflow, row(GREEDY)]) == [-1, -1, 1]
 
 
-def test_a_row_alone_and_in_a_crowd_gets_the_same_token() -> None:
+def test_a_row_gets_the_same_token_alone_and_in_a_batch() -> None:
     rows = [
         row(dataclasses.replace(params, seed=index, presence_penalty=0.3 * (index % 2)), output=[5, 6, 5])
         for index, params in enumerate((*FEW_TRUNCATIONS, GREEDY, SamplingParams()))
@@ -220,7 +220,7 @@ def test_rows_can_share_one_row_of_logits() -> None:
     assert tokens(logits, [row(GREEDY), row(GREEDY, choice=1), row(GREEDY)], [1, 1, 0]) == [0, 0, 1]
 
 
-def test_a_row_that_is_not_used_has_no_token_and_no_rows_are_no_work() -> None:
+def test_an_unused_row_gets_no_token_and_no_rows_give_an_empty_result() -> None:
     logits = torch.tensor([[0.0, 1.0]])
     params = SamplingParams(temperature=0.0, logprobs=1, logit_bias={0: 3.0})
     sampled = sample(logits.to(DEVICE), sample_rows([row(params), row(params)], [-1, 0]), max_logprobs=2)
@@ -241,7 +241,7 @@ def test_logits_may_be_rows_of_a_wider_tensor() -> None:
     assert sampled.token_ids.tolist() == reference_tokens(wide[::2, :257].contiguous(), rows)
 
 
-def test_without_edits_nothing_else_changes() -> None:
+def test_rows_without_edits_sample_the_same_with_has_edits_off() -> None:
     rows = [row(dataclasses.replace(params, seed=index)) for index, params in enumerate(FEW_TRUNCATIONS)]
     logits = normal(len(rows), 300, seed=9)
     described = sample_rows(rows, list(range(len(rows))))
@@ -250,7 +250,7 @@ def test_without_edits_nothing_else_changes() -> None:
 
 
 class TestOnAGpu:
-    """What the interpreter cannot show."""
+    """CUDA graphs, which the interpreter does not have."""
 
     pytestmark = gpu_only
 
@@ -262,7 +262,8 @@ class TestOnAGpu:
         ]
         described = sample_rows(rows, list(range(len(rows))))
         logits = normal(len(rows), vocab, seed=1).to(DEVICE)
-        sample(logits, described, max_logprobs=5)  # compiles
+        # Compiles the kernels.
+        sample(logits, described, max_logprobs=5)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
