@@ -73,7 +73,18 @@ class Router:
             index=self._mirror.overlap,
         )
         self._gate = Gate(max_waiting=config.max_num_queued_reqs, max_wait_s=config.queue_timeout_s)
-        self.metrics.watch_degraded(health.degraded)
+        recent = RecentRecords(config.trace_capacity)
+        recorders = Recorders(metrics=self.metrics, recent=recent, store=self._request_store)
+        self._requests = Requests(self.cluster, self._gate, recorders, model.tokenizer)
+        self._traces = Traces(recent, self._request_store)
+        self._model = model
+        #: The last status sent to the supervisor: what is missing, or None. Empty before the first one.
+        self._notified_status: tuple[str | None, ...] = ()
+        self._export_metrics()
+
+    def _export_metrics(self) -> None:
+        """Exports the numbers that other objects keep."""
+        self.metrics.watch_degraded(self.health.degraded)
         self.metrics.read(
             CounterSource(
                 name="registry_failures",
@@ -96,13 +107,6 @@ class Router:
         )
         self.metrics.num_requests_running.set_function(lambda: self._gate.num_admitted)
         self.metrics.num_requests_waiting.set_function(lambda: self._gate.num_waiting)
-        recent = RecentRecords(config.trace_capacity)
-        recorders = Recorders(metrics=self.metrics, recent=recent, store=self._request_store)
-        self._requests = Requests(self.cluster, self._gate, recorders, model.tokenizer)
-        self._traces = Traces(recent, self._request_store)
-        self._model = model
-        #: The last status sent to the supervisor: what is missing, or None. Empty before the first one.
-        self._notified_status: tuple[str | None, ...] = ()
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[Addresses]:

@@ -81,7 +81,7 @@ async def test_a_reservation_that_expires_is_renewed_without_the_prefill_worker_
     assert record["prefilled_by"] == "decode"
 
 
-async def test_a_request_loses_at_most_two_decode_workers(cluster: ScriptedCluster) -> None:
+async def test_a_request_that_loses_two_decode_workers_fails(cluster: ScriptedCluster) -> None:
     cluster.script.fail("decode", vanish, vanish)
     status, _ = await cluster.complete()
     assert status == 502
