@@ -63,7 +63,11 @@ def rows() -> list[Row]:
         Row(name="one-core", suites=ENGINE + ANSWERS + WORKER_LOST, prefix=("taskset", "-c", "0")),
         Row(name="half-a-core", suites=WORKER_LOST, cores=0.5),
         Row(name="fast-steps", suites=ANY_MODEL, environment={"PDSERVE_TEST_MODEL": "one-layer"}),
-        Row(name="full-depth", suites=("tests/property/model",), environment={"PDSERVE_TEST_DEPTH": "full"}),
+        Row(
+            name="full-depth",
+            suites=("tests/property/model", "tests/unit/kernels"),
+            environment={"PDSERVE_TEST_DEPTH": "full"},
+        ),
     ]
     for name in instruction_sets():
         services = ("PREFILL", "DECODE")

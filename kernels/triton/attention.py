@@ -105,21 +105,25 @@ def _decode(call: _Call, launch: AttentionLaunch, out: Tensor) -> None:
         enable_fp_fusion=False,
     )
     if num_splits > 1:
-        combine_kernel[(call.num_sequences, call.num_heads)](
-            out,
-            partial,
-            stats,
-            call.cache,
-            *call.sequences,
-            call.layer,
-            call.window_argument,
-            num_splits,
-            launch.split_tokens,
-            SHAPE=shape,
-            EVEN_SPLITS=launch.even_splits,
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
+        _combine(call, launch, out, partial, stats)
+
+
+def _combine(call: _Call, launch: AttentionLaunch, out: Tensor, partial: Tensor, stats: Tensor) -> None:
+    combine_kernel[(call.num_sequences, call.num_heads)](
+        out,
+        partial,
+        stats,
+        call.cache,
+        *call.sequences,
+        call.layer,
+        call.window_argument,
+        stats.shape[2],
+        launch.split_tokens,
+        SHAPE=call.shape(launch),
+        EVEN_SPLITS=launch.even_splits,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
 
 
 def _prefill(call: _Call, launch: AttentionLaunch, out: Tensor) -> None:

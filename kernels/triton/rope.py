@@ -59,18 +59,7 @@ def rope_write_kv(
     rotated = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if num_tokens == 0:
         return rotated
-    group_size = num_heads // step.num_kv_heads
-    shape = RopeShape(
-        num_kv_heads=step.num_kv_heads,
-        group_size=group_size,
-        group_size_padded=triton.next_power_of_2(group_size),
-        head_dim=head_dim,
-        half_padded=triton.next_power_of_2(head_dim // 2),
-        block_size=step.block_size,
-        block_size_padded=triton.next_power_of_2(step.block_size),
-        has_norms=norms is not None,
-        has_scales=step.kv_scales is not None,
-    )
+    shape = _shape(step, num_heads, has_norms=norms is not None)
     _rope_write_kv_kernel[(num_tokens, step.num_kv_heads)](
         rotated,
         HeadPointers.of(q),
@@ -86,11 +75,26 @@ def rope_write_kv(
         layer,
         num_tokens,
         SHAPE=shape,
-        num_warps=1 if group_size * head_dim <= 512 else 4,
+        num_warps=1 if shape.group_size * head_dim <= 512 else 4,
         # Fused sums are written explicitly, so that no choice of the compiler changes a bit.
         enable_fp_fusion=False,
     )
     return rotated
+
+
+def _shape(step: PagedStep, num_heads: int, *, has_norms: bool) -> RopeShape:
+    group_size = num_heads // step.num_kv_heads
+    return RopeShape(
+        num_kv_heads=step.num_kv_heads,
+        group_size=group_size,
+        group_size_padded=triton.next_power_of_2(group_size),
+        head_dim=step.head_dim,
+        half_padded=triton.next_power_of_2(step.head_dim // 2),
+        block_size=step.block_size,
+        block_size_padded=triton.next_power_of_2(step.block_size),
+        has_norms=has_norms,
+        has_scales=step.kv_scales is not None,
+    )
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, step: PagedStep, norms: HeadNorms | None) -> None:
