@@ -104,7 +104,7 @@ def test_architecture_md_is_short_and_names_every_package() -> None:
             assert name in ("pdserve", "v1") or f"{name}/`" in table, path.parent
 
 
-def test_the_walk_of_a_request_opens_at_most_25_files() -> None:
+def test_a_request_can_be_followed_in_25_files() -> None:
     walk = section("ARCHITECTURE.md", "A request's life")
     files = set(re.findall(r"`((?:router_svc|prefill_svc|decode_svc|pdserve|kvtransfer|kernels)/[\w/.-]*\.\w+)", walk))
     assert 10 < len(files) <= 25
