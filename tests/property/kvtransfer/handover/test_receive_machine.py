@@ -207,7 +207,7 @@ class DecodeSide(RuleBasedStateMachine):
         before = self.cancels
         effects = self.take(TimePassed())
         if self.cancels > before:
-            assert self.now - self.last_progress >= LEASE_S, "expired in spite of progress"
+            assert self.now >= self.last_progress + LEASE_S, "expired in spite of progress"
             assert any(isinstance(effect, CancelReceives) for effect in effects)
 
     @precondition(lambda self: self.cancels and not self.released)

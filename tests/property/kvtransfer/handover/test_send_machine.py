@@ -67,7 +67,7 @@ class PrefillSide(RuleBasedStateMachine):
                     self.disconnects += 1
                 case StopSending(error=error):
                     self.stopped.append(effect)
-                    assert not isinstance(error, TransferTimeout) or self.now - self.last_progress >= LEASE_S
+                    assert not isinstance(error, TransferTimeout) or self.now >= self.last_progress + LEASE_S
                 case WatchLease(until=until):
                     assert until > self.now
                     self.timer = until
@@ -78,7 +78,7 @@ class PrefillSide(RuleBasedStateMachine):
 
     @property
     def lease_is_over(self) -> bool:
-        return self.now - self.last_progress >= LEASE_S
+        return self.now >= self.last_progress + LEASE_S
 
     @rule(data=st.data())
     def a_group_of_a_block_is_pushed(self, data: st.DataObject) -> None:
