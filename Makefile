@@ -57,27 +57,10 @@ format: install ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Tests that only compute, beside all others, which mostly wait for processes.
-COMPUTING := tests/unit/kernels tests/unit/engine tests/unit/benchmarks tests/property tests/golden tests/integration/services
-# Of these, again on a simulated GPU, what only GPUs have (docs/decisions/0027-a-simulated-gpu.md).
-SIMULATED := tests/unit/simulated_gpu tests/unit/engine/test_launches_on_device.py tests/unit/engine/test_layers_written.py \
-	tests/unit/engine/test_device_batch.py tests/unit/engine/test_waits_on_device.py tests/unit/kernels/test_choice.py::TestOnHardware \
-	tests/unit/kernels/triton/test_decoder.py::TestOnHardware tests/unit/worker/ranks/test_follower.py::TestOnHardware \
-	tests/unit/worker/kv_bytes/test_device_copies_on_device.py tests/integration/services/test_on_gpu.py \
-	'tests/unit/benchmarks/test_gpu_simulated.py::test_a_row_is_measured[idle-1]'
-TESTS := tests
-
 .PHONY: test
-test: lint ## Everything that CI checks: lint and all tests
+test: install ## Everything that CI checks: lint and all tests; ARGS="..." runs pytest with these arguments instead
 ifeq ($(strip $(ARGS)),)
-	@{ $(BIN)/pytest $(COMPUTING); computed=$$?; \
-	   PDSERVE_TEST_GPU=simulated $(BIN)/pytest $(SIMULATED); simulated=$$?; \
-	   exit $$(( simulated > computed ? simulated : computed )); } >$(VENV)/computing.log 2>&1 & computing=$$!; \
-	trap 'kill $$computing 2>/dev/null' EXIT; trap 'exit 130' INT TERM; \
-	$(BIN)/pytest $(TESTS) $(COMPUTING:%=--ignore=%); others=$$?; \
-	wait $$computing; computed=$$?; \
-	echo; echo "$(COMPUTING), and on a simulated GPU:"; cat $(VENV)/computing.log; \
-	exit $$(( others > computed ? others : computed ))
+	@exec $(BIN)/python -m tests.run
 else
 	$(BIN)/pytest $(ARGS)
 endif

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import pytest
 from hypothesis import settings
 
-from tests.support import devices
+from tests.support import devices, progress, schedule
 from tests.support.virtual_time import AdvancedTimeLoop, VirtualTimeLoop
 
 # No test is about how long it takes: a busy machine would decide its outcome.
@@ -19,6 +19,16 @@ settings.load_profile("pdserve")
 #: Known before any test module is imported: some libraries import Triton, which is when it decides to interpret.
 DEVICE = devices.DEVICE
 _TIME_TO_EXIT_S = 60
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Failures are shown at once."""
+    progress.register(config)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that share a cluster stay together."""
+    schedule.arrange(config, items)
 
 
 def pytest_asyncio_loop_factories(

@@ -1,4 +1,4 @@
-"""The minimum work of an op: what it must read, write and compute. Pure arithmetic over shapes."""
+"""The minimum work of an op: what it must read, write and compute. Arithmetic over shapes alone."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ def test_gate_and_up_are_the_same(isa: str, num_rows: int, groups: int, features
 def test_rare_weights_of_any_bits_come_through(isa: str, rare: list[tuple[int, int]], num_rows: int, seed: int) -> None:
     ops = CpuOps(isa)
     weight = _weights(seed, 64, 1024)
-    for bits, place in rare:
-        weight.view(torch.int16).view(-1)[place] = bits - 2**16 if bits >= 2**15 else bits
+    for bits, index in rare:
+        weight.view(torch.int16).view(-1)[index] = bits - 2**16 if bits >= 2**15 else bits
     plain, coded = pack(weight), pack(weight, instruction_set=isa)
     assert coded.num_bytes < plain.num_bytes
     _same_bits(ops, _rows(ops, seed, num_rows, 1024), plain, coded)

@@ -26,7 +26,7 @@ pytestmark = [needs_triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 GREEDY = SamplingParams(temperature=0.0)
 NAN = float("nan")
-#: Of two tokens with closer scores either may be chosen: logarithms and exponentials differ in the last bits.
+#: Tokens with closer scores are interchangeable: logarithms and exponentials differ in the last bits.
 CLOSE = 1e-9
 
 
