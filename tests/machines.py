@@ -65,8 +65,13 @@ def rows() -> list[Row]:
         Row(name="fast-steps", suites=ANY_MODEL, environment={"PDSERVE_TEST_MODEL": "one-layer"}),
         Row(
             name="full-depth",
-            suites=("tests/property/model", "tests/unit/kernels"),
+            suites=("tests/property/model", "tests/unit/kernels", *ANSWERS, "tests/integration/test_equivalence.py"),
             environment={"PDSERVE_TEST_DEPTH": "full"},
+        ),
+        Row(
+            name="full-depth-gpu",
+            suites=("tests/integration/services/test_on_gpu.py",),
+            environment={"PDSERVE_TEST_DEPTH": "full", "PDSERVE_TEST_GPU": "simulated"},
         ),
     ]
     for name in instruction_sets():

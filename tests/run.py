@@ -107,8 +107,9 @@ async def _run_all(num_workers: int) -> int:
 def main() -> int:
     """Returns the exit status: 0 if everything succeeded."""
     parser = argparse.ArgumentParser(description=__doc__)
-    num_cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--workers", type=int, default=num_cores, help="pytest processes of the main lane")
+    # Many tests wait for processes, which leaves a core to others.
+    default = len(os.sched_getaffinity(0)) + 2
+    parser.add_argument("--workers", type=int, default=default, help="pytest processes of the main lane")
     return asyncio.run(_run_all(parser.parse_args().workers))
 
 

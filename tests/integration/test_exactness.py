@@ -4,6 +4,8 @@ The reference is each request alone on a cluster with one prefill and one decode
 requests then arrive all at once, at workers with warm or cold caches, without a prefill worker, with another number of
 threads and other chunk sizes, streamed instead of whole, and at a worker that runs out of blocks. Every byte stays the
 same except ids, times and the number of cached tokens.
+
+Only the full depth sends 50 requests instead of 20, which combine prompts and options in more ways.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kernels.choice import instruction_sets
+from tests.support import depth
 from tests.support.answers import COMPLETIONS, Call, differences, make_calls, send_all
 from tests.support.cluster import Cluster, running_cluster
 
@@ -25,7 +28,8 @@ pytestmark = [
     pytest.mark.skipif(not instruction_sets(), reason="the C++ kernels are not built; the reference is only close"),
 ]
 
-CALLS = make_calls(50)
+#: 20 requests have every prompt, every option, both endpoints and both ways of sending; 50 also have more combinations.
+CALLS = make_calls(50 if depth.IS_FULL else 20)
 BLOCK_SIZE = 16
 #: 42 blocks: enough for the longest request alone, too few for a crowd.
 SCARCE = "15MiB"
@@ -90,7 +94,7 @@ async def test_a_crowd_warm_caches_and_streaming_change_nothing(disaggregated: C
     hits = disaggregated.worker_metric("decode", "pdserve_prefix_cache_hits_total")
     turned = [call.turned() for call in CALLS]
     await _assert_answers(disaggregated, turned, alone, at_once=len(CALLS))
-    assert disaggregated.worker_metric("decode", "pdserve_prefix_cache_hits_total") > hits + 1000
+    assert disaggregated.worker_metric("decode", "pdserve_prefix_cache_hits_total") > hits + 500
     assert disaggregated.worker_metric("decode", "pdserve_kv_transfer_blocks_total", direction="received") > 0
 
 
