@@ -18,7 +18,7 @@ LINT = (
     ("ruff", "check", "--quiet", "."),
     ("ruff", "format", "--quiet", "--check", "."),
     ("mypy", "--no-error-summary"),
-    ("lint-imports", "--no-timing"),
+    ("lint-imports", "--no-logo"),
     ("python", "-m", "tests.arch.generate_proto", "--check"),
 )
 #: One thread for each process: OpenMP's threads spin while they wait, and several processes share the cores.
@@ -107,8 +107,8 @@ async def _run_all(num_workers: int) -> int:
 def main() -> int:
     """Returns the exit status: 0 if everything succeeded."""
     parser = argparse.ArgumentParser(description=__doc__)
-    # Many tests wait for processes, which leaves a core to others.
-    default = len(os.sched_getaffinity(0)) + 2
+    # Two of them run the tests with clusters, which mostly wait; more would take more memory than time.
+    default = len(os.sched_getaffinity(0)) + 1
     parser.add_argument("--workers", type=int, default=default, help="pytest processes of the main lane")
     return asyncio.run(_run_all(parser.parse_args().workers))
 

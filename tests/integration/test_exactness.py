@@ -44,14 +44,14 @@ CHOICES = Call(
 @pytest.fixture(scope="module")
 def disaggregated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One prefill and one decode worker that share the cores."""
-    with running_cluster(tmp_path_factory.mktemp("disaggregated"), "--kv-cache-memory", "512MiB") as cluster:
+    with running_cluster(tmp_path_factory.mktemp("disaggregated"), "--kv-cache-memory", "256MiB") as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def monolithic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A decode worker alone, with all cores and another chunk size."""
-    flags = ("--prefill", "0", "--max-num-batched-tokens", "200", "--kv-cache-memory", "512MiB")
+    flags = ("--prefill", "0", "--max-num-batched-tokens", "200", "--kv-cache-memory", "256MiB")
     with running_cluster(tmp_path_factory.mktemp("monolithic"), *flags) as cluster:
         yield cluster
 

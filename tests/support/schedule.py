@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-#: Session fixtures that start a cluster: their tests stay in one process, so that each is started once.
-_CLUSTERS = ("shared_fragile", "shared_cluster", "shared_monolith")
+#: Folders whose tests start clusters. Each stays in one process: clusters are shared, and few run at a time.
+_CLUSTERS = ("tests/chaos", "tests/integration")
 #: What takes longest comes first, so that no process is left with it at the end.
 _FIRST = (
     "tests/chaos",
@@ -21,12 +21,10 @@ _FIRST = (
 
 
 def group(item: pytest.Item) -> str:
-    """Tests of one group run in one process, in order: those that share a cluster, else those of one file."""
-    fixtures = getattr(item, "fixturenames", ())
-    for name in _CLUSTERS:
-        if name in fixtures:
-            return "shared_cluster" if name == "shared_monolith" else name
-    return item.nodeid.split("::")[0]
+    """Tests of one group run in one process, in order: those of a folder with clusters, else those of one file."""
+    file = item.nodeid.split("::")[0]
+    folder = file.rpartition("/")[0]
+    return folder if folder in _CLUSTERS else file
 
 
 def _rank(item: pytest.Item, root: Path) -> int:
