@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -27,8 +28,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that share a cluster stay together."""
+    """The longest tests come first."""
     schedule.arrange(config, items)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> schedule.GroupScheduling:
+    """Tests that share a cluster stay together."""
+    return schedule.GroupScheduling(config, log)
 
 
 def pytest_asyncio_loop_factories(

@@ -50,7 +50,7 @@ class Command:
 def lanes(*, num_workers: int) -> dict[str, tuple[Command, ...]]:
     """Commands by lane: lanes run at the same time, the commands of a lane one after the other."""
     simulated = Command(arguments=("pytest", *SIMULATED_GPU), environment={"PDSERVE_TEST_GPU": "simulated"})
-    tests = Command(arguments=("pytest", "-n", str(num_workers), "--dist", "loadgroup", "tests"))
+    tests = Command(arguments=("pytest", "-n", str(num_workers), "--no-loadscope-reorder", "tests"))
     return {"lint": (*(Command(arguments=arguments) for arguments in LINT),), "gpu": (simulated,), "tests": (tests,)}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 #: Folders whose tests start clusters. Each stays in one process: clusters are shared, and few run at a time.
 _CLUSTERS = ("tests/chaos", "tests/integration")
@@ -20,11 +21,18 @@ _FIRST = (
 )
 
 
-def group(item: pytest.Item) -> str:
+def group(nodeid: str) -> str:
     """Tests of one group run in one process, in order: those of a folder with clusters, else those of one file."""
-    file = item.nodeid.split("::")[0]
+    file = nodeid.split("::")[0]
     folder = file.rpartition("/")[0]
     return folder if folder in _CLUSTERS else file
+
+
+class GroupScheduling(LoadScopeScheduling):
+    """Hands whole groups to the processes, in the order of the collection."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group(nodeid)
 
 
 def _rank(item: pytest.Item, root: Path) -> int:
@@ -33,9 +41,6 @@ def _rank(item: pytest.Item, root: Path) -> int:
 
 
 def arrange(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks each test with its group and, when processes share the run, sorts the longest groups to the front."""
-    if not config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        return
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group(item)))
-    items.sort(key=lambda item: _rank(item, config.rootpath))
+    """When processes share the run, sorts the longest groups to the front."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: _rank(item, config.rootpath))
