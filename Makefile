@@ -69,6 +69,10 @@ endif
 test-all: install ## The tests that a machine can change, as on other machines; ARGS="one-core" picks rows
 	$(BIN)/python -m tests.machines $(ARGS)
 
+.PHONY: test-deploy
+test-deploy: install ## What needs an engine, Prometheus or a browser; ARGS="..." are arguments of pytest
+	$(BIN)/python -m tests.deploy $(ARGS)
+
 .PHONY: modules
 modules: install ## List every module with the first line of its docstring
 	@$(BIN)/python -m tests.arch.list_modules
