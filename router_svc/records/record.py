@@ -33,6 +33,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from itertools import islice
 
 import pdserve
 from pdserve.base.ids import Epoch, RequestId, WorkerId
@@ -258,3 +259,7 @@ class RecentRecords:
     def get(self, request_id: str) -> Record | None:
         """The record, or None when it is no longer kept."""
         return self._records.get(request_id)
+
+    def newest(self, limit: int) -> list[Record]:
+        """At most `limit` records, the latest request first."""
+        return list(islice(reversed(self._records.values()), limit))

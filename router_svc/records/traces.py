@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from pdserve.base.ids import RequestId
+from router_svc.records.brief import brief_of
 from router_svc.records.record import Json, RecentRecords
 from router_svc.records.request_state import RequestProgress
 from router_svc.records.request_store import RequestStore
@@ -19,6 +20,10 @@ class Traces:
     def __init__(self, recent: RecentRecords, store: RequestStore) -> None:
         self._recent = recent
         self._store = store
+
+    def newest(self, limit: int) -> list[dict[str, Json]]:
+        """Briefs of at most `limit` requests in memory, the latest first."""
+        return [brief_of(record) for record in self._recent.newest(limit)]
 
     async def get(self, request_id: str) -> dict[str, Json] | None:
         """The record as JSON, or None when neither memory nor Redis has it. Raises `StoreError`.

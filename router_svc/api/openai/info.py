@@ -25,6 +25,9 @@ from router_svc.records.traces import Traces
 from router_svc.request.gate import Gate
 from router_svc.routing.cluster import TIERS, Cluster
 
+#: Entries of /v1/requests: by default, and the upper bound.
+DEFAULT_REQUESTS, MAX_REQUESTS = 100, 1000
+
 
 class ModelApi:
     """/v1/models, /version, /tokenize and /detokenize."""
@@ -100,7 +103,7 @@ class ModelApi:
 
 
 class OperatorApi:
-    """/v1/cluster and /v1/requests/{id}/trace, for `pdserve status` and `pdserve trace`."""
+    """/v1/cluster, /v1/requests and /v1/requests/{id}/trace, for the console, `pdserve status` and `pdserve trace`."""
 
     def __init__(self, cluster: Cluster, traces: Traces, gate: Gate, health: Health, store: Store) -> None:
         self._cluster = cluster
@@ -111,24 +114,34 @@ class OperatorApi:
 
     def routes(self) -> list[web.RouteDef]:
         """The endpoints for the application."""
-        return [web.get("/v1/cluster", self._describe), web.get("/v1/requests/{id}/trace", self._trace)]
+        return [
+            web.get("/v1/cluster", self._cluster_state),
+            web.get("/v1/requests", self._requests),
+            web.get("/v1/requests/{id}/trace", self._trace),
+        ]
 
-    async def _describe(self, _: web.Request) -> web.Response:
+    def describe(self) -> dict[str, object]:
+        """The state of the cluster, as `GET /v1/cluster` answers it."""
         workers = [worker for tier in TIERS for worker in self._cluster.directory.workers_of(tier)]
         health = self._health.describe()
-        return web.json_response(
-            {
-                "router": {
-                    **health,
-                    "version": pdserve.__version__,
-                    "model": self._cluster.policy.model_name,
-                    "running": self._gate.num_admitted,
-                    "queued": self._gate.num_waiting,
-                },
-                "redis": {"available": self._store.available},
-                "workers": [_worker(worker) for worker in workers],
-            }
-        )
+        return {
+            "router": {
+                **health,
+                "version": pdserve.__version__,
+                "model": self._cluster.policy.model_name,
+                "running": self._gate.num_admitted,
+                "queued": self._gate.num_waiting,
+            },
+            "redis": {"available": self._store.available},
+            "workers": [_worker(worker) for worker in workers],
+        }
+
+    async def _cluster_state(self, _: web.Request) -> web.Response:
+        return web.json_response(self.describe())
+
+    async def _requests(self, request: web.Request) -> web.Response:
+        limit = _limit(request.query.get("limit"))
+        return _json({"requests": [*self._traces.newest(limit)]})
 
     async def _trace(self, request: web.Request) -> web.Response:
         request_id = request.match_info["id"]
@@ -140,6 +153,15 @@ class OperatorApi:
         if record is None:
             raise NotFound(f"Request {request_id} is unknown. Only recent requests are kept.")
         return _json(record)
+
+
+def _limit(text: str | None) -> int:
+    """The query parameter `limit`. Raises `RequestError`."""
+    if text is None:
+        return DEFAULT_REQUESTS
+    if text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MAX_REQUESTS:
+        return int(text)
+    raise RequestError(f"`limit` is {text[:20]!r}; it must be a whole number from 1 to {MAX_REQUESTS}.", param="limit")
 
 
 def _worker(worker: WorkerRecord) -> Fields:
