@@ -22,13 +22,20 @@ class Health:
     not_ready: str | None = "loading"
     #: Cause of death; None while the process is alive.
     dead: str | None = None
+    #: Why the process, though alive, makes no progress; None while it does.
+    stalled: str | None = None
     #: Reasons for degraded service, such as an unreachable Redis, by subject.
     degraded: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_ready(self) -> bool:
         """Whether the process accepts new work."""
-        return self.not_ready is None and self.dead is None
+        return self.not_ready is None and self.is_live
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the process can go on without a restart."""
+        return self.dead is None and self.stalled is None
 
     def watch(self, subject: str) -> Callable[[str | None], None]:
         """A callback that takes the reason why `subject` is degraded, or None when it has recovered."""
@@ -43,15 +50,16 @@ class Health:
 
     def describe(self) -> dict[str, object]:
         """The body of /health."""
-        state = "dead" if self.dead else "ready" if self.is_ready else "not_ready"
-        return {"status": state, "reason": self.dead or self.not_ready, "degraded": self.degraded}
+        broken = "dead" if self.dead else "stalled" if self.stalled else None
+        state = broken or ("ready" if self.is_ready else "not_ready")
+        return {"status": state, "reason": self.dead or self.stalled or self.not_ready, "degraded": self.degraded}
 
 
 def health_routes(health: Health, registry: CollectorRegistry) -> list[web.RouteDef]:
     """The four routes that every process has."""
 
     async def livez(_: web.Request) -> web.Response:
-        return web.json_response(health.describe(), status=503 if health.dead else 200)
+        return web.json_response(health.describe(), status=200 if health.is_live else 503)
 
     async def readyz(_: web.Request) -> web.Response:
         return web.json_response(health.describe(), status=200 if health.is_ready else 503)

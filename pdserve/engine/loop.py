@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from time import perf_counter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -18,6 +21,9 @@ from pdserve.engine.step import LayersWritten, Scheduler, StepOutput
 from pdserve.engine.stepper import Stepper
 
 T = TypeVar("T")
+
+#: Innermost frames that `StepLoop.position` shows.
+_MAX_FRAMES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +85,8 @@ class StepLoop:
         self._gate = threading.Lock()
         self._closed = False
         self._stopping = False
+        #: Time from which on there has been work or a call; None while the thread sleeps or has ended.
+        self._awake_since: float | None = None
         self._thread = threading.Thread(target=self._run, name=self._config.name, daemon=True)
 
     def start(self) -> None:
@@ -93,6 +101,24 @@ class StepLoop:
                     f"{sorted(os.sched_getaffinity(0))}."
                 )
         self._thread.start()
+
+    @property
+    def stalled_s(self) -> float:
+        """Age of the running step or call, or of the last step that computed while there is work; 0 without any.
+
+        Steps that compute nothing do not count. Any thread may read it.
+        """
+        since = self._awake_since
+        return 0.0 if since is None else max(0.0, perf_counter() - max(since, self._stepper.computed_at))
+
+    @property
+    def position(self) -> str:
+        """Where the thread is at present: its innermost frames, as `function (file:line)`."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        if frame is None:
+            return "ended"
+        frames = traceback.extract_stack(frame)[: -_MAX_FRAMES - 1 : -1]
+        return " < ".join(f"{each.name} ({os.path.basename(each.filename)}:{each.lineno})" for each in frames)
 
     def stop(self) -> None:
         """End the thread after the current step and wait for it. Calls not yet run fail with `Draining`."""
@@ -125,6 +151,7 @@ class StepLoop:
         except BaseException as error:  # noqa: BLE001 - no request can be blamed: the worker reports it and ends
             self._on_fatal(error)
         finally:
+            self._awake_since = None
             self._config.on_busy(False)
             self._close()
 
@@ -136,6 +163,7 @@ class StepLoop:
         # What a call publishes must not overtake the output of the step before it.
         self._stepper.publish()
         if not has_work:
+            self._awake_since = perf_counter()
             self._next_call().run()
         try:
             while not self._stopping:
@@ -147,8 +175,10 @@ class StepLoop:
         try:
             return self._calls.get_nowait()
         except Empty:
+            self._awake_since = None
             self._config.on_busy(False)
         call = self._calls.get()
+        self._awake_since = perf_counter()
         self._config.on_busy(True)
         return call
 

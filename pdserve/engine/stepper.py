@@ -54,6 +54,8 @@ class Stepper:
         self._meter = PaceMeter()
         self._unpublished: StepOutput | None = None
         self._ended_at = 0.0
+        #: End of the last step that computed tokens, on `perf_counter`.
+        self.computed_at = 0.0
 
     def step(self, may_go_on: Callable[[], bool]) -> None:
         """Run one step. While `may_go_on`, also run steps that can be launched before the previous one has ended."""
@@ -113,6 +115,8 @@ class Stepper:
         # A step launched ahead is timed from result to result: the device starts it when the previous one has ended.
         step_s = ended_at - max(step.scheduling_at, self._ended_at)
         self._ended_at = ended_at
+        if num_decoding or num_prefill_tokens:
+            self.computed_at = ended_at
         self._meter.observe(num_decoding=num_decoding, num_prefill_tokens=num_prefill_tokens, step_s=step_s)
         self._unpublished = StepOutput(
             events=events,

@@ -91,6 +91,9 @@ class WorkerConfig:
         choices=HANDOVER_MEMORIES,
     )
     transport: str = option("ucx", help="transport of KV blocks", choices=TRANSPORTS)
+    stall_timeout_s: float = option(
+        300.0, help="seconds that a step may take, compiling included, before /livez reports a hang", minimum=1
+    )
     drain_timeout_s: float = option(45.0, help="seconds that running requests have to finish after SIGTERM", minimum=0)
     log_level: str = option("info", help="lowest level that is logged", choices=LEVELS)
 

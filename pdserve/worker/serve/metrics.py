@@ -66,6 +66,10 @@ class WorkerMetrics:
         HistogramReader(self.registry, "engine_step_seconds", "Duration of a step's phase", *phases)
         self.iteration_tokens = TokenHistogram(_TOKEN_BUCKETS, self._labels)
         HistogramReader(self.registry, "iteration_tokens", "Tokens of a step", self.iteration_tokens)
+        self.step_loop_stalled = self._gauge(
+            "step_loop_stalled_seconds",
+            "Age of the running step, or of the last one while work is queued; 0 without work",
+        )
         self.steps_ahead = self._counter("steps_ahead", "Steps launched while the previous one was still running")
 
     def _add_transfers(self) -> None:

@@ -23,6 +23,7 @@ from pdserve.worker.load.populate import populating
 from pdserve.worker.serve.announce import WorkerAddresses, announce, describe
 from pdserve.worker.serve.loaded_model import LoadedModel, load_model
 from pdserve.worker.serve.metrics import WorkerMetrics
+from pdserve.worker.serve.stall_watch import watch_stalls
 from pdserve.worker.serve.worker import TierService, Worker
 
 log = get_logger(__name__)
@@ -80,8 +81,14 @@ async def _make_worker(
 async def _start_accepting(worker: Worker, health: Health, grpc_health: GrpcHealth, registrar: Registrar) -> None:
     health.not_ready = None
     worker.calls.accept()
-    await grpc_health.set_serving(True)
-    registrar.announce()
+    await _publish_readiness(health, grpc_health, registrar)
+    stalls = watch_stalls(
+        worker.step_loop,
+        health,
+        timeout_s=worker.config.stall_timeout_s,
+        on_change=lambda: _publish_readiness(health, grpc_health, registrar),
+    )
+    worker.tasks.start(stalls, name="stalls")
     # What is alive now lives as long as the process. Left to the collector, a full scan of it would stop all threads
     # for a tenth of a second at an arbitrary time.
     gc.collect()
@@ -92,9 +99,13 @@ async def _start_accepting(worker: Worker, health: Health, grpc_health: GrpcHeal
 async def _stop_accepting(worker: Worker, health: Health, grpc_health: GrpcHealth, registrar: Registrar) -> None:
     health.not_ready = "draining"
     worker.calls.drain()
-    await grpc_health.set_serving(False)
-    registrar.announce()
+    await _publish_readiness(health, grpc_health, registrar)
     notify.stopping()
+
+
+async def _publish_readiness(health: Health, grpc_health: GrpcHealth, registrar: Registrar) -> None:
+    await grpc_health.set_serving(health.is_ready)
+    registrar.announce()
 
 
 @asynccontextmanager

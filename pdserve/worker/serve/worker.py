@@ -124,7 +124,7 @@ class Worker:
 
         The future belongs to the step thread. Its result may overtake reports of earlier steps.
         """
-        assert self._loop is not None, "the step loop runs before requests are served"
+        step_loop = self.step_loop
         scheduler, loop_calls = self._scheduler, self._loop_calls
         assert scheduler is not None
         assert loop_calls is not None
@@ -136,7 +136,7 @@ class Worker:
                 # The call may have taken or freed blocks without a step; the reported load has to follow.
                 loop_calls.post(self.steps.set_load, scheduler.load())
 
-        return self._loop.call(call)
+        return step_loop.call(call)
 
     @asynccontextmanager
     async def computing(self, service: TierService) -> AsyncIterator[asyncio.Future[BaseException]]:
@@ -165,6 +165,7 @@ class Worker:
                 on_layers=lambda written: loop_calls.post(service.on_layers, written),
                 config=self._loop_config(),
             )
+            self.metrics.step_loop_stalled.set_function(lambda: self.step_loop.stalled_s)
             self._loop.start()
             if self.model.rank_group is not None:
                 self.model.rank_group.watch(die)
@@ -185,6 +186,12 @@ class Worker:
         config = LoopConfig(compute_cpus=cpus or None, num_threads=threads or None, name=f"{self.tier}-step")
         leases = self.model.core_leases
         return config if leases is None else replace(config, on_busy=leases.set_busy)
+
+    @property
+    def step_loop(self) -> StepLoop:
+        """The loop of the step thread. It exists from `computing` on."""
+        assert self._loop is not None, "the step loop runs before requests are served"
+        return self._loop
 
     @property
     def load(self) -> Load:
