@@ -12,6 +12,7 @@ from aiohttp import web
 from kvtransfer.index.prefix_mirror import PrefixMirror
 from pdserve.base import notify
 from pdserve.base.admin import Health, bound_socket, health_routes, serve_http
+from pdserve.base.clock_skew import ClockSkew
 from pdserve.base.logs import get_logger
 from pdserve.base.metrics import CounterSource
 from pdserve.base.registry import WorkerDirectory
@@ -59,6 +60,7 @@ class Router:
         self._directory = WorkerDirectory(store)
         self._mirror = PrefixMirror(store)
         self._request_store = RequestStore(store)
+        self._clock_skew = ClockSkew(store)
         self.cluster = Cluster(
             policy=RoutingPolicy(
                 model_name=config.model_name,
@@ -85,6 +87,8 @@ class Router:
     def _export_metrics(self) -> None:
         """Exports the numbers that other objects keep."""
         self.metrics.watch_degraded(self.health.degraded)
+        self.metrics.watch_ready(self.health)
+        self.metrics.clock_skew.set_function(lambda: self._clock_skew.seconds)
         self.metrics.read(
             CounterSource(
                 name="registry_failures",
@@ -129,6 +133,7 @@ class Router:
                 group.start(self._directory.run(), name="directory")
                 group.start(self._mirror.run(), name="prefix-mirror")
                 group.start(self._request_store.run(), name="request-store")
+                group.start(self._clock_skew.run(), name="clock-skew")
                 group.start(self._follow_cluster(grpc_health), name="cluster")
                 yield Addresses(http=http_address, grpc=grpc_address)
         finally:

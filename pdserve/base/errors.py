@@ -148,7 +148,12 @@ def codes_of(error: PdserveError) -> Codes:
 
 def reason_of(error: PdserveError) -> str:
     """The error's class as the label of a metric, such as `peer_lost`."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(error).__name__).lower()
+    return reason_of_class(type(error))
+
+
+def reason_of_class(error_class: type[PdserveError]) -> str:
+    """As `reason_of`, for every error of this class."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", error_class.__name__).lower()
 
 
 def error_classes() -> dict[str, type[PdserveError]]:

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Collection
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from pdserve import __version__
+from pdserve.base.admin import Health
+from pdserve.base.errors import CapacityError, StaleError, TransferError, error_classes, reason_of_class
 from pdserve.base.metrics import CounterReader, CounterSource, HistogramReader, TokenHistogram, process_registry
+from pdserve.base.sampling import FinishReason
 from router_svc.records.record import Record, TracePhase
+from router_svc.records.request_state import RequestState
+from router_svc.routing.local_prefill import LocalPrefillReason
 
 #: Subjects of degraded service.
 DEGRADABLE = ("redis", "prefill")
+
+REJECTIONS = ("queue_full", "no_decode_worker", "draining", "queue_timeout")
+OUTCOMES = (RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED)
+FINISH_REASONS = tuple(reason.value for reason in FinishReason)
+#: Errors after which a request may be tried again.
+_FAILURES = tuple(
+    reason_of_class(error)
+    for error in error_classes().values()
+    if issubclass(error, (CapacityError, TransferError, StaleError))
+)
 
 # fmt: off
 _TTFT_BUCKETS = (
@@ -37,11 +54,8 @@ class RouterMetrics:
         self.registry = process_registry()
         self._model_name = model_name
         families = _Families(self.registry, model_name)
-        # Load
-        self.num_requests_running = families.gauge("num_requests_running", "Requests admitted and not ended")
-        self.num_requests_waiting = families.gauge("num_requests_waiting", "Requests in the admission queue")
-        self._workers_ready = families.labelled_gauge("workers_ready", "Workers that accept requests", "tier")
-        self._degraded = families.labelled_gauge("degraded", "1 while the service is degraded", "subject")
+        self._add_process(families)
+        self._add_load(families)
         # Decisions
         self._admission_rejections = families.counter("admission_rejections", "Requests refused", "reason")
         self._request_success = families.counter("request_success", "Choices completed", "finished_reason")
@@ -72,6 +86,40 @@ class RouterMetrics:
             "Time between two messages with tokens of one request",
             self.inter_token_latency,
         )
+        self._start_at_zero()
+
+    def _add_process(self, families: _Families) -> None:
+        families.gauge("start_time_seconds", "Unix time of this process's start").set(time.time())
+        families.labelled_gauge("router_info", "Constant 1; this router", "version").labels(
+            self._model_name, __version__
+        ).set(1)
+        self._ready = families.gauge("ready", "1 while the router accepts requests")
+        self.clock_skew = families.gauge("clock_skew_seconds", "Seconds by which this clock is ahead of that of Redis")
+
+    def _add_load(self, families: _Families) -> None:
+        self.num_requests_running = families.gauge("num_requests_running", "Requests admitted and not ended")
+        self.num_requests_waiting = families.gauge("num_requests_waiting", "Requests in the admission queue")
+        self._workers_ready = families.labelled_gauge("workers_ready", "Workers that accept requests", "tier")
+        self._degraded = families.labelled_gauge("degraded", "1 while the service is degraded", "subject")
+
+    def _start_at_zero(self) -> None:
+        """A counter that appears with its first event hides that event from `rate` and `increase`."""
+        counters = {
+            self._admission_rejections: REJECTIONS,
+            self._request_success: FINISH_REASONS,
+            self._request_outcomes: OUTCOMES,
+            self._request_retries: _FAILURES,
+            self._prefill_fallbacks: ("no_prefill_worker", "not_receivable", *_FAILURES),
+            self._prefills: ("prefill", "decode"),
+            self._local_prefills: tuple(LocalPrefillReason),
+        }
+        for counter, values in counters.items():
+            for value in values:
+                counter.labels(self._model_name, value)
+
+    def watch_ready(self, health: Health) -> None:
+        """Exports whether the router is ready, as of each scrape."""
+        self._ready.set_function(lambda: float(health.is_ready))
 
     def read(self, *sources: CounterSource) -> None:
         """Exports counters that other objects keep."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvtransfer.index.kv_events import KvEventPublisher
 from pdserve import __version__
 from pdserve.base.admin import Health
+from pdserve.base.clock_skew import ClockSkew
 from pdserve.base.logs import get_logger
 from pdserve.base.metrics import CounterSource
 from pdserve.base.registry import Registrar, WorkerLoad, WorkerRecord
@@ -38,6 +39,9 @@ def announce(
     worker.steps.on_cache_events = publisher.publish
     worker.steps.on_queue_empty = registrar.announce_empty_queue
     _count(worker, store, registrar, publisher)
+    skew = ClockSkew(store)
+    worker.metrics.clock_skew.set_function(lambda: skew.seconds)
+    worker.tasks.start(skew.run(), name="clock-skew")
     worker.tasks.start(registrar.run(), name="registrar")
     worker.tasks.start(publisher.run(), name="kv-events")
     return registrar

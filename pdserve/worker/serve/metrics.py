@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from pdserve.base.admin import Health
+from pdserve.base.errors import error_classes, reason_of_class
+from pdserve.base.machine import available_memory_bytes
 from pdserve.base.metrics import CounterReader, CounterSource, HistogramReader, TokenHistogram, process_registry
 
 LABELS = ("model_name", "tier")
+
+#: Outcomes of transfers without an error, and the direction in which a tier moves blocks.
+_OUTCOMES = {"prefill": ("committed", "not_needed", "aborted"), "decode": ("committed",)}
+_DIRECTIONS = {"prefill": "sent", "decode": "received"}
 
 _STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _TRANSFER_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -21,6 +29,7 @@ class WorkerMetrics:
     def __init__(self, *, model_name: str, tier: str) -> None:
         self.registry = process_registry()
         self._labels = {"model_name": model_name, "tier": tier}
+        self._add_process()
         self._add_requests()
         self._add_steps()
         self._add_transfers()
@@ -46,6 +55,14 @@ class WorkerMetrics:
             "reason",
         )
 
+    def _add_process(self) -> None:
+        self._gauge("start_time_seconds", "Unix time of this process's start").set(time.time())
+        self._ready = self._gauge("ready", "1 while the process accepts work, 0 while it loads or drains")
+        self.memory_available = self._gauge("memory_available_bytes", "Memory that can still be allocated")
+        self.memory_available.set_function(available_memory_bytes)
+        self.clock_skew = self._gauge("clock_skew_seconds", "Seconds by which this clock is ahead of that of Redis")
+        self._last_exit = self._info("last_exit_info", "Constant 1; how this worker ended last", "reason", "during")
+
     def _add_requests(self) -> None:
         self.num_requests_running = self._gauge("num_requests_running", "Requests that take part in steps")
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Requests that wait for blocks or for a step")
@@ -59,6 +76,9 @@ class WorkerMetrics:
     def _add_steps(self) -> None:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed")
         self.generation_tokens = self._counter("generation_tokens", "Tokens sampled")
+        self.sampling_failures = self._counter(
+            "sampling_failures", "Requests ended because logits had no finite maximum"
+        )
         self.schedule_s, self.build_s, self.forward_s, self.sample_s = phases = [
             TokenHistogram(_STEP_BUCKETS, self.labels(phase=phase))
             for phase in ("schedule", "build", "forward", "sample")
@@ -78,6 +98,10 @@ class WorkerMetrics:
         )
         self.kv_transfer_blocks = self._counter("kv_transfer_blocks", "KV blocks sent or received", "direction")
         self.kv_transfers = self._counter("kv_transfers", "Transfers by outcome", "outcome")
+        # A counter that appears with its first event hides that event from `rate` and `increase`.
+        for outcome in (*_OUTCOMES[self._labels["tier"]], *map(reason_of_class, error_classes().values())):
+            self.kv_transfers.labels(**self._labels, outcome=outcome)
+        self.kv_transfer_blocks.labels(**self._labels, direction=_DIRECTIONS[self._labels["tier"]])
         self.kv_transfers_active = self._gauge("kv_transfers_active", "Transfers that hold blocks or a lease")
         self.kv_transfer_seconds = self._histogram(
             "kv_transfer_seconds",
@@ -92,6 +116,16 @@ class WorkerMetrics:
         """Sets the info metrics, which have these labels in addition to the common ones."""
         self._worker_info.labels(**self.labels(**worker)).set(1)
         self._kernels_info.labels(**self.labels(**kernels)).set(1)
+        direction = _DIRECTIONS[self._labels["tier"]]
+        self.kv_transfer_bytes.labels(**self.labels(direction=direction, transport=worker["transport"]))
+
+    def watch(self, health: Health) -> None:
+        """Exposes whether the process is ready, as of each scrape."""
+        self._ready.set_function(lambda: float(health.is_ready))
+
+    def describe_last_exit(self, reason: str, during: str) -> None:
+        """Sets how the previous process of this worker ended."""
+        self._last_exit.labels(**self.labels(reason=reason, during=during)).set(1)
 
     def read(self, *sources: CounterSource) -> None:
         """Exposes counters that other objects keep."""

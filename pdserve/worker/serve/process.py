@@ -21,6 +21,7 @@ from pdserve.worker.config import WorkerConfig
 from pdserve.worker.load.device import bind_thread
 from pdserve.worker.load.populate import populating
 from pdserve.worker.serve.announce import WorkerAddresses, announce, describe
+from pdserve.worker.serve.last_exit import ExitNote, noted_exit
 from pdserve.worker.serve.loaded_model import LoadedModel, load_model
 from pdserve.worker.serve.metrics import WorkerMetrics
 from pdserve.worker.serve.stall_watch import watch_stalls
@@ -34,13 +35,15 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
     stop = stop_event_on_signals()
     health = Health()
     metrics = WorkerMetrics(model_name=config.model_name, tier=tier)
+    metrics.watch(health)
     admin = bound_socket(config.host, config.http_port, flag="--http-port")
     async with serve_admin(health, metrics.registry, admin) as http_address, AsyncExitStack() as stack:
         notify.status("loading the model")
+        store = await stack.enter_async_context(Store(config.redis_url, on_change=health.watch("redis")))
+        note = await stack.enter_async_context(_noted_exit(config, store, metrics))
         model = await asyncio.to_thread(load_model, config)
         stack.callback(model.close)
         transport = await stack.enter_async_context(_opened_transport(config))
-        store = await stack.enter_async_context(Store(config.redis_url, on_change=health.watch("redis")))
         tasks = await stack.enter_async_context(service_group())
         worker = await _make_worker(config, tier, model, transport, metrics, tasks)
         service = build(worker)
@@ -50,10 +53,26 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
             registrar = announce(worker, service, store=store, health=health, addresses=addresses)
             describe(worker, addresses)
             await _start_accepting(worker, health, grpc_health, registrar)
+            if note is not None:
+                tasks.start(note.serving(), name="exit-note")
             with populating(model.kv_cache.memory):
                 await _unless_fatal(stop.wait(), fatal, health)
             await _stop_accepting(worker, health, grpc_health, registrar)
             await _drain(worker, fatal, health)
+
+
+@asynccontextmanager
+async def _noted_exit(config: WorkerConfig, store: Store, metrics: WorkerMetrics) -> AsyncIterator[ExitNote | None]:
+    """Exposes how this worker ended last, and notes how it ends now. Yields None for one without an id of its own."""
+    if not config.worker_id:
+        yield None
+        return
+    note = ExitNote(store, config.worker_id)
+    previous = await note.replace()
+    if previous is not None:
+        metrics.describe_last_exit(previous.reason, previous.during)
+    async with noted_exit(note):
+        yield note
 
 
 async def _make_worker(

@@ -100,6 +100,8 @@ class StepMetrics:
         if events.tokens:
             num_tokens = sum(len(choice.token_ids) for new in events.tokens for choice in new.choices)
             metrics.generation_tokens.inc(num_tokens)
+        if events.failures:
+            metrics.sampling_failures.inc(len(events.failures))
         if events.cache.added or events.cache.removed:
             self.on_cache_events(events.cache.added, events.cache.removed)
 
