@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.base.config import option, parse_bytes
-from pdserve.base.logs import LEVELS
+from pdserve.base.logs import FORMATS, LEVELS
 
 LOCAL_PREFILL = ("auto", "threshold")
 
@@ -50,6 +50,7 @@ class RouterConfig:
     drain_timeout_s: float = option(45.0, help="seconds that running requests have to finish after SIGTERM", minimum=0)
     trace_capacity: int = option(1000, help="number of requests whose records are kept in memory", minimum=1)
     log_level: str = option("info", help="lowest level of log messages", choices=LEVELS)
+    log_format: str = option("text", help="form of log lines: text, or one JSON object per line", choices=FORMATS)
 
     @property
     def model_dir(self) -> Path:

@@ -11,6 +11,8 @@ from pdserve.base import logs, notify
 from pdserve.base.config import load
 from pdserve.base.errors import SetupError
 
+log = logs.get_logger(__name__)
+
 
 class ServiceConfig(Protocol):
     """The settings that every service has."""
@@ -18,6 +20,10 @@ class ServiceConfig(Protocol):
     @property
     def log_level(self) -> str:
         """Level from which on messages are logged."""
+
+    @property
+    def log_format(self) -> str:
+        """Form of log lines, one of `logs.FORMATS`."""
 
 
 Config = TypeVar("Config", bound=ServiceConfig)
@@ -31,13 +37,23 @@ def run_service(
     description: str,
 ) -> None:
     """Runs one service. A `SetupError` ends the process with exit code 1 and `error: ...` on standard error."""
+    is_json = False
     try:
         config = load(config_class, service, description=description)
-        logs.configure(service, config.log_level)
+        logs.configure(service, config.log_level, config.log_format)
+        is_json = config.log_format == "json"
         asyncio.run(_main(serve(config)))
     except SetupError as error:
         notify.notify(f"STATUS=error: {error}")
+        if is_json:
+            log.error("cannot_start", error=error)
+            sys.exit(1)
         sys.exit(f"error: {error}")
+    except Exception as error:
+        if is_json:  # The interpreter would print the traceback as lines that are no objects.
+            log.error("service_died", exc=error)
+            sys.exit(1)
+        raise
 
 
 async def _main(work: Awaitable[None]) -> None:

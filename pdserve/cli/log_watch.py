@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import json
 import os
 import re
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from pdserve.base.logs import quote
 
 _IN_MODIFY = 0x2
 _EVENT = struct.Struct("iIII")  # Watch, mask, cookie, length of the name that follows.
@@ -21,11 +24,29 @@ _READ_BYTES = 64 * 1024
 #: A line of `pdserve.base.logs` with a level of warning or worse: time, level, the rest.
 _WARNING = re.compile(r"\d{4}-\d\d-\d\dT\S+ (WARNING|ERROR|CRITICAL)\s+(.*)")
 
+_WARNING_LEVELS = ("warning", "error", "critical")
+#: Keys of a JSON line that its text starts with or does not show.
+_NOT_SHOWN = {"time", "level", "process", "logger", "event", "exception", "trace_id", "span_id"}
+
 
 def warning_text(line: str) -> str | None:
-    """A log line without its time if it is a warning or worse, else None."""
+    """A log line, text or JSON, without its time if it is a warning or worse, else None."""
+    if line.startswith("{"):
+        return _json_warning(line)
     match = _WARNING.match(line)
     return f"{match[1].lower()}: {match[2]}" if match else None
+
+
+def _json_warning(line: str) -> str | None:
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(fields, dict) or fields.get("level") not in _WARNING_LEVELS:
+        return None
+    head = [str(fields.get(name, "")) for name in ("process", "logger", "event")]
+    rest = [f"{name}={quote(value)}" for name, value in fields.items() if name not in _NOT_SHOWN]
+    return f"{fields['level']}: {' '.join([*head, *rest])}"
 
 
 class LogTail:

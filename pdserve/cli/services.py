@@ -94,6 +94,7 @@ def _common_flags(plan: ClusterPlan) -> dict[str, object]:
         "served-model-name": plan.served_name,
         "drain-timeout-s": plan.config.drain_timeout_s,
         "log-level": plan.config.log_level,
+        "log-format": plan.config.log_format,
     }
 
 

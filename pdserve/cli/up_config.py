@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from decode_svc.config import DecodeConfig
 from pdserve.base.config import default_of, option, parse_bytes, positional
-from pdserve.base.logs import LEVELS
+from pdserve.base.logs import FORMATS, LEVELS
 from pdserve.worker.config import (
     DTYPES,
     HANDOVER_MEMORIES,
@@ -130,6 +130,7 @@ class UpConfig:
     ready_timeout_s: float = option(600.0, help="maximum seconds for each process to become ready", minimum=1)
     drain_timeout_s: float = option(45.0, help="maximum seconds for running requests to finish after Ctrl-C", minimum=0)
     log_level: str = option("info", help="minimum level of log lines", choices=LEVELS)
+    log_format: str = option("text", help="form of the log files: text, or one JSON object per line", choices=FORMATS)
 
     @property
     def num_workers(self) -> int:

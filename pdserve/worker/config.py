@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.base.config import option, parse_bytes, parse_ints
-from pdserve.base.logs import LEVELS
+from pdserve.base.logs import FORMATS, LEVELS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FP8_KV = "fp8_e4m3"
@@ -96,6 +96,7 @@ class WorkerConfig:
     )
     drain_timeout_s: float = option(45.0, help="seconds that running requests have to finish after SIGTERM", minimum=0)
     log_level: str = option("info", help="lowest level that is logged", choices=LEVELS)
+    log_format: str = option("text", help="form of log lines: text, or one JSON object per line", choices=FORMATS)
 
     @property
     def model_dir(self) -> Path:

@@ -158,7 +158,7 @@ def _follow(step_stream: socket.socket, copy_stream: socket.socket, stage: int) 
     if message is None:
         return 0
     setup = RankSetup.from_json(message)
-    logs.configure(setup.name, setup.config.log_level)
+    logs.configure(setup.name, setup.config.log_level, setup.config.log_format)
     try:
         follower = load(setup, stage, copy_stream)
         send_line(copy_stream, SetupReply(state=SetupState.READY).to_json())

@@ -14,20 +14,30 @@ from pdserve.cli.log_watch import LineBudget, LogTail, warning_text, watched_log
 TIME = "2026-01-02T03:04:05.678Z"
 
 
-def test_a_warning_of_our_own_logger_is_recognized(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("log_format", logs.FORMATS)
+def test_a_warning_of_our_own_logger_is_recognized(capsys: pytest.CaptureFixture[str], log_format: str) -> None:
     root = logging.getLogger()
     before = (root.handlers[:], root.level)
     try:
-        logs.configure("router_svc")
+        logs.configure("router_svc", log_format=log_format)
         logs.get_logger("one").warning("redis_lost", since=3)
     finally:
         root.handlers[:], level = before
         root.setLevel(level)
+        logging.captureWarnings(False)
     assert warning_text(capsys.readouterr().err.strip()) == "warning: router_svc one redis_lost since=3"
 
 
 @pytest.mark.parametrize(
-    "line", [f"{TIME} INFO    a b", "WARNING: from a library", "Traceback (most recent call last):", ""]
+    "line",
+    [
+        f"{TIME} INFO    a b",
+        "WARNING: from a library",
+        "Traceback (most recent call last):",
+        "",
+        "{",
+        '{"level": "info"}',
+    ],
 )
 def test_other_lines_are_not_shown(line: str) -> None:
     assert warning_text(line) is None
