@@ -38,6 +38,7 @@ from router_svc.routing.incarnation import incarnation_of
 log = get_logger(__name__)
 
 NO_DECODE_WORKER = "no decode worker is ready"
+UNPAIRED = "no prefill worker has the KV layout of {}; they prefill by themselves"
 NO_PREFILL_WORKER = "no prefill worker is ready; decode workers prefill"
 
 
@@ -174,6 +175,8 @@ class Router:
             await grpc_health.set_serving(self.health.is_ready)
             missing_prefill = self.config.prefill_expected > 0 and not ready["prefill"]
             self.health.watch("prefill")(NO_PREFILL_WORKER if missing_prefill else None)
+            unpaired = self.cluster.unpaired_decode
+            self.health.watch("layout")(UNPAIRED.format(", ".join(unpaired)) if unpaired else None)
             for tier, count in ready.items():
                 self.metrics.set_workers(tier, count)
             known = {incarnation_of(worker) for tier in ready for worker in self._directory.workers_of(tier)}

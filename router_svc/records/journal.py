@@ -45,8 +45,8 @@ class Journal:
         self.record.add_decision(placement.worker, "; ".join(filter(None, (placement.why, plan.why))))
         self._local_prefill_reason = plan.reason
         self._local_prefill_threshold = plan.threshold
-        if plan.reason is LocalPrefillReason.FALLBACK:
-            self._fall_back("no_prefill_worker", placement.worker)
+        if plan.fallback:
+            self._fall_back(plan.fallback, placement.worker)
 
     def chose_prefill(self, placement: Placement) -> None:
         """A prefill worker was chosen and is about to receive the prompt."""

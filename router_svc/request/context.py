@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from pdserve.base.errors import PdserveError
 from pdserve.base.ids import WorkerId
+from pdserve.base.layout import KvLayout
 from pdserve.base.wire import tokens_from_wire
 from pdserve.base.workers import Tier, WorkerRecord
 from pdserve.v1 import common_pb2, decode_pb2
@@ -42,8 +43,11 @@ class RequestContext:
     #: Set once every choice is complete and has been written.
     finished: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def choose(self, tier: Tier, excluded: Collection[Incarnation]) -> Placement | None:
-        """The best worker of the tier for this request, or None without a candidate."""
+    def choose(self, tier: Tier, excluded: Collection[Incarnation], layout: KvLayout | None) -> Placement | None:
+        """The best worker of the tier for this request, or None without a candidate.
+
+        Candidates have KV of this layout. None: whatever their layout.
+        """
         demand = Demand(
             prompt_tokens=len(self.generation.prompt),
             sequences=self.generation.sampling.n,
@@ -51,14 +55,14 @@ class RequestContext:
             excluded=excluded,
         )
         if tier == "decode":
-            return choose_decode(self.cluster.ready(tier), demand, self.cluster.in_flight)
+            return choose_decode(self.cluster.ready(tier, layout), demand, self.cluster.in_flight)
         if len(excluded) >= MAX_PREFILL_FAILURES:
             return None
-        return choose_prefill(self.cluster.ready(tier), demand, self.cluster.in_flight)
+        return choose_prefill(self.cluster.ready(tier, layout), demand, self.cluster.in_flight)
 
-    def choose_prefill(self) -> Placement | None:
-        """The best prefill worker that has not failed this request."""
-        return self.choose("prefill", self.failed_prefill)
+    def choose_prefill(self, layout: KvLayout | None) -> Placement | None:
+        """The best prefill worker that has not failed this request, for a decode worker with this layout if any."""
+        return self.choose("prefill", self.failed_prefill, layout)
 
     def prefill_failed(self, placement: Placement, error: PdserveError) -> None:
         """A prefill worker has failed, and the next attempt starts."""

@@ -76,7 +76,7 @@ class DecodeAttempt:
         while opened.HasField("ticket"):
             # The plan has served its purpose, and must not count against the worker it favoured.
             self._prompt.unassign()
-            placement = self._context.choose_prefill()
+            placement = self._context.choose_prefill(self._call.worker.layout)
             if placement is None:
                 await self._prefill_on_decode(reason)
                 return
@@ -104,7 +104,8 @@ class DecodeAttempt:
 
     def _next_step(self, placement: Placement, error: PdserveError) -> NextStep:
         context = self._context
-        others = context.choose("prefill", context.failed_prefill | {placement.incarnation})
+        excluded = context.failed_prefill | {placement.incarnation}
+        others = context.choose("prefill", excluded, self._call.worker.layout)
         return after_prefill_failure(
             failure_of(error, is_reported=is_reported(error)),
             self._output.progress,

@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 
 from pdserve.base.errors import NoWorkers, PdserveError, RequestError
+from pdserve.base.layout import KvLayout
 from pdserve.v1 import decode_pb2
 from router_svc.request.calls import DecodeFailed, decode_call, is_reported
 from router_svc.request.context import RequestContext
@@ -26,13 +27,7 @@ from router_svc.request.output import OutputProgress
 from router_svc.request.prefill_attempt import prefill
 from router_svc.request.recovery import NextStep, after_decode_failure, failure_of, is_refusal
 from router_svc.routing.incarnation import Incarnation
-from router_svc.routing.local_prefill import (
-    ALWAYS_LOCAL,
-    LocalPrefillReason,
-    PrefillPlan,
-    plan_by_length,
-    plan_by_load,
-)
+from router_svc.routing.local_prefill import PrefillPlan, plan_by_length, plan_by_load, plan_without_prefill
 from router_svc.routing.placement import Placement
 
 #: Interval between retries while all decode workers are full: about one heartbeat.
@@ -50,6 +45,8 @@ class Saga:
         self._output = context.output
         self._failed_decode: set[Incarnation] = set()
         self._decode_losses = 0
+        #: KV layout of the last decode worker, which its prefill workers have too.
+        self._layout: KvLayout | None = None
 
     async def run(self) -> None:
         """Returns when every choice is complete. Raises the error for the client."""
@@ -61,7 +58,7 @@ class Saga:
 
     async def _run_on_prefill_alone(self) -> bool:
         """Runs a request for a single token without a decode worker. False if no prefill worker could."""
-        while (placement := self._context.choose_prefill()) is not None:
+        while (placement := self._context.choose_prefill(None)) is not None:
             try:
                 await prefill(self._context, placement, None, None)
                 return True
@@ -101,11 +98,13 @@ class Saga:
             self._output.progress,
             losses=self._decode_losses,
             has_other_decode=self._choose_decode() is not None,
-            has_prefill=bool(self._cluster.ready("prefill")),
+            has_prefill=bool(self._cluster.ready("prefill", self._layout)),
         )
 
     def _choose_decode(self) -> Placement | None:
-        return self._context.choose("decode", self._failed_decode)
+        # Another layout may be another model, which must not go on with tokens that the client has from this one.
+        is_new = self._output.progress is OutputProgress.NOTHING
+        return self._context.choose("decode", self._failed_decode, None if is_new else self._layout)
 
     async def _wait_for_capacity(self, deadline: float, refusal: PdserveError) -> Placement:
         """A decode worker to ask again, after each heartbeat until the deadline. Raises `refusal` then.
@@ -127,7 +126,8 @@ class Saga:
     async def _run_on(self, placement: Placement) -> None:
         """The request on one decode worker, until done. Raises `DecodeFailed`, or an error for the client."""
         context, worker = self._context, placement.worker
-        remote = context.choose_prefill()
+        self._layout = worker.layout
+        remote = context.choose_prefill(worker.layout)
         plan = self._plan_prefill(placement, remote)
         self._journal.chose_decode(placement, plan)
         start = decode_pb2.DecodeStart(
@@ -152,9 +152,10 @@ class Saga:
         """Where the prompt should be prefilled: on the decode worker or on `remote`, a prefill worker."""
         if self._output.progress is not OutputProgress.NOTHING:
             return plan_by_length(0)
-        if not self._cluster.ready("prefill"):
-            reason = LocalPrefillReason.FALLBACK if self._policy.expects_prefill else LocalPrefillReason.NO_PREFILL_TIER
-            return PrefillPlan(threshold=ALWAYS_LOCAL, reason=reason)
+        if not self._cluster.ready("prefill", decode.worker.layout):
+            return plan_without_prefill(
+                expects_prefill=self._policy.expects_prefill, has_other_layouts=bool(self._cluster.ready("prefill"))
+            )
         if remote is None or not self._policy.local_prefill_by_load:
             return plan_by_length(self._policy.local_prefill_threshold)
         return plan_by_load(self._policy.local_prefill_threshold, decode, remote, self._cluster.in_flight)

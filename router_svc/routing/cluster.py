@@ -44,10 +44,19 @@ class Cluster:
     channels: ChannelPool = field(default_factory=ChannelPool)
     in_flight: InFlight = field(default_factory=lambda: InFlight(new_router_id()))
 
-    def ready(self, tier: Tier) -> list[WorkerRecord]:
-        """Workers of the tier that serve this router's model and accept requests."""
-        workers = self.directory.workers_of(tier)
-        return [worker for worker in workers if worker.ready and worker.model == self.policy.model_name]
+    def ready(self, tier: Tier, layout: KvLayout | None = None) -> list[WorkerRecord]:
+        """Workers of the tier that serve this router's model and accept requests: those with `layout`, or all."""
+        return [
+            worker
+            for worker in self.directory.workers_of(tier)
+            if worker.ready and worker.model == self.policy.model_name and layout in (None, worker.layout)
+        ]
+
+    @property
+    def unpaired_decode(self) -> list[WorkerId]:
+        """Decode workers with a KV layout that no ready prefill worker has, although there are prefill workers."""
+        layouts = {worker.layout for worker in self.ready("prefill")}
+        return [worker.worker_id for worker in self.ready("decode") if layouts and worker.layout not in layouts]
 
     @property
     def decode_capacity(self) -> int:

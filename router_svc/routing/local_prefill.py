@@ -70,6 +70,23 @@ class PrefillPlan:
     reason: LocalPrefillReason
     #: Comparison for the decision record; empty when nothing was compared.
     why: str = ""
+    #: Reason that is counted as a fallback of the prefill tier; empty: it is none.
+    fallback: str = ""
+
+
+def plan_without_prefill(*, expects_prefill: bool, has_other_layouts: bool) -> PrefillPlan:
+    """Local prefill of every prompt: no prefill worker could hand over to the decode worker.
+
+    `has_other_layouts`: there are prefill workers, but their KV layout is another one, as during a rollout.
+    """
+    if not expects_prefill:
+        return PrefillPlan(threshold=ALWAYS_LOCAL, reason=LocalPrefillReason.NO_PREFILL_TIER)
+    return PrefillPlan(
+        threshold=ALWAYS_LOCAL,
+        reason=LocalPrefillReason.FALLBACK,
+        why="every prefill worker has another KV layout" if has_other_layouts else "",
+        fallback="layout_mismatch" if has_other_layouts else "no_prefill_worker",
+    )
 
 
 def plan_by_length(threshold: int) -> PrefillPlan:

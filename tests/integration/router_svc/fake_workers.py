@@ -14,6 +14,7 @@ import grpc
 from pdserve.base.admin import bound_socket
 from pdserve.base.errors import PdserveError
 from pdserve.base.ids import Epoch, WorkerId, new_epoch
+from pdserve.base.layout import KvLayout
 from pdserve.base.registry import Registrar
 from pdserve.base.rpc import method, serve_grpc
 from pdserve.base.store import Store
@@ -202,10 +203,10 @@ class FakeWorker:
     record: WorkerRecord
     registrar: Registrar
 
-    def set(self, *, load: WorkerLoad | None = None, ready: bool | None = None) -> None:
+    def set(self, *, load: WorkerLoad | None = None, ready: bool | None = None, layout: KvLayout | None = None) -> None:
         """Changes the worker's report, and sends it at once."""
-        changes = {name: value for name, value in (("load", load), ("ready", ready)) if value is not None}
-        self.record = replace(self.record, **changes)
+        given = (("load", load), ("ready", ready), ("layout", layout))
+        self.record = replace(self.record, **{name: value for name, value in given if value is not None})
         self.registrar.announce()
 
 
