@@ -1,0 +1,75 @@
+"""A draining prefill worker holds its blocks until the decode worker has committed them, and takes nothing new."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtransfer.transport import Buffer, Operation, Peer
+from kvtransfer.transport.inproc import InprocTransport
+from pdserve.base.errors import Draining
+from tests.integration.services.local_cluster import DEADLINE_S, LEASE_S, running_cluster
+from tests.unit.model.tiny import save_model
+
+PROMPT = [(7 * position) % 90 + 3 for position in range(45)]
+
+
+class Slow(InprocTransport):
+    """Sends nothing until it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_sent = asyncio.Event()
+        self._held: list[Callable[[], None]] = []
+        self._released = False
+
+    def post_send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
+        if self._released:
+            return super().post_send(peer, tag, buffer)
+        held = Operation(tag, buffer)
+
+        def send() -> None:
+            sent = super(Slow, self).post_send(peer, tag, buffer)
+            sent.add_done_callback(lambda _: held.complete())
+
+        self._held.append(send)
+        self.has_sent.set()
+        return held
+
+    def release(self) -> None:
+        """Sends what was held, and from now on at once."""
+        self._released = True
+        for send in self._held:
+            send()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("tiny"))
+
+
+async def test_a_draining_prefill_worker_ends_when_its_handovers_have(model: Path) -> None:
+    wire = Slow()
+    async with running_cluster(model, prefill_transport=wire, decode={"lease_s": LEASE_S}) as cluster:
+        local = await cluster.local(PROMPT)
+        request, later = cluster.request(PROMPT), cluster.request(PROMPT)
+        await request.start()
+        ticket = await request.ticket()
+        prefilling = asyncio.create_task(request.prefill(ticket, keeps_lease=True))
+        async with asyncio.timeout(DEADLINE_S):
+            await wire.has_sent.wait()
+            cluster.prefill.calls.drain()
+            drained = asyncio.create_task(cluster.prefill.calls.wait_idle())
+            with pytest.raises(Draining):
+                await later.prefill(None)
+            held = await cluster.prefill.run(lambda: cluster.prefill.model.pool.num_free)
+            assert held < cluster.prefill.model.pool.num_blocks
+            assert not drained.done()
+            wire.release()
+            await prefilling
+            await drained
+        assert await request.finish() == local
+        await cluster.all_free()
