@@ -54,7 +54,8 @@ class KernelOptions:
     backend: Backend | None = None
     #: C++ only: one of `instruction_sets()`; None: the best.
     instruction_set: str | None = None
-    #: C++ only: number of compute threads; None: one for each of `cpus`, else as many as torch takes.
+    #: C++ only: number of compute threads; None: one for each of `cpus`, else as many as torch takes. Torch knows no
+    #: CPU quota, so a worker always gives the number.
     num_threads: int | None = None
     #: C++ only: cores to pin the threads to; empty: not pinned.
     cpus: tuple[int, ...] = ()

@@ -7,18 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pdserve.base.errors import SetupError
+from pdserve.base.machine import Cores
 
 _MIB = 1024**2
 _MAX_KV_BYTES = 2 * 1024**3
 _KV_SHARE = 0.2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cores:
-    """Core numbers this process may run on, and how many of them at a time (fewer under a CPU quota)."""
-
-    ids: tuple[int, ...]
-    usable: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +112,7 @@ def share_cores(cores: Cores, *, num_prefill: int, num_decode: int, threads_per_
     else:
         each, left_over = divmod(cores.usable, num_workers)
         threads = [max(1, each + (index < left_over)) for index in range(num_workers)]
-    if sum(threads) > cores.usable or cores.usable < len(cores.ids):
+    if sum(threads) > cores.usable or cores.has_quota:
         return [CoreShare(threads=count) for count in threads]
     return _pin(cores.ids, threads)
 

@@ -70,7 +70,7 @@ class WorkerConfig:
         None, help="longest prompt plus completion in tokens; default: the model's own limit", minimum=1
     )
     threads: int | None = option(
-        None, help="compute threads; default: one for each of --cpus, else for each core", minimum=1
+        None, help="compute threads; default: one for each of --cpus, else for each core of the CPU quota", minimum=1
     )
     cpus: tuple[int, ...] = option((), help="cores to pin the compute threads to, such as 0,2-3", parse=parse_ints)
     borrow_cpus: tuple[int, ...] = option(
@@ -78,6 +78,15 @@ class WorkerConfig:
     )
     core_leases: str | None = option(
         None, help="file in which the workers of a machine report idle cores; created if missing", metavar="FILE"
+    )
+    claim_dir: str | None = option(
+        None,
+        help="directory shared by the workers of a machine, in which this one claims cores, or with --device cuda a "
+        "GPU, that no other live worker holds",
+        metavar="DIR",
+    )
+    claim_workers: int = option(
+        2, help="workers on this machine among which --claim-dir divides the cores evenly", minimum=1
     )
     max_num_batched_tokens: int = option(512, help="maximum prompt tokens in one step", minimum=1)
     staging_memory: int = option(

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
+
 from pdserve.base.errors import SetupError
+from pdserve.base.machine import available_cores
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.load.core_leases import MAX_CPUS, CoreLeases
 
 
 def num_cores() -> int:
-    """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of cores that this process may use at a time: within its CPU quota, and within OMP_NUM_THREADS."""
+    return min(available_cores().usable, torch.get_num_threads())
 
 
 def require_cpus(config: WorkerConfig) -> None:

@@ -24,6 +24,7 @@ from pdserve.model.decoder import Decoder
 from pdserve.model.kv_scales import read_kv_scales, scales_digest
 from pdserve.model.loader import load_decoder, load_weights, make_decoder, memory_of_weights
 from pdserve.worker.config import FP8_KV, WorkerConfig
+from pdserve.worker.load.cores import num_cores
 from pdserve.worker.load.device_kv_budget import plan_device_kv
 from pdserve.worker.load.kv_budget import KvBudget, KvRequest, plan_kv
 from pdserve.worker.load.memory_profile import CudaMemory, LargestSteps, MemoryBefore, MemoryProfile, profile_memory
@@ -141,7 +142,7 @@ def _plan(
     options = KernelOptions(
         backend=None if config.kernels == "auto" else Backend(config.kernels),
         instruction_set=config.instruction_set,
-        num_threads=config.threads,
+        num_threads=config.threads or len(config.cpus) or num_cores(),
         cpus=config.cpus,
         borrowing=borrowing,
         quantization=config.quantization,

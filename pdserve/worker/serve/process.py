@@ -18,6 +18,7 @@ from pdserve.base.rpc import GrpcHealth, serve_grpc
 from pdserve.base.store import Store
 from pdserve.base.tasks import ServiceGroup, service_group, stop_event_on_signals
 from pdserve.worker.config import WorkerConfig
+from pdserve.worker.load.claims import claiming
 from pdserve.worker.load.device import bind_thread
 from pdserve.worker.load.populate import populating
 from pdserve.worker.serve.announce import WorkerAddresses, announce, describe
@@ -38,6 +39,7 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
     metrics.watch(health)
     admin = bound_socket(config.host, config.http_port, flag="--http-port")
     async with serve_admin(health, metrics.registry, admin) as http_address, AsyncExitStack() as stack:
+        config = stack.enter_context(claiming(config))
         notify.status("loading the model")
         store = await stack.enter_async_context(Store(config.redis_url, on_change=health.watch("redis")))
         note = await stack.enter_async_context(_noted_exit(config, store, metrics))

@@ -180,10 +180,10 @@ class Worker:
     def _loop_config(self) -> LoopConfig:
         """C++ kernels have threads of their own, pinned to the other cores, which torch's threads would slow down."""
         own = config_of_rank(self.config, 0, num_cores=num_cores())
-        cpus, threads = own.cpus, own.threads or len(own.cpus)
+        cpus, threads = own.cpus, own.threads or len(own.cpus) or num_cores()
         if self.model.kernels.backend is Backend.CPU:
             cpus, threads = cpus[:1], 1
-        config = LoopConfig(compute_cpus=cpus or None, num_threads=threads or None, name=f"{self.tier}-step")
+        config = LoopConfig(compute_cpus=cpus or None, num_threads=threads, name=f"{self.tier}-step")
         leases = self.model.core_leases
         return config if leases is None else replace(config, on_busy=leases.set_busy)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pdserve.base.errors import SetupError
+from pdserve.base.machine import Cores
 from pdserve.cli import up
 from pdserve.cli.cluster_plan import (
     ClusterPlan,
@@ -22,7 +23,7 @@ from pdserve.cli.cluster_plan import (
     plan_warnings,
     require_separate_gpus,
 )
-from pdserve.cli.placement import Cores, CoreShare, GpuShare, Hardware
+from pdserve.cli.placement import CoreShare, GpuShare, Hardware
 from pdserve.cli.supervisor.spec import ProcessSpec
 from pdserve.cli.up_config import UpConfig
 from pdserve.cli.up_console import UpConsole, describe_plan

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from pdserve.base.errors import SetupError
-from pdserve.base.machine import available_memory_bytes
-from pdserve.cli.hardware import available_cores, num_visible_gpus, quota_cores
+from pdserve.base.machine import Cores
+from pdserve.cli.hardware import num_visible_gpus
 from pdserve.cli.placement import (
-    Cores,
     CoreShare,
     GpuShare,
     kv_bytes_per_worker,
@@ -103,34 +102,6 @@ def test_the_kv_cache_is_a_fifth_of_the_memory_over_all_workers() -> None:
 def test_the_kv_cache_has_a_ceiling_and_a_floor() -> None:
     assert kv_bytes_per_worker(1000 * GIB, 2) == 2 * GIB
     assert kv_bytes_per_worker(1, 2) == 1024**2
-
-
-def test_the_quota_of_control_groups_version_2_is_read(tmp_path: Path) -> None:
-    (tmp_path / "cpu.max").write_text("250000 100000\n")
-    assert quota_cores(tmp_path) == 2
-    assert available_cores(tmp_path).usable <= 2
-
-
-def test_the_quota_of_control_groups_version_1_is_read(tmp_path: Path) -> None:
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("50000\n")
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    assert quota_cores(tmp_path) == 1
-
-
-@pytest.mark.parametrize("text", ["max 100000\n", "", "nonsense"])
-def test_without_a_quota_all_cores_count(tmp_path: Path, text: str) -> None:
-    (tmp_path / "cpu.max").write_text(text)
-    assert quota_cores(tmp_path) is None
-    assert available_cores(tmp_path).usable == len(available_cores(tmp_path).ids)
-
-
-def test_a_containers_memory_limit_counts(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("400000\n")
-    assert available_memory_bytes(tmp_path) == 600_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert available_memory_bytes(tmp_path) > 1_000_000
 
 
 def test_gpus_are_assigned_round_robin_and_their_memory_is_shared() -> None:
