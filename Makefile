@@ -73,6 +73,16 @@ test-all: install ## The tests that a machine can change, as on other machines; 
 test-deploy: install ## What needs an engine, Prometheus or a browser; ARGS="..." are arguments of pytest
 	$(BIN)/python -m tests.deploy $(ARGS)
 
+# build/lib would bring files into the wheel that are no longer in the tree.
+.PHONY: dist
+dist: install ## A wheel with the C++ kernels for all instruction sets, in dist/
+	@rm -rf build/lib* build/bdist* dist
+	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+		$(BIN)/python -m pip wheel --disable-pip-version-check -q --no-deps --wheel-dir dist .
+	@$(BIN)/python -m zipfile -l dist/pdserve-*.whl | grep -q kernels/cpu/_native || \
+		{ $(BIN)/python -c 'from kernels.cpu import native; print("No kernels in the wheel:", native.missing_reason())'; exit 1; }
+	@ls dist/*.whl
+
 .PHONY: modules
 modules: install ## List every module with the first line of its docstring
 	@$(BIN)/python -m tests.arch.list_modules

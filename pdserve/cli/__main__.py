@@ -15,6 +15,8 @@ COMMANDS = {
     "up": "start a cluster on this machine: router, prefill and decode workers, Redis",
     "chat": "chat with a running cluster in the terminal",
     "status": "show the workers of a running cluster, their load and their health",
+    "fetch": "download and convert a model into a directory",
+    "health": "ask a router or worker whether it is ready",
     "bench": "measure latency and throughput of a server, or the speed of kernels",
     "trace": "show where a request's time went and which decisions were made for it",
 }

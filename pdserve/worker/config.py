@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdserve.base.addresses import parse_host, parse_worker_id
 from pdserve.base.config import option, parse_bytes, parse_ints
 from pdserve.base.logs import FORMATS, LEVELS
 
@@ -26,9 +27,16 @@ class WorkerConfig:
     model: str = option(help="directory of the model, as `pdserve up` prepared it", metavar="DIR")
     redis_url: str = option(help="Redis with the worker registry and the prefix index", metavar="URL")
     served_model_name: str | None = option(None, help="name clients use; default: the directory's name")
-    worker_id: str | None = option(None, help="name of this worker, stable across restarts; default: random")
+    worker_id: str | None = option(
+        None,
+        help="name of this worker, stable across restarts; auto: the host's; default: random",
+        parse=parse_worker_id,
+    )
     host: str = option(
-        "127.0.0.1", help="internal address to listen on, and at which others reach this worker", metavar="ADDRESS"
+        "127.0.0.1",
+        help="internal address to listen on, and at which others reach this worker; auto: that of the host's name",
+        metavar="ADDRESS",
+        parse=parse_host,
     )
     grpc_port: int = option(0, help="port of the internal gRPC service; 0: any free port", minimum=0)
     http_port: int = option(0, help="port of /livez, /readyz, /health and /metrics; 0: any free port", minimum=0)

@@ -21,6 +21,8 @@ from pdserve.base.config import add_options, option_spec
 from pdserve.cli.__main__ import COMMANDS
 from pdserve.cli.bench.config import ServeConfig
 from pdserve.cli.chat import ChatConfig
+from pdserve.cli.fetch import FetchConfig
+from pdserve.cli.health import HealthConfig
 from pdserve.cli.status import StatusConfig
 from pdserve.cli.trace import TraceConfig
 from pdserve.cli.up_config import UpConfig
@@ -37,6 +39,8 @@ CLI_CONFIGS: dict[str, type[Any]] = {
     "chat": ChatConfig,
     "status": StatusConfig,
     "trace": TraceConfig,
+    "fetch": FetchConfig,
+    "health": HealthConfig,
     "bench serve": ServeConfig,
 }
 SERVICE_CONFIGS: dict[str, type[Any]] = {
@@ -66,6 +70,8 @@ def _documented_default(cell: str, field: dataclasses.Field[Any]) -> object:
         ("pdserve chat", ChatConfig, None),
         ("pdserve status", StatusConfig, None),
         ("pdserve trace", TraceConfig, None),
+        ("pdserve fetch", FetchConfig, None),
+        ("pdserve health", HealthConfig, None),
         ("pdserve bench serve", ServeConfig, None),
         ("Router", RouterConfig, None),
         ("Workers of both tiers", PrefillConfig, None),

@@ -31,7 +31,7 @@ def cached_directory(models_dir: Path, key: str, fill: Callable[[Path], None], p
         return entry
     try:
         models_dir.mkdir(parents=True, exist_ok=True)
-        with _locked(
+        with locked(
             models_dir / f".{key}.lock", lambda: progress(f"Waiting for another process to make {key}", 0, None)
         ):
             if not entry.is_dir():
@@ -53,15 +53,15 @@ def _make(entry: Path, fill: Callable[[Path], None]) -> None:
     try:
         fill(partial)
         for path in (*partial.iterdir(), partial):
-            _sync(path)
+            sync(path)
         partial.chmod(0o755)
         partial.rename(entry)
-        _sync(entry.parent)
+        sync(entry.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Writes a file or directory to the disk, so that it survives a power failure once a rename publishes it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -71,7 +71,7 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+def locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     """Holds an exclusive lock on the file, which the kernel releases when the process ends in any way."""
     with path.open("ab") as file:
         try:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from pdserve.base.config import child_environment
 from pdserve.base.errors import SetupError
+from pdserve.model.fetch.hub import HUB_FILES
 from pdserve.model.fetch.progress import ProgressCallback
 
 _POLL_S = 0.2
 _COPY_BYTES = 1 << 20
-_HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ def fetch_from_hub(
         ) from error
     progress(f"Downloading {repo_id} from the model hub", 0, None)
     try:
-        return Path(snapshot_download(repo_id, cache_dir=cache_dir, endpoint=endpoint, allow_patterns=list(_HUB_FILES)))
+        return Path(snapshot_download(repo_id, cache_dir=cache_dir, endpoint=endpoint, allow_patterns=list(HUB_FILES)))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise SetupError(

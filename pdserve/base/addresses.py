@@ -1,0 +1,37 @@
+"""The address and the name of this host or container, for settings with the value `auto`."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+AUTO = "auto"
+
+
+def parse_host(text: str) -> str:
+    """An address to listen on; `auto` becomes the address that this host's name has. Raises ValueError."""
+    return own_address() if text == AUTO else text
+
+
+def parse_worker_id(text: str) -> str:
+    """A worker's name; `auto` becomes the host's name, which in a container is the container's id."""
+    return socket.gethostname() if text == AUTO else text
+
+
+def own_address() -> str:
+    """The first address of this host's name at which others can reach it. Raises ValueError."""
+    name = socket.gethostname()
+    try:
+        found = [info[4][0] for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    except OSError as error:
+        raise ValueError(
+            f"'auto' found no address for the host name {name!r} ({error.strerror}); write the address instead"
+        ) from error
+    for address in found:
+        parsed = ipaddress.ip_address(str(address).partition("%")[0])
+        if not (parsed.is_loopback or parsed.is_link_local):
+            return str(parsed)
+    raise ValueError(
+        f"'auto' found only {', '.join(map(str, found))} for the host name {name!r}, which others cannot reach; "
+        "write the address instead"
+    )

@@ -1,0 +1,105 @@
+"""A model hub on this machine: what the hub's client asks for, with files that can break off and resume."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+COMMIT = "1" * 40
+
+
+def git_blob_id(content: bytes) -> str:
+    return hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
+
+
+@dataclass
+class FakeHub:
+    """One repository, `org/name`. Files that end in `.safetensors` are large ones, known by their SHA-256."""
+
+    files: dict[str, bytes]
+    url: str = ""
+    #: What is sent instead of a file's content.
+    sent: dict[str, bytes] = field(default_factory=dict)
+    #: Bytes after which the connection of a file's next download is closed.
+    breaks_off: dict[str, int] = field(default_factory=dict)
+    #: First bytes of downloads, by file.
+    offsets: dict[str, list[int]] = field(default_factory=dict)
+
+    def tree(self) -> list[dict[str, object]]:
+        """The answer to a question for all files."""
+        found: list[dict[str, object]] = []
+        for name, content in self.files.items():
+            entry: dict[str, object] = {"type": "file", "path": name, "size": len(content)}
+            entry["oid"] = git_blob_id(content)
+            if name.endswith(".safetensors"):
+                digest = hashlib.sha256(content).hexdigest()
+                entry["lfs"] = {"oid": digest, "size": len(content), "pointerSize": 130}
+            found.append(entry)
+        return found
+
+
+@contextmanager
+def serving(hub: FakeHub) -> Iterator[FakeHub]:
+    """Serves the hub; its `url` is set."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self._answer(with_body=False)
+
+        def do_GET(self) -> None:
+            self._answer(with_body=True)
+
+        def _answer(self, *, with_body: bool) -> None:
+            if self.path.startswith("/api/models/org/name"):
+                is_tree = self.path.startswith("/api/models/org/name/tree/")
+                answer = hub.tree() if is_tree else {"id": "org/name", "sha": COMMIT}
+                self._send(json.dumps(answer).encode(), {})
+                return
+            match = re.fullmatch(rf"/org/name/resolve/{COMMIT}/(.+)", self.path)
+            if match is None or match[1] not in hub.files:
+                self.send_error(404)
+                return
+            name = match[1]
+            content = hub.sent.get(name, hub.files[name])
+            headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(hub.files[name]).hexdigest()}"'}
+            if not with_body:
+                self._send(b"", {**headers, "Content-Length": str(len(content))})
+                return
+            self._send_file(name, content, headers)
+
+        def _send_file(self, name: str, content: bytes, headers: dict[str, str]) -> None:
+            wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+            first = int(wanted[1]) if wanted else 0
+            hub.offsets.setdefault(name, []).append(first)
+            headers["Content-Length"] = str(len(content) - first)
+            if first:
+                headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
+            self._send(content[first : hub.breaks_off.pop(name, len(content))], headers, status=206 if first else 200)
+            self.close_connection = True
+
+        def _send(self, body: bytes, headers: dict[str, str], *, status: int = 200) -> None:
+            self.send_response(status)
+            for key, value in {"Content-Length": str(len(body)), **headers}.items():
+                self.send_header(key, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            del format, args
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
