@@ -79,6 +79,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             grpc_address=grpc_address,
             layout=worker.model.layout,
             layer_groups=self._layer_groups,
+            data_endpoint=worker.paths.own_endpoint(),
         )
         self._receiver = Receiver(
             transport=worker.transport, memory=worker.blocks, identity=identity, tasks=worker.tasks

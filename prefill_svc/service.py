@@ -45,7 +45,12 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
         )
         self._worker = worker
         self._inboxes: Inboxes[PromptEvent] = Inboxes()
-        self._sender = Sender(transport=worker.transport, memory=worker.blocks, layout=worker.model.layout)
+        self._sender = Sender(
+            transport=worker.transport,
+            memory=worker.blocks,
+            layout=worker.model.layout,
+            on_peer=worker.paths.observe,
+        )
         self._channels = rpc.ChannelPool(max_kept=_MAX_DECODE_CHANNELS)
 
     # TierService

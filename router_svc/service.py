@@ -177,12 +177,22 @@ class Router:
             self.health.watch("prefill")(NO_PREFILL_WORKER if missing_prefill else None)
             unpaired = self.cluster.unpaired_decode
             self.health.watch("layout")(UNPAIRED.format(", ".join(unpaired)) if unpaired else None)
+            self.health.watch("transport")(self._slow_path())
             for tier, count in ready.items():
                 self.metrics.set_workers(tier, count)
             known = {incarnation_of(worker) for tier in ready for worker in self._directory.workers_of(tier)}
             self.cluster.in_flight.sweep(known)
             await self.cluster.channels.sweep(known)
             await self._directory.wait_for_change(version)
+
+    def _slow_path(self) -> str | None:
+        """Why blocks take a slower path than expected, for the first worker that reports one; None: none does."""
+        workers = [worker for tier in TIERS for worker in self._directory.workers_of(tier)]
+        slow = [worker for worker in workers if worker.transport.degraded is not None]
+        if not slow:
+            return None
+        others = f" ({len(slow) - 1} more workers)" if len(slow) > 1 else ""
+        return f"{slow[0].worker_id}{others} {slow[0].transport.degraded}"
 
     def _update_readiness(self, *, is_ready: bool) -> None:
         if self._requests.is_draining or is_ready == self.health.is_ready:

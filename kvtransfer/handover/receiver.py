@@ -130,4 +130,5 @@ class Receiver:
             layer_groups=shape.layer_groups,
             bundle_blocks=shape.bundle_blocks,
             digest=self._memory.digest,
+            data_endpoint=self._identity.data_endpoint,
         )

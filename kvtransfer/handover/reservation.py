@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvtransfer.transport.path import DataEndpoint
 from pdserve.base.errors import PdserveError
 from pdserve.base.ids import BlockId, Epoch, RequestId, TransferId, WorkerId
 from pdserve.base.layout import KvLayout
@@ -20,6 +21,8 @@ class ReceiverIdentity:
     layout: KvLayout
     #: Messages in which each block is sent, at most one per layer.
     layer_groups: int = 1
+    #: Where the worker runs; None: its tickets do not say.
+    data_endpoint: DataEndpoint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

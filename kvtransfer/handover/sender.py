@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from kvtransfer.handover import transfer_errors
@@ -12,7 +12,7 @@ from kvtransfer.handover.outgoing import OutgoingTransfer, SendPath
 from kvtransfer.handover.peers import PeerTable
 from kvtransfer.handover.send_machine import SendMachine
 from kvtransfer.handover.ticket import Ticket
-from kvtransfer.transport import Transport
+from kvtransfer.transport import Peer, Transport
 from pdserve.base.ids import RequestId
 from pdserve.base.layout import KvLayout
 
@@ -31,13 +31,18 @@ class Sender:
         memory: BlockMemory,
         layout: KvLayout,
         max_outstanding_bytes: int | None = None,
+        on_peer: Callable[[Ticket, Peer], None] = lambda ticket, peer: None,
     ) -> None:
-        """`max_outstanding_bytes`: per transfer; None: the memory's window."""
+        """`max_outstanding_bytes`: per transfer; None: the memory's window.
+
+        `on_peer` is called before each transfer with the connection that it takes, which may be an old one.
+        """
         self._transport = transport
         self._memory = memory
         self._layout = layout
         self._max_outstanding_bytes = max_outstanding_bytes or memory.window_bytes
         self._peers = PeerTable(transport)
+        self._on_peer = on_peer
 
     @asynccontextmanager
     async def open(self, ticket: Ticket, *, request_id: RequestId) -> AsyncIterator[OutgoingTransfer]:
@@ -49,6 +54,7 @@ class Sender:
         self._require_compatible(ticket)
         machine = SendMachine(shape=ticket.shape, lease_s=ticket.lease_s, now=asyncio.get_running_loop().time())
         async with self._peers.use(ticket.data_address, deadline=machine.deadline) as peer:
+            self._on_peer(ticket, peer)
             path = SendPath(
                 memory=self._memory,
                 transport=self._transport,

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 
 from kvtransfer.handover.digest import DIGEST_BYTES, DIGESTS, HOST_DIGEST, MAC_BYTES, commit_mac, same_mac
 from kvtransfer.handover.layer_groups import LayerGroups, TransferShape
+from kvtransfer.handover.wire_endpoint import endpoint_from_proto, endpoint_to_proto
 from kvtransfer.transport import TRANSPORTS
+from kvtransfer.transport.path import DataEndpoint
 from pdserve.base.errors import DigestMismatch, RequestError
 from pdserve.base.ids import Epoch, RequestId, TransferId, WorkerId
 from pdserve.base.layout import KvLayout
@@ -52,6 +54,8 @@ class Ticket:
     bundle_blocks: int = 1
     #: Kind of the messages' digests, one of `DIGESTS`.
     digest: str = HOST_DIGEST
+    #: Where the decode worker runs; None: it does not report it.
+    data_endpoint: DataEndpoint | None = None
 
     @property
     def groups(self) -> LayerGroups:
@@ -128,6 +132,7 @@ def ticket_to_proto(ticket: Ticket) -> decode_pb2.Ticket:
         layer_groups=ticket.layer_groups,
         bundle_blocks=ticket.bundle_blocks,
         digest=ticket.digest,
+        data_endpoint=None if ticket.data_endpoint is None else endpoint_to_proto(ticket.data_endpoint),
     )
 
 
@@ -164,6 +169,7 @@ def ticket_from_proto(message: decode_pb2.Ticket) -> Ticket:
         layer_groups=message.layer_groups,
         bundle_blocks=message.bundle_blocks,
         digest=message.digest,
+        data_endpoint=endpoint_from_proto(message.data_endpoint) if message.HasField("data_endpoint") else None,
     )
 
 

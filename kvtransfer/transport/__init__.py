@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtransfer.transport.base import Buffer, Operation, Peer, Transport
+from kvtransfer.transport.base import Buffer, LaneReporter, Operation, Peer, Transport
 from pdserve.base.config import set_default_variable
 from pdserve.base.errors import SetupError
 
 if TYPE_CHECKING:
     from kvtransfer.transport.torch_distributed.pair_link import PairLinks
 
-__all__ = ["TRANSPORTS", "Buffer", "Operation", "Peer", "Transport", "open_transport"]
+__all__ = ["TRANSPORTS", "Buffer", "LaneReporter", "Operation", "Peer", "Transport", "open_transport"]
 
 TRANSPORTS = ("ucx", "nccl", "inproc")
 

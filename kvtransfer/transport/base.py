@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Iterable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -153,4 +153,17 @@ class Transport(Protocol):
 
     async def close(self) -> None:
         """Fails outstanding operations with `PeerLost` and leaves no thread, socket or descriptor behind."""
+        ...
+
+
+@runtime_checkable
+class LaneReporter(Protocol):
+    """A transport whose library reports what it uses: UCX. Others leave it unknown."""
+
+    def offered_lanes(self) -> tuple[str, ...]:
+        """What the library can use here, by its own names (tcp, cma, ...). To be called after `listen`."""
+        ...
+
+    def lanes(self, peer: Peer) -> tuple[str, ...]:
+        """What the connection to the peer uses, by the library's names; empty when it is unknown."""
         ...

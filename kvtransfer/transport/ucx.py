@@ -22,6 +22,7 @@ from ucxx.exceptions import UCXError
 from kvtransfer.transport.base import Buffer, Operation, Peer
 from kvtransfer.transport.tag_matcher import TagMatcher
 from kvtransfer.transport.ucx_address import unpack_address
+from kvtransfer.transport.ucx_lanes import lanes_of, offered_lanes
 from kvtransfer.transport.ucx_worker import UcxPeer, UcxWorker
 from pdserve.base.config import variable
 from pdserve.base.errors import PdserveError, PeerLost, SetupError, TransferError
@@ -89,6 +90,15 @@ class UcxTransport:
         peer = UcxPeer(endpoint)
         worker.peers.append(peer)
         return peer
+
+    def offered_lanes(self) -> tuple[str, ...]:
+        """Transports that UCX found on this machine and that UCX_TLS allows."""
+        return offered_lanes(self._up().context.info)
+
+    def lanes(self, peer: Peer) -> tuple[str, ...]:
+        """Transports of the endpoint. UCX chooses them when it is created; empty when the peer is disconnected."""
+        endpoint = _own(peer).endpoint
+        return () if endpoint is None or not endpoint.alive else lanes_of(endpoint.handle)
 
     def disconnect(self, peer: Peer) -> None:
         """Closes the endpoint without waiting for the other side. UCX then fails its requests."""

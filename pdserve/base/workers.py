@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Literal, cast, get_args
 
 from pdserve.base.errors import StoreError
@@ -38,6 +38,16 @@ class WorkerLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TransportReport:
+    """The paths that a worker's blocks take."""
+
+    #: Number of connected peers, by path (cma, tcp, ...).
+    paths: Mapping[str, int] = field(default_factory=dict)
+    #: Why a path is slower than it should be, and what to do; None when none is.
+    degraded: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRecord:
     """A worker's entry in the registry."""
 
@@ -58,6 +68,7 @@ class WorkerRecord:
     #: False while loading and while draining.
     ready: bool
     load: WorkerLoad = WorkerLoad()
+    transport: TransportReport = TransportReport()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +101,7 @@ def record_to_fields(record: WorkerRecord) -> dict[str, str]:
         "ready": str(int(record.ready)),
         "load": json.dumps(load),
         "queued_by_router": json.dumps(queued_by_router),
+        "transport": json.dumps(asdict(record.transport)),
     }
 
 
@@ -117,6 +129,7 @@ def record_from_fields(worker_id: WorkerId, found: Mapping[str, bytes]) -> Worke
             pid=int(found["pid"]),
             ready=found["ready"] == b"1",
             load=_load_from_fields(found),
+            transport=_transport_from_fields(found),
         )
     except (KeyError, ValueError, TypeError) as error:
         raise StoreError(f"The record of worker {worker_id} in Redis cannot be read: {error!r}.") from error
@@ -126,6 +139,11 @@ def _load_from_fields(found: Mapping[str, bytes]) -> WorkerLoad:
     stored = {**json.loads(found["load"]), "queued_by_router": json.loads(found.get("queued_by_router", b"null"))}
     names = {member.name: _STORED_NAMES.get(member.name, member.name) for member in fields(WorkerLoad)}
     return WorkerLoad(**{name: stored[key] for name, key in names.items() if key in stored})
+
+
+def _transport_from_fields(found: Mapping[str, bytes]) -> TransportReport:
+    stored = json.loads(found.get("transport", b"{}"))
+    return TransportReport(paths=stored.get("paths", {}), degraded=stored.get("degraded"))
 
 
 @dataclass(slots=True)

@@ -46,6 +46,13 @@ class RedisStatus(BaseModel):
     available: bool
 
 
+class TransportStatus(BaseModel):
+    """Paths of a worker's blocks to other workers."""
+
+    paths: dict[str, int] = {}
+    degraded: str | None = None
+
+
 class WorkerStatus(BaseModel):
     """State of one worker, as the router sees it."""
 
@@ -62,6 +69,7 @@ class WorkerStatus(BaseModel):
     waiting: int
     queued_tokens: int
     prefill_tokens_per_s: float | None = None
+    transport: TransportStatus = TransportStatus()
 
     @property
     def kv_use(self) -> float:
@@ -123,6 +131,7 @@ def _worker_table(workers: Sequence[WorkerStatus], *, wide: bool) -> Table:
     for name in ("running", "waiting", "tokens", "KV in use"):
         table.add_column(name, justify="right", no_wrap=True)
     if wide:
+        table.add_column("path", no_wrap=True)
         table.add_column("metrics at", no_wrap=True)
     order = {tier: index for index, tier in enumerate(_TIERS)}
     for worker in sorted(workers, key=lambda worker: (order.get(worker.tier, len(order)), worker.worker_id)):
@@ -134,12 +143,17 @@ def _worker_table(workers: Sequence[WorkerStatus], *, wide: bool) -> Table:
             str(worker.waiting),
             str(worker.queued_tokens),
             f"{_bar(worker.kv_use)} {worker.kv_use:4.0%}",
-            *([worker.http_address] if wide else []),
+            *((_paths(worker.transport), worker.http_address) if wide else ()),
         )
     for tier in _TIERS:
         if not any(worker.tier == tier for worker in workers):
             table.add_row("-", tier, Text("no worker", style="yellow" if tier == "prefill" else "red"))
     return table
+
+
+def _paths(transport: TransportStatus) -> Text:
+    """Paths of a worker's blocks; in yellow when one is slower than expected."""
+    return Text(" ".join(transport.paths) or "-", style="yellow" if transport.degraded else "")
 
 
 def _bar(share: float) -> str:

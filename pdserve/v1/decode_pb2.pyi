@@ -322,6 +322,7 @@ class Ticket(_message.Message):
     LAYER_GROUPS_FIELD_NUMBER: _builtins.int
     BUNDLE_BLOCKS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    DATA_ENDPOINT_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     """16 random bytes."""
     attempt: _builtins.int
@@ -351,6 +352,10 @@ class Ticket(_message.Message):
     """Digest of messages: "xxh3", or "nh" where GPUs compute it."""
     @_builtins.property
     def layout(self) -> Global___KvLayout: ...
+    @_builtins.property
+    def data_endpoint(self) -> Global___DataEndpoint:
+        """Where the receiver runs; absent from workers that do not report it."""
+
     def __init__(
         self,
         *,
@@ -370,14 +375,95 @@ class Ticket(_message.Message):
         layer_groups: _builtins.int = ...,
         bundle_blocks: _builtins.int = ...,
         digest: _builtins.str = ...,
+        data_endpoint: Global___DataEndpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data_endpoint", b"data_endpoint", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bundle_blocks", b"bundle_blocks", "data_address", b"data_address", "digest", b"digest", "epoch", b"epoch", "first_block", b"first_block", "grpc_address", b"grpc_address", "key", b"key", "layer_groups", b"layer_groups", "layout", b"layout", "lease_s", b"lease_s", "num_blocks", b"num_blocks", "tag_base", b"tag_base", "transfer_id", b"transfer_id", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bundle_blocks", b"bundle_blocks", "data_address", b"data_address", "data_endpoint", b"data_endpoint", "digest", b"digest", "epoch", b"epoch", "first_block", b"first_block", "grpc_address", b"grpc_address", "key", b"key", "layer_groups", b"layer_groups", "layout", b"layout", "lease_s", b"lease_s", "num_blocks", b"num_blocks", "tag_base", b"tag_base", "transfer_id", b"transfer_id", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Ticket: _TypeAlias = Ticket  # noqa: Y015
+
+@_typing.final
+class DataEndpoint(_message.Message):
+    """One end of a transfer, as far as it decides which path blocks should take."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    LANES_FIELD_NUMBER: _builtins.int
+    DEVICE_MEMORY_FIELD_NUMBER: _builtins.int
+    device_memory: _builtins.bool
+    """Blocks are in the memory of a GPU on their way."""
+    @_builtins.property
+    def host(self) -> Global___HostIdentity: ...
+    @_builtins.property
+    def lanes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Transports that the library offers there, by its own names."""
+
+    def __init__(
+        self,
+        *,
+        host: Global___HostIdentity | None = ...,
+        lanes: _abc.Iterable[_builtins.str] | None = ...,
+        device_memory: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_memory", b"device_memory", "host", b"host", "lanes", b"lanes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DataEndpoint: _TypeAlias = DataEndpoint  # noqa: Y015
+
+@_typing.final
+class HostIdentity(_message.Message):
+    """A process as the kernel of its host sees it. Unknown numbers are 0."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOSTNAME_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    UID_FIELD_NUMBER: _builtins.int
+    GID_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
+    PID_NAMESPACE_FIELD_NUMBER: _builtins.int
+    IPC_NAMESPACE_FIELD_NUMBER: _builtins.int
+    USER_NAMESPACE_FIELD_NUMBER: _builtins.int
+    hostname: _builtins.str
+    boot_id: _builtins.str
+    """Random at each boot, and equal in all containers of a host."""
+    pid: _builtins.int
+    uid: _builtins.int
+    gid: _builtins.int
+    capabilities: _builtins.int
+    """Effective capabilities, a bit each."""
+    pid_namespace: _builtins.int
+    """Inode numbers."""
+    ipc_namespace: _builtins.int
+    user_namespace: _builtins.int
+    def __init__(
+        self,
+        *,
+        hostname: _builtins.str = ...,
+        boot_id: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        uid: _builtins.int = ...,
+        gid: _builtins.int = ...,
+        capabilities: _builtins.int = ...,
+        pid_namespace: _builtins.int = ...,
+        ipc_namespace: _builtins.int = ...,
+        user_namespace: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "capabilities", b"capabilities", "gid", b"gid", "hostname", b"hostname", "ipc_namespace", b"ipc_namespace", "pid", b"pid", "pid_namespace", b"pid_namespace", "uid", b"uid", "user_namespace", b"user_namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostIdentity: _TypeAlias = HostIdentity  # noqa: Y015
 
 @_typing.final
 class KvLayout(_message.Message):

@@ -18,7 +18,7 @@ from router_svc.records.request_state import RequestState
 from router_svc.routing.local_prefill import LocalPrefillReason
 
 #: Subjects of degraded service.
-DEGRADABLE = ("redis", "prefill", "layout")
+DEGRADABLE = ("redis", "prefill", "layout", "transport")
 
 REJECTIONS = ("queue_full", "no_decode_worker", "draining", "queue_timeout")
 OUTCOMES = (RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED)

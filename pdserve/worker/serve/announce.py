@@ -44,6 +44,7 @@ def announce(
     worker.tasks.start(skew.run(), name="clock-skew")
     worker.tasks.start(registrar.run(), name="registrar")
     worker.tasks.start(publisher.run(), name="kv-events")
+    worker.tasks.start(worker.paths.run(), name="transport-paths")
     return registrar
 
 
@@ -64,6 +65,7 @@ def worker_record(worker: Worker, service: TierService, addresses: WorkerAddress
         total_blocks=model.pool.num_blocks,
         pid=os.getpid(),
         ready=ready,
+        transport=worker.paths.report(),
         load=reported_load(worker.load, worker.steps.pace, service.itl_budget_s),
     )
 

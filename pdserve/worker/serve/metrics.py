@@ -33,6 +33,7 @@ class WorkerMetrics:
         self._add_requests()
         self._add_steps()
         self._add_transfers()
+        self._add_paths()
         self._worker_info = self._info(
             "worker_info",
             "Constant 1; identity and settings of this worker",
@@ -111,6 +112,23 @@ class WorkerMetrics:
             "kv_transfer_exposed_seconds",
             "Prefill: from the end of a prompt's last step until its last byte has left",
         )
+
+    def _add_paths(self) -> None:
+        self._transport_path_info = self._info(
+            "transport_path_info",
+            "Constant 1 for each connected peer; the path that its blocks take, and the one expected",
+            "peer",
+            "expected",
+            "actual",
+        )
+        self.transport_degraded = self._gauge("transport_degraded", "1 while a path is slower than expected")
+
+    def set_transport_paths(self, paths: Mapping[str, tuple[str, str, bool]]) -> None:
+        """Replaces the paths: expected, actual and whether it is degraded, by peer."""
+        self._transport_path_info.clear()
+        for peer, (expected, actual, _) in paths.items():
+            self._transport_path_info.labels(**self.labels(peer=peer, expected=expected, actual=actual)).set(1)
+        self.transport_degraded.set(any(is_degraded for _, _, is_degraded in paths.values()))
 
     def describe(self, worker: Mapping[str, str], kernels: Mapping[str, str]) -> None:
         """Sets the info metrics, which have these labels in addition to the common ones."""

@@ -52,6 +52,7 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
         notify.status("warming up")
         async with worker.computing(service) as fatal, _served(service, config) as (grpc, streams, grpc_health):
             addresses = WorkerAddresses(grpc=grpc, http=http_address, streams=streams)
+            worker.paths.on_change = health.watch("transport")
             registrar = announce(worker, service, store=store, health=health, addresses=addresses)
             describe(worker, addresses)
             await _start_accepting(worker, health, grpc_health, registrar)

@@ -29,6 +29,7 @@ from pdserve.worker.serve.loaded_model import LoadedModel, warm_up
 from pdserve.worker.serve.loop_calls import LoopCalls
 from pdserve.worker.serve.metrics import WorkerMetrics
 from pdserve.worker.serve.step_metrics import StepMetrics
+from pdserve.worker.serve.transport_paths import TransportPaths
 
 T = TypeVar("T")
 
@@ -87,6 +88,8 @@ class Worker:
     steps: StepMetrics = field(init=False)
     #: The KV cache as transports see it.
     blocks: BlockMemory = field(init=False)
+    #: The paths of blocks to other workers.
+    paths: TransportPaths = field(init=False)
     _scheduler: Scheduler | None = None
     _loop: StepLoop | None = None
     #: Calls from the step thread to the event loop.
@@ -94,6 +97,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.steps = StepMetrics(self.metrics)
+        self.paths = TransportPaths(self.transport, self.metrics, device_memory=self.config.handover_memory == "device")
         model, staging_bytes = self.model, self.config.staging_memory
         if model.rank_group is not None:
             self.blocks = model.rank_group.block_memory(model.layout, model.kv_cache, staging_bytes)

@@ -182,6 +182,7 @@ def _worker(worker: WorkerRecord) -> Fields:
         "waiting": worker.load.waiting,
         "queued_tokens": worker.load.queued_tokens,
         "prefill_tokens_per_s": worker.load.prefill_tokens_per_s,
+        "transport": {"paths": dict(worker.transport.paths), "degraded": worker.transport.degraded},
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pdserve.base.workers import WorkerLoad
+from pdserve.base.workers import TransportReport, WorkerLoad
 from pdserve.cli.private_redis import PrivateRedis
 from router_svc.request.output import ChoiceDelta
 from router_svc.request.stream import DeltaStream
@@ -61,6 +61,21 @@ async def test_service_is_degraded_without_prefill_workers(small_cluster: Script
     await eventually(degraded)
     assert await small_cluster.metric("degraded", subject="prefill") == 1
     assert (await small_cluster.complete())[0] == 200
+
+
+async def test_a_slow_path_of_a_worker_degrades_the_service(small_cluster: ScriptedCluster) -> None:
+    worker = small_cluster.workers["prefill-0"]
+    reason = "to decode-0: tcp instead of cma: why. What to do."
+    worker.record = replace(worker.record, transport=TransportReport(paths={"tcp": 1}, degraded=reason))
+    await eventually(lambda: _is_degraded(small_cluster, "transport"))
+    status, health = await small_cluster.get("/readyz")
+    assert (status, health["degraded"]) == (200, {"transport": f"prefill-0 {reason}"})
+    assert await small_cluster.metric("degraded", subject="transport") == 1
+    _, cluster = await small_cluster.get("/v1/cluster")
+    assert cluster["workers"][0]["transport"] == {"paths": {"tcp": 1}, "degraded": reason}
+    assert cluster["workers"][1]["transport"] == {"paths": {}, "degraded": None}
+    worker.record = replace(worker.record, transport=TransportReport(paths={"cma": 1}))
+    await eventually(lambda: _is_well(small_cluster))
 
 
 async def test_overload_is_refused_with_a_retry_after(redis_server: PrivateRedis, model_dir: Path) -> None:

@@ -9,7 +9,15 @@ import pytest
 
 from pdserve.base.errors import StoreError
 from pdserve.base.ids import Epoch, RouterId, WorkerId
-from pdserve.base.workers import Sighting, WorkerLoad, WorkerRecord, WorkerView, record_from_fields, record_to_fields
+from pdserve.base.workers import (
+    Sighting,
+    TransportReport,
+    WorkerLoad,
+    WorkerRecord,
+    WorkerView,
+    record_from_fields,
+    record_to_fields,
+)
 from tests.support.records import worker_record
 
 A = WorkerId("a")
@@ -49,6 +57,17 @@ def test_a_record_survives_redis(by_router: dict[RouterId, int] | None) -> None:
         ),
     )
     assert record_from_fields(record.worker_id, fields_of(record)) == record
+
+
+def test_the_paths_of_a_worker_survive_redis() -> None:
+    record = replace(worker_record(), transport=TransportReport(paths={"tcp": 2}, degraded="to decode-0: why"))
+    assert record_from_fields(record.worker_id, fields_of(record)) == record
+
+
+def test_the_record_of_an_older_worker_has_no_paths() -> None:
+    fields = fields_of(worker_record())
+    del fields["transport"]
+    assert record_from_fields(WorkerId("decode-0"), fields).transport == TransportReport()
 
 
 def test_an_older_router_can_read_the_record() -> None:

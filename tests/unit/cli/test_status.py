@@ -61,9 +61,15 @@ def text_of(cluster: dict[str, Any], width: int = 140) -> str:
 def test_each_worker_has_a_row_prefill_workers_first() -> None:
     rows = [line.split() for line in text_of(CLUSTER).splitlines() if line.startswith(("prefill-", "decode-"))]
     assert rows == [
-        ["prefill-0", "prefill", "ready", "2/64", "4", "999", "█░░░░", "25%", "127.0.0.1:5002"],
-        ["decode-0", "decode", "ready", "2/64", "4", "999", "█░░░░", "25%", "127.0.0.1:5001"],
+        ["prefill-0", "prefill", "ready", "2/64", "4", "999", "█░░░░", "25%", "-", "127.0.0.1:5002"],
+        ["decode-0", "decode", "ready", "2/64", "4", "999", "█░░░░", "25%", "-", "127.0.0.1:5001"],
     ]
+
+
+def test_the_paths_of_blocks_are_shown() -> None:
+    paths = {"paths": {"cma": 1, "tcp": 2}, "degraded": "to decode-0: tcp instead of cma: why. What to do."}
+    cluster = changed(workers=[{**each, "transport": paths} for each in CLUSTER["workers"]])
+    assert "25%  cma tcp  127.0.0.1:5001" in text_of(cluster)
 
 
 def test_a_terminal_of_80_cells_shows_one_line_per_worker() -> None:

@@ -15,36 +15,17 @@ from kvtransfer.handover.ticket import (
     commit_from_proto,
     commit_to_proto,
     new_key,
-    new_tag_base,
     signed_commit,
     ticket_from_proto,
     ticket_to_proto,
 )
+from kvtransfer.transport.path import DataEndpoint
 from pdserve.base.errors import DigestMismatch, RequestError
-from pdserve.base.ids import RequestId, WorkerId, new_epoch, new_transfer_id
+from pdserve.base.host_identity import own_host_identity
+from pdserve.base.ids import RequestId
 from pdserve.v1 import decode_pb2
 from tests.support.handover import LAYOUT, Memory, blocks
-
-
-def a_ticket() -> Ticket:
-    return Ticket(
-        transfer_id=new_transfer_id(),
-        attempt=2,
-        worker_id=WorkerId("d0"),
-        epoch=new_epoch(),
-        grpc_address="127.0.0.1:1",
-        transport="ucx",
-        data_address=b"somewhere",
-        first_block=3,
-        num_blocks=5,
-        bundle_blocks=2,
-        digest="nh",
-        layout=LAYOUT,
-        lease_s=20.0,
-        key=new_key(),
-        tag_base=new_tag_base(),
-        layer_groups=2,
-    )
+from tests.support.tickets import a_ticket
 
 
 def a_commit(ticket: Ticket) -> Commit:
@@ -53,11 +34,27 @@ def a_commit(ticket: Ticket) -> Commit:
     )
 
 
+ENDPOINT = DataEndpoint(host=own_host_identity(), lanes=("tcp", "cma"), device_memory=True)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3"])
 def test_a_ticket_survives_the_wire(dtype: str) -> None:
     ticket = replace(a_ticket(), layout=replace(LAYOUT, dtype=dtype))
     wire = ticket_to_proto(ticket).SerializeToString()
     assert ticket_from_proto(decode_pb2.Ticket.FromString(wire)) == ticket
+
+
+def test_a_ticket_carries_where_its_worker_runs() -> None:
+    ticket = replace(a_ticket(), data_endpoint=ENDPOINT)
+    wire = ticket_to_proto(ticket).SerializeToString()
+    assert ticket_from_proto(decode_pb2.Ticket.FromString(wire)) == ticket
+
+
+@pytest.mark.parametrize("lanes", [("tcp",) * 65, ("x" * 256,)], ids=["too many", "too long"])
+def test_a_ticket_with_absurd_lanes_is_refused(lanes: tuple[str, ...]) -> None:
+    ticket = replace(a_ticket(), data_endpoint=replace(ENDPOINT, lanes=lanes))
+    with pytest.raises(RequestError, match="data_endpoint"):
+        ticket_from_proto(ticket_to_proto(ticket))
 
 
 def test_a_commit_survives_the_wire() -> None:

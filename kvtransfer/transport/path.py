@@ -1,0 +1,164 @@
+"""The path of blocks between two workers: which one is expected, which one the transport took, and why. Pure."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from pdserve.base.host_identity import HostIdentity
+
+CUDA_IPC, CMA, SHM, RDMA, TCP = "cuda_ipc", "cma", "shm", "rdma", "tcp"
+#: Values of `TransportPath.expected` and `TransportPath.actual`, fastest first.
+PATHS = (CUDA_IPC, CMA, SHM, RDMA, TCP)
+_SHM_LANES = ("posix", "sysv", "xpmem", "knem")
+_RDMA_PREFIXES = ("rc", "dc", "ud", "srd", "ib")
+#: Paths within a host; between them the choice is the library's.
+_LOCAL = (CUDA_IPC, CMA, SHM)
+_CAP_SYS_PTRACE = 1 << 19
+#: The strictest `ptrace_scope` under which UCX can allow its peers to read.
+_MAX_PTRACE_SCOPE = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataEndpoint:
+    """One end of a transfer: where its process runs, and what its transport offers."""
+
+    host: HostIdentity
+    #: Names of the lanes that the library can use here, such as tcp, cma and rc_mlx5.
+    lanes: tuple[str, ...]
+    #: Whether its blocks are in the memory of a GPU on their way.
+    device_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryAccess:
+    """What the kernel answers when this process reads memory with `process_vm_readv`: an errno, 0 if it may."""
+
+    own: int
+    #: None: the peer's pid means nothing in this pid namespace.
+    peer: int | None
+    #: /proc/sys/kernel/yama/ptrace_scope; 0 without Yama.
+    ptrace_scope: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportPath:
+    """The path to one peer, as found when it was connected."""
+
+    expected: str
+    actual: str
+    #: Why it is not the expected one, and what to do; empty when it is.
+    cause: str = ""
+    remedy: str = ""
+
+    @property
+    def is_degraded(self) -> bool:
+        """Whether the path is slower than the expected one."""
+        return is_slower(self.actual, self.expected)
+
+
+def is_slower(actual: str, expected: str) -> bool:
+    """Whether a path is of a slower kind than another. Host memory has one kind: CMA and shared memory are equals."""
+    if actual in (CMA, SHM) and expected in (CMA, SHM):
+        return False
+    return PATHS.index(actual) > PATHS.index(expected)
+
+
+def expected_path(own: DataEndpoint, peer: DataEndpoint) -> str:
+    """The fastest path that two workers should have, from where they run and what their libraries offer."""
+    if own.host.shares_host_with(peer.host):
+        return CUDA_IPC if own.device_memory and peer.device_memory else CMA
+    return RDMA if _has_rdma(own.lanes) and _has_rdma(peer.lanes) else TCP
+
+
+def actual_path(lanes: Sequence[str], *, device_memory: bool) -> str:
+    """The path that bulk data takes over a connection with these lanes."""
+    if device_memory and CUDA_IPC in lanes:
+        return CUDA_IPC
+    if CMA in lanes:
+        return CMA
+    if any(lane in _SHM_LANES for lane in lanes):
+        return SHM
+    return RDMA if _has_rdma(lanes) else TCP
+
+
+def path_between(own: DataEndpoint, peer: DataEndpoint, lanes: Sequence[str], access: MemoryAccess) -> TransportPath:
+    """The path of this worker's connection to a peer; `lanes` are those of the connection."""
+    expected = expected_path(own, peer)
+    actual = actual_path(lanes, device_memory=own.device_memory and peer.device_memory)
+    if not is_slower(actual, expected):
+        return TransportPath(expected=expected, actual=actual)
+    cause, remedy = _explain_local(own, peer, access) if expected in _LOCAL else _EXPLAINED_RDMA
+    return TransportPath(expected=expected, actual=actual, cause=cause, remedy=remedy)
+
+
+_EXPLAINED_RDMA = (
+    "both UCX libraries offer RDMA, but the connection does not use it",
+    "Set UCX_NET_DEVICES to devices of one fabric on both workers, or exclude TCP with UCX_TLS to see UCX's error.",
+)
+_JOIN = "Docker: {docker}; Kubernetes: workers of one pod{more}."
+
+
+def _explain_local(own: DataEndpoint, peer: DataEndpoint, access: MemoryAccess) -> tuple[str, str]:
+    """Cause and remedy of a slow path within a host."""
+    a, b = own.host, peer.host
+    if _differ(a.ipc_namespace, b.ipc_namespace):
+        joined = _JOIN.format(docker="--ipc container:NAME of one container on both, or --ipc host", more="")
+        return "the workers are in different IPC namespaces", f"Put both into one. {joined}"
+    if _differ(a.pid_namespace, b.pid_namespace):
+        docker = "--pid container:NAME of one container on both, or --pid host"
+        joined = _JOIN.format(docker=docker, more=" with shareProcessNamespace: true")
+        return "the workers are in different pid namespaces", f"Put both into one. {joined}"
+    if _differ(a.user_namespace, b.user_namespace):
+        return "the workers are in different user namespaces", "Run both in one user namespace."
+    if access.own:
+        return (
+            f"the kernel refuses process_vm_readv even for a process's own memory ({errno.errorcode[access.own]}), "
+            "as a container's seccomp profile does",
+            "Add the capability SYS_PTRACE to both workers' containers (Docker: --cap-add SYS_PTRACE), which opens the "
+            "call in Docker's profile, or allow process_vm_readv in the seccomp profile.",
+        )
+    if access.peer == errno.EPERM:
+        return _explain_refused(a, b, access.ptrace_scope)
+    missing = [name for name, end in (("this worker", own), ("the peer", peer)) if CMA not in end.lanes]
+    if missing:
+        return (
+            f"UCX offers no cma on {' and '.join(missing)}",
+            "Unset UCX_TLS, or let it allow cma, on both workers.",
+        )
+    return (
+        "the kernel would allow it; the reason is UCX's own",
+        "Start both workers with UCX_LOG_LEVEL=info and look at the connections' lanes.",
+    )
+
+
+def _explain_refused(own: HostIdentity, peer: HostIdentity, ptrace_scope: int) -> tuple[str, str]:
+    """Cause and remedy when the kernel does not let this process read the peer's memory."""
+    if (own.uid, own.gid) != (peer.uid, peer.gid):
+        return (
+            f"the workers run as different users ({own.uid}:{own.gid} and {peer.uid}:{peer.gid})",
+            "Run both as one user and group.",
+        )
+    if ptrace_scope > _MAX_PTRACE_SCOPE and not own.capabilities & _CAP_SYS_PTRACE:
+        return (
+            f"kernel.yama.ptrace_scope is {ptrace_scope}",
+            "Set it to 0 or 1, or with 2 give both workers the capability SYS_PTRACE.",
+        )
+    if peer.capabilities & ~own.capabilities:
+        return (
+            "the peer has capabilities that this worker lacks",
+            "Give both workers the same capabilities.",
+        )
+    return (
+        "the kernel does not let this worker read the peer's memory (EPERM)",
+        "Look for a security module (SELinux, AppArmor, Yama) that forbids ptrace between the workers.",
+    )
+
+
+def _differ(namespace: int, other: int) -> bool:
+    return bool(namespace and other) and namespace != other
+
+
+def _has_rdma(lanes: Collection[str]) -> bool:
+    return any(lane.split("_")[0] in _RDMA_PREFIXES for lane in lanes)

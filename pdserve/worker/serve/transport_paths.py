@@ -1,0 +1,135 @@
+"""Watches which path blocks take to each peer: compares it with the expected one and reports the difference."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtransfer.handover.ticket import Ticket
+from kvtransfer.transport import LaneReporter, Peer, Transport
+from kvtransfer.transport.memory_access import memory_access
+from kvtransfer.transport.path import DataEndpoint, TransportPath, path_between
+from pdserve.base.host_identity import own_host_identity
+from pdserve.base.ids import WorkerId
+from pdserve.base.logs import get_logger
+from pdserve.base.workers import TransportReport
+from pdserve.worker.serve.metrics import WorkerMetrics
+
+log = get_logger(__name__)
+
+#: Peers whose paths are remembered and have a series each. Beyond that the longest unused one is forgotten.
+MAX_PEERS = 64
+#: Interval of looking for connections that have ended.
+_SWEEP_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    peer: Peer
+    path: TransportPath
+
+
+class TransportPaths:
+    """The paths of this worker's open connections. Belongs to the event loop.
+
+    The sender of blocks knows the path, since its end of the connection chooses it; receivers know none.
+    """
+
+    def __init__(self, transport: Transport, metrics: WorkerMetrics, *, device_memory: bool) -> None:
+        self._transport = transport
+        self._metrics = metrics
+        self._device_memory = device_memory
+        self._own: DataEndpoint | None = None
+        self._seen: dict[WorkerId, _Seen] = {}
+        #: Called with the reason why a path is slower than expected, or None when none is.
+        self.on_change: Callable[[str | None], None] = lambda reason: None
+
+    def own_endpoint(self) -> DataEndpoint | None:
+        """This worker's end, for its tickets; None with a transport that reports no lanes."""
+        if self._own is None and isinstance(self._transport, LaneReporter):
+            self._own = DataEndpoint(
+                host=own_host_identity(),
+                lanes=self._transport.offered_lanes(),
+                device_memory=self._device_memory,
+            )
+        return self._own
+
+    def observe(self, ticket: Ticket, peer: Peer) -> None:
+        """Looks at the connection that a transfer takes. Cheap for a known one."""
+        before = self._seen.pop(ticket.worker_id, None)
+        if before is not None and before.peer is peer:
+            self._seen[ticket.worker_id] = before  # It is now the latest used one.
+            return
+        path = self._path_to(ticket, peer)
+        if path is None:
+            return
+        self._seen[ticket.worker_id] = _Seen(peer, path)
+        while len(self._seen) > MAX_PEERS:
+            del self._seen[next(iter(self._seen))]
+        if before is None or before.path != path:
+            _log(ticket.worker_id, path)
+        self._publish()
+
+    async def run(self) -> None:
+        """Forgets connections that have ended, until cancelled."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Forgets connections that have ended."""
+        ended = [worker_id for worker_id, seen in self._seen.items() if seen.peer.closed]
+        for worker_id in ended:
+            del self._seen[worker_id]
+        if ended:
+            self._publish()
+
+    def path_of(self, worker_id: WorkerId) -> TransportPath | None:
+        """The path to a peer; None when it is not connected, or unknown."""
+        seen = self._seen.get(worker_id)
+        return None if seen is None else seen.path
+
+    def report(self) -> TransportReport:
+        """The paths as routers see them."""
+        counts = Counter(seen.path.actual for seen in self._seen.values())
+        return TransportReport(paths=dict(sorted(counts.items())), degraded=self._reason())
+
+    def _path_to(self, ticket: Ticket, peer: Peer) -> TransportPath | None:
+        own, other = self.own_endpoint(), ticket.data_endpoint
+        if own is None or other is None or not isinstance(self._transport, LaneReporter):
+            return None
+        lanes = self._transport.lanes(peer)
+        return path_between(own, other, lanes, memory_access(own.host, other.host)) if lanes else None
+
+    def _reason(self) -> str | None:
+        slow = [(worker_id, seen.path) for worker_id, seen in self._seen.items() if seen.path.is_degraded]
+        if not slow:
+            return None
+        worker_id, path = slow[0]
+        others = f" ({len(slow) - 1} more peers)" if len(slow) > 1 else ""
+        return f"to {worker_id}{others}: {path.actual} instead of {path.expected}: {path.cause}. {path.remedy}"
+
+    def _publish(self) -> None:
+        self._metrics.set_transport_paths(
+            {
+                str(worker_id): (seen.path.expected, seen.path.actual, seen.path.is_degraded)
+                for worker_id, seen in self._seen.items()
+            }
+        )
+        self.on_change(self._reason())
+
+
+def _log(worker_id: WorkerId, path: TransportPath) -> None:
+    if path.is_degraded:
+        log.warning(
+            "transport_degraded",
+            peer=worker_id,
+            expected=path.expected,
+            actual=path.actual,
+            cause=path.cause,
+            remedy=path.remedy,
+        )
+    else:
+        log.info("transport_path", peer=worker_id, expected=path.expected, actual=path.actual)
