@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from tests.support import interpreted_products
+from tests.support import interpreted_language, interpreted_products
 
 #: PDSERVE_TEST_GPU=simulated: `tests.support.simulated_gpu` takes a GPU's place, unless torch could have a real one.
 #: In simulated:0.9:7, 0.9 is the probability, from 0 to 1, that work is done before it is waited for; 7 is the seed.
@@ -30,6 +30,7 @@ if not HAS_GPU:
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON and (SIMULATED or not HAS_GPU):
     interpreted_products.install()
+    interpreted_language.install()
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 #: Marks tests of what only real hardware shows: bits, speed, graphs, memory.
 gpu_only = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no GPU")]

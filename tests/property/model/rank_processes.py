@@ -24,7 +24,7 @@ from pdserve.model.decoder import Decoder
 from tests.golden.paged import generate_greedily
 from tests.property.model.plans import Placement, Plan, compute, random_text
 from tests.property.model.tiny_models import Fields, make_rank_decoder
-from tests.support import interpreted_products
+from tests.support import interpreted_language, interpreted_products
 from tests.support.backends import REFERENCE
 
 TRITON = KernelOptions(backend=Backend.TRITON)
@@ -144,6 +144,7 @@ def main(directory: str, sizes: list[int]) -> None:
     """Returns when all ranks have ended. If one fails, ends the others and raises its error."""
     if any(map(runs_triton, sizes)):
         interpreted_products.install()
+        interpreted_language.install()
         importlib.import_module("kernels.triton.decoder")
     for size in sizes:
         arguments = (size, f"{directory}/{size}-rendezvous", directory)
