@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 
 import pytest
 
@@ -13,12 +10,12 @@ from kvtransfer.transport import Transport, open_transport
 from kvtransfer.transport.torch_distributed.nccl import NcclLinks
 from kvtransfer.transport.torch_distributed.transport import TorchDistributedTransport
 from tests.integration.kvtransfer.memory import Memory
+from tests.integration.kvtransfer.processes import RemotePeer
 from tests.support.pretend_gpu import PretendGpu
 
 OpenTransport = Callable[[], Transport]
-StartPeer = Callable[[], Awaitable["RemotePeer"]]
-StartWorker = Callable[[str], Awaitable["RemotePeer"]]
-_ROOT = Path(__file__).parents[3]
+StartPeer = Callable[[], Awaitable[RemotePeer]]
+StartWorker = Callable[[str], Awaitable[RemotePeer]]
 #: The `nccl` transport between GPUs, with a stand-in for the GPUs.
 BETWEEN_GPUS = "nccl between GPUs"
 #: The same with real GPUs: this process uses the first, other processes the second.
@@ -36,36 +33,6 @@ def open_any(name: str) -> Transport:
 def memory(transport_name: str) -> Memory:
     """The memory of this process."""
     return Memory("cuda:0" if transport_name == ON_TWO_GPUS else None)
-
-
-class RemotePeer:
-    """The process of `peer.py` or `worker.py`."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-        self.address = b""
-
-    async def command(self, command: str) -> str:
-        """Sends a command and returns its answer."""
-        self.say(command)
-        return await self.answer()
-
-    def say(self, command: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(command.encode() + b"\n")
-
-    async def answer(self) -> str:
-        assert self.process.stdout is not None
-        while line := await self.process.stdout.readline():
-            if line.startswith(b"answer "):
-                return line.decode().split(maxsplit=1)[1].strip()
-        raise EOFError("the peer process ended")
-
-    async def kill(self) -> None:
-        """Sends SIGKILL: the process cannot clean up."""
-        if self.process.returncode is None:
-            self.process.kill()
-        await self.process.wait()
 
 
 @pytest.fixture
@@ -88,22 +55,15 @@ async def start_process(transport_name: str) -> AsyncIterator[Callable[..., Awai
     started: list[RemotePeer] = []
 
     async def start(module: str, *arguments: str) -> RemotePeer:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            f"tests.integration.kvtransfer.{module}",
-            *(["nccl", "cuda:1"] if transport_name == ON_TWO_GPUS else [transport_name]),
-            *arguments,
-            cwd=_ROOT,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        started.append(RemotePeer(process))
+        transport = ["nccl", "cuda:1"] if transport_name == ON_TWO_GPUS else [transport_name]
+        started.append(RemotePeer(module, [*transport, *arguments]))
+        await started[-1].connect()
         return started[-1]
 
     yield start
     for peer in started:
         await peer.kill()
+        peer.close()
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from pdserve.base.errors import StaleError, TransferError
 from pdserve.base.ids import WorkerId, new_epoch
 from pdserve.base.tasks import service_group
 from pdserve.v1 import decode_pb2
-from tests.integration.kvtransfer.conftest import OpenTransport, RemotePeer, StartWorker
+from tests.integration.kvtransfer.conftest import OpenTransport, StartWorker
 from tests.integration.kvtransfer.handover.worker import LAYOUT, NUM_BLOCKS, REQUEST, Memory, in_place, reservation
+from tests.integration.kvtransfer.processes import RemotePeer
 from tests.support.handover import push_all
 
 pytestmark = [

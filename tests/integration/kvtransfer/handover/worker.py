@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
-
 import numpy as np
 
 from kvtransfer.handover.memory import InPlaceMemory
@@ -19,6 +16,7 @@ from pdserve.base.layout import KvLayout
 from pdserve.base.tasks import service_group
 from pdserve.v1 import decode_pb2
 from tests.integration.kvtransfer.memory import payload_of
+from tests.integration.kvtransfer.processes import CommandLine
 from tests.support.handover import push_all
 
 LAYOUT = KvLayout(model="m", dtype="bfloat16", block_size=16, num_layers=30, num_kv_heads=3, head_dim=64)
@@ -58,34 +56,34 @@ def reservation(*, lease_s: float) -> Reservation:
     )
 
 
-async def prefill(transport_name: str, commands: asyncio.StreamReader) -> None:
+async def prefill(transport_name: str, commands: CommandLine) -> None:
     """`push TICKET COUNT` sends `COUNT` blocks; `finish` sends the rest and prints the commit, to be delivered."""
     transport = open_transport(transport_name)
     sender = Sender(transport=transport, memory=in_place(Memory(filled=True)), layout=LAYOUT)
-    _answer("ready")
-    _, ticket_hex, count = await _command(commands)
+    commands.answer("ready")
+    _, ticket_hex, count = await commands.next()
     ticket = ticket_from_proto(decode_pb2.Ticket.FromString(bytes.fromhex(ticket_hex)))
 
     async def commit(message: Commit) -> str:
-        _answer(commit_to_proto(message).SerializeToString().hex())
-        return (await _command(commands))[0]
+        commands.answer(commit_to_proto(message).SerializeToString().hex())
+        return (await commands.next())[0]
 
     async with sender.open(ticket, request_id=REQUEST) as transfer:
         await push_all(transfer, *range(int(count)))
-        _answer("pushed")
-        await _command(commands)
+        commands.answer("pushed")
+        await commands.next()
         await push_all(transfer, *range(int(count), NUM_BLOCKS))
         await transfer.finish([7], commit)
-        _answer(f"finished {transfer.stats.sent_blocks}")
+        commands.answer(f"finished {transfer.stats.sent_blocks}")
     await transport.close()
 
 
-async def decode(transport_name: str, commands: asyncio.StreamReader) -> None:
+async def decode(transport_name: str, commands: CommandLine) -> None:
     """`grant LEASE GROUPS` prints a ticket; `commit COMMIT` prints whether the blocks are right."""
     transport, memory = open_transport(transport_name), Memory(filled=False)
     async with service_group() as tasks:
-        _answer("ready")
-        _, lease_s, layer_groups = await _command(commands)
+        commands.answer("ready")
+        _, lease_s, layer_groups = await commands.next()
         identity = ReceiverIdentity(
             worker_id=WorkerId("d"),
             epoch=new_epoch(),
@@ -95,33 +93,20 @@ async def decode(transport_name: str, commands: asyncio.StreamReader) -> None:
         )
         receiver = Receiver(transport=transport, memory=in_place(memory), identity=identity, tasks=tasks)
         ticket = await receiver.grant(reservation(lease_s=float(lease_s)), attempt=1)
-        _answer(ticket_to_proto(ticket).SerializeToString().hex())
-        while command := await _command(commands):
+        commands.answer(ticket_to_proto(ticket).SerializeToString().hex())
+        while command := await commands.next():
             match command:
                 case ["commit", commit_hex]:
                     commit = commit_from_proto(decode_pb2.CommitRequest.FromString(bytes.fromhex(commit_hex)))
                     try:
                         await receiver.commit(commit)
-                        _answer("right" if memory.holds_the_prompt() else "wrong")
+                        commands.answer("right" if memory.holds_the_prompt() else "wrong")
                     except PdserveError as error:
-                        _answer(f"refused {error}")
+                        commands.answer(f"refused {error}")
         await receiver.close()
     await transport.close()
 
 
-async def main() -> None:
-    commands = asyncio.StreamReader(limit=1 << 20)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
-    await {"prefill": prefill, "decode": decode}[sys.argv[2]](sys.argv[1], commands)
-
-
-async def _command(commands: asyncio.StreamReader) -> list[str]:
-    return (await commands.readline()).decode().split()
-
-
-def _answer(text: str) -> None:
-    print("answer", text, flush=True)
-
-
-if __name__ == "__main__":
-    asyncio.run(main())
+async def main(commands: CommandLine, transport_name: str, role: str) -> None:
+    """Plays the role "prefill" or "decode"."""
+    await {"prefill": prefill, "decode": decode}[role](transport_name, commands)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 
 from kvtransfer.transport import Operation, Transport
 from pdserve.base.errors import PeerLost
-from tests.integration.kvtransfer.conftest import ON_TWO_GPUS, OpenTransport, RemotePeer, StartPeer
+from tests.integration.kvtransfer.conftest import ON_TWO_GPUS, OpenTransport, StartPeer
 from tests.integration.kvtransfer.memory import Memory, payload_of
+from tests.integration.kvtransfer.processes import RemotePeer
 from tests.support.devices import two_gpus
 
 pytestmark = pytest.mark.parametrize("transport_name", ["ucx", "nccl", pytest.param(ON_TWO_GPUS, marks=two_gpus)])
@@ -120,7 +122,7 @@ async def test_disconnecting_a_stopped_receiver_frees_its_buffers_and_blocks_no_
     to_stopped = await transport.connect(stopped.address)
     await stopped.command("receive 0 10")
     await transport.post_send(to_stopped, 0, memory.payload(0, 10))
-    stopped.process.send_signal(signal.SIGSTOP)
+    os.kill(stopped.pid, signal.SIGSTOP)
     sends = [transport.post_send(to_stopped, tag, memory.payload(tag, 8 * MIB)) for tag in range(8)]
     assert not await within(0.2, sends[-1])
     transport.disconnect(to_stopped)
