@@ -1,0 +1,193 @@
+"""The compose files: valid for Compose's schema, and by our own rules where a schema cannot see a mistake."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from decode_svc.config import DecodeConfig
+from pdserve.base.config import load as load_settings
+from pdserve.cli.fetch import FetchConfig
+from prefill_svc.config import PrefillConfig
+from router_svc.config import RouterConfig
+from tests.deploy.compose_files import BASE, COMPOSE, GPU, MONITORING, load, seconds
+from tests.deploy.dockerfile import environment
+
+FILES = (BASE, GPU, MONITORING)
+STACKS = ((BASE,), (BASE, GPU), (BASE, MONITORING), (BASE, GPU, MONITORING))
+WORKERS = ("prefill", "decode")
+#: What a worker needs after its drain to close its sockets.
+CLOSE_S = 20
+
+
+@pytest.fixture(params=STACKS, ids="+".join)
+def services(request: pytest.FixtureRequest) -> dict[str, Any]:
+    found: dict[str, Any] = load(*request.param)["services"]
+    return found
+
+
+def test_every_file_follows_the_compose_specification() -> None:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    checked = subprocess.run(
+        [*command, *(str(COMPOSE / name) for name in FILES)], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_keys_that_docker_compose_1_29_does_not_know_are_not_used() -> None:
+    """Extension fields apart, its schema has only these at the top; `name`, `gpus` and `!override` came later."""
+    for name in FILES:
+        assert {key for key in load(name) if not key.startswith("x-")} <= {"services", "volumes"}
+        text = (COMPOSE / name).read_text(encoding="utf-8")
+        assert "!override" not in text
+        assert not any("gpus" in service for service in load(name)["services"].values())
+        # It has no defaults within defaults.
+        assert not re.search(r"\$\{[^}]*\$\{", text)
+
+
+def test_tiers_can_be_scaled(services: dict[str, Any]) -> None:
+    for service in services.values():
+        assert "container_name" not in service
+        assert "hostname" not in service
+    for name in (*WORKERS, "pause", "redis", "model"):
+        assert "ports" not in services[name], name
+
+
+def test_ports_are_published_on_loopback_by_default(services: dict[str, Any]) -> None:
+    published = [port for service in services.values() for port in service.get("ports", [])]
+    assert published
+    assert all(port.startswith("127.0.0.1:") for port in published)
+
+
+def test_workers_share_pid_and_ipc_namespace_of_a_service_that_does_nothing_else(services: dict[str, Any]) -> None:
+    for name in WORKERS:
+        worker = services[name]
+        assert (worker["pid"], worker["ipc"]) == ("service:pause", "service:pause")
+        assert worker["cap_add"] == ["SYS_PTRACE"]
+        # CMA needs equal credentials.
+        assert worker["user"] == services["decode"]["user"]
+        assert worker["cap_drop"] == ["ALL"]
+    pause = services["pause"]
+    assert pause["init"] is True
+    assert pause["ipc"] == "shareable"
+    assert "pid" not in pause
+
+
+def test_nothing_waits_for_a_service_that_loads_a_model(services: dict[str, Any]) -> None:
+    for name in ("router", *WORKERS):
+        assert set(services[name]["depends_on"]) == {"redis", "model"}
+    assert services["model"]["restart"] == "no"
+
+
+def test_containers_have_no_rights_beyond_their_work(services: dict[str, Any]) -> None:
+    for name, service in services.items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service.get("cap_add", []) == (["SYS_PTRACE"] if name in WORKERS else []), name
+        assert not service.get("privileged"), name
+        assert service.get("network_mode") != "host", name
+
+
+def test_models_are_written_by_their_service_alone(services: dict[str, Any]) -> None:
+    assert services["model"]["volumes"] == ["models:/models"]
+    for name in ("router", *WORKERS):
+        assert services[name]["volumes"] == ["models:/models:ro"]
+
+
+def test_the_grace_period_covers_drain_and_close_and_the_routers_the_workers(services: dict[str, Any]) -> None:
+    grace = {name: seconds(services[name]["stop_grace_period"]) for name in ("router", *WORKERS)}
+    for name in grace:
+        [drain] = [float(flag.partition("=")[2]) for flag in services[name]["command"] if "--drain-timeout-s" in flag]
+        assert grace[name] >= drain + CLOSE_S
+    assert grace["router"] >= max(grace[name] for name in WORKERS)
+
+
+def test_every_worker_sees_all_gpus() -> None:
+    services = load(BASE, GPU)["services"]
+    for name in WORKERS:
+        [devices] = services[name]["deploy"]["resources"]["reservations"]["devices"]
+        # Both at once are refused only by the engine, and one without capabilities likewise.
+        assert ("count" in devices) != ("device_ids" in devices)
+        assert (devices["driver"], devices["capabilities"], devices["count"]) == ("nvidia", ["gpu"], "all")
+        assert services[name]["ulimits"]["memlock"] == {"soft": -1, "hard": -1}
+    assert services["pause"]["shm_size"] == "8gb"
+
+
+def test_images_of_others_are_pinned_and_can_be_replaced() -> None:
+    for name in FILES:
+        text = (COMPOSE / name).read_text(encoding="utf-8")
+        for image in re.findall(r"^ +image: (.+)$", text, re.MULTILINE):
+            match = re.fullmatch(r"\$\{\w+_IMAGE:-([^:}]+):([^}]+)\}", image)
+            assert match, image
+            assert match[1] == "pdserve" or re.search(r"\d+\.\d+", match[2]), image
+
+
+def _settings(service: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    configs = {"prefill_svc": PrefillConfig, "decode_svc": DecodeConfig}
+    command = [str(word) for word in service["command"]]
+    name = "router_svc" if command[0].startswith("-") else command.pop(0)
+    monkeypatch.setattr("pdserve.base.addresses.own_address", lambda: "172.18.0.5")
+    for key, value in {**environment(), **(service.get("environment") or {})}.items():
+        if key.startswith("PDSERVE_"):
+            monkeypatch.setenv(key, str(value))
+    return load_settings(configs.get(name, RouterConfig), name, command)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("stack", [(BASE,), (BASE, GPU)], ids="+".join)
+def test_flags_and_variables_are_settings_of_their_service(
+    stack: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services = load(*stack)["services"]
+    prefill = _settings(services["prefill"], monkeypatch)
+    decode = _settings(services["decode"], monkeypatch)
+    router = _settings(services["router"], monkeypatch)
+    assert isinstance(prefill, PrefillConfig)
+    assert isinstance(decode, DecodeConfig)
+    assert isinstance(router, RouterConfig)
+    assert router.host == "0.0.0.0"
+    assert decode.host == prefill.host == "172.18.0.5"
+    assert router.model == prefill.model == decode.model == "/models/smollm2-135m-instruct"
+    assert prefill.claim_dir == decode.claim_dir == "/dev/shm/pdserve"
+    assert prefill.device == decode.device == ("cuda" if GPU in stack else "cpu")
+    assert (router.port, router.effective_grpc_port) == (8000, 8001)
+    fetch = load_settings(FetchConfig, "fetch", services["model"]["command"])
+    assert (fetch.model, fetch.to) == ("smollm2-135m-instruct", router.model)
+
+
+def _yaml(name: str) -> Any:
+    return yaml.safe_load((COMPOSE / "monitoring" / name).read_text(encoding="utf-8"))
+
+
+def test_prometheus_scrapes_every_container_of_every_service_of_ours() -> None:
+    jobs = _yaml("prometheus.yaml")["scrape_configs"]
+    targets = {(job["dns_sd_configs"][0]["names"][0], job["dns_sd_configs"][0]["port"]) for job in jobs}
+    assert targets == {("router", 8000), ("prefill", 9100), ("decode", 9100)}
+
+
+def test_addresses_in_the_monitoring_files_are_services_of_the_stack() -> None:
+    services = load(BASE, MONITORING)["services"]
+    names = {"otel-collector.yaml": ["jaeger"], "grafana/datasources.yaml": ["prometheus", "jaeger"]}
+    for file, hosts in names.items():
+        text = (COMPOSE / "monitoring" / file).read_text(encoding="utf-8")
+        found = re.findall(r"(?:http://|endpoint: )([a-z-]+):\d+", text)
+        assert found == hosts
+        assert set(found) <= set(services)
+
+
+def test_mounted_files_exist() -> None:
+    for name, service in load(BASE, MONITORING)["services"].items():
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            if source.startswith("."):
+                assert (COMPOSE / source).exists(), f"{name}: {source}"
+
+
+def test_the_project_has_a_name_of_its_own() -> None:
+    assert "COMPOSE_PROJECT_NAME=pdserve" in Path(COMPOSE / ".env").read_text(encoding="utf-8").splitlines()
