@@ -24,6 +24,8 @@ def decode_load(
         queued_by_router=_queued_by_router(requests),
         free_blocks=blocks.pool.num_free,
         total_blocks=blocks.pool.num_blocks,
+        reserved_blocks=reservations.num_reserved_blocks,
+        waiting_blocks=reservations.num_waiting_blocks + running.num_waiting_blocks,
         num_preemptions=running.num_preemptions,
         prefix_query_tokens=blocks.num_query_tokens,
         prefix_hit_tokens=blocks.num_hit_tokens,

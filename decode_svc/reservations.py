@@ -21,8 +21,12 @@ class Reservations:
         self._limits = limits
         #: In order of arrival.
         self._waiting: dict[RequestId, ScheduledRequest] = {}
+        #: Free blocks that each waiting request needs, as of its arrival.
+        self._needed: dict[RequestId, int] = {}
         #: RESERVED requests, each with the number of blocks that it waits for.
         self._missing: dict[RequestId, int] = {}
+        #: Blocks of RESERVED requests that no other request holds.
+        self._reserved: dict[RequestId, int] = {}
         self._num_missing = 0
 
     @property
@@ -36,6 +40,16 @@ class Reservations:
         return len(self._missing)
 
     @property
+    def num_reserved_blocks(self) -> int:
+        """Blocks held for transfers: those to be received, and one per request for its first new token."""
+        return sum(self._reserved.values())
+
+    @property
+    def num_waiting_blocks(self) -> int:
+        """Free blocks that the waiting requests need."""
+        return sum(self._needed.values())
+
+    @property
     def is_receiving(self) -> bool:
         """Whether blocks wait for a transfer: sequences may start to decode in any step."""
         return self._num_missing > 0
@@ -47,7 +61,10 @@ class Reservations:
 
     def add(self, request: ScheduledRequest) -> None:
         """Queue a request for its blocks."""
+        pool, sequence = self._blocks.pool, request.prompt_sequence
+        num_cached = pool.count_prefix(sequence.hash_full_blocks(pool.block_size))
         self._waiting[request.request_id] = request
+        self._needed[request.request_id] = pool.blocks_for(sequence.num_prompt + 1) - num_cached
 
     def admit_next(self, *, headroom: int) -> ScheduledRequest | None:
         """Give the first request in the queue its blocks and move it on; None when it cannot have them now.
@@ -65,26 +82,31 @@ class Reservations:
             return None
         if not self._blocks.admit(sequence, sequence.num_prompt + 1, headroom=headroom, recompute_last=locally):
             return None
-        del self._waiting[request.request_id]
+        self.remove(request)
         request.num_cached = sequence.num_computed
         if locally:
             request.advance(DecodeMove.COMPUTE)
         else:
             request.advance(DecodeMove.GRANT)
             self._missing[request.request_id] = num_missing
+            self._reserved[request.request_id] = len(sequence.block_table) - sequence.num_computed // pool.block_size
             self._num_missing += num_missing
         return request
 
     def remove(self, request: ScheduledRequest) -> None:
         """Take a request out, with whatever blocks it holds. No effect on one that is not here."""
         self._waiting.pop(request.request_id, None)
+        self._needed.pop(request.request_id, None)
+        self._reserved.pop(request.request_id, None)
         self._num_missing -= self._missing.pop(request.request_id, 0)
 
     def check_integrity(self, requests: Collection[ScheduledRequest]) -> None:
         """Assert that this holds exactly the WAITING and RESERVED ones of `requests`, in order, and counts right."""
         phases = {phase: [r.request_id for r in requests if r.phase is phase] for phase in DecodePhase}
         assert list(self._waiting) == phases[DecodePhase.WAITING], "the queue is out of order"
+        assert list(self._needed) == phases[DecodePhase.WAITING], "needed blocks are counted for another queue"
         assert set(self._missing) == set(phases[DecodePhase.RESERVED]), "a reservation belongs to no request"
+        assert set(self._reserved) == set(self._missing), "reserved blocks belong to no request"
         assert self._num_missing == sum(self._missing.values()), "missing blocks are miscounted"
 
     def _is_computed_here(self, request: ScheduledRequest, num_uncached_tokens: int, num_missing: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -11,7 +12,7 @@ from decode_svc.config import DecodeConfig
 from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.scheduler_config import DecodeSchedulerConfig
-from decode_svc.session import ChoicesEnded, DecodeSession, SessionEvent
+from decode_svc.session import ChoicesEnded, DecodeSession, SessionEvent, Started
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import ReceiverIdentity
 from kvtransfer.handover.ticket import commit_from_proto
@@ -23,7 +24,7 @@ from pdserve.base.ids import RequestId, RouterId
 from pdserve.base.logs import get_logger, request_id_var
 from pdserve.base.streams import MessageStream, PeerLeft, serve_streams
 from pdserve.base.wire import error_to_wire, sampling_from_wire
-from pdserve.engine.step import Grant, LayersWritten, RequestStarted, RequestTokens, StepOutput
+from pdserve.engine.step import LayersWritten, StepOutput
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.v1 import decode_pb2_grpc as pb_grpc
 from pdserve.worker.serve.inboxes import Failed, Inboxes
@@ -93,9 +94,14 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
     def on_step(self, output: StepOutput) -> None:
         """Passes a step's events to their requests, in order."""
         events = output.events
-        in_order: tuple[Grant | RequestStarted | RequestTokens, ...] = (*events.grants, *events.started, *events.tokens)
-        for event in in_order:
-            self._inboxes.put(event.request_id, event)
+        for grant in events.grants:
+            self._inboxes.put(grant.request_id, grant)
+        if events.started:
+            started_at = asyncio.get_running_loop().time() - output.durations.total_s
+            for started in events.started:
+                self._inboxes.put(started.request_id, Started(started, started_at))
+        for tokens in events.tokens:
+            self._inboxes.put(tokens.request_id, tokens)
         for failure in events.failures:
             self._inboxes.put(failure.request_id, Failed(error=failure.error))
         for request_id in events.finished:

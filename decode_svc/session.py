@@ -38,8 +38,17 @@ class RouterLeft:
     """The router has closed the stream."""
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first step that computes something of the request has ended."""
+
+    request: RequestStarted
+    #: Start of that step on the event loop's clock, in seconds.
+    started_at: float
+
+
 #: Everything that a session's inbox takes, apart from failures.
-SessionEvent = Grant | Received | RequestStarted | RequestTokens | ChoicesEnded | RouterLeft | pb.DecodeRequest
+SessionEvent = Grant | Received | Started | RequestTokens | ChoicesEnded | RouterLeft | pb.DecodeRequest
 
 
 # A session's life: _Queued -> _Receiving -> _Runnable, or straight to _Runnable when the prompt is computed here.
@@ -138,7 +147,7 @@ class DecodeSession:
                 await self._on_grant(grant)
             case Received() as received:
                 await self._activate(received)
-            case RequestStarted() as started:
+            case Started() as started:
                 await self._report_started(started)
             case RequestTokens() as new:
                 # More steps may have ended while the last message was written: one message reports them all.
@@ -198,12 +207,13 @@ class DecodeSession:
         self._not_active = None
         self._activation_decided.set()
 
-    async def _report_started(self, started: RequestStarted) -> None:
+    async def _report_started(self, started: Started) -> None:
         assert not isinstance(self._life, _Receiving), "a request that waits for its KV is not computed"
         message = pb.DecodeStarted(
-            prefilled_locally=started.prefilled_locally,
-            cached_tokens=started.num_cached,
+            prefilled_locally=started.request.prefilled_locally,
+            cached_tokens=started.request.num_cached,
             queue_s=_now() - self._life.since,
+            computing_s=_now() - started.started_at,
         )
         await self._stream.write(pb.DecodeResponse(started=message))
 

@@ -131,6 +131,8 @@ class PrefillScheduler:
             queued_by_router=by_router,
             free_blocks=self._pool.num_free,
             total_blocks=self._pool.num_blocks,
+            reserved_blocks=0,
+            waiting_blocks=sum(self._pool.blocks_for(prompt.num_missing) for prompt in waiting),
             num_preemptions=0,
             prefix_query_tokens=self._blocks.num_query_tokens,
             prefix_hit_tokens=self._blocks.num_hit_tokens,

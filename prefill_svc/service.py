@@ -65,9 +65,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
     def on_step(self, output: StepOutput) -> None:
         """Passes a step's events to their prompts; tokens before progress, since a client waits for them."""
         events = output.events
-        durations = output.durations
-        step_s = durations.schedule_s + durations.build_s + durations.forward_s + durations.sample_s
-        started_at = _now() - step_s
+        started_at = _now() - output.durations.total_s
         started = (
             PromptStarted(
                 request_id=each.request_id,

@@ -14,7 +14,7 @@ from pdserve.base import notify
 from pdserve.base.admin import Health, bound_socket, health_routes, serve_http
 from pdserve.base.clock_skew import ClockSkew
 from pdserve.base.logs import get_logger
-from pdserve.base.metrics import CounterSource
+from pdserve.base.metrics import CounterSource, GaugeSource
 from pdserve.base.registry import WorkerDirectory
 from pdserve.base.rpc import GrpcHealth, serve_grpc
 from pdserve.base.store import Store
@@ -32,6 +32,7 @@ from router_svc.records.request_store import RequestStore
 from router_svc.records.traces import Traces
 from router_svc.request.gate import Gate
 from router_svc.request.requests import Recorders, Requests
+from router_svc.routing.backlog import prefill_backlog_s
 from router_svc.routing.cluster import TIERS, Cluster, RoutingPolicy
 from router_svc.routing.incarnation import incarnation_of
 
@@ -112,6 +113,16 @@ class Router:
         )
         self.metrics.num_requests_running.set_function(lambda: self._gate.num_admitted)
         self.metrics.num_requests_waiting.set_function(lambda: self._gate.num_waiting)
+        self.metrics.queued_uncached_tokens.set_function(lambda: self._gate.uncached_tokens)
+        self.metrics.read_gauges(
+            GaugeSource(
+                name="prefill_backlog_seconds",
+                text="Time that one worker of the prefill tier would need for the prompts in the admission queue",
+                value=lambda: prefill_backlog_s(
+                    self._gate.uncached_tokens, self.cluster.ready("prefill") or self.cluster.ready("decode")
+                ),
+            )
+        )
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[Addresses]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import choose_encoder
 
 from pdserve.base.errors import SetupError
 
@@ -64,8 +64,10 @@ def health_routes(health: Health, registry: CollectorRegistry) -> list[web.Route
     async def readyz(_: web.Request) -> web.Response:
         return web.json_response(health.describe(), status=200 if health.is_ready else 503)
 
-    async def metrics(_: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    async def metrics(request: web.Request) -> web.Response:
+        # OpenMetrics, which has exemplars, for those that ask for it, as Prometheus does; else the text format.
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        return web.Response(body=encode(registry), headers={"Content-Type": content_type})
 
     return [
         web.get("/livez", livez),

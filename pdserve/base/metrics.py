@@ -13,7 +13,7 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
 )
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -51,6 +51,33 @@ class CounterReader(Collector):
         for source in self._sources:
             family = CounterMetricFamily(f"pdserve_{source.name}", source.text, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), source.value())
+            yield family
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GaugeSource:
+    """A number kept by another object; None while it is not known, which exports no sample instead of a false one."""
+
+    name: str
+    text: str
+    value: Callable[[], float | None]
+
+
+class GaugeReader(Collector):
+    """Reads gauges from their owners at each scrape."""
+
+    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str], *sources: GaugeSource) -> None:
+        self._labels = dict(labels)
+        self._sources = sources
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """The present values."""
+        for source in self._sources:
+            family = GaugeMetricFamily(f"pdserve_{source.name}", source.text, labels=list(self._labels))
+            value = source.value()
+            if value is not None:
+                family.add_metric(list(self._labels.values()), value)
             yield family
 
 

@@ -78,6 +78,11 @@ class RunningSet:
         return len(self._preempted)
 
     @property
+    def num_waiting_blocks(self) -> int:
+        """Blocks that the preempted sequences had; some may still be found in the prefix cache."""
+        return sum(self._blocks.pool.blocks_for(sequence.num_tokens) for sequence in self._preempted)
+
+    @property
     def num_pending_tokens(self) -> int:
         """Tokens to compute before all sequences decode."""
         pending = (len(s.tokens) - s.num_computed for s in self)

@@ -213,6 +213,10 @@ class Load:
     queued_by_router: Mapping[RouterId, int]
     free_blocks: int
     total_blocks: int
+    #: Blocks held for transfers that have not been received.
+    reserved_blocks: int
+    #: Free blocks that waiting requests and preempted sequences need before they can run.
+    waiting_blocks: int
     num_preemptions: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
@@ -226,6 +230,11 @@ class StepDurations:
     build_s: float
     forward_s: float
     sample_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the whole step."""
+        return self.schedule_s + self.build_s + self.forward_s + self.sample_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

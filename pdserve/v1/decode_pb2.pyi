@@ -259,22 +259,26 @@ class DecodeStarted(_message.Message):
     PREFILLED_LOCALLY_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
+    COMPUTING_S_FIELD_NUMBER: _builtins.int
     prefilled_locally: _builtins.bool
     cached_tokens: _builtins.int
     queue_s: _builtins.float
     """From the arrival of the KV, or of the command to prefill locally, to the end
     of the first step that computed something of the request.
     """
+    computing_s: _builtins.float
+    """From the start of that step."""
     def __init__(
         self,
         *,
         prefilled_locally: _builtins.bool = ...,
         cached_tokens: _builtins.int = ...,
         queue_s: _builtins.float = ...,
+        computing_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "prefilled_locally", b"prefilled_locally", "queue_s", b"queue_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computing_s", b"computing_s", "prefilled_locally", b"prefilled_locally", "queue_s", b"queue_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

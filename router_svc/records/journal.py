@@ -12,6 +12,7 @@ from router_svc.records.metrics import RouterMetrics
 from router_svc.records.record import Record, TracePhase
 from router_svc.records.request_state import RequestState
 from router_svc.records.request_store import RequestStore
+from router_svc.records.timeline import Phase
 from router_svc.routing.local_prefill import LocalPrefillReason, PrefillPlan
 from router_svc.routing.placement import Placement
 
@@ -39,6 +40,7 @@ class Journal:
     def admitted(self) -> None:
         """The request left the admission queue."""
         self.record.mark(TracePhase.ADMITTED)
+        self.record.enter(Phase.RESERVE)
 
     def chose_decode(self, placement: Placement, plan: PrefillPlan) -> None:
         """A decode worker was chosen, with a plan where to prefill."""
@@ -51,6 +53,7 @@ class Journal:
     def chose_prefill(self, placement: Placement) -> None:
         """A prefill worker was chosen and is about to receive the prompt."""
         self.record.add_decision(placement.worker, placement.why)
+        self.record.enter(Phase.PREFILL)
         self._move(_S.PREFILLING, placement.worker)
 
     def retry(self, error: PdserveError, worker: WorkerRecord) -> None:
@@ -58,6 +61,7 @@ class Journal:
         reason = reason_of(error)
         self.record.retries.append(self.record.incident(reason, worker.worker_id, error))
         self._metrics.retried(reason)
+        self.record.timeline.restart(self.record.elapsed_s())
         if self.record.state is _S.RETRYING:
             # The previous attempt was refused before it reached a state of its own.
             self._move(_S.QUEUED)
@@ -88,14 +92,17 @@ class Journal:
             self.record.prefilled_by = "decode"
             self.record.local_prefill_reason = self._local_prefill_reason
             self.record.cached_tokens = started.cached_tokens
+            self.record.enter(Phase.PREFILL, ago_s=started.computing_s)
         else:
             self.record.mark(TracePhase.COMMIT)
+            self.record.enter(Phase.DECODE, ago_s=started.queue_s)
 
     def decoded(self) -> None:
         """The decode worker has sent tokens."""
         if not self._has_decoded:
             self._has_decoded = True
             self.record.mark(TracePhase.FIRST_DECODE)
+            self.record.enter(Phase.DECODE)
 
     # -- events of the prefill worker
 
@@ -112,6 +119,8 @@ class Journal:
         self.record.prefilled_by = "prefill"
         self.record.local_prefill_reason = None
         self.record.cached_tokens = first.cached_tokens
+        if not all(choice.finish_reason for choice in first.choices):
+            self.record.enter(Phase.WIRE)
 
     def committed(self, done: prefill_pb2.PrefillDone) -> None:
         """The prefill worker has finished and reported its durations."""

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Collection
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from collections.abc import Collection, Sequence
 
 from pdserve import __version__
 from pdserve.base.admin import Health
 from pdserve.base.errors import CapacityError, StaleError, TransferError, error_classes, reason_of_class
-from pdserve.base.metrics import CounterReader, CounterSource, HistogramReader, TokenHistogram, process_registry
+from pdserve.base.exemplars import exemplar_labels
+from pdserve.base.metrics import (
+    CounterReader,
+    CounterSource,
+    GaugeReader,
+    GaugeSource,
+    HistogramReader,
+    TokenHistogram,
+    process_registry,
+)
 from pdserve.base.sampling import FinishReason
+from router_svc.records.families import Families
 from router_svc.records.record import Record, TracePhase
 from router_svc.records.request_state import RequestState
+from router_svc.records.timeline import Phase
 from router_svc.routing.local_prefill import LocalPrefillReason
 
 #: Subjects of degraded service.
 DEGRADABLE = ("redis", "prefill", "layout", "transport")
+TIERS = ("prefill", "decode")
 
 REJECTIONS = ("queue_full", "no_decode_worker", "draining", "queue_timeout")
 OUTCOMES = (RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED)
@@ -52,122 +62,147 @@ class RouterMetrics:
 
     def __init__(self, *, model_name: str) -> None:
         self.registry = process_registry()
-        self._model_name = model_name
-        families = _Families(self.registry, model_name)
+        families = Families(self.registry, model_name)
+        self._labels = families.common
         self._add_process(families)
         self._add_load(families)
-        # Decisions
-        self._admission_rejections = families.counter("admission_rejections", "Requests refused", "reason")
-        self._request_success = families.counter("request_success", "Choices completed", "finished_reason")
-        self._request_outcomes = families.counter("request_outcomes", "Requests ended", "outcome")
-        self._request_retries = families.counter("request_retries", "Times a request was retried", "reason")
-        self._prefill_fallbacks = families.counter(
-            "prefill_fallbacks", "Prompts prefilled by a decode worker because no prefill worker could", "reason"
-        )
-        self._prefills = families.counter("prefills", "Prompts by the tier that prefilled them", "tier")
-        self._local_prefills = families.counter("local_prefills", "Prompts prefilled by a decode worker", "reason")
-        # Tokens
-        self._prompt_tokens = families.counter(
-            "prompt_tokens", "Prompt tokens of requests that got a first token"
-        ).labels(model_name)
-        self._prompt_tokens_cached = families.counter(
-            "prompt_tokens_cached", "Prompt tokens that the prefilling worker had cached"
-        ).labels(model_name)
-        self._generation_tokens = families.counter("generation_tokens", "Tokens sent to clients").labels(model_name)
-        # Times and lengths
+        self._add_decisions(families)
+        self._add_tokens(families)
         self._distributions = _Distributions(families)
-        self.time_to_first_token = families.histogram(
+        self._time_to_first_token = families.histogram(
             "time_to_first_token_seconds", "Time from accepting a request to writing its first token", _TTFT_BUCKETS
         )
-        self.inter_token_latency = TokenHistogram(_TOKEN_TIME_BUCKETS, {"model_name": model_name})
+        self.inter_token_latency = TokenHistogram(_TOKEN_TIME_BUCKETS, self._labels)
         HistogramReader(
             self.registry,
             "inter_token_latency_seconds",
             "Time between two messages with tokens of one request",
             self.inter_token_latency,
         )
-        self._start_at_zero()
 
-    def _add_process(self, families: _Families) -> None:
+    def _add_process(self, families: Families) -> None:
         families.gauge("start_time_seconds", "Unix time of this process's start").set(time.time())
-        families.labelled_gauge("router_info", "Constant 1; this router", "version").labels(
-            self._model_name, __version__
-        ).set(1)
+        families.gauge_by("version", "router_info", "Constant 1; this router").at(__version__).set(1)
         self._ready = families.gauge("ready", "1 while the router accepts requests")
         self.clock_skew = families.gauge("clock_skew_seconds", "Seconds by which this clock is ahead of that of Redis")
-
-    def _add_load(self, families: _Families) -> None:
-        self.num_requests_running = families.gauge("num_requests_running", "Requests admitted and not ended")
-        self.num_requests_waiting = families.gauge("num_requests_waiting", "Requests in the admission queue")
-        self._workers_ready = families.labelled_gauge("workers_ready", "Workers that accept requests", "tier")
-        self._degraded = families.labelled_gauge("degraded", "1 while the service is degraded", "subject")
-
-    def _start_at_zero(self) -> None:
-        """A counter that appears with its first event hides that event from `rate` and `increase`."""
-        counters = {
-            self._admission_rejections: REJECTIONS,
-            self._request_success: FINISH_REASONS,
-            self._request_outcomes: OUTCOMES,
-            self._request_retries: _FAILURES,
-            self._prefill_fallbacks: ("no_prefill_worker", "not_receivable", *_FAILURES),
-            self._prefills: ("prefill", "decode"),
-            self._local_prefills: tuple(LocalPrefillReason),
-        }
-        for counter, values in counters.items():
-            for value in values:
-                counter.labels(self._model_name, value)
 
     def watch_ready(self, health: Health) -> None:
         """Exports whether the router is ready, as of each scrape."""
         self._ready.set_function(lambda: float(health.is_ready))
 
+    def _add_load(self, families: Families) -> None:
+        self.num_requests_running = families.gauge("num_requests_running", "Requests admitted and not ended")
+        self.num_requests_waiting = families.gauge("num_requests_waiting", "Requests in the admission queue")
+        self.queued_uncached_tokens = families.gauge(
+            "queued_uncached_tokens", "Uncached prompt tokens of requests in the admission queue"
+        )
+        self._workers_ready = families.gauge_by("tier", "workers_ready", "Workers that accept requests")
+        for tier in TIERS:
+            self._workers_ready.at(tier)
+        self._degraded = families.gauge_by("subject", "degraded", "1 while the service is degraded")
+
+    def _add_decisions(self, families: Families) -> None:
+        self._admission_rejections = families.counter_by(
+            "reason", "admission_rejections", "Requests refused", REJECTIONS
+        )
+        self._request_success = families.counter_by(
+            "finished_reason", "request_success", "Choices completed", FINISH_REASONS
+        )
+        self._request_outcomes = families.counter_by("outcome", "request_outcomes", "Requests ended", OUTCOMES)
+        self._request_retries = families.counter_by(
+            "reason", "request_retries", "Times a request was retried", _FAILURES
+        )
+        self._prefill_fallbacks = families.counter_by(
+            "reason",
+            "prefill_fallbacks",
+            "Prompts prefilled by a decode worker because no prefill worker could",
+            ("no_prefill_worker", "not_receivable", *_FAILURES),
+        )
+        self._prefills = families.counter_by("tier", "prefills", "Prompts by the tier that prefilled them", TIERS)
+        self._local_prefills = families.counter_by(
+            "reason",
+            "local_prefills",
+            "Prompts prefilled by a decode worker",
+            LocalPrefillReason,
+        )
+
+    def _add_tokens(self, families: Families) -> None:
+        self._requests_received = families.counter("requests_received", "Requests on arrival, refused ones too")
+        self._received_prompt_tokens = families.counter(
+            "received_prompt_tokens", "Prompt tokens on arrival, of refused requests too"
+        )
+        self._received_uncached_tokens = families.counter(
+            "received_uncached_tokens", "Prompt tokens on arrival that no worker had cached, of refused requests too"
+        )
+        self._prompt_tokens = families.counter("prompt_tokens", "Prompt tokens of requests that got a first token")
+        self._prompt_tokens_cached = families.counter(
+            "prompt_tokens_cached", "Prompt tokens that the prefilling worker had cached"
+        )
+        self._generation_tokens = families.counter("generation_tokens", "Tokens sent to clients")
+
     def read(self, *sources: CounterSource) -> None:
         """Exports counters that other objects keep."""
-        CounterReader(self.registry, {"model_name": self._model_name}, *sources)
+        CounterReader(self.registry, self._labels, *sources)
+
+    def read_gauges(self, *sources: GaugeSource) -> None:
+        """Exports numbers that other objects keep, and that may not be known."""
+        GaugeReader(self.registry, self._labels, *sources)
+
+    def received(self, prompt_tokens: Sequence[int], uncached_tokens: Sequence[int]) -> None:
+        """Prompts of these lengths have arrived; they may be refused yet."""
+        self._requests_received.inc(len(prompt_tokens))
+        self._received_prompt_tokens.inc(sum(prompt_tokens))
+        self._received_uncached_tokens.inc(sum(uncached_tokens))
 
     def rejected(self, reason: str) -> None:
         """A request was refused before it was admitted."""
-        self._admission_rejections.labels(self._model_name, reason).inc()
+        self._admission_rejections.inc(reason)
 
     def retried(self, reason: str) -> None:
         """A request is retried."""
-        self._request_retries.labels(self._model_name, reason).inc()
+        self._request_retries.inc(reason)
 
     def fell_back(self, reason: str) -> None:
         """A decode worker prefills because no prefill worker can."""
-        self._prefill_fallbacks.labels(self._model_name, reason).inc()
+        self._prefill_fallbacks.inc(reason)
+
+    def wrote_first_token(self, record: Record) -> None:
+        """The first token of a client request was written; `record` is its first prompt's."""
+        seconds = record.phases[TracePhase.FIRST_WRITE]
+        self._time_to_first_token.observe(seconds, exemplar_labels(record.request_id))
 
     def set_workers(self, tier: str, ready: int) -> None:
         """Sets the number of workers of a tier that accept requests."""
-        self._workers_ready.labels(self._model_name, tier).set(ready)
+        self._workers_ready.at(tier).set(ready)
 
     def watch_degraded(self, degraded: Collection[str]) -> None:
         """Exports which subjects are in `degraded`, as of each scrape."""
         for subject in DEGRADABLE:
-            gauge = self._degraded.labels(self._model_name, subject)
-            gauge.set_function(functools.partial(degraded.__contains__, subject))
+            self._degraded.at(subject).set_function(functools.partial(degraded.__contains__, subject))
 
     def ended(self, record: Record) -> None:
         """Counts a request that has ended."""
-        self._request_outcomes.labels(self._model_name, record.state).inc()
+        self._request_outcomes.inc(record.state)
         for reason in record.finish_reasons if record.state == "finished" else ():
-            self._request_success.labels(self._model_name, reason).inc()
+            self._request_success.inc(reason)
         if record.prefilled_by is not None:
-            self._prefills.labels(self._model_name, record.prefilled_by).inc()
+            self._prefills.inc(record.prefilled_by)
         if record.local_prefill_reason is not None:
-            self._local_prefills.labels(self._model_name, record.local_prefill_reason).inc()
+            self._local_prefills.inc(record.local_prefill_reason)
         self._generation_tokens.inc(record.completion_tokens)
         if TracePhase.FIRST_TOKEN in record.phases:
             self._prompt_tokens.inc(record.prompt_tokens)
             self._prompt_tokens_cached.inc(record.cached_tokens)
-        if record.state == "finished":
-            self._distributions.observe(record)
+        self._distributions.observe(record)
 
 
 class _Distributions:
-    """Histograms over finished requests."""
+    """Histograms over requests that have ended."""
 
-    def __init__(self, families: _Families) -> None:
+    def __init__(self, families: Families) -> None:
+        self._phases = families.histograms_by(
+            "phase", "request_phase_seconds", "Time of a request in each phase", _TTFT_BUCKETS, Phase
+        )
         self._time_per_output_token = families.histogram(
             "request_time_per_output_token_seconds", "Mean time per token after the first", _TOKEN_TIME_BUCKETS
         )
@@ -188,35 +223,23 @@ class _Distributions:
         )
 
     def observe(self, record: Record) -> None:
+        """Observes the phases of every request, since those that fail have waited, too; the rest of finished ones."""
+        exemplar = exemplar_labels(record.request_id)
+        for phase, seconds in record.seconds_in().items():
+            self._phases[phase].observe(seconds, exemplar)
+        if record.state == "finished":
+            self._observe_finished(record, exemplar)
+
+    def _observe_finished(self, record: Record, exemplar: dict[str, str]) -> None:
         phases = record.phases
-        self._e2e.observe(phases[TracePhase.FINISH])
-        self._queue_time.observe(phases[TracePhase.ADMITTED])
+        self._e2e.observe(phases[TracePhase.FINISH], exemplar)
+        self._queue_time.observe(phases[TracePhase.ADMITTED], exemplar)
         self._prompt_tokens.observe(record.prompt_tokens)
         self._generation_tokens.observe(record.completion_tokens)
         mean_length = record.completion_tokens / record.n
         if mean_length > 1:
             decode_s = phases[TracePhase.FINISH] - phases[TracePhase.FIRST_TOKEN]
-            self._time_per_output_token.observe(decode_s / (mean_length - 1))
+            self._time_per_output_token.observe(decode_s / (mean_length - 1), exemplar)
         if record.prefilled_by == "prefill" and TracePhase.FIRST_DECODE in phases:
-            self._handover_gap.observe(max(phases[TracePhase.FIRST_DECODE] - phases[TracePhase.FIRST_TOKEN], 0.0))
-
-
-class _Families:
-    """Makes metric families of one registry, all with our prefix and the label `model_name`."""
-
-    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        self._registry = registry
-        self._model_name = model_name
-
-    def gauge(self, name: str, text: str) -> Gauge:
-        return self.labelled_gauge(name, text).labels(self._model_name)
-
-    def labelled_gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(f"pdserve_{name}", text, ["model_name", *labels], registry=self._registry)
-
-    def counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"pdserve_{name}", text, ["model_name", *labels], registry=self._registry)
-
-    def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(f"pdserve_{name}", text, ["model_name"], buckets=buckets, registry=self._registry)
-        return histogram.labels(self._model_name)
+            gap_s = max(phases[TracePhase.FIRST_DECODE] - phases[TracePhase.FIRST_TOKEN], 0.0)
+            self._handover_gap.observe(gap_s, exemplar)

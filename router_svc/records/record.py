@@ -13,6 +13,7 @@ the workers measured.
       "outcome": {"finish_reasons": ["stop"], "error": null, "completion_tokens": 12, "cached_tokens": 288},
       "phases": {"admitted": 0.001, "reserved": 0.004, "prefill_start": 0.006, "first_token": 0.08, "commit": 0.085,
                  "first_decode": 0.09, "first_write": 0.081, "finish": 0.3},
+      "seconds_in": {"queue": 0.001, "reserve": 0.003, "prefill": 0.076, "wire": 0.004, "decode": 0.216},
       "chunks": [{"at": 0.03, "computed_tokens": 256}],
       "decisions": [{"at": 0.002, "attempt": 1, "tier": "decode", "worker": "decode-0", "epoch": 7, "why": "..."}],
       "retries":   [{"at": 0.05, "attempt": 1, "reason": "peer_lost", "worker": "prefill-0", "error": "Lost ..."}],
@@ -23,6 +24,8 @@ the workers measured.
                    "commit_s": 0.004, "exposed_s": 0.002, "decode_queue_s": 0.001, "sent_bytes": 1234,
                    "sent_blocks": 19, "chunks": 2}
     }
+
+`seconds_in` is where the time went, over all attempts; it adds up to `finish`, or to the time so far.
 
 Phases, decisions and list entries appear only once they have happened.
 """
@@ -40,6 +43,7 @@ from pdserve.base.ids import Epoch, RequestId, WorkerId
 from pdserve.base.workers import WorkerRecord
 from router_svc.generation import Generation
 from router_svc.records.request_state import RequestProgress, RequestState
+from router_svc.records.timeline import Phase, Timeline
 from router_svc.routing.local_prefill import LocalPrefillReason
 
 #: Later chunks are counted in `reported` but not listed one by one.
@@ -108,6 +112,7 @@ class Record:
     accepted_clock: float
     progress: RequestProgress
     phases: dict[TracePhase, float] = field(default_factory=dict)
+    timeline: Timeline = field(default_factory=Timeline)
     chunks: list[ComputedChunk] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     retries: list[Incident] = field(default_factory=list)
@@ -165,6 +170,15 @@ class Record:
             return False
         self.phases[phase] = max(0.0, self.elapsed_s() - ago_s)
         return True
+
+    def enter(self, phase: Phase, *, ago_s: float = 0.0) -> None:
+        """The request is in this phase since `ago_s` seconds ago."""
+        self.timeline.enter(phase, self.elapsed_s() - ago_s)
+
+    def seconds_in(self) -> dict[Phase, float]:
+        """Time spent in every phase, until the end or until now."""
+        end = self.phases.get(TracePhase.FINISH)
+        return self.timeline.seconds(self.elapsed_s() if end is None else end)
 
     def add_decision(self, worker: WorkerRecord, why: str) -> None:
         """Records the choice of a worker."""
@@ -232,6 +246,7 @@ class Record:
                 "cached_tokens": self.cached_tokens,
             },
             "phases": {phase.value: round(at, 6) for phase, at in self.phases.items()},
+            "seconds_in": {phase.value: round(seconds, 6) for phase, seconds in self.seconds_in().items()},
             "chunks": [asdict(chunk) for chunk in self.chunks],
             "decisions": [asdict(decision) for decision in self.decisions],
             "retries": [asdict(incident) for incident in self.retries],

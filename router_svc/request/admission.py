@@ -22,11 +22,21 @@ RETRY_AFTER_MIN_S = 1.0
 RETRY_AFTER_MAX_S = 60.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entrant:
+    """One prompt that asks to be admitted."""
+
+    sequences: int
+    #: Prompt tokens that no worker has cached.
+    uncached_tokens: int = 0
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueueSlot:
     """The slot of one prompt, first in the queue and then among the admitted."""
 
     sequences: int
+    uncached_tokens: int
     offered_at: float
     admitted_at: float | None = None
 
@@ -78,16 +88,24 @@ class AdmissionQueue:
         """Slots that are admitted."""
         return len(self._admitted)
 
-    def offer(self, sequences: Sequence[int], now: float) -> list[QueueSlot]:
+    @property
+    def uncached_tokens(self) -> int:
+        """Uncached prompt tokens in the queue."""
+        return sum(slot.uncached_tokens for slot in self._waiting)
+
+    def offer(self, entrants: Sequence[Entrant], now: float) -> list[QueueSlot]:
         """One slot for each entry, all or none. Those with `admitted_at` set may start.
 
         Raises `Overloaded` when the queue has no space for those that would have to wait, or when their wait would
         exceed the limit.
         """
-        must_wait = len(sequences) - self._num_fitting(sequences)
+        must_wait = len(entrants) - self._num_fitting([entrant.sequences for entrant in entrants])
         if must_wait:
             self._refuse_if_overloaded(must_wait, now)
-        slots = [QueueSlot(sequences=count, offered_at=now) for count in sequences]
+        slots = [
+            QueueSlot(sequences=entrant.sequences, uncached_tokens=entrant.uncached_tokens, offered_at=now)
+            for entrant in entrants
+        ]
         self._waiting.update(dict.fromkeys(slots))
         self._admit(now)
         return slots

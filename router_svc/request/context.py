@@ -18,7 +18,7 @@ from router_svc.request.calls import DecodeCall, is_gone
 from router_svc.request.output import Output, ended_by_stop_string
 from router_svc.request.recovery import MAX_PREFILL_FAILURES
 from router_svc.request.stream import DeltaStream
-from router_svc.routing.cluster import Cluster
+from router_svc.routing.cluster import Cluster, PrefixHashes
 from router_svc.routing.in_flight import QueuedPrompt
 from router_svc.routing.incarnation import Incarnation
 from router_svc.routing.placement import Demand, Placement, choose_decode, choose_prefill
@@ -29,6 +29,8 @@ class RequestContext:
     """One prompt on its way through the cluster. Owned by its saga."""
 
     generation: Generation
+    #: Hashes of the prompt's blocks.
+    hashes: PrefixHashes
     cluster: Cluster
     journal: Journal
     output: Output

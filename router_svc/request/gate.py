@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from pdserve.base.errors import Overloaded
-from router_svc.request.admission import AdmissionQueue, QueueSlot
+from router_svc.request.admission import AdmissionQueue, Entrant, QueueSlot
 
 
 class Gate:
@@ -27,16 +27,21 @@ class Gate:
         """Prompts that were admitted and have not ended."""
         return self._queue.num_admitted
 
+    @property
+    def uncached_tokens(self) -> int:
+        """Uncached prompt tokens in the queue."""
+        return self._queue.uncached_tokens
+
     def set_capacity(self, sequences: int) -> None:
         """Sets how many sequences the cluster can run concurrently."""
         self._wake(self._queue.set_capacity(sequences, self._now()))
 
-    def enter(self, sequences: Sequence[int]) -> list[QueueSlot]:
+    def enter(self, entrants: Sequence[Entrant]) -> list[QueueSlot]:
         """A queue slot for each entry, all or none. Each slot must be given to `leave` in the end.
 
         Raises `Overloaded`.
         """
-        return self._queue.offer(sequences, self._now())
+        return self._queue.offer(entrants, self._now())
 
     async def wait_for_turn(self, slot: QueueSlot) -> None:
         """Returns when the slot is admitted. Raises `Overloaded` when that takes too long."""

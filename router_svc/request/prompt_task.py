@@ -14,7 +14,7 @@ from router_svc.request.gate import Gate
 from router_svc.request.output import Output
 from router_svc.request.saga import Saga
 from router_svc.request.stream import DeltaStream
-from router_svc.routing.cluster import Cluster
+from router_svc.routing.cluster import Cluster, PrefixHashes
 from router_svc.routing.in_flight import QueuedPrompt
 
 log = get_logger(__name__)
@@ -23,8 +23,11 @@ log = get_logger(__name__)
 class PromptTask:
     """Runs one prompt when its turn comes."""
 
-    def __init__(self, generation: Generation, journal: Journal, gate: Gate, slot: QueueSlot) -> None:
+    def __init__(
+        self, generation: Generation, hashes: PrefixHashes, journal: Journal, gate: Gate, slot: QueueSlot
+    ) -> None:
         self._generation = generation
+        self._hashes = hashes
         self._journal = journal
         self._gate = gate
         self._slot = slot
@@ -39,6 +42,7 @@ class PromptTask:
             output = Output(self._generation, tokenizer)
             context = RequestContext(
                 generation=self._generation,
+                hashes=self._hashes,
                 cluster=cluster,
                 journal=self._journal,
                 output=output,

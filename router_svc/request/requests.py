@@ -16,11 +16,11 @@ from router_svc.records.journal import Journal
 from router_svc.records.metrics import RouterMetrics
 from router_svc.records.record import RecentRecords, Record
 from router_svc.records.request_store import RequestStore
-from router_svc.request.admission import QueueSlot
+from router_svc.request.admission import Entrant, QueueSlot
 from router_svc.request.gate import Gate
 from router_svc.request.prompt_task import PromptTask
 from router_svc.request.stream import DeltaStream
-from router_svc.routing.cluster import Cluster
+from router_svc.routing.cluster import Cluster, PrefixHashes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,17 +76,25 @@ class Requests:
             Overloaded, NoWorkers, Draining: the request was refused at once.
             PdserveError: a later failure, raised by `DeltaStream.write_to`.
         """
-        self._refuse_if_unavailable()
         accepted_at = time.time()
         journals = [self._recorders.open_journal(generation, accepted_at) for generation in generations]
-        stream = DeltaStream(journals, self._recorders.metrics.time_to_first_token.observe)
-        with self._counted(), self._queue_slots(generations) as slots:
+        prompts = [PrefixHashes(generation.prompt, generation.cache_salt) for generation in generations]
+        # Counted before anything is refused: demand that is measured later shrinks when the cluster cannot meet it.
+        uncached_tokens = [await self._cluster.uncached_tokens(hashes) for hashes in prompts]
+        self._recorders.metrics.received([hashes.num_tokens for hashes in prompts], uncached_tokens)
+        self._refuse_if_unavailable()
+        entrants = [
+            Entrant(sequences=generation.sampling.n, uncached_tokens=uncached)
+            for generation, uncached in zip(generations, uncached_tokens, strict=True)
+        ]
+        stream = DeltaStream(journals, self._recorders.metrics.wrote_first_token)
+        with self._counted(), self._queue_slots(entrants) as slots:
             for journal in journals:
                 self._recorders.recent.add(journal.record)
             try:
                 async with service_group() as group:
-                    for generation, journal, slot in zip(generations, journals, slots, strict=True):
-                        task = PromptTask(generation, journal, self._gate, slot)
+                    for generation, hashes, journal, slot in zip(generations, prompts, journals, slots, strict=True):
+                        task = PromptTask(generation, hashes, journal, self._gate, slot)
                         group.start(task.run(self._cluster, self._tokenizer, stream), name=generation.request_id)
                     yield stream
             finally:
@@ -102,9 +110,9 @@ class Requests:
             raise NoWorkers("No decode worker is ready. Retry in a few seconds.")
 
     @contextmanager
-    def _queue_slots(self, generations: Sequence[Generation]) -> Iterator[list[QueueSlot]]:
+    def _queue_slots(self, entrants: Sequence[Entrant]) -> Iterator[list[QueueSlot]]:
         try:
-            slots = self._gate.enter([generation.sampling.n for generation in generations])
+            slots = self._gate.enter(entrants)
         except Overloaded:
             self._recorders.metrics.rejected("queue_full")
             raise

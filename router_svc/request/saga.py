@@ -51,7 +51,7 @@ class Saga:
     async def run(self) -> None:
         """Returns when every choice is complete. Raises the error for the client."""
         generation = self._context.generation
-        self._context.overlap = await self._cluster.overlap(generation.prompt, generation.cache_salt)
+        self._context.overlap = await self._cluster.overlap(self._context.hashes)
         if generation.sampling.max_tokens == 1 and await self._run_on_prefill_alone():
             return
         await self._run_with_decode()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from pdserve.base.errors import PdserveError
 from router_svc.records.journal import Journal
-from router_svc.records.record import TracePhase
+from router_svc.records.record import Record
 from router_svc.request.output import ChoiceDelta
 
 #: A client that reads nothing for this long is disconnected. Otherwise it would hold its queue slot forever.
@@ -37,13 +37,13 @@ class DeltaStream:
     def __init__(
         self,
         journals: Sequence[Journal],
-        observe_first_write: Callable[[float], None],
+        on_first_write: Callable[[Record], None],
         *,
         write_timeout_s: float = WRITE_TIMEOUT_S,
     ) -> None:
-        """One journal per prompt. `observe_first_write` gets the seconds from accept to the first write."""
+        """One journal per prompt. `on_first_write` gets the record of the first, which has the time of that write."""
         self._journals = journals
-        self._observe_first_write = observe_first_write
+        self._on_first_write = on_first_write
         self._write_timeout_s = write_timeout_s
         self._num_running = len(journals)
         self._write: Write | None = None
@@ -108,7 +108,7 @@ class DeltaStream:
         self._has_written = True
         for journal in self._journals:
             journal.first_written()
-        self._observe_first_write(self._journals[0].record.phases[TracePhase.FIRST_WRITE])
+        self._on_first_write(self._journals[0].record)
 
     @property
     def usage(self) -> TokenUsage:

@@ -13,6 +13,7 @@ from pdserve.base.registry import WorkerDirectory
 from pdserve.base.rpc import ChannelPool
 from pdserve.base.workers import Tier, WorkerRecord
 from router_svc.routing.in_flight import InFlight
+from router_svc.routing.placement import Demand, uncached_tokens
 
 TIERS: tuple[Tier, ...] = ("prefill", "decode")
 #: Longer prompts are hashed in a thread: a block takes about 2 us.
@@ -31,6 +32,22 @@ class RoutingPolicy:
     expects_prefill: bool
     reserve_timeout_s: float
     token_timeout_s: float
+
+
+class PrefixHashes:
+    """The block hashes of one prompt, computed once for each layout that workers have."""
+
+    def __init__(self, prompt: Sequence[int], salt: bytes) -> None:
+        self.num_tokens = len(prompt)
+        self._prompt = prompt
+        self._salt = salt
+        self._by_layout: dict[KvLayout, list[BlockHash]] = {}
+
+    async def of(self, layout: KvLayout) -> list[BlockHash]:
+        """The hashes that workers with this layout publish."""
+        if layout not in self._by_layout:
+            self._by_layout[layout] = await _hashes(layout, self._prompt, self._salt)
+        return self._by_layout[layout]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,18 +84,24 @@ class Cluster:
         """The longest sequence that every worker can hold; `default` while no worker is ready."""
         return min((worker.max_model_len for tier in TIERS for worker in self.ready(tier)), default=default)
 
-    async def overlap(self, prompt: Sequence[int], salt: bytes) -> dict[WorkerId, int]:
+    async def overlap(self, hashes: PrefixHashes) -> dict[WorkerId, int]:
         """Leading blocks of the prompt that each worker has cached, according to the index."""
         found: dict[WorkerId, int] = {}
         workers = [worker for tier in TIERS for worker in self.ready(tier)]
         for layout in {worker.layout for worker in workers}:
-            holders = self.index(await _hashes(layout, prompt, salt))
+            holders = self.index(await hashes.of(layout))
             found |= {
                 worker.worker_id: holders[worker.worker_id]
                 for worker in workers
                 if worker.layout == layout and worker.worker_id in holders
             }
         return found
+
+    async def uncached_tokens(self, hashes: PrefixHashes) -> int:
+        """Prompt tokens left to compute where most are cached: on a prefill worker, or without any, on a decode one."""
+        demand = Demand(prompt_tokens=hashes.num_tokens, sequences=1, overlap=await self.overlap(hashes))
+        workers = self.ready("prefill") or self.ready("decode")
+        return min((uncached_tokens(worker, demand) for worker in workers), default=hashes.num_tokens)
 
 
 async def _hashes(layout: KvLayout, prompt: Sequence[int], salt: bytes) -> list[BlockHash]:

@@ -95,12 +95,12 @@ def _decode_cost(worker: WorkerRecord, demand: Demand, in_flight: InFlight) -> _
     sequences = num_sequences(worker, in_flight)
     blocks = demand.prompt_tokens // worker.layout.block_size + 1 - demand.overlap.get(worker.worker_id, 0)
     is_full = sequences + demand.sequences > worker.max_num_seqs or blocks > worker.load.free_blocks
-    tokens = _uncached(worker, demand) + queued_tokens(worker, in_flight) + SEQUENCE_TOKENS * sequences
+    tokens = uncached_tokens(worker, demand) + queued_tokens(worker, in_flight) + SEQUENCE_TOKENS * sequences
     return _Cost(is_full, tokens, worker.worker_id)
 
 
 def _prefill_cost(worker: WorkerRecord, demand: Demand, in_flight: InFlight) -> _Cost:
-    return _Cost(False, _uncached(worker, demand) + queued_tokens(worker, in_flight), worker.worker_id)
+    return _Cost(False, uncached_tokens(worker, demand) + queued_tokens(worker, in_flight), worker.worker_id)
 
 
 def _cached(worker: WorkerRecord, demand: Demand) -> int:
@@ -108,7 +108,8 @@ def _cached(worker: WorkerRecord, demand: Demand) -> int:
     return min(demand.overlap.get(worker.worker_id, 0) * worker.layout.block_size, demand.prompt_tokens - 1)
 
 
-def _uncached(worker: WorkerRecord, demand: Demand) -> int:
+def uncached_tokens(worker: WorkerRecord, demand: Demand) -> int:
+    """Prompt tokens that the worker would compute."""
     return demand.prompt_tokens - _cached(worker, demand)
 
 

@@ -39,13 +39,14 @@ def test_every_path_is_documented() -> None:
     assert set(names_in_first_column(read("docs/http-api.md").split("\n## ")[0])) == exist
 
 
-def _counter_sources(path: str) -> set[str]:
-    """Names of the `CounterSource`s made in a module. The objects that count own them, not the metrics class."""
+def _sources(path: str) -> dict[str, str]:
+    """Names and types of the sources made in a module. The objects that count own them, not the metrics class."""
+    kinds = {"CounterSource": "counter", "GaugeSource": "gauge"}
     calls = [node for node in ast.walk(ast.parse(read(path))) if isinstance(node, ast.Call)]
     return {
-        f"pdserve_{ast.literal_eval(keyword.value)}"
+        f"pdserve_{ast.literal_eval(keyword.value)}": kinds[ast.unparse(call.func)]
         for call in calls
-        if ast.unparse(call.func) == "CounterSource"
+        if ast.unparse(call.func) in kinds
         for keyword in call.keywords
         if keyword.arg == "name"
     }
@@ -67,7 +68,8 @@ def test_every_metric_is_documented_and_every_documented_metric_exists(
 ) -> None:
     families = {family.name: family.type for family in metrics.registry.collect()}
     exported = {name: kind for name, kind in families.items() if name.startswith("pdserve_")}
-    exported |= dict.fromkeys(set[str]().union(*map(_counter_sources, made_in)), "counter")
+    for path in made_in:
+        exported |= _sources(path)
     rows = table_rows(section("docs/operations/metrics.md", heading))
     assert {row[0].strip("`"): row[1] for row in rows} == exported
 

@@ -10,7 +10,15 @@ from prometheus_client import Counter, Gauge, Histogram
 from pdserve.base.admin import Health
 from pdserve.base.errors import error_classes, reason_of_class
 from pdserve.base.machine import available_memory_bytes
-from pdserve.base.metrics import CounterReader, CounterSource, HistogramReader, TokenHistogram, process_registry
+from pdserve.base.metrics import (
+    CounterReader,
+    CounterSource,
+    GaugeReader,
+    GaugeSource,
+    HistogramReader,
+    TokenHistogram,
+    process_registry,
+)
 
 LABELS = ("model_name", "tier")
 
@@ -73,6 +81,10 @@ class WorkerMetrics:
         self.kv_blocks_free = self._gauge(
             "kv_blocks_free", "KV blocks that no request holds (cached prefixes count as free)"
         )
+        self.kv_blocks_held = self._gauge("kv_blocks_held", "KV blocks that requests hold, without reserved ones")
+        self.kv_blocks_reserved = self._gauge("kv_blocks_reserved", "KV blocks held for transfers into this worker")
+        self.kv_blocks_waiting = self._gauge("kv_blocks_waiting", "KV blocks that waiting requests need")
+        self.max_num_seqs = self._gauge("max_num_seqs", "Sequences that a step can compute")
 
     def _add_steps(self) -> None:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed")
@@ -148,6 +160,10 @@ class WorkerMetrics:
     def read(self, *sources: CounterSource) -> None:
         """Exposes counters that other objects keep."""
         CounterReader(self.registry, self._labels, *sources)
+
+    def read_gauges(self, *sources: GaugeSource) -> None:
+        """Exposes numbers that other objects keep, and that may not be known."""
+        GaugeReader(self.registry, self._labels, *sources)
 
     def sent(self, num_bytes: int, num_blocks: int, busy_s: float, transport: str) -> None:
         """A transfer out of this worker ended."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pdserve.base.ids import BlockHash
-from pdserve.base.metrics import CounterSource
+from pdserve.base.metrics import CounterSource, GaugeSource
 from pdserve.engine.pace import Pace
 from pdserve.engine.step import Load, StepOutput
 from pdserve.worker.serve.metrics import WorkerMetrics
@@ -18,6 +18,8 @@ _EMPTY = Load(
     queued_by_router={},
     free_blocks=0,
     total_blocks=0,
+    reserved_blocks=0,
+    waiting_blocks=0,
     num_preemptions=0,
     prefix_query_tokens=0,
     prefix_hit_tokens=0,
@@ -31,11 +33,14 @@ class StepMetrics:
         self._metrics = metrics
         self._load = _EMPTY
         self._pace: Pace | None = None
+        #: `TierService.itl_budget_s`.
+        self.itl_budget_s: float | None = None
         #: Called with the blocks that became reusable and those that no longer are.
         self.on_cache_events: Callable[[Sequence[BlockHash], Sequence[BlockHash]], None] = lambda added, removed: None
         #: Called when the last queued prompt has been computed or dropped.
         self.on_queue_empty: Callable[[], None] = lambda: None
         self._expose_load()
+        self._expose_rates()
 
     def _expose_load(self) -> None:
         """Metrics of the load are computed at each scrape instead of being written with every step."""
@@ -46,6 +51,9 @@ class StepMetrics:
         metrics.kv_blocks.set_function(lambda: self._load.total_blocks)
         metrics.kv_blocks_free.set_function(lambda: self._load.free_blocks)
         metrics.kv_cache_usage.set_function(lambda: _used_share(self._load))
+        metrics.kv_blocks_held.set_function(lambda: _held_blocks(self._load))
+        metrics.kv_blocks_reserved.set_function(lambda: self._load.reserved_blocks)
+        metrics.kv_blocks_waiting.set_function(lambda: self._load.waiting_blocks)
         metrics.read(
             CounterSource(
                 name="num_preemptions",
@@ -61,6 +69,20 @@ class StepMetrics:
                 name="prefix_cache_hits",
                 text="Prompt tokens found in the prefix cache",
                 value=lambda: self._load.prefix_hit_tokens,
+            ),
+        )
+
+    def _expose_rates(self) -> None:
+        self._metrics.read_gauges(
+            GaugeSource(
+                name="prefill_tokens_per_second",
+                text="Prompt tokens computed per second of the steps that compute them, over the latest steps",
+                value=lambda: None if self._pace is None else self._pace.prefill_tokens_per_s(),
+            ),
+            GaugeSource(
+                name="prefill_backlog_seconds",
+                text="Time that the queued prompt tokens will take at the measured rate",
+                value=lambda: prefill_backlog_s(self._load, self._pace, self.itl_budget_s),
             ),
         )
 
@@ -104,6 +126,20 @@ class StepMetrics:
             metrics.sampling_failures.inc(len(events.failures))
         if events.cache.added or events.cache.removed:
             self.on_cache_events(events.cache.added, events.cache.removed)
+
+
+def prefill_backlog_s(load: Load, pace: Pace | None, itl_budget_s: float | None) -> float | None:
+    """Seconds that the queued prompt tokens will take: 0 without any, None while no rate has been measured.
+
+    A tier that decodes computes them within `itl_budget_s`, beside its sequences.
+    """
+    if not load.queued_prompt_tokens:
+        return 0.0
+    return None if pace is None else load.queued_prompt_tokens / pace.prefill_tokens_per_s(itl_budget_s)
+
+
+def _held_blocks(load: Load) -> int:
+    return load.total_blocks - load.free_blocks - load.reserved_blocks
 
 
 def _used_share(load: Load) -> float:

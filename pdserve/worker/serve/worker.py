@@ -161,6 +161,8 @@ class Worker:
                 loop_calls.post(end, error)
 
             self._loop_calls, self._scheduler = loop_calls, service.scheduler
+            self.steps.itl_budget_s = service.itl_budget_s
+            self.metrics.max_num_seqs.set(service.max_num_seqs)
             self._loop = StepLoop(
                 service.scheduler,
                 self.model.runner,

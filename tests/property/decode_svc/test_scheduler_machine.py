@@ -211,6 +211,13 @@ class DecodeMachine(RuleBasedStateMachine):
         assert all(tokens > 0 for tokens in load.queued_by_router.values())
 
     @invariant()
+    def reserved_blocks_are_among_those_that_are_not_free(self) -> None:
+        load = self.scheduler.load()
+        assert 0 <= load.reserved_blocks <= load.total_blocks - load.free_blocks
+        assert (load.reserved_blocks > 0) == (load.num_held > 0)
+        assert load.num_waiting or not load.waiting_blocks
+
+    @invariant()
     def reported_tokens_are_the_head_of_a_lone_run(self) -> None:
         for request_id, choices in self.worker.reported.items():
             job = self.jobs[request_id]
@@ -238,6 +245,7 @@ class DecodeMachine(RuleBasedStateMachine):
         assert self.worker.pool.num_free == NUM_BLOCKS
         load = self.scheduler.load()
         assert (load.num_running, load.num_waiting, load.num_held, load.queued_prompt_tokens) == (0, 0, 0, 0)
+        assert (load.reserved_blocks, load.waiting_blocks) == (0, 0)
 
 
 TestDecodeScheduler = pytest.mark.timeout(300)(DecodeMachine.TestCase)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import aiohttp
 import pytest
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry, Gauge, Histogram
+from prometheus_client.openmetrics import parser as openmetrics_parser
 
 from pdserve.base.admin import Health, bound_socket, serve_admin
 from pdserve.base.errors import SetupError
+from pdserve.base.metrics import HistogramReader, TokenHistogram, process_registry
 
 
-async def _get(address: str, path: str) -> tuple[int, str]:
-    async with aiohttp.ClientSession() as session, session.get(f"http://{address}{path}") as response:
+async def _get(address: str, path: str, **headers: str) -> tuple[int, str]:
+    async with aiohttp.ClientSession(headers=headers) as session, session.get(f"http://{address}{path}") as response:
         return response.status, await response.text()
 
 
@@ -34,6 +36,23 @@ async def test_metrics_are_served_in_prometheus_text_format() -> None:
     Gauge("pdserve_test", "test", registry=registry).set(7)
     async with serve_admin(Health(), registry, bound_socket("127.0.0.1", 0, flag="--http-port")) as address:
         assert "pdserve_test 7.0" in (await _get(address, "/metrics"))[1]
+
+
+async def test_openmetrics_is_served_on_request_and_has_exemplars() -> None:
+    registry = process_registry()
+    waited = Histogram("pdserve_wait_seconds", "test", registry=registry, buckets=(1.0, 2.0))
+    waited.observe(1.5, {"request_id": "cmpl-1"})
+    HistogramReader(registry, "gap_seconds", "Gaps", TokenHistogram((1.0,), {"tier": "decode"}))
+    async with serve_admin(Health(), registry, bound_socket("127.0.0.1", 0, flag="--http-port")) as address:
+        # What Prometheus sends.
+        accept = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+        _, negotiated = await _get(address, "/metrics", Accept=accept)
+        _, plain = await _get(address, "/metrics")
+    families = {family.name: family for family in openmetrics_parser.text_string_to_metric_families(negotiated)}
+    exemplars = [sample.exemplar for sample in families["pdserve_wait_seconds"].samples if sample.exemplar]
+    assert [(exemplar.labels, exemplar.value) for exemplar in exemplars] == [({"request_id": "cmpl-1"}, 1.5)]
+    assert {"process_resident_memory_bytes", "pdserve_gap_seconds"} <= families.keys()
+    assert "cmpl-1" not in plain
 
 
 def test_a_taken_port_is_named_with_the_flag_to_change() -> None:

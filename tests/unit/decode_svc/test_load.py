@@ -61,3 +61,38 @@ def test_tokens_that_a_preempted_sequence_computes_again_belong_to_no_router() -
     load = worker.scheduler.load()
     assert load.queued_prompt_tokens > 8
     assert load.queued_by_router == {}
+
+
+def test_blocks_of_the_load_are_held_reserved_or_free_and_waiting_ones_are_those_that_requests_lack() -> None:
+    worker = decode(16, max_reserved_share=0.25)
+    worker.deliver(job(A, PROMPT))
+    worker.run()
+    held = worker.pool.num_free
+    # B finds two blocks in the prefix cache, lacks one, and gets one more for its first new token.
+    worker.scheduler.reserve(job(B, [*PROMPT[:8], 20, 21, 22]))
+    worker.step()
+    load = worker.scheduler.load()
+    assert (load.reserved_blocks, load.waiting_blocks) == (1, 0)
+    # C needs four blocks, more than transfers may have.
+    worker.scheduler.reserve(job(C, [29, *PROMPT, 30, 28, 27]))
+    worker.step()
+    load = worker.scheduler.load()
+    assert (load.reserved_blocks, load.waiting_blocks) == (1, 4)
+    assert load.free_blocks == held - 3
+    worker.scheduler.abort(C)
+    worker.scheduler.activate(B, [20])
+    load = worker.scheduler.load()
+    assert (load.reserved_blocks, load.waiting_blocks) == (0, 0)
+
+
+def test_a_preempted_sequence_waits_for_the_blocks_it_had() -> None:
+    worker = decode(8)
+    for name, prompt in ((A, PROMPT), (B, [3, *PROMPT[:7]])):
+        worker.scheduler.reserve(job(name, prompt, replace(GREEDY, max_tokens=16), threshold=ALWAYS))
+    while not worker.scheduler.load().num_preemptions:
+        worker.step()
+    load = worker.scheduler.load()
+    assert load.num_waiting == 1
+    assert load.waiting_blocks >= 3
+    worker.run()
+    assert worker.scheduler.load().waiting_blocks == 0

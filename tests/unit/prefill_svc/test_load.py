@@ -62,3 +62,16 @@ def test_tokens_evicted_while_a_prompt_waits_count_again_once_it_is_computed() -
     worker.scheduler.release(B)
     worker.step()
     assert worker.scheduler.load().queued_prompt_tokens == 11 - 4
+
+
+def test_waiting_prompts_need_the_blocks_that_are_not_cached() -> None:
+    worker = prefill(6, budget=4)
+    worker.scheduler.add(job(A, PROMPT))
+    worker.run()
+    worker.scheduler.add(job(B, [20, *PROMPT, 21]))
+    worker.scheduler.add(job(C, [*PROMPT, 30]))
+    assert worker.scheduler.load().waiting_blocks == 3 + 1
+    assert worker.scheduler.load().reserved_blocks == 0
+    worker.scheduler.release(B)
+    worker.run()
+    assert worker.scheduler.load().waiting_blocks == 0

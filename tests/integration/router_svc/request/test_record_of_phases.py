@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from tests.integration.router_svc.conftest import ScriptedCluster
 from tests.integration.router_svc.request.support import (
     TOKENS,
@@ -9,6 +13,7 @@ from tests.integration.router_svc.request.support import (
     once_known,
     states,
 )
+from tests.integration.router_svc.script import vanish
 
 
 async def test_a_request_without_faults_has_every_phase_in_order(cluster: ScriptedCluster) -> None:
@@ -39,3 +44,52 @@ async def test_a_request_without_faults_has_every_phase_in_order(cluster: Script
     assert record["reported"]["exposed_s"] == 0.25
     assert record["reported"]["sent_bytes"] == 4096
     assert record["chunks"][0]["computed_tokens"] == 9
+
+
+async def _adds_up(cluster: ScriptedCluster, record: dict[str, Any]) -> dict[str, float]:
+    """Checks that the phases of the only request add up to its latency, in its record and in the metrics."""
+    seconds: dict[str, float] = record["seconds_in"]
+    assert sum(seconds.values()) == pytest.approx(record["phases"]["finish"], abs=1e-5)
+    for phase, spent in seconds.items():
+        assert await cluster.metric("request_phase_seconds_sum", phase=phase) == pytest.approx(spent, abs=1e-5)
+        assert await cluster.metric("request_phase_seconds_count", phase=phase) == 1
+    return seconds
+
+
+async def test_the_phases_of_a_request_add_up_to_its_latency(cluster: ScriptedCluster) -> None:
+    await cluster.complete()
+    record = await cluster.only_trace()
+    seconds = await _adds_up(cluster, record)
+    assert list(seconds) == ["queue", "reserve", "prefill", "wire", "decode"]
+    assert seconds["queue"] == pytest.approx(record["phases"]["admitted"], abs=1e-5)
+    assert sum(seconds.values()) == pytest.approx(await cluster.metric("e2e_request_latency_seconds_sum"), abs=1e-5)
+
+
+async def test_the_phases_of_a_request_that_was_retried_and_failed_add_up(cluster: ScriptedCluster) -> None:
+    cluster.script.fail("prefill", vanish)
+    cluster.script.fail("decode_token", None, vanish)
+    status, _ = await cluster.complete()
+    assert status == 502
+    record = await cluster.only_trace()
+    assert record["retries"]
+    await _adds_up(cluster, record)
+
+
+async def test_a_request_for_one_token_spends_nothing_on_the_wire(cluster: ScriptedCluster) -> None:
+    await cluster.complete(max_tokens=1)
+    seconds = await _adds_up(cluster, await cluster.only_trace())
+    assert seconds["wire"] == seconds["decode"] == 0.0
+    assert seconds["prefill"] > 0.0
+
+
+async def test_a_prompt_counts_on_arrival_even_if_it_is_refused(cluster: ScriptedCluster) -> None:
+    await cluster.complete(prompt=["Say hello", "Say it"])
+    received = await cluster.metric("requests_received_total")
+    tokens = await cluster.metric("received_prompt_tokens_total")
+    assert (received, tokens) == (2, await cluster.metric("prompt_tokens_total"))
+    assert await cluster.metric("received_uncached_tokens_total") == tokens
+    cluster.router._requests.drain()
+    status, _ = await cluster.complete()
+    assert status == 503
+    assert await cluster.metric("requests_received_total") == 3
+    assert await cluster.metric("received_prompt_tokens_total") > tokens

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.base.errors import Overloaded
-from router_svc.request.admission import AdmissionQueue, DrainRate, QueueSlot
+from router_svc.request.admission import AdmissionQueue, DrainRate, Entrant, QueueSlot
 
 
 def queue(*, capacity: int = 2, max_waiting: int = 3, max_wait_s: float = 1000.0) -> AdmissionQueue:
@@ -17,7 +17,7 @@ def queue(*, capacity: int = 2, max_waiting: int = 3, max_wait_s: float = 1000.0
 
 
 def offer(waiting: AdmissionQueue, sequences: int = 1, now: float = 0.0) -> QueueSlot:
-    [slot] = waiting.offer([sequences], now)
+    [slot] = waiting.offer([Entrant(sequences=sequences)], now)
     return slot
 
 
@@ -73,9 +73,9 @@ def test_a_full_queue_refuses_and_names_the_number_waiting_and_the_limit() -> No
 def test_prompts_of_one_request_get_all_slots_or_none() -> None:
     waiting = queue(capacity=1, max_waiting=2)
     with pytest.raises(Overloaded):
-        waiting.offer([1, 1, 1, 1], 0.0)
+        waiting.offer([Entrant(sequences=1)] * 4, 0.0)
     assert (waiting.num_waiting, waiting.num_admitted) == (0, 0)
-    assert [slot.admitted_at for slot in waiting.offer([1, 1, 1], 0.0)] == [0.0, None, None]
+    assert [slot.admitted_at for slot in waiting.offer([Entrant(sequences=1)] * 3, 0.0)] == [0.0, None, None]
 
 
 def test_retry_after_is_the_time_to_empty_the_queue_at_the_measured_rate() -> None:
@@ -128,7 +128,7 @@ def test_capacity_is_never_exceeded_and_order_never_broken(moves: list[tuple[str
         before = [slot for slot in alive if slot.admitted_at is not None]
         if move == "offer":
             try:
-                alive += waiting.offer([number % 3 + 1], float(now))
+                alive += waiting.offer([Entrant(sequences=number % 3 + 1)], float(now))
             except Overloaded:
                 assert waiting.num_waiting == 5
         elif move == "leave" and alive:
@@ -144,3 +144,14 @@ def test_capacity_is_never_exceeded_and_order_never_broken(moves: list[tuple[str
         # Slots are admitted in order of arrival.
         flags = [slot.admitted_at is not None for slot in alive]
         assert flags == sorted(flags, reverse=True)
+
+
+def test_the_uncached_tokens_of_the_queue_are_those_of_its_prompts() -> None:
+    waiting = queue(capacity=1, max_waiting=5)
+    first, second, third = waiting.offer([Entrant(sequences=1, uncached_tokens=tokens) for tokens in (7, 20, 300)], 0.0)
+    assert waiting.uncached_tokens == 320
+    waiting.leave(first, 1.0)
+    assert waiting.uncached_tokens == 300
+    waiting.leave(third, 1.0)
+    waiting.leave(second, 1.0)
+    assert waiting.uncached_tokens == 0

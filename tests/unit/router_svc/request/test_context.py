@@ -17,6 +17,7 @@ from router_svc.records.journal import Journal
 from router_svc.request.context import RequestContext
 from router_svc.request.output import ChoiceDelta, Output
 from router_svc.request.stream import DeltaStream
+from router_svc.routing.cluster import PrefixHashes
 from router_svc.routing.in_flight import InFlight, QueuedPrompt
 from tests.support.tiny_model import tokens_of
 
@@ -35,6 +36,7 @@ def new_context(model_dir: Path) -> RequestContext:
     journal = cast(Journal, SimpleNamespace(produced=lambda completion_tokens: None))
     return RequestContext(
         generation=generation,
+        hashes=PrefixHashes(generation.prompt, generation.cache_salt),
         cluster=cast(Any, None),
         journal=journal,
         output=Output(generation, Tokenizer.from_dir(model_dir)),

@@ -1,0 +1,83 @@
+"""Metric families of a router: one prefix, the common labels, and counters that exist from the start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+
+class CounterBy:
+    """A counter with one more label. The values that are known exist from the start, at 0.
+
+    A series that appeared with its first event would hide that event: Prometheus sees no increase from nothing to 1.
+    """
+
+    def __init__(self, counter: Counter, common: tuple[str, ...], known: Iterable[str]) -> None:
+        self._counter = counter
+        self._common = common
+        for value in known:
+            self._counter.labels(*common, value)
+
+    def inc(self, value: str) -> None:
+        """Counts one event with this value of the label."""
+        self._counter.labels(*self._common, value).inc()
+
+
+class GaugeBy:
+    """A gauge with one more label."""
+
+    def __init__(self, gauge: Gauge, common: tuple[str, ...]) -> None:
+        self._gauge = gauge
+        self._common = common
+
+    def at(self, value: str) -> Gauge:
+        """The gauge with this value of the label."""
+        return self._gauge.labels(*self._common, value)
+
+
+class Families:
+    """Makes metric families of one registry.
+
+    Each has the labels `model_name` and `tier`. The tier is `router`, unless the family's own label is a tier.
+    """
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self.registry = registry
+        self.common = {"model_name": model_name, "tier": "router"}
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        """A gauge without more labels."""
+        return Gauge(f"pdserve_{name}", text, self.common, registry=self.registry).labels(**self.common)
+
+    def gauge_by(self, label: str, name: str, text: str) -> GaugeBy:
+        """A gauge with one more label."""
+        gauge = Gauge(f"pdserve_{name}", text, self._labels(label), registry=self.registry)
+        return GaugeBy(gauge, self._values(label))
+
+    def counter(self, name: str, text: str) -> Counter:
+        """A counter without more labels."""
+        return Counter(f"pdserve_{name}", text, self.common, registry=self.registry).labels(**self.common)
+
+    def counter_by(self, label: str, name: str, text: str, known: Iterable[str]) -> CounterBy:
+        """A counter with one more label, of which these values are known."""
+        counter = Counter(f"pdserve_{name}", text, self._labels(label), registry=self.registry)
+        return CounterBy(counter, self._values(label), known)
+
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        """A histogram without more labels."""
+        histogram = Histogram(f"pdserve_{name}", text, self.common, buckets=buckets, registry=self.registry)
+        return histogram.labels(**self.common)
+
+    def histograms_by(
+        self, label: str, name: str, text: str, buckets: tuple[float, ...], known: Iterable[str]
+    ) -> dict[str, Histogram]:
+        """A histogram with one more label, by the values of that label."""
+        histogram = Histogram(f"pdserve_{name}", text, self._labels(label), buckets=buckets, registry=self.registry)
+        return {value: histogram.labels(*self._values(label), value) for value in known}
+
+    def _labels(self, label: str) -> list[str]:
+        return [*(name for name in self.common if name != label), label]
+
+    def _values(self, label: str) -> tuple[str, ...]:
+        return tuple(value for name, value in self.common.items() if name != label)

@@ -1,0 +1,70 @@
+"""Divides a request's time into phases: it is in exactly one at any time, so that they add up to its latency. Pure.
+
+    accepted -> QUEUE -> RESERVE -> PREFILL -> WIRE -> DECODE -> ended
+                            ^----- retry -------'
+
+The phase that takes the largest share names the tier that is short: QUEUE and RESERVE wait for the decode tier,
+PREFILL for the prefill tier, and WIRE for the handover between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """What a request waits for, in the order of a request without faults."""
+
+    #: Admission by the router.
+    QUEUE = "queue"
+    #: A decode worker: its choice, its blocks, and its batch for a local prefill.
+    RESERVE = "reserve"
+    #: The prompt's tokens, queued at a prefill worker or computed on either tier.
+    PREFILL = "prefill"
+    #: The rest of the prompt's KV, after the first token.
+    WIRE = "wire"
+    #: The other tokens, and the client that reads them.
+    DECODE = "decode"
+
+
+_ORDER = list(Phase)
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseStart:
+    """The entry into a phase, in seconds since the request was accepted."""
+
+    phase: Phase
+    at: float
+
+
+@dataclass(slots=True)
+class Timeline:
+    """The phases of one request so far."""
+
+    starts: list[PhaseStart] = field(default_factory=lambda: [PhaseStart(Phase.QUEUE, 0.0)])
+
+    def enter(self, phase: Phase, at: float) -> None:
+        """The request is in `phase` since `at`. Ignored if it has reached this phase, or a later one, already.
+
+        Reports of two workers have no order, so an earlier phase may be reported late.
+        """
+        if _ORDER.index(phase) > _ORDER.index(self.starts[-1].phase):
+            self._start(phase, at)
+
+    def restart(self, at: float) -> None:
+        """Another attempt begins: the request waits for a decode worker again."""
+        self._start(Phase.RESERVE, at)
+
+    def seconds(self, end: float) -> dict[Phase, float]:
+        """Time spent in every phase until `end`. Their sum is `end`."""
+        total = dict.fromkeys(Phase, 0.0)
+        ends = [start.at for start in self.starts[1:]] + [end]
+        for start, until in zip(self.starts, ends, strict=True):
+            total[start.phase] += until - start.at
+        return total
+
+    def _start(self, phase: Phase, at: float) -> None:
+        # A duration that a worker measured can reach back beyond what the router has seen.
+        self.starts.append(PhaseStart(phase, max(at, self.starts[-1].at)))

@@ -1,0 +1,54 @@
+"""A request is in one phase at any time, whatever is reported and in whatever order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router_svc.records.timeline import Phase, Timeline
+
+PHASES = st.sampled_from(Phase)
+#: Seconds until the next report, how far it reaches back, and the phase it reports; None for a retry.
+REPORTS = st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10), st.none() | PHASES), max_size=20)
+
+
+@given(REPORTS, st.floats(0, 10))
+def test_phases_add_up_to_the_latency_and_none_is_negative(
+    reports: list[tuple[float, float, Phase | None]], rest_s: float
+) -> None:
+    timeline, now = Timeline(), 0.0
+    for after_s, ago_s, phase in reports:
+        now += after_s
+        if phase is None:
+            timeline.restart(now)
+        else:
+            timeline.enter(phase, now - ago_s)
+    seconds = timeline.seconds(now + rest_s)
+    assert sum(seconds.values()) == pytest.approx(now + rest_s)
+    assert min(seconds.values()) >= 0.0
+
+
+def test_a_report_of_an_earlier_phase_that_comes_late_changes_nothing() -> None:
+    timeline = Timeline()
+    timeline.enter(Phase.RESERVE, 1.0)
+    timeline.enter(Phase.PREFILL, 2.0)
+    timeline.enter(Phase.DECODE, 5.0)
+    timeline.enter(Phase.WIRE, 6.0)
+    assert timeline.seconds(9.0) == {"queue": 1.0, "reserve": 1.0, "prefill": 3.0, "wire": 0.0, "decode": 4.0}
+
+
+def test_a_retry_waits_for_a_decode_worker_again_and_what_was_lost_stays_counted() -> None:
+    timeline = Timeline()
+    timeline.enter(Phase.PREFILL, 1.0)
+    timeline.restart(4.0)
+    timeline.enter(Phase.PREFILL, 4.5)
+    timeline.enter(Phase.DECODE, 6.0)
+    assert timeline.seconds(6.0) == {"queue": 1.0, "reserve": 0.5, "prefill": 4.5, "wire": 0.0, "decode": 0.0}
+
+
+def test_a_duration_that_reaches_back_too_far_is_cut() -> None:
+    timeline = Timeline()
+    timeline.enter(Phase.WIRE, 3.0)
+    timeline.enter(Phase.DECODE, 2.0)
+    assert timeline.seconds(4.0) == {"queue": 3.0, "reserve": 0.0, "prefill": 0.0, "wire": 0.0, "decode": 1.0}
