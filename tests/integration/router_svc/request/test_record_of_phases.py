@@ -9,6 +9,7 @@ import pytest
 from tests.integration.router_svc.conftest import ScriptedCluster
 from tests.integration.router_svc.request.support import (
     TOKENS,
+    after_first_token,
     go_on,
     once_known,
     states,
@@ -67,7 +68,7 @@ async def test_the_phases_of_a_request_add_up_to_its_latency(cluster: ScriptedCl
 
 async def test_the_phases_of_a_request_that_was_retried_and_failed_add_up(cluster: ScriptedCluster) -> None:
     cluster.script.fail("prefill", vanish)
-    cluster.script.fail("decode_token", None, vanish)
+    cluster.script.fail("decode_token", None, after_first_token(cluster, vanish))
     status, _ = await cluster.complete()
     assert status == 502
     record = await cluster.only_trace()
