@@ -25,6 +25,6 @@ def test_the_rules_are_valid() -> None:
     _promtool("check", "rules", *sorted(RULES.glob("*.yaml")))
 
 
-@pytest.mark.parametrize("path", sorted(TESTS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(TESTS.glob("*.yaml")), ids=lambda path: path.name)
 def test_the_rules_fire_and_are_silent_as_expected(path: Path) -> None:
     _promtool("test", "rules", path)

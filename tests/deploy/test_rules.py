@@ -47,7 +47,7 @@ def test_an_alert_has_a_severity_a_page_and_words(name: str) -> None:
 
 
 def test_every_page_belongs_to_an_alert() -> None:
-    assert {path.stem for path in RUNBOOKS.glob("*.md")} - {"README"} == alerts().keys()
+    assert {path.name for path in RUNBOOKS.glob("*.md")} == {"README.md", *(f"{name}.md" for name in alerts())}
 
 
 def test_a_ratio_has_a_denominator_above_zero() -> None:
