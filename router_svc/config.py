@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pdserve.base.config import option, parse_bytes
 from pdserve.base.logs import FORMATS, LEVELS
+from pdserve.base.redis_keys import DEFAULT_PREFIX, parse_prefix
 
 LOCAL_PREFILL = ("auto", "threshold")
 
@@ -17,6 +18,9 @@ class RouterConfig:
 
     model: str = option(help="directory of the model, as `pdserve up` prepared it", metavar="DIR")
     redis_url: str = option(help="Redis with the worker registry and the prefix index", metavar="URL")
+    redis_prefix: str = option(
+        DEFAULT_PREFIX, help="what the names of all keys in Redis begin with", metavar="PREFIX", parse=parse_prefix
+    )
     served_model_name: str | None = option(None, help="name that clients use; default: the directory's name")
     host: str = option("127.0.0.1", help="address to listen on", metavar="ADDRESS")
     port: int = option(8000, help="port of the HTTP API; 0 takes a free one", minimum=0)

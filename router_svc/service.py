@@ -235,7 +235,7 @@ async def serve(config: RouterConfig) -> None:
     stop = stop_event_on_signals()
     health = Health(not_ready=NO_DECODE_WORKER)
     model = ServedModel.load(config.model_dir, config.model_name)
-    async with Store(config.redis_url, on_change=health.watch("redis")) as store:
+    async with Store(config.redis_url, prefix=config.redis_prefix, on_change=health.watch("redis")) as store:
         router = Router(config, model, store, health)
         async with router.serving() as addresses:
             log.info("router_listening", http=addresses.http, grpc=addresses.grpc, model=config.model_name)

@@ -20,10 +20,10 @@ from pdserve.base.errors import StoreError
 from pdserve.base.ids import BlockHash, Epoch, WorkerId
 from pdserve.base.store import Argument, Reply, Store, as_bytes, as_fields, as_list, script_command
 
-BLOCKS_KEY = "pd:blocks:"
-WORKERS_KEY = "pd:kv-workers"
-STREAM_KEY = "pd:kv-events"
-HEAD_KEY = "pd:kv-head"
+BLOCKS_KEY = "blocks:"
+WORKERS_KEY = "kv-workers"
+STREAM_KEY = "kv-events"
+HEAD_KEY = "kv-head"
 
 #: Hashes in one stream entry, 8 KiB.
 MAX_BATCH = 512
@@ -163,8 +163,9 @@ class KvLog:
         `resync` counts its resets: a batch that arrives after a newer reset is refused. False means that Redis does not
         hold what a batch builds on, because it lost data or another incarnation took over: start over with a reset.
         """
-        keys = [_blocks_key(worker_id, epoch), WORKERS_KEY, HEAD_KEY, STREAM_KEY]
-        shared: list[Argument] = [worker_id, epoch, resync, self._max_entries, BLOCKS_KEY, int(self._ttl_s * 1000)]
+        keys = self._keys(worker_id, epoch)
+        sets = self._store.key(BLOCKS_KEY)
+        shared: list[Argument] = [worker_id, epoch, resync, self._max_entries, sets, int(self._ttl_s * 1000)]
         commands = []
         for batch in batches:
             assert len(batch.added) + len(batch.removed) <= MAX_BATCH
@@ -175,12 +176,13 @@ class KvLog:
 
     async def remove(self, worker_id: WorkerId, epoch: Epoch) -> None:
         """Removes an incarnation's blocks."""
-        keys = [_blocks_key(worker_id, epoch), WORKERS_KEY, HEAD_KEY, STREAM_KEY]
+        keys = self._keys(worker_id, epoch)
         await self._store.script(_REMOVE, keys=keys, arguments=[worker_id, epoch, 0, self._max_entries])
 
     async def incarnations(self) -> StoredIncarnations:
         """The incarnations whose blocks Redis holds now."""
-        reply = await self._store.script(_LIST, keys=[WORKERS_KEY, HEAD_KEY], arguments=[BLOCKS_KEY])
+        workers, head, sets = (self._store.key(name) for name in (WORKERS_KEY, HEAD_KEY, BLOCKS_KEY))
+        reply = await self._store.script(_LIST, keys=[workers, head], arguments=[sets])
         generation, sequence, *pairs = [as_bytes(item).decode(errors="replace") for item in as_list(reply)]
         try:
             return StoredIncarnations(
@@ -189,7 +191,7 @@ class KvLog:
             )
         except ValueError as error:
             raise StoreError(
-                f"The keys {WORKERS_KEY} and {HEAD_KEY} cannot be read: {error}. Delete them: workers rewrite them."
+                f"The keys {workers} and {head} cannot be read: {error}. Delete them: workers rewrite them."
             ) from error
 
     async def hashes(self, worker_id: WorkerId, epoch: Epoch) -> AsyncIterator[tuple[BlockHash, ...]]:
@@ -199,7 +201,7 @@ class KvLog:
         """
         cursor = b"0"
         while True:
-            reply = await self._store.script(_SCAN, keys=[_blocks_key(worker_id, epoch)], arguments=[cursor])
+            reply = await self._store.script(_SCAN, keys=self._keys(worker_id, epoch)[:1], arguments=[cursor])
             next_cursor, packed = as_list(reply)
             yield _unpack(as_bytes(packed))
             cursor = as_bytes(next_cursor)
@@ -215,7 +217,7 @@ class KvLog:
         """
         reply = await self._store.call(
             *("XREAD", "COUNT", count, "BLOCK", int(block_s * 1000)),
-            *("STREAMS", STREAM_KEY, f"{after.generation}-{after.sequence}"),
+            *("STREAMS", self._store.key(STREAM_KEY), f"{after.generation}-{after.sequence}"),
             block_s=block_s,
         )
         if reply is None:
@@ -224,9 +226,10 @@ class KvLog:
         _, entries = as_list(stream)
         return [_entry(entry) for entry in as_list(entries)]
 
-
-def _blocks_key(worker_id: WorkerId, epoch: Epoch) -> str:
-    return f"{BLOCKS_KEY}{worker_id}:{epoch}"
+    def _keys(self, worker_id: WorkerId, epoch: Epoch) -> list[str]:
+        """The incarnation's set, workers, head and stream."""
+        names = (f"{BLOCKS_KEY}{worker_id}:{epoch}", WORKERS_KEY, HEAD_KEY, STREAM_KEY)
+        return [self._store.key(name) for name in names]
 
 
 def _unpack(packed: bytes) -> tuple[BlockHash, ...]:

@@ -28,8 +28,8 @@ __all__ = ["Registrar", "Tier", "WorkerDirectory", "WorkerLoad", "WorkerRecord",
 
 log = get_logger(__name__)
 
-WORKER_KEY = "pd:worker:"
-WORKERS_KEY = "pd:workers"
+WORKER_KEY = "worker:"
+WORKERS_KEY = "workers"
 RECORD_TTL_S = 5.0
 
 # KEYS: record, ids. ARGV: TTL in ms, id, field, value, ... Returns the previous epoch.
@@ -131,7 +131,7 @@ class Registrar:
         try:
             before = await self._store.script(
                 _REGISTER,
-                keys=[WORKER_KEY + record.worker_id, WORKERS_KEY],
+                keys=[self._store.key(WORKER_KEY + record.worker_id), self._store.key(WORKERS_KEY)],
                 arguments=[
                     int(RECORD_TTL_S * 1000),
                     record.worker_id,
@@ -160,7 +160,7 @@ class Registrar:
         try:
             await self._store.script(
                 _REMOVE,
-                keys=[WORKER_KEY + record.worker_id, WORKERS_KEY],
+                keys=[self._store.key(WORKER_KEY + record.worker_id), self._store.key(WORKERS_KEY)],
                 arguments=[record.epoch, record.worker_id],
             )
         except StoreError as error:
@@ -246,7 +246,7 @@ class WorkerDirectory:
 
 async def read_sightings(store: Store) -> list[Sighting]:
     """The readable records of all registered workers, unordered. Raises `StoreError`."""
-    reply = await store.script(_LIST, keys=[WORKERS_KEY], arguments=[WORKER_KEY])
+    reply = await store.script(_LIST, keys=[store.key(WORKERS_KEY)], arguments=[store.key(WORKER_KEY)])
     sightings = []
     for entry in as_list(reply):
         worker_id, fields = as_list(entry)

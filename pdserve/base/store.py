@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from redis.asyncio.connection import AbstractConnection, Connection, parse_url
+from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import RedisError, ResponseError
 
 from pdserve.base.errors import SetupError, StoreError
 from pdserve.base.logs import get_logger
+from pdserve.base.redis_keys import DEFAULT_PREFIX, key_prefix, parse_prefix
+from pdserve.base.redis_servers import ask, is_in_charge, parse_servers
 
 log = get_logger(__name__)
 
@@ -31,19 +32,27 @@ class Store:
     """Connections to one Redis, opened when needed and kept for the next call.
 
     Belongs to one event loop. A call that fails or is cancelled closes its connection, so that a late reply is never
-    mistaken for the reply to another command.
+    mistaken for the reply to another command. A server that is no longer in charge of our keys is as good as lost.
     """
 
     def __init__(
         self,
         url: str,
         *,
+        prefix: str = DEFAULT_PREFIX,
         timeout_s: float = 0.5,
         on_change: Callable[[str | None], None] = lambda reason: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_change` gets the reason of an outage, and None when it ends. Raises `SetupError` on a malformed `url`."""
-        self._new_connection, self.address = _parse(url)
+        """All keys begin with `prefix`. `on_change` gets the reason of an outage, and None when it ends.
+
+        Raises `SetupError` on a malformed `url` or `prefix`.
+        """
+        try:
+            self._prefix = key_prefix(url, parse_prefix(prefix))
+        except ValueError as error:
+            raise SetupError(f"--redis-prefix: {error}.") from error
+        self._servers = parse_servers(url, prefix)
         self._timeout_s = timeout_s
         self._on_change = on_change
         self._clock = clock
@@ -60,6 +69,15 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    @property
+    def address(self) -> str:
+        """Where Redis is, without a password."""
+        return self._servers.address
+
+    def key(self, name: str) -> str:
+        """The key of that name in Redis."""
+        return f"{self._prefix}:{name}"
 
     @property
     def available(self) -> bool:
@@ -103,9 +121,10 @@ class Store:
         """
         if self._closed:
             raise StoreError(f"The connection to Redis at {self.address} is closed.")
-        connection = self._idle.pop() if self._idle else self._new_connection()
+        connection: AbstractConnection | None = None
         try:
             async with asyncio.timeout(self._timeout_s + block_s):
+                connection = self._idle.pop() if self._idle else await self._servers.connection()
                 replies = await _exchange(connection, commands)
         except (RedisError, OSError) as error:
             await self._lost(connection, error)
@@ -114,7 +133,8 @@ class Store:
                 reason = f"no answer within {self._timeout_s + block_s:g} s"
             raise StoreError(f"Redis at {self.address} cannot be used: {reason}.") from error
         except BaseException:
-            await connection.disconnect(nowait=True)
+            if connection is not None:
+                await connection.disconnect(nowait=True)
             raise
         self._idle.append(connection)
         self._found()
@@ -123,8 +143,10 @@ class Store:
             raise StoreError(f"Redis at {self.address} refused a command: {str(refused).rstrip('.')}.") from refused
         return [reply for reply in replies if not isinstance(reply, ResponseError)]
 
-    async def _lost(self, connection: AbstractConnection, error: Exception) -> None:
-        await connection.disconnect(nowait=True)
+    async def _lost(self, connection: AbstractConnection | None, error: Exception) -> None:
+        if connection is not None:
+            await connection.disconnect(nowait=True)
+        self._servers.forget()
         self._outages += 1
         if self._unavailable_since is None:
             self._unavailable_since = self._clock()
@@ -147,15 +169,12 @@ class Store:
 
 async def is_reachable(url: str, *, timeout_s: float = 0.5) -> bool:
     """Whether a Redis answers at `url`. Raises `SetupError` on a malformed `url`."""
-    new_connection, _ = _parse(url)
-    connection = new_connection()
+    servers = parse_servers(url, DEFAULT_PREFIX)
     try:
         async with asyncio.timeout(timeout_s):
-            return await _exchange(connection, [["PING"]]) == [b"PONG"]
+            return bool(await ask(await servers.connection(), "PING") == b"PONG")
     except (RedisError, OSError):
         return False
-    finally:
-        await connection.disconnect()
 
 
 async def _exchange(
@@ -168,21 +187,10 @@ async def _exchange(
         try:
             replies.append(await connection.read_response())
         except ResponseError as error:
+            if not is_in_charge(error):
+                raise
             replies.append(error)
     return replies
-
-
-def _parse(url: str) -> tuple[Callable[[], AbstractConnection], str]:
-    """A factory of connections, and an address without a password, for logs."""
-    try:
-        arguments: dict[str, Any] = dict(parse_url(url))
-    except ValueError as error:
-        raise SetupError(f"The Redis URL cannot be used: {error}. Write redis://HOST:PORT or unix:///PATH.") from error
-    connection_class: type[AbstractConnection] = arguments.pop("connection_class", Connection)
-    address = arguments.get("path") or f"{arguments.get('host', 'localhost')}:{arguments.get('port', 6379)}"
-    # Deadlines cover the whole call, in `Store.pipeline`. `Reply` describes RESP2.
-    arguments |= {"protocol": 2, "socket_timeout": None}
-    return functools.partial(connection_class, **arguments), str(address)
 
 
 def script_command(source: str, *, keys: Sequence[str], arguments: Sequence[Argument]) -> list[Argument]:

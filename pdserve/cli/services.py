@@ -93,6 +93,7 @@ def _common_flags(plan: ClusterPlan) -> dict[str, object]:
         "model": plan.model_path,
         "served-model-name": plan.served_name,
         "drain-timeout-s": plan.config.drain_timeout_s,
+        "redis-prefix": plan.config.redis_prefix,
         "log-level": plan.config.log_level,
         "log-format": plan.config.log_format,
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from decode_svc.config import DecodeConfig
 from pdserve.base.config import default_of, option, parse_bytes, positional
 from pdserve.base.logs import FORMATS, LEVELS
+from pdserve.base.redis_keys import DEFAULT_PREFIX, parse_prefix
 from pdserve.worker.config import (
     DTYPES,
     HANDOVER_MEMORIES,
@@ -121,6 +122,9 @@ class UpConfig:
         choices=HANDOVER_MEMORIES,
     )
     redis_url: str | None = option(None, help="URL of Redis; default: start a private one", metavar="URL")
+    redis_prefix: str = option(
+        DEFAULT_PREFIX, help="what the names of all keys in Redis begin with", metavar="PREFIX", parse=parse_prefix
+    )
     cache_dir: str | None = option(
         None, help="directory of downloaded and converted models; default: in the user's cache directory"
     )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from pdserve.base.config import child_environment
 from pdserve.base.errors import SetupError
-from pdserve.base.store import is_reachable
+from pdserve.base.store import Store, is_reachable
 from pdserve.cli.cluster_plan import RedisPlan
 from pdserve.cli.private_redis import find_redis_server, server_argv, wait_until_ready
 from pdserve.cli.services import REDIS_STAGE
@@ -31,15 +30,9 @@ async def require_reachable(redis_url: str) -> None:
     """Raises `SetupError` if the user's Redis does not answer: without it the router would never see a worker."""
     if not await is_reachable(redis_url, timeout_s=_REACH_TIMEOUT_S):
         raise SetupError(
-            f"Redis at {without_password(redis_url)} does not answer. Start it, correct --redis-url, or omit the "
+            f"Redis at {Store(redis_url).address} does not answer. Start it, correct --redis-url, or omit the "
             "flag to get a private one."
         )
-
-
-def without_password(url: str) -> str:
-    """The URL with its password masked, for messages."""
-    password = urlsplit(url).password
-    return url if password is None else url.replace(f":{password}@", ":***@", 1)
 
 
 def _private(binary: Path, directory: Path, log_dir: Path) -> RedisPlan:

@@ -8,6 +8,7 @@ from pathlib import Path
 from pdserve.base.addresses import parse_host, parse_worker_id
 from pdserve.base.config import option, parse_bytes, parse_ints
 from pdserve.base.logs import FORMATS, LEVELS
+from pdserve.base.redis_keys import DEFAULT_PREFIX, parse_prefix
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FP8_KV = "fp8_e4m3"
@@ -26,6 +27,9 @@ class WorkerConfig:
 
     model: str = option(help="directory of the model, as `pdserve up` prepared it", metavar="DIR")
     redis_url: str = option(help="Redis with the worker registry and the prefix index", metavar="URL")
+    redis_prefix: str = option(
+        DEFAULT_PREFIX, help="what the names of all keys in Redis begin with", metavar="PREFIX", parse=parse_prefix
+    )
     served_model_name: str | None = option(None, help="name clients use; default: the directory's name")
     worker_id: str | None = option(
         None,

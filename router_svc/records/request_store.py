@@ -22,8 +22,8 @@ from router_svc.records.request_state import RequestProgress, RequestState, Stat
 
 log = get_logger(__name__)
 
-REQUEST_KEY = "pd:req:"
-REQUESTS_KEY = "pd:reqs"
+REQUEST_KEY = "req:"
+REQUESTS_KEY = "reqs"
 
 # KEYS: request, newest requests. ARGV: TTL in ms, requests to keep, key prefix, id, number of accepted marks, the
 # marks, field, value, ... Returns the stored mark if it is not an accepted one, else the empty string.
@@ -124,12 +124,12 @@ class RequestStore:
 
     async def get(self, request_id: RequestId) -> StoredRequest | None:
         """The stored request, or None. Raises `StoreError`."""
-        fields = as_fields(await self._store.call("HGETALL", REQUEST_KEY + request_id))
+        fields = as_fields(await self._store.call("HGETALL", self._store.key(REQUEST_KEY + request_id)))
         return _from_fields(request_id, fields) if fields else None
 
     async def newest(self, count: int) -> list[RequestId]:
         """The ids of the newest requests, newest first. The last ones may have expired. Raises `StoreError`."""
-        reply = await self._store.call("LRANGE", REQUESTS_KEY, 0, count - 1)
+        reply = await self._store.call("LRANGE", self._store.key(REQUESTS_KEY), 0, count - 1)
         return [RequestId(as_bytes(request_id).decode()) for request_id in as_list(reply)]
 
     async def _flush(self) -> bool:
@@ -158,11 +158,11 @@ class RequestStore:
         fields = [text for field in _to_fields(request).items() for text in field]
         return script_command(
             _COMPARE_AND_SET,
-            keys=[REQUEST_KEY + progress.request_id, REQUESTS_KEY],
+            keys=[self._store.key(REQUEST_KEY + progress.request_id), self._store.key(REQUESTS_KEY)],
             arguments=[
                 int(self._ttl_s * 1000),
                 self._max_kept,
-                REQUEST_KEY,
+                self._store.key(REQUEST_KEY),
                 progress.request_id,
                 len(marks),
                 *marks,

@@ -16,7 +16,7 @@ from enum import StrEnum
 from pdserve.base.errors import SetupError, StoreError
 from pdserve.base.store import Store, as_bytes
 
-EXIT_KEY = "pd:exit:"
+EXIT_KEY = "exit:"
 _TTL_S = 24 * 3600
 #: A note is written again at this interval, so that it survives its TTL and a Redis that lost its data.
 _REPEAT_S = 600.0
@@ -54,7 +54,7 @@ class ExitNote:
 
     def __init__(self, store: Store, worker_id: str) -> None:
         self._store = store
-        self._key = EXIT_KEY + worker_id
+        self._key = store.key(EXIT_KEY + worker_id)
         self._during = During.LOADING
 
     async def replace(self) -> Exit | None:

@@ -41,7 +41,9 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
     async with serve_admin(health, metrics.registry, admin) as http_address, AsyncExitStack() as stack:
         config = stack.enter_context(claiming(config))
         notify.status("loading the model")
-        store = await stack.enter_async_context(Store(config.redis_url, on_change=health.watch("redis")))
+        store = await stack.enter_async_context(
+            Store(config.redis_url, prefix=config.redis_prefix, on_change=health.watch("redis"))
+        )
         note = await stack.enter_async_context(_noted_exit(config, store, metrics))
         model = await asyncio.to_thread(load_model, config)
         stack.callback(model.close)

@@ -72,7 +72,7 @@ async def test_heartbeats_carry_the_load_and_renew_the_expiry_of_the_record(
         await until(directory, lambda: ids(directory) == ["decode-0"])
         first = directory.get(DECODE)
         await until(directory, lambda: directory.get(DECODE) not in (None, first))
-        assert await router_store.call("PERSIST", WORKER_KEY + DECODE) == 1
+        assert await router_store.call("PERSIST", router_store.key(WORKER_KEY + DECODE)) == 1
         await eventually(lambda: _expires(router_store))
 
 
@@ -156,10 +156,10 @@ async def test_a_stopping_worker_does_not_remove_its_successor(worker_store: Sto
 
 async def test_an_unreadable_record_hides_no_other(worker_store: Store, router_store: Store) -> None:
     await router_store.call("SADD", "pd:workers", "stranger")
-    await router_store.call("HSET", WORKER_KEY + "stranger", "beat", "1", "tier", "observer")
+    await router_store.call("HSET", router_store.key(WORKER_KEY + "stranger"), "beat", "1", "tier", "observer")
     async with running(Registrar(worker_store, worker_record).run()):
         await eventually(lambda: _has_workers(router_store, 1))
-    await router_store.call("HSET", WORKER_KEY + "stranger", "beat", "x")
+    await router_store.call("HSET", router_store.key(WORKER_KEY + "stranger"), "beat", "x")
     assert await read_workers(router_store) == []
 
 
@@ -183,7 +183,7 @@ async def _is(value: bool) -> bool:
 
 
 async def _expires(store: Store) -> bool:
-    ttl_ms = await store.call("PTTL", WORKER_KEY + DECODE)
+    ttl_ms = await store.call("PTTL", store.key(WORKER_KEY + DECODE))
     assert isinstance(ttl_ms, int)
     return 0 < ttl_ms <= RECORD_TTL_S * 1000
 

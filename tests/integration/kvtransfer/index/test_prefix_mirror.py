@@ -194,10 +194,10 @@ async def test_a_gap_in_the_stream_leads_to_a_new_snapshot(worker_store: Store, 
         # One pipeline: when the mirror reads next, all but the last entries are trimmed.
         batches = [KvEventBatch(added=(block_hash,)) for block_hash in hashes[1:]]
         await log.write(A, Epoch(1), 1, batches)
-        assert await router_store.call("XLEN", STREAM_KEY) != len(hashes)
+        assert await router_store.call("XLEN", router_store.key(STREAM_KEY)) != len(hashes)
         await until(mirror, lambda: mirror.index.blocks_of(A) == set(hashes))
         await log.write(A, Epoch(1), 1, [KvEventBatch(removed=tuple(hashes[:1]))])
-        await router_store.call("XTRIM", STREAM_KEY, "MAXLEN", 0)
+        await router_store.call("XTRIM", router_store.key(STREAM_KEY), "MAXLEN", 0)
         await log.write(A, Epoch(1), 1, [KvEventBatch(removed=tuple(hashes[1:2]))])
         await until(mirror, lambda: mirror.index.blocks_of(A) == set(hashes[2:]))
         assert mirror.gaps > 0
@@ -212,7 +212,7 @@ async def test_a_redis_clock_that_went_back_over_a_restart_is_noticed(worker_sto
         await until(mirror, lambda: equals_truth(mirror, a))
         snapshots = mirror.snapshots
         await worker_store.pipeline(
-            [["MULTI"], ["FLUSHALL"], ["HSET", HEAD_KEY, "generation", 5, "sequence", 0], ["EXEC"]]
+            [["MULTI"], ["FLUSHALL"], ["HSET", router_store.key(HEAD_KEY), "generation", 5, "sequence", 0], ["EXEC"]]
         )
         await until(mirror, lambda: mirror.snapshots > snapshots and equals_truth(mirror, a))
         incarnations = await KvLog(router_store).incarnations()
@@ -230,11 +230,11 @@ async def test_a_restarted_worker_replaces_its_old_blocks(worker_store: Store, r
         async with running(new.publisher.run()):
             await until(mirror, lambda: equals_truth(mirror, new))
             assert mirror.overlap(block_hashes(10)) == {}
-            assert await router_store.call("EXISTS", f"{BLOCKS_KEY}a:1") == 0
+            assert await router_store.call("EXISTS", router_store.key(f"{BLOCKS_KEY}a:1")) == 0
             # A late batch of the dead incarnation is refused.
             late = [KvEventBatch(added=tuple(block_hashes(1)))]
             assert not await KvLog(router_store).write(A, Epoch(1), 1, late)
-            assert await router_store.call("EXISTS", f"{BLOCKS_KEY}a:1") == 0
+            assert await router_store.call("EXISTS", router_store.key(f"{BLOCKS_KEY}a:1")) == 0
 
 
 async def test_a_killed_workers_blocks_expire_everywhere(worker_store: Store, router_store: Store) -> None:
@@ -262,7 +262,7 @@ async def test_expired_blocks_of_a_live_worker_are_published_again(worker_store:
     a.change(block_hashes(10))
     async with running(mirror.run(), a.publisher.run()):
         await until(mirror, lambda: equals_truth(mirror, a))
-        await router_store.call("DEL", f"{BLOCKS_KEY}a:1")
+        await router_store.call("DEL", router_store.key(f"{BLOCKS_KEY}a:1"))
         await eventually(lambda: _published(router_store, a))
         await until(mirror, lambda: equals_truth(mirror, a))
         assert a.publisher.resyncs == 2
@@ -272,9 +272,9 @@ async def test_a_change_of_a_set_that_expired_is_refused(worker_store: Store) ->
     """A partial set must not look complete."""
     log = KvLog(worker_store)
     await log.write(A, Epoch(1), 1, [KvEventBatch(reset=True, added=tuple(block_hashes(3)))])
-    await worker_store.call("DEL", f"{BLOCKS_KEY}a:1")
+    await worker_store.call("DEL", worker_store.key(f"{BLOCKS_KEY}a:1"))
     assert not await log.write(A, Epoch(1), 1, [KvEventBatch(added=tuple(block_hashes(1, start=7)))])
-    assert await worker_store.call("EXISTS", f"{BLOCKS_KEY}a:1") == 0
+    assert await worker_store.call("EXISTS", worker_store.key(f"{BLOCKS_KEY}a:1")) == 0
 
 
 async def test_a_reset_that_comes_late_does_not_undo_a_newer_one(worker_store: Store) -> None:
@@ -304,7 +304,7 @@ async def test_the_stream_keeps_a_bounded_number_of_entries(worker_store: Store)
     for start in range(0, 1000, 100):
         hashes = block_hashes(100, start=start)
         await log.write(A, Epoch(1), 1, [KvEventBatch(added=(block_hash,)) for block_hash in hashes])
-    length = await worker_store.call("XLEN", STREAM_KEY)
+    length = await worker_store.call("XLEN", worker_store.key(STREAM_KEY))
     assert isinstance(length, int)
     assert 100 <= length <= 300
 

@@ -39,7 +39,7 @@ async def test_a_request_is_stored_with_its_history_and_record(router_store: Sto
         requests.put(progress, '{"why": "überlappt"}')
         await eventually(lambda: _is_kept(requests, progress))
     assert await requests.get(R) == StoredRequest(progress=progress, record='{"why": "überlappt"}')
-    ttl_ms = await router_store.call("PTTL", REQUEST_KEY + R)
+    ttl_ms = await router_store.call("PTTL", router_store.key(REQUEST_KEY + R))
     assert isinstance(ttl_ms, int)
     assert 0 < ttl_ms <= 3600_000
 
@@ -171,11 +171,11 @@ async def test_only_the_newest_requests_are_kept(router_store: Store) -> None:
     assert await requests.newest(10) == ["request-4", "request-3", "request-2"]
     assert await requests.newest(1) == ["request-4"]
     assert await requests.get(RequestId("request-1")) is None
-    assert await router_store.call("KEYS", REQUEST_KEY + "request-1") == []
+    assert await router_store.call("KEYS", router_store.key(REQUEST_KEY + "request-1")) == []
 
 
 async def test_a_record_that_cannot_be_parsed_is_a_store_error(router_store: Store) -> None:
-    await router_store.call("HSET", REQUEST_KEY + R, "history", '[{"state": "dreaming"}]')
+    await router_store.call("HSET", router_store.key(REQUEST_KEY + R), "history", '[{"state": "dreaming"}]')
     with pytest.raises(StoreError, match="request-1"):
         await RequestStore(router_store).get(R)
 

@@ -33,7 +33,7 @@ async def test_a_worker_killed_at_work_differs_from_one_killed_while_loading(wor
     serving = asyncio.create_task(note.serving())
 
     async def is_noted() -> bool:
-        return await worker_store.call("GET", EXIT_KEY + "decode-0") == b"killed serving"
+        return await worker_store.call("GET", worker_store.key(EXIT_KEY + "decode-0")) == b"killed serving"
 
     await eventually(is_noted)
     serving.cancel()
@@ -71,7 +71,7 @@ async def test_an_orderly_end_is_noted_as_one(worker_store: Store) -> None:
 async def test_the_note_of_another_version_and_a_lost_redis_are_no_error(
     worker_store: Store, redis_server: PrivateRedis
 ) -> None:
-    await worker_store.call("SET", EXIT_KEY + "decode-0", "evaporated serving")
+    await worker_store.call("SET", worker_store.key(EXIT_KEY + "decode-0"), "evaporated serving")
     assert await _previous(worker_store) is None
     await redis_server.stop()
     async with noted_exit(ExitNote(worker_store, "decode-0")):
