@@ -83,6 +83,10 @@ dist: install ## A wheel with the C++ kernels for all instruction sets, in dist/
 		{ $(BIN)/python -c 'from kernels.cpu import native; print("No kernels in the wheel:", native.missing_reason())'; exit 1; }
 	@ls dist/*.whl
 
+.PHONY: render
+render: install ## Render k8s/ to k8s/rendered; needs kubectl
+	@$(BIN)/python -m tests.deploy.render
+
 .PHONY: modules
 modules: install ## List every module with the first line of its docstring
 	@$(BIN)/python -m tests.arch.list_modules

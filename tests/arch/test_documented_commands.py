@@ -49,7 +49,10 @@ SERVICE_CONFIGS: dict[str, type[Any]] = {
     "decode_svc": DecodeConfig,
 }
 #: Flags in our documents that belong to other programs.
-FOREIGN_FLAGS = {"--appendonly", "--cap-add", "--enable-feature", "--ipc", "--pid", "--save", "--shm-size", "--ulimit"}
+FOREIGN_FLAGS = {
+    *("--appendonly", "--cap-add", "--enable-feature", "--for", "--ipc", "--pid", "--save", "--shm-size", "--target"),
+    *("--timeout", "--ulimit"),
+}
 
 
 def _documented_default(cell: str, field: dataclasses.Field[Any]) -> object:

@@ -48,6 +48,10 @@ OF_LIBRARIES = {
     "pdserve/cli/supervisor/child.py": {"tell"},  # io
     "pdserve/model/resolve.py": {"stem"},  # pathlib
     "tests/arch/list_modules.py": {"parts"},
+    "tests/deploy/render.py": {"stem"},  # pathlib
+    "tests/deploy/test_kubernetes_overlays.py": {"stem"},  # pathlib
+    "tests/deploy/test_kubernetes_renders.py": {"stem"},  # pathlib
+    "tests/deploy/test_kubernetes_schemas.py": {"stem"},  # pathlib
     "tests/arch/test_purity.py": {"parts"},
     "tests/unit/cli/test_private_redis.py": {"parts"},
 }

@@ -1,0 +1,206 @@
+"""The rendered manifests as objects, and what tests ask of them: workloads, containers, settings, who selects whom."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from decode_svc.config import DecodeConfig
+from pdserve.base.config import add_options, from_arguments
+from prefill_svc.config import PrefillConfig
+from router_svc.config import RouterConfig
+from tests.deploy.render import RENDERED, overlays
+
+Object = dict[str, Any]
+
+#: The loader in C, where PyYAML has it: some renders are long.
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+NAMES = sorted(overlays())
+CONFIGS: dict[str, type[Any]] = {"router_svc": RouterConfig, "prefill_svc": PrefillConfig, "decode_svc": DecodeConfig}
+#: Values for what a pod knows only when it runs.
+_POD = {"metadata.name": "pod-0", "status.podIP": "10.0.0.7"}
+
+
+@cache
+def documents(name: str) -> tuple[Object, ...]:
+    """The objects of a render."""
+    text = (RENDERED / f"{name}.yaml").read_text(encoding="utf-8")
+    return tuple(document for document in yaml.load_all(text, Loader=LOADER) if document)
+
+
+def of_kind(name: str, *kinds: str) -> list[Object]:
+    """The objects of these kinds in a render."""
+    return [document for document in documents(name) if document["kind"] in kinds]
+
+
+def title(document: Object) -> str:
+    """Kind and name of an object, for messages."""
+    return f"{document['kind']}/{document['metadata']['name']}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Something that makes pods."""
+
+    render: str
+    title: str
+    #: Labels by which it finds its pods; None: a Job.
+    selector: Mapping[str, str] | None
+    #: Pods that it makes by default; None: an autoscaler decides.
+    replicas: int | None
+    labels: Mapping[str, str]
+    spec: Object
+
+    @property
+    def component(self) -> str:
+        """The value of app.kubernetes.io/component."""
+        return self.labels["app.kubernetes.io/component"]
+
+    @property
+    def containers(self) -> list[Object]:
+        """The containers that run, without those that initialize."""
+        return list(self.spec["containers"])
+
+    @property
+    def all_containers(self) -> list[Object]:
+        """All containers."""
+        return [*self.spec.get("initContainers", ()), *self.spec["containers"]]
+
+
+@cache
+def workloads(name: str) -> tuple[Workload, ...]:
+    """All workloads of a render."""
+    return tuple(_workloads(name))
+
+
+def _workloads(name: str) -> Iterator[Workload]:
+    for document in documents(name):
+        spec = document.get("spec", {})
+        match document["kind"]:
+            case "Deployment" | "StatefulSet":
+                yield _workload(name, title(document), spec["template"], spec["selector"]["matchLabels"], spec)
+            case "Job":
+                yield _workload(name, title(document), spec["template"], None, {"replicas": 1})
+            case "DisaggregatedSet":
+                for role in spec["roles"]:
+                    template = role["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+                    yield _workload(name, f"{title(document)}/{role['name']}", template, None, role["spec"])
+
+
+def _workload(name: str, where: str, template: Object, selector: Mapping[str, str] | None, owner: Object) -> Workload:
+    return Workload(
+        render=name,
+        title=f"{name}: {where}",
+        selector=selector,
+        replicas=owner.get("replicas"),
+        labels=template["metadata"]["labels"],
+        spec=template["spec"],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """A container that runs one of our services, with the settings that it would start with."""
+
+    workload: Workload
+    container: Object
+    module: str
+    config: Any
+
+    @property
+    def title(self) -> str:
+        """Where it is, for messages."""
+        return f"{self.workload.title}/{self.container['name']}"
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """The container's ports by name."""
+        return {port["name"]: port["containerPort"] for port in self.container["ports"]}
+
+
+@cache
+def services(name: str) -> tuple[Service, ...]:
+    """All containers of a render that run a service. Raises `SetupError` for settings that the service refuses."""
+    return tuple(
+        Service(workload=workload, container=container, module=module, config=_config(name, workload, container))
+        for workload in workloads(name)
+        for container in workload.containers
+        if (module := module_of(container)) in CONFIGS
+    )
+
+
+def module_of(container: Object) -> str | None:
+    """The Python module that a container runs."""
+    command = container.get("command", [])
+    return command[-1] if command[:1] == ["python"] and "-m" in command else None
+
+
+def config_map(name: str, config_name: str) -> dict[str, str]:
+    """The data of a ConfigMap. The model's is in the base, for overlays that do not have it."""
+    found = [each["data"] for each in of_kind(name, "ConfigMap") if each["metadata"]["name"] == config_name]
+    assert found, f"{name} has no ConfigMap {config_name}"
+    return dict(found[0])
+
+
+def environment(name: str, container: Object) -> dict[str, str]:
+    """The variables of a container, with values for what only a running pod knows."""
+    found = {}
+    for variable in container.get("env", ()):
+        found[variable["name"]] = _value(name, container, variable)
+    for source in container.get("envFrom", ()):
+        found |= config_map(name, source["configMapRef"]["name"])
+    return found
+
+
+def _value(name: str, container: Object, variable: Object) -> str:
+    match variable:
+        case {"value": value}:
+            return str(value)
+        case {"valueFrom": {"configMapKeyRef": {"name": config_name, "key": key}}}:
+            return config_map(name, config_name)[key]
+        case {"valueFrom": {"fieldRef": {"fieldPath": path}}}:
+            return _POD[path]
+        case {"valueFrom": {"resourceFieldRef": {"resource": "limits.cpu", "containerName": owner}}}:
+            assert owner == container["name"]
+            return str(container["resources"]["limits"]["cpu"])
+        case {"valueFrom": {"secretKeyRef": {"name": "pdserve-redis", "key": "url"}}}:
+            return "redis://:secret@redis.example:6379"
+    raise AssertionError(f"{name}: {variable}")
+
+
+def expanded(text: str, variables: Mapping[str, str]) -> str:
+    """The text with each `$(NAME)` replaced, as the kubelet does. Raises KeyError for a variable that is not there."""
+    return re.sub(r"\$\((\w+)\)", lambda match: variables[match[1]], text)
+
+
+def _config(name: str, workload: Workload, container: Object) -> Any:
+    """The settings from arguments, environment and config file, read by the service's own loader."""
+    module = module_of(container)
+    assert module is not None
+    variables = environment(name, container)
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    add_options(parser, CONFIGS[module])
+    arguments, unknown = parser.parse_known_args([expanded(each, variables) for each in container["args"]])
+    assert unknown == [], f"{workload.title}: {unknown}"
+    path = Path(arguments.config)
+    [mount] = [each for each in container["volumeMounts"] if each["mountPath"] == str(path.parent)]
+    [volume] = [each for each in workload.spec["volumes"] if each["name"] == mount["name"]]
+    with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
+        file.write(config_map(name, volume["configMap"]["name"])[path.name])
+        file.flush()
+        arguments.config = file.name
+        return from_arguments(CONFIGS[module], module, arguments, variables)
+
+
+def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    """Whether a label selector matches; an empty one matches everything."""
+    assert selector.keys() <= {"matchLabels"}
+    return selector.get("matchLabels", {}).items() <= labels.items()

@@ -1,0 +1,144 @@
+"""What each overlay changes, and that what is written twice is the same."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import yaml
+
+from tests.deploy.manifests import LOADER, Workload, config_map, documents, of_kind, selects, services, title, workloads
+from tests.deploy.render import MONITORING
+
+
+def tier(name: str, component: str) -> Workload:
+    [workload] = [each for each in workloads(name) if each.component == component]
+    return workload
+
+
+def test_a_disaggregated_set_has_the_pods_of_the_stateful_sets() -> None:
+    for component in ("prefill", "decode"):
+        role, stateful = tier("disaggregatedset", component), tier("base", component)
+        assert role.spec == stateful.spec
+        assert role.labels == stateful.labels
+        assert role.replicas == stateful.replicas
+    assert of_kind("disaggregatedset", "StatefulSet") == []
+    [each] = of_kind("disaggregatedset", "DisaggregatedSet")
+    surges = {
+        role["name"]: role["spec"]["rolloutStrategy"]["rollingUpdateConfiguration"] for role in each["spec"]["roles"]
+    }
+    assert surges == {
+        "prefill": {"maxSurge": 0, "maxUnavailable": 1},
+        "decode": {"maxSurge": 1, "maxUnavailable": 0},
+    }
+
+
+def without(container: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in container.items() if key not in keys}
+
+
+def test_a_pair_shares_processes_and_has_the_containers_of_both_tiers() -> None:
+    pair = tier("same-pod", "pair")
+    assert pair.spec["shareProcessNamespace"] is True
+    ports = [port["containerPort"] for container in pair.containers for port in container["ports"]]
+    names = [port["name"] for container in pair.containers for port in container["ports"]]
+    assert len(ports) == len(set(ports)) == len(names) == len(set(names)) == 5
+    workers = [service.config for service in services("same-pod") if service.module != "router_svc"]
+    assert {config.worker_id for config in workers} == {"pod-0-prefill", "pod-0-decode"}
+    for container in pair.containers:
+        [alone] = tier("base", container["name"]).containers
+        specific = ("args", "env", "name", "ports", "startupProbe", "livenessProbe", "readinessProbe")
+        assert without(container, *specific) == without(alone, *specific)
+        for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert without(container[kind], "httpGet") == without(alone[kind], "httpGet")
+        assert [each["name"] for each in container["env"]] == [each["name"] for each in alone["env"]]
+    assert not {"StatefulSet/pdserve-prefill", "StatefulSet/pdserve-decode"} & set(map(title, documents("same-pod")))
+
+
+def test_a_next_release_runs_alongside_the_base_and_serves_the_same_model_name() -> None:
+    def own(name: str) -> set[str]:
+        return {title(each) for each in documents(name)}
+
+    assert own("base") & own("next-release") == set()
+    for first, second in itertools.product(workloads("base"), workloads("next-release")):
+        assert first.selector is None or not selects({"matchLabels": first.selector}, second.labels)
+        assert second.selector is None or not selects({"matchLabels": second.selector}, first.labels)
+    budgets = [*of_kind("base", "PodDisruptionBudget"), *of_kind("next-release", "PodDisruptionBudget")]
+    for workload in (*workloads("base"), *workloads("next-release")):
+        assert sum(selects(each["spec"]["selector"], workload.labels) for each in budgets) <= 1
+    old, new = ({service.config.model_name for service in services(name)} for name in ("base", "next-release"))
+    assert old == new
+    dirs = [{service.config.model for service in services(name)} for name in ("base", "next-release")]
+    assert dirs[0] & dirs[1] == set()
+    claims = {
+        volume["persistentVolumeClaim"]["claimName"]
+        for name in ("base", "next-release")
+        for workload in workloads(name)
+        for volume in workload.spec["volumes"]
+        if "persistentVolumeClaim" in volume
+    }
+    assert claims == {each["metadata"]["name"] for each in of_kind("base", "PersistentVolumeClaim")}
+
+
+def test_gpu_workers_have_a_gpu_for_each_rank_and_shared_memory() -> None:
+    for name in ("gpu", "rdma"):
+        for service in services(name):
+            if service.module == "router_svc":
+                continue
+            limits = service.container["resources"]["limits"]
+            assert limits == service.container["resources"]["requests"]
+            assert int(limits["nvidia.com/gpu"]) == service.config.tensor_parallel_size
+            assert service.config.device == "cuda"
+            assert service.container["image"].startswith("pdserve-cuda:")
+            [shm] = [each for each in service.workload.spec["volumes"] if each["name"] == "shm"]
+            assert shm["emptyDir"]["medium"] == "Memory"
+            assert ("rdma/hca" in limits) == (name == "rdma")
+
+
+def test_an_external_redis_replaces_ours() -> None:
+    assert not [each for each in documents("external-redis") if "redis" in title(each)]
+    assert {service.config.redis_url for service in services("external-redis")} == {
+        "redis://:secret@redis.example:6379"
+    }
+    [service] = [each for each in of_kind("base", "Service") if "redis" in title(each)]
+    expected = f"redis://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+    assert {each.config.redis_url for each in services("base")} == {expected}
+
+
+def test_what_the_model_job_writes_is_what_services_read() -> None:
+    for name in ("base", "next-release"):
+        [job] = [each for each in workloads(name) if each.component == "fetch-model"]
+        [container] = job.containers
+        data = config_map(name, container["envFrom"][0]["configMapRef"]["name"])
+        assert container["args"] == ["$(MODEL_SOURCE)", "--to=/models/$(MODEL_DIR)"]
+        assert {service.config.model for service in services(name)} == {f"/models/{data['MODEL_DIR']}"}
+        for workload in workloads(name):
+            for each in workload.all_containers:
+                for mount in each.get("volumeMounts", ()):
+                    if mount["name"] == "models":
+                        assert mount.get("readOnly", False) == (workload.component != "fetch-model")
+
+
+def test_an_inference_pool_has_the_routers_and_their_port() -> None:
+    [pool] = of_kind("inferencepool", "InferencePool")
+    [router] = [each for each in workloads("inferencepool") if selects(pool["spec"]["selector"], each.labels)]
+    assert router.component == "router"
+    [port] = pool["spec"]["targetPorts"]
+    [service] = [each for each in services("inferencepool") if each.module == "router_svc"]
+    assert port["number"] == service.ports["http"]
+    [route] = of_kind("inferencepool", "HTTPRoute")
+    assert route["spec"]["rules"][0]["backendRefs"][0]["name"] == pool["metadata"]["name"]
+
+
+def test_every_service_is_scraped_and_every_rule_is_in_the_overlay() -> None:
+    [monitor] = of_kind("monitoring", "PodMonitor")
+    ports = {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]}
+    for name in ("base", "same-pod", "gpu", "disaggregatedset", "next-release"):
+        for service in services(name):
+            assert selects(monitor["spec"]["selector"], service.workload.labels), service.title
+            assert len(ports & service.ports.keys()) == 1, service.title
+    files = {f"pdserve-{path.stem}": path for path in (MONITORING / "rules").glob("*.yaml")}
+    rules = {each["metadata"]["name"]: each["spec"] for each in of_kind("monitoring", "PrometheusRule")}
+    assert rules == {name: yaml.load(path.read_text(encoding="utf-8"), LOADER) for name, path in files.items()}
+    dashboards = {key for each in of_kind("monitoring", "ConfigMap") for key in each["data"]}
+    assert dashboards == {path.name for path in (MONITORING / "dashboards").glob("*.json")}

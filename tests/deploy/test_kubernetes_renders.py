@@ -1,0 +1,68 @@
+"""What is in k8s/rendered is what kustomize makes of k8s/ today."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.deploy.manifests import LOADER, NAMES, documents
+from tests.deploy.render import (
+    K8S,
+    MONITORING,
+    RENDERED,
+    ROOT,
+    digest,
+    monitoring_files,
+    overlays,
+    render,
+    rendered_digest,
+    sources,
+)
+from tests.support.tools import tool
+
+
+def test_every_overlay_was_rendered_after_its_last_change() -> None:
+    assert {path.stem for path in RENDERED.glob("*.yaml")} == set(NAMES)
+    stale = [name for name, directory in overlays().items() if rendered_digest(name) != digest(directory)]
+    assert stale == [], "run `make render`"
+
+
+def test_a_change_of_any_source_changes_the_digest() -> None:
+    files = sources(K8S / "overlays/gpu")
+    expected = {"overlays/gpu/kustomization.yaml", "components/gpu/worker.yaml", "components/gpu/decode.toml"}
+    expected |= {"base/workers/decode.yaml", "base/workers/decode.toml", "base/front/router.toml"}
+    assert expected <= {str(path.relative_to(K8S)) for path in files}
+
+
+def test_every_file_of_k8s_is_in_a_render() -> None:
+    used = set().union(*(sources(directory) for directory in overlays().values()))
+    # Values for a chart, and rules and dashboards, from which files of the overlay are generated.
+    others = {K8S / "components/hpa/adapter-rules.yaml", *RENDERED.rglob("*"), *MONITORING.rglob("rules/*")}
+    unused = {path for path in K8S.rglob("*") if path.is_file() and not path.name.startswith(".")} - used - others
+    assert unused == set()
+
+
+def test_generated_files_of_the_monitoring_overlay_are_those_of_its_rules_and_dashboards() -> None:
+    for path, text in monitoring_files().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.relative_to(ROOT)}: run `make render`"
+
+
+@pytest.fixture(scope="module")
+def kubectl() -> Path:
+    path = tool("kubectl")
+    answer = subprocess.run([path, "version", "--client", "-o", "json"], capture_output=True, check=False, text=True)
+    found = re.match(r"v(\d+)", json.loads(answer.stdout or "{}").get("kustomizeVersion", "v0"))
+    if found is None or int(found[1]) < 5:
+        pytest.skip("this kubectl has a kustomize older than version 5")
+    return path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kustomize_renders_the_same_objects(kubectl: Path, name: str) -> None:
+    now = [document for document in yaml.load_all(render(kubectl, overlays()[name]), Loader=LOADER) if document]
+    assert now == list(documents(name)), "run `make render`"
