@@ -51,9 +51,9 @@ def exported() -> dict[str, Exported]:
                 found[sample.name].labels |= sample.labels.keys()
                 for label, value in sample.labels.items():
                     found[sample.name].values[label].add(value)
-    for name in _counters_of_others():
-        found[f"pdserve_{name}_total"].labels |= {"model_name", "tier"}
-        found[f"pdserve_{name}_total"].values["tier"] |= {"router", "prefill", "decode"}
+    for name in _kept_by_others():
+        found[name].labels |= {"model_name", "tier"}
+        found[name].values["tier"] |= {"router", "prefill", "decode"}
     return dict(found)
 
 
@@ -72,18 +72,23 @@ def _label_names(registry: object, name: str) -> set[str]:
     return set(getattr(collector, "_labelnames", ()))
 
 
-def _counters_of_others() -> set[str]:
-    """Names of the `CounterSource`s that services make for what other objects count."""
-    paths = [path for package in _PACKAGES for path in (ROOT / package).rglob("*.py")]
+def _kept_by_others() -> set[str]:
+    """Samples of the `CounterSource`s and `GaugeSource`s that services make for what other objects keep."""
+    suffixes = {"CounterSource": "_total", "GaugeSource": ""}
+    texts = (path.read_text(encoding="utf-8") for package in _PACKAGES for path in (ROOT / package).rglob("*.py"))
     calls = [
         node
-        for path in paths
-        if "CounterSource(" in (text := path.read_text(encoding="utf-8"))
+        for text in texts
+        if any(f"{source}(" in text for source in suffixes)
         for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "CounterSource"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in suffixes
     ]
-    names = [keyword.value for call in calls for keyword in call.keywords if keyword.arg == "name"]
-    return {ast.literal_eval(name) for name in names if isinstance(name, ast.Constant)}
+    return {
+        f"pdserve_{ast.literal_eval(keyword.value)}{suffixes[ast.unparse(call.func)]}"
+        for call in calls
+        for keyword in call.keywords
+        if keyword.arg == "name" and isinstance(keyword.value, ast.Constant)
+    }
 
 
 def recorded() -> set[str]:
