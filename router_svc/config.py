@@ -53,6 +53,8 @@ class RouterConfig:
     )
     drain_timeout_s: float = option(45.0, help="seconds that running requests have to finish after SIGTERM", minimum=0)
     trace_capacity: int = option(1000, help="number of requests whose records are kept in memory", minimum=1)
+    console: bool = option(True, help="serve the console, a page that shows the cluster and its requests, at /console")
+    console_clients: int = option(32, help="number of consoles that may be open at the same time", minimum=1)
     log_level: str = option("info", help="lowest level of log messages", choices=LEVELS)
     log_format: str = option("text", help="form of log lines: text, or one JSON object per line", choices=FORMATS)
 

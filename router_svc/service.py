@@ -20,6 +20,8 @@ from pdserve.base.rpc import GrpcHealth, serve_grpc
 from pdserve.base.store import Store
 from pdserve.base.tasks import service_group, stop_event_on_signals
 from pdserve.base.workers import Tier
+from router_svc.api.console.console import Console
+from router_svc.api.console.state import Sources
 from router_svc.api.grpc_api import SERVICE, InferenceServicer
 from router_svc.api.http_app import make_app
 from router_svc.api.openai.generation_api import GenerationApi
@@ -82,6 +84,8 @@ class Router:
         self._requests = Requests(self.cluster, self._gate, recorders, model.tokenizer)
         self._traces = Traces(recent, self._request_store)
         self._model = model
+        self._operator = OperatorApi(self.cluster, self._traces, self._gate, health, store)
+        self._console = self._make_console() if config.console else None
         #: The last status sent to the supervisor: what is missing, or None. Empty before the first one.
         self._notified_status: tuple[str | None, ...] = ()
         self._export_metrics()
@@ -147,6 +151,8 @@ class Router:
                 group.start(self._request_store.run(), name="request-store")
                 group.start(self._clock_skew.run(), name="clock-skew")
                 group.start(self._follow_cluster(grpc_health), name="cluster")
+                if self._console is not None:
+                    group.start(self._console.run(), name="console")
                 yield Addresses(http=http_address, grpc=grpc_address)
         finally:
             listener.close()
@@ -165,12 +171,23 @@ class Router:
 
     def _app(self) -> web.Application:
         model = ModelApi(self._model, self._max_model_len)
-        operator = OperatorApi(self.cluster, self._traces, self._gate, self.health, self._store)
         generation = GenerationApi(self._model, self._requests, self._max_model_len)
-        return make_app(
-            [generation.routes(), model.routes(), operator.routes(), health_routes(self.health, self.metrics.registry)],
-            max_body_bytes=self.config.max_body,
+        probes = health_routes(self.health, self.metrics.registry)
+        groups = [generation.routes(), model.routes(), self._operator.routes(), probes]
+        app = make_app(groups, max_body_bytes=self.config.max_body)
+        if self._console is not None:
+            self._console.add_to(app)
+        return app
+
+    def _make_console(self) -> Console:
+        sources = Sources(
+            operator=self._operator,
+            cluster=self.cluster,
+            traces=self._traces,
+            mirror=self._mirror,
+            max_queued=self.config.max_num_queued_reqs,
         )
+        return Console(sources, max_readers=self.config.console_clients)
 
     def _max_model_len(self) -> int:
         return self.cluster.max_model_len(default=self._model.max_position_embeddings)

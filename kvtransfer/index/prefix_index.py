@@ -73,6 +73,10 @@ class PrefixIndex:
         """The current incarnation of each worker."""
         return {worker_id: holder.epoch for worker_id, holder in self._holders.items()}
 
+    def block_counts(self) -> dict[WorkerId, int]:
+        """Number of blocks of each worker."""
+        return {worker_id: len(holder.hashes) for worker_id, holder in self._holders.items()}
+
     def blocks_of(self, worker_id: WorkerId) -> frozenset[BlockHash]:
         """All blocks of a worker; empty for an unknown one."""
         holder = self._holders.get(worker_id)

@@ -36,6 +36,7 @@ def router_spec(plan: ClusterPlan) -> ProcessSpec:
         "prefill-expected": config.prefill,
         "local-prefill-threshold": config.local_prefill_threshold,
         "local-prefill": config.local_prefill,
+        "console": config.console,
     }
     return _service(plan, "router", "router_svc", flags, threads=1, stage=ROUTER_STAGE)
 

@@ -121,6 +121,9 @@ class UpConfig:
         help="on GPUs: memory in which blocks in transfer are staged, the host's or the GPU's",
         choices=HANDOVER_MEMORIES,
     )
+    console: bool = option(
+        default_of(RouterConfig, "console"), help="serve the console, a page about the cluster, at /console"
+    )
     redis_url: str | None = option(None, help="URL of Redis; default: start a private one", metavar="URL")
     redis_prefix: str = option(
         DEFAULT_PREFIX, help="what the names of all keys in Redis begin with", metavar="PREFIX", parse=parse_prefix

@@ -123,17 +123,20 @@ class OperatorApi:
     def describe(self) -> dict[str, object]:
         """The state of the cluster, as `GET /v1/cluster` answers it."""
         workers = [worker for tier in TIERS for worker in self._cluster.directory.workers_of(tier)]
-        health = self._health.describe()
         return {
-            "router": {
-                **health,
-                "version": pdserve.__version__,
-                "model": self._cluster.policy.model_name,
-                "running": self._gate.num_admitted,
-                "queued": self._gate.num_waiting,
-            },
+            "router": self.describe_router(),
             "redis": {"available": self._store.available},
             "workers": [_worker(worker) for worker in workers],
+        }
+
+    def describe_router(self) -> dict[str, object]:
+        """The state of the router alone."""
+        return {
+            **self._health.describe(),
+            "version": pdserve.__version__,
+            "model": self._cluster.policy.model_name,
+            "running": self._gate.num_admitted,
+            "queued": self._gate.num_waiting,
         }
 
     async def _cluster_state(self, _: web.Request) -> web.Response:

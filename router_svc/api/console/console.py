@@ -1,0 +1,35 @@
+"""The console as one component: its page, the stream of states, and the task that reads them."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from router_svc.api.console.events import ConsoleEvents
+from router_svc.api.console.feed import Feed
+from router_svc.api.console.load import LoadHistory
+from router_svc.api.console.page import ConsolePage
+from router_svc.api.console.state import ClusterState, Sources
+
+#: Samples of the load that are kept: one per 5 s, hence the last ten minutes.
+HISTORY_SAMPLES = 120
+
+
+class Console:
+    """/console and everything below it. Reads the cluster, and changes nothing."""
+
+    def __init__(self, sources: Sources, *, max_readers: int) -> None:
+        self.feed = Feed(ClusterState(sources, history=LoadHistory(HISTORY_SAMPLES)), max_readers=max_readers)
+
+    def add_to(self, app: web.Application) -> None:
+        """Adds the endpoints. The streams end when the application shuts down, which would wait for them."""
+        # The stream's path comes first: the page's matches it, too.
+        app.add_routes(ConsoleEvents(self.feed).routes())
+        app.add_routes(ConsolePage().routes())
+        app.on_shutdown.append(self._close)
+
+    async def run(self) -> None:
+        """Follows the cluster until cancelled."""
+        await self.feed.run()
+
+    async def _close(self, _: web.Application) -> None:
+        self.feed.close()

@@ -1,0 +1,215 @@
+"""A console over a cluster of records alone: workers and requests are what a test says, and nothing runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+from kvtransfer.index.prefix_index import KvEvent, KvEventKind, PrefixIndex
+from pdserve.base.admin import Health, bound_socket, serve_http
+from pdserve.base.ids import Epoch, RequestId, WorkerId
+from pdserve.base.tasks import service_group
+from pdserve.base.workers import Tier, WorkerLoad, WorkerRecord
+from router_svc.api.console.events import ConsoleEvents
+from router_svc.api.console.feed import Feed
+from router_svc.api.console.load import LoadHistory
+from router_svc.api.console.page import ConsolePage
+from router_svc.api.console.state import ClusterState, Sources
+from router_svc.api.http_app import make_app
+from router_svc.api.openai.info import OperatorApi
+from router_svc.records.record import RecentRecords, Record, TracePhase
+from router_svc.records.request_state import RequestProgress, RequestState
+from router_svc.records.traces import Traces
+from router_svc.routing.cluster import Cluster, RoutingPolicy
+from tests.support.records import block_hashes, worker_record
+
+MODEL = "tiny"
+MAX_QUEUED = 512
+S = RequestState
+
+
+@dataclass
+class FakeGate:
+    """Numbers of prompts, as the admission gate counts them."""
+
+    num_admitted: int = 0
+    num_waiting: int = 0
+
+
+@dataclass
+class FakeDirectory:
+    """The registry's workers."""
+
+    workers: list[WorkerRecord] = field(default_factory=list)
+
+    def workers_of(self, tier: Tier) -> list[WorkerRecord]:
+        return [worker for worker in self.workers if worker.tier == tier]
+
+
+@dataclass
+class FakeStore:
+    """Redis, as far as states show it; no older request is found in it."""
+
+    available: bool = True
+
+    async def get(self, _: RequestId) -> None:
+        return None
+
+
+class FakeCluster:
+    """Everything that the console shows, to be changed by a test."""
+
+    def __init__(
+        self, workers: Sequence[WorkerRecord] = (), *, expects_prefill: bool = True, capacity: int = 1000
+    ) -> None:
+        self.directory = FakeDirectory(list(workers))
+        self.gate = FakeGate()
+        self.health = Health(not_ready=None)
+        self.store = FakeStore()
+        self.recent = RecentRecords(capacity)
+        self.mirror = SimpleNamespace(index=PrefixIndex(), degraded=False)
+        policy = RoutingPolicy(
+            model_name=MODEL,
+            local_prefill_threshold=64,
+            local_prefill_by_load=True,
+            expects_prefill=expects_prefill,
+            reserve_timeout_s=600,
+            token_timeout_s=300,
+        )
+        fakes: Any = self
+        self.cluster = Cluster(policy=policy, directory=fakes.directory, index=fakes.mirror.index.overlap)
+        self.traces = Traces(self.recent, fakes.store)
+        self.operator = OperatorApi(self.cluster, self.traces, fakes.gate, self.health, fakes.store)
+
+    @property
+    def sources(self) -> Sources:
+        """What the console reads."""
+        mirror: Any = self.mirror
+        return Sources(
+            operator=self.operator, cluster=self.cluster, traces=self.traces, mirror=mirror, max_queued=MAX_QUEUED
+        )
+
+    def state(self) -> ClusterState:
+        """The state with an empty history."""
+        return ClusterState(self.sources, history=LoadHistory(120))
+
+    def set_load(self, index: int, load: WorkerLoad, *, ready: bool = True) -> None:
+        """Changes what one worker reports."""
+        self.directory.workers[index] = replace(self.directory.workers[index], load=load, ready=ready)
+
+    def cache(self, worker_id: str, blocks: int) -> None:
+        """Lets a worker hold this many blocks of the prefix index."""
+        event = KvEvent(
+            worker_id=WorkerId(worker_id), epoch=Epoch(1), kind=KvEventKind.RESET, added=tuple(block_hashes(blocks))
+        )
+        self.mirror.index.apply(event)
+
+    def add_request(self, request_id: str, **changes: Any) -> Record:
+        """A finished request, unless changes say otherwise."""
+        record = request_record(request_id, **changes)
+        self.recent.add(record)
+        return record
+
+
+#: Phases of a request that was handed over, in seconds.
+PHASES: Mapping[TracePhase, float] = {
+    TracePhase.ADMITTED: 0.0004,
+    TracePhase.RESERVED: 0.0042,
+    TracePhase.PREFILL_START: 0.011,
+    TracePhase.FIRST_TOKEN: 0.18,
+    TracePhase.FIRST_WRITE: 0.181,
+    TracePhase.COMMIT: 0.19,
+    TracePhase.FIRST_DECODE: 0.2,
+    TracePhase.FINISH: 0.71,
+}
+
+
+def request_record(
+    request_id: str, *, state: RequestState = S.FINISHED, ago_s: float = 10.0, prompt_tokens: int = 300, **changes: Any
+) -> Record:
+    """A record in this state, accepted `ago_s` seconds ago."""
+    at = time.time() - ago_s
+    progress = RequestProgress.new(RequestId(request_id), at=at)
+    for step in _STEPS[state]:
+        progress = progress.advance(step, at=at)
+    phases = dict(PHASES) if state is S.FINISHED else {TracePhase.ADMITTED: 0.0004}
+    if state.is_final:
+        phases[TracePhase.FINISH] = PHASES[TracePhase.FINISH]
+    record = Record(
+        request_id=RequestId(request_id),
+        endpoint="/v1/chat/completions",
+        prompt_tokens=prompt_tokens,
+        max_tokens=64,
+        n=1,
+        accepted_at=at,
+        clock=time.monotonic,
+        accepted_clock=time.monotonic() - ago_s,
+        progress=progress,
+        phases=phases,
+        prefilled_by="prefill" if state is S.FINISHED else None,
+        completion_tokens=64 if state is S.FINISHED else 0,
+        finish_reasons=["length"] if state is S.FINISHED else [],
+    )
+    return replace(record, **changes)
+
+
+_STEPS: Mapping[RequestState, tuple[RequestState, ...]] = {
+    S.QUEUED: (),
+    S.RESERVED: (S.RESERVED,),
+    S.PREFILLING: (S.RESERVED, S.PREFILLING),
+    S.DECODING: (S.RESERVED, S.PREFILLING, S.DECODING),
+    S.FINISHED: (S.RESERVED, S.PREFILLING, S.DECODING, S.FINISHED),
+    S.FAILED: (S.FAILED,),
+    S.CANCELLED: (S.CANCELLED,),
+}
+
+
+def many_workers(prefill: int, decode: int) -> list[WorkerRecord]:
+    """Ready workers with different loads."""
+    tiers: list[tuple[Tier, int]] = [("prefill", prefill), ("decode", decode)]
+    return [
+        replace(
+            worker_record(f"{tier}-{index}", tier=tier),
+            load=WorkerLoad(
+                running=index % 9,
+                waiting=max(0, index % 13 - 10),
+                queued_tokens=97 * (index % 11) if tier == "prefill" else 0,
+                free_blocks=100 - (37 * index) % 101,
+                prefill_tokens_per_s=2400.0 + index,
+            ),
+        )
+        for tier, count in tiers
+        for index in range(count)
+    ]
+
+
+@asynccontextmanager
+async def serving(fake: FakeCluster, **options: Any) -> AsyncIterator[tuple[str, Feed]]:
+    """The console of a cluster, with its operator's endpoints; yields the base URL and the feed.
+
+    Options are those of `Feed`, and `write_timeout_s` and `max_age_s` of the stream.
+    """
+    limits = {name: options.pop(name) for name in ("write_timeout_s", "max_age_s") if name in options}
+    feed = Feed(fake.state(), **({"max_readers": 4, "interval_s": 0.05} | options))
+    app = make_app(
+        [fake.operator.routes(), ConsoleEvents(feed, **limits).routes(), ConsolePage().routes()], max_body_bytes=1024
+    )
+    app.on_shutdown.append(lambda _: _close(feed))
+    listener = bound_socket("127.0.0.1", 0, flag="--port")
+    try:
+        async with service_group() as group, serve_http(app, listener) as address:
+            group.start(feed.run(), name="feed")
+            yield f"http://{address}", feed
+    finally:
+        listener.close()
+
+
+async def _close(feed: Feed) -> None:
+    feed.close()
+
+
+__all__ = ["FakeCluster", "many_workers", "request_record", "serving"]
