@@ -34,6 +34,7 @@ from pdserve.cli.up_config import UpConfig
 from pdserve.cli.up_console import UpConsole, describe_plan, describe_ready, reachable_host
 from pdserve.cli.up_model import prepare_command, prepare_model
 from pdserve.cli.up_redis import plan_redis, require_reachable
+from pdserve.cli.vllm_flags import translate
 
 #: Grace of processes after a failed start: no request runs on them that could be lost.
 _FAILED_START_GRACE_S = 2.0
@@ -41,8 +42,12 @@ _FAILED_START_GRACE_S = 2.0
 
 def main(argv: Sequence[str]) -> int:
     """Runs the cluster; returns 0 once it was stopped on request. Raises `SetupError` when it cannot start."""
-    config = load(UpConfig, "up", argv, description=__doc__)
-    asyncio.run(run(config, UpConsole()))
+    translation = translate(argv)
+    config = load(UpConfig, "up", translation.arguments, description=__doc__)
+    console = UpConsole()
+    for note in translation.notes:
+        console.say(note)
+    asyncio.run(run(config, console))
     return 0
 
 

@@ -26,6 +26,7 @@ from pdserve.cli.health import HealthConfig
 from pdserve.cli.status import StatusConfig
 from pdserve.cli.trace import TraceConfig
 from pdserve.cli.up_config import UpConfig
+from pdserve.cli.vllm_flags import FLAGS as VLLM_FLAGS
 from pdserve.v1 import inference_pb2
 from pdserve.worker.config import WorkerConfig
 from prefill_svc.config import PrefillConfig
@@ -106,7 +107,8 @@ def test_every_mentioned_flag_and_variable_exists(path: Path) -> None:
     flags |= {f"--no-{field.name.replace('_', '-')}" for field in fields if field.type == "bool"}
     code = " ".join(re.findall(r"```.*?```|`[^`]+`", path.read_text(encoding="utf-8"), re.DOTALL))
     mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", code))
-    assert mentioned - flags - {"--config"} <= FOREIGN_FLAGS
+    foreign = FOREIGN_FLAGS | set(VLLM_FLAGS) if path.name == "from-vllm.md" else FOREIGN_FLAGS
+    assert mentioned - flags - {"--config"} <= foreign
     for service, name in re.findall(r"PDSERVE_([A-Z]+(?:_[A-Z]+)*)__([A-Z_]+)", code):
         config = CLI_CONFIGS.get(service.lower().replace("_", " ")) or SERVICE_CONFIGS[f"{service.lower()}_svc"]
         assert name.lower() in {*(field.name for field in dataclasses.fields(config)), "config"}
