@@ -87,6 +87,10 @@ dist: install ## A wheel with the C++ kernels for all instruction sets, in dist/
 render: install ## Render k8s/ to k8s/rendered; needs kubectl
 	@$(BIN)/python -m tests.deploy.render
 
+.PHONY: dashboards
+dashboards: install ## Write k8s/monitoring/dashboards from tests/deploy/dashboards
+	@$(BIN)/python -m tests.deploy.dashboards.generate
+
 .PHONY: modules
 modules: install ## List every module with the first line of its docstring
 	@$(BIN)/python -m tests.arch.list_modules

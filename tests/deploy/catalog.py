@@ -62,8 +62,15 @@ def _registries() -> Iterator[object]:
     router.watch_degraded(Health().degraded)
     for tier in ("prefill", "decode"):
         router.set_workers(tier, 1)
-        yield WorkerMetrics(model_name="m", tier=tier).registry
+        worker = WorkerMetrics(model_name="m", tier=tier)
+        worker.describe(*(_own_labels(worker.registry, f"pdserve_{name}_info") for name in ("worker", "kernels")))
+        yield worker.registry
     yield router.registry
+
+
+def _own_labels(registry: object, name: str) -> dict[str, str]:
+    """A value for each label that the metric has in addition to those of all metrics."""
+    return dict.fromkeys(_label_names(registry, name) - {"model_name", "tier"}, "any")
 
 
 def _label_names(registry: object, name: str) -> set[str]:
