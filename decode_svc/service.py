@@ -21,8 +21,10 @@ from pdserve.base.admin import bound_socket
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import PdserveError, RequestError, StaleError, reason_of
 from pdserve.base.ids import RequestId, RouterId
-from pdserve.base.logs import get_logger, request_id_var
+from pdserve.base.logs import enter_request, get_logger
 from pdserve.base.streams import MessageStream, PeerLeft, serve_streams
+from pdserve.base.trace_context import parse_traceparent
+from pdserve.base.tracing import Attribute
 from pdserve.base.wire import error_to_wire, sampling_from_wire
 from pdserve.engine.step import LayersWritten, StepOutput
 from pdserve.v1 import decode_pb2 as pb
@@ -121,16 +123,32 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         with self._worker.calls.serving():
             start = await self._start_of(stream)
             request_id = RequestId(start.ref.request_id)
-            request_id_var.set(request_id)
+            caller = parse_traceparent(start.traceparent)
+            enter_request(request_id, caller)
             async with self._inboxes.open(request_id, start.ref.attempt) as inbox:
                 session = DecodeSession(
                     self._worker, self.scheduler, self.receiver, inbox, stream, lease_s=self._lease_s
                 )
+                session.trace.join(self._worker.tracer, caller)
+                enter_request(request_id, session.trace.context)
                 self._sessions[request_id] = session
+                failure: str | None = None
                 try:
                     await session.run(self._job(start))
+                except PdserveError as error:
+                    failure = reason_of(error)
+                    raise
                 finally:
                     del self._sessions[request_id]
+                    session.trace.end(self._attributes(start), failure)
+
+    def _attributes(self, start: pb.DecodeStart) -> dict[str, Attribute]:
+        return {
+            "pdserve.request_id": start.ref.request_id,
+            "pdserve.attempt": start.ref.attempt,
+            "pdserve.worker": self._worker.worker_id,
+            "pdserve.prompt_tokens": len(start.prompt_token_ids),
+        }
 
     async def _start_of(self, stream: MessageStream[pb.DecodeRequest]) -> pb.DecodeStart:
         try:

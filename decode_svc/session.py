@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
+from decode_svc.spans import DecodeTrace
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import Received, Reservation
 from kvtransfer.handover.ticket import Commit, Ticket, ticket_to_proto
@@ -95,8 +96,9 @@ class DecodeSession:
         self._lease_s = lease_s
         self._request_id = inbox.request_id
         self._waiting_bytes = 0
-        self._opened_at = _now()
-        self._life: _Queued | _Receiving | _Runnable = _Queued(self._opened_at)
+        #: What happened when, for the request's spans.
+        self.trace = DecodeTrace(opened_at=_now())
+        self._life: _Queued | _Receiving | _Runnable = _Queued(self.trace.opened_at)
         #: Set when received KV was activated, and when that will not happen any more.
         self._activation_decided = asyncio.Event()
         #: Why received KV is not active; None once it is.
@@ -148,8 +150,11 @@ class DecodeSession:
             case Received() as received:
                 await self._activate(received)
             case Started() as started:
+                self.trace.started_at = started.started_at
                 await self._report_started(started)
             case RequestTokens() as new:
+                if self.trace.first_tokens_at is None:
+                    self.trace.first_tokens_at = _now()
                 # More steps may have ended while the last message was written: one message reports them all.
                 choices = [
                     *new.choices,
@@ -182,16 +187,18 @@ class DecodeSession:
 
     async def _hand_out(self, ticket: Ticket) -> None:
         self._life = _Receiving(ticket)
+        now = _now()
         granted = pb.TicketGranted(
-            ticket=ticket_to_proto(ticket),
+            ticket=ticket_to_proto(replace(ticket, trace=self.trace.granted(now))),
             cached_tokens=ticket.first_block * ticket.layout.block_size,
-            reserve_s=_now() - self._opened_at,
+            reserve_s=now - self.trace.opened_at,
         )
         await self._stream.write(pb.DecodeResponse(ticket=granted))
 
     def _on_received(self, received: Received) -> None:
         """Decoding starts whether the prefill worker lives on or not: the session activates the KV by itself."""
         self._life = _Runnable(_now(), is_received=True)
+        self.trace.reception_ended(self._life.since, received)
         self._inbox.put(received)
 
     def _on_expired(self, error: PdserveError) -> None:
@@ -258,6 +265,7 @@ class DecodeSession:
         if self._has_received():
             return
         self._life = _Runnable(_now(), is_received=False)
+        self.trace.reception_ended(self._life.since)
         forced = tuple(command.forced_first_tokens)
         await self._worker.run(lambda: self._scheduler.prefill_locally(self._request_id, forced))
 

@@ -12,7 +12,8 @@ from pdserve.base import rpc
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import PdserveError, reason_of
 from pdserve.base.ids import RequestId, RouterId
-from pdserve.base.logs import get_logger, request_id_var
+from pdserve.base.logs import enter_request, get_logger
+from pdserve.base.tracing import Attribute
 from pdserve.base.wire import sampling_from_wire
 from pdserve.engine.step import LayersWritten, StepOutput
 from pdserve.v1 import prefill_pb2 as pb
@@ -23,6 +24,7 @@ from prefill_svc.config import PrefillConfig
 from prefill_svc.request import PrefillJob, PrefillSchedulerConfig
 from prefill_svc.scheduler import PrefillScheduler
 from prefill_svc.session import PrefillSession, PromptEvent, PromptStarted
+from prefill_svc.spans import PromptTrace
 
 log = get_logger(__name__)
 
@@ -97,7 +99,8 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
         """Computes a prompt and hands it over."""
         with self._worker.calls.serving():
             request_id = RequestId(request.ref.request_id)
-            request_id_var.set(request_id)
+            trace = PromptTrace.start(self._worker.tracer, rpc.trace_of(context))
+            enter_request(request_id, trace.context)
             ticket = ticket_from_proto(request.ticket) if request.HasField("ticket") else None
             async with self._inboxes.open(request_id, request.ref.attempt) as inbox:
                 session = PrefillSession(
@@ -113,6 +116,17 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
                 finally:
                     if ticket is not None:
                         self._worker.metrics.ended(failure or session.outcome)
+                    attributes = self._attributes(request, session.outcome)
+                    trace.end(session.times, attributes, ticket=ticket, sent=session.sent, error=failure)
+
+    def _attributes(self, request: pb.PrefillRequest, outcome: str) -> dict[str, Attribute]:
+        return {
+            "pdserve.request_id": request.ref.request_id,
+            "pdserve.attempt": request.ref.attempt,
+            "pdserve.worker": self._worker.worker_id,
+            "pdserve.prompt_tokens": len(request.prompt_token_ids),
+            "pdserve.outcome": outcome,
+        }
 
     def _job(self, request: pb.PrefillRequest, ticket: Ticket | None) -> PrefillJob:
         prompt = tuple(request.prompt_token_ids)

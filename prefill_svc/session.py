@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvtransfer.handover.outgoing import SendStats
 from kvtransfer.handover.sender import Sender
 from kvtransfer.handover.ticket import Commit, Ticket, commit_to_proto
 from pdserve.base.ids import BlockId, RequestId
@@ -22,6 +23,7 @@ from pdserve.worker.serve.worker import Worker
 from prefill_svc.pusher import Pusher, pushing
 from prefill_svc.request import PrefillJob
 from prefill_svc.scheduler import PrefillScheduler
+from prefill_svc.spans import PromptTimes
 
 #: Interval of the progress reports for a prompt of which nothing else is sent; well below any lease.
 KEEP_ALIVE_S = 1.0
@@ -51,20 +53,10 @@ PromptEvent = PromptStarted | LayersWritten | PrefillProgress | RequestTokens
 
 
 @dataclass(slots=True, kw_only=True)
-class _Times:
-    """Times on the event loop's clock, in seconds; 0 for what has not happened."""
-
-    accepted: float
-    started: float = 0.0
-    computed: float = 0.0
-    committed: float = 0.0
-
-
-@dataclass(slots=True, kw_only=True)
 class _State:
     """What is known of the prompt so far."""
 
-    times: _Times
+    times: PromptTimes
     block_table: tuple[BlockId, ...] = ()
     num_cached: int = 0
     num_computed: int = 0
@@ -91,8 +83,15 @@ class PrefillSession:
         self._inbox = inbox
         self._write = write
         self._request_id = inbox.request_id
-        self._state = _State(times=_Times(accepted=_now()))
+        self._state = _State(times=PromptTimes(accepted=_now()))
         self.outcome = TransferOutcome.ABORTED
+        #: What was put on the wire; None without a transfer.
+        self.sent: SendStats | None = None
+
+    @property
+    def times(self) -> PromptTimes:
+        """What happened when, so far."""
+        return self._state.times
 
     async def run(self, job: PrefillJob, ticket: Ticket | None) -> None:
         """Raises the error that ended the prompt before it was handed over."""
@@ -125,7 +124,10 @@ class PrefillSession:
                 self._sender.open(ticket, request_id=self._request_id) as transfer,
                 pushing(transfer, ticket, num_prompt_tokens=num_prompt_tokens) as pusher,
             ):
-                yield pusher
+                try:
+                    yield pusher
+                finally:
+                    self.sent = transfer.stats
 
     async def _compute(self, job: PrefillJob, pusher: Pusher | None) -> None:
         """Handles events until the prompt is computed and its first tokens are reported; blocks go out meanwhile."""
@@ -144,6 +146,7 @@ class PrefillSession:
                 case PrefillProgress(num_computed=num_tokens):
                     state.num_computed = num_tokens
                     state.num_chunks += 1
+                    state.times.add_chunk(_now(), num_tokens)
                     if pusher is not None:
                         pusher.stored(state.block_table, num_tokens)
                     await self._report_progress(pusher)

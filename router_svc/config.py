@@ -57,6 +57,12 @@ class RouterConfig:
     console_clients: int = option(32, help="number of consoles that may be open at the same time", minimum=1)
     log_level: str = option("info", help="lowest level of log messages", choices=LEVELS)
     log_format: str = option("text", help="form of log lines: text, or one JSON object per line", choices=FORMATS)
+    otlp_endpoint: str | None = option(
+        None, help="base URL of an OpenTelemetry collector (OTLP over HTTP); without one no traces", metavar="URL"
+    )
+    trace_sample_ratio: float | None = option(
+        None, help="share of the requests to trace, 0 to 1, unless the caller has decided; default: 1", minimum=0
+    )
 
     @property
     def model_dir(self) -> Path:

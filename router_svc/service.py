@@ -19,6 +19,8 @@ from pdserve.base.registry import WorkerDirectory
 from pdserve.base.rpc import GrpcHealth, serve_grpc
 from pdserve.base.store import Store
 from pdserve.base.tasks import service_group, stop_event_on_signals
+from pdserve.base.tracing import NO_TRACER, Tracer
+from pdserve.base.tracing_setup import span_counters, tracing
 from pdserve.base.workers import Tier
 from router_svc.api.console.console import Console
 from router_svc.api.console.state import Sources
@@ -56,8 +58,11 @@ class Addresses:
 class Router:
     """One router, assembled from its components."""
 
-    def __init__(self, config: RouterConfig, model: ServedModel, store: Store, health: Health) -> None:
+    def __init__(
+        self, config: RouterConfig, model: ServedModel, store: Store, health: Health, tracer: Tracer = NO_TRACER
+    ) -> None:
         self.config = config
+        self._tracer = tracer
         self.health = health
         self.metrics = RouterMetrics(model_name=config.model_name)
         self._store = store
@@ -65,22 +70,16 @@ class Router:
         self._mirror = PrefixMirror(store)
         self._request_store = RequestStore(store)
         self._clock_skew = ClockSkew(store)
-        self.cluster = Cluster(
-            policy=RoutingPolicy(
-                model_name=config.model_name,
-                local_prefill_threshold=config.local_prefill_threshold,
-                # A threshold of 0 keeps all prompts away from decode workers, regardless of the load.
-                local_prefill_by_load=config.local_prefill == "auto" and config.local_prefill_threshold > 0,
-                expects_prefill=config.prefill_expected > 0,
-                reserve_timeout_s=config.reserve_timeout_s,
-                token_timeout_s=config.token_timeout_s,
-            ),
-            directory=self._directory,
-            index=self._mirror.overlap,
-        )
+        self.cluster = Cluster(policy=_routing_policy(config), directory=self._directory, index=self._mirror.overlap)
         self._gate = Gate(max_waiting=config.max_num_queued_reqs, max_wait_s=config.queue_timeout_s)
         recent = RecentRecords(config.trace_capacity)
-        recorders = Recorders(metrics=self.metrics, recent=recent, store=self._request_store)
+        recorders = Recorders(
+            metrics=self.metrics,
+            recent=recent,
+            store=self._request_store,
+            tracer=tracer,
+            model_name=config.model_name,
+        )
         self._requests = Requests(self.cluster, self._gate, recorders, model.tokenizer)
         self._traces = Traces(recent, self._request_store)
         self._model = model
@@ -115,6 +114,7 @@ class Router:
                 value=lambda: self._request_store.dropped,
             ),
         )
+        self.metrics.read(*span_counters(self._tracer))
         self.metrics.num_requests_running.set_function(lambda: self._gate.num_admitted)
         self.metrics.num_requests_waiting.set_function(lambda: self._gate.num_waiting)
         self.metrics.queued_uncached_tokens.set_function(lambda: self._gate.uncached_tokens)
@@ -133,7 +133,7 @@ class Router:
         """Serves until the block ends. The router is ready while a decode worker is."""
         config = self.config
         listener = bound_socket(config.host, config.port, flag="--port")
-        inference = InferenceServicer(self._model, self._requests, self._max_model_len)
+        inference = InferenceServicer(self._model, self._requests, self._max_model_len, self._tracer)
         try:
             async with (
                 service_group() as group,
@@ -174,7 +174,7 @@ class Router:
         generation = GenerationApi(self._model, self._requests, self._max_model_len)
         probes = health_routes(self.health, self.metrics.registry)
         groups = [generation.routes(), model.routes(), self._operator.routes(), probes]
-        app = make_app(groups, max_body_bytes=self.config.max_body)
+        app = make_app(groups, max_body_bytes=self.config.max_body, tracer=self._tracer)
         if self._console is not None:
             self._console.add_to(app)
         return app
@@ -247,13 +247,28 @@ class Router:
             notify.status(missing)
 
 
+def _routing_policy(config: RouterConfig) -> RoutingPolicy:
+    return RoutingPolicy(
+        model_name=config.model_name,
+        local_prefill_threshold=config.local_prefill_threshold,
+        # A threshold of 0 keeps all prompts away from decode workers, regardless of the load.
+        local_prefill_by_load=config.local_prefill == "auto" and config.local_prefill_threshold > 0,
+        expects_prefill=config.prefill_expected > 0,
+        reserve_timeout_s=config.reserve_timeout_s,
+        token_timeout_s=config.token_timeout_s,
+    )
+
+
 async def serve(config: RouterConfig) -> None:
     """Runs the router until SIGTERM or SIGINT. Raises `SetupError`."""
     stop = stop_event_on_signals()
     health = Health(not_ready=NO_DECODE_WORKER)
-    model = ServedModel.load(config.model_dir, config.model_name)
-    async with Store(config.redis_url, prefix=config.redis_prefix, on_change=health.watch("redis")) as store:
-        router = Router(config, model, store, health)
+    async with (
+        tracing(config, "pdserve-router") as tracer,
+        Store(config.redis_url, prefix=config.redis_prefix, on_change=health.watch("redis")) as store,
+    ):
+        model = ServedModel.load(config.model_dir, config.model_name)
+        router = Router(config, model, store, health, tracer)
         async with router.serving() as addresses:
             log.info("router_listening", http=addresses.http, grpc=addresses.grpc, model=config.model_name)
             notify.status(NO_DECODE_WORKER)

@@ -14,6 +14,7 @@ from kvtransfer.transport.path import DataEndpoint
 from pdserve.base.errors import DigestMismatch, RequestError
 from pdserve.base.ids import Epoch, RequestId, TransferId, WorkerId
 from pdserve.base.layout import KvLayout
+from pdserve.base.trace_context import TraceContext, parse_traceparent, traceparent_of
 from pdserve.v1 import common_pb2, decode_pb2
 
 KEY_BYTES = 32
@@ -56,6 +57,8 @@ class Ticket:
     digest: str = HOST_DIGEST
     #: Where the decode worker runs; None: it does not report it.
     data_endpoint: DataEndpoint | None = None
+    #: Span of the reception; None without a trace.
+    trace: TraceContext | None = None
 
     @property
     def groups(self) -> LayerGroups:
@@ -133,6 +136,7 @@ def ticket_to_proto(ticket: Ticket) -> decode_pb2.Ticket:
         bundle_blocks=ticket.bundle_blocks,
         digest=ticket.digest,
         data_endpoint=None if ticket.data_endpoint is None else endpoint_to_proto(ticket.data_endpoint),
+        traceparent=traceparent_of(ticket.trace),
     )
 
 
@@ -170,6 +174,7 @@ def ticket_from_proto(message: decode_pb2.Ticket) -> Ticket:
         bundle_blocks=message.bundle_blocks,
         digest=message.digest,
         data_endpoint=endpoint_from_proto(message.data_endpoint) if message.HasField("data_endpoint") else None,
+        trace=parse_traceparent(message.traceparent),
     )
 
 

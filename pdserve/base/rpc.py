@@ -27,6 +27,7 @@ from pdserve.base.errors import (
 )
 from pdserve.base.ids import Epoch, WorkerId
 from pdserve.base.logs import get_logger
+from pdserve.base.trace_context import TRACEPARENT, TraceContext, parse_traceparent
 
 log = get_logger(__name__)
 
@@ -96,6 +97,18 @@ class ChannelPool:
     async def close(self) -> None:
         """Closes all channels."""
         await self._pool.close()
+
+
+def trace_metadata(trace: TraceContext | None) -> tuple[tuple[str, str], ...] | None:
+    """The metadata that carries a trace context; None without one."""
+    return None if trace is None else ((TRACEPARENT, trace.traceparent),)
+
+
+def trace_of(context: grpc.aio.ServicerContext[Any, Any]) -> TraceContext | None:
+    """The trace context that the caller sent, if it did."""
+    headers = (value for key, value in context.invocation_metadata() or () if key == TRACEPARENT)
+    header = next(headers, None)
+    return parse_traceparent(header) if isinstance(header, str) else None
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> None:

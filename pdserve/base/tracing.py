@@ -1,4 +1,4 @@
-"""Traces of requests over several processes: W3C trace contexts, spans as values, and the interface that takes them.
+"""Traces of requests over several processes: spans as values, and the interface that takes them.
 
 Nothing here knows OpenTelemetry: `pdserve.base.otlp` does, and is imported only where spans are exported. Services make
 spans of the times they keep anyway, once a request has ended. A request without a sampled context costs a comparison.
@@ -6,62 +6,31 @@ spans of the times they keep anyway, once a request has ended. A request without
 
 from __future__ import annotations
 
-import re
 import secrets
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
-#: Name of the HTTP header and of the gRPC metadata that carry a context.
-TRACEPARENT = "traceparent"
+from pdserve.base.trace_context import TraceContext
 
-_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
-_NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
-_SAMPLED = 0x01
-#: Longest header that is looked at: later versions may append fields.
-_MAX_TRACEPARENT = 256
+#: Limits for reading two clocks at one time.
+_MAX_READINGS, _CLOSE_READINGS_S = 5, 50e-6
 
 Attribute = str | bool | int | float | Sequence[str]
 
 
-@dataclass(frozen=True, slots=True)
-class TraceContext:
-    """A span's position in its trace, as other processes get it. Ids are lower-case hexadecimal."""
-
-    trace_id: str
-    span_id: str
-    is_sampled: bool
-
-    @property
-    def traceparent(self) -> str:
-        """The context as the W3C's header."""
-        return f"00-{self.trace_id}-{self.span_id}-0{int(self.is_sampled)}"
-
-    def child(self) -> TraceContext:
-        """The context of a new span below this one."""
-        return TraceContext(self.trace_id, secrets.token_hex(8), self.is_sampled)
-
-
-def parse_traceparent(text: str | None) -> TraceContext | None:
-    """The context of a header; None without one, or for one that is malformed: a request is never refused for it.
-
-    Source: W3C Trace Context, https://www.w3.org/TR/trace-context/.
-    """
-    if not text or len(text) > _MAX_TRACEPARENT:
-        return None
-    match = _TRACEPARENT.fullmatch(text.strip())
-    if match is None:
-        return None
-    version, trace_id, span_id, flags, more = match.groups()
-    if version == "ff" or (version == "00" and more) or trace_id == _NO_TRACE or span_id == _NO_SPAN:
-        return None
-    return TraceContext(trace_id, span_id, bool(int(flags, 16) & _SAMPLED))
-
-
-def traceparent_of(context: TraceContext | None) -> str:
-    """The header for a context; empty without one."""
-    return "" if context is None else context.traceparent
+def unix_offset_s(clock: Callable[[], float]) -> float:
+    """What has to be added to `clock` for Unix time. Reads again if the process was stopped between two readings."""
+    offset_s, narrowest_s = 0.0, float("inf")
+    for _ in range(_MAX_READINGS):
+        before, unix, after = clock(), time.time(), clock()
+        if after - before < narrowest_s:
+            offset_s, narrowest_s = unix - (before + after) / 2, after - before
+        if narrowest_s < _CLOSE_READINGS_S:
+            break
+    return offset_s
 
 
 class SpanKind(Enum):

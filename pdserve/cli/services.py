@@ -34,6 +34,7 @@ def router_spec(plan: ClusterPlan) -> ProcessSpec:
         "port": config.port,
         "grpc-port": config.grpc_port,
         "prefill-expected": config.prefill,
+        "trace-sample-ratio": config.trace_sample_ratio,
         "local-prefill-threshold": config.local_prefill_threshold,
         "local-prefill": config.local_prefill,
         "console": config.console,
@@ -97,6 +98,7 @@ def _common_flags(plan: ClusterPlan) -> dict[str, object]:
         "redis-prefix": plan.config.redis_prefix,
         "log-level": plan.config.log_level,
         "log-format": plan.config.log_format,
+        "otlp-endpoint": plan.config.otlp_endpoint,
     }
 
 
@@ -120,6 +122,7 @@ def _service(
             f"PDSERVE_{module.removesuffix('_svc').upper()}__REDIS_URL": plan.redis_url,
         },
         log_path=plan.log_dir / f"{name}.log",
+        log_format=plan.config.log_format,
         ready_timeout_s=plan.config.ready_timeout_s,
         stop_grace_s=plan.config.drain_timeout_s + _CLOSE_GRACE_S,
         stop_stage=stage,

@@ -138,6 +138,12 @@ class UpConfig:
     drain_timeout_s: float = option(45.0, help="maximum seconds for running requests to finish after Ctrl-C", minimum=0)
     log_level: str = option("info", help="minimum level of log lines", choices=LEVELS)
     log_format: str = option("text", help="form of the log files: text, or one JSON object per line", choices=FORMATS)
+    otlp_endpoint: str | None = option(
+        None, help="base URL of an OpenTelemetry collector (OTLP over HTTP); without one no traces", metavar="URL"
+    )
+    trace_sample_ratio: float | None = option(
+        None, help="share of the requests to trace, 0 to 1, unless the caller has decided; default: 1", minimum=0
+    )
 
     @property
     def num_workers(self) -> int:

@@ -81,11 +81,14 @@ class DecodeStart(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_THRESHOLD_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     local_prefill_threshold: _builtins.int
     """The worker computes the prompt by itself, without a ticket, when at most this
     many prompt tokens are not in its cache. 0: never; 2^32 - 1: always.
     """
     cache_salt: _builtins.bytes
+    traceparent: _builtins.str
+    """W3C trace context of the call; empty without a trace."""
     @_builtins.property
     def ref(self) -> _common_pb2.RequestRef: ...
     @_builtins.property
@@ -100,10 +103,11 @@ class DecodeStart(_message.Message):
         sampling: _common_pb2.SamplingParams | None = ...,
         local_prefill_threshold: _builtins.int = ...,
         cache_salt: _builtins.bytes = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "local_prefill_threshold", b"local_prefill_threshold", "prompt_token_ids", b"prompt_token_ids", "ref", b"ref", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "local_prefill_threshold", b"local_prefill_threshold", "prompt_token_ids", b"prompt_token_ids", "ref", b"ref", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -327,6 +331,7 @@ class Ticket(_message.Message):
     BUNDLE_BLOCKS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     DATA_ENDPOINT_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     """16 random bytes."""
     attempt: _builtins.int
@@ -354,6 +359,10 @@ class Ticket(_message.Message):
     """Blocks per bundle, at least 1; the last bundle has the rest."""
     digest: _builtins.str
     """Digest of messages: "xxh3", or "nh" where GPUs compute it."""
+    traceparent: _builtins.str
+    """W3C trace context of the reception, above the span of what is sent; empty
+    without a trace.
+    """
     @_builtins.property
     def layout(self) -> Global___KvLayout: ...
     @_builtins.property
@@ -380,10 +389,11 @@ class Ticket(_message.Message):
         bundle_blocks: _builtins.int = ...,
         digest: _builtins.str = ...,
         data_endpoint: Global___DataEndpoint | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data_endpoint", b"data_endpoint", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bundle_blocks", b"bundle_blocks", "data_address", b"data_address", "data_endpoint", b"data_endpoint", "digest", b"digest", "epoch", b"epoch", "first_block", b"first_block", "grpc_address", b"grpc_address", "key", b"key", "layer_groups", b"layer_groups", "layout", b"layout", "lease_s", b"lease_s", "num_blocks", b"num_blocks", "tag_base", b"tag_base", "transfer_id", b"transfer_id", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bundle_blocks", b"bundle_blocks", "data_address", b"data_address", "data_endpoint", b"data_endpoint", "digest", b"digest", "epoch", b"epoch", "first_block", b"first_block", "grpc_address", b"grpc_address", "key", b"key", "layer_groups", b"layer_groups", "layout", b"layout", "lease_s", b"lease_s", "num_blocks", b"num_blocks", "tag_base", b"tag_base", "traceparent", b"traceparent", "transfer_id", b"transfer_id", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

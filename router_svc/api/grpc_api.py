@@ -8,8 +8,10 @@ from typing import Any
 import grpc
 
 from pdserve.base.errors import RequestError, TransferTimeout
-from pdserve.base.rpc import method
+from pdserve.base.rpc import method, trace_of
 from pdserve.base.sampling import MAX_LOGPROBS
+from pdserve.base.trace_context import TraceContext
+from pdserve.base.tracing import NO_TRACER, Tracer
 from pdserve.base.wire import logprobs_to_wire
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc
@@ -17,6 +19,7 @@ from router_svc.api.body import SamplingFields
 from router_svc.api.generations import DEFAULT_MAX_TOKENS, GRPC, GenerationFactory, require_model
 from router_svc.api.ids import Ids, is_valid_id
 from router_svc.api.parse import validate
+from router_svc.api.request_span import request_span
 from router_svc.api.sampling import EndpointFields, check_token_ids
 from router_svc.api.served_model import ServedModel
 from router_svc.generation import Generation
@@ -29,7 +32,14 @@ SERVICE = "pdserve.v1.InferenceService"
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """The service that gRPC clients call."""
 
-    def __init__(self, model: ServedModel, requests: Requests, max_model_len: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        requests: Requests,
+        max_model_len: Callable[[], int],
+        tracer: Tracer = NO_TRACER,
+    ) -> None:
+        self._tracer = tracer
         self._model = model
         self._requests = requests
         self._max_model_len = max_model_len
@@ -43,8 +53,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         """Streams a completion. Closing the call cancels it on all workers."""
+        with request_span(self._tracer, f"{SERVICE}/Generate", trace_of(context)) as span:
+            span.attributes |= {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": "Generate"}
+            await self._generate(request, context, span.context)
+
+    async def _generate(
+        self,
+        request: pb.GenerateRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+        trace: TraceContext | None,
+    ) -> None:
         generation = await self._generation(request)
-        async with self._requests.run([generation]) as stream:
+        async with self._requests.run([generation], trace) as stream:
 
             async def write(deltas: list[ChoiceDelta]) -> None:
                 choices = [_choice(delta) for delta in deltas]

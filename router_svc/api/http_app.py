@@ -8,15 +8,19 @@ from aiohttp import web
 
 from pdserve.base.errors import PdserveError, RequestError
 from pdserve.base.logs import get_logger
+from pdserve.base.tracing import NO_TRACER, Tracer
 from router_svc.api.http_request import IDS, REQUEST_ID_HEADER
 from router_svc.api.openai.errors import error_response, from_http_exception
+from router_svc.api.request_span import http_tracing
 
 log = get_logger(__name__)
 
 
-def make_app(routes: Iterable[Iterable[web.RouteDef]], *, max_body_bytes: int) -> web.Application:
+def make_app(
+    routes: Iterable[Iterable[web.RouteDef]], *, max_body_bytes: int, tracer: Tracer = NO_TRACER
+) -> web.Application:
     """The application with the given groups of routes."""
-    app = web.Application(middlewares=[_errors], client_max_size=max_body_bytes)
+    app = web.Application(middlewares=[http_tracing(tracer), _errors], client_max_size=max_body_bytes)
     for group in routes:
         app.add_routes(group)
     return app

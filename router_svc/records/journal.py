@@ -1,4 +1,4 @@
-"""Reports what happens to one request: to its decision record, to Redis, to the metrics and to the log."""
+"""Reports what happens to one request: to its decision record, to Redis, metrics, trace and log."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 
 from pdserve.base.errors import Overloaded, PdserveError, reason_of
 from pdserve.base.logs import get_logger
+from pdserve.base.trace_context import TraceContext
 from pdserve.base.workers import WorkerRecord
 from pdserve.v1 import decode_pb2, prefill_pb2
 from router_svc.records.metrics import RouterMetrics
 from router_svc.records.record import Record, TracePhase
 from router_svc.records.request_state import RequestState
 from router_svc.records.request_store import RequestStore
+from router_svc.records.spans import RequestTrace
 from router_svc.records.timeline import Phase
 from router_svc.routing.local_prefill import LocalPrefillReason, PrefillPlan
 from router_svc.routing.placement import Placement
@@ -24,8 +26,12 @@ _S = RequestState
 class Journal:
     """The only writer of a request's record: each method reports one event, and moves the state if the event does."""
 
-    def __init__(self, record: Record, metrics: RouterMetrics, store: RequestStore) -> None:
+    def __init__(
+        self, record: Record, metrics: RouterMetrics, store: RequestStore, trace: RequestTrace | None = None
+    ) -> None:
         self.record = record
+        self._trace = trace or RequestTrace()
+        record.trace = self._trace.context
         self._metrics = metrics
         self._store = store
         self._last_tokens_s: float | None = None
@@ -42,19 +48,21 @@ class Journal:
         self.record.mark(TracePhase.ADMITTED)
         self.record.enter(Phase.RESERVE)
 
-    def chose_decode(self, placement: Placement, plan: PrefillPlan) -> None:
-        """A decode worker was chosen, with a plan where to prefill."""
+    def chose_decode(self, placement: Placement, plan: PrefillPlan) -> TraceContext | None:
+        """A decode worker was chosen, with a plan where to prefill. Returns the trace context for the call to it."""
         self.record.add_decision(placement.worker, "; ".join(filter(None, (placement.why, plan.why))))
         self._local_prefill_reason = plan.reason
         self._local_prefill_threshold = plan.threshold
         if plan.fallback:
             self._fall_back(plan.fallback, placement.worker)
+        return self._trace.start_call()
 
-    def chose_prefill(self, placement: Placement) -> None:
-        """A prefill worker was chosen and is about to receive the prompt."""
+    def chose_prefill(self, placement: Placement) -> TraceContext | None:
+        """A prefill worker was chosen and is about to receive the prompt. Returns the trace context for the call."""
         self.record.add_decision(placement.worker, placement.why)
         self.record.enter(Phase.PREFILL)
         self._move(_S.PREFILLING, placement.worker)
+        return self._trace.start_call()
 
     def retry(self, error: PdserveError, worker: WorkerRecord) -> None:
         """The next attempt starts because the worker failed with `error`."""
@@ -176,6 +184,7 @@ class Journal:
         self.record.move(state, outcome=outcome)
         self._store.put(self.record.progress, json.dumps(self.record.as_json()))
         self._metrics.ended(self.record)
+        self._trace.end(self.record)
         log.info("request_ended", **self.record.summary())
 
     def _move(self, state: RequestState, worker: WorkerRecord | None = None) -> None:

@@ -6,6 +6,7 @@ the workers measured.
 
     {
       "request_id": "cmpl-...",       "endpoint": "/v1/completions",    "router": "0.1.0",
+      "trace_id": null,               the W3C trace that the request belongs to, in hexadecimal
       "accepted_at": 1790000000.123,
       "prompt_tokens": 300,  "max_tokens": 16,  "n": 1,
       "state": "finished",            queued|reserved|prefilling|decoding|retrying|finished|failed|cancelled
@@ -40,6 +41,7 @@ from itertools import islice
 
 import pdserve
 from pdserve.base.ids import Epoch, RequestId, WorkerId
+from pdserve.base.trace_context import TraceContext
 from pdserve.base.workers import WorkerRecord
 from router_svc.generation import Generation
 from router_svc.records.request_state import RequestProgress, RequestState
@@ -124,6 +126,8 @@ class Record:
     completion_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
     error: str | None = None
+    #: The request's span, of this router or of the client.
+    trace: TraceContext | None = None
 
     @classmethod
     def new(cls, generation: Generation, *, accepted_at: float, clock: Callable[[], float]) -> Record:
@@ -232,6 +236,7 @@ class Record:
         return {
             "request_id": self.request_id,
             "endpoint": self.endpoint,
+            "trace_id": None if self.trace is None else self.trace.trace_id,
             "router": pdserve.__version__,
             "accepted_at": self.accepted_at,
             "prompt_tokens": self.prompt_tokens,

@@ -10,8 +10,9 @@ from contextlib import asynccontextmanager
 import grpc
 
 from pdserve.base.errors import PdserveError, PeerLost, TransferTimeout
-from pdserve.base.rpc import ChannelPool, mapped_rpc_errors
+from pdserve.base.rpc import ChannelPool, mapped_rpc_errors, trace_metadata
 from pdserve.base.streams import MessageStream, open_stream
+from pdserve.base.trace_context import TraceContext
 from pdserve.base.wire import error_from_wire
 from pdserve.base.workers import WorkerRecord
 from pdserve.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
@@ -154,11 +155,11 @@ class PrefillCall:
 
 @asynccontextmanager
 async def prefill_call(
-    channels: ChannelPool, worker: WorkerRecord, request: prefill_pb2.PrefillRequest
+    channels: ChannelPool, worker: WorkerRecord, request: prefill_pb2.PrefillRequest, trace: TraceContext | None
 ) -> AsyncIterator[PrefillCall]:
-    """Opens the call; leaving the block stops the computation and frees the blocks."""
+    """Opens the call, within the span `trace`; leaving the block stops the computation and frees the blocks."""
     async with channels.use(worker.worker_id, worker.epoch, worker.grpc_address) as channel:
-        call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(request)
+        call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(request, metadata=trace_metadata(trace))
         try:
             yield PrefillCall(call, _name_of(worker))
         finally:

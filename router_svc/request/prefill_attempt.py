@@ -21,7 +21,7 @@ async def prefill(
     reported, `PeerLost`, or `TransferTimeout` when it is silent.
     """
     worker, prompt, journal = placement.worker, context.prompt, context.journal
-    journal.chose_prefill(placement)
+    trace = journal.chose_prefill(placement)
     request = prefill_pb2.PrefillRequest(
         ref=context.ref(),
         prompt_token_ids=context.generation.prompt,
@@ -32,7 +32,7 @@ async def prefill(
     )
     silence_s = context.cluster.policy.token_timeout_s if ticket is None else ticket.lease_s * _SILENCE_SHARE
     with prompt.assigned(worker, placement.uncached_tokens):
-        async with prefill_call(context.cluster.channels, worker, request) as prefilling:
+        async with prefill_call(context.cluster.channels, worker, request, trace) as prefilling:
             while (event := await prefilling.next_event(silence_s)) is not None:
                 match event.WhichOneof("event"):
                     case "progress":

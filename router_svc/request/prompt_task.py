@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.base.errors import PdserveError
-from pdserve.base.logs import get_logger, request_id_var
+from pdserve.base.logs import enter_request, get_logger
 from pdserve.base.wire import sampling_to_wire
 from pdserve.model.tokenizer import Tokenizer
 from router_svc.generation import Generation
@@ -34,7 +34,7 @@ class PromptTask:
 
     async def run(self, cluster: Cluster, tokenizer: Tokenizer, stream: DeltaStream) -> None:
         """Returns when the prompt is complete or has failed. The error goes into the stream, after the tokens."""
-        request_id_var.set(self._generation.request_id)
+        enter_request(self._generation.request_id, self._journal.record.trace)
         error: PdserveError | None = None
         try:
             await self._gate.wait_for_turn(self._slot)

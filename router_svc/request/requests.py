@@ -10,12 +10,15 @@ from dataclasses import dataclass
 
 from pdserve.base.errors import Draining, NoWorkers, Overloaded
 from pdserve.base.tasks import service_group
+from pdserve.base.trace_context import TraceContext
+from pdserve.base.tracing import NO_TRACER, Tracer
 from pdserve.model.tokenizer import Tokenizer
 from router_svc.generation import Generation
 from router_svc.records.journal import Journal
 from router_svc.records.metrics import RouterMetrics
 from router_svc.records.record import RecentRecords, Record
 from router_svc.records.request_store import RequestStore
+from router_svc.records.spans import RequestTrace
 from router_svc.request.admission import Entrant, QueueSlot
 from router_svc.request.gate import Gate
 from router_svc.request.prompt_task import PromptTask
@@ -30,11 +33,17 @@ class Recorders:
     metrics: RouterMetrics
     recent: RecentRecords
     store: RequestStore
+    tracer: Tracer = NO_TRACER
+    model_name: str = ""
 
-    def open_journal(self, generation: Generation, accepted_at: float) -> Journal:
-        """The journal of a prompt that is accepted now, which is `accepted_at` in Unix time."""
+    def open_journal(self, generation: Generation, accepted_at: float, trace: TraceContext | None) -> Journal:
+        """The journal of a prompt that is accepted now, which is `accepted_at` in Unix time.
+
+        `trace`: the span of the client's request.
+        """
         record = Record.new(generation, accepted_at=accepted_at, clock=time.monotonic)
-        return Journal(record, self.metrics, self.store)
+        request_trace = RequestTrace(tracer=self.tracer, parent=trace, model_name=self.model_name)
+        return Journal(record, self.metrics, self.store, request_trace)
 
 
 class Requests:
@@ -69,15 +78,19 @@ class Requests:
         return self._num_open
 
     @asynccontextmanager
-    async def run(self, generations: Sequence[Generation]) -> AsyncIterator[DeltaStream]:
+    async def run(
+        self, generations: Sequence[Generation], trace: TraceContext | None = None
+    ) -> AsyncIterator[DeltaStream]:
         """Runs the prompts of one client request. Leaving the block cancels those that still run.
+
+        `trace` is the request's span.
 
         Raises:
             Overloaded, NoWorkers, Draining: the request was refused at once.
             PdserveError: a later failure, raised by `DeltaStream.write_to`.
         """
         accepted_at = time.time()
-        journals = [self._recorders.open_journal(generation, accepted_at) for generation in generations]
+        journals = [self._recorders.open_journal(generation, accepted_at, trace) for generation in generations]
         prompts = [PrefixHashes(generation.prompt, generation.cache_salt) for generation in generations]
         # Counted before anything is refused: demand that is measured later shrinks when the cluster cannot meet it.
         uncached_tokens = [await self._cluster.uncached_tokens(hashes) for hashes in prompts]

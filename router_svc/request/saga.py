@@ -19,6 +19,7 @@ import contextlib
 
 from pdserve.base.errors import NoWorkers, PdserveError, RequestError
 from pdserve.base.layout import KvLayout
+from pdserve.base.trace_context import traceparent_of
 from pdserve.v1 import decode_pb2
 from router_svc.request.calls import DecodeFailed, decode_call, is_reported
 from router_svc.request.context import RequestContext
@@ -129,13 +130,14 @@ class Saga:
         self._layout = worker.layout
         remote = context.choose_prefill(worker.layout)
         plan = self._plan_prefill(placement, remote)
-        self._journal.chose_decode(placement, plan)
+        trace = self._journal.chose_decode(placement, plan)
         start = decode_pb2.DecodeStart(
             ref=context.ref(),
             prompt_token_ids=context.generation.prompt,
             sampling=context.sampling,
             local_prefill_threshold=plan.threshold,
             cache_salt=context.generation.cache_salt,
+            traceparent=traceparent_of(trace),
         )
         with contextlib.ExitStack() as counted:
             # Other requests see the prompt's tokens in the queue of the worker that will probably compute them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -48,7 +49,7 @@ class Child:
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as undo, spec.log_path.open("ab", buffering=0) as log:
             with contextlib.suppress(OSError):  # A full disk does not keep the process from running.
-                log.write(f"--- {spec.name} started {datetime.now().astimezone().isoformat('T', 'seconds')}\n".encode())
+                log.write(first_line(spec).encode())
             self._log_start = log.tell()
             self._notify = NotifySocket(self._on_message)
             undo.callback(self._notify.close)
@@ -122,6 +123,15 @@ class Child:
         lines = [line for line in tail_lines(self._spec.log_path, self._log_start) if line.strip()]
         errors = [line for line in lines if line.startswith("error:")]
         return (errors or lines or [""])[-1].strip()
+
+
+def first_line(spec: ProcessSpec) -> str:
+    """The line that separates an incarnation's output from that of the one before."""
+    now = datetime.now().astimezone().isoformat("T", "seconds")
+    if spec.log_format != "json":
+        return f"--- {spec.name} started {now}\n"
+    line = {"time": now, "level": "info", "process": spec.name, "logger": __name__, "event": "process_started"}
+    return json.dumps(line) + "\n"
 
 
 def tail_lines(path: Path, start: int) -> list[str]:

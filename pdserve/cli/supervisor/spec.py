@@ -19,6 +19,8 @@ class ProcessSpec:
     environment: Mapping[str, str]
     #: Output of all incarnations, appended.
     log_path: Path
+    #: Form of the lines that the process writes to it.
+    log_format: str = "text"
     #: Returns once the process serves, for programs that do not report readiness. None: READY=1 through sd_notify.
     probe: Callable[[], Awaitable[None]] | None = None
     #: Seconds from start to ready.

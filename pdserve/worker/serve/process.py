@@ -17,6 +17,7 @@ from pdserve.base.registry import Registrar, Tier
 from pdserve.base.rpc import GrpcHealth, serve_grpc
 from pdserve.base.store import Store
 from pdserve.base.tasks import ServiceGroup, service_group, stop_event_on_signals
+from pdserve.base.tracing_setup import span_counters, tracing
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.load.claims import claiming
 from pdserve.worker.load.device import bind_thread
@@ -40,6 +41,8 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
     admin = bound_socket(config.host, config.http_port, flag="--http-port")
     async with serve_admin(health, metrics.registry, admin) as http_address, AsyncExitStack() as stack:
         config = stack.enter_context(claiming(config))
+        tracer = await stack.enter_async_context(tracing(config, f"pdserve-{tier}", config.worker_id))
+        metrics.read(*span_counters(tracer))
         notify.status("loading the model")
         store = await stack.enter_async_context(
             Store(config.redis_url, prefix=config.redis_prefix, on_change=health.watch("redis"))
@@ -50,6 +53,7 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
         transport = await stack.enter_async_context(_opened_transport(config))
         tasks = await stack.enter_async_context(service_group())
         worker = await _make_worker(config, tier, model, transport, metrics, tasks)
+        worker.tracer = tracer
         service = build(worker)
         notify.status("warming up")
         async with worker.computing(service) as fatal, _served(service, config) as (grpc, streams, grpc_health):

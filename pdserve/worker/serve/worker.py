@@ -18,6 +18,7 @@ from pdserve.base.block_hash import hash_key
 from pdserve.base.ids import Epoch, WorkerId
 from pdserve.base.registry import Tier
 from pdserve.base.tasks import ServiceGroup
+from pdserve.base.tracing import NO_TRACER, Tracer
 from pdserve.engine.loop import LoopConfig, StepLoop
 from pdserve.engine.step import LayersWritten, Load, Scheduler, StepOutput
 from pdserve.worker.config import WorkerConfig
@@ -84,6 +85,7 @@ class Worker:
     transport: Transport
     metrics: WorkerMetrics
     tasks: ServiceGroup
+    tracer: Tracer = NO_TRACER
     calls: ActiveCalls = field(default_factory=ActiveCalls)
     steps: StepMetrics = field(init=False)
     #: The KV cache as transports see it.

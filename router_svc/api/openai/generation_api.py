@@ -14,6 +14,7 @@ from router_svc.api.openai.errors import error_body
 from router_svc.api.openai.generation_request import GenerationRequest, chat_request, completion_request
 from router_svc.api.openai.schema import ChatBody, CompletionBody
 from router_svc.api.openai.shapes import ChatFormat, ChoiceFormat, CompletionFormat, ResponseFormatter, to_json
+from router_svc.api.request_span import TRACE
 from router_svc.api.served_model import ServedModel
 from router_svc.request.output import ChoiceDelta
 from router_svc.request.requests import Requests
@@ -55,7 +56,7 @@ class GenerationApi:
         # From here on, error responses have the ids in a header, too.
         request[IDS] = ids
         formatter = ResponseFormatter(generation, choice_format)
-        async with self._requests.run(generation.generations) as stream:
+        async with self._requests.run(generation.generations, request.get(TRACE)) as stream:
             if generation.stream:
                 return await _send_stream(request, formatter, stream, ids)
             return await _send_whole(formatter, stream)

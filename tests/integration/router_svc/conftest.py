@@ -18,6 +18,7 @@ import pytest
 from pdserve.base.admin import Health
 from pdserve.base.rpc import open_channel
 from pdserve.base.store import Store
+from pdserve.base.tracing import NO_TRACER, Tracer
 from pdserve.base.workers import Tier
 from pdserve.cli.private_redis import PrivateRedis
 from router_svc.api.served_model import ServedModel
@@ -122,7 +123,12 @@ class ScriptedCluster:
 
 @asynccontextmanager
 async def open_cluster(
-    redis: PrivateRedis, model_dir: Path, tiers: dict[str, Tier], **settings: object
+    redis: PrivateRedis,
+    model_dir: Path,
+    tiers: dict[str, Tier],
+    *,
+    tracer: Tracer = NO_TRACER,
+    **settings: object,
 ) -> AsyncIterator[ScriptedCluster]:
     """A router and its workers. Starts when the router knows all of them."""
     defaults: dict[str, object] = {
@@ -139,7 +145,7 @@ async def open_cluster(
     async with AsyncExitStack() as stack:
         health = Health()
         store = await stack.enter_async_context(Store(redis.url, on_change=health.watch("redis")))
-        router = Router(config, ServedModel.load(config.model_dir, config.model_name), store, health)
+        router = Router(config, ServedModel.load(config.model_dir, config.model_name), store, health, tracer)
         addresses = await stack.enter_async_context(router.serving())
         workers = {
             worker_id: await stack.enter_async_context(fake_worker(calls, tier, worker_id, redis.url))

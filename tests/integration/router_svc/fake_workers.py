@@ -16,7 +16,7 @@ from pdserve.base.errors import PdserveError
 from pdserve.base.ids import Epoch, WorkerId, new_epoch
 from pdserve.base.layout import KvLayout
 from pdserve.base.registry import Registrar
-from pdserve.base.rpc import method, serve_grpc
+from pdserve.base.rpc import method, serve_grpc, trace_of
 from pdserve.base.store import Store
 from pdserve.base.streams import MessageStream, PeerLeft, serve_streams
 from pdserve.base.tasks import service_group
@@ -146,7 +146,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):
     async def Prefill(  # noqa: N802 - the name is the protocol's
         self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> None:
-        self._calls.note_prefill(request)
+        self._calls.note_prefill(request, trace_of(context))
         self._calls.note_open(1)
         try:
             await self._run(request, context)

@@ -13,6 +13,7 @@ import grpc
 from pdserve.base.errors import PdserveError
 from pdserve.base.sampling import ChoiceTokens, FinishReason, TokenLogprobs
 from pdserve.base.streams import MessageStream
+from pdserve.base.trace_context import TraceContext
 from pdserve.v1 import decode_pb2, prefill_pb2
 from tests.support.tiny_model import END, tokens_of
 
@@ -118,6 +119,8 @@ class CallLog:
         self.decode_starts: list[decode_pb2.DecodeStart] = []
         self.commands: list[str] = []
         self.prefills: list[prefill_pb2.PrefillRequest] = []
+        #: The trace contexts that came with them.
+        self.prefill_traces: list[TraceContext | None] = []
         #: Calls in progress. Must be zero after every test.
         self.num_open = 0
         #: Requests for which a decode worker has sent every token.
@@ -139,9 +142,10 @@ class CallLog:
         self.decode_starts.append(start)
         self._note()
 
-    def note_prefill(self, request: prefill_pb2.PrefillRequest) -> None:
+    def note_prefill(self, request: prefill_pb2.PrefillRequest, trace: TraceContext | None) -> None:
         """A prefill worker has received a request."""
         self.prefills.append(request)
+        self.prefill_traces.append(trace)
         self._note()
 
     def note_command(self, kind: str) -> None:

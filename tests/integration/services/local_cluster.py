@@ -20,10 +20,11 @@ from kvtransfer.transport import Transport
 from kvtransfer.transport.inproc import InprocTransport
 from pdserve.base.ids import TransferId, WorkerId, new_epoch
 from pdserve.base.registry import Tier
-from pdserve.base.rpc import mapped_rpc_errors, open_channel, serve_grpc
+from pdserve.base.rpc import mapped_rpc_errors, open_channel, serve_grpc, trace_metadata
 from pdserve.base.sampling import SamplingParams
 from pdserve.base.streams import MessageStream, open_stream
 from pdserve.base.tasks import service_group
+from pdserve.base.trace_context import TraceContext, traceparent_of
 from pdserve.base.wire import error_from_wire, sampling_to_wire
 from pdserve.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
 from pdserve.worker.config import WorkerConfig
@@ -89,12 +90,15 @@ class RouterRequest:
     def ref(self, attempt: int = 1) -> common_pb2.RequestRef:
         return common_pb2.RequestRef(request_id=self.request_id, attempt=attempt, router_id=ROUTER)
 
-    async def start(self, *, local_prefill_threshold: int = 0, attempt: int = 1) -> None:
+    async def start(
+        self, *, local_prefill_threshold: int = 0, attempt: int = 1, trace: TraceContext | None = None
+    ) -> None:
         start = decode_pb2.DecodeStart(
             ref=self.ref(attempt),
             prompt_token_ids=self.prompt,
             sampling=sampling_to_wire(self.params),
             local_prefill_threshold=local_prefill_threshold,
+            traceparent=traceparent_of(trace),
         )
         await self.send(start=start)
 
@@ -149,6 +153,7 @@ class RouterRequest:
         forced: tuple[int, ...] = (),
         channel: grpc.aio.Channel | None = None,
         keeps_lease: bool = False,
+        trace: TraceContext | None = None,
     ) -> prefill_pb2.PrefillDone:
         """Has the prompt computed and handed over, and keeps the first tokens. Raises the worker's error.
 
@@ -164,7 +169,7 @@ class RouterRequest:
         async with asyncio.timeout(DEADLINE_S):
             with mapped_rpc_errors("the prefill worker"):
                 stub = prefill_pb2_grpc.PrefillServiceStub(channel or self._cluster.prefill_channel)
-                async for event in stub.Prefill(request):
+                async for event in stub.Prefill(request, metadata=trace_metadata(trace)):
                     if keeps_lease and event.HasField("progress"):
                         await self.send(keep_lease=decode_pb2.KeepLease())
                     for choice in event.first_token.choices:

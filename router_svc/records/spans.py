@@ -1,0 +1,165 @@
+"""The spans of one prompt's request as the router saw it, made of its decision record once it has ended.
+
+generate                     from accept to finish; events: first token, first write, retries, fallbacks
+  queue                      the admission queue
+  call decode worker         one per decode worker that was tried; the worker's own spans are below it
+  call prefill worker        one per prefill worker that was tried, with its chunks as events; likewise
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from pdserve.base.trace_context import TraceContext
+from pdserve.base.tracing import NO_TRACER, Attribute, Span, SpanEvent, SpanKind, Tracer
+from router_svc.records.record import Decision, Incident, Record, TracePhase
+from router_svc.records.request_state import RequestState
+
+PROVIDER = "pdserve"
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestTrace:
+    """The span contexts of one prompt's request. Owned by its journal."""
+
+    tracer: Tracer = NO_TRACER
+    #: The span of the client's request, in which this one's is.
+    parent: TraceContext | None = None
+    model_name: str = ""
+    #: The prompt's own span.
+    context: TraceContext | None = field(init=False)
+    #: A span for each of the record's decisions, in order.
+    calls: list[TraceContext | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.context = self.tracer.child(self.parent)
+
+    def start_call(self) -> TraceContext | None:
+        """The context for the call to a worker that was just chosen."""
+        self.calls.append(self.tracer.child(self.context))
+        return self.calls[-1]
+
+    def end(self, record: Record) -> None:
+        """Gives the spans of an ended request to the tracer, if it wants them."""
+        if self.tracer.records(self.context):
+            self.tracer.emit(list(self._spans(record)))
+
+    def _spans(self, record: Record) -> Iterator[Span]:
+        assert self.context is not None
+        assert self.parent is not None
+        phases, accepted_at = record.phases, record.accepted_at
+        end = phases[TracePhase.FINISH]
+        operation = "chat" if "chat" in record.endpoint else "text_completion"
+        gen_ai = _gen_ai(record, operation, self.model_name) if self.tracer.gen_ai else {}
+        yield Span(
+            name=f"{operation} {self.model_name}" if self.tracer.gen_ai else "generate",
+            context=self.context,
+            parent_id=self.parent.span_id,
+            start=accepted_at,
+            end=accepted_at + end,
+            attributes=_attributes(record) | gen_ai,
+            events=tuple(_events(record)),
+            error=record.progress.outcome if record.state is RequestState.FAILED else None,
+        )
+        yield Span(
+            name="queue",
+            context=self.context.child(),
+            parent_id=self.context.span_id,
+            start=accepted_at,
+            end=accepted_at + phases.get(TracePhase.ADMITTED, end),
+        )
+        for decision, context in zip(record.decisions, self.calls, strict=True):
+            assert context is not None
+            yield _call_span(record, decision, context, self.context)
+
+
+def _call_span(record: Record, decision: Decision, context: TraceContext, parent: TraceContext) -> Span:
+    accepted_at, failure = record.accepted_at, _failure_of(record, decision)
+    is_prefill = decision.tier == "prefill"
+    end = record.phases[TracePhase.FINISH]
+    if failure is not None:
+        end = failure.at
+    elif is_prefill:
+        end = max(decision.at, record.phases.get(TracePhase.COMMIT, end))
+    chunks = [chunk for chunk in record.chunks if is_prefill and decision.at <= chunk.at <= end]
+    return Span(
+        name=f"call {decision.tier} worker",
+        context=context,
+        parent_id=parent.span_id,
+        start=accepted_at + decision.at,
+        end=accepted_at + end,
+        kind=SpanKind.CLIENT,
+        attributes={
+            "pdserve.worker": decision.worker,
+            "pdserve.epoch": decision.epoch,
+            "pdserve.attempt": decision.attempt,
+            "pdserve.why": decision.why,
+        },
+        events=tuple(
+            SpanEvent(
+                name="chunk", at=accepted_at + chunk.at, attributes={"pdserve.computed_tokens": chunk.computed_tokens}
+            )
+            for chunk in chunks
+        ),
+        error=None if failure is None else failure.reason,
+    )
+
+
+def _failure_of(record: Record, decision: Decision) -> Incident | None:
+    """The retry that ended the call to this worker, if one did."""
+    retries = (each for each in record.retries if each.worker == decision.worker and each.at >= decision.at)
+    return next((each for each in retries if each.attempt == decision.attempt or decision.tier == "decode"), None)
+
+
+def _events(record: Record) -> Iterator[SpanEvent]:
+    at = record.accepted_at
+    for phase in (TracePhase.FIRST_TOKEN, TracePhase.FIRST_WRITE, TracePhase.FIRST_DECODE):
+        if phase in record.phases:
+            yield SpanEvent(name=phase.value, at=at + record.phases[phase])
+    for name, incidents in (("retry", record.retries), ("fallback", record.fallbacks)):
+        for incident in incidents:
+            attributes = {"pdserve.reason": incident.reason, "pdserve.worker": incident.worker or ""}
+            yield SpanEvent(name=name, at=at + incident.at, attributes=attributes)
+
+
+def _attributes(record: Record) -> dict[str, Attribute]:
+    found: dict[str, Attribute] = {
+        "pdserve.request_id": record.request_id,
+        "pdserve.endpoint": record.endpoint,
+        "pdserve.state": record.state.value,
+        "pdserve.attempts": record.attempt,
+        "pdserve.prompt_tokens": record.prompt_tokens,
+        "pdserve.cached_tokens": record.cached_tokens,
+        "pdserve.completion_tokens": record.completion_tokens,
+        "pdserve.max_tokens": record.max_tokens,
+        "pdserve.n": record.n,
+        "pdserve.finish_reasons": record.finish_reasons,
+    }
+    seconds = record.timeline.seconds(record.phases[TracePhase.FINISH])
+    found |= {f"pdserve.{phase}_s": spent for phase, spent in seconds.items()}
+    if record.prefilled_by is not None:
+        found["pdserve.prefilled_by"] = record.prefilled_by
+    if record.local_prefill_reason is not None:
+        found["pdserve.local_prefill_reason"] = record.local_prefill_reason.value
+    return found
+
+
+def _gen_ai(record: Record, operation: str, model_name: str) -> dict[str, Attribute]:
+    """The attributes of OpenTelemetry's conventions for generative AI, which are not stable yet."""
+    found: dict[str, Attribute] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": model_name,
+        "gen_ai.request.max_tokens": record.max_tokens,
+        "gen_ai.request.choice.count": record.n,
+        "gen_ai.response.id": record.request_id,
+        "gen_ai.response.model": model_name,
+        "gen_ai.response.finish_reasons": record.finish_reasons,
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.usage.output_tokens": record.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
+    }
+    if TracePhase.FIRST_WRITE in record.phases:
+        found["gen_ai.response.time_to_first_chunk"] = record.phases[TracePhase.FIRST_WRITE]
+    return found

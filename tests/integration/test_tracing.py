@@ -1,0 +1,107 @@
+"""One trace over all processes of a real cluster, sent to a collector, and what it costs the answer: nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pdserve.base.trace_context import TraceContext
+from pdserve.base.tracing import Span
+from tests.support.cluster import MODEL, SETTLE_S, Cluster
+from tests.support.spans import Collector, tree
+
+ROOT = "POST /v1/completions"
+REQUEST = f"{ROOT}/generate"
+DECODE, PREFILL = f"{REQUEST}/call decode worker/decode worker", f"{REQUEST}/call prefill worker/prefill worker"
+#: Every path of a request that a prefill worker prefills, with the service that has the last span of the path.
+HANDED_OVER = {
+    ROOT: "pdserve-router",
+    REQUEST: "pdserve-router",
+    f"{REQUEST}/queue": "pdserve-router",
+    f"{REQUEST}/call decode worker": "pdserve-router",
+    DECODE: "pdserve-decode",
+    f"{DECODE}/reserve": "pdserve-decode",
+    f"{DECODE}/receive": "pdserve-decode",
+    f"{DECODE}/receive/wire": "pdserve-prefill",
+    f"{DECODE}/decode": "pdserve-decode",
+    f"{REQUEST}/call prefill worker": "pdserve-router",
+    PREFILL: "pdserve-prefill",
+    f"{PREFILL}/prefill queue": "pdserve-prefill",
+    f"{PREFILL}/prefill": "pdserve-prefill",
+    f"{PREFILL}/commit": "pdserve-prefill",
+}
+
+
+def complete(cluster: Cluster, first: int, trace: TraceContext | None = None) -> Any:
+    headers = {} if trace is None else {"traceparent": trace.traceparent}
+    prompt = [first, *((first * 37 + 11 * index) % 40_000 + 100 for index in range(1, 200))]
+    client = cluster.client()
+    return client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=6, temperature=1, seed=7, extra_headers=headers
+    )
+
+
+def spans_of(collector: Collector, trace: TraceContext, count: int) -> list[tuple[str, Span]]:
+    """The spans of a trace once `count` have arrived."""
+
+    def found() -> list[tuple[str, Span]]:
+        return [(service, span) for service, span in collector.spans() if span.context.trace_id == trace.trace_id]
+
+    with collector.arrived:
+        assert collector.arrived.wait_for(lambda: len(found()) >= count, timeout=SETTLE_S), found()
+    return found()
+
+
+def test_a_request_is_one_trace_over_router_prefill_wire_and_decode(cluster: Cluster, collector: Collector) -> None:
+    trace = TraceContext("1a" * 16, "2b" * 8, True)
+    complete(cluster, 2001, trace)
+    spans = spans_of(collector, trace, len(HANDED_OVER))
+    assert tree(span for _, span in spans) == {trace.trace_id: sorted(HANDED_OVER)}
+    names = {path: path.rpartition("/")[2] for path in HANDED_OVER}
+    services = {(service, span.name) for service, span in spans if span.name != ROOT}
+    assert services == {(service, names[path]) for path, service in HANDED_OVER.items() if path != ROOT}
+    [root] = [span for _, span in spans if span.name == ROOT]
+    assert root.parent_id == trace.span_id
+
+
+def test_tokens_are_the_same_with_and_without_a_trace(cluster: Cluster, collector: Collector) -> None:
+    trace = TraceContext("3c" * 16, "2b" * 8, True)
+    traced = complete(cluster, 2002, trace)
+    plain = complete(cluster, 2002)
+    assert traced.choices[0].text == plain.choices[0].text
+    assert spans_of(collector, trace, len(HANDED_OVER))
+    traces = {span.context.trace_id for _, span in collector.spans()}
+    # The shared cluster samples nothing by itself.
+    assert traces <= {"1a" * 16, "3c" * 16, "4d" * 16}
+
+
+def test_a_collector_that_takes_nothing_costs_spans_and_no_request(cluster: Cluster, collector: Collector) -> None:
+    router = f"127.0.0.1:{cluster.port}"
+    before = cluster.metric(router, "pdserve_spans_dropped_total")
+    collector.status = 400
+    try:
+        assert complete(cluster, 2003, TraceContext("4d" * 16, "2b" * 8, True)).choices[0].text
+        cluster.until(
+            lambda: cluster.metric(router, "pdserve_spans_dropped_total") - before == 5,
+            "the router's spans are dropped",
+        )
+        for tier, count in (("prefill", 5), ("decode", 4)):
+            cluster.until(
+                lambda tier=tier, count=count: cluster.worker_metric(tier, "pdserve_spans_dropped_total") == count,  # type: ignore[misc]
+                f"the spans of {tier} are dropped",
+            )
+    finally:
+        collector.status = 200
+
+
+def test_every_log_line_is_an_object_and_those_of_a_request_have_its_trace(cluster: Cluster) -> None:
+    trace = TraceContext("4d" * 16, "2b" * 8, True)
+    answer = complete(cluster, 2004, trace)
+    cluster.wait_idle()
+    lines = {
+        name: [json.loads(line) for line in (cluster.log_dir / f"{name}.log").read_text().splitlines()]
+        for name in ("router", "prefill-0", "decode-0")
+    }
+    assert all(lines.values())
+    [ended] = [line for line in lines["router"] if line.get("request_id") == answer.id]
+    assert (ended["event"], ended["trace_id"]) == ("request_ended", trace.trace_id)
