@@ -52,7 +52,7 @@ SERVICE_CONFIGS: dict[str, type[Any]] = {
 #: Flags in our documents that belong to other programs.
 FOREIGN_FLAGS = {
     *("--appendonly", "--cap-add", "--enable-feature", "--for", "--ipc", "--pid", "--save", "--shm-size", "--target"),
-    *("--timeout", "--ulimit"),
+    *("--force-recreate", "--no-recreate", "--scale", "--timeout", "--ulimit", "--volumes"),
 }
 
 

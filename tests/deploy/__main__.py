@@ -5,17 +5,25 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.deploy.engine import why_no_engine
+
 _NO_TESTS = 5
+#: For one test with what it prepares; the first one with containers builds the images.
+_TIMEOUT_S = 1200
 
 
 def main(arguments: list[str]) -> int:
-    """Runs pytest with these arguments, by default all tests marked `deploy`. Returns the exit status."""
-    command = [sys.executable, "-m", "pytest", "-m", "deploy", "--timeout", "900", *(arguments or ["tests"])]
+    """Runs pytest with these arguments, by default all tests marked `deploy`. Returns the exit status.
+
+    The last line says whether containers were run.
+    """
+    # Their output shows sizes and durations.
+    command = [sys.executable, "-m", "pytest", "-m", "deploy", "-rA", "--timeout", str(_TIMEOUT_S)]
+    command += ["--durations", "15", *(arguments or ["tests"])]
     status = subprocess.run(command, check=False).returncode
-    if status == _NO_TESTS:
-        print("deploy: no test")
-        return 0
-    return status
+    reason = why_no_engine()
+    print(f"deploy: skipped ({reason}; what needs no container has run)" if reason else "deploy: run")
+    return 0 if status == _NO_TESTS else status
 
 
 if __name__ == "__main__":

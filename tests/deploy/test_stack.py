@@ -1,0 +1,156 @@
+"""The compose stack, run for real: an answer, blocks by CMA between containers, a crash, tiers that come and go."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.request
+
+import pytest
+
+from tests.deploy.load import Answer, Load, running, tokens_for
+from tests.deploy.stack import Stack
+from tests.support.cluster import MODEL
+
+pytestmark = pytest.mark.deploy
+
+CLIENTS = 3
+#: Answers under which tiers are scaled last longer than ten seconds, and less than the drain.
+ANSWER_S = 22.0
+LONG_S, DRAIN_S = 10.0, 45.0
+
+
+def test_a_newcomer_gets_an_answer(stack: Stack) -> None:
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "temperature": 0,
+        "max_tokens": 20,
+    }
+    request = urllib.request.Request(
+        f"{stack.base_url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        answer = json.load(response)
+    assert "Paris" in answer["choices"][0]["message"]["content"]
+
+
+def test_containers_are_healthy_by_their_own_check(stack: Stack) -> None:
+    services = ("router", "prefill", "decode", "redis")
+
+    def states() -> set[str]:
+        return {stack.containers(service)[0]["State"]["Health"]["Status"] for service in services}
+
+    stack.until(lambda: states() == {"healthy"}, "every container is healthy")
+
+
+def test_blocks_travel_between_containers_from_memory_to_memory(stack: Stack) -> None:
+    load = Load(stack.port, max_tokens=4)
+    answers = [load.stream(number) for number in range(4)]
+    assert load.failures() == []
+    assert len(answers) == 4
+    paths = stack.samples("prefill", "pdserve_transport_path_info")
+    assert [(labels["expected"], labels["actual"]) for labels, _ in paths] == [("cma", "cma")]
+    assert sum(value for _, value in stack.samples("prefill", "pdserve_transport_degraded")) == 0
+    received = stack.samples("decode", "pdserve_kv_transfer_bytes_total")
+    assert sum(value for labels, value in received if labels["direction"] == "received") > 1e6
+    # The word of UCX itself, for the lanes of the connection that carries blocks.
+    assert re.search(r"cma/memory", stack.logs("prefill"))
+
+
+def test_workers_compute_on_cores_that_no_other_one_has(stack: Stack) -> None:
+    claims = stack.execute("decode", "ls", "/dev/shm/pdserve")
+    assert claims.split()
+    assert stack.execute("prefill", "ls", "/dev/shm/pdserve") == claims
+
+
+def test_workers_have_no_rights(stack: Stack) -> None:
+    for tier in ("prefill", "decode"):
+        status = stack.execute(tier, "cat", "/proc/self/status")
+        assert re.search(r"^Uid:\t1000\t1000\t1000\t1000$", status, re.MULTILINE)
+        assert re.search(r"^CapEff:\t0+$", status, re.MULTILINE)
+        assert re.search(r"^NoNewPrivs:\t1$", status, re.MULTILINE)
+
+
+def _settle(stack: Stack) -> None:
+    stack.until(lambda: stack.view().router.running == 0, "no request runs")
+
+
+def test_a_prefill_worker_that_is_killed_costs_no_answer(stack: Stack) -> None:
+    load = Load(stack.port, max_tokens=32)
+    [before] = stack.workers("prefill")
+    with running(load, clients=CLIENTS):
+        load.wait_running(1)
+        stack.crash("prefill")
+
+        def is_back() -> bool:
+            return any(worker.epoch != before.epoch for worker in stack.workers("prefill"))
+
+        stack.until(is_back, "the engine has restarted the worker")
+        load.stop()
+    assert load.failures() == []
+    _settle(stack)
+
+
+def test_after_a_killed_decode_worker_the_stack_answers_again_by_itself(stack: Stack) -> None:
+    """The streams that it was writing break, as docs/operations/containers.md says."""
+    load = Load(stack.port, max_tokens=2000)
+    [before] = stack.workers("decode")
+    with running(load, clients=1):
+        load.wait_running(1)
+        load.stop()
+        stack.crash("decode")
+    assert len(load.failures()) == 1
+
+    def is_back() -> bool:
+        return any(worker.epoch != before.epoch for worker in stack.workers("decode"))
+
+    stack.until(is_back, "the engine has restarted the worker")
+    after = Load(stack.port, max_tokens=8)
+    after.stream(0)
+    assert after.failures() == []
+    _settle(stack)
+
+
+def _next_answers(load: Load, number: int) -> None:
+    """Waits until this many answers that start from now on have ended."""
+    since = time.monotonic()
+    with load._changed:
+        assert load._changed.wait_for(
+            lambda: sum(a.ended_at is not None and a.started_at >= since for a in load.answers) >= number, timeout=300
+        )
+
+
+@pytest.mark.parametrize("tier", ["prefill", "decode"])
+def test_a_tier_is_scaled_up_and_down_under_load_without_an_error(stack: Stack, tier: str) -> None:
+    load = Load(stack.port, max_tokens=tokens_for(ANSWER_S, stack.port, clients=CLIENTS))
+    under_way: list[Answer] = []
+    with running(load, clients=CLIENTS):
+        load.wait_running(CLIENTS)
+        stack.scale(tier, 2)
+        stack.wait_tiers()
+        _next_answers(load, 1)
+        under_way += load.wait_running(CLIENTS)
+        # Returns when the worker has drained: it got SIGTERM while these answers were being written.
+        stack.scale(tier, 1)
+        stack.wait_tiers()
+    assert load.failures() == []
+    durations = [answer.duration_s for answer in under_way]
+    print(f"{tier}: {load.max_tokens} tokens; answers while a worker left took", *(f"{s:.1f} s" for s in durations))
+    assert LONG_S < max(durations) < DRAIN_S
+    [container] = stack.containers(tier)
+    assert container["State"]["Running"]
+    _settle(stack)
+
+
+def test_on_sigterm_everything_ends_by_itself(stack: Stack) -> None:
+    """The last test: an exit code of 137 would be a container that the engine had to kill."""
+    stack.compose("stop")
+    codes = {
+        service: stack.containers(service, stopped=True)[0]["State"]["ExitCode"]
+        for service in ("router", "prefill", "decode", "redis")
+    }
+    assert codes == dict.fromkeys(codes, 0)
+    stack.down()
+    assert not any(stack.containers(service, stopped=True) for service in (*codes, "pause", "model"))
