@@ -26,7 +26,7 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 NAMES = sorted(overlays())
 CONFIGS: dict[str, type[Any]] = {"router_svc": RouterConfig, "prefill_svc": PrefillConfig, "decode_svc": DecodeConfig}
 #: Values for what a pod knows only when it runs.
-_POD = {"metadata.name": "pod-0", "status.podIP": "10.0.0.7"}
+_POD = {"metadata.name": "pod-0", "metadata.namespace": "ns", "status.podIP": "10.0.0.7"}
 
 
 @cache

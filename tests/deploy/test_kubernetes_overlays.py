@@ -97,9 +97,10 @@ def test_gpu_workers_have_a_gpu_for_each_rank_and_shared_memory() -> None:
 
 def test_an_external_redis_replaces_ours() -> None:
     assert not [each for each in documents("external-redis") if "redis" in title(each)]
-    assert {service.config.redis_url for service in services("external-redis")} == {
-        "redis://:secret@redis.example:6379"
-    }
+    configs = [service.config for service in services("external-redis")]
+    assert {config.redis_url for config in configs} == {"redis://:secret@redis.example:6379"}
+    # Pods of two namespaces have the same names, so each namespace has keys of its own.
+    assert {config.redis_prefix for config in configs} == {"ns"}
     [service] = [each for each in of_kind("base", "Service") if "redis" in title(each)]
     expected = f"redis://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
     assert {each.config.redis_url for each in services("base")} == {expected}
