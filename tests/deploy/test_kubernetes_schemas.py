@@ -14,7 +14,6 @@ import referencing
 
 from tests.arch.documents import read
 from tests.deploy.manifests import NAMES, documents, title
-from tests.deploy.render import MONITORING
 from tests.deploy.test_kubernetes_workloads import ALLOWED_KINDS
 
 OLDEST, NEWEST = "1.30", "1.37"
@@ -75,7 +74,7 @@ def test_the_pod_templates_of_custom_objects_are_valid() -> None:
 
 def test_every_custom_kind_has_a_schema_and_every_schema_is_used() -> None:
     kinds = {document["kind"].lower() for name in NAMES for document in documents(name)}
-    assert kinds >= CUSTOM - ({"prometheusrule"} if not list((MONITORING / "rules").glob("*.yaml")) else set())
+    assert kinds >= CUSTOM
     assert kinds <= {kind.lower() for kind in ALLOWED_KINDS}
 
 
