@@ -44,6 +44,10 @@ class Sender:
         self._peers = PeerTable(transport)
         self._on_peer = on_peer
 
+    def close_unused(self) -> None:
+        """From now on a connection ends with the last transfer over it."""
+        self._peers = PeerTable(self._transport, max_kept=0)
+
     @asynccontextmanager
     async def open(self, ticket: Ticket, *, request_id: RequestId) -> AsyncIterator[OutgoingTransfer]:
         """One transfer. However the block ends, nothing reads the pushed blocks any more: they may be freed.

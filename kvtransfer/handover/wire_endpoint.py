@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
-
 from kvtransfer.transport.path import DataEndpoint
 from pdserve.base.errors import RequestError
-from pdserve.base.host_identity import HostIdentity
+from pdserve.base.wire_facts import host_from_proto, host_to_proto
 from pdserve.v1 import decode_pb2
 
 #: Limits on what a peer may claim.
@@ -17,7 +15,7 @@ _MAX_TEXT = 255
 def endpoint_to_proto(endpoint: DataEndpoint) -> decode_pb2.DataEndpoint:
     """The endpoint as it travels in tickets."""
     return decode_pb2.DataEndpoint(
-        host=decode_pb2.HostIdentity(**asdict(endpoint.host)),
+        host=host_to_proto(endpoint.host),
         lanes=endpoint.lanes,
         device_memory=endpoint.device_memory,
     )
@@ -25,7 +23,7 @@ def endpoint_to_proto(endpoint: DataEndpoint) -> decode_pb2.DataEndpoint:
 
 def endpoint_from_proto(message: decode_pb2.DataEndpoint) -> DataEndpoint:
     """The endpoint of a ticket. Raises: RequestError when no worker could have it."""
-    host = HostIdentity(**{field.name: getattr(message.host, field.name) for field in fields(HostIdentity)})
+    host = host_from_proto(message.host)
     lanes = tuple(message.lanes)
     longest = max(map(len, (host.hostname, host.boot_id, *lanes)))
     if len(lanes) > _MAX_LANES or longest > _MAX_TEXT:

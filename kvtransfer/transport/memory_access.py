@@ -1,48 +1,19 @@
-"""Finds out whether the kernel lets this process read another one's memory, without reading any."""
+"""Asks the kernel whether this process may read a peer's memory."""
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
-from pathlib import Path
 
 from kvtransfer.transport.path import MemoryAccess
 from pdserve.base.host_identity import HostIdentity
-from pdserve.base.machine import read_number
-
-_PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
-
-
-class _Span(ctypes.Structure):
-    """`struct iovec`."""
-
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+from pdserve.base.memory_access import ptrace_scope, read_refusal
 
 
 def memory_access(own: HostIdentity, peer: HostIdentity) -> MemoryAccess:
     """What the kernel answers to this process about itself and about the peer."""
     reachable = own.shares_host_with(peer) and own.pid_namespace == peer.pid_namespace
     return MemoryAccess(
-        own=_refusal(os.getpid()),
-        peer=_refusal(peer.pid) if reachable else None,
-        ptrace_scope=read_number(_PTRACE_SCOPE) or 0,
+        own=read_refusal(os.getpid()),
+        peer=read_refusal(peer.pid) if reachable else None,
+        ptrace_scope=ptrace_scope(),
     )
-
-
-def _refusal(pid: int) -> int:
-    """The errno of a refused access; 0 when it is allowed.
-
-    It reads at address 0, which is never mapped: the kernel checks permission first, and then fails with EFAULT.
-    """
-    try:
-        read = ctypes.CDLL(None, use_errno=True).process_vm_readv
-    except AttributeError:  # A C library without the call.
-        return errno.ENOSYS
-    into = ctypes.create_string_buffer(1)
-    local, remote = _Span(ctypes.addressof(into), 1), _Span(None, 1)
-    one, flags = ctypes.c_ulong(1), ctypes.c_ulong(0)
-    if read(ctypes.c_int(pid), ctypes.byref(local), one, ctypes.byref(remote), one, flags) >= 0:
-        return 0
-    failure = ctypes.get_errno()
-    return 0 if failure == errno.EFAULT else failure

@@ -17,6 +17,7 @@ COMMANDS = {
     "status": "show the workers of a running cluster, their load and their health",
     "fetch": "download and convert a model into a directory",
     "health": "ask a router or worker whether it is ready",
+    "doctor": "check this machine and a running cluster, and say what to do about each finding",
     "bench": "measure latency and throughput of a server, or the speed of kernels",
     "trace": "show where a request's time went and which decisions were made for it",
 }

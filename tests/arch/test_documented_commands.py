@@ -21,6 +21,7 @@ from pdserve.base.config import add_options, option_spec
 from pdserve.cli.__main__ import COMMANDS
 from pdserve.cli.bench.config import ServeConfig
 from pdserve.cli.chat import ChatConfig
+from pdserve.cli.doctor import DoctorConfig
 from pdserve.cli.fetch import FetchConfig
 from pdserve.cli.health import HealthConfig
 from pdserve.cli.status import StatusConfig
@@ -40,6 +41,7 @@ CLI_CONFIGS: dict[str, type[Any]] = {
     "chat": ChatConfig,
     "status": StatusConfig,
     "trace": TraceConfig,
+    "doctor": DoctorConfig,
     "fetch": FetchConfig,
     "health": HealthConfig,
     "bench serve": ServeConfig,
@@ -76,6 +78,7 @@ def _documented_default(cell: str, field: dataclasses.Field[Any]) -> object:
         ("pdserve trace", TraceConfig, None),
         ("pdserve fetch", FetchConfig, None),
         ("pdserve health", HealthConfig, None),
+        ("pdserve doctor", DoctorConfig, None),
         ("pdserve bench serve", ServeConfig, None),
         ("Router", RouterConfig, None),
         ("Workers of both tiers", PrefillConfig, None),

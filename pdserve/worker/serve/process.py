@@ -8,6 +8,8 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import grpc
+
 from kvtransfer.transport import Transport, open_transport
 from pdserve.base import notify
 from pdserve.base.admin import Health, bound_socket, serve_admin
@@ -18,11 +20,13 @@ from pdserve.base.rpc import GrpcHealth, serve_grpc
 from pdserve.base.store import Store
 from pdserve.base.tasks import ServiceGroup, service_group, stop_event_on_signals
 from pdserve.base.tracing_setup import span_counters, tracing
+from pdserve.v1 import diagnostics_pb2_grpc
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.load.claims import claiming
 from pdserve.worker.load.device import bind_thread
 from pdserve.worker.load.populate import populating
 from pdserve.worker.serve.announce import WorkerAddresses, announce, describe
+from pdserve.worker.serve.diagnostics import DiagnosticsService
 from pdserve.worker.serve.last_exit import ExitNote, noted_exit
 from pdserve.worker.serve.loaded_model import LoadedModel, load_model
 from pdserve.worker.serve.metrics import WorkerMetrics
@@ -56,8 +60,9 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
         worker.tracer = tracer
         service = build(worker)
         notify.status("warming up")
-        async with worker.computing(service) as fatal, _served(service, config) as (grpc, streams, grpc_health):
-            addresses = WorkerAddresses(grpc=grpc, http=http_address, streams=streams)
+        served = _served(service, DiagnosticsService(worker, store), config)
+        async with worker.computing(service) as fatal, served as (grpc_address, streams, grpc_health):
+            addresses = WorkerAddresses(grpc=grpc_address, http=http_address, streams=streams)
             worker.paths.on_change = health.watch("transport")
             registrar = announce(worker, service, store=store, health=health, addresses=addresses)
             describe(worker, addresses)
@@ -150,12 +155,20 @@ async def _opened_transport(config: WorkerConfig) -> AsyncIterator[Transport]:
 
 
 @asynccontextmanager
-async def _served(service: TierService, config: WorkerConfig) -> AsyncIterator[tuple[str, str, GrpcHealth]]:
+async def _served(
+    service: TierService, diagnostics: DiagnosticsService, config: WorkerConfig
+) -> AsyncIterator[tuple[str, str, GrpcHealth]]:
     """Yields the addresses for gRPC and for streams, and the switch of gRPC's health service."""
+
+    def register(server: grpc.aio.Server) -> None:
+        service.register(server)
+        diagnostics_pb2_grpc.add_DiagnosticsServiceServicer_to_server(diagnostics, server)
+
+    names = [service.name, diagnostics.name]
     try:
-        async with serve_grpc(
-            service.register, [service.name], host=config.host, port=config.grpc_port, flag="--grpc-port"
-        ) as (address, grpc_health):
+        async with serve_grpc(register, names, host=config.host, port=config.grpc_port, flag="--grpc-port") as served:
+            address, grpc_health = served
+            diagnostics.grpc_address = address
             yield address, await service.start(address), grpc_health
     finally:
         await service.close()

@@ -62,7 +62,7 @@ class TransportPaths:
         if before is not None and before.peer is peer:
             self._seen[ticket.worker_id] = before  # It is now the latest used one.
             return
-        path = self._path_to(ticket, peer)
+        path = self.path_to(ticket, peer)
         if path is None:
             return
         self._seen[ticket.worker_id] = _Seen(peer, path)
@@ -86,17 +86,13 @@ class TransportPaths:
         if ended:
             self._publish()
 
-    def path_of(self, worker_id: WorkerId) -> TransportPath | None:
-        """The path to a peer; None when it is not connected, or unknown."""
-        seen = self._seen.get(worker_id)
-        return None if seen is None else seen.path
-
     def report(self) -> TransportReport:
         """The paths as routers see them."""
         counts = Counter(seen.path.actual for seen in self._seen.values())
         return TransportReport(paths=dict(sorted(counts.items())), degraded=self._reason())
 
-    def _path_to(self, ticket: Ticket, peer: Peer) -> TransportPath | None:
+    def path_to(self, ticket: Ticket, peer: Peer) -> TransportPath | None:
+        """The path of one connection, for a look that changes nothing; None when it is unknown."""
         own, other = self.own_endpoint(), ticket.data_endpoint
         if own is None or other is None or not isinstance(self._transport, LaneReporter):
             return None

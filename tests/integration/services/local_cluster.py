@@ -22,12 +22,14 @@ from pdserve.base.ids import TransferId, WorkerId, new_epoch
 from pdserve.base.registry import Tier
 from pdserve.base.rpc import mapped_rpc_errors, open_channel, serve_grpc, trace_metadata
 from pdserve.base.sampling import SamplingParams
+from pdserve.base.store import Store
 from pdserve.base.streams import MessageStream, open_stream
 from pdserve.base.tasks import service_group
 from pdserve.base.trace_context import TraceContext, traceparent_of
 from pdserve.base.wire import error_from_wire, sampling_to_wire
-from pdserve.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
+from pdserve.v1 import common_pb2, decode_pb2, diagnostics_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from pdserve.worker.config import WorkerConfig
+from pdserve.worker.serve.diagnostics import DiagnosticsService
 from pdserve.worker.serve.loaded_model import load_model
 from pdserve.worker.serve.metrics import WorkerMetrics
 from pdserve.worker.serve.worker import TierService, Worker
@@ -62,11 +64,19 @@ async def running_worker(
             tasks=tasks,
         )
         service = build(worker)
+        # No test of these workers needs Redis, except to see that it is away.
+        diagnostics = DiagnosticsService(worker, Store(config.redis_url or "redis://127.0.0.1:9"))
+
+        def register(server: grpc.aio.Server) -> None:
+            service.register(server)
+            diagnostics_pb2_grpc.add_DiagnosticsServiceServicer_to_server(diagnostics, server)
+
         async with worker.computing(service):
             try:
                 async with serve_grpc(
-                    service.register, [service.name], host="127.0.0.1", port=0, flag="--grpc-port", grace_s=0
+                    register, [service.name], host="127.0.0.1", port=0, flag="--grpc-port", grace_s=0
                 ) as (address, _):
+                    diagnostics.grpc_address = address
                     stream_address = await service.start(address)
                     worker.calls.accept()
                     yield worker, address, stream_address
@@ -220,6 +230,8 @@ class LocalCluster:
     decode: Worker
     prefill_channel: grpc.aio.Channel
     decode_channel: grpc.aio.Channel
+    prefill_address: str
+    decode_address: str
     decode_streams: str
     count: int = 0
 
@@ -249,6 +261,7 @@ async def running_cluster(
     model: Path,
     *,
     prefill_transport: Transport | None = None,
+    decode_transport: Transport | None = None,
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
 ) -> AsyncIterator[LocalCluster]:
@@ -260,7 +273,7 @@ async def running_cluster(
         "kv_cache_memory": 64 * 1024,
         "threads": 1,
     }
-    ours, theirs = prefill_transport or InprocTransport(), InprocTransport()
+    ours, theirs = prefill_transport or InprocTransport(), decode_transport or InprocTransport()
     p_config = PrefillConfig(**(common | {"max_num_batched_tokens": 8} | (prefill or {})))
     d_config = DecodeConfig(**(common | {"lease_s": 5.0} | (decode or {})))
     async with AsyncExitStack() as stack:
@@ -274,4 +287,4 @@ async def running_cluster(
         )
         p_channel = await stack.enter_async_context(open_channel(p_address))
         d_channel = await stack.enter_async_context(open_channel(d_address))
-        yield LocalCluster(p_worker, d_worker, p_channel, d_channel, d_streams)
+        yield LocalCluster(p_worker, d_worker, p_channel, d_channel, p_address, d_address, d_streams)

@@ -1,0 +1,215 @@
+"""The gRPC service behind `pdserve doctor`: facts about this worker, and test transfers that disturb no request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvtransfer.handover.memory import InPlaceMemory
+from kvtransfer.handover.receiver import Receiver
+from kvtransfer.handover.reservation import Received, ReceiverIdentity, Reservation
+from kvtransfer.handover.sender import Sender
+from kvtransfer.handover.ticket import (
+    Commit,
+    Ticket,
+    commit_from_proto,
+    commit_to_proto,
+    ticket_from_proto,
+    ticket_to_proto,
+)
+from kvtransfer.transport.path import TransportPath
+from pdserve.base import rpc
+from pdserve.base.cluster_facts import WorkerFacts
+from pdserve.base.errors import Overloaded, PdserveError, RequestError, StaleError
+from pdserve.base.ids import RequestId, TransferId, new_transfer_id
+from pdserve.base.machine_facts import machine_facts
+from pdserve.base.redis_facts import redis_facts
+from pdserve.base.store import Store
+from pdserve.base.tasks import run_to_completion
+from pdserve.base.wire_facts import worker_to_proto
+from pdserve.model.fetch.cache import default_cache_dir
+from pdserve.v1 import decode_pb2
+from pdserve.v1 import diagnostics_pb2 as pb
+from pdserve.v1 import diagnostics_pb2_grpc as pb_grpc
+from pdserve.worker.serve.probe_memory import ProbeBlocks, num_probe_blocks
+from pdserve.worker.serve.worker import Worker
+
+#: Time after which a test transfer that makes no progress ends, and its memory is freed.
+LEASE_S = 10.0
+#: Pause between two test transfers of a worker.
+PAUSE_S = 0.25
+_NO_TOKENS = (0,)
+
+
+class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
+    """Implements `pdserve.v1.DiagnosticsService` on one worker. At most one test transfer runs at a time."""
+
+    name = "pdserve.v1.DiagnosticsService"
+
+    def __init__(self, worker: Worker, store: Store) -> None:
+        self._worker = worker
+        self._store = store
+        #: Set once the gRPC server listens; commits come here.
+        self.grpc_address = ""
+        self._is_probing = False
+        self._next_at = float("-inf")
+        #: The test transfer into this worker.
+        self._receivers: dict[TransferId, Receiver] = {}
+
+    @rpc.method
+    async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:  # noqa: N802
+        """The facts about this worker."""
+        worker, kernels = self._worker, self._worker.model.kernels
+        machine = await asyncio.to_thread(machine_facts, [default_cache_dir()])
+        redis = await redis_facts(self._store)
+        return worker_to_proto(
+            WorkerFacts(
+                worker_id=worker.worker_id,
+                tier=worker.tier,
+                layout=worker.model.layout,
+                transport=worker.transport.name,
+                device=worker.config.device,
+                kernels=kernels.backend,
+                instruction_set=kernels.instruction_set,
+                unix_time_s=time.time(),
+                machine=machine,
+                redis=redis,
+            )
+        )
+
+    @rpc.method
+    async def ReceiveProbe(self, request: pb.ReceiveProbeRequest, context: Any) -> None:  # noqa: N802
+        """Receives one test transfer. However the call ends, its memory is quiet and freed."""
+        worker, layout = self._worker, self._worker.model.layout
+        with self._admitted():
+            blocks = await asyncio.to_thread(ProbeBlocks, layout, num_probe_blocks(layout, request.num_bytes))
+            receiver = Receiver(
+                transport=worker.transport,
+                memory=InPlaceMemory(blocks, layout.num_layers),
+                identity=self._identity(),
+                tasks=worker.tasks,
+            )
+            ended: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
+            reservation = _reservation(blocks, ended)
+            try:
+                ticket = await receiver.grant(reservation, attempt=1)
+                self._receivers[ticket.transfer_id] = receiver
+                granted = pb.ProbeTicket(ticket=ticket_to_proto(ticket), request_id=reservation.request_id)
+                await context.write(pb.ReceiveProbeResponse(ticket=granted))
+                received = await ended
+                copy = await asyncio.to_thread(blocks.copy_bytes_per_s)
+            finally:
+                self._receivers.clear()
+                await run_to_completion(receiver.close())
+            done = pb.ProbeReceived(
+                num_bytes=received.received_bytes, receive_s=received.receive_s, memory_copy_bytes_per_s=copy
+            )
+            await context.write(pb.ReceiveProbeResponse(received=done))
+
+    @rpc.method
+    async def CommitProbe(self, request: decode_pb2.CommitRequest, context: Any) -> decode_pb2.CommitResponse:  # noqa: N802
+        """Verifies a test transfer that is complete."""
+        commit = commit_from_proto(request)
+        receiver = self._receivers.get(commit.transfer_id)
+        if receiver is None:
+            raise StaleError("The test transfer is not on this worker. It has ended, or was never here.")
+        received = await receiver.commit(commit)
+        return decode_pb2.CommitResponse(receive_s=received.receive_s)
+
+    @rpc.method
+    async def SendProbe(self, request: pb.SendProbeRequest, context: Any) -> pb.SendProbeResponse:  # noqa: N802
+        """Sends one test transfer."""
+        if self._worker.tier != "prefill":
+            raise RequestError("Decode workers send no blocks. Ask a prefill worker.")
+        ticket = ticket_from_proto(request.ticket)
+        layout = self._worker.model.layout
+        if ticket.num_blocks > num_probe_blocks(layout, ticket.num_blocks * layout.block_bytes):
+            raise RequestError(f"A test transfer of {ticket.num_blocks} blocks is too large. Use a smaller one.")
+        with self._admitted():
+            blocks = await asyncio.to_thread(ProbeBlocks, layout, ticket.num_blocks)
+            return await self._send(blocks, ticket, RequestId(request.request_id))
+
+    async def _send(self, blocks: ProbeBlocks, ticket: Ticket, request_id: RequestId) -> pb.SendProbeResponse:
+        """Sends over a connection of its own: whatever happens to it, those of prompts stay."""
+        worker, paths = self._worker, list[TransportPath | None]()
+        sender = Sender(
+            transport=worker.transport,
+            memory=InPlaceMemory(blocks, worker.model.layout.num_layers),
+            layout=worker.model.layout,
+            on_peer=lambda ticket, peer: paths.append(worker.paths.path_to(ticket, peer)),
+        )
+        sender.close_unused()
+        async with sender.open(ticket, request_id=request_id) as transfer:
+            started = time.perf_counter()
+            await transfer.push(blocks.block_ids)
+            await transfer.finish(_NO_TOKENS, lambda commit: _commit(ticket, commit))
+            total_s, stats = time.perf_counter() - started, transfer.stats
+        response = pb.SendProbeResponse(num_bytes=stats.sent_bytes, wire_s=stats.busy_s, total_s=total_s)
+        if (path := paths[0]) is not None:
+            response.expected, response.actual = path.expected, path.actual
+            response.cause, response.remedy = path.cause, path.remedy
+        return response
+
+    def _identity(self) -> ReceiverIdentity:
+        worker = self._worker
+        return ReceiverIdentity(
+            worker_id=worker.worker_id,
+            epoch=worker.epoch,
+            grpc_address=self.grpc_address,
+            layout=worker.model.layout,
+            data_endpoint=worker.paths.own_endpoint(),
+        )
+
+    @contextmanager
+    def _admitted(self) -> Iterator[None]:
+        """One test transfer. Raises Overloaded when it would disturb requests, Draining while loading or draining."""
+        now = time.monotonic()
+        if self._is_probing or now < self._next_at:
+            raise Overloaded(
+                f"Worker {self._worker.worker_id} has just done a test transfer. Try again after {PAUSE_S:g} s.",
+                retry_after_s=PAUSE_S,
+            )
+        if self._worker.calls.count:
+            raise Overloaded(
+                f"Worker {self._worker.worker_id} serves {self._worker.calls.count} requests. "
+                "Test transfers wait until it is idle.",
+                retry_after_s=PAUSE_S,
+            )
+        with self._worker.calls.serving():
+            self._is_probing = True
+            try:
+                yield
+            finally:
+                self._is_probing = False
+                self._next_at = time.monotonic() + PAUSE_S
+
+
+def _reservation(blocks: ProbeBlocks, ended: asyncio.Future[Received]) -> Reservation:
+    def on_received(received: Received) -> None:
+        if not ended.done():
+            ended.set_result(received)
+
+    def on_expired(error: PdserveError) -> None:
+        if not ended.done():
+            ended.set_exception(error)
+
+    return Reservation(
+        request_id=RequestId(f"probe-{new_transfer_id().hex()}"),
+        block_ids=blocks.block_ids,
+        first_block=0,
+        lease_s=LEASE_S,
+        on_received=on_received,
+        on_expired=on_expired,
+    )
+
+
+async def _commit(ticket: Ticket, commit: Commit) -> decode_pb2.CommitResponse:
+    peer = f"worker {ticket.worker_id}"
+    with rpc.mapped_rpc_errors(peer):
+        async with rpc.open_channel(ticket.grpc_address) as channel:
+            stub = pb_grpc.DiagnosticsServiceStub(channel)
+            answer: decode_pb2.CommitResponse = await stub.CommitProbe(commit_to_proto(commit), timeout=ticket.lease_s)
+            return answer

@@ -1,0 +1,59 @@
+"""Memory of a test transfer, outside of the KV cache, and the speed of a plain copy to compare it with."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from kvtransfer.transport import Buffer
+from pdserve.base.errors import NoFreeBlocks
+from pdserve.base.ids import BlockId
+from pdserve.base.layout import KvLayout
+from pdserve.base.machine import available_memory_bytes
+
+#: Largest test transfer, and the share of the free memory that it may take.
+MAX_PROBE_BYTES = 64 << 20
+_MEMORY_SHARE = 1 / 8
+_COPY_ROUNDS = 3
+
+
+class ProbeBlocks:
+    """Implements `kvtransfer.handover.memory.HostBlocks` for blocks of test data in host memory."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+        """Touches all memory, so that page faults are not measured as transfer. Raises NoFreeBlocks."""
+        needed = layout.block_bytes * num_blocks
+        free = available_memory_bytes()
+        if needed > free * _MEMORY_SHARE:
+            raise NoFreeBlocks(
+                f"A test transfer of {needed >> 20} MiB needs eight times as much free memory; {free >> 20} MiB are "
+                "free here. Use a smaller one."
+            )
+        self.num_blocks = num_blocks
+        self._memory = np.full((num_blocks, layout.block_bytes), 1, np.uint8)
+
+    @property
+    def block_ids(self) -> list[BlockId]:
+        """All blocks."""
+        return [BlockId(index) for index in range(self.num_blocks)]
+
+    def block_bytes_view(self, block_id: BlockId) -> Buffer:
+        """The block's bytes, uint8 [block_bytes]."""
+        view: Buffer = self._memory[block_id]
+        return view
+
+    def copy_bytes_per_s(self) -> float:
+        """Speed at which one thread copies this memory, the best of several rounds."""
+        target = np.full_like(self._memory, 0)
+        best_s = float("inf")
+        for _ in range(_COPY_ROUNDS):
+            started = time.perf_counter()
+            np.copyto(target, self._memory)
+            best_s = min(best_s, time.perf_counter() - started)
+        return self._memory.nbytes / best_s
+
+
+def num_probe_blocks(layout: KvLayout, num_bytes: int) -> int:
+    """Whole blocks in a test transfer of about that size, at least one."""
+    return max(1, min(num_bytes, MAX_PROBE_BYTES) // layout.block_bytes)
