@@ -16,8 +16,10 @@ from pdserve.base.config import load as load_settings
 from pdserve.cli.fetch import FetchConfig
 from prefill_svc.config import PrefillConfig
 from router_svc.config import RouterConfig
+from tests.arch.documents import ROOT
 from tests.deploy.compose_files import BASE, COMPOSE, GPU, MONITORING, load, seconds
 from tests.deploy.dockerfile import environment
+from tests.support.tools import tool
 
 FILES = (BASE, GPU, MONITORING)
 STACKS = ((BASE,), (BASE, GPU), (BASE, MONITORING), (BASE, GPU, MONITORING))
@@ -179,6 +181,35 @@ def test_addresses_in_the_monitoring_files_are_services_of_the_stack() -> None:
         found = re.findall(r"(?:http://|endpoint: )([a-z-]+):\d+", text)
         assert found == hosts
         assert set(found) <= set(services)
+
+
+def test_rules_that_prometheus_loads_are_mounted() -> None:
+    names = {Path(path).name for path in _yaml("prometheus.yaml")["rule_files"]}
+    assert names <= {path.name for path in (ROOT / "k8s/monitoring/rules").glob("*.yaml")}
+
+
+def test_services_send_their_traces_to_the_collector() -> None:
+    services = load(BASE, GPU, MONITORING)["services"]
+    ports = re.findall(r"endpoint: .0\.0\.0\.0:(\d+)", (COMPOSE / "monitoring/otel-collector.yaml").read_text())
+    for name in ("router", *WORKERS):
+        endpoint = services[name]["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"]
+        assert endpoint == "http://otel-collector:4318"
+        assert endpoint.rpartition(":")[2] in ports
+
+
+def test_the_start_page_of_grafana_is_a_dashboard_of_ours() -> None:
+    path = load(BASE, MONITORING)["services"]["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert (ROOT / "k8s/monitoring/dashboards" / Path(path).name).exists()
+
+
+@pytest.mark.deploy
+def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
+    promtool = tool("promtool")
+    text = (COMPOSE / "monitoring/prometheus.yaml").read_text(encoding="utf-8")
+    config = tmp_path / "prometheus.yaml"
+    config.write_text(text.replace("/etc/prometheus/rules", str(ROOT / "k8s/monitoring/rules")), encoding="utf-8")
+    checked = subprocess.run([promtool, "check", "config", config], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
 
 
 def test_mounted_files_exist() -> None:
