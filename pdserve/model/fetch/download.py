@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pdserve.base.config import child_environment
 from pdserve.base.errors import SetupError
-from pdserve.model.fetch.hub import HUB_FILES
+from pdserve.model.fetch.hub import HUB_FILES, hub_error
 from pdserve.model.fetch.progress import ProgressCallback
 
 _POLL_S = 0.2
@@ -123,7 +123,4 @@ def fetch_from_hub(
     try:
         return Path(snapshot_download(repo_id, cache_dir=cache_dir, endpoint=endpoint, allow_patterns=list(HUB_FILES)))
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise SetupError(
-            f"Cannot get {repo_id} from the model hub: {reason}. Use a local directory instead."
-        ) from error
+        raise hub_error(repo_id, error, otherwise="Use a local directory instead") from error

@@ -51,10 +51,7 @@ def fill_from_hub(repo_id: str, directory: Path, progress: ProgressCallback, *, 
         )
         tree = list(HfApi(endpoint=endpoint).list_repo_tree(repo_id, revision=commit, recursive=True))
     except (OSError, ValueError, http_error) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise SetupError(
-            f"Cannot get {repo_id} from the model hub: {reason}. Run it again to resume, or use a local directory."
-        ) from error
+        raise hub_error(repo_id, error, otherwise="Run it again to resume, or use a local directory") from error
     files = [
         HubFile(name=file.path, sha256=None if file.lfs is None else file.lfs.sha256, blob_id=file.blob_id)
         for file in tree
@@ -69,6 +66,27 @@ def fill_from_hub(repo_id: str, directory: Path, progress: ProgressCallback, *, 
             "damaged is downloaded anew."
         )
     shutil.rmtree(directory / _CLIENT_FILES, ignore_errors=True)
+
+
+def hub_error(repo_id: str, error: Exception, *, otherwise: str) -> SetupError:
+    """What the user can do about an error of the hub's client; `otherwise` if it has no cause known here."""
+    from huggingface_hub import constants, errors
+
+    page = f"{constants.ENDPOINT}/{repo_id}"
+    token = "put an access token into a file and name it in HF_TOKEN_PATH"
+    if isinstance(error, errors.GatedRepoError):
+        return SetupError(f"{repo_id} is gated. Accept its terms on {page}, then {token}.")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return SetupError(
+            f"The model hub has no {repo_id}, or does not show it to you. Check {page}; if it is private, {token}."
+        )
+    if isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
+        return SetupError(
+            f"{repo_id} is not on this machine, and HF_HUB_OFFLINE keeps it from being downloaded. Run pdserve fetch "
+            "where the hub can be reached, and give the directory."
+        )
+    reason = str(error).strip().splitlines()[0].rstrip(".")
+    return SetupError(f"Cannot get {repo_id} from the model hub: {reason}. {otherwise}.")
 
 
 def _damaged(directory: Path, files: list[HubFile]) -> Iterator[str]:

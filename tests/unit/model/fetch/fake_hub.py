@@ -28,8 +28,22 @@ class FakeHub:
     sent: dict[str, bytes] = field(default_factory=dict)
     #: Bytes after which the connection of a file's next download is closed.
     breaks_off: dict[str, int] = field(default_factory=dict)
+    #: The repository is gated: only for who sends this token.
+    token: str | None = None
     #: First bytes of downloads, by file.
     offsets: dict[str, list[int]] = field(default_factory=dict)
+
+    def answer(self, path: str, authorization: str | None) -> tuple[bytes, dict[str, str], int] | None:
+        """Body, headers and status of a request that is not for a file."""
+        if self.token is not None and authorization != f"Bearer {self.token}":
+            return b"", {"X-Error-Code": "GatedRepo"}, 403
+        if not path.startswith(("/api/models/org/name", "/org/name/")):
+            return b"", {"X-Error-Code": "RepoNotFound"}, 404
+        if path.startswith("/api/models/org/name/tree/"):
+            return json.dumps(self.tree()).encode(), {}, 200
+        if path.startswith("/api/"):
+            return json.dumps({"id": "org/name", "sha": COMMIT}).encode(), {}, 200
+        return None
 
     def tree(self) -> list[dict[str, object]]:
         """The answer to a question for all files."""
@@ -44,56 +58,61 @@ class FakeHub:
         return found
 
 
+class _Handler(BaseHTTPRequestHandler):
+    hub: FakeHub
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def _answer(self, *, with_body: bool) -> None:
+        answer = self.hub.answer(self.path, self.headers.get("Authorization"))
+        if answer is not None:
+            body, headers, status = answer
+            self._send(body, headers, status=status)
+        else:
+            match = re.fullmatch(rf"/org/name/resolve/{COMMIT}/(.+)", self.path)
+            assert match is not None, self.path
+            self._answer_file(match[1], with_body=with_body)
+
+    def _answer_file(self, name: str, *, with_body: bool) -> None:
+        if name not in self.hub.files:
+            self.send_error(404)
+            return
+        content = self.hub.sent.get(name, self.hub.files[name])
+        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(self.hub.files[name]).hexdigest()}"'}
+        if not with_body:
+            self._send(b"", {**headers, "Content-Length": str(len(content))})
+            return
+        self._send_file(name, content, headers)
+
+    def _send_file(self, name: str, content: bytes, headers: dict[str, str]) -> None:
+        wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        first = int(wanted[1]) if wanted else 0
+        self.hub.offsets.setdefault(name, []).append(first)
+        headers["Content-Length"] = str(len(content) - first)
+        if first:
+            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
+        self._send(content[first : self.hub.breaks_off.pop(name, len(content))], headers, status=206 if first else 200)
+        self.close_connection = True
+
+    def _send(self, body: bytes, headers: dict[str, str], *, status: int = 200) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        del format, args
+
+
 @contextmanager
 def serving(hub: FakeHub) -> Iterator[FakeHub]:
     """Serves the hub; its `url` is set."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self._answer(with_body=False)
-
-        def do_GET(self) -> None:
-            self._answer(with_body=True)
-
-        def _answer(self, *, with_body: bool) -> None:
-            if self.path.startswith("/api/models/org/name"):
-                is_tree = self.path.startswith("/api/models/org/name/tree/")
-                answer = hub.tree() if is_tree else {"id": "org/name", "sha": COMMIT}
-                self._send(json.dumps(answer).encode(), {})
-                return
-            match = re.fullmatch(rf"/org/name/resolve/{COMMIT}/(.+)", self.path)
-            if match is None or match[1] not in hub.files:
-                self.send_error(404)
-                return
-            name = match[1]
-            content = hub.sent.get(name, hub.files[name])
-            headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(hub.files[name]).hexdigest()}"'}
-            if not with_body:
-                self._send(b"", {**headers, "Content-Length": str(len(content))})
-                return
-            self._send_file(name, content, headers)
-
-        def _send_file(self, name: str, content: bytes, headers: dict[str, str]) -> None:
-            wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
-            first = int(wanted[1]) if wanted else 0
-            hub.offsets.setdefault(name, []).append(first)
-            headers["Content-Length"] = str(len(content) - first)
-            if first:
-                headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
-            self._send(content[first : hub.breaks_off.pop(name, len(content))], headers, status=206 if first else 200)
-            self.close_connection = True
-
-        def _send(self, body: bytes, headers: dict[str, str], *, status: int = 200) -> None:
-            self.send_response(status)
-            for key, value in {"Content-Length": str(len(body)), **headers}.items():
-                self.send_header(key, value)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            del format, args
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     thread = Thread(target=server.serve_forever)
     thread.start()
     hub.url = f"http://127.0.0.1:{server.server_port}"

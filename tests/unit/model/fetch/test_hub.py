@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pdserve.base.errors import SetupError
+from pdserve.model.fetch.download import fetch_from_hub
 from pdserve.model.fetch.hub import fill_from_hub
 from pdserve.model.fetch.progress import silent
 from tests.unit.model.fetch.fake_hub import FakeHub, serving
@@ -53,3 +57,36 @@ def test_a_download_that_broke_off_goes_on_where_it_was(hub: FakeHub, tmp_path: 
 def test_an_unreachable_hub_is_an_error_of_one_line(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"^Cannot get org/name from the model hub: [^\n]*Run it again[^\n]*$"):
         fill_from_hub("org/name", tmp_path, silent, endpoint="http://127.0.0.1:9")
+
+
+def test_a_gated_model_is_refused_with_what_to_do(hub: FakeHub, tmp_path: Path) -> None:
+    hub.token = "hf_secret"
+    with pytest.raises(SetupError, match=r"^org/name is gated\. Accept its terms on \S+/org/name, .*HF_TOKEN_PATH\.$"):
+        fill_from_hub("org/name", tmp_path, silent, endpoint=hub.url)
+
+
+def test_an_unknown_model_is_refused_with_what_to_do(hub: FakeHub, tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"^The model hub has no org/other, or does not show it .*HF_TOKEN_PATH\.$"):
+        fill_from_hub("org/other", tmp_path, silent, endpoint=hub.url)
+
+
+def test_the_environment_names_a_mirror_and_a_file_with_the_token(hub: FakeHub, tmp_path: Path) -> None:
+    hub.token = "hf_secret"
+    (tmp_path / "token").write_text("hf_secret\n")
+    code = f"from pathlib import Path; from {fill_from_hub.__module__} import fill_from_hub; "
+    code += f"fill_from_hub('org/name', Path({str(tmp_path / 'model')!r}), print)"
+    variables = {"HF_ENDPOINT": hub.url, "HF_TOKEN_PATH": str(tmp_path / "token"), "HF_HUB_DISABLE_XET": "1"}
+    subprocess.run([sys.executable, "-c", code], env=os.environ | variables, check=True, capture_output=True)
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_offline_a_model_comes_from_the_cache_of_the_hubs_client_or_not_at_all(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = fetch_from_hub("org/name", silent, cache_dir=tmp_path, endpoint=hub.url)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert fetch_from_hub("org/name", silent, cache_dir=tmp_path, endpoint=hub.url) == cached
+    with pytest.raises(SetupError, match=r"^org/other is not on this machine, and HF_HUB_OFFLINE .*pdserve fetch"):
+        fetch_from_hub("org/other", silent, cache_dir=tmp_path, endpoint=hub.url)
+    with pytest.raises(SetupError, match=r"^org/name is not on this machine, and HF_HUB_OFFLINE"):
+        fill_from_hub("org/name", tmp_path / "other", silent, endpoint=hub.url)
