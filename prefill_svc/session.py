@@ -96,8 +96,9 @@ class PrefillSession:
     async def run(self, job: PrefillJob, ticket: Ticket | None) -> None:
         """Raises the error that ended the prompt before it was handed over."""
         try:
+            # Queued first: the first transfer to a decode worker connects to it, which takes as long as some layers.
+            self._state.num_cached = await self._worker.run(lambda: self._add(job))
             async with self._transfer(job, ticket) as pusher:
-                self._state.num_cached = await self._worker.run(lambda: self._add(job))
                 await self._compute(job, pusher)
                 if all(choice.finish_reason for choice in self._state.first_tokens):
                     self.outcome = TransferOutcome.NOT_NEEDED

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pdserve.base.errors import SetupError
 from pdserve.cli.placement import (
+    MIN_KV_BYTES,
     CoreShare,
     GpuShare,
     Hardware,
@@ -28,6 +29,8 @@ class PreparedModel:
 
     path: Path
     served_name: str
+    #: Memory of the weights in each worker; 0: they are shared, or on GPUs.
+    weight_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,8 @@ class ClusterPlan:
 
 
 def make_plan(config: UpConfig, model: PreparedModel, redis: RedisPlan, run: RunEnvironment) -> ClusterPlan:
-    """Divides the machine among the workers. Raises `SetupError` when the GPUs are too few."""
+    """Divides the machine among the workers. Raises `SetupError` when GPUs or memory are too small."""
+    require_memory(config, model.weight_bytes, run.hardware.free_memory_bytes)
     shares = share_cores(
         run.hardware.cores,
         num_prefill=config.prefill,
@@ -88,7 +92,7 @@ def make_plan(config: UpConfig, model: PreparedModel, redis: RedisPlan, run: Run
     gpus = gpu_shares(config, run.hardware.num_gpus)
     kv_bytes = config.kv_cache_memory
     if not gpus and kv_bytes is None:
-        kv_bytes = kv_bytes_per_worker(run.hardware.free_memory_bytes, config.num_workers)
+        kv_bytes = kv_bytes_per_worker(run.hardware.free_memory_bytes, config.num_workers, model.weight_bytes)
     return ClusterPlan(
         config=config,
         model_path=model.path,
@@ -103,6 +107,29 @@ def make_plan(config: UpConfig, model: PreparedModel, redis: RedisPlan, run: Run
         environment=run.variables,
         python_flags=run.python_flags,
     )
+
+
+def require_memory(config: UpConfig, weight_bytes: int, free_bytes: int) -> None:
+    """Raises `SetupError` when the weights and KV caches of all workers do not fit, with what would."""
+    kv_bytes = config.kv_cache_memory or MIN_KV_BYTES
+    needed = config.num_workers * (weight_bytes + kv_bytes)
+    if not weight_bytes or needed <= free_bytes:
+        return
+    fewer = config.decode * (weight_bytes + kv_bytes)
+    if config.prefill and fewer <= free_bytes:
+        advice = f"--prefill 0 needs {_size(fewer)}: decode workers then also prefill"
+    elif config.kv_cache_memory and config.num_workers * weight_bytes < free_bytes:
+        advice = "Lower --kv-cache-memory"
+    else:
+        advice = "Use a smaller model, --quantization int8, or a machine with more memory"
+    raise SetupError(
+        f"{config.num_workers} workers need {_size(needed)} of memory, and {_size(free_bytes)} is free: "
+        f"each has about {_size(weight_bytes)} of weights and {_size(kv_bytes)} of KV cache. {advice}."
+    )
+
+
+def _size(size: int) -> str:
+    return f"{size / 1024**3:.1f} GiB" if size >= 1024**3 else f"{size / 1024**2:.0f} MiB"
 
 
 def can_lend(config: UpConfig) -> bool:

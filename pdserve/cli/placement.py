@@ -10,6 +10,8 @@ from pdserve.base.errors import SetupError
 from pdserve.base.machine import Cores
 
 _MIB = 1024**2
+#: A worker's KV cache, as far as `pdserve up` decides its size.
+MIN_KV_BYTES = _MIB
 _MAX_KV_BYTES = 2 * 1024**3
 _KV_SHARE = 0.2
 
@@ -132,14 +134,15 @@ def lend_cores(shares: Sequence[CoreShare]) -> list[CoreShare]:
     return lending
 
 
-def kv_bytes_per_worker(available_bytes: int, num_workers: int) -> int:
-    """KV cache size of each worker, in whole MiB: a fifth of the free memory over all workers, at most 2 GiB each.
+def kv_bytes_per_worker(available_bytes: int, num_workers: int, weight_bytes: int = 0) -> int:
+    """KV cache size of each worker, in whole MiB: a fifth of what all weights leave free, at most 2 GiB each.
 
-    Weights come on top. A machine with little memory gets a small cache, down to 1 MiB; the worker refuses a cache that
-    cannot hold one block.
+    `weight_bytes`: of each worker. A machine with little memory gets a small cache, down to 1 MiB; the worker refuses a
+    cache that cannot hold one block.
     """
-    share = min(_MAX_KV_BYTES, int(available_bytes * _KV_SHARE / num_workers))
-    return max(_MIB, share // _MIB * _MIB)
+    left = max(0, available_bytes - num_workers * weight_bytes)
+    share = min(_MAX_KV_BYTES, int(left * _KV_SHARE / num_workers))
+    return max(MIN_KV_BYTES, share // _MIB * _MIB)
 
 
 def _pin(ids: Sequence[int], threads: Sequence[int]) -> list[CoreShare]:

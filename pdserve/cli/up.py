@@ -9,7 +9,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve import __version__
 from pdserve.base.config import child_environment, load
@@ -35,6 +35,7 @@ from pdserve.cli.up_console import UpConsole, describe_plan, describe_ready, rea
 from pdserve.cli.up_model import prepare_command, prepare_model
 from pdserve.cli.up_redis import plan_redis, require_reachable
 from pdserve.cli.vllm_flags import translate
+from pdserve.cli.weight_memory import private_weight_bytes
 
 #: Grace of processes after a failed start: no request runs on them that could be lost.
 _FAILED_START_GRACE_S = 2.0
@@ -126,12 +127,13 @@ class _Up:
     async def _prepare_model(self) -> PreparedModel:
         self.console.doing("model", f"resolving {self.config.model}")
         try:
-            return await prepare_model(
+            model = await prepare_model(
                 prepare_command(self.config.model, self.config.cache_dir, self.environment.python_flags),
                 environment=self.environment.variables,
                 log_path=self.environment.log_dir / "model.log",
                 on_progress=lambda text: self.console.doing("model", text),
             )
+            return replace(model, weight_bytes=private_weight_bytes(model.path, self.config))
         finally:
             self.console.doing("model", None)
 

@@ -103,6 +103,11 @@ class StepLoop:
         self._thread.start()
 
     @property
+    def is_awake(self) -> bool:
+        """Whether the thread runs steps or calls. Any thread may read it."""
+        return self._awake_since is not None
+
+    @property
     def stalled_s(self) -> float:
         """Age of the running step or call, or of the last step that computed while there is work; 0 without any.
 

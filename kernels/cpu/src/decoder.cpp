@@ -7,6 +7,9 @@
 
 namespace pdserve {
 
+// Rows for which working memory is made at first: the default chunk of a prompt.
+constexpr long kFirstRows = 512;
+
 Decoder::Decoder(const ModelShape& shape, WeightType type, Format format, const Kernels& kernels, int num_threads,
                  std::vector<int> cpus, Borrowing borrowing)
     : shape_(shape),
@@ -69,8 +72,9 @@ Decoder::RowArea Decoder::make_area(long num_rows) const {
 
 void Decoder::reserve(long num_tokens) {
   if (num_tokens <= work_.capacity) return;
-  // A little more than requested, since batches grow slowly. Replaced as a whole, or not at all if memory is short.
-  const long rows = ceil_to(num_tokens, 64);
+  // At first for a long prompt, so that none has to wait for memory. Later a little more than requested, since batches
+  // grow slowly. Replaced as a whole, or not at all if memory is short.
+  const long rows = std::max(ceil_to(num_tokens, 64), kFirstRows);
   const long width = long(shape_.num_heads) * shape_.head_dim;
   Workspace fresh;
   const auto floats = [&](long per_row) { return Memory(rows * ceil_to(per_row, kPanelColumns) * sizeof(float)); };
@@ -91,6 +95,11 @@ void Decoder::reserve(long num_tokens) {
     fresh.scratch.push_back(Memory(std::max(kernels_.attend_scratch_bytes(attention), panel_bytes)));
   }
   fresh.capacity = rows;
+  // Faults on new pages would cost the first prompt a tenth of its time, and much more in a fresh virtual machine.
+  for (const Memory* memory : {&fresh.hidden, &fresh.qkv, &fresh.q, &fresh.attended, &fresh.gated}) memory->populate();
+  for (const RowArea& area : fresh.areas) area.memory.populate();
+  for (const Memory& memory : fresh.results) memory.populate();
+  for (const Memory& memory : fresh.scratch) memory.populate();
   work_ = std::move(fresh);
 }
 

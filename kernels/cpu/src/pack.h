@@ -17,6 +17,8 @@ class Memory {
  public:
   Memory() = default;
   explicit Memory(size_t bytes);
+  // Makes the system provide the pages now, not at their first use. Does nothing where it cannot.
+  void populate() const;
   ~Memory();
   Memory(Memory&& other) noexcept : at_(other.at_), bytes_(other.bytes_) { other.at_ = nullptr; }
   Memory& operator=(Memory&& other) noexcept {

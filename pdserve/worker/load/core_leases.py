@@ -16,6 +16,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 #: The largest number of CPUs that Linux supports. Unused lines take no memory.
 MAX_CPUS = 8192
 LINE_BYTES = 64
@@ -41,6 +43,7 @@ class CoreLeases:
         finally:
             os.close(file)
         self._words = memoryview(self.memory).cast("I")
+        self._all_busy = np.frombuffer(self.memory, dtype=np.uint32)[_BUSY::_WORDS_PER_LINE]
         self._own = [cpu * _WORDS_PER_LINE for cpu in cpus]
         self.set_busy(True)
         for line in range(0, len(self._words), _WORDS_PER_LINE):
@@ -51,3 +54,7 @@ class CoreLeases:
         """Reports whether this worker has work. Its cores are lent only while it has none."""
         for line in self._own:
             self._words[line + _BUSY] = busy
+
+    def is_any_busy(self) -> bool:
+        """Whether this worker, or any other of the machine, has work. On any thread."""
+        return bool(self._all_busy.any())

@@ -25,13 +25,14 @@ from pdserve.worker.load.core_leases import CoreLeases
 from pdserve.worker.load.cores import open_core_leases, require_cpus
 from pdserve.worker.load.device import open_device, require_handover_memory
 from pdserve.worker.load.model_shard import ModelShard, load_shard, open_sampler
+from pdserve.worker.load.populate import populate_head
 from pdserve.worker.ranks.rank_group import RankGroup
 
 if TYPE_CHECKING:
     from pdserve.engine.device_sampler import DeviceSampler
 
-#: Rows of the warm-up step: enough to take the code paths of a prompt.
-_WARM_UP_TOKENS = 32
+#: Rows of the warm-up step: enough to take the code paths of a prompt, which the C++ kernels do above 32 rows.
+_WARM_UP_TOKENS = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,17 +123,20 @@ def _borrowing(config: WorkerConfig, leases: CoreLeases | None) -> Borrowing | N
 def warm_up(loaded: LoadedModel) -> None:
     """Computes one prompt chunk and one decode row, so that no request pays for page faults, compiling or lazy set-up.
 
-    Runs on the step thread before anything else. It overwrites block 0, which is free then.
+    Runs on the step thread before anything else. It overwrites the first blocks, which are free then.
     """
-    for first, num_tokens in ((0, min(_WARM_UP_TOKENS, loaded.layout.block_size)), (0, 1)):
-        rows = torch.arange(first, first + num_tokens)
+    populate_head(loaded.kv_cache.memory)
+    block_size = loaded.layout.block_size
+    longest = min(_WARM_UP_TOKENS, loaded.pool.num_blocks * block_size, loaded.limits.max_model_len)
+    for num_tokens in (longest, 1):
+        rows = torch.arange(num_tokens)
         batch = Batch(
             token_ids=torch.zeros(num_tokens, dtype=torch.int64),
             positions=rows,
             slot_mapping=rows,
             query_starts=torch.tensor([0, num_tokens]),
             context_lens=torch.tensor([num_tokens]),
-            block_tables=torch.zeros((1, 1), dtype=torch.int64),
+            block_tables=torch.arange(-(-num_tokens // block_size)).unsqueeze(0),
             logits_rows=torch.tensor([num_tokens - 1]),
         )
         loaded.runner.try_out(batch)

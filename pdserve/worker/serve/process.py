@@ -69,7 +69,7 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
             await _start_accepting(worker, health, grpc_health, registrar)
             if note is not None:
                 tasks.start(note.serving(), name="exit-note")
-            with populating(model.kv_cache.memory):
+            with populating(model.kv_cache.memory, worker.kv_use()):
                 await _unless_fatal(stop.wait(), fatal, health)
             await _stop_accepting(worker, health, grpc_health, registrar)
             await _drain(worker, fatal, health)

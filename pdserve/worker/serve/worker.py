@@ -24,6 +24,7 @@ from pdserve.engine.step import LayersWritten, Load, Scheduler, StepOutput
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.kv_bytes.host_blocks import block_memory
 from pdserve.worker.load.cores import num_cores
+from pdserve.worker.load.populate import KvUse
 from pdserve.worker.ranks.split import config_of_rank
 from pdserve.worker.serve.active_calls import ActiveCalls
 from pdserve.worker.serve.loaded_model import LoadedModel, warm_up
@@ -194,6 +195,16 @@ class Worker:
         config = LoopConfig(compute_cpus=cpus or None, num_threads=threads, name=f"{self.tier}-step")
         leases = self.model.core_leases
         return config if leases is None else replace(config, on_busy=leases.set_busy)
+
+    def kv_use(self) -> KvUse:
+        """What decides when the KV cache is populated. Called, and its functions too, from `computing` on."""
+        model, loop, calls = self.model, self.step_loop, self.calls
+        leases, block_bytes = model.core_leases, model.kv_cache.layout.block_bytes
+        return KvUse(
+            is_busy=lambda: calls.count > 0 or loop.is_awake or (leases is not None and leases.is_any_busy()),
+            used_bytes=lambda: model.pool.num_used_ever * block_bytes,
+            cpus=self.config.cpus,
+        )
 
     @property
     def step_loop(self) -> StepLoop:

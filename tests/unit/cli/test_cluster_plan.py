@@ -63,6 +63,39 @@ def test_the_kv_cache_is_sized_by_the_plan_on_cpus_and_by_the_worker_on_gpus() -
     assert plan(UpConfig(device="cuda")).kv_cache_bytes is None
 
 
+def test_the_kv_cache_is_sized_with_the_weights_of_all_workers_in_mind() -> None:
+    heavy = replace(MODEL, weight_bytes=3 << 30)
+    made = make_plan(UpConfig(), heavy, EXTERNAL_REDIS, RUN)
+    assert made.kv_cache_bytes is not None
+    # A fifth of the 4 GiB that two copies of the weights leave, for two workers.
+    assert made.kv_cache_bytes == pytest.approx(0.4 * (1 << 30), rel=0.01)
+    assert 2 * (made.kv_cache_bytes + heavy.weight_bytes) < RUN.hardware.free_memory_bytes
+
+
+def test_where_two_copies_of_the_weights_do_not_fit_one_worker_is_suggested_with_the_numbers() -> None:
+    with pytest.raises(
+        SetupError,
+        match=r"2 workers need 12\.0 GiB of memory, and 10\.0 GiB is free: each has about 6\.0 GiB of weights and "
+        r"1 MiB of KV cache\. --prefill 0 needs 6\.0 GiB: decode workers then also prefill\.",
+    ):
+        make_plan(UpConfig(), replace(MODEL, weight_bytes=6 << 30), EXTERNAL_REDIS, RUN)
+    made = make_plan(UpConfig(prefill=0), replace(MODEL, weight_bytes=6 << 30), EXTERNAL_REDIS, RUN)
+    assert made.kv_cache_bytes == pytest.approx(0.8 * (1 << 30), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "advice"),
+    [
+        (UpConfig(prefill=0), 11, "Use a smaller model, --quantization int8"),
+        (UpConfig(prefill=0, kv_cache_memory=6 << 30), 5, "Lower --kv-cache-memory"),
+        (UpConfig(kv_cache_memory=4 << 30), 4, "--prefill 0 needs 8.0 GiB"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_would(config: UpConfig, weights: int, advice: str) -> None:
+    with pytest.raises(SetupError, match=advice):
+        make_plan(config, replace(MODEL, weight_bytes=weights << 30), EXTERNAL_REDIS, RUN)
+
+
 def test_the_plan_carries_the_run_and_the_name_clients_use() -> None:
     made = plan(UpConfig(served_model_name="mine"))
     assert (made.model_path, made.served_name) == (MODEL.path, "mine")

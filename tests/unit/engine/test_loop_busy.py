@@ -58,3 +58,17 @@ def test_a_failed_loop_is_idle() -> None:
         it.fatal.get(timeout=WAIT_S)
         it.loop.stop()
         assert changes.rest()[-1] is False
+
+
+def test_a_loop_is_awake_while_it_computes_and_asleep_afterwards() -> None:
+    changes, decoder = BusyChanges(), Held()
+    with rig(decoder, LoopConfig(on_busy=changes)) as it:
+        assert changes.next() is False
+        assert not it.loop.is_awake
+        it.submit([1, 2, 3])
+        assert decoder.entered.wait(WAIT_S)
+        assert it.loop.is_awake
+        assert changes.next() is True
+        decoder.gate.set()
+        assert changes.next() is False
+        assert not it.loop.is_awake

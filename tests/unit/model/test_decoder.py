@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -144,3 +145,18 @@ def test_kernels_that_compute_all_layers_in_one_call_do_not_call_back(tmp_path: 
     layers: list[int] = []
     assert torch.equal(decoder.forward(batch, runner.kv_cache, layers.append), decoder.forward(batch, runner.kv_cache))
     assert layers == []
+
+
+def test_working_memory_is_there_before_the_first_long_prompt(tmp_path: Path) -> None:
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2}
+    decoder = load_decoder(save_model(tmp_path, shape))
+    if decoder.kernels.backend != "cpu":
+        pytest.skip("the C++ kernels are not built")
+    runner = PagedRunner(decoder, num_blocks=64, block_size=16)
+    runner.kv_cache.zero_()
+    runner.step([(runner.add_sequence(), TOKENS[:8])])
+    batch = runner.make_batch([(runner.add_sequence(), [7] * 500)])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    decoder.forward(batch, runner.kv_cache)
+    # On new memory it takes some 900.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 300

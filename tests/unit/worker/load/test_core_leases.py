@@ -82,3 +82,13 @@ def test_an_owner_that_comes_back_leaves_the_borrowers_mark(path: Path) -> None:
     borrow(other, 0)
     CoreLeases(path, [0])
     assert (busy(path)[0], borrowers(path)[0]) == (1, other.borrower)
+
+
+def test_every_worker_sees_whether_any_has_work(path: Path) -> None:
+    one, other = CoreLeases(path, [0]), CoreLeases(path, [3])
+    one.set_busy(False)
+    assert one.is_any_busy()
+    other.set_busy(False)
+    assert not one.is_any_busy()
+    borrow(other, 0)
+    assert not one.is_any_busy()
