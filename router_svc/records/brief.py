@@ -25,6 +25,7 @@ def brief_of(record: Record) -> dict[str, Json]:
             "cached_tokens": record.cached_tokens,
         },
         "phases": {phase.value: round(at, 6) for phase, at in record.phases.items()},
+        "timeline": record.phase_starts(),
         "prefilled_by": record.prefilled_by,
         "local_prefill_reason": record.local_prefill_reason,
         "workers": list(dict.fromkeys(decision.worker for decision in record.decisions)),

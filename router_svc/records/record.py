@@ -184,6 +184,10 @@ class Record:
         end = self.phases.get(TracePhase.FINISH)
         return self.timeline.seconds(self.elapsed_s() if end is None else end)
 
+    def phase_starts(self) -> list[Json]:
+        """The phases in order as JSON, each with the time it began at; a retry leads back to an earlier one."""
+        return [{"phase": start.phase.value, "at": round(start.at, 6)} for start in self.timeline.starts]
+
     def add_decision(self, worker: WorkerRecord, why: str) -> None:
         """Records the choice of a worker."""
         self.decisions.append(
@@ -251,6 +255,7 @@ class Record:
                 "cached_tokens": self.cached_tokens,
             },
             "phases": {phase.value: round(at, 6) for phase, at in self.phases.items()},
+            "timeline": self.phase_starts(),
             "seconds_in": {phase.value: round(seconds, 6) for phase, seconds in self.seconds_in().items()},
             "chunks": [asdict(chunk) for chunk in self.chunks],
             "decisions": [asdict(decision) for decision in self.decisions],

@@ -23,6 +23,7 @@ from router_svc.api.http_app import make_app
 from router_svc.api.openai.info import OperatorApi
 from router_svc.records.record import RecentRecords, Record, TracePhase
 from router_svc.records.request_state import RequestProgress, RequestState
+from router_svc.records.timeline import Phase, Timeline
 from router_svc.records.traces import Traces
 from router_svc.routing.cluster import Cluster, RoutingPolicy
 from tests.support.records import block_hashes, worker_record
@@ -126,6 +127,8 @@ PHASES: Mapping[TracePhase, float] = {
     TracePhase.FIRST_DECODE: 0.2,
     TracePhase.FINISH: 0.71,
 }
+#: The phases of the same request.
+_STARTS = ((Phase.RESERVE, 0.0004), (Phase.PREFILL, 0.0042), (Phase.WIRE, 0.18), (Phase.DECODE, 0.19))
 
 
 def request_record(
@@ -139,6 +142,9 @@ def request_record(
     phases = dict(PHASES) if state is S.FINISHED else {TracePhase.ADMITTED: 0.0004}
     if state.is_final:
         phases[TracePhase.FINISH] = PHASES[TracePhase.FINISH]
+    timeline = Timeline()
+    for phase, at in _STARTS if state is S.FINISHED else _STARTS[:1]:
+        timeline.enter(phase, at)
     record = Record(
         request_id=RequestId(request_id),
         endpoint="/v1/chat/completions",
@@ -150,6 +156,7 @@ def request_record(
         accepted_clock=time.monotonic() - ago_s,
         progress=progress,
         phases=phases,
+        timeline=timeline,
         prefilled_by="prefill" if state is S.FINISHED else None,
         completion_tokens=64 if state is S.FINISHED else 0,
         finish_reasons=["length"] if state is S.FINISHED else [],

@@ -161,6 +161,11 @@ def _workers(observed: Observed) -> list[Problem]:
             title = f"{len(waiting)} of {load.workers} {tier} workers {_plural(len(waiting), 'is', 'are')} not ready"
             text = f"Loading or draining: {_names(waiting)}."
             found.append(Problem(severity="warning", title=title, text=text))
+    slow = [worker for worker in observed.workers if worker.transport.degraded]
+    if slow:
+        title = f"KV blocks take a slow path on {len(slow)} {_plural(len(slow), 'worker', 'workers')}"
+        text = f"{_names([worker.worker_id for worker in slow])}: {_sentence(slow[0].transport.degraded or '')}"
+        found.append(Problem(severity="warning", title=title, text=text))
     others = [worker for worker in observed.workers if worker.model != observed.model]
     if others:
         title = f"{len(others)} {_plural(len(others), 'worker serves', 'workers serve')} another model"

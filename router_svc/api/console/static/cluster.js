@@ -1,13 +1,15 @@
 // The tiers with their workers, and the prefix cache.
 
 import { attribute, h, reconcile, text } from "./dom.js";
-import { DASH, bytes, count, percent, short } from "./format.js";
+import { DASH, bytes, count, percent, plural, short } from "./format.js";
 import { VirtualList } from "./virtual_list.js";
 
 const ROW_HEIGHT = 30;
 const MAX_ROWS = 12;
 /** From this many workers on, a map shows all of them at once, and the list can be searched. */
 const MANY = 13;
+
+const pathsOf = (worker) => Object.keys(worker.transport?.paths ?? {}).join(" ");
 
 const kvUse = (worker) => (worker.total_blocks ? 1 - worker.free_blocks / worker.total_blocks : 0);
 
@@ -18,6 +20,7 @@ const COLUMNS = {
   waiting: { title: "Waiting", numeric: true, sort: (worker) => worker.waiting },
   queued: { title: "Queued", hint: "Prompt tokens accepted and not computed", numeric: true, sort: (worker) => worker.queued_tokens },
   kv: { title: "KV use", sort: kvUse },
+  path: { title: "Path", hint: "Paths of KV blocks to other workers", sort: pathsOf },
   cached: { title: "Cached", hint: "Blocks in the prefix index", numeric: true, sort: (worker) => worker.cached_blocks },
   rate: { title: "Tok/s", hint: "Measured rate of prompt tokens", numeric: true, sort: (worker) => worker.prefill_tokens_per_s ?? 0 },
 };
@@ -141,6 +144,7 @@ class Tier {
       h("div", { role: "cell", class: "c-waiting numeric" }),
       h("div", { role: "cell", class: "c-queued numeric" }),
       h("div", { role: "cell", class: "c-kv" }, h("div", { class: "meter", "aria-hidden": "true" }, h("i")), h("span", { class: "numeric" })),
+      h("div", { role: "cell", class: "c-path" }),
       h("div", { role: "cell", class: "c-cached numeric" }),
       h("div", { role: "cell", class: "c-rate numeric" }),
     );
@@ -188,7 +192,7 @@ class Tier {
 const ORDER = new Intl.Collator("en", { numeric: true });
 
 function updateRow(row, worker) {
-  const [id, running, waiting, queued, kv, cached, rate] = row.children;
+  const [id, running, waiting, queued, kv, path, cached, rate] = row.children;
   const [, open, mark] = id.children;
   text(open, worker.worker_id);
   text(mark, markOf(worker));
@@ -201,6 +205,7 @@ function updateRow(row, worker) {
   kv.firstElementChild.firstElementChild.style.width = `${100 * use}%`;
   attribute(kv, "data-level", use >= 0.95 ? "bad" : use >= 0.8 ? "warn" : null);
   text(kv.lastElementChild, worker.ready ? percent(use) : DASH);
+  text(path, pathsOf(worker) || DASH);
   text(cached, short(worker.cached_blocks));
   text(rate, short(worker.prefill_tokens_per_s ?? null));
 }
@@ -208,7 +213,7 @@ function updateRow(row, worker) {
 /** What is not as it should be with a worker, in a word. */
 function markOf(worker) {
   if (!worker.ready) return "not ready";
-  return worker.degraded && Object.keys(worker.degraded).length ? "degraded" : "";
+  return worker.transport?.degraded ? "slow path" : "";
 }
 
 function describe(load, workers) {
@@ -233,7 +238,14 @@ function fact(name, value) {
     if (name === "epoch") return String(value);
     return name.endsWith("_bytes") ? bytes(value) : count(value);
   }
+  if (name === "transport") return transportText(value);
   return typeof value === "string" ? value : JSON.stringify(value);
+}
+
+/** cma: 2 peers, tcp: 1 peer. Why it is slower than it should be. */
+function transportText({ paths, degraded }) {
+  const found = Object.entries(paths ?? {}).map(([path, peers]) => `${path}: ${plural(peers, "peer")}`);
+  return [found.join(", ") || "no peer connected yet", degraded].filter(Boolean).join(". ");
 }
 
 class Prefix {

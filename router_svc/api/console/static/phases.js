@@ -4,42 +4,17 @@ export const PHASES = ["queue", "reserve", "prefill", "wire", "decode"];
 
 export const FINAL_STATES = new Set(["finished", "failed", "cancelled"]);
 
-/** Phases by the event that ends each of them; decode ends with the request. */
-const ENDS = [
-  ["queue", "admitted"],
-  ["reserve", "reserved"],
-  ["prefill", "first_token"],
-  ["wire", "commit"],
-];
-
 /** Consecutive segments { phase, start, end, open } in seconds since the request was accepted; `now` ends an open one. */
 export function segmentsOf(record, now) {
-  const { phases } = record;
-  const isLocal = record.prefilled_by === "decode" && phases.prefill_start === undefined;
-  // A decode worker that prefills reports its reservation together with the first token.
-  const ends = ENDS.filter(([phase]) => !isLocal || (phase !== "reserve" && phase !== "wire"));
-  let last = -1;
-  ends.forEach(([, event], index) => {
-    if (phases[event] !== undefined) last = index;
-  });
-  const segments = [];
-  let cursor = 0;
-  for (const [phase, event] of ends.slice(0, last + 1)) {
-    const end = Math.max(cursor, phases[event] ?? cursor);
-    if (end > cursor) segments.push({ phase, start: cursor, end, open: false });
-    cursor = end;
-  }
-  const end = phases.finish ?? now - record.accepted_at;
-  if (end > cursor) segments.push({ phase: phaseAfter(record, ends, last), start: cursor, end, open: phases.finish === undefined });
-  return segments;
-}
-
-function phaseAfter(record, ends, last) {
-  const next = ends[last + 1]?.[0];
-  if (next === undefined) return "decode";
-  // Without a commit there was no handover: the first token was the last, or decode workers never had the request.
-  if (next === "wire" && (record.state === "finished" || record.prefilled_by !== "prefill")) return "decode";
-  return next;
+  const starts = record.timeline ?? [];
+  const finish = record.phases.finish;
+  const last = finish ?? now - record.accepted_at;
+  return starts
+    .map(({ phase, at }, index) => {
+      const next = starts[index + 1];
+      return { phase, start: at, end: Math.max(next ? next.at : last, at), open: !next && finish === undefined };
+    })
+    .filter((segment) => segment.end > segment.start);
 }
 
 /** Bars of the waterfall: one per step, which may overlap. `where` is the worker that was busy. */
@@ -59,8 +34,7 @@ export function stepsOf(trace, now) {
   const isFinal = FINAL_STATES.has(trace.state);
   if (!isFinal || !bars.some((bar) => bar.name === "decode")) {
     const open = segmentsOf(trace, now).at(-1);
-    const isNew = open && (open.open || !bars.some((bar) => bar.end >= open.end));
-    if (isNew) bars.push({ name: isFinal ? "until the end" : `${open.phase} (running)`, phase: open.phase, where: "", start: open.start, end: open.end });
+    if (open && (open.open || !bars.some((bar) => bar.end >= open.end))) bars.push({ name: isFinal ? "until the end" : `${open.phase} (running)`, phase: open.phase, where: "", start: open.start, end: open.end });
   }
   return bars;
 }

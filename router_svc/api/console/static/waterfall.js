@@ -14,7 +14,7 @@ export function updateStrip(element, record, now) {
   reconcile(
     element,
     segments,
-    (segment) => segment.phase,
+    (segment) => `${segment.phase} ${segment.start}`,
     (segment) => h("i", { "data-phase": segment.phase }),
     (item, segment) => {
       item.style.flexGrow = String(Math.max((segment.end - segment.start) / total, 0.001));

@@ -27,7 +27,17 @@ async def test_the_latest_request_is_first_and_agrees_with_its_trace(small_clust
     trace = await small_cluster.trace(first)
     assert listed[1]["workers"] == ["decode-0", "prefill-0"]
     assert listed[1]["retries"] == listed[1]["fallbacks"] == []
-    for field in ("state", "attempt", "outcome", "phases", "prefilled_by", "prompt_tokens", "accepted_at", "endpoint"):
+    for field in (
+        "state",
+        "attempt",
+        "outcome",
+        "phases",
+        "timeline",
+        "prefilled_by",
+        "prompt_tokens",
+        "accepted_at",
+        "endpoint",
+    ):
         assert listed[1][field] == trace[field]
 
 

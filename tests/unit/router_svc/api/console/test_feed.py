@@ -114,9 +114,7 @@ async def test_further_events_have_only_what_changed() -> None:
 async def test_problems_are_in_the_state() -> None:
     fake = FakeCluster([worker_record("decode-0")])
     async with serving(fake) as (url, _), reading(url) as reader:
-        await reader.until(
-            lambda state: [each["title"] for each in state["problems"]] == ["The prefill tier is missing"]
-        )
+        await reader.until(lambda state: _titles(state) == ["The prefill tier is missing"])
         fake.health.not_ready = "draining"
         await reader.until(lambda state: state["problems"][0]["title"] == "This router is draining")
 
@@ -129,11 +127,9 @@ async def test_failures_of_the_last_minutes_are_counted() -> None:
         assert (await reader.next())["state"]["problems"] == []
         for index in range(3):
             fake.add_request(f"cmpl-new{index}", state=RequestState.FAILED, error="Worker decode-0 was lost.")
-        await reader.until(lambda state: [each["title"] for each in state["problems"]] == ["Requests fail"])
-        assert (
-            "3 of the last 3 requests failed. The latest: Worker decode-0 was lost."
-            in reader.state["problems"][0]["text"]
-        )
+        await reader.until(lambda state: _titles(state) == ["Requests fail"])
+    [problem] = reader.state["problems"]
+    assert problem["text"] == "3 of the last 3 requests failed. The latest: Worker decode-0 was lost."
 
 
 async def test_the_course_of_the_load_is_known_before_anyone_reads() -> None:
@@ -282,7 +278,7 @@ async def test_no_text_of_a_prompt_is_in_the_state() -> None:
     fake.add_request("cmpl-a")
     fields = {
         *("request_id", "endpoint", "accepted_at", "prompt_tokens", "max_tokens", "n", "state", "attempt", "outcome"),
-        *("phases", "prefilled_by", "local_prefill_reason", "workers", "retries", "fallbacks"),
+        *("phases", "timeline", "prefilled_by", "local_prefill_reason", "workers", "retries", "fallbacks"),
     }
     state = fake.state().read()
     assert set(state["requests"]["cmpl-a"]) == fields  # type: ignore[index, call-overload, arg-type]

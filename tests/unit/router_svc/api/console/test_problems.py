@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.base.workers import Tier, WorkerLoad, WorkerRecord
+from pdserve.base.workers import Tier, TransportReport, WorkerLoad, WorkerRecord
 from router_svc.api.console.load import load_of
 from router_svc.api.console.problems import Observed, Problem, find_problems
 from tests.support.records import worker_record
@@ -139,6 +139,14 @@ def test_workers_of_another_model_are_reported() -> None:
     problem = only(problems(*ONE_OF_EACH, workers=(*ONE_OF_EACH, other)))
     assert problem.title == "1 worker serves another model"
     assert "'large'" in problem.text
+
+
+def test_a_slow_path_of_blocks_is_reported_with_its_cause() -> None:
+    report = TransportReport(paths={"tcp": 1}, degraded="tcp instead of cma: other IPC namespace")
+    slow = replace(ONE_OF_EACH[0], transport=report)
+    problem = only(problems(slow, ONE_OF_EACH[1]))
+    assert problem.title == "KV blocks take a slow path on 1 worker"
+    assert problem.text == "prefill-0: Tcp instead of cma: other IPC namespace."
 
 
 def test_critical_problems_come_first() -> None:
