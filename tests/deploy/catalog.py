@@ -98,17 +98,20 @@ def _kept_by_others() -> set[str]:
     }
 
 
+@cache
 def recorded() -> set[str]:
     """Names of the recording rules."""
     return {rule["record"] for rule in all_rules() if "record" in rule}
 
 
+@cache
 def all_rules() -> list[dict[str, object]]:
     """The rules of all files."""
     files = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(RULES.glob("*.yaml"))]
     return [rule for file in files for group in file["groups"] for rule in group["rules"]]
 
 
+@cache
 def alerts() -> dict[str, dict[str, object]]:
     """The alert rules by name."""
     rules = [rule for rule in all_rules() if "alert" in rule]
