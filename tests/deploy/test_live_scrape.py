@@ -97,7 +97,7 @@ async def _complete(client: openai.AsyncOpenAI, prompt: str) -> None:
         pass
 
 
-def _asked(query: Query, instance: str) -> str:
+def _as_sent(query: Query, instance: str) -> str:
     """The query as Grafana sends it when it shows this cluster and this worker."""
     variables = {"$model_name": MODEL, "$namespace": ".*", "$instance": instance, "$__rate_interval": "5m"}
     text = query.promql
@@ -113,7 +113,7 @@ def _empty(watched: Watched, dashboard: Dashboard) -> list[str]:
         f"{dashboard.name}: {panel.title}: {query.expr}"
         for panel in dashboard.panels
         for query in panel.queries
-        if not any(watched.prometheus.query(_asked(query, worker)) for worker in workers)
+        if not any(watched.prometheus.query(_as_sent(query, worker)) for worker in workers)
     ]
 
 
@@ -169,7 +169,7 @@ def test_a_decode_worker_that_stands_still_and_is_killed_is_seen_with_its_reason
     [last_exit] = [panel for panel in _panels() if panel.title in FILLED_BY_A_FAULT]
     for query in last_exit.queries:
         [decode] = watched.cluster.workers("decode")
-        assert watched.prometheus.query(_asked(query, decode.http_address))
+        assert watched.prometheus.query(_as_sent(query, decode.http_address))
     _every_metric_has_been_scraped(watched.prometheus)
 
 
@@ -179,7 +179,7 @@ def _panels() -> list[Panel]:
 
 def _every_metric_has_been_scraped(prometheus: Prometheus) -> None:
     queries = [str(rule["expr"]) for rule in all_rules()]
-    queries += [_asked(query, "any") for panel in _panels() for query in panel.queries]
+    queries += [_as_sent(query, "any") for panel in _panels() for query in panel.queries]
     needed = {selector.name for query in queries for selector in selectors(query)}
     scraped = set(prometheus.get("/api/v1/label/__name__/values"))
     assert {name for name in needed - scraped if not name.startswith(_ELSEWHERE)} == set()

@@ -102,6 +102,35 @@ _DEMAND = Row(
     ),
 )
 
+_SCALING = Row(
+    title="What tiers are scaled by",
+    panels=(
+        Panel(
+            title="Backlog of the prefill tier",
+            unit="s",
+            description="The recording rule that prefill workers are scaled by, summed over them. No value: a worker "
+            "is not scraped, and nothing is scaled; runbook PdserveWorkersNotScraped.",
+            queries=(Query(expr="pdserve:prefill_backlog:seconds{$model}", legend="seconds"),),
+        ),
+        Panel(
+            title="Demand for decode workers",
+            unit="short",
+            description="The recording rule that decode workers are scaled by: workers that requests would fill, "
+            "against those that are ready.",
+            queries=(
+                Query(expr="pdserve:decode_kv_demand:workers{$model}", legend="wanted"),
+                Query(expr='max(pdserve_workers_ready{$model, tier="decode"})', legend="ready"),
+            ),
+        ),
+        Panel(
+            title="Requests at the routers",
+            unit="short",
+            description="The recording rule that routers are scaled by.",
+            queries=(Query(expr="pdserve:router_streams:sum{$model}", legend="requests"),),
+        ),
+    ),
+)
+
 _MACHINES = Row(
     title="Memory and cores",
     panels=(
@@ -177,5 +206,5 @@ DASHBOARD = Dashboard(
     name="capacity",
     title="pdserve / Capacity",
     description="Blocks, sequences, memory and cores, against what requests ask for.",
-    rows=(_BLOCKS, _DEMAND, _MACHINES),
+    rows=(_BLOCKS, _DEMAND, _SCALING, _MACHINES),
 )
