@@ -143,8 +143,8 @@ def request_record(
     if state.is_final:
         phases[TracePhase.FINISH] = PHASES[TracePhase.FINISH]
     timeline = Timeline()
-    for phase, at in _STARTS if state is S.FINISHED else _STARTS[:1]:
-        timeline.enter(phase, at)
+    for phase, entered_at in _STARTS if state is S.FINISHED else _STARTS[:1]:
+        timeline.enter(phase, entered_at)
     record = Record(
         request_id=RequestId(request_id),
         endpoint="/v1/chat/completions",
