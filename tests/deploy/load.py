@@ -112,6 +112,16 @@ class Load:
             assert self._changed.wait_for(lambda: len(self.running()) >= number, timeout=_TIMEOUT_S)
         return self.running()
 
+    def wait_next(self, number: int) -> None:
+        """Returns once this many answers that start from now on have ended."""
+        since = time.monotonic()
+
+        def ended() -> int:
+            return sum(answer.ended_at is not None and answer.started_at >= since for answer in self.answers)
+
+        with self._changed:
+            assert self._changed.wait_for(lambda: ended() >= number, timeout=3 * _TIMEOUT_S)
+
     def failures(self) -> list[str]:
         """What went wrong, one line for each answer that is not whole."""
         found = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 import urllib.request
 
 import pytest
@@ -34,6 +33,7 @@ def test_a_newcomer_gets_an_answer(stack: Stack) -> None:
     with urllib.request.urlopen(request, timeout=60) as response:
         answer = json.load(response)
     assert "Paris" in answer["choices"][0]["message"]["content"]
+    assert "prefill" in stack.execute("router", "pdserve", "status")
 
 
 def test_containers_are_healthy_by_their_own_check(stack: Stack) -> None:
@@ -57,6 +57,12 @@ def test_blocks_travel_between_containers_from_memory_to_memory(stack: Stack) ->
     assert sum(value for labels, value in received if labels["direction"] == "received") > 1e6
     # The word of UCX itself, for the lanes of the connection that carries blocks.
     assert re.search(r"cma/memory", stack.logs("prefill"))
+
+
+def test_doctor_transfers_from_container_to_container(stack: Stack) -> None:
+    found = stack.execute("router", "sh", "-c", "pdserve doctor || true")
+    print(found)
+    assert re.search(r"^ok +\S+ to \S+: cma, [\d.]+ GB/s", found, re.MULTILINE), found
 
 
 def test_workers_compute_on_cores_that_no_other_one_has(stack: Stack) -> None:
@@ -113,15 +119,6 @@ def test_after_a_killed_decode_worker_the_stack_answers_again_by_itself(stack: S
     _settle(stack)
 
 
-def _next_answers(load: Load, number: int) -> None:
-    """Waits until this many answers that start from now on have ended."""
-    since = time.monotonic()
-    with load._changed:
-        assert load._changed.wait_for(
-            lambda: sum(a.ended_at is not None and a.started_at >= since for a in load.answers) >= number, timeout=300
-        )
-
-
 @pytest.mark.parametrize("tier", ["prefill", "decode"])
 def test_a_tier_is_scaled_up_and_down_under_load_without_an_error(stack: Stack, tier: str) -> None:
     load = Load(stack.port, max_tokens=tokens_for(ANSWER_S, stack.port, clients=CLIENTS))
@@ -130,7 +127,7 @@ def test_a_tier_is_scaled_up_and_down_under_load_without_an_error(stack: Stack, 
         load.wait_running(CLIENTS)
         stack.scale(tier, 2)
         stack.wait_tiers()
-        _next_answers(load, 1)
+        load.wait_next(1)
         under_way += load.wait_running(CLIENTS)
         # Returns when the worker has drained: it got SIGTERM while these answers were being written.
         stack.scale(tier, 1)
