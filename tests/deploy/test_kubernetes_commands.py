@@ -1,205 +1,136 @@
-"""The commands of the base, run as processes: they fetch a model, serve, answer probes and the smoke test, and drain.
-
-Every pod gets a loopback address of its own, so that all of them listen on the ports of the manifests.
-"""
+"""The commands of the manifests, run as processes: they serve, answer probes and the smoke test, drain and roll out."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import signal
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from pdserve.cli.private_redis import PrivateRedis
-from tests.deploy.manifests import Object, config_map, environment, expanded, workloads
+from tests.deploy.pods import Answer, Node, Pod, ask, container_of
 
 pytestmark = [
     pytest.mark.deploy,
     pytest.mark.skipif(sys.platform != "linux", reason="needs a network 127.0.0.0/8 on the loopback device"),
 ]
-START_S = 240
-#: Pods of each tier.
-PODS = {"prefill": 1, "decode": 2, "router": 1}
+STORY = ", there was a little girl who lived in a house by the sea." * 5
+MAX_TOKENS = 150
+UCX_PORTS = set(range(19600, 19620))
 
 
-@dataclass(kw_only=True)
-class Pod:
-    """A container of the base that runs as a process."""
-
-    name: str
-    address: str
-    container: Object
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def probe(self, kind: str) -> int:
-        """The status of a probe; 0 without an answer."""
-        get = self.container[f"{kind}Probe"]["httpGet"]
-        [port] = [each["containerPort"] for each in self.container["ports"] if each["name"] == get["port"]]
-        try:
-            with urllib.request.urlopen(f"http://{self.address}:{port}{get['path']}", timeout=5) as response:
-                return int(response.status)
-        except urllib.error.HTTPError as error:
-            return error.code
-        except OSError:
-            return 0
-
-    def wait_for(self, kind: str) -> None:
-        """Returns once a probe succeeds, in the time that the manifest gives it."""
-        probe = self.container[f"{kind}Probe"]
-        deadline = time.monotonic() + min(START_S, probe["periodSeconds"] * probe["failureThreshold"])
-        while self.probe(kind) != 200:
-            assert self.process.poll() is None, self.log.read_text()[-2000:]
-            assert time.monotonic() < deadline, f"{self.name}: {kind}; {self.log.read_text()[-2000:]}"
-            time.sleep(0.2)
-
-
-class Node:
-    """A directory with the volumes of all pods, and the pods that run."""
-
-    def __init__(self, directory: Path, redis_url: str) -> None:
-        self.directory = directory
-        self.pods: list[Pod] = []
-        self._redis_url = redis_url
-        for name in ("router", "workers"):
-            for file, text in self._data(f"pdserve-{name}-").items():
-                (directory / file).write_text(text, encoding="utf-8")
-
-    @staticmethod
-    def _data(prefix: str) -> dict[str, str]:
-        containers = [each for workload in workloads("base") for each in workload.spec.get("volumes", ())]
-        [name] = {
-            each["configMap"]["name"]
-            for each in containers
-            if each.get("configMap", {}).get("name", "").startswith(prefix)
-        }
-        return config_map("base", name)
-
-    def command(self, container: Object, **pod: str) -> list[str]:
-        """The container's command line, with this machine's paths."""
-        variables = environment("base", container) | pod
-        words = [expanded(word, variables) for word in [*container["command"], *container.get("args", ())]]
-        words[:1] = [sys.executable] if words[0] == "python" else [str(Path(sys.executable).parent / words[0])]
-        paths = {"/etc/pdserve": str(self.directory), "/models": str(self.directory / "models")}
-        for there, here in paths.items():
-            words = [word.replace(there, here) for word in words]
-        # A router listens on all addresses, of which other programs of this machine need some.
-        return [word.replace("=0.0.0.0", f"={pod.get('POD_IP')}") for word in words]
-
-    def start(self, container: Object, tier: str, number: int) -> Pod:
-        """Runs a container of a tier."""
-        address = f"127.{os.getpid() >> 8 & 127}.{os.getpid() & 255}.{len(self.pods) + 2}"
-        name = f"pdserve-{tier}-{number}"
-        log = self.directory / f"{name}.log"
-        variables = {each["name"]: each["value"] for each in container.get("env", ()) if "value" in each}
-        variables |= {f"PDSERVE_{tier.upper()}__REDIS_URL": self._redis_url}
-        words = self.command(container, POD_NAME=name, POD_IP=address)
-        # Config files are in a volume, and name a Redis that is elsewhere here: the environment wins over them.
-        with log.open("wb") as output:
-            process = subprocess.Popen(words, env=os.environ | variables, stdout=output, stderr=subprocess.STDOUT)
-        pod = Pod(name=name, address=address, container=container, process=process, log=log)
-        self.pods.append(pod)
-        return pod
-
-
-def container_of(component: str) -> Object:
-    [workload] = [each for each in workloads("base") if each.component == component]
-    [container] = workload.containers
-    return container
-
-
-@contextmanager
-def running(node: Node) -> Iterator[dict[str, list[Pod]]]:
-    with ExitStack() as stack:
-        pods: dict[str, list[Pod]] = {}
-        for tier, count in PODS.items():
-            pods[tier] = []
-            for number in range(count):
-                pod = node.start(container_of(tier), tier, number)
-                stack.callback(pod.process.wait, 30)
-                stack.callback(pod.process.terminate)
-                pods[tier].append(pod)
-        for pod in node.pods:
-            pod.wait_for("startup")
-            pod.wait_for("readiness")
-            assert pod.probe("liveness") == 200
-        yield pods
-
-
-async def stream(router: Pod, *, max_tokens: int, started: asyncio.Event) -> str:
-    """The text of a long streamed answer; sets `started` with its first token."""
-    body = {"model": "smollm2-135m-instruct", "prompt": "Once upon a time" * 20, "max_tokens": max_tokens}
-    body |= {"stream": True, "ignore_eos": True, "temperature": 0}
-    loop = asyncio.get_running_loop()
-
-    def read() -> str:
-        request = urllib.request.Request(
-            f"http://{router.address}:8000/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        text, done = "", False
-        with urllib.request.urlopen(request, timeout=120) as response:
-            for line in response:
-                if line.startswith(b"data: [DONE]"):
-                    done = True
-                elif line.startswith(b"data: "):
-                    event = json.loads(line.removeprefix(b"data: "))
-                    assert "error" not in event, event
-                    text += "".join(choice["text"] for choice in event["choices"])
-                    loop.call_soon_threadsafe(started.set)
-        assert done
-        return text
-
-    return await asyncio.to_thread(read)
-
-
-async def test_the_commands_of_the_base_serve_and_lose_no_answer_when_pods_end(tmp_path: Path) -> None:
+@asynccontextmanager
+async def node_with_the_model(directory: Path) -> AsyncIterator[Node]:
+    """A node whose volume has the model, fetched by the Job's command."""
     async with PrivateRedis() as redis:
-        node = Node(tmp_path, redis.url)
-        fetch = node.command(container_of("fetch-model"))
+        node = Node(directory, redis.url)
+        fetch = node.command("base", container_of("base", "fetch-model"))
         await asyncio.to_thread(subprocess.run, fetch, check=True, stdout=subprocess.DEVNULL, timeout=300)
-        await _serve(node)
+        with node.running():
+            yield node
 
 
-async def _serve(node: Node) -> None:
-    with running(node) as pods:
-        [router], [prefill], decode = pods["router"], pods["prefill"], pods["decode"]
-        smoke_test = [
-            word.replace("pdserve-router", router.address) for word in node.command(container_of("smoke-test"))
-        ]
-        answer = await asyncio.to_thread(subprocess.run, smoke_test, capture_output=True, text=True, timeout=120)
+class Crowd:
+    """Answers to prompts that no worker has cached, at the same time."""
+
+    def __init__(self, router: Pod) -> None:
+        self._router = router
+        self._running: dict[str, asyncio.Task[Answer]] = {}
+
+    async def grow(self, size: int) -> list[asyncio.Task[Answer]]:
+        """Asks for more answers, and returns when each has its first token."""
+        started = [asyncio.Event() for _ in range(size)]
+        prompts = [f"{len(self._running) + number} years ago{STORY}" for number in range(size)]
+        for prompt, event in zip(prompts, started, strict=True):
+            answer = ask(self._router, prompt, max_tokens=MAX_TOKENS, started=event)
+            self._running[prompt] = asyncio.create_task(answer)
+        for event in started:
+            await event.wait()
+        return [self._running[prompt] for prompt in prompts]
+
+    async def answers(self) -> list[Answer]:
+        """All answers. Fails if one of them is not what the cluster answers now, to this request alone."""
+        found = []
+        for prompt, task in self._running.items():
+            found.append(await task)
+            assert found[-1].text == (await ask(self._router, prompt, max_tokens=MAX_TOKENS)).text
+        return found
+
+
+def release_of(worker: str) -> str:
+    """The render whose pod a worker is."""
+    return worker.rsplit("-", 2)[0]
+
+
+def pairs_of(answer: Answer) -> list[tuple[str, str]]:
+    """The releases of each prefill worker and of the decode worker that it prefilled for.
+
+    A request that a draining worker refuses moves on, to either release, as long as its client has no token.
+    """
+    found, decode = [], ""
+    for tier, worker in answer.workers:
+        if tier == "decode":
+            decode = release_of(worker)
+        else:
+            found.append((release_of(worker), decode))
+    return found
+
+
+async def terminated(*pods: Pod) -> None:
+    """Returns when pods that got SIGTERM have ended as they should."""
+    for pod in pods:
+        assert await asyncio.to_thread(pod.process.wait, 75) == 0, pod.log.read_text()[-2000:]
+
+
+async def test_the_base_serves_and_loses_no_answer_when_pods_of_both_tiers_end(tmp_path: Path) -> None:
+    async with node_with_the_model(tmp_path) as node:
+        router, prefill = node.start("base", "router"), node.start("base", "prefill")
+        decode = [node.start("base", "decode", number) for number in range(2)]
+        await asyncio.to_thread(node.wait_until_ready)
+        smoke_test = node.command("base", container_of("base", "smoke-test"))
+        words = [word.replace("pdserve-router", router.address) for word in smoke_test]
+        answer = await asyncio.to_thread(subprocess.run, words, capture_output=True, text=True, timeout=120)
         assert answer.returncode == 0, answer.stderr
         assert "Paris" in answer.stdout
+        crowd = Crowd(router)
         for pod in (prefill, *decode):
             own = {port["containerPort"] for port in pod.container["ports"]}
-            found = {
-                each.laddr.port
-                for each in psutil.Process(pod.process.pid).net_connections("inet")
-                if each.status == psutil.CONN_LISTEN
-            }
-            assert own <= found
-            assert found - own <= set(range(19600, 19620)), f"{pod.name} listens on {found}"
-        expected = await stream(router, max_tokens=200, started=asyncio.Event())
-        # Each tier loses a worker while answers run.
+            assert own <= pod.listens_on <= own | UCX_PORTS
+            assert pod.memory_share < 0.8, pod.name
         for pod in (decode[1], prefill):
-            started = [asyncio.Event() for _ in range(4)]
-            answers = [asyncio.create_task(stream(router, max_tokens=200, started=event)) for event in started]
-            for event in started:
-                await event.wait()
+            answers = await crowd.grow(4)
             pod.process.send_signal(signal.SIGTERM)
-            assert [await each for each in answers] == [expected] * len(answers)
-            assert await asyncio.to_thread(pod.process.wait, 60) == 0
-        assert await stream(router, max_tokens=200, started=asyncio.Event()) == expected
+            used = {worker for each in [await task for task in answers] for _, worker in each.workers}
+            assert pod.name in used
+            await terminated(pod)
+        last = await (await crowd.grow(1))[0]
+        assert last.workers == (("decode", decode[0].name),)
+        assert len(await crowd.answers()) == 9
+
+
+async def test_a_release_with_another_kv_layout_takes_over_without_losing_an_answer(tmp_path: Path) -> None:
+    async with node_with_the_model(tmp_path) as node:
+        (node.models / "smollm2-135m-instruct-next").symlink_to(node.models / "smollm2-135m-instruct")
+        router = node.start("base", "router")
+        old = [node.start("base", tier) for tier in ("prefill", "decode")]
+        await asyncio.to_thread(node.wait_until_ready)
+        crowd = Crowd(router)
+        new = [node.start("next-release", tier, block_size="32") for tier in ("prefill", "decode")]
+        await crowd.grow(4)
+        await asyncio.to_thread(node.wait_until_ready)
+        await crowd.grow(8)
+        for pod in old:
+            pod.process.send_signal(signal.SIGTERM)
+        await crowd.grow(4)
+        await terminated(*old)
+        answers = await crowd.answers()
+        pairs = [pair for each in answers for pair in pairs_of(each)]
+        assert {(prefill == decode) for prefill, decode in pairs} == {True}, pairs
+        assert {decode for _, decode in pairs} == {"base", "next-release"}
+        assert {release_of(worker) for _, worker in answers[-1].workers} == {"next-release"}
+        assert all(pod.process.poll() is None for pod in new)

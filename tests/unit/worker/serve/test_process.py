@@ -1,4 +1,4 @@
-"""A draining worker ends with its step loop, and a transport gets the right device."""
+"""A serving worker is watched for hangs, a draining one ends with its step loop, a transport gets the right device."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import pytest
 from kvtransfer.transport.inproc import InprocTransport
 from pdserve.base.admin import Health
 from pdserve.base.errors import PeerLost
+from pdserve.base.registry import Registrar
+from pdserve.base.rpc import GrpcHealth
+from pdserve.base.tasks import service_group
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.serve import process
 from pdserve.worker.serve.active_calls import ActiveCalls
-from pdserve.worker.serve.process import _drain, _opened_transport
+from pdserve.worker.serve.process import _drain, _opened_transport, _start_accepting
 from pdserve.worker.serve.worker import Worker
 
 
@@ -73,3 +76,29 @@ async def test_a_transport_gets_the_gpu_that_holds_its_buffers(
     config = WorkerConfig(model="m", redis_url="", device="cuda:1", transport="nccl", handover_memory=memory)
     async with _opened_transport(config):
         assert devices == [device]
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_accepts_requests_is_watched_for_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What the tests of this process have made has to be collected.
+    monkeypatch.setattr(process, "gc", SimpleNamespace(collect=lambda: 0, freeze=lambda: None))
+    loop = SimpleNamespace(stalled_s=0.0, position="forward (decoder.py:88)")
+    health, serving, announced = Health(), list[bool](), list[bool]()
+
+    class Switch:
+        async def set_serving(self, is_serving: bool) -> None:
+            serving.append(is_serving)
+
+    registrar = SimpleNamespace(announce=lambda: announced.append(health.is_ready))
+    async with service_group() as tasks:
+        worker = SimpleNamespace(
+            calls=ActiveCalls(), tasks=tasks, step_loop=loop, config=SimpleNamespace(stall_timeout_s=300.0)
+        )
+        await _start_accepting(cast(Worker, worker), health, cast(GrpcHealth, Switch()), cast(Registrar, registrar))
+        assert (health.is_ready, serving, announced) == (True, [True], [True])
+        await asyncio.sleep(3600)
+        assert health.is_live
+        loop.stalled_s = 300.0
+        await asyncio.sleep(10)
+        # Probes, gRPC's health service and the registry agree.
+        assert (health.is_live, serving, announced) == (False, [True, False], [True, False])

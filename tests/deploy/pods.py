@@ -1,0 +1,176 @@
+"""Containers of the manifests as processes, each with a loopback address, so that all have the manifests' ports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.deploy.manifests import Object, config_map, environment, expanded, workloads
+
+_START_S = 240
+_POLL_S = 0.2
+_UNITS = {"Mi": 2**20, "Gi": 2**30}
+
+
+@dataclass(kw_only=True)
+class Pod:
+    """A container that runs as a process."""
+
+    name: str
+    address: str
+    container: Object
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def probe(self, kind: str) -> int:
+        """The status of a probe; 0 without an answer."""
+        get = self.container[f"{kind}Probe"]["httpGet"]
+        [port] = [each["containerPort"] for each in self.container["ports"] if each["name"] == get["port"]]
+        try:
+            with urllib.request.urlopen(f"http://{self.address}:{port}{get['path']}", timeout=5) as response:
+                return int(response.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return 0
+
+    def wait_for(self, kind: str) -> None:
+        """Returns once a probe succeeds."""
+        deadline = time.monotonic() + _START_S
+        while self.probe(kind) != 200:
+            assert self.process.poll() is None, self.log.read_text()[-2000:]
+            assert time.monotonic() < deadline, f"{self.name}: {kind}; {self.log.read_text()[-2000:]}"
+            time.sleep(_POLL_S)
+
+    @property
+    def listens_on(self) -> set[int]:
+        """Ports on which the process accepts connections."""
+        connections = psutil.Process(self.process.pid).net_connections("inet")
+        return {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
+
+    @property
+    def memory_share(self) -> float:
+        """The process's memory as a share of the container's limit."""
+        number, unit = re.fullmatch(r"(\d+)(Mi|Gi)", self.container["resources"]["limits"]["memory"]).groups()  # type: ignore[union-attr]
+        return float(psutil.Process(self.process.pid).memory_info().rss / (int(number) * _UNITS[unit]))
+
+
+class Node:
+    """A directory with the volumes of all pods, and the pods that run."""
+
+    def __init__(self, directory: Path, redis_url: str) -> None:
+        self.models = directory / "models"
+        self.models.mkdir()
+        self._directory = directory
+        self._pods: list[Pod] = []
+        self._redis_url = redis_url
+
+    def command(self, render: str, container: Object, **pod: str) -> list[str]:
+        """The container's command line, with this machine's paths."""
+        variables = environment(render, container) | pod
+        words = [expanded(word, variables) for word in [*container["command"], *container.get("args", ())]]
+        words[0] = sys.executable if words[0] == "python" else str(Path(sys.executable).parent / words[0])
+        paths = {"/etc/pdserve": str(self._directory / render), "/models": str(self.models)}
+        for there, here in paths.items():
+            words = [word.replace(there, here) for word in words]
+        # A router listens on all addresses, of which other programs of this machine need some.
+        return [word.replace("=0.0.0.0", f"={pod.get('POD_IP')}") for word in words]
+
+    def start(self, render: str, component: str, number: int = 0, **settings: str) -> Pod:
+        """Runs a pod of a tier. `settings` are variables of its service."""
+        container = container_of(render, component)
+        self._write_config(render)
+        address = f"127.{os.getpid() >> 8 & 127}.{os.getpid() & 255}.{len(self._pods) + 2}"
+        name = f"{render}-{component}-{number}"
+        log = self._directory / f"{name}.log"
+        variables = {each["name"]: each["value"] for each in container.get("env", ()) if "value" in each}
+        # The environment wins over the config file, whose Redis is elsewhere here.
+        own = {"redis_url": self._redis_url, **settings}
+        variables |= {f"PDSERVE_{component.upper()}__{key.upper()}": value for key, value in own.items()}
+        words = self.command(render, container, POD_NAME=name, POD_IP=address)
+        with log.open("wb") as output:
+            process = subprocess.Popen(words, env=os.environ | variables, stdout=output, stderr=subprocess.STDOUT)
+        self._pods.append(Pod(name=name, address=address, container=container, process=process, log=log))
+        return self._pods[-1]
+
+    def _write_config(self, render: str) -> None:
+        folder = self._directory / render
+        folder.mkdir(exist_ok=True)
+        volumes = [each for workload in workloads(render) for each in workload.spec.get("volumes", ())]
+        for name in {each["configMap"]["name"] for each in volumes if "configMap" in each}:
+            for file, text in config_map(render, name).items():
+                (folder / file).write_text(text, encoding="utf-8")
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Ends all pods when the block does."""
+        with ExitStack() as stack:
+            try:
+                yield
+            finally:
+                for pod in self._pods:
+                    stack.callback(pod.process.wait, 60)
+                    pod.process.terminate()
+
+    def wait_until_ready(self) -> None:
+        """Returns once the probes of all pods succeed that were started so far."""
+        for pod in self._pods:
+            pod.wait_for("startup")
+            pod.wait_for("readiness")
+            assert pod.probe("liveness") == 200
+
+
+def container_of(render: str, component: str) -> Object:
+    """The only container of a workload."""
+    [workload] = [each for each in workloads(render) if each.component == component]
+    [container] = workload.containers
+    return container
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A complete answer: its text, and the workers that the router chose for it, each with its tier."""
+
+    text: str
+    workers: tuple[tuple[str, str], ...]
+
+
+async def ask(router: Pod, prompt: str, *, max_tokens: int, started: asyncio.Event | None = None) -> Answer:
+    """A streamed answer, which fails if it is cut off. Sets `started` with its first token."""
+    loop, url = asyncio.get_running_loop(), f"http://{router.address}:8000/v1"
+    body = {"model": "smollm2-135m-instruct", "prompt": prompt, "max_tokens": max_tokens}
+    body |= {"stream": True, "ignore_eos": True, "temperature": 0}
+
+    def read() -> Answer:
+        data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
+        text, last, request_id = "", b"", ""
+        with urllib.request.urlopen(urllib.request.Request(f"{url}/completions", data, kind), timeout=300) as response:
+            for line in filter(None, map(bytes.strip, response)):
+                last = line.removeprefix(b"data: ")
+                if last != b"[DONE]":
+                    event = json.loads(last)
+                    assert "error" not in event, event
+                    request_id = event["id"]
+                    text += "".join(choice["text"] for choice in event["choices"])
+                    if started is not None:
+                        loop.call_soon_threadsafe(started.set)
+        assert last == b"[DONE]", "the stream was cut off"
+        with urllib.request.urlopen(f"{url}/requests/{request_id}/trace", timeout=20) as response:
+            record: dict[str, Any] = json.loads(response.read())
+        return Answer(text=text, workers=tuple((each["tier"], each["worker"]) for each in record["decisions"]))
+
+    return await asyncio.to_thread(read)
