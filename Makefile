@@ -3,6 +3,8 @@
 
 PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.13,$(shell python$(v) -c 'print("python$(v)")' 2>/dev/null)) python3)
 EXTRAS ?= cpu,dev
+# Index with torch's CPU build, tried first where it can be reached; empty: what pip finds. Not for the extras cuda12, cuda13.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 VENV := .venv
 BIN := $(VENV)/bin
 KERNELS := setup.py kernels/cpu/CMakeLists.txt $(wildcard kernels/cpu/src/*.* kernels/cpu/src/isa/*.*)
@@ -28,6 +30,7 @@ $(VENV)/.installed: $(VENV)/.extras pyproject.toml constraints.txt Makefile $(KE
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else f"pdserve needs Python 3.11 to 3.13; $(PYTHON) is {v[0]}.{v[1]}. Set PYTHON=/path/to/python3.11.")'
 	@echo "Installing pdserve[$(EXTRAS)] into $(VENV) with $(PYTHON) and building its kernels; the first time takes a few minutes."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python install_cpu_torch.py --extras '$(EXTRAS)' --index '$(TORCH_CPU_INDEX)'
 	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
 		$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[$(EXTRAS)]'
 	@$(BIN)/python -c 'from kernels.cpu import native; print("C++ kernels:", native.missing_reason() or "built")'
@@ -77,6 +80,7 @@ test-deploy: install ## What needs an engine, Prometheus or a browser; ARGS="...
 .PHONY: dist
 dist: install ## A wheel with the C++ kernels for all instruction sets, in dist/
 	@rm -rf build/lib* build/bdist* dist
+	@$(BIN)/python install_cpu_torch.py --extras '$(EXTRAS)' --index '$(TORCH_CPU_INDEX)'
 	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
 		$(BIN)/python -m pip wheel --disable-pip-version-check -q --no-deps --wheel-dir dist .
 	@$(BIN)/python -m zipfile -l dist/pdserve-*.whl | grep -q kernels/cpu/_native || \
