@@ -22,7 +22,7 @@ from pdserve.base.errors import SetupError
 
 T = TypeVar("T")
 
-_UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "kib": 1024, "mib": 1024**2, "gib": 1024**3}
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
 _SPEC = "option"
 
 
@@ -81,9 +81,9 @@ def default_of(cls: type[Any], name: str) -> Any:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size such as `2GiB`, `512MiB`, `1.5G` or `1000000`. Raises ValueError."""
+    """Bytes of a size such as `2GiB`, `512Mi`, `80GB`, `1.5G` or `1000000`. Raises ValueError."""
     number = text.strip().lower().rstrip("abcdefghijklmnopqrstuvwxyz ")
-    unit = text.strip().lower()[len(number) :].strip()
+    unit = text.strip().lower()[len(number) :].strip().removesuffix("b")
     try:
         return int(float(number) * _UNITS[unit])
     except (ValueError, KeyError) as error:

@@ -18,6 +18,7 @@ COMMANDS = {
     "fetch": "download and convert a model into a directory",
     "health": "ask a router or worker whether it is ready",
     "doctor": "check this machine and a running cluster, and say what to do about each finding",
+    "plan": "compute what a model takes, what fits, and how many workers a load needs",
     "bench": "measure latency and throughput of a server, or the speed of kernels",
     "trace": "show where a request's time went and which decisions were made for it",
 }

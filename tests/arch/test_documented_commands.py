@@ -24,6 +24,7 @@ from pdserve.cli.chat import ChatConfig
 from pdserve.cli.doctor import DoctorConfig
 from pdserve.cli.fetch import FetchConfig
 from pdserve.cli.health import HealthConfig
+from pdserve.cli.plan import PlanConfig
 from pdserve.cli.status import StatusConfig
 from pdserve.cli.trace import TraceConfig
 from pdserve.cli.up_config import UpConfig
@@ -42,6 +43,7 @@ CLI_CONFIGS: dict[str, type[Any]] = {
     "status": StatusConfig,
     "trace": TraceConfig,
     "doctor": DoctorConfig,
+    "plan": PlanConfig,
     "fetch": FetchConfig,
     "health": HealthConfig,
     "bench serve": ServeConfig,
@@ -79,6 +81,7 @@ def _documented_default(cell: str, field: dataclasses.Field[Any]) -> object:
         ("pdserve fetch", FetchConfig, None),
         ("pdserve health", HealthConfig, None),
         ("pdserve doctor", DoctorConfig, None),
+        ("pdserve plan", PlanConfig, None),
         ("pdserve bench serve", ServeConfig, None),
         ("Router", RouterConfig, None),
         ("Workers of both tiers", PrefillConfig, None),
@@ -132,7 +135,8 @@ def _commands(path: str) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize(
-    "path", ["README.md", *(f"docs/operations/{name}.md" for name in ("running", "flags", "benchmarks"))]
+    "path",
+    ["README.md", *(f"docs/operations/{name}.md" for name in ("running", "flags", "benchmarks", "doctor", "plan"))],
 )
 def test_commands_exist_and_accept_their_arguments(path: str) -> None:
     commands = list(_commands(path))
