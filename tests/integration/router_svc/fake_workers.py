@@ -82,7 +82,11 @@ class _DecodeSession:
                 await self._ready.wait()
             await script.reach("decode_started", self._stream)
             started = decode_pb2.DecodeStarted(
-                prefilled_locally=self._local is not None, cached_tokens=self._worker.cached, queue_s=0.25
+                prefilled_locally=self._local is not None,
+                cached_tokens=self._worker.cached,
+                queue_s=0.25,
+                # Longer than any request here takes: all of the wait was the step.
+                computing_s=60.0,
             )
             await self._stream.write(decode_pb2.DecodeResponse(started=started))
             await self._send_tokens()

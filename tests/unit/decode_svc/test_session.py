@@ -8,11 +8,13 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from decode_svc.session import Started
 from pdserve.base.errors import InvalidTransition, NoFreeBlocks, RequestError, StaleError, TransferTimeout
 from pdserve.base.streams import PeerLeft
+from pdserve.engine.step import RequestStarted
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.worker.serve.inboxes import Failed
-from tests.unit.decode_svc.session_setup import COMMIT, GRANT, BusyEngine, Setup, tokens
+from tests.unit.decode_svc.session_setup import COMMIT, GRANT, A, BusyEngine, Setup, tokens
 
 
 # Tokens, and how a session ends.
@@ -53,6 +55,18 @@ async def test_a_failed_request_is_freed_even_if_the_router_leaves_in_the_meanti
         with pytest.raises(NoFreeBlocks):
             await task
     assert it.engine.aborted.is_set()
+
+
+@pytest.mark.virtual_time
+async def test_a_start_is_reported_with_the_time_since_its_step_started() -> None:
+    it = Setup()
+    async with it.running() as task:
+        it.stream.gate.set()
+        started = RequestStarted(request_id=A, prefilled_locally=True, num_cached=0, block_table=())
+        it.inbox.put(Started(started, asyncio.get_running_loop().time() - 2.5))
+        await it.stream.written.wait()
+        await it.end(task)
+    assert it.stream.messages[0].started.computing_s == pytest.approx(2.5)
 
 
 # Received KV.

@@ -53,6 +53,10 @@ async def test_a_short_prompt_is_prefilled_by_the_decode_worker(redis_server: Pr
         assert cluster.calls.prefills == []
         record = await cluster.only_trace()
         assert (record["prefilled_by"], record["local_prefill_reason"]) == ("decode", "short")
+        # The step that computed the prompt was not a wait for blocks.
+        seconds = record["seconds_in"]
+        assert (seconds["reserve"], seconds["wire"]) == (0.0, 0.0)
+        assert min(seconds["prefill"], seconds["decode"]) > 0.0
         assert record["fallbacks"] == []
         assert await cluster.metric("prefills_total", tier="decode") == 1
 
