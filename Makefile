@@ -72,6 +72,10 @@ endif
 test-all: install ## The tests that a machine can change, as on other machines; ARGS="one-core" picks rows
 	$(BIN)/python -m tests.machines $(ARGS)
 
+.PHONY: screenshot
+screenshot: install ## Take the picture of the console in README and docs; needs Chromium
+	$(BIN)/python -m tests.deploy.screenshot
+
 .PHONY: test-deploy
 test-deploy: install ## What needs an engine, Prometheus or a browser; ARGS="..." are arguments of pytest
 	$(BIN)/python -m tests.deploy $(ARGS)

@@ -145,6 +145,7 @@ class _Up:
             served_name=plan.served_name,
             log_dir=plan.log_dir,
             took_s=time.monotonic() - self.started_at,
+            has_console=self.config.console,
         )
 
     def _hurry(self) -> None:

@@ -198,13 +198,13 @@ def many_workers(prefill: int, decode: int) -> list[WorkerRecord]:
 async def serving(fake: FakeCluster, **options: Any) -> AsyncIterator[tuple[str, Feed]]:
     """The console of a cluster, with its operator's endpoints; yields the base URL and the feed.
 
-    Options are those of `Feed`, and `write_timeout_s` and `max_age_s` of the stream.
+    Options are those of `Feed`, `write_timeout_s` and `max_age_s` of the stream, and further `routes`.
     """
+    routes = options.pop("routes", [])
     limits = {name: options.pop(name) for name in ("write_timeout_s", "max_age_s") if name in options}
     feed = Feed(fake.state(), **({"max_readers": 4, "interval_s": 0.05} | options))
-    app = make_app(
-        [fake.operator.routes(), ConsoleEvents(feed, **limits).routes(), ConsolePage().routes()], max_body_bytes=1024
-    )
+    groups = [fake.operator.routes(), ConsoleEvents(feed, **limits).routes(), ConsolePage().routes(), routes]
+    app = make_app(groups, max_body_bytes=1024)
     app.on_shutdown.append(lambda _: _close(feed))
     listener = bound_socket("127.0.0.1", 0, flag="--port")
     try:

@@ -75,8 +75,8 @@ class Feed:
         """Counts a reader. Raises `Overloaded` beyond the limit."""
         if self.num_readers >= self._max_readers:
             raise Overloaded(
-                f"{self.num_readers} consoles read the state of this router, limit {self._max_readers} "
-                "(--console-clients). Close one, or raise the limit.",
+                f"This router has {self.num_readers} open consoles, limit {self._max_readers} (--console-clients). "
+                "Close one, or raise the limit.",
                 retry_after_s=_RETRY_AFTER_S,
             )
         self.num_readers += 1

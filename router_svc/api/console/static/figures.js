@@ -25,7 +25,7 @@ const FIGURES = [
     read: ({ router, limits }) => [count(router.queued), `limit ${count(limits.max_queued)}`, router.queued >= 8 ? "warn" : null],
   },
   {
-    label: "Prefill backlog, tokens",
+    label: "Prefill backlog",
     series: "prefill_queued_tokens",
     atLeast: 256,
     read: ({ tiers, workers }) => [short(tiers.prefill.queued_tokens), backlog(tiers.prefill.queued_tokens, workers)],
@@ -109,7 +109,7 @@ function backlog(tokens, workers) {
     .filter((worker) => worker.tier === "prefill" && worker.ready)
     .map((worker) => worker.prefill_tokens_per_s ?? 0);
   const rate = rates.reduce((a, b) => a + b, 0);
-  return rate ? `≈ ${duration(tokens / rate)} of work` : "rate not measured yet";
+  return rate && tokens ? `tokens, ≈ ${duration(tokens / rate)}` : "tokens";
 }
 
 function times(requests, name) {

@@ -101,7 +101,7 @@ function drawAxis(axis, total) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= rough);
   const marks = [];
-  for (let index = 0; index * step < total * 0.97; index += 1) marks.push(index * step);
+  for (let index = 0; index * step < total * 0.93; index += 1) marks.push(index * step);
   reconcile(
     axis,
     marks,

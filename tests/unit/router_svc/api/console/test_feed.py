@@ -192,7 +192,7 @@ async def test_readers_beyond_the_limit_are_refused_with_a_text() -> None:
                 assert refusal.status == 429
                 assert int(refusal.headers["Retry-After"]) > 0
                 message = (await refusal.json())["error"]["message"]
-            assert message.startswith("2 consoles read the state of this router, limit 2 (--console-clients).")
+            assert message.startswith("This router has 2 open consoles, limit 2 (--console-clients).")
 
         async def is_accepted() -> bool:
             async with session.get(f"{url}/console/events") as response:
