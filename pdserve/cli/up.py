@@ -10,10 +10,12 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from pdserve import __version__
 from pdserve.base.config import child_environment, load
 from pdserve.base.errors import SetupError
+from pdserve.base.tasks import service_group
 from pdserve.cli.cluster_plan import (
     ClusterPlan,
     PreparedModel,
@@ -25,8 +27,10 @@ from pdserve.cli.cluster_plan import (
 from pdserve.cli.hardware import available_hardware
 from pdserve.cli.interpreter import python_flags
 from pdserve.cli.listen_check import require_free_ports
+from pdserve.cli.log_rotation import LogLimits, rotating
 from pdserve.cli.log_watch import watched_logs
-from pdserve.cli.run_dir import make_log_dir, private_directory
+from pdserve.cli.placement import Hardware
+from pdserve.cli.run_dir import log_directory, private_directory
 from pdserve.cli.services import router_spec, worker_specs
 from pdserve.cli.stop_signals import StopSignals, finished_before
 from pdserve.cli.supervisor.supervisor import Supervisor, supervising
@@ -58,8 +62,14 @@ async def run(config: UpConfig, console: UpConsole) -> None:
     hardware = available_hardware()
     require_free_ports(config)
     require_separate_gpus(config, hardware.num_gpus)
-    log_dir = make_log_dir(config.log_dir)
-    console.say(f"pdserve {__version__}   logs: {log_dir}")
+    with log_directory(config.log_dir, max_runs=config.log_max_runs) as log_dir:
+        console.say(f"pdserve {__version__}   logs: {log_dir}")
+        await _run(config, console, hardware, log_dir, started_at)
+    console.say("Stopped.")
+
+
+async def _run(config: UpConfig, console: UpConsole, hardware: Hardware, log_dir: Path, started_at: float) -> None:
+    limits = LogLimits(max_bytes=config.log_max_size, max_files=config.log_max_files)
     with private_directory() as run_dir, watched_logs(log_dir, console.on_log) as watching:
         if not watching:
             console.say("Too many inotify watches on this machine: warnings are only in the logs.", "yellow")
@@ -71,9 +81,9 @@ async def run(config: UpConfig, console: UpConsole) -> None:
             variables=child_environment(),
             python_flags=python_flags(),
         )
-        async with supervising(console.on_event) as supervisor:
+        async with service_group() as tasks, supervising(console.on_event) as supervisor:
+            tasks.start(rotating(log_dir, limits), name="log-rotation")
             await _Up(config, console, environment, supervisor, started_at).run()
-    console.say("Stopped.")
 
 
 @dataclass(slots=True)

@@ -134,6 +134,11 @@ class UpConfig:
     log_dir: str | None = option(
         None, help="directory of the log files, one per process; default: a new one in the user's state directory"
     )
+    log_max_size: int = option(
+        64 << 20, help="size at which a log file is rotated, such as 64MiB", parse=parse_bytes, minimum=4096
+    )
+    log_max_files: int = option(4, help="log files kept of each process, the current one included", minimum=1)
+    log_max_runs: int = option(20, help="log directories kept of runs without --log-dir", minimum=1)
     ready_timeout_s: float = option(600.0, help="maximum seconds for each process to become ready", minimum=1)
     drain_timeout_s: float = option(45.0, help="maximum seconds for running requests to finish after Ctrl-C", minimum=0)
     log_level: str = option("info", help="minimum level of log lines", choices=LEVELS)

@@ -139,7 +139,8 @@ def tail_lines(path: Path, start: int) -> list[str]:
     try:
         with path.open("rb") as log:
             end = log.seek(0, os.SEEK_END)
-            log.seek(max(min(start, end), end - _LOG_TAIL_BYTES))
+            # A file that is shorter than it was has been rotated.
+            log.seek(max(start if start <= end else 0, end - _LOG_TAIL_BYTES))
             return log.read().decode("utf-8", errors="replace").splitlines()
     except OSError:
         return []
