@@ -17,8 +17,7 @@ def main(arguments: list[str]) -> int:
 
     The last line says whether containers were run.
     """
-    # Their output shows sizes and durations.
-    command = [sys.executable, "-m", "pytest", "-m", "deploy", "-rA", "--timeout", str(_TIMEOUT_S)]
+    command = [sys.executable, "-m", "pytest", "-m", "deploy", "--timeout", str(_TIMEOUT_S)]
     command += ["--durations", "15", *(arguments or ["tests"])]
     status = subprocess.run(command, check=False).returncode
     reason = why_no_engine()

@@ -18,11 +18,18 @@ from tests.deploy.engine import (
     redis_image,
     why_no_engine,
 )
+from tests.deploy.notes import NOTES
 from tests.deploy.stack import Stack
 from tests.support.cluster import free_port
 
 #: Workers that share the cores while a tier is scaled up.
 _CLAIM_WORKERS = "2"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Shows what tests measured."""
+    for line in NOTES:
+        terminalreporter.write_line(f"measured: {line}")
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ class Answer:
     #: None while it runs, and when it broke.
     finish_reason: str | None = None
     error: str = ""
+    first_token_at: float | None = None
     ended_at: float | None = None
 
     @property
@@ -86,6 +87,7 @@ class Load:
         choices = event.get("choices")
         with self._changed:
             if isinstance(choices, list) and choices:
+                answer.first_token_at = answer.first_token_at or time.monotonic()
                 answer.num_tokens += 1
                 answer.finish_reason = choices[0].get("finish_reason") or answer.finish_reason
             usage = event.get("usage")
@@ -134,13 +136,13 @@ class Load:
 
 def tokens_for(seconds: float, port: int, *, clients: int) -> int:
     """How many tokens an answer needs to last this long beside `clients` - 1 others on this machine."""
-    probe = Load(port, max_tokens=48)
+    probe = Load(port, max_tokens=96)
     with running(probe, clients=clients):
         probe.wait_running(clients)
         probe.stop()
     assert probe.failures() == []
-    slowest = max(answer.duration_s for answer in probe.answers)
-    return max(64, min(3000, int(seconds / slowest * probe.max_tokens)))
+    writing = [(answer.ended_at or 0.0) - (answer.first_token_at or 0.0) for answer in probe.answers]
+    return max(64, min(3000, int(seconds / max(writing) * probe.max_tokens)))
 
 
 @contextmanager

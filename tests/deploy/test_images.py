@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.deploy.engine import run, size_bytes
+from tests.deploy.notes import note
 
 pytestmark = pytest.mark.deploy
 
@@ -26,7 +27,7 @@ def python(image: str, program: str, *flags: str) -> str:
 @pytest.mark.parametrize("image", LIMITS)
 def test_an_image_adds_little_to_its_base(images: dict[str, str], image: str) -> None:
     added = size_bytes(images[image]) - size_bytes(images["BASE_IMAGE"])
-    print(f"{image} adds {added / MB:.0f} MB to its base")
+    note(f"{image} adds {added / MB:.0f} MB to its base")
     assert added < LIMITS[image]
 
 
