@@ -57,6 +57,9 @@ class RouterConfig:
     console_clients: int = option(32, help="number of consoles that may be open at the same time", minimum=1)
     log_level: str = option("info", help="lowest level of log messages", choices=LEVELS)
     log_format: str = option("text", help="form of log lines: text, or one JSON object per line", choices=FORMATS)
+    audit_log: str | None = option(
+        None, help="file for the audit log: admin actions and refusals; default: in the log", metavar="FILE"
+    )
     otlp_endpoint: str | None = option(
         None, help="base URL of an OpenTelemetry collector (OTLP over HTTP); without one no traces", metavar="URL"
     )

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from kvtransfer.index.prefix_mirror import PrefixMirror
-from pdserve.base import notify
+from pdserve.base import audit, notify
 from pdserve.base.admin import Health, bound_socket, health_routes, serve_http
+from pdserve.base.audit import Refusals
 from pdserve.base.clock_skew import ClockSkew
 from pdserve.base.logs import get_logger
 from pdserve.base.metrics import CounterSource, GaugeSource
@@ -63,6 +64,7 @@ class Router:
     ) -> None:
         self.config = config
         self._tracer = tracer
+        self._refusals = Refusals()
         self.health = health
         self.metrics = RouterMetrics(model_name=config.model_name)
         self._store = store
@@ -133,7 +135,7 @@ class Router:
         """Serves until the block ends. The router is ready while a decode worker is."""
         config = self.config
         listener = bound_socket(config.host, config.port, flag="--port")
-        inference = InferenceServicer(self._model, self._requests, self._max_model_len, self._tracer)
+        inference = InferenceServicer(self._model, self._requests, self._max_model_len, self._refusals, self._tracer)
         try:
             async with (
                 service_group() as group,
@@ -155,9 +157,15 @@ class Router:
                     group.start(self._console.run(), name="console")
                 yield Addresses(http=http_address, grpc=grpc_address)
         finally:
+            self._refusals.flush()
             listener.close()
             await self.cluster.channels.close()
             self._model.threads.shutdown(wait=False)
+
+    @property
+    def num_open(self) -> int:
+        """Client requests whose responses are not complete."""
+        return self._requests.num_open
 
     async def drain(self) -> None:
         """Refuses new requests, and waits for the running ones for at most the drain timeout."""
@@ -174,7 +182,7 @@ class Router:
         generation = GenerationApi(self._model, self._requests, self._max_model_len)
         probes = health_routes(self.health, self.metrics.registry)
         groups = [generation.routes(), model.routes(), self._operator.routes(), probes]
-        app = make_app(groups, max_body_bytes=self.config.max_body, tracer=self._tracer)
+        app = make_app(groups, max_body_bytes=self.config.max_body, refusals=self._refusals, tracer=self._tracer)
         if self._console is not None:
             self._console.add_to(app)
         return app
@@ -261,7 +269,7 @@ def _routing_policy(config: RouterConfig) -> RoutingPolicy:
 
 async def serve(config: RouterConfig) -> None:
     """Runs the router until SIGTERM or SIGINT. Raises `SetupError`."""
-    stop = stop_event_on_signals()
+    stop = stop_event_on_signals(audit.stop_requested)
     health = Health(not_ready=NO_DECODE_WORKER)
     async with (
         tracing(config, "pdserve-router") as tracer,
@@ -273,6 +281,8 @@ async def serve(config: RouterConfig) -> None:
             log.info("router_listening", http=addresses.http, grpc=addresses.grpc, model=config.model_name)
             notify.status(NO_DECODE_WORKER)
             await stop.wait()
+            audit.action("drain_started", requests=router.num_open)
             log.info("router_draining")
             notify.stopping()
             await router.drain()
+            audit.action("drain_ended", requests_left=router.num_open)

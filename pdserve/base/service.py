@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 from pdserve.base import logs, notify
+from pdserve.base.audit import audit_file
 from pdserve.base.config import load
 from pdserve.base.errors import SetupError
 
@@ -24,6 +25,10 @@ class ServiceConfig(Protocol):
     @property
     def log_format(self) -> str:
         """Form of log lines, one of `logs.FORMATS`."""
+
+    @property
+    def audit_log(self) -> str | None:
+        """File of the audit log; None: the log of the process."""
 
 
 Config = TypeVar("Config", bound=ServiceConfig)
@@ -42,7 +47,8 @@ def run_service(
         config = load(config_class, service, description=description)
         logs.configure(service, config.log_level, config.log_format)
         is_json = config.log_format == "json"
-        asyncio.run(_main(serve(config)))
+        with audit_file(config.audit_log, service):
+            asyncio.run(_main(serve(config)))
     except SetupError as error:
         notify.notify(f"STATUS=error: {error}")
         if is_json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -104,10 +104,15 @@ async def run_to_completion(work: Awaitable[T]) -> T:
     return task.result()
 
 
-def stop_event_on_signals() -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set, for a service's main task to wait on."""
+def stop_event_on_signals(on_signal: Callable[[str], object]) -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set, for a service's main task to wait on. `on_signal` gets each one's name."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def handle(number: signal.Signals) -> None:
+        on_signal(number.name)
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, handle, number)
     return stop

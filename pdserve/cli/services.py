@@ -98,6 +98,7 @@ def _common_flags(plan: ClusterPlan) -> dict[str, object]:
         "redis-prefix": plan.config.redis_prefix,
         "log-level": plan.config.log_level,
         "log-format": plan.config.log_format,
+        "audit-log": plan.config.audit_log,
         "otlp-endpoint": plan.config.otlp_endpoint,
     }
 

@@ -143,6 +143,9 @@ class UpConfig:
     drain_timeout_s: float = option(45.0, help="maximum seconds for running requests to finish after Ctrl-C", minimum=0)
     log_level: str = option("info", help="minimum level of log lines", choices=LEVELS)
     log_format: str = option("text", help="form of the log files: text, or one JSON object per line", choices=FORMATS)
+    audit_log: str | None = option(
+        None, help="file for the audit log: admin actions and refusals; default: in the log", metavar="FILE"
+    )
     otlp_endpoint: str | None = option(
         None, help="base URL of an OpenTelemetry collector (OTLP over HTTP); without one no traces", metavar="URL"
     )

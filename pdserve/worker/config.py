@@ -118,6 +118,9 @@ class WorkerConfig:
     drain_timeout_s: float = option(45.0, help="seconds that running requests have to finish after SIGTERM", minimum=0)
     log_level: str = option("info", help="lowest level that is logged", choices=LEVELS)
     log_format: str = option("text", help="form of log lines: text, or one JSON object per line", choices=FORMATS)
+    audit_log: str | None = option(
+        None, help="file for the audit log: admin actions and refusals; default: in the log", metavar="FILE"
+    )
     otlp_endpoint: str | None = option(
         None, help="base URL of an OpenTelemetry collector (OTLP over HTTP); without one no traces", metavar="URL"
     )

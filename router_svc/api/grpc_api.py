@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 
+from pdserve.base.audit import Caller, Refusals
 from pdserve.base.errors import RequestError, TransferTimeout
 from pdserve.base.rpc import method, trace_of
 from pdserve.base.sampling import MAX_LOGPROBS
@@ -27,6 +29,7 @@ from router_svc.request.output import ChoiceDelta
 from router_svc.request.requests import Requests
 
 SERVICE = "pdserve.v1.InferenceService"
+_METHOD = f"{SERVICE}/Generate"
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -37,8 +40,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         model: ServedModel,
         requests: Requests,
         max_model_len: Callable[[], int],
+        refusals: Refusals,
         tracer: Tracer = NO_TRACER,
     ) -> None:
+        self._refusals = refusals
         self._tracer = tracer
         self._model = model
         self._requests = requests
@@ -53,7 +58,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         """Streams a completion. Closing the call cancels it on all workers."""
-        with request_span(self._tracer, f"{SERVICE}/Generate", trace_of(context)) as span:
+        caller = Caller(
+            client=_host_of(context.peer()), endpoint=_METHOD, model=request.model, request_id=request.request_id
+        )
+        with request_span(self._tracer, _METHOD, trace_of(context)) as span, self._refusals.watching(caller):
             span.attributes |= {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": "Generate"}
             await self._generate(request, context, span.context)
 
@@ -119,6 +127,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if not prompt:
             raise RequestError("`prompt` must not be empty. Send a text or token ids.", param="prompt")
         return prompt
+
+
+def _host_of(peer: str) -> str:
+    """The address in gRPC's name of a peer, such as `ipv4:10.0.0.7:5121` or `ipv6:%5B::1%5D:5121`."""
+    return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]") or peer
 
 
 def _sampling_fields(sampling: pb.ClientSampling) -> SamplingFields:

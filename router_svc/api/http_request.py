@@ -7,20 +7,35 @@ from typing import TypeVar
 
 from aiohttp import web
 
+from pdserve.base.audit import Caller
 from pdserve.base.errors import RequestError
 from router_svc.api.body import Body
-from router_svc.api.ids import Ids
+from router_svc.api.ids import Ids, is_valid_id
 from router_svc.api.parse import parse_body
 
 REQUEST_ID_HEADER = "X-Request-Id"
 #: Key of a request's ids, which error responses carry, too.
 IDS = web.RequestKey("ids", Ids)
+#: Key of the model that a request names, for the audit log.
+MODEL = web.RequestKey("model", str)
 #: Time a client has to send its body.
 _BODY_TIMEOUT_S = 60.0
 #: Larger bodies are parsed in a thread.
 _INLINE_BODY_BYTES = 64 * 1024
 
 AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def caller_of(request: web.Request) -> Caller:
+    """Who sent the request, for the audit log."""
+    ids, chosen = request.get(IDS), request.headers.get(REQUEST_ID_HEADER, "")
+    return Caller(
+        client=request.remote or "unknown",
+        endpoint=f"{request.method} {request.path}",
+        model=request.get(MODEL, ""),
+        request_id=ids.response if ids is not None else chosen if is_valid_id(chosen) else "",
+        forwarded_for=request.headers.get("X-Forwarded-For", ""),
+    )
 
 
 async def read_body(request: web.Request, cls: type[AnyBody]) -> AnyBody:

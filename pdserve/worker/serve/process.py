@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import grpc
 
 from kvtransfer.transport import Transport, open_transport
-from pdserve.base import notify
+from pdserve.base import audit, notify
 from pdserve.base.admin import Health, bound_socket, serve_admin
 from pdserve.base.ids import WorkerId, new_epoch
 from pdserve.base.logs import get_logger
@@ -38,7 +38,7 @@ log = get_logger(__name__)
 
 async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker], TierService]) -> None:
     """Serves until SIGTERM or SIGINT, then drains. Raises what ended the step loop: the process must end with it."""
-    stop = stop_event_on_signals()
+    stop = stop_event_on_signals(audit.stop_requested)
     health = Health()
     metrics = WorkerMetrics(model_name=config.model_name, tier=tier)
     metrics.watch(health)
@@ -188,9 +188,11 @@ async def _unless_fatal(
 
 
 async def _drain(worker: Worker, fatal: asyncio.Future[BaseException], health: Health) -> None:
+    audit.action("drain_started", worker=worker.worker_id, requests=worker.calls.count)
     log.info("draining", active=worker.calls.count, timeout_s=worker.config.drain_timeout_s)
     try:
         async with asyncio.timeout(worker.config.drain_timeout_s):
             await _unless_fatal(worker.calls.wait_idle(), fatal, health)
     except TimeoutError:
         log.warning("drain_timeout", cancelled=worker.calls.count)
+    audit.action("drain_ended", worker=worker.worker_id, requests_left=worker.calls.count)

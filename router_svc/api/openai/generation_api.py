@@ -8,7 +8,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from pdserve.base.errors import PdserveError
-from router_svc.api.http_request import IDS, REQUEST_ID_HEADER, read_body
+from router_svc.api.http_request import IDS, MODEL, REQUEST_ID_HEADER, read_body
 from router_svc.api.ids import Ids
 from router_svc.api.openai.errors import error_body
 from router_svc.api.openai.generation_request import GenerationRequest, chat_request, completion_request
@@ -40,12 +40,14 @@ class GenerationApi:
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await read_body(request, CompletionBody)
+        request[MODEL] = body.model or ""
         ids = Ids.make("cmpl-", request.headers.get(REQUEST_ID_HEADER))
         generation = await completion_request(body, self._model, ids, self._max_model_len())
         return await self._respond(request, generation, ids, CompletionFormat(generation, self._model.tokenizer))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await read_body(request, ChatBody)
+        request[MODEL] = body.model or ""
         ids = Ids.make("chatcmpl-", request.headers.get(REQUEST_ID_HEADER))
         generation = await chat_request(body, self._model, ids, self._max_model_len())
         return await self._respond(request, generation, ids, ChatFormat(self._model.tokenizer))

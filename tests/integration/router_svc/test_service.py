@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
 from dataclasses import replace
@@ -289,9 +290,9 @@ async def run_router(*flags: str) -> asyncio.subprocess.Process:
     )
 
 
-async def test_the_process_serves_until_sigterm(redis_server: PrivateRedis, model_dir: Path) -> None:
+async def test_the_process_serves_until_sigterm(redis_server: PrivateRedis, model_dir: Path, tmp_path: Path) -> None:
     flags = ("--model", str(model_dir), "--redis-url", redis_server.url, "--port", "0", "--grpc-port", "0")
-    process = await run_router(*flags)
+    process = await run_router(*flags, "--audit-log", str(tmp_path / "audit.log"))
     assert process.stderr is not None
     async with asyncio.timeout(30):
         while b"router_listening" not in (line := await process.stderr.readline()):
@@ -300,11 +301,20 @@ async def test_the_process_serves_until_sigterm(redis_server: PrivateRedis, mode
         async with aiohttp.ClientSession() as session, session.get(f"http://{address}/readyz") as response:
             assert response.status == 503
             assert "no decode worker" in (await response.json())["reason"]
+        # Sent by programs that rotate logs: no reason to end.
+        process.send_signal(signal.SIGHUP)
         process.send_signal(signal.SIGTERM)
         _, rest = await process.communicate()
     assert process.returncode == 0, rest.decode()
     assert b"router_draining" in rest
     assert b"Traceback" not in rest
+    written = [json.loads(line) for line in read(tmp_path / "audit.log")]
+    assert [line["event"] for line in written] == ["stop_requested", "drain_started", "drain_ended"]
+    assert written[0]["signal"] == "SIGTERM"
+
+
+def read(path: Path) -> list[str]:
+    return path.read_text().splitlines()
 
 
 @pytest.mark.parametrize(
