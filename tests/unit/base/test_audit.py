@@ -142,7 +142,8 @@ def test_a_file_that_cannot_be_written_loses_lines_and_says_so_once(
     monkeypatch.setattr(audit._AuditFile, "flush", full)
     for _ in range(3):
         audit.action("drain_started")
-    assert [record.message for record in caplog.records] == ["audit_log_failed"]
+    ours = [record.message for record in caplog.records if record.name != "audit"]
+    assert ours == ["audit_log_failed"]
 
 
 def test_without_a_file_the_lines_are_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
