@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -20,6 +21,8 @@ from pdserve.base.errors import SetupError
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PRIVATE_PREFIX = "pdserve-run-"
+#: Younger directories may belong to a run that has not marked them yet.
+_FRESH_S = 10.0
 #: Names of log directories that `pdserve up` chooses. Others are never removed.
 _LOG_NAME = re.compile(r"\d{8}-\d{6}(-\d+)?")
 
@@ -105,6 +108,8 @@ def _remove_ended(directories: Iterable[Path]) -> None:
     """Removes directories that no live run has marked. What cannot be removed stays."""
     for directory in directories:
         with suppress(OSError):
+            if time.time() - directory.stat().st_mtime < _FRESH_S:
+                continue
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

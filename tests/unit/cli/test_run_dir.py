@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.base.errors import SetupError
+from pdserve.cli import run_dir
 from pdserve.cli.run_dir import log_directory, private_directory
 
 #: A run that prints its two directories and lives until it is killed.
@@ -30,6 +31,7 @@ def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
     (tmp_path / "runtime").mkdir()
+    monkeypatch.setattr(run_dir, "_FRESH_S", -1.0)
     return tmp_path / "state" / "pdserve" / "logs"
 
 
@@ -98,3 +100,10 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
         pass
     with pytest.raises(SetupError, match="Not a directory"), log_directory(str(tmp_path / "file" / "x"), max_runs=1):
         pass
+
+
+def test_a_directory_that_a_starting_run_has_not_marked_yet_stays(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_dir, "_FRESH_S", 60.0)
+    finished(logs, "20260101-000000")
+    with log_directory(None, max_runs=1):
+        assert (logs / "20260101-000000").is_dir()
