@@ -23,8 +23,8 @@ from pdserve.base.errors import PdserveError, RequestError, StaleError, reason_o
 from pdserve.base.ids import RequestId, RouterId
 from pdserve.base.logs import enter_request, get_logger
 from pdserve.base.streams import MessageStream, PeerLeft, serve_streams
-from pdserve.base.trace_context import parse_traceparent
-from pdserve.base.tracing import Attribute
+from pdserve.base.tracing.context import parse_traceparent
+from pdserve.base.tracing.spans import Attribute
 from pdserve.base.wire import error_to_wire, sampling_from_wire
 from pdserve.engine.step import LayersWritten, StepOutput
 from pdserve.v1 import decode_pb2 as pb

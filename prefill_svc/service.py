@@ -13,7 +13,7 @@ from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import PdserveError, reason_of
 from pdserve.base.ids import RequestId, RouterId
 from pdserve.base.logs import enter_request, get_logger
-from pdserve.base.tracing import Attribute
+from pdserve.base.tracing.spans import Attribute
 from pdserve.base.wire import sampling_from_wire
 from pdserve.engine.step import LayersWritten, StepOutput
 from pdserve.v1 import prefill_pb2 as pb

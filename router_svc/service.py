@@ -20,8 +20,8 @@ from pdserve.base.registry import WorkerDirectory
 from pdserve.base.rpc import GrpcHealth, serve_grpc
 from pdserve.base.store import Store
 from pdserve.base.tasks import service_group, stop_event_on_signals
-from pdserve.base.tracing import NO_TRACER, Tracer
-from pdserve.base.tracing_setup import span_counters, tracing
+from pdserve.base.tracing.setup import span_counters, tracing
+from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from pdserve.base.workers import Tier
 from router_svc.api.console.console import Console
 from router_svc.api.console.state import Sources

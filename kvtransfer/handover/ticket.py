@@ -14,7 +14,7 @@ from kvtransfer.transport.path import DataEndpoint
 from pdserve.base.errors import DigestMismatch, RequestError
 from pdserve.base.ids import Epoch, RequestId, TransferId, WorkerId
 from pdserve.base.layout import KvLayout
-from pdserve.base.trace_context import TraceContext, parse_traceparent, traceparent_of
+from pdserve.base.tracing.context import TraceContext, parse_traceparent, traceparent_of
 from pdserve.v1 import common_pb2, decode_pb2
 
 KEY_BYTES = 32

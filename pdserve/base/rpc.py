@@ -27,7 +27,7 @@ from pdserve.base.errors import (
 )
 from pdserve.base.ids import Epoch, WorkerId
 from pdserve.base.logs import get_logger
-from pdserve.base.trace_context import TRACEPARENT, TraceContext, parse_traceparent
+from pdserve.base.tracing.context import TRACEPARENT, TraceContext, parse_traceparent
 
 log = get_logger(__name__)
 

@@ -12,8 +12,8 @@ from pdserve.base.audit import Caller, Refusals
 from pdserve.base.errors import RequestError, TransferTimeout
 from pdserve.base.rpc import method, trace_of
 from pdserve.base.sampling import MAX_LOGPROBS
-from pdserve.base.trace_context import TraceContext
-from pdserve.base.tracing import NO_TRACER, Tracer
+from pdserve.base.tracing.context import TraceContext
+from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from pdserve.base.wire import logprobs_to_wire
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc

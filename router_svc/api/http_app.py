@@ -10,7 +10,7 @@ from aiohttp.typedefs import Middleware
 from pdserve.base.audit import Refusals
 from pdserve.base.errors import PdserveError, RequestError
 from pdserve.base.logs import get_logger
-from pdserve.base.tracing import NO_TRACER, Tracer
+from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from router_svc.api.http_request import IDS, REQUEST_ID_HEADER, caller_of
 from router_svc.api.openai.errors import error_response, from_http_exception
 from router_svc.api.request_span import http_tracing

@@ -6,7 +6,7 @@ import json
 
 from pdserve.base.errors import Overloaded, PdserveError, reason_of
 from pdserve.base.logs import get_logger
-from pdserve.base.trace_context import TraceContext
+from pdserve.base.tracing.context import TraceContext
 from pdserve.base.workers import WorkerRecord
 from pdserve.v1 import decode_pb2, prefill_pb2
 from router_svc.records.metrics import RouterMetrics

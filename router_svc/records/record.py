@@ -41,7 +41,7 @@ from itertools import islice
 
 import pdserve
 from pdserve.base.ids import Epoch, RequestId, WorkerId
-from pdserve.base.trace_context import TraceContext
+from pdserve.base.tracing.context import TraceContext
 from pdserve.base.workers import WorkerRecord
 from router_svc.generation import Generation
 from router_svc.records.request_state import RequestProgress, RequestState

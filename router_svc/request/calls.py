@@ -12,7 +12,7 @@ import grpc
 from pdserve.base.errors import PdserveError, PeerLost, TransferTimeout
 from pdserve.base.rpc import ChannelPool, mapped_rpc_errors, trace_metadata
 from pdserve.base.streams import MessageStream, open_stream
-from pdserve.base.trace_context import TraceContext
+from pdserve.base.tracing.context import TraceContext
 from pdserve.base.wire import error_from_wire
 from pdserve.base.workers import WorkerRecord
 from pdserve.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc

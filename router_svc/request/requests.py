@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from pdserve.base.errors import Draining, NoWorkers, Overloaded
 from pdserve.base.tasks import service_group
-from pdserve.base.trace_context import TraceContext
-from pdserve.base.tracing import NO_TRACER, Tracer
+from pdserve.base.tracing.context import TraceContext
+from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from pdserve.model.tokenizer import Tokenizer
 from router_svc.generation import Generation
 from router_svc.records.journal import Journal

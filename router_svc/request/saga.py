@@ -19,7 +19,7 @@ import contextlib
 
 from pdserve.base.errors import NoWorkers, PdserveError, RequestError
 from pdserve.base.layout import KvLayout
-from pdserve.base.trace_context import traceparent_of
+from pdserve.base.tracing.context import traceparent_of
 from pdserve.v1 import decode_pb2
 from router_svc.request.calls import DecodeFailed, decode_call, is_reported
 from router_svc.request.context import RequestContext

@@ -55,14 +55,14 @@ def _sources(path: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("heading", "metrics", "made_in"),
     [
-        ("Router", RouterMetrics(model_name="m"), ("router_svc/service.py", "pdserve/base/tracing_setup.py")),
+        ("Router", RouterMetrics(model_name="m"), ("router_svc/service.py", "pdserve/base/tracing/setup.py")),
         (
             "Workers",
             WorkerMetrics(model_name="m", tier="decode"),
             (
                 "pdserve/worker/serve/announce.py",
                 "pdserve/worker/serve/step_metrics.py",
-                "pdserve/base/tracing_setup.py",
+                "pdserve/base/tracing/setup.py",
             ),
         ),
     ],

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pdserve.base.trace_context import TraceContext
-from pdserve.base.tracing import Span
+from pdserve.base.tracing.context import TraceContext
+from pdserve.base.tracing.spans import Span
 from tests.support.cluster import MODEL, SETTLE_S, Cluster
 from tests.support.spans import Collector, tree
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pdserve.base.cluster_facts import RedisFacts, WorkerFacts
+from pdserve.base.facts.cluster import RedisFacts, WorkerFacts
+from pdserve.base.facts.machine import Folder, MachineFacts
 from pdserve.base.host_identity import HostIdentity
-from pdserve.base.machine_facts import Folder, MachineFacts
 from tests.support.records import LAYOUT
 
 GIB = 1 << 30

@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from pdserve.base.trace_context import TraceContext
-from pdserve.base.tracing import Sampler, SamplingTracer, Span
+from pdserve.base.tracing.context import TraceContext
+from pdserve.base.tracing.spans import Sampler, SamplingTracer, Span
 
 
 class KeepingTracer(SamplingTracer):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from pdserve.base.config import load, option, parse_bytes
 from pdserve.base.errors import PdserveError
-from pdserve.base.machine_facts import machine_facts
-from pdserve.base.redis_facts import redis_facts
+from pdserve.base.facts.machine import machine_facts
+from pdserve.base.facts.redis import redis_facts
 from pdserve.base.store import Store
 from pdserve.cli.doctor.cluster_checks import check_cluster, check_redis
 from pdserve.cli.doctor.facts import ClusterFacts

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
-from pdserve.base.cluster_facts import RedisFacts, WorkerFacts
+from pdserve.base.facts.cluster import RedisFacts, WorkerFacts
 from pdserve.cli.doctor.facts import ClusterFacts, PairProbe
 from pdserve.cli.doctor.finding import Finding, error, info, ok, warning
 from pdserve.cli.doctor.machine_checks import check_machine

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.base.errors import Overloaded, PdserveError
+from pdserve.base.facts.wire import worker_from_proto
 from pdserve.base.rpc import mapped_rpc_errors, open_channel
-from pdserve.base.wire_facts import worker_from_proto
 from pdserve.cli.doctor.facts import ClusterFacts, PairProbe, RouterFacts, SeenWorker, choose_pairs
 from pdserve.cli.status import ClusterStatus, WorkerStatus
 from pdserve.v1 import diagnostics_pb2 as pb

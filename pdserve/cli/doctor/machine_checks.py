@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator
 
-from pdserve.base.machine_facts import UNLIMITED, MachineFacts
+from pdserve.base.facts.machine import UNLIMITED, MachineFacts
 from pdserve.cli.doctor.finding import Finding, error, info, ok, warning
 
 GIB, MIB = 1 << 30, 1 << 20

@@ -22,14 +22,14 @@ from kvtransfer.handover.ticket import (
 )
 from kvtransfer.transport.path import TransportPath
 from pdserve.base import rpc
-from pdserve.base.cluster_facts import WorkerFacts
 from pdserve.base.errors import Overloaded, PdserveError, RequestError, StaleError
+from pdserve.base.facts.cluster import WorkerFacts
+from pdserve.base.facts.machine import machine_facts
+from pdserve.base.facts.redis import redis_facts
+from pdserve.base.facts.wire import worker_to_proto
 from pdserve.base.ids import RequestId, TransferId, new_transfer_id
-from pdserve.base.machine_facts import machine_facts
-from pdserve.base.redis_facts import redis_facts
 from pdserve.base.store import Store
 from pdserve.base.tasks import run_to_completion
-from pdserve.base.wire_facts import worker_to_proto
 from pdserve.model.fetch.cache import default_cache_dir
 from pdserve.v1 import decode_pb2
 from pdserve.v1 import diagnostics_pb2 as pb

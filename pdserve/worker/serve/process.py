@@ -19,7 +19,7 @@ from pdserve.base.registry import Registrar, Tier
 from pdserve.base.rpc import GrpcHealth, serve_grpc
 from pdserve.base.store import Store
 from pdserve.base.tasks import ServiceGroup, service_group, stop_event_on_signals
-from pdserve.base.tracing_setup import span_counters, tracing
+from pdserve.base.tracing.setup import span_counters, tracing
 from pdserve.v1 import diagnostics_pb2_grpc
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.load.claims import claiming

@@ -18,7 +18,7 @@ from pdserve.base.block_hash import hash_key
 from pdserve.base.ids import Epoch, WorkerId
 from pdserve.base.registry import Tier
 from pdserve.base.tasks import ServiceGroup
-from pdserve.base.tracing import NO_TRACER, Tracer
+from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from pdserve.engine.loop import LoopConfig, StepLoop
 from pdserve.engine.step import LayersWritten, Load, Scheduler, StepOutput
 from pdserve.worker.config import WorkerConfig

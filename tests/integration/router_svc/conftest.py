@@ -18,7 +18,7 @@ import pytest
 from pdserve.base.admin import Health
 from pdserve.base.rpc import open_channel
 from pdserve.base.store import Store
-from pdserve.base.tracing import NO_TRACER, Tracer
+from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from pdserve.base.workers import Tier
 from pdserve.cli.private_redis import PrivateRedis
 from router_svc.api.served_model import ServedModel

@@ -13,7 +13,7 @@ import grpc
 from pdserve.base.errors import PdserveError
 from pdserve.base.sampling import ChoiceTokens, FinishReason, TokenLogprobs
 from pdserve.base.streams import MessageStream
-from pdserve.base.trace_context import TraceContext
+from pdserve.base.tracing.context import TraceContext
 from pdserve.v1 import decode_pb2, prefill_pb2
 from tests.support.tiny_model import END, tokens_of
 

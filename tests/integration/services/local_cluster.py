@@ -25,7 +25,7 @@ from pdserve.base.sampling import SamplingParams
 from pdserve.base.store import Store
 from pdserve.base.streams import MessageStream, open_stream
 from pdserve.base.tasks import service_group
-from pdserve.base.trace_context import TraceContext, traceparent_of
+from pdserve.base.tracing.context import TraceContext, traceparent_of
 from pdserve.base.wire import error_from_wire, sampling_to_wire
 from pdserve.v1 import common_pb2, decode_pb2, diagnostics_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from pdserve.worker.config import WorkerConfig

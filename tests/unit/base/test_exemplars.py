@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Histogram
 
 from pdserve.base.exemplars import exemplar_labels
 from pdserve.base.logs import trace_var
-from pdserve.base.tracing import TraceContext
+from pdserve.base.tracing.spans import TraceContext
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 

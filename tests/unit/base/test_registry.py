@@ -19,6 +19,9 @@ PAUSE_S = 0.05
 class NullStore:
     """A store that accepts every script."""
 
+    def key(self, name: str) -> str:
+        return name
+
     async def script(self, *_: object, **__: object) -> bytes:
         return b""
 

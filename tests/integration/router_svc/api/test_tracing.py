@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.base.errors import RequestError
-from pdserve.base.trace_context import TraceContext, parse_traceparent
-from pdserve.base.tracing import NO_TRACER, Span, SpanKind
+from pdserve.base.tracing.context import TraceContext, parse_traceparent
+from pdserve.base.tracing.spans import NO_TRACER, Span, SpanKind
 from pdserve.cli.private_redis import PrivateRedis
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc

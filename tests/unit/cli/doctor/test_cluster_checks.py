@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdserve.base.cluster_facts import RedisFacts, WorkerFacts
+from pdserve.base.facts.cluster import RedisFacts, WorkerFacts
 from pdserve.cli.doctor.cluster_checks import check_cluster, check_redis
 from pdserve.cli.doctor.facts import ClusterFacts, PairProbe, RouterFacts, SeenWorker, choose_pairs
 from pdserve.cli.doctor.finding import Finding, Severity, exit_status

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdserve.base.machine_facts import Folder
+from pdserve.base.facts.machine import Folder
 from pdserve.cli.doctor.finding import Severity, exit_status
 from pdserve.cli.doctor.machine_checks import check_machine
 from tests.support.machine import GIB, HOST, MACHINE

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from pdserve.base.cluster_facts import RedisFacts
 from pdserve.base.errors import StoreError
+from pdserve.base.facts.cluster import RedisFacts
 from pdserve.base.store import Store, as_bytes
 
 _PINGS = 5

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.base import machine_facts as facts_module
+from pdserve.base.facts import machine as facts_module
+from pdserve.base.facts.machine import machine_facts
+from pdserve.base.facts.wire import worker_from_proto, worker_to_proto
 from pdserve.base.host_identity import own_host_identity
-from pdserve.base.machine_facts import machine_facts
-from pdserve.base.wire_facts import worker_from_proto, worker_to_proto
 from pdserve.v1 import diagnostics_pb2 as pb
 from tests.support.machine import worker_facts
 

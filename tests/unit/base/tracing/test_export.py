@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from pdserve.base import span_export
-from pdserve.base.otlp import OtlpExporter
-from pdserve.base.span_export import ExportingTracer
-from pdserve.base.trace_context import TraceContext
-from pdserve.base.tracing import Sampler, Span, SpanEvent, SpanKind
+from pdserve.base.tracing import export
+from pdserve.base.tracing.context import TraceContext
+from pdserve.base.tracing.export import ExportingTracer
+from pdserve.base.tracing.otlp import OtlpExporter
+from pdserve.base.tracing.spans import Sampler, Span, SpanEvent, SpanKind
 from tests.support.spans import Collector, collecting
 
 DEADLINE_S = 20.0
@@ -46,7 +46,7 @@ class Exporter:
 
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> Exporter:
-    monkeypatch.setattr(span_export, "DELAY_S", 0.0)
+    monkeypatch.setattr(export, "DELAY_S", 0.0)
     return Exporter()
 
 
@@ -56,17 +56,17 @@ def collector() -> Iterator[Collector]:
         yield found
 
 
-def tracer_of(exporter: span_export.SpanExporter, **options: int) -> ExportingTracer:
+def tracer_of(exporter: export.SpanExporter, **options: int) -> ExportingTracer:
     return ExportingTracer(exporter, Sampler(), **options)
 
 
 def test_every_span_is_exported_before_the_tracer_is_closed(exporter: Exporter) -> None:
     tracer = tracer_of(exporter)
-    for number in range(3 * span_export.BATCH):
+    for number in range(3 * export.BATCH):
         tracer.emit([span(str(number))])
     tracer.close()
-    assert [each.name for each in exporter.taken] == [str(number) for number in range(3 * span_export.BATCH)]
-    assert (tracer.exported, tracer.dropped) == (3 * span_export.BATCH, 0)
+    assert [each.name for each in exporter.taken] == [str(number) for number in range(3 * export.BATCH)]
+    assert (tracer.exported, tracer.dropped) == (3 * export.BATCH, 0)
 
 
 def test_spans_beyond_the_limit_are_dropped_and_counted(exporter: Exporter) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdserve.base.facts.machine import MachineFacts
 from pdserve.base.layout import KvLayout
-from pdserve.base.machine_facts import MachineFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

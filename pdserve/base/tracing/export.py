@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pdserve.base.logs import get_logger
-from pdserve.base.tracing import Sampler, SamplingTracer, Span
+from pdserve.base.tracing.spans import Sampler, SamplingTracer, Span
 
 log = get_logger(__name__)
 

@@ -17,14 +17,14 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 import pdserve
-from pdserve.base import tracing
-from pdserve.base.trace_context import TraceContext
-from pdserve.base.tracing import Span
+from pdserve.base.tracing import spans
+from pdserve.base.tracing.context import TraceContext
+from pdserve.base.tracing.spans import Span
 
 _KINDS = {
-    tracing.SpanKind.INTERNAL: SpanKind.INTERNAL,
-    tracing.SpanKind.SERVER: SpanKind.SERVER,
-    tracing.SpanKind.CLIENT: SpanKind.CLIENT,
+    spans.SpanKind.INTERNAL: SpanKind.INTERNAL,
+    spans.SpanKind.SERVER: SpanKind.SERVER,
+    spans.SpanKind.CLIENT: SpanKind.CLIENT,
 }
 _SCOPE = InstrumentationScope("pdserve", pdserve.__version__)
 
@@ -42,7 +42,7 @@ class _LastMessage(logging.Handler):
 
 
 class OtlpExporter:
-    """Implements `pdserve.base.span_export.SpanExporter`."""
+    """Implements `pdserve.base.tracing.export.SpanExporter`."""
 
     def __init__(self, url: str, *, service_name: str, instance: str) -> None:
         """`url`: the collector's, with the path of traces."""

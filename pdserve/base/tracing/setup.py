@@ -19,8 +19,8 @@ from pdserve.base import config as settings
 from pdserve.base.errors import SetupError
 from pdserve.base.logs import get_logger
 from pdserve.base.metrics import CounterSource
-from pdserve.base.span_export import ExportingTracer
-from pdserve.base.tracing import NO_TRACER, Sampler, Tracer
+from pdserve.base.tracing.export import ExportingTracer
+from pdserve.base.tracing.spans import NO_TRACER, Sampler, Tracer
 
 log = get_logger(__name__)
 
@@ -134,7 +134,7 @@ def make_tracer(config: TracingConfig, service_name: str, instance: str) -> Expo
         if wanted is None:
             return None
         try:
-            from pdserve.base.otlp import OtlpExporter
+            from pdserve.base.tracing.otlp import OtlpExporter
         except ImportError as error:
             raise SetupError(
                 f"Traces need OpenTelemetry, which is not installed ({error.name} is missing). "

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 
 from pdserve.base.errors import SetupError
-from pdserve.base.tracing import Sampler
-from pdserve.base.tracing_setup import TracingSettings, make_tracer, tracing_settings
+from pdserve.base.tracing.setup import TracingSettings, make_tracer, tracing_settings
+from pdserve.base.tracing.spans import Sampler
 
 FLAG = "http://collector:4318"
 
@@ -107,7 +107,7 @@ def test_what_cannot_be_followed_is_an_error_that_names_it(flags: Flags, variabl
 
 
 def test_without_the_extra_the_flag_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "pdserve.base.otlp", raising=False)
+    monkeypatch.delitem(sys.modules, "pdserve.base.tracing.otlp", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(SetupError, match="extra otel"):
         make_tracer(Flags(otlp_endpoint=FLAG), "pdserve-router", "r0")
@@ -116,7 +116,7 @@ def test_without_the_extra_the_flag_is_an_error_that_names_it(monkeypatch: pytes
 def test_without_the_extra_a_variable_is_only_warned_about(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delitem(sys.modules, "pdserve.base.otlp", raising=False)
+    monkeypatch.delitem(sys.modules, "pdserve.base.tracing.otlp", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", FLAG)
     assert make_tracer(Flags(), "pdserve-router", "r0") is None
@@ -126,7 +126,7 @@ def test_without_the_extra_a_variable_is_only_warned_about(
 @pytest.mark.parametrize("module", ["router_svc.service", "pdserve.cli.up"])
 def test_no_tracing_of_opentelemetry_is_imported_before_it_is_switched_on(module: str) -> None:
     # The client of Redis imports the API for metrics where it is installed; that is no choice of ours.
-    ours = ("pdserve.base.otlp", "opentelemetry.exporter", "opentelemetry.sdk.trace")
+    ours = ("pdserve.base.tracing.otlp", "opentelemetry.exporter", "opentelemetry.sdk.trace")
     code = f"import sys, {module}; print([name for name in sys.modules if name.startswith({ours!r})])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

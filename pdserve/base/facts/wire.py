@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, fields
 
-from pdserve.base.cluster_facts import RedisFacts, WorkerFacts
+from pdserve.base.facts.cluster import RedisFacts, WorkerFacts
+from pdserve.base.facts.machine import Folder, MachineFacts
 from pdserve.base.host_identity import HostIdentity
 from pdserve.base.layout import KvLayout
-from pdserve.base.machine_facts import Folder, MachineFacts
 from pdserve.v1 import decode_pb2
 from pdserve.v1 import diagnostics_pb2 as pb
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.base.trace_context import TraceContext, parse_traceparent, traceparent_of
-from pdserve.base.tracing import NO_TRACER, Sampler
+from pdserve.base.tracing.context import TraceContext, parse_traceparent, traceparent_of
+from pdserve.base.tracing.spans import NO_TRACER, Sampler
 from tests.support.spans import KeepingTracer
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

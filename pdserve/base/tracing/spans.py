@@ -1,7 +1,8 @@
 """Traces of requests over several processes: spans as values, and the interface that takes them.
 
-Nothing here knows OpenTelemetry: `pdserve.base.otlp` does, and is imported only where spans are exported. Services make
-spans of the times they keep anyway, once a request has ended. A request without a sampled context costs a comparison.
+Nothing here knows OpenTelemetry: `pdserve.base.tracing.otlp` does, and is imported only where spans are exported.
+Services make spans of the times they keep anyway, once a request has ended. A request without a sampled context costs a
+comparison.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
-from pdserve.base.trace_context import TraceContext
+from pdserve.base.tracing.context import TraceContext
 
 #: Limits for reading two clocks at one time.
 _MAX_READINGS, _CLOSE_READINGS_S = 5, 50e-6

@@ -1,0 +1,1 @@
+"""Facts that processes report about themselves for `pdserve doctor`."""
