@@ -90,11 +90,6 @@ class PackageIndex:
     #: Directory with wheels of this machine; None without one.
     wheels: Path | None
 
-    @property
-    def has_torch(self) -> bool:
-        """Whether torch is among the wheels, so that nothing else is needed for its build."""
-        return self.wheels is not None and any(self.wheels.glob("torch-*.whl"))
-
     def pip_conf(self, *, with_wheels: bool) -> str:
         """The content of a pip.conf for a container that has our certificates at their usual place."""
         wheels = ["find-links = /opt/wheels"] if with_wheels and self.wheels is not None else []
@@ -190,7 +185,6 @@ def pdserve_images(base: str, build: str) -> dict[str, str]:
         "PDSERVE_ROUTER_IMAGE": f"{PREFIX}/router",
         "PDSERVE_WORKER_IMAGE": f"{PREFIX}/cpu",
         "COMPOSE_PROJECT_NAME": PREFIX,
-        **({"TORCH_INDEX": ""} if package_index().has_torch else {}),
     }
     compose = [*compose_command(), "-f", str(ROOT / "compose/compose.yaml")]
     override = ROOT / "tests/deploy/data/host-network.yaml"

@@ -40,6 +40,10 @@ def test_an_installed_wheel_serves_without_a_clone(wheel: Path, tmp_path: Path) 
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     run(sys.executable, "-m", "venv", tmp_path / "venv")
     binaries = tmp_path / "venv/bin"
+    # As `make` does: pip alone might take a build with CUDA.
+    index = "https://download.pytorch.org/whl/cpu"
+    pins = ("--constraints", ROOT / "constraints.txt")
+    run(binaries / "python", ROOT / "install_cpu_torch.py", "--extras", "cpu", "--index", index, *pins)
     run(binaries / "pip", "install", "-q", "-c", ROOT / "constraints.txt", f"{wheel}[cpu]", environment=environment)
     missing = run(binaries / "python", "-P", "-c", "from kernels.cpu import native; print(native.missing_reason())")
     assert missing.strip() == "None"
