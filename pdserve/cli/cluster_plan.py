@@ -123,7 +123,7 @@ def require_memory(config: UpConfig, weight_bytes: int, free_bytes: int) -> None
     else:
         advice = "Use a smaller model, --quantization int8, or a machine with more memory"
     raise SetupError(
-        f"{config.num_workers} workers need {_size(needed)} of memory, and {_size(free_bytes)} is free: "
+        f"The workers ({config.num_workers}) need {_size(needed)} of memory, and {_size(free_bytes)} is free: "
         f"each has about {_size(weight_bytes)} of weights and {_size(kv_bytes)} of KV cache. {advice}."
     )
 

@@ -69,7 +69,7 @@ def test_an_unsupported_architecture_is_named_with_the_supported_ones(tmp_path: 
     ("flags", "needles"),
     [
         (("--kv-cache-memory", "1000"), ("cannot hold one block", "--kv-cache-memory")),
-        (("--kv-cache-memory", "100000GiB"), ("of memory is free", "--kv-cache-memory")),
+        (("--kv-cache-memory", "100000GiB"), ("GiB is free", "--kv-cache-memory")),
         (("--max-model-len", "9000"), ("8192", "--max-model-len")),
         (("--kv-cache-memory", "10MiB", "--max-model-len", "8000"), ("--kv-cache-memory",)),
         (("--threads-per-worker", "0"), ("--threads-per-worker",)),

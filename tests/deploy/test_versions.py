@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdserve import __version__
 from pdserve.cli.private_redis import find_redis_server, free_port, server_argv, wait_until_ready
 from pdserve.model.resolve import DEFAULT_MODEL, resolve_model
 
@@ -89,6 +90,8 @@ def cluster(router: Path, workers: Path, directory: Path) -> Iterator[str]:
         metrics = urllib.request.urlopen(f"http://127.0.0.1:{decode_http}/metrics").read().decode()
         samples = [sample for family in text_string_to_metric_families(metrics) for sample in family.samples]
         assert [sample.value for sample in samples if sample.labels.get("outcome") == "committed"] == [2.0]
+        [version] = {sample.labels["version"] for sample in samples if sample.name == "pdserve_worker_info"}
+        assert (version == __version__) == (workers == ROOT)
 
 
 def ask(url: str, **fields: object) -> dict[str, Any]:

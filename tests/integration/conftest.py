@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.cluster import Cluster, Footprint, running_cluster
-from tests.support.spans import Collector, collecting
 
 #: float32 is exact even without the C++ kernels. The caches are small enough for several clusters on one machine.
 _FLAGS = ("--dtype", "float32", "--kv-cache-memory", "512MiB")
@@ -18,17 +17,9 @@ _THREAD_SLACK = 24
 
 
 @pytest.fixture(scope="session")
-def collector() -> Iterator[Collector]:
-    """What the shared cluster sends its spans to."""
-    with collecting() as found:
-        yield found
-
-
-@pytest.fixture(scope="session")
-def shared_cluster(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Cluster]:
-    """One prefill and one decode worker, float32. Requests are traced if they come with a sampled context."""
-    seen = ("--otlp-endpoint", collector.url, "--trace-sample-ratio", "0", "--log-format", "json")
-    with running_cluster(tmp_path_factory.mktemp("cluster"), *_FLAGS, *seen) as cluster:
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One prefill and one decode worker, float32."""
+    with running_cluster(tmp_path_factory.mktemp("cluster"), *_FLAGS) as cluster:
         yield cluster
 
 

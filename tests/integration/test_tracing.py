@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
+
+import pytest
 
 from pdserve.base.tracing.context import TraceContext
 from pdserve.base.tracing.spans import Span
-from tests.support.cluster import MODEL, SETTLE_S, Cluster
-from tests.support.spans import Collector, tree
+from tests.support.cluster import MODEL, SETTLE_S, Cluster, running_cluster
+from tests.support.spans import Collector, collecting, tree
 
 ROOT = "POST /v1/completions"
 REQUEST = f"{ROOT}/generate"
@@ -30,6 +33,22 @@ HANDED_OVER = {
     f"{PREFILL}/prefill": "pdserve-prefill",
     f"{PREFILL}/commit": "pdserve-prefill",
 }
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    """What the cluster sends its spans to."""
+    with collecting() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Cluster]:
+    """A cluster in which a prefill worker computes every prompt, and only sampled contexts of clients are traced."""
+    flags = ("--otlp-endpoint", collector.url, "--trace-sample-ratio", "0", "--log-format", "json")
+    flags += ("--local-prefill-threshold", "0", "--dtype", "float32", "--kv-cache-memory", "256MiB")
+    with running_cluster(tmp_path_factory.mktemp("traced"), *flags) as started:
+        yield started
 
 
 def complete(cluster: Cluster, first: int, trace: TraceContext | None = None) -> Any:
@@ -71,7 +90,7 @@ def test_tokens_are_the_same_with_and_without_a_trace(cluster: Cluster, collecto
     assert traced.choices[0].text == plain.choices[0].text
     assert spans_of(collector, trace, len(HANDED_OVER))
     traces = {span.context.trace_id for _, span in collector.spans()}
-    # The shared cluster samples nothing by itself.
+    # The cluster samples nothing by itself.
     assert traces <= {"1a" * 16, "3c" * 16, "4d" * 16}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvtransfer.transport.inproc import InprocPeer, InprocTransport
+from pdserve import __version__
 from pdserve.base.store import Store
 from pdserve.cli.doctor import DoctorConfig, diagnose
 from pdserve.cli.doctor.finding import Finding, Severity, exit_status
@@ -72,7 +73,7 @@ def listed(worker_id: str, tier: str, address: str, **changes: Any) -> dict[str,
 def answer(cluster: LocalCluster, *more: dict[str, Any], **router: Any) -> dict[str, Any]:
     """What a router answers that has these workers."""
     return {
-        "router": {"status": "ready", "version": "0.1.0", "model": "tiny", **router},
+        "router": {"status": "ready", "version": __version__, "model": "tiny", **router},
         "redis": {"available": True},
         "workers": [
             listed("prefill", "prefill", cluster.prefill_address),

@@ -75,8 +75,8 @@ def test_the_kv_cache_is_sized_with_the_weights_of_all_workers_in_mind() -> None
 def test_where_two_copies_of_the_weights_do_not_fit_one_worker_is_suggested_with_the_numbers() -> None:
     with pytest.raises(
         SetupError,
-        match=r"2 workers need 12\.0 GiB of memory, and 10\.0 GiB is free: each has about 6\.0 GiB of weights and "
-        r"1 MiB of KV cache\. --prefill 0 needs 6\.0 GiB: decode workers then also prefill\.",
+        match=r"The workers \(2\) need 12\.0 GiB of memory, and 10\.0 GiB is free: each has about 6\.0 GiB of weights "
+        r"and 1 MiB of KV cache\. --prefill 0 needs 6\.0 GiB: decode workers then also prefill\.",
     ):
         make_plan(UpConfig(), replace(MODEL, weight_bytes=6 << 30), EXTERNAL_REDIS, RUN)
     made = make_plan(UpConfig(prefill=0), replace(MODEL, weight_bytes=6 << 30), EXTERNAL_REDIS, RUN)

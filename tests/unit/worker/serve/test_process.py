@@ -30,7 +30,8 @@ class Draining:
         self.health = Health()
         self.fatal: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._worker = cast(
-            Worker, SimpleNamespace(calls=self.calls, config=SimpleNamespace(drain_timeout_s=timeout_s))
+            Worker,
+            SimpleNamespace(worker_id="w", calls=self.calls, config=SimpleNamespace(drain_timeout_s=timeout_s)),
         )
 
     async def drain(self) -> None:
