@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtransfer.transport.path import DataEndpoint
+from kvtransfer.transport.path import PATHS, DataEndpoint
 from pdserve.base.errors import RequestError
 from pdserve.base.facts.wire import host_from_proto, host_to_proto
 from pdserve.v1 import decode_pb2
@@ -18,6 +18,7 @@ def endpoint_to_proto(endpoint: DataEndpoint) -> decode_pb2.DataEndpoint:
         host=host_to_proto(endpoint.host),
         lanes=endpoint.lanes,
         device_memory=endpoint.device_memory,
+        excluded_paths=sorted(endpoint.excluded_paths),
     )
 
 
@@ -31,4 +32,9 @@ def endpoint_from_proto(message: decode_pb2.DataEndpoint) -> DataEndpoint:
             f"Malformed transfer message: data_endpoint has {len(lanes)} lanes and texts of {longest} characters; "
             f"at most {_MAX_LANES} and {_MAX_TEXT}."
         )
-    return DataEndpoint(host=host, lanes=lanes, device_memory=message.device_memory)
+    return DataEndpoint(
+        host=host,
+        lanes=lanes,
+        device_memory=message.device_memory,
+        excluded_paths=frozenset(message.excluded_paths) & frozenset(PATHS),
+    )

@@ -11,6 +11,8 @@ from pdserve.base.host_identity import HostIdentity
 CUDA_IPC, CMA, SHM, RDMA, TCP = "cuda_ipc", "cma", "shm", "rdma", "tcp"
 #: Values of `TransportPath.expected` and `TransportPath.actual`, fastest first.
 PATHS = (CUDA_IPC, CMA, SHM, RDMA, TCP)
+#: Names in UCX_TLS that mean a path, alone or with others.
+_UCX_NAMES = {CUDA_IPC: {"cuda_ipc", "cuda", "all"}, CMA: {"cma", "sm", "shm", "all"}}
 _SHM_LANES = ("posix", "sysv", "xpmem", "knem")
 _RDMA_PREFIXES = ("rc", "dc", "ud", "srd", "ib")
 #: Paths within a host; between them the choice is the library's.
@@ -29,6 +31,8 @@ class DataEndpoint:
     lanes: tuple[str, ...]
     #: Whether its blocks are in the memory of a GPU on their way.
     device_memory: bool = False
+    #: Paths that UCX_TLS excludes there, so that nobody expects them.
+    excluded_paths: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +70,26 @@ def is_slower(actual: str, expected: str) -> bool:
 
 
 def expected_path(own: DataEndpoint, peer: DataEndpoint) -> str:
-    """The fastest path that two workers should have, from where they run and what their libraries offer."""
+    """The fastest path that two workers should have, from where they run and what their libraries offer.
+
+    Within a host what counts is what their settings exclude: a library also offers no CMA where the kernel refuses it.
+    """
     if own.host.shares_host_with(peer.host):
-        return CUDA_IPC if own.device_memory and peer.device_memory else CMA
+        excluded = own.excluded_paths | peer.excluded_paths
+        if own.device_memory and peer.device_memory and CUDA_IPC not in excluded:
+            return CUDA_IPC
+        if CMA not in excluded:
+            return CMA
     return RDMA if _has_rdma(own.lanes) and _has_rdma(peer.lanes) else TCP
+
+
+def excluded_paths(ucx_tls: str | None) -> frozenset[str]:
+    """The paths within a host that a value of UCX_TLS excludes; None: it is not set."""
+    if not ucx_tls:
+        return frozenset()
+    names = set(ucx_tls.removeprefix("^").split(","))
+    named = {path for path, aliases in _UCX_NAMES.items() if names & aliases}
+    return frozenset(named if ucx_tls.startswith("^") else _UCX_NAMES.keys() - named)
 
 
 def actual_path(lanes: Sequence[str], *, device_memory: bool) -> str:

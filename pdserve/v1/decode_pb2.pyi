@@ -408,6 +408,7 @@ class DataEndpoint(_message.Message):
     HOST_FIELD_NUMBER: _builtins.int
     LANES_FIELD_NUMBER: _builtins.int
     DEVICE_MEMORY_FIELD_NUMBER: _builtins.int
+    EXCLUDED_PATHS_FIELD_NUMBER: _builtins.int
     device_memory: _builtins.bool
     """Blocks are in the memory of a GPU on their way."""
     @_builtins.property
@@ -416,16 +417,21 @@ class DataEndpoint(_message.Message):
     def lanes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Transports that the library offers there, by its own names."""
 
+    @_builtins.property
+    def excluded_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Paths that the settings of its library exclude: cma, cuda_ipc."""
+
     def __init__(
         self,
         *,
         host: Global___HostIdentity | None = ...,
         lanes: _abc.Iterable[_builtins.str] | None = ...,
         device_memory: _builtins.bool = ...,
+        excluded_paths: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_memory", b"device_memory", "host", b"host", "lanes", b"lanes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_memory", b"device_memory", "excluded_paths", b"excluded_paths", "host", b"host", "lanes", b"lanes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

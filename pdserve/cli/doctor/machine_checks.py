@@ -145,11 +145,11 @@ def _ucx_variables(facts: MachineFacts, subject: str) -> Iterator[Finding]:
             "Unset UCX_TLS, or leave these out.",
         )
     elif tls and (("cma" in tls) if tls.startswith("^") else "cma" not in listed):
-        yield warning(
+        yield info(
             "ucx_tls",
             subject,
-            f"UCX_TLS={tls} excludes cma: blocks of workers on one host take TCP",
-            "Unset UCX_TLS, or allow cma.",
+            f"UCX_TLS={tls} excludes cma: blocks of workers on one host take TCP, as between pods",
+            "For workers that could read each other's memory, unset UCX_TLS or allow cma.",
         )
     elif facts.ucx_variables:
         listed_all = ", ".join(f"{name}={value}" for name, value in sorted(facts.ucx_variables.items()))

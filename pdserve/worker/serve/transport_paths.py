@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from kvtransfer.handover.ticket import Ticket
 from kvtransfer.transport import LaneReporter, Peer, Transport
 from kvtransfer.transport.memory_access import memory_access
-from kvtransfer.transport.path import DataEndpoint, TransportPath, path_between
+from kvtransfer.transport.path import DataEndpoint, TransportPath, excluded_paths, path_between
+from pdserve.base.config import variable
 from pdserve.base.host_identity import own_host_identity
 from pdserve.base.ids import WorkerId
 from pdserve.base.logs import get_logger
@@ -53,6 +54,7 @@ class TransportPaths:
                 host=own_host_identity(),
                 lanes=self._transport.offered_lanes(),
                 device_memory=self._device_memory,
+                excluded_paths=excluded_paths(variable("UCX_TLS")),
             )
         return self._own
 

@@ -34,7 +34,9 @@ def a_commit(ticket: Ticket) -> Commit:
     )
 
 
-ENDPOINT = DataEndpoint(host=own_host_identity(), lanes=("tcp", "cma"), device_memory=True)
+ENDPOINT = DataEndpoint(
+    host=own_host_identity(), lanes=("tcp", "cma"), device_memory=True, excluded_paths=frozenset(("cma",))
+)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3"])

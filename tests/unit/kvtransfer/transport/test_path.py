@@ -8,7 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.transport.path import DataEndpoint, MemoryAccess, actual_path, expected_path, path_between
+from kvtransfer.transport.path import (
+    DataEndpoint,
+    MemoryAccess,
+    actual_path,
+    excluded_paths,
+    expected_path,
+    path_between,
+)
 from kvtransfer.transport.ucx_lanes import offered_lanes
 from pdserve.base.host_identity import HostIdentity
 
@@ -47,6 +54,40 @@ def with_rdma(end: DataEndpoint) -> DataEndpoint:
 )
 def test_the_expected_path_follows_from_hosts_and_libraries(own: DataEndpoint, peer: DataEndpoint, path: str) -> None:
     assert expected_path(own, peer) == path
+
+
+@pytest.mark.parametrize(
+    ("ucx_tls", "excluded"),
+    [
+        (None, set()),
+        ("", set()),
+        ("^posix,sysv", set()),
+        ("all", set()),
+        ("tcp,cma,cuda", set()),
+        ("self,tcp", {"cma", "cuda_ipc"}),
+        ("^posix,sysv,cma", {"cma"}),
+        ("^sm,cuda_ipc", {"cma", "cuda_ipc"}),
+    ],
+)
+def test_what_settings_exclude_follows_from_ucx_tls(ucx_tls: str | None, excluded: set[str]) -> None:
+    assert excluded_paths(ucx_tls) == excluded
+
+
+def test_what_either_end_excludes_is_not_expected() -> None:
+    lanes = ("self", "tcp")
+    tcp_only = replace(HERE, lanes=lanes, excluded_paths=excluded_paths("self,tcp"))
+    for own, peer in ((tcp_only, HERE), (HERE, tcp_only), (tcp_only, tcp_only)):
+        path = path_between(own, peer, lanes, ALLOWED)
+        assert (path.expected, path.actual, path.is_degraded) == ("tcp", "tcp", False)
+    assert expected_path(with_rdma(tcp_only), with_rdma(HERE)) == "rdma"
+    on_gpus = replace(HERE, device_memory=True, excluded_paths=excluded_paths("^cuda_ipc"))
+    assert expected_path(on_gpus, on_gpus) == "cma"
+
+
+def test_a_refused_system_call_is_degraded_although_ucx_then_offers_no_cma() -> None:
+    without_cma = replace(HERE, lanes=("self", "tcp"))
+    path = path_between(without_cma, without_cma, ("tcp",), replace(ALLOWED, own=errno.EPERM))
+    assert (path.expected, path.is_degraded) == ("cma", True)
 
 
 def test_an_unknown_boot_is_no_shared_host() -> None:

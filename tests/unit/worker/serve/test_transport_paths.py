@@ -102,6 +102,14 @@ def test_tcp_within_a_host_is_reported_everywhere_with_cause_and_remedy(caplog: 
     assert worker.paths.report() == TransportReport(paths={"tcp": 1}, degraded=reason)
 
 
+def test_tcp_that_ucx_tls_asks_for_degrades_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "^posix,sysv,cma,cuda_ipc")
+    worker = Watched()
+    worker.paths.observe(ticket_of("decode-0", ipc_namespace=1), FakePeer(TCP))
+    assert worker.health.degraded == {}
+    assert worker.paths.report() == TransportReport(paths={"tcp": 1})
+
+
 def test_a_known_connection_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     worker, peer = Watched(), FakePeer(TCP)
     with caplog.at_level(logging.WARNING):
