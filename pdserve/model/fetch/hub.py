@@ -73,7 +73,7 @@ def hub_error(repo_id: str, error: Exception, *, otherwise: str) -> SetupError:
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{repo_id}"
-    token = "put an access token into a file and name it in HF_TOKEN_PATH"
+    token = "give an access token in HF_TOKEN, or name its file in HF_TOKEN_PATH"
     if isinstance(error, errors.GatedRepoError):
         return SetupError(f"{repo_id} is gated. Accept its terms on {page}, then {token}.")
     if isinstance(error, errors.RepositoryNotFoundError):
