@@ -1,7 +1,8 @@
 """How the previous process with this worker's id ended, whatever supervises it.
 
 A process that is killed cannot say so. Therefore each one notes in Redis at its start that it was killed, and replaces
-the note when it ends in another way. The next process with the same `--worker-id` finds the note.
+the note when it ends in another way. The next process with the same `--worker-id` finds the note, if it starts within
+minutes: a worker that was scaled down and comes back hours later was not killed just now.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from pdserve.base.errors import SetupError, StoreError
 from pdserve.base.store import Store, as_bytes
 
 EXIT_KEY = "exit:"
-_TTL_S = 24 * 3600
+#: How long after its process a note is of interest. Supervisors that wait before a restart wait for less.
+_TTL_S = 900
 #: A note is written again at this interval, so that it survives its TTL and a Redis that lost its data.
-_REPEAT_S = 600.0
+_REPEAT_S = 60.0
 
 
 class Reason(StrEnum):
@@ -50,14 +52,16 @@ class Exit:
 
 
 class ExitNote:
-    """The note of the running process."""
+    """The note of the running process, written again every `repeat_s`."""
 
-    def __init__(self, store: Store, worker_id: str) -> None:
+    def __init__(self, store: Store, worker_id: str, *, repeat_s: float = _REPEAT_S) -> None:
         self._store = store
+        self._repeat_s = repeat_s
+        self._changed = asyncio.Event()
         self._key = store.key(EXIT_KEY + worker_id)
         self._during = During.LOADING
 
-    async def replace(self) -> Exit | None:
+    async def exchange(self) -> Exit | None:
         """Writes the first note. Returns how the previous process ended, if Redis knows."""
         with contextlib.suppress(StoreError):
             previous = await self._store.call("GET", self._key)
@@ -65,13 +69,20 @@ class ExitNote:
             return None if previous is None else _parse(as_bytes(previous))
         return None
 
-    async def serving(self) -> None:
-        """Notes that the worker has been loaded, and repeats the note until cancelled."""
+    def serving(self) -> None:
+        """Notes that the worker has been loaded."""
         self._during = During.SERVING
+        self._changed.set()
+
+    async def repeat(self) -> None:
+        """Writes the note again, until cancelled."""
         while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._repeat_s):
+                    await self._changed.wait()
+            self._changed.clear()
             with contextlib.suppress(StoreError):
                 await self._write(Reason.KILLED)
-            await asyncio.sleep(_REPEAT_S)
 
     async def ended(self, reason: Reason) -> None:
         """Writes the last note."""
@@ -83,14 +94,19 @@ class ExitNote:
 
 
 @asynccontextmanager
-async def noted_exit(note: ExitNote) -> AsyncIterator[None]:
-    """Notes how the block ends."""
+async def noting_exit(note: ExitNote) -> AsyncIterator[None]:
+    """Repeats the note during the block, and notes how the block ends."""
+    reason = Reason.STOPPED
+    repeating = asyncio.create_task(note.repeat(), name="exit-note")
     try:
         yield
     except BaseException as error:
-        await note.ended(_reason_of(error))
+        reason = _reason_of(error)
         raise
-    await note.ended(Reason.STOPPED)
+    finally:
+        repeating.cancel()
+        await asyncio.wait([repeating])
+        await note.ended(reason)
 
 
 def _parse(text: bytes) -> Exit | None:

@@ -27,7 +27,7 @@ from pdserve.worker.load.device import bind_thread
 from pdserve.worker.load.populate import populating
 from pdserve.worker.serve.announce import WorkerAddresses, announce, describe
 from pdserve.worker.serve.diagnostics import DiagnosticsService
-from pdserve.worker.serve.last_exit import ExitNote, noted_exit
+from pdserve.worker.serve.last_exit import ExitNote, noting_exit
 from pdserve.worker.serve.loaded_model import LoadedModel, load_model
 from pdserve.worker.serve.metrics import WorkerMetrics
 from pdserve.worker.serve.stall_watch import watch_stalls
@@ -51,7 +51,7 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
         store = await stack.enter_async_context(
             Store(config.redis_url, prefix=config.redis_prefix, on_change=health.watch("redis"))
         )
-        note = await stack.enter_async_context(_noted_exit(config, store, metrics))
+        note = await stack.enter_async_context(_exit_note(config, store, metrics))
         model = await asyncio.to_thread(load_model, config)
         stack.callback(model.close)
         transport = await stack.enter_async_context(_opened_transport(config))
@@ -68,7 +68,7 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
             describe(worker, addresses)
             await _start_accepting(worker, health, grpc_health, registrar)
             if note is not None:
-                tasks.start(note.serving(), name="exit-note")
+                note.serving()
             with populating(model.kv_cache.memory, worker.kv_use()):
                 await _unless_fatal(stop.wait(), fatal, health)
             await _stop_accepting(worker, health, grpc_health, registrar)
@@ -76,16 +76,16 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
 
 
 @asynccontextmanager
-async def _noted_exit(config: WorkerConfig, store: Store, metrics: WorkerMetrics) -> AsyncIterator[ExitNote | None]:
+async def _exit_note(config: WorkerConfig, store: Store, metrics: WorkerMetrics) -> AsyncIterator[ExitNote | None]:
     """Exposes how this worker ended last, and notes how it ends now. Yields None for one without an id of its own."""
     if not config.worker_id:
         yield None
         return
     note = ExitNote(store, config.worker_id)
-    previous = await note.replace()
+    previous = await note.exchange()
     if previous is not None:
         metrics.describe_last_exit(previous.reason, previous.during)
-    async with noted_exit(note):
+    async with noting_exit(note):
         yield note
 
 

@@ -41,7 +41,7 @@ async def use(store: Store) -> None:
     await log.remove(A, Epoch(1))
     note = ExitNote(store, A)
     await note.ended(Reason.STOPPED)
-    assert await note.replace() is not None
+    assert await note.exchange() is not None
     requests = RequestStore(store)
     await requests.write(RequestProgress.new(REQUEST, at=1.0))
     assert await requests.get(REQUEST) is not None

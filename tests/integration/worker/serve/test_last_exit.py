@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
 from pdserve.base.errors import SetupError
 from pdserve.base.store import Store
 from pdserve.cli.private_redis import PrivateRedis
-from pdserve.worker.serve.last_exit import EXIT_KEY, During, Exit, ExitNote, Reason, noted_exit
+from pdserve.worker.serve.last_exit import EXIT_KEY, During, Exit, ExitNote, Reason, noting_exit
 from tests.support.redis import eventually
 
 
@@ -18,7 +20,22 @@ class OutOfMemoryError(RuntimeError):
 
 
 async def _previous(store: Store, worker_id: str = "decode-0") -> Exit | None:
-    return await ExitNote(store, worker_id).replace()
+    return await ExitNote(store, worker_id).exchange()
+
+
+async def _is_noted(store: Store, text: bytes) -> bool:
+    return await store.call("GET", store.key(EXIT_KEY + "decode-0")) == text
+
+
+@asynccontextmanager
+async def _repeated(note: ExitNote) -> AsyncIterator[None]:
+    """Repeats the note, and stops as a killed process does."""
+    repeating = asyncio.create_task(note.repeat())
+    try:
+        yield
+    finally:
+        repeating.cancel()
+        await asyncio.wait([repeating])
 
 
 async def test_the_first_process_finds_nothing_and_a_killed_one_is_found_by_the_next(worker_store: Store) -> None:
@@ -29,16 +46,21 @@ async def test_the_first_process_finds_nothing_and_a_killed_one_is_found_by_the_
 
 async def test_a_worker_killed_at_work_differs_from_one_killed_while_loading(worker_store: Store) -> None:
     note = ExitNote(worker_store, "decode-0")
-    await note.replace()
-    serving = asyncio.create_task(note.serving())
-
-    async def is_noted() -> bool:
-        return await worker_store.call("GET", worker_store.key(EXIT_KEY + "decode-0")) == b"killed serving"
-
-    await eventually(is_noted)
-    serving.cancel()
-    await asyncio.gather(serving, return_exceptions=True)
+    await note.exchange()
+    note.serving()
+    async with _repeated(note):
+        await eventually(lambda: _is_noted(worker_store, b"killed serving"))
     assert await _previous(worker_store) == Exit(reason=Reason.KILLED, during=During.SERVING)
+
+
+async def test_a_note_is_forgotten_a_while_after_its_process_and_kept_while_that_loads(worker_store: Store) -> None:
+    note, key = ExitNote(worker_store, "decode-0", repeat_s=0.01), worker_store.key(EXIT_KEY + "decode-0")
+    await note.exchange()
+    assert 60 < await worker_store.call("TTL", key) <= 1800
+    await worker_store.call("DEL", key)
+    async with _repeated(note):
+        await eventually(lambda: _is_noted(worker_store, b"killed loading"))
+    assert 60 < await worker_store.call("TTL", key) <= 1800
 
 
 @pytest.mark.parametrize(
@@ -54,17 +76,17 @@ async def test_a_worker_killed_at_work_differs_from_one_killed_while_loading(wor
 )
 async def test_an_error_is_noted_by_what_it_was(worker_store: Store, error: BaseException, reason: Reason) -> None:
     note = ExitNote(worker_store, "decode-0")
-    await note.replace()
+    await note.exchange()
     with pytest.raises(type(error)):
-        async with noted_exit(note):
+        async with noting_exit(note):
             raise error
     assert await _previous(worker_store) == Exit(reason=reason, during=During.LOADING)
 
 
 async def test_an_orderly_end_is_noted_as_one(worker_store: Store) -> None:
     note = ExitNote(worker_store, "decode-0")
-    async with noted_exit(note):
-        await note.replace()
+    async with noting_exit(note):
+        await note.exchange()
     assert await _previous(worker_store) == Exit(reason=Reason.STOPPED, during=During.LOADING)
 
 
@@ -74,5 +96,5 @@ async def test_the_note_of_another_version_and_a_lost_redis_are_no_error(
     await worker_store.call("SET", worker_store.key(EXIT_KEY + "decode-0"), "evaporated serving")
     assert await _previous(worker_store) is None
     await redis_server.stop()
-    async with noted_exit(ExitNote(worker_store, "decode-0")):
+    async with noting_exit(ExitNote(worker_store, "decode-0")):
         assert await _previous(worker_store) is None
