@@ -38,8 +38,9 @@ def _router(facts: ClusterFacts) -> Iterator[Finding]:
         yield error("router", "router", f"not ready: {router.reason or 'no reason given'}", remedy)
     else:
         yield ok("router", "router", f"ready at {router.base_url}")
+    is_path_found = any(pair.cause for pair in facts.pairs)
     for subject, reason in router.degraded.items():
-        if subject != "transport":  # The paths have findings of their own.
+        if subject != "transport" or not is_path_found:  # The finding about the pair says more.
             yield warning("degraded", "router", f"{subject}: {reason}", "See docs/operations/troubleshooting.md.")
 
 

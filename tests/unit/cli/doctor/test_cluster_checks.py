@@ -154,6 +154,18 @@ def test_a_fault_is_found_with_its_remedy(
     assert finding.remedy.endswith(".")
 
 
+SLOW = {"actual": "tcp", "cause": "different IPC namespaces", "remedy": "Join them."}
+
+
+@pytest.mark.parametrize(("pair", "check"), [({"is_busy": True}, "degraded"), ({}, "degraded"), (SLOW, "transfers")])
+def test_a_slow_path_is_found_once_also_where_no_test_transfer_could_see_it(
+    pair: dict[str, object], check: str
+) -> None:
+    cluster = replace(with_pair(**pair), router=replace(HEALTHY.router, degraded={"transport": "to decode-0: tcp"}))
+    warnings = [finding for finding in faults(cluster) if finding.severity is Severity.WARNING]
+    assert [finding.check for finding in warnings] == [check]
+
+
 def test_tiers_without_workers_are_found() -> None:
     empty = replace(HEALTHY, workers=(), pairs=(), num_pairs=0)
     assert [(finding.subject, finding.severity) for finding in faults(empty)] == [
