@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 from decode_svc.config import DecodeConfig
+from decode_svc.scheduler import DecodeScheduler
 from decode_svc.service import DecodeService
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.sender import OutgoingTransfer
@@ -220,6 +221,34 @@ class KeptLeases:
         """Moves the clock forward by more than two leases, which do not end if both ends keep them in time."""
         for _ in range(5):
             await self.since(advance(lease_s / 2), by_sender=True)
+
+
+def hold_steps(monkeypatch: pytest.MonkeyPatch, *, after: int, until: str) -> None:
+    """Holds the decode worker after this many more steps, until its scheduler's method `until` has been called.
+
+    A tiny model would otherwise compute a whole answer before a test can react to its first tokens. Calls to the step
+    thread run meanwhile, and what was computed is reported.
+    """
+    left: int | None = after
+    has_work, update, awaited = DecodeScheduler.has_work, DecodeScheduler.update, getattr(DecodeScheduler, until)
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal left
+        if left is not None:
+            left -= 1
+        return update(*arguments)
+
+    def released(*arguments: Any) -> Any:
+        nonlocal left
+        left = None
+        return awaited(*arguments)
+
+    def has_work_now(scheduler: DecodeScheduler) -> bool:
+        return left != 0 and has_work(scheduler)
+
+    monkeypatch.setattr(DecodeScheduler, "has_work", has_work_now)
+    monkeypatch.setattr(DecodeScheduler, "update", counted)
+    monkeypatch.setattr(DecodeScheduler, until, released)
 
 
 @dataclass(slots=True)

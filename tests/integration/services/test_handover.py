@@ -32,6 +32,7 @@ from tests.integration.services.local_cluster import (
     LEASE_S,
     KeptLeases,
     RouterRequest,
+    hold_steps,
     running_cluster,
 )
 from tests.support.devices import needs_triton
@@ -334,12 +335,15 @@ async def test_a_prompt_that_ends_with_its_first_token_leaves_the_ticket_unused(
         await cluster.all_free()
 
 
-async def test_a_stopped_choice_sends_no_more_tokens_and_the_others_continue(model: Path) -> None:
+async def test_a_stopped_choice_sends_no_more_tokens_and_the_others_continue(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with running_cluster(model) as cluster:
         whole = await cluster.local(PROMPT, n=2, temperature=0.9, max_tokens=60)
         request = cluster.request(PROMPT, n=2, temperature=0.9, max_tokens=60)
+        hold_steps(monkeypatch, after=3, until="stop_choice")
         await request.start(local_prefill_threshold=ALWAYS_LOCAL)
-        for _ in range(3):
+        while not request.tokens[0]:
             for choice in (await request.event()).tokens.choices:
                 request.take(choice)
         await request.stop_choice(0)
@@ -350,8 +354,11 @@ async def test_a_stopped_choice_sends_no_more_tokens_and_the_others_continue(mod
         await cluster.all_free()
 
 
-async def test_a_newer_attempt_of_a_request_takes_over_from_an_older_one(model: Path) -> None:
+async def test_a_newer_attempt_of_a_request_takes_over_from_an_older_one(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with running_cluster(model) as cluster:
+        hold_steps(monkeypatch, after=3, until="abort")
         older = cluster.request(PROMPT, "same", max_tokens=150)
         await older.start(local_prefill_threshold=ALWAYS_LOCAL)
         await older.event()
@@ -362,6 +369,7 @@ async def test_a_newer_attempt_of_a_request_takes_over_from_an_older_one(model: 
         assert await newer.finish() == await cluster.local(PROMPT)
         stale = cluster.request(PROMPT, "other")
         await stale.start(local_prefill_threshold=ALWAYS_LOCAL, attempt=2)
+        await stale.event()
         same = cluster.request(PROMPT, "other")
         await same.start(local_prefill_threshold=ALWAYS_LOCAL, attempt=2)
         with pytest.raises(StaleAttempt):
