@@ -202,7 +202,7 @@ def _pair(pair: PairProbe) -> Finding:
 def _machines(facts: ClusterFacts) -> Iterator[Finding]:
     """Findings about workers' machines that need something done."""
     for worker in _described(facts):
-        for finding in check_machine(worker.machine, worker.worker_id):
+        for finding in check_machine(worker.machine, worker.worker_id, is_loaded=True):
             if finding.remedy:
                 yield finding
 

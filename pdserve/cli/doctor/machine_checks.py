@@ -11,6 +11,8 @@ from pdserve.cli.doctor.finding import Finding, error, info, ok, warning
 GIB, MIB = 1 << 30, 1 << 20
 #: Limits below which a finding is an error, or a warning.
 _MIN_MEMORY, _LOW_MEMORY = GIB, 2 * GIB
+#: What a router still takes, or a worker once its model and KV cache are in memory.
+_MIN_HEADROOM, _LOW_HEADROOM = 32 * MIB, 64 * MIB
 _MIN_FILES, _LOW_FILES = 512, 1024
 _MIN_DISK, _LOW_DISK = 256 * MIB, 2 * GIB
 _LOW_SHM = GIB
@@ -19,9 +21,16 @@ _CAP_SYS_PTRACE = 1 << 19
 _X86 = "x86_64"
 
 
-def check_machine(facts: MachineFacts, subject: str) -> list[Finding]:
-    """All findings about one machine; `subject` names it."""
-    return [finding for check in _CHECKS for finding in check(facts, subject)]
+def check_machine(facts: MachineFacts, subject: str, *, is_loaded: bool = False) -> list[Finding]:
+    """All findings about one machine; `subject` names it.
+
+    `is_loaded`: the facts are those of a worker, whose model and KV cache are in memory already. Where no worker can
+    run, only what a router needs is checked.
+    """
+    runs_workers = not _missing_packages(facts)
+    checks = (*_CHECKS, *_WORKER_CHECKS) if runs_workers else _CHECKS
+    findings = [finding for check in checks for finding in check(facts, subject)]
+    return [*findings, _memory(facts, subject, has_little_to_load=is_loaded or not runs_workers)]
 
 
 def _versions(facts: MachineFacts, subject: str) -> Iterator[Finding]:
@@ -34,9 +43,14 @@ def _versions(facts: MachineFacts, subject: str) -> Iterator[Finding]:
     )
 
 
-def _packages(facts: MachineFacts, subject: str) -> Iterator[Finding]:
+def _missing_packages(facts: MachineFacts) -> list[str]:
+    """Packages that workers need and that are not installed."""
     has_ucx = any(name.startswith("ucxx") for name in facts.packages)
-    missing = [name for name, there in (("torch", "torch" in facts.packages), ("ucxx", has_ucx)) if not there]
+    return [name for name, there in (("torch", "torch" in facts.packages), ("ucxx", has_ucx)) if not there]
+
+
+def _packages(facts: MachineFacts, subject: str) -> Iterator[Finding]:
+    missing = _missing_packages(facts)
     if missing:
         yield info(
             "packages",
@@ -55,15 +69,15 @@ def _packages(facts: MachineFacts, subject: str) -> Iterator[Finding]:
         yield warning("packages", subject, "GPUs, but no triton", "Install pdserve with the extra cuda12 or cuda13.")
 
 
-def _memory(facts: MachineFacts, subject: str) -> Iterator[Finding]:
+def _memory(facts: MachineFacts, subject: str, *, has_little_to_load: bool) -> Finding:
+    least, low = (_MIN_HEADROOM, _LOW_HEADROOM) if has_little_to_load else (_MIN_MEMORY, _LOW_MEMORY)
     found = f"{_size(facts.available_memory_bytes)} of {_size(facts.total_memory_bytes)} memory available"
     remedy = "Stop other programs, raise the container's memory limit, or use a machine with more memory."
-    if facts.available_memory_bytes < _MIN_MEMORY:
-        yield error("memory", subject, found, remedy)
-    elif facts.available_memory_bytes < _LOW_MEMORY:
-        yield warning("memory", subject, found, remedy)
-    else:
-        yield ok("memory", subject, found)
+    if facts.available_memory_bytes < least:
+        return error("memory", subject, found, remedy)
+    if facts.available_memory_bytes < low:
+        return warning("memory", subject, found, remedy)
+    return ok("memory", subject, found)
 
 
 def _open_files(facts: MachineFacts, subject: str) -> Iterator[Finding]:
@@ -175,8 +189,6 @@ def _gpus(facts: MachineFacts, subject: str) -> Iterator[Finding]:
 
 
 def _kernels(facts: MachineFacts, subject: str) -> Iterator[Finding]:
-    if "torch" not in facts.packages:
-        return
     if not facts.has_native_kernels:
         yield warning(
             "kernels",
@@ -215,8 +227,10 @@ def _size(num_bytes: int) -> str:
 _CHECKS: tuple[Callable[[MachineFacts, str], Iterator[Finding]], ...] = (
     _versions,
     _packages,
-    _memory,
     _open_files,
+    _disk,
+)
+_WORKER_CHECKS: tuple[Callable[[MachineFacts, str], Iterator[Finding]], ...] = (
     _locked_memory,
     _rdma,
     _shared_memory,
@@ -224,5 +238,4 @@ _CHECKS: tuple[Callable[[MachineFacts, str], Iterator[Finding]], ...] = (
     _ucx_variables,
     _gpus,
     _kernels,
-    _disk,
 )

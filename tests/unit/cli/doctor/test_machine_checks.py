@@ -78,6 +78,35 @@ def test_a_fault_is_found_with_its_remedy(
     assert finding.remedy.endswith(".") or finding.severity is Severity.INFO
 
 
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("available", "severity"),
+    [(16 * MIB, Severity.ERROR), (48 * MIB, Severity.WARNING), (200 * MIB, Severity.OK)],
+)
+def test_a_loaded_worker_and_a_router_need_little_more_memory(available: int, severity: Severity) -> None:
+    worker = replace(MACHINE, available_memory_bytes=available)
+    router = replace(worker, packages={})
+    for findings in (check_machine(worker, "w", is_loaded=True), check_machine(router, "r")):
+        assert [each.severity for each in findings if each.check == "memory"] == [severity]
+
+
+def test_a_router_is_not_judged_as_a_worker() -> None:
+    router = replace(
+        MACHINE,
+        packages={},
+        read_refusal=errno.EPERM,
+        ptrace_scope=3,
+        shm_bytes=0,
+        ucx_variables={"UCX_TLS": "all"},
+        has_native_kernels=False,
+    )
+    findings = check_machine(router, "r")
+    assert exit_status(findings) == 0
+    assert {each.check for each in findings} == {"versions", "packages", "open_files", "disk", "memory"}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
