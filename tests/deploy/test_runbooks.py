@@ -13,7 +13,7 @@ from tests.deploy.catalog import RUNBOOKS, alerts, unknown_in
 
 PAGES = sorted(path for path in RUNBOOKS.glob("*.md") if path.name != "README.md")
 #: Programs of other projects that pages call.
-FOREIGN = {"curl", "grep", "redis-cli", "kubectl", "timedatectl"}
+FOREIGN = {"grep", "redis-cli", "kubectl", "timedatectl"}
 
 
 def _blocks(path: Path, language: str) -> list[str]:
