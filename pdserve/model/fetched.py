@@ -90,8 +90,8 @@ def _fill(model: str, target: Path, fill: Fill, progress: ProgressCallback) -> N
     partial.chmod(0o755)
     partial.rename(target)
     sync(target.parent)
-    for of_another_model in target.parent.glob(f"{prefix}*"):
-        shutil.rmtree(of_another_model, ignore_errors=True)
+    for leftover in target.parent.glob(f"{prefix}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _copy(source: Path, directory: Path, progress: ProgressCallback) -> None:

@@ -24,7 +24,7 @@ _SCRAPED_S = 60.0
 #: Panels that stay empty until a fault, and the fault that fills them.
 FILLED_BY_A_FAULT = {"Last exit": "a worker that was killed and restarted"}
 #: Alerts on speed and memory, which a busy machine decides.
-OF_THE_MACHINE = {"PdserveFirstTokensSlow", "PdserveTokensSlow", "PdservePrefillBacklog", "PdserveMemoryLow"}
+DEPENDS_ON_THE_MACHINE = {"PdserveFirstTokensSlow", "PdserveTokensSlow", "PdservePrefillBacklog", "PdserveMemoryLow"}
 #: Metrics of Prometheus' own, of kube-state-metrics, and of what exists after a fault alone.
 _ELSEWHERE = ("up", "ALERTS", "kube_")
 
@@ -128,7 +128,7 @@ def test_all_rules_evaluate_without_error(watched: Watched) -> None:
 
 
 def test_a_healthy_cluster_has_no_alert(watched: Watched) -> None:
-    assert watched.prometheus.alerts().keys() - OF_THE_MACHINE == set()
+    assert watched.prometheus.alerts().keys() - DEPENDS_ON_THE_MACHINE == set()
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.name)

@@ -19,7 +19,7 @@ from pdserve.worker.load.core_leases import LINE_BYTES, MAX_CPUS
 #: `struct flock`: type, whence, start, length, pid. The pid must be 0 for locks of an open file.
 _FLOCK = struct.Struct("hhqqi4x")
 #: Held while a worker looks for free cores, so that two of them do not each take some of the same.
-_LOOKING = MAX_CPUS * LINE_BYTES
+_SEARCH_LOCK = MAX_CPUS * LINE_BYTES
 
 
 class CoreClaims:
@@ -43,7 +43,7 @@ class CoreClaims:
 
         Otherwise a core whose owner died at work would look busy, and would not be lent until it has an owner again.
         """
-        self._lock(_LOOKING, 1, wait=True)
+        self._lock(_SEARCH_LOCK, 1, wait=True)
         try:
             free = [cpu for cpu in candidates if self._lock(cpu * LINE_BYTES, LINE_BYTES)]
             own = choose_cores(free, order, count)
@@ -53,7 +53,7 @@ class CoreClaims:
                     self._unlock(cpu * LINE_BYTES, LINE_BYTES)
             return own
         finally:
-            self._unlock(_LOOKING, 1)
+            self._unlock(_SEARCH_LOCK, 1)
 
     def _lock(self, start: int, length: int, *, wait: bool = False) -> bool:
         """Whether this worker holds the range now."""
