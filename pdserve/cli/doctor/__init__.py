@@ -10,6 +10,7 @@ from pdserve.base.config import load, option, parse_bytes
 from pdserve.base.errors import PdserveError
 from pdserve.base.facts.machine import machine_facts
 from pdserve.base.facts.redis import redis_facts
+from pdserve.base.redis_keys import DEFAULT_PREFIX, parse_prefix
 from pdserve.base.store import Store
 from pdserve.cli.doctor.cluster_checks import check_cluster, check_redis
 from pdserve.cli.doctor.facts import ClusterFacts
@@ -33,6 +34,9 @@ class DoctorConfig:
     )
     json: bool = option(False, help="print JSON instead of text")
     redis_url: str | None = option(None, help="Redis to check from here, too", metavar="URL")
+    redis_prefix: str = option(
+        DEFAULT_PREFIX, help="what the names of all keys in Redis begin with", metavar="PREFIX", parse=parse_prefix
+    )
     max_pairs: int = option(
         16, help="most pairs of workers between which a transfer is tested; 0: none", metavar="N", minimum=0
     )
@@ -54,7 +58,7 @@ async def diagnose(config: DoctorConfig) -> tuple[list[Finding], ClusterFacts | 
     """All findings, and the facts of the cluster if one was found. Raises `PdserveError`."""
     findings = check_machine(machine_facts([default_cache_dir()]), _HERE)
     if config.redis_url is not None:
-        async with Store(config.redis_url) as store:
+        async with Store(config.redis_url, prefix=config.redis_prefix) as store:
             findings += check_redis(await redis_facts(store), _HERE)
     base_url = normal_base_url(config.base_url or DEFAULT_BASE_URL)
     try:

@@ -6,10 +6,12 @@ import json
 
 import pytest
 
+from pdserve.base.facts.cluster import RedisFacts
+from pdserve.base.store import Store
 from pdserve.cli import doctor
 from pdserve.cli.__main__ import main
 from pdserve.cli.doctor.finding import error, exit_status, info, ok, warning
-from tests.support.machine import MACHINE
+from tests.support.machine import MACHINE, REDIS
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +43,18 @@ def test_a_redis_that_is_away_is_an_error(capsys: pytest.CaptureFixture[str]) ->
     first = json.loads(capsys.readouterr().out)["findings"][0]
     assert (first["check"], first["subject"]) == ("redis", "this machine")
     assert "127.0.0.1:9" in first["found"]
+
+
+def test_redis_is_checked_with_the_prefix_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefixes = []
+
+    async def no_facts(store: Store) -> RedisFacts:
+        prefixes.append(store.key("x"))
+        return REDIS
+
+    monkeypatch.setattr(doctor, "redis_facts", no_facts)
+    assert main(["doctor", "--redis-url", "redis://127.0.0.1:9", "--redis-prefix", "mine"]) == 0
+    assert prefixes == ["mine:x"]
 
 
 def test_the_exit_status_is_that_of_the_worst_finding() -> None:
