@@ -123,6 +123,7 @@ def _sizes(config: PlanConfig) -> ModelSizes:
         quantization=config.quantization,
         block_size=config.block_size,
         num_ranks=config.tensor_parallel_size,
+        on_cpu=config.gpu_memory is None,
     )
     return model_sizes(config_of(config.model, cache_dir=cache_dir, progress=_report), options)
 

@@ -11,6 +11,8 @@ from pdserve.model.tensors import tensor_shapes
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
 _EMBEDDINGS = "model.embed_tokens.weight"
+#: Bytes of a float16 weight that CPU kernels have packed (`kernels/cpu/src/pack.h`).
+_PACKED_FLOAT16_BYTES = 4
 #: Bytes of the scale of an output feature with int8 weights.
 _SCALE_BYTES = 4
 
@@ -24,6 +26,12 @@ class SizeOptions:
     quantization: str | None = None
     block_size: int = 16
     num_ranks: int = 1
+    on_cpu: bool = False
+
+    @property
+    def packs_weights(self) -> bool:
+        """Whether workers pack weights: CPU kernels do, but serve neither ranks nor 8-bit KV."""
+        return self.on_cpu and self.num_ranks == 1 and self.kv_cache_dtype == "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +72,11 @@ def model_sizes(config: ModelConfig, options: SizeOptions) -> ModelSizes:
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     shapes = tensor_shapes(config)
     counts = {name: math.prod(shape) for name, shape in shapes.items()}
-    weight_bytes = {name: _bytes_of(shape, name, dtype, options.quantization) for name, shape in shapes.items()}
+    unpacked = () if config.tie_word_embeddings else (_EMBEDDINGS,)
+    weight_bytes = {
+        name: _bytes_of(shape, name, dtype, options, is_packed=options.packs_weights and name not in unpacked)
+        for name, shape in shapes.items()
+    }
     embeddings = 0 if config.tie_word_embeddings else weight_bytes[_EMBEDDINGS]
     multiplied = sum(counts.values()) - (0 if config.tie_word_embeddings else counts[_EMBEDDINGS])
     heads = config.num_heads * config.head_dim
@@ -86,8 +98,9 @@ def model_sizes(config: ModelConfig, options: SizeOptions) -> ModelSizes:
     )
 
 
-def _bytes_of(shape: tuple[int, ...], name: str, dtype: str, quantization: str | None) -> int:
-    is_rounded = quantization == "int8" and len(shape) == 2 and name != _EMBEDDINGS
+def _bytes_of(shape: tuple[int, ...], name: str, dtype: str, options: SizeOptions, *, is_packed: bool) -> int:
+    is_rounded = options.quantization == "int8" and len(shape) == 2 and name != _EMBEDDINGS
     if is_rounded:
         return math.prod(shape) + _SCALE_BYTES * shape[0]
-    return math.prod(shape) * _DTYPE_BYTES[dtype]
+    item_bytes = _PACKED_FLOAT16_BYTES if is_packed and dtype == "float16" else _DTYPE_BYTES[dtype]
+    return math.prod(shape) * item_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,16 @@ def test_kv_is_that_of_the_workers_layout() -> None:
         layout = config.kv_layout(fingerprint="f", dtype=kv_dtype, block_size=16)
         assert sizes.kv_bytes_per_token == per_token
         assert sizes.block_bytes == layout.block_bytes
+
+
+def test_float16_weights_take_four_bytes_where_cpu_kernels_pack_them() -> None:
+    config = ModelConfig.from_hf(LLAMA_8B)
+    plain = SizeOptions(dtype="float16")
+    sizes, packed = model_sizes(config, plain), model_sizes(config, replace(plain, on_cpu=True))
+    embeddings = config.vocab_size * config.hidden_size
+    assert packed.weight_bytes == 2 * sizes.weight_bytes - 2 * embeddings
+    for unpacked in (replace(plain, on_cpu=True, num_ranks=2), replace(plain, on_cpu=True, kv_cache_dtype="fp8_e4m3")):
+        assert model_sizes(config, unpacked).weight_bytes == sizes.weight_bytes
 
 
 def test_int8_weights_take_a_byte_and_a_scale_per_output_feature() -> None:
