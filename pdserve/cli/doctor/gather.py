@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from pdserve.base.errors import Overloaded, PdserveError
+from pdserve.base.errors import Overloaded, PdserveError, PeerLost
 from pdserve.base.facts.wire import worker_from_proto
 from pdserve.base.rpc import mapped_rpc_errors, open_channel
 from pdserve.cli.doctor.facts import ClusterFacts, PairProbe, RouterFacts, SeenWorker, choose_pairs
@@ -130,6 +130,13 @@ async def _patient_round(sender: SeenWorker, receiver: SeenWorker, num_bytes: in
     raise AssertionError("the last attempt returns or raises")
 
 
+async def next_event(events: AsyncIterator[pb.ReceiveProbeResponse], receiver: SeenWorker) -> pb.ReceiveProbeResponse:
+    """The receiver's next message. Raises `PeerLost` when it sends no more."""
+    async for event in events:
+        return event
+    raise PeerLost(f"Worker {receiver.worker_id} ended the test transfer early. See its log.")
+
+
 async def _round(sender: SeenWorker, receiver: SeenWorker, num_bytes: int) -> PairProbe:
     async with open_channel(sender.grpc_address) as to_sender, open_channel(receiver.grpc_address) as to_receiver:
         receiving = pb_grpc.DiagnosticsServiceStub(to_receiver).ReceiveProbe(
@@ -138,13 +145,13 @@ async def _round(sender: SeenWorker, receiver: SeenWorker, num_bytes: int) -> Pa
         try:
             with mapped_rpc_errors(f"worker {receiver.worker_id}"):
                 events = aiter(receiving)
-                granted = (await anext(events)).ticket
+                granted = (await next_event(events, receiver)).ticket
             with mapped_rpc_errors(f"worker {sender.worker_id}"):
                 sent = await pb_grpc.DiagnosticsServiceStub(to_sender).SendProbe(
                     pb.SendProbeRequest(ticket=granted.ticket, request_id=granted.request_id)
                 )
             with mapped_rpc_errors(f"worker {receiver.worker_id}"):
-                received = (await anext(events)).received
+                received = (await next_event(events, receiver)).received
         finally:
             receiving.cancel()
     return PairProbe(

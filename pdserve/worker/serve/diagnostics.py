@@ -148,7 +148,7 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
             await transfer.finish(_NO_TOKENS, lambda commit: _commit(ticket, commit))
             total_s, stats = time.perf_counter() - started, transfer.stats
         response = pb.SendProbeResponse(num_bytes=stats.sent_bytes, wire_s=stats.busy_s, total_s=total_s)
-        if (path := paths[0]) is not None:
+        if paths and (path := paths[0]) is not None:
             response.expected, response.actual = path.expected, path.actual
             response.cause, response.remedy = path.cause, path.remedy
         return response
