@@ -27,4 +27,4 @@ def test_each_tier_borrows_the_core_of_the_other_while_it_is_idle(cluster: Clust
 
 def test_the_cores_a_worker_may_borrow_are_logged_at_start(cluster: Cluster) -> None:
     assert any("prefill-0: " in line and "when idle" in line for line in cluster.lines)
-    assert '"borrow_cpus": ' in (cluster.log_dir / "decode-0.log").read_text()
+    assert "borrow_cpus=" in (cluster.log_dir / "decode-0.log").read_text()
