@@ -23,7 +23,7 @@ from pdserve.base.logs import JsonFormatter, get_logger
 
 #: Interval for which refusals of one kind are counted.
 INTERVAL_S = 10.0
-#: Kinds of refusals that are told from each other within an interval. Further ones are counted together.
+#: Kinds of refusals that are distinguished within an interval. Further ones are counted together.
 MAX_KINDS = 32
 #: Length up to which texts of clients are kept.
 _MAX_TEXT = 100
