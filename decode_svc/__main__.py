@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from decode_svc.config import DecodeConfig
+from pdserve.base.collector import importing
 from pdserve.base.service import run_service
 
 
 async def _serve(config: DecodeConfig) -> None:
     # Imported here so that --help and errors in flags need not wait for torch.
-    from decode_svc.service import DecodeService
-    from pdserve.worker.serve.process import serve_worker
+    with importing():
+        from decode_svc.service import DecodeService
+        from pdserve.worker.serve.process import serve_worker
 
     await serve_worker(config, "decode", lambda worker: DecodeService(worker, config))
 

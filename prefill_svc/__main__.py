@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pdserve.base.collector import importing
 from pdserve.base.service import run_service
 from prefill_svc.config import PrefillConfig
 
 
 async def _serve(config: PrefillConfig) -> None:
     # Imported here so that --help and errors in flags need not wait for torch.
-    from pdserve.worker.serve.process import serve_worker
-    from prefill_svc.service import PrefillService
+    with importing():
+        from pdserve.worker.serve.process import serve_worker
+        from prefill_svc.service import PrefillService
 
     await serve_worker(config, "prefill", lambda worker: PrefillService(worker, config))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from pdserve.base import audit, notify
 from pdserve.base.admin import Health, bound_socket, health_routes, serve_http
 from pdserve.base.audit import Refusals
 from pdserve.base.clock_skew import ClockSkew
+from pdserve.base.collector import exempt_all
 from pdserve.base.logs import get_logger
 from pdserve.base.metrics import CounterSource, GaugeSource
 from pdserve.base.registry import WorkerDirectory
@@ -22,7 +23,6 @@ from pdserve.base.store import Store
 from pdserve.base.tasks import service_group, stop_event_on_signals
 from pdserve.base.tracing.setup import span_counters, tracing
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
-from pdserve.base.workers import Tier
 from router_svc.api.console.console import Console
 from router_svc.api.console.state import Sources
 from router_svc.api.grpc_api import SERVICE, InferenceServicer
@@ -35,15 +35,16 @@ from router_svc.records.metrics import RouterMetrics
 from router_svc.records.record import RecentRecords
 from router_svc.records.request_store import RequestStore
 from router_svc.records.traces import Traces
+from router_svc.rehearsal import rehearsal, rehearse, unrecorded
 from router_svc.request.gate import Gate
 from router_svc.request.requests import Recorders, Requests
 from router_svc.routing.backlog import prefill_backlog_s
 from router_svc.routing.cluster import TIERS, Cluster, RoutingPolicy
 from router_svc.routing.incarnation import incarnation_of
+from router_svc.supervisor import NO_DECODE_WORKER, report_to_supervisor
 
 log = get_logger(__name__)
 
-NO_DECODE_WORKER = "no decode worker is ready"
 UNPAIRED = "no prefill worker has the KV layout of {}; they prefill by themselves"
 NO_PREFILL_WORKER = "no prefill worker is ready; decode workers prefill"
 
@@ -87,8 +88,6 @@ class Router:
         self._model = model
         self._operator = OperatorApi(self.cluster, self._traces, self._gate, health, store)
         self._console = self._make_console() if config.console else None
-        #: The last status sent to the supervisor: what is missing, or None. Empty before the first one.
-        self._notified_status: tuple[str | None, ...] = ()
         self._export_metrics()
 
     def _export_metrics(self) -> None:
@@ -153,6 +152,10 @@ class Router:
                 group.start(self._request_store.run(), name="request-store")
                 group.start(self._clock_skew.run(), name="clock-skew")
                 group.start(self._follow_cluster(grpc_health), name="cluster")
+                group.start(
+                    report_to_supervisor(self.cluster, self._rehearse, lambda: self._requests.is_draining),
+                    name="supervisor",
+                )
                 if self._console is not None:
                     group.start(self._console.run(), name="console")
                 yield Addresses(http=http_address, grpc=grpc_address)
@@ -207,7 +210,6 @@ class Router:
             ready = {tier: len(self.cluster.ready(tier)) for tier in TIERS}
             self._gate.set_capacity(self.cluster.decode_capacity)
             self._update_readiness(is_ready=ready["decode"] > 0)
-            self._notify_supervisor(ready)
             await grpc_health.set_serving(self.health.is_ready)
             missing_prefill = self.config.prefill_expected > 0 and not ready["prefill"]
             self.health.watch("prefill")(NO_PREFILL_WORKER if missing_prefill else None)
@@ -216,9 +218,12 @@ class Router:
             self.health.watch("transport")(self._slow_path())
             for tier, count in ready.items():
                 self.metrics.set_workers(tier, count)
-            known = {incarnation_of(worker) for tier in ready for worker in self._directory.workers_of(tier)}
+            workers = [worker for tier in TIERS for worker in self._directory.workers_of(tier)]
+            known = {incarnation_of(worker) for worker in workers}
             self.cluster.in_flight.sweep(known)
             await self.cluster.channels.sweep(known)
+            for worker in workers:
+                await self.cluster.channels.open(worker.worker_id, worker.epoch, worker.grpc_address)
             await self._directory.wait_for_change(version)
 
     def _slow_path(self) -> str | None:
@@ -239,20 +244,14 @@ class Router:
         else:
             log.warning("router_not_ready", reason=NO_DECODE_WORKER)
 
-    def _notify_supervisor(self, ready: Mapping[Tier, int]) -> None:
-        """Reports ready once both tiers are: `pdserve up` waits for that. Probes need only the decode tier."""
-        if self._requests.is_draining:
-            return
-        missing = NO_DECODE_WORKER if not ready["decode"] else None
-        if self.config.prefill_expected > 0 and not ready["prefill"]:
-            missing = missing or "no prefill worker is ready"
-        if (missing,) == self._notified_status:
-            return
-        self._notified_status = (missing,)
-        if missing is None:
-            notify.ready()
-        else:
-            notify.status(missing)
+    async def _rehearse(self) -> None:
+        requests = Requests(self.cluster, self._gate, unrecorded(self._store), self._model.tokenizer)
+        generation = rehearsal(
+            local_prefill_threshold=self.config.local_prefill_threshold,
+            max_model_len=self._max_model_len(),
+            vocab_size=self._model.vocab_size,
+        )
+        await rehearse(requests, generation)
 
 
 def _routing_policy(config: RouterConfig) -> RoutingPolicy:
@@ -277,6 +276,7 @@ async def serve(config: RouterConfig) -> None:
     ):
         model = ServedModel.load(config.model_dir, config.model_name)
         router = Router(config, model, store, health, tracer)
+        exempt_all()
         async with router.serving() as addresses:
             log.info("router_listening", http=addresses.http, grpc=addresses.grpc, model=config.model_name)
             notify.status(NO_DECODE_WORKER)

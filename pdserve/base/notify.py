@@ -25,6 +25,11 @@ def notify(state: str) -> bool:
     return True
 
 
+def has_listener() -> bool:
+    """Whether a supervisor listens to this process."""
+    return bool(variable("NOTIFY_SOCKET"))
+
+
 def ready() -> bool:
     """Reports that this process serves from now on."""
     return notify("READY=1\nSTATUS=ready")

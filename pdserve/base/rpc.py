@@ -83,12 +83,22 @@ class ChannelPool:
         )
 
     def use(self, worker_id: WorkerId, epoch: Epoch, address: str) -> AbstractAsyncContextManager[grpc.aio.Channel]:
-        """The channel to that incarnation, which listens at `address`; open at least until the block ends."""
+        """The channel to that incarnation, which listens at `address`; open at least until the block ends.
+
+        A new channel starts to connect at once, without waiting for its first call.
+        """
 
         async def connect() -> grpc.aio.Channel:
-            return open_channel(address)
+            channel = open_channel(address)
+            channel.get_state(try_to_connect=True)
+            return channel
 
         return self._pool.use((worker_id, epoch), connect)
+
+    async def open(self, worker_id: WorkerId, epoch: Epoch, address: str) -> None:
+        """Opens the channel ahead of its first call, which then does not wait for the connection."""
+        async with self.use(worker_id, epoch, address):
+            pass
 
     async def sweep(self, current: Collection[tuple[WorkerId, Epoch]]) -> None:
         """Closes unused channels to incarnations that are not in `current`."""

@@ -36,8 +36,6 @@ class BlockPool:
         assert block_size > 0, f"a block holds at least one token, got {block_size}"
         self.num_blocks = num_blocks
         self.block_size = block_size
-        #: Blocks below this number have been in use at some time, blocks above never.
-        self.num_used_ever = 0
         self._refs = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, BlockId] = {}
@@ -177,8 +175,6 @@ class BlockPool:
             block, _ = self._cached.popitem(last=False)
             self._forget(block)
         self._refs[block] = 1
-        # Fresh blocks are handed out in ascending order.
-        self.num_used_ever = max(self.num_used_ever, block + 1)
         return block
 
     def _forget(self, block: BlockId) -> None:

@@ -26,7 +26,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(slots=True, kw_only=True)
 class RequestSpan:
-    """A request that has arrived. Whoever answers it may add attributes."""
+    """A request that has arrived. The handler may add attributes."""
 
     context: TraceContext | None
     attributes: dict[str, Attribute] = field(default_factory=dict)

@@ -42,7 +42,7 @@ def test_an_alert_has_a_severity_a_page_and_words(name: str) -> None:
     assert (RUNBOOKS / f"{name}.md").is_file()
     assert {"summary", "description"} < annotations.keys()
     assert len(annotations["summary"]) < 120
-    # The label that says which model or pod it is, so that two alerts of one name can be told from each other.
+    # The label that says which model or pod it is, so that two alerts of one name can be distinguished.
     assert re.search(r"\$labels\.(model_name|pod)", annotations["summary"])
 
 

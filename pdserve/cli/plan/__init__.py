@@ -11,12 +11,13 @@ from decode_svc.config import DecodeConfig
 from pdserve.base.config import default_of, load, option, parse_bytes, positional
 from pdserve.base.errors import SetupError
 from pdserve.base.machine import available_memory_bytes
+from pdserve.cli.model_sizes import ModelSizes, SizeOptions, model_sizes
 from pdserve.cli.plan.capacity import GB, MARGIN, Load, Machine, Memory, assumed_speeds, fit, show, workers
 from pdserve.cli.plan.profile import Profile, parse_profile
 from pdserve.cli.plan.report import ASSUMED, MEASURED, Plan, as_json, show_plan
-from pdserve.cli.plan.sizes import ModelSizes, SizeOptions, model_sizes
 from pdserve.cli.up_config import DEFAULT_MODEL
 from pdserve.cli.up_model import describe_progress
+from pdserve.cli.weight_memory import packing_instruction_set
 from pdserve.model.fetch.config_only import config_of
 from pdserve.worker.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, WorkerConfig
 
@@ -123,7 +124,11 @@ def _sizes(config: PlanConfig) -> ModelSizes:
         quantization=config.quantization,
         block_size=config.block_size,
         num_ranks=config.tensor_parallel_size,
-        on_cpu=config.gpu_memory is None,
+        packed_for=(
+            packing_instruction_set(config.tensor_parallel_size, config.kv_cache_dtype)
+            if config.gpu_memory is None
+            else None
+        ),
     )
     return model_sizes(config_of(config.model, cache_dir=cache_dir, progress=_report), options)
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from pdserve.base.errors import SetupError
-from pdserve.cli.plan.sizes import ModelSizes
+from pdserve.cli.model_sizes import ModelSizes
 
 GB = 1e9
 #: Share of a worker's memory that stays free, as on GPUs.

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pdserve.cli.model_sizes import ModelSizes
 from pdserve.cli.plan.capacity import Fit, Load, Speeds, Workers, show
-from pdserve.cli.plan.sizes import ModelSizes
 
 MEASURED, ASSUMED, COMPUTED = "measured", "assumed", "from the config"
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.base.logs import get_logger
-from pdserve.worker.load.populate_policy import AHEAD_BYTES, INTERVAL_S, PIECE_BYTES, PopulatePolicy
+from pdserve.worker.load.populate_policy import HEAD_BYTES, INTERVAL_S, PIECE_BYTES, PopulatePolicy
 
 log = get_logger(__name__)
 
@@ -34,15 +34,13 @@ class KvUse:
 
     #: Whether this worker, or another one that may compute on its cores, has work.
     is_busy: Callable[[], bool]
-    #: Bytes from the start of the cache to the end of the last block that was ever in use.
-    used_bytes: Callable[[], int]
     #: Cores of the thread: the worker's own, so that it disturbs no other worker; empty: any.
     cpus: Sequence[int] = ()
 
 
 def populate_head(memory: npt.NDArray[np.uint8] | None) -> None:
     """Populates what the first requests use. Where the system refuses, the thread of `populating` logs why."""
-    for start, size in _pieces(memory if memory is None else memory[:AHEAD_BYTES]):
+    for start, size in _pieces(memory if memory is None else memory[:HEAD_BYTES]):
         if _madvise(start, size):
             return
 
@@ -67,11 +65,8 @@ def _populate(memory: npt.NDArray[np.uint8], use: KvUse, stop: threading.Event) 
     started = time.monotonic()
     _yield_to_others(use.cpus)
     policy = PopulatePolicy(started)
-    base = memory.ctypes.data
     for start, size in _pieces(memory):
-        while not policy.may_populate(
-            time.monotonic(), is_busy=use.is_busy(), bytes_ahead=start - base - use.used_bytes()
-        ):
+        while not policy.may_populate(time.monotonic(), is_busy=use.is_busy()):
             if stop.wait(INTERVAL_S):
                 return
         if stop.is_set():

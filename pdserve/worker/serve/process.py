@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -13,6 +12,7 @@ import grpc
 from kvtransfer.transport import Transport, open_transport
 from pdserve.base import audit, notify
 from pdserve.base.admin import Health, bound_socket, serve_admin
+from pdserve.base.collector import exempt_all
 from pdserve.base.ids import WorkerId, new_epoch
 from pdserve.base.logs import get_logger
 from pdserve.base.registry import Registrar, Tier
@@ -112,6 +112,7 @@ async def _make_worker(
 
 
 async def _start_accepting(worker: Worker, health: Health, grpc_health: GrpcHealth, registrar: Registrar) -> None:
+    exempt_all()
     health.not_ready = None
     worker.calls.accept()
     await _publish_readiness(health, grpc_health, registrar)
@@ -122,10 +123,6 @@ async def _start_accepting(worker: Worker, health: Health, grpc_health: GrpcHeal
         on_change=lambda: _publish_readiness(health, grpc_health, registrar),
     )
     worker.tasks.start(stalls, name="stalls")
-    # What is alive now lives as long as the process. Left to the collector, a full scan of it would stop all threads
-    # for a tenth of a second at an arbitrary time.
-    gc.collect()
-    gc.freeze()
     notify.ready()
 
 

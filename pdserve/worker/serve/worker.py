@@ -198,11 +198,9 @@ class Worker:
 
     def kv_use(self) -> KvUse:
         """What decides when the KV cache is populated. Called, and its functions too, from `computing` on."""
-        model, loop, calls = self.model, self.step_loop, self.calls
-        leases, block_bytes = model.core_leases, model.kv_cache.layout.block_bytes
+        leases, loop, calls = self.model.core_leases, self.step_loop, self.calls
         return KvUse(
             is_busy=lambda: calls.count > 0 or loop.is_awake or (leases is not None and leases.is_any_busy()),
-            used_bytes=lambda: model.pool.num_used_ever * block_bytes,
             cpus=self.config.cpus,
         )
 

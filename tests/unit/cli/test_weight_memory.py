@@ -11,7 +11,7 @@ import pytest
 
 from kernels.choice import KernelOptions, instruction_sets
 from pdserve.cli.up_config import UpConfig
-from pdserve.cli.weight_memory import packed_item_bytes, private_weight_bytes
+from pdserve.cli.weight_memory import private_weight_bytes
 from pdserve.model.config import ModelConfig
 from pdserve.model.loader import memory_of_weights
 from pdserve.model.sharding import tensor_shards
@@ -69,10 +69,3 @@ def test_plain_torch_converts_to_another_type(tmp_path: Path) -> None:
     stored = (path / "model.safetensors").stat().st_size
     assert private_weight_bytes(path, UpConfig(kernels="reference", dtype="float32")) == 2 * stored
     assert private_weight_bytes(path, UpConfig(kernels="reference", dtype="bfloat16")) == 0
-
-
-def test_packed_weights_take_what_the_documentation_says() -> None:
-    assert packed_item_bytes("bfloat16", None, "avx512") == 1.5
-    assert packed_item_bytes("bfloat16", None, "avx2") == 2
-    assert packed_item_bytes("float16", None, "avx512") == packed_item_bytes("float32", None, "") == 4
-    assert packed_item_bytes("bfloat16", "int8", "avx512") == 1

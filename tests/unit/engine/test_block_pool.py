@@ -37,16 +37,12 @@ def test_allocation_is_all_or_nothing() -> None:
     pool.check_integrity()
 
 
-def test_fresh_blocks_are_used_in_ascending_order_and_counted_once() -> None:
+def test_fresh_blocks_are_used_front_to_back_as_they_are_populated() -> None:
     pool = BlockPool(8, 16)
-    assert pool.num_used_ever == 0
     first = held(pool, 3)
-    assert (first, pool.num_used_ever) == ([0, 1, 2], 3)
+    assert first == [0, 1, 2]
     pool.release(first)
-    held(pool, 2)
-    assert pool.num_used_ever == 3
-    held(pool, 3)
-    assert pool.num_used_ever == 5
+    assert held(pool, 4)[-1] == 3
 
 
 def test_uncached_blocks_are_used_before_cached_ones_are_evicted() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import pytest
 
 from pdserve.base.errors import SetupError
 from pdserve.cli.__main__ import main
+from pdserve.cli.model_sizes import SizeOptions, model_sizes
 from pdserve.cli.plan import PlanConfig, make_plan
 from pdserve.cli.plan.profile import parse_profile
 from pdserve.cli.plan.report import Plan
-from pdserve.cli.plan.sizes import SizeOptions, model_sizes
 from pdserve.model.config import ModelConfig
 
 LLAMA_8B: dict[str, Any] = {
@@ -73,20 +72,26 @@ def test_kv_is_that_of_the_workers_layout() -> None:
         assert sizes.block_bytes == layout.block_bytes
 
 
-def test_float16_weights_take_four_bytes_where_cpu_kernels_pack_them() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "instruction_set", "item_bytes"),
+    [("bfloat16", "avx512", 1.5), ("bfloat16", "avx2", 2), ("float16", "avx512", 4), ("float32", "portable", 4)],
+)
+def test_packed_weights_take_what_the_documentation_says(dtype: str, instruction_set: str, item_bytes: float) -> None:
     config = ModelConfig.from_hf(LLAMA_8B)
-    plain = SizeOptions(dtype="float16")
-    sizes, packed = model_sizes(config, plain), model_sizes(config, replace(plain, on_cpu=True))
+    plain = model_sizes(config, SizeOptions(dtype=dtype))
+    packed = model_sizes(config, SizeOptions(dtype=dtype, packed_for=instruction_set))
     embeddings = config.vocab_size * config.hidden_size
-    assert packed.weight_bytes == 2 * sizes.weight_bytes - 2 * embeddings
-    for unpacked in (replace(plain, on_cpu=True, num_ranks=2), replace(plain, on_cpu=True, kv_cache_dtype="fp8_e4m3")):
-        assert model_sizes(config, unpacked).weight_bytes == sizes.weight_bytes
+    stored = plain.weight_bytes // plain.num_parameters
+    assert packed.weight_bytes == embeddings * stored + (plain.num_parameters - embeddings) * item_bytes
+    converted = 0 if dtype == config.dtype else embeddings * stored
+    assert packed.private_weight_bytes == packed.weight_bytes - embeddings * stored + converted
+    assert plain.private_weight_bytes == (0 if dtype == config.dtype else plain.weight_bytes)
 
 
 def test_int8_weights_take_a_byte_and_a_scale_per_output_feature() -> None:
     config = ModelConfig.from_hf(LLAMA_8B)
     plain = model_sizes(config, SizeOptions()).weight_bytes
-    rounded = model_sizes(config, SizeOptions(quantization="int8")).weight_bytes
+    rounded = model_sizes(config, SizeOptions(quantization="int8", packed_for="avx2")).weight_bytes
     embeddings = 128256 * 4096 * 2
     assert embeddings + (plain - embeddings) / 2 < rounded < embeddings + (plain - embeddings) / 2 * 1.01
 

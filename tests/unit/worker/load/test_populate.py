@@ -17,7 +17,7 @@ import pytest
 
 from pdserve.worker.load import populate, populate_policy
 from pdserve.worker.load.populate import KvUse
-from pdserve.worker.load.populate_policy import AHEAD_BYTES, PIECE_BYTES
+from pdserve.worker.load.populate_policy import HEAD_BYTES, PIECE_BYTES
 
 needs_idle_priority = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="no idle priority on this system")
 
@@ -43,8 +43,8 @@ def _resident_share(memory: npt.NDArray[np.uint8]) -> float:
     return sum(page & 1 for page in pages) / len(pages)
 
 
-def use(*, is_busy: Callable[[], bool] = lambda: False, used_bytes: int = 0) -> KvUse:
-    return KvUse(is_busy=is_busy, used_bytes=lambda: used_bytes)
+def use(*, is_busy: Callable[[], bool] = lambda: False) -> KvUse:
+    return KvUse(is_busy=is_busy)
 
 
 @pytest.fixture
@@ -77,12 +77,12 @@ def test_contents_stay_and_the_pages_are_there() -> None:
 
 
 def test_the_head_is_there_before_anything_else() -> None:
-    memory = mapped(2 * AHEAD_BYTES)
+    memory = mapped(2 * HEAD_BYTES)
     skip_unless_populated(memory)
     populate.populate_head(memory)
-    assert _resident_share(memory[:AHEAD_BYTES]) == 1
+    assert _resident_share(memory[:HEAD_BYTES]) == 1
     # The mapping may end amid a huge page.
-    assert _resident_share(memory[AHEAD_BYTES + PIECE_BYTES :]) == 0
+    assert _resident_share(memory[HEAD_BYTES + PIECE_BYTES :]) == 0
     populate.populate_head(None)
 
 
@@ -135,8 +135,8 @@ def test_populating_waits_while_a_worker_has_work(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(populate_policy, "QUIET_S", 1e-9)
     monkeypatch.setattr(populate, "_madvise", lambda address, size: calls.append(size) or 0)
-    memory = mapped(4 * AHEAD_BYTES)
-    populate._populate(memory, use(is_busy=is_busy, used_bytes=-AHEAD_BYTES), stop)
+    memory = mapped(4 * HEAD_BYTES)
+    populate._populate(memory, use(is_busy=is_busy), stop)
     assert len(calls) == 3
     assert looks == 20
 

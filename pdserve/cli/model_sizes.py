@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdserve.base.errors import SetupError
@@ -11,8 +12,10 @@ from pdserve.model.tensors import tensor_shapes
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
 _EMBEDDINGS = "model.embed_tokens.weight"
-#: Bytes of a float16 weight that CPU kernels have packed (`kernels/cpu/src/pack.h`).
-_PACKED_FLOAT16_BYTES = 4
+#: Bytes of a weight that CPU kernels have packed (`kernels/cpu/src/pack.h`), in all dtypes but bfloat16.
+_PACKED_BYTES = 4
+#: Instruction sets whose kernels read bfloat16 weights of 12 bits, and others, which read all 16.
+_CODED, _CODED_BYTES, _PLAIN_BYTES = frozenset(("avx512", "avx512_bf16")), 1.5, 2.0
 #: Bytes of the scale of an output feature with int8 weights.
 _SCALE_BYTES = 4
 
@@ -26,12 +29,8 @@ class SizeOptions:
     quantization: str | None = None
     block_size: int = 16
     num_ranks: int = 1
-    on_cpu: bool = False
-
-    @property
-    def packs_weights(self) -> bool:
-        """Whether workers pack weights: CPU kernels do, but serve neither ranks nor 8-bit KV."""
-        return self.on_cpu and self.num_ranks == 1 and self.kv_cache_dtype == "auto"
+    #: Instruction set of the CPU kernels that pack the weights, such as "avx512"; None: the weights are not packed.
+    packed_for: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +41,8 @@ class ModelSizes:
     dtype: str
     kv_dtype: str
     weight_bytes: int
+    #: Those that a CPU worker has for itself; the others it shares with the workers that map the same file.
+    private_weight_bytes: int
     #: Weights that one token's forward pass reads: all but the embeddings of other tokens.
     read_bytes: int
     kv_bytes_per_token: int
@@ -72,11 +73,7 @@ def model_sizes(config: ModelConfig, options: SizeOptions) -> ModelSizes:
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     shapes = tensor_shapes(config)
     counts = {name: math.prod(shape) for name, shape in shapes.items()}
-    unpacked = () if config.tie_word_embeddings else (_EMBEDDINGS,)
-    weight_bytes = {
-        name: _bytes_of(shape, name, dtype, options, is_packed=options.packs_weights and name not in unpacked)
-        for name, shape in shapes.items()
-    }
+    weight_bytes = {name: _tensor_bytes(name, shape, dtype, options, config) for name, shape in shapes.items()}
     embeddings = 0 if config.tie_word_embeddings else weight_bytes[_EMBEDDINGS]
     multiplied = sum(counts.values()) - (0 if config.tie_word_embeddings else counts[_EMBEDDINGS])
     heads = config.num_heads * config.head_dim
@@ -85,6 +82,7 @@ def model_sizes(config: ModelConfig, options: SizeOptions) -> ModelSizes:
         dtype=dtype,
         kv_dtype=kv_dtype,
         weight_bytes=sum(weight_bytes.values()),
+        private_weight_bytes=_private_bytes(config, weight_bytes, counts[_EMBEDDINGS], dtype, options),
         read_bytes=sum(weight_bytes.values()) - embeddings,
         kv_bytes_per_token=2 * config.num_layers * config.num_kv_heads * config.head_dim * _DTYPE_BYTES[kv_dtype],
         block_size=options.block_size,
@@ -98,9 +96,32 @@ def model_sizes(config: ModelConfig, options: SizeOptions) -> ModelSizes:
     )
 
 
-def _bytes_of(shape: tuple[int, ...], name: str, dtype: str, options: SizeOptions, *, is_packed: bool) -> int:
-    is_rounded = options.quantization == "int8" and len(shape) == 2 and name != _EMBEDDINGS
-    if is_rounded:
+def _private_bytes(
+    config: ModelConfig, weight_bytes: Mapping[str, int], num_embeddings: int, dtype: str, options: SizeOptions
+) -> int:
+    is_converted = dtype != config.dtype
+    if options.packed_for is None:
+        return sum(weight_bytes.values()) if is_converted else 0
+    packed = sum(size for name, size in weight_bytes.items() if _is_packed(name, config))
+    # Rows of the embeddings are read from the mapped file, or from a copy of another dtype.
+    return packed + (num_embeddings * _DTYPE_BYTES[dtype] if is_converted else 0)
+
+
+def packed_item_bytes(dtype: str, instruction_set: str) -> float:
+    """Bytes of a packed weight that is not rounded to int8."""
+    if dtype != "bfloat16":
+        return _PACKED_BYTES
+    return _CODED_BYTES if instruction_set in _CODED else _PLAIN_BYTES
+
+
+def _tensor_bytes(name: str, shape: tuple[int, ...], dtype: str, options: SizeOptions, config: ModelConfig) -> int:
+    if options.quantization == "int8" and _is_packed(name, config) and len(shape) == 2:
         return math.prod(shape) + _SCALE_BYTES * shape[0]
-    item_bytes = _PACKED_FLOAT16_BYTES if is_packed and dtype == "float16" else _DTYPE_BYTES[dtype]
-    return math.prod(shape) * item_bytes
+    if options.packed_for is None or not _is_packed(name, config):
+        return math.prod(shape) * _DTYPE_BYTES[dtype]
+    return int(math.prod(shape) * packed_item_bytes(dtype, options.packed_for))
+
+
+def _is_packed(name: str, config: ModelConfig) -> bool:
+    """Whether CPU kernels pack this tensor: all but embeddings that are not the output matrix as well."""
+    return config.tie_word_embeddings or name != _EMBEDDINGS

@@ -1,0 +1,46 @@
+"""What a supervisor such as `pdserve up` hears from the router: what it waits for, and that it is ready."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from pdserve.base import notify
+from router_svc.routing.cluster import Cluster
+
+NO_DECODE_WORKER = "no decode worker is ready"
+NO_PREFILL_WORKER = "no prefill worker is ready"
+
+
+async def report_to_supervisor(
+    cluster: Cluster, rehearse: Callable[[], Awaitable[None]], is_draining: Callable[[], bool]
+) -> None:
+    """Reports that the router is ready once both tiers are, and what is missing before, until the router drains.
+
+    Probes need only decode workers. The first time `rehearse` comes first, which sends a request through the cluster.
+    Returns at once without a supervisor: nobody waits for the report then.
+    """
+    if not notify.has_listener():
+        return
+    has_rehearsed = False
+    reported: str | None = ""
+    while not is_draining():
+        version = cluster.directory.version
+        missing = _missing(cluster)
+        if missing is not None:
+            notify.status(missing)
+        elif missing != reported:
+            if not has_rehearsed:
+                has_rehearsed = True
+                notify.status("sending a first request through the cluster")
+                await rehearse()
+            notify.ready()
+        reported = missing
+        await cluster.directory.wait_for_change(version)
+
+
+def _missing(cluster: Cluster) -> str | None:
+    if not cluster.ready("decode"):
+        return NO_DECODE_WORKER
+    if cluster.policy.expects_prefill and not cluster.ready("prefill"):
+        return NO_PREFILL_WORKER
+    return None
