@@ -6,7 +6,7 @@ import os
 
 from kvtransfer.transport.path import MemoryAccess
 from pdserve.base.host_identity import HostIdentity
-from pdserve.base.memory_access import ptrace_scope, read_refusal
+from pdserve.base.process_memory import ptrace_scope, read_refusal
 
 
 def memory_access(own: HostIdentity, peer: HostIdentity) -> MemoryAccess:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from pdserve.base.host_identity import HostIdentity
+from pdserve.base.process_memory import scope_refuses
 
 CUDA_IPC, CMA, SHM, RDMA, TCP = "cuda_ipc", "cma", "shm", "rdma", "tcp"
 #: Values of `TransportPath.expected` and `TransportPath.actual`, fastest first.
@@ -17,9 +18,6 @@ _SHM_LANES = ("posix", "sysv", "xpmem", "knem")
 _RDMA_PREFIXES = ("rc", "dc", "ud", "srd", "ib")
 #: Paths within a host; between them the choice is the library's.
 _LOCAL = (CUDA_IPC, CMA, SHM)
-_CAP_SYS_PTRACE = 1 << 19
-#: The strictest `ptrace_scope` under which UCX can allow its peers to read.
-_MAX_PTRACE_SCOPE = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +158,7 @@ def _explain_refused(own: HostIdentity, peer: HostIdentity, ptrace_scope: int) -
             f"the workers run as different users ({own.uid}:{own.gid} and {peer.uid}:{peer.gid})",
             "Run both as one user and group.",
         )
-    if ptrace_scope > _MAX_PTRACE_SCOPE and not own.capabilities & _CAP_SYS_PTRACE:
+    if scope_refuses(ptrace_scope, own.capabilities):
         return (
             f"kernel.yama.ptrace_scope is {ptrace_scope}",
             "Set it to 0 or 1, or with 2 give both workers the capability SYS_PTRACE.",

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdserve.base.byte_sizes import binary_size
 from pdserve.base.errors import SetupError
 from pdserve.cli.placement import (
     MIN_KV_BYTES,
@@ -117,19 +118,16 @@ def require_memory(config: UpConfig, weight_bytes: int, free_bytes: int) -> None
         return
     fewer = config.decode * (weight_bytes + kv_bytes)
     if config.prefill and fewer <= free_bytes:
-        advice = f"--prefill 0 needs {_size(fewer)}: decode workers then also prefill"
+        advice = f"--prefill 0 needs {binary_size(fewer)}: decode workers then also prefill"
     elif config.kv_cache_memory and config.num_workers * weight_bytes < free_bytes:
         advice = "Lower --kv-cache-memory"
     else:
         advice = "Use a smaller model, --quantization int8, or a machine with more memory"
     raise SetupError(
-        f"The workers ({config.num_workers}) need {_size(needed)} of memory, and {_size(free_bytes)} is free: "
-        f"each has about {_size(weight_bytes)} of weights and {_size(kv_bytes)} of KV cache. {advice}."
+        f"The workers ({config.num_workers}) need {binary_size(needed)} of memory, and {binary_size(free_bytes)} is "
+        f"free: each has about {binary_size(weight_bytes)} of weights and {binary_size(kv_bytes)} of KV cache. "
+        f"{advice}."
     )
-
-
-def _size(size: int) -> str:
-    return f"{size / 1024**3:.1f} GiB" if size >= 1024**3 else f"{size / 1024**2:.0f} MiB"
 
 
 def can_lend(config: UpConfig) -> bool:

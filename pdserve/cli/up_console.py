@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from pdserve.base.byte_sizes import binary_size
 from pdserve.cli.log_watch import LineBudget
 from pdserve.cli.placement import CoreShare, GpuShare
 from pdserve.cli.supervisor.spec import (
@@ -25,9 +26,6 @@ from pdserve.cli.supervisor.spec import (
     Stopped,
     Stopping,
 )
-
-_MIB = 1024**2
-_GIB = 1024**3
 
 
 class UpConsole:
@@ -138,21 +136,16 @@ def _cores(cpus: Sequence[int]) -> str:
     return f"core{'s' if len(cpus) != 1 else ''} {','.join(map(str, cpus))}"
 
 
-def describe_bytes(size: int) -> str:
-    """Formats a size, such as `2.0 GiB` or `512 MiB`."""
-    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / _MIB:.0f} MiB"
-
-
 def describe_plan(
     names: Sequence[str], shares: Sequence[CoreShare], gpus: Sequence[GpuShare], kv_cache_bytes: int | None
 ) -> list[str]:
     """One line per worker: its cores or GPU, and its KV cache."""
     if gpus:
-        cache = "" if kv_cache_bytes is None else f", {describe_bytes(kv_cache_bytes)} of KV cache"
+        cache = "" if kv_cache_bytes is None else f", {binary_size(kv_cache_bytes)} of KV cache"
         return [f"  {name}: {gpu}{cache}" for name, gpu in zip(names, gpus, strict=True)]
     assert kv_cache_bytes is not None
     return [
-        f"  {name}: {describe_share(share)}, {describe_bytes(kv_cache_bytes)} of KV cache"
+        f"  {name}: {describe_share(share)}, {binary_size(kv_cache_bytes)} of KV cache"
         for name, share in zip(names, shares, strict=True)
     ]
 

@@ -19,7 +19,7 @@ from pdserve import __version__
 from pdserve.base.config import child_environment, variable
 from pdserve.base.host_identity import HostIdentity, own_host_identity
 from pdserve.base.machine import available_memory_bytes
-from pdserve.base.memory_access import ptrace_scope, read_refusal
+from pdserve.base.process_memory import ptrace_scope, read_refusal
 
 #: Features of x86 processors for which there are kernels, and the AMX that they do not use yet.
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator
 
+from pdserve.base.byte_sizes import GIB, MIB, binary_size
 from pdserve.base.facts.machine import UNLIMITED, MachineFacts
+from pdserve.base.process_memory import scope_refuses
 from pdserve.cli.doctor.finding import Finding, error, info, ok, warning
 
-GIB, MIB = 1 << 30, 1 << 20
 #: Limits below which a finding is an error, or a warning.
 _MIN_MEMORY, _LOW_MEMORY = GIB, 2 * GIB
 #: What a router still takes, or a worker once its model and KV cache are in memory.
@@ -16,8 +17,6 @@ _MIN_HEADROOM, _LOW_HEADROOM = 32 * MIB, 64 * MIB
 _MIN_FILES, _LOW_FILES = 512, 1024
 _MIN_DISK, _LOW_DISK = 256 * MIB, 2 * GIB
 _LOW_SHM = GIB
-_MAX_PTRACE_SCOPE = 1
-_CAP_SYS_PTRACE = 1 << 19
 _X86 = "x86_64"
 
 
@@ -71,7 +70,7 @@ def _packages(facts: MachineFacts, subject: str) -> Iterator[Finding]:
 
 def _memory(facts: MachineFacts, subject: str, *, has_little_to_load: bool) -> Finding:
     least, low = (_MIN_HEADROOM, _LOW_HEADROOM) if has_little_to_load else (_MIN_MEMORY, _LOW_MEMORY)
-    found = f"{_size(facts.available_memory_bytes)} of {_size(facts.total_memory_bytes)} memory available"
+    found = f"{binary_size(facts.available_memory_bytes)} of {binary_size(facts.total_memory_bytes)} memory available"
     remedy = "Stop other programs, raise the container's memory limit, or use a machine with more memory."
     if facts.available_memory_bytes < least:
         return error("memory", subject, found, remedy)
@@ -98,7 +97,7 @@ def _locked_memory(facts: MachineFacts, subject: str) -> Iterator[Finding]:
         yield warning(
             "memlock",
             subject,
-            f"{_size(facts.memlock_bytes)} may be locked, but RDMA locks the KV cache",
+            f"{binary_size(facts.memlock_bytes)} may be locked, but RDMA locks the KV cache",
             "Raise it: ulimit -l unlimited; Docker: --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity.",
         )
     else:
@@ -120,14 +119,13 @@ def _shared_memory(facts: MachineFacts, subject: str) -> Iterator[Finding]:
     if not facts.shm_bytes:
         yield warning("shm", subject, "no /dev/shm, in which workers lend each other cores", remedy)
     elif facts.num_gpu_nodes > 1 and facts.shm_bytes < _LOW_SHM:
-        found = f"/dev/shm has {_size(facts.shm_bytes)}, too little for NCCL between {facts.num_gpu_nodes} GPUs"
+        found = f"/dev/shm has {binary_size(facts.shm_bytes)}, too little for NCCL between {facts.num_gpu_nodes} GPUs"
         yield warning("shm", subject, found, remedy)
     else:
-        yield ok("shm", subject, f"/dev/shm has {_size(facts.shm_bytes)}")
+        yield ok("shm", subject, f"/dev/shm has {binary_size(facts.shm_bytes)}")
 
 
 def _memory_access(facts: MachineFacts, subject: str) -> Iterator[Finding]:
-    may_trace = bool(facts.host.capabilities & _CAP_SYS_PTRACE)
     if facts.read_refusal:
         name = errno.errorcode.get(facts.read_refusal, str(facts.read_refusal))
         yield warning(
@@ -136,7 +134,7 @@ def _memory_access(facts: MachineFacts, subject: str) -> Iterator[Finding]:
             f"process_vm_readv is refused ({name}), as by a container's seccomp profile: blocks take TCP, not CMA",
             "Add the capability SYS_PTRACE (Docker: --cap-add SYS_PTRACE), or allow the call in the seccomp profile.",
         )
-    elif facts.ptrace_scope > _MAX_PTRACE_SCOPE and not may_trace:
+    elif scope_refuses(facts.ptrace_scope, facts.host.capabilities):
         yield warning(
             "memory_access",
             subject,
@@ -206,7 +204,7 @@ def _kernels(facts: MachineFacts, subject: str) -> Iterator[Finding]:
 
 def _disk(facts: MachineFacts, subject: str) -> Iterator[Finding]:
     for folder in facts.folders:
-        found = f"{_size(folder.free_bytes)} free in {folder.path}"
+        found = f"{binary_size(folder.free_bytes)} free in {folder.path}"
         remedy = "Free space there, or put models and logs elsewhere with --cache-dir and --log-dir."
         if folder.free_bytes < _MIN_DISK:
             yield error("disk", subject, found, remedy)
@@ -218,10 +216,6 @@ def _disk(facts: MachineFacts, subject: str) -> Iterator[Finding]:
 
 def _features(facts: MachineFacts) -> str:
     return ", ".join(facts.cpu_features) or "no vector extensions known"
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.0f} MiB"
 
 
 _CHECKS: tuple[Callable[[MachineFacts, str], Iterator[Finding]], ...] = (

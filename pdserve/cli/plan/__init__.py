@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decode_svc.config import DecodeConfig
+from pdserve.base.byte_sizes import decimal_size
 from pdserve.base.config import default_of, load, option, parse_bytes, positional
 from pdserve.base.errors import SetupError
 from pdserve.base.machine import available_memory_bytes
 from pdserve.cli.model_sizes import ModelSizes, SizeOptions, model_sizes
-from pdserve.cli.plan.capacity import GB, MARGIN, Load, Machine, Memory, assumed_speeds, fit, show, workers
+from pdserve.cli.plan.capacity import GB, MARGIN, Load, Machine, Memory, assumed_speeds, fit, workers
 from pdserve.cli.plan.profile import Profile, parse_profile
 from pdserve.cli.plan.report import ASSUMED, MEASURED, Plan, as_json, show_plan
 from pdserve.cli.up_config import DEFAULT_MODEL
@@ -165,7 +166,7 @@ def _profile(config: PlanConfig) -> Profile | None:
 def _memory_notes(config: PlanConfig, memory: Memory) -> list[str]:
     where = "each GPU" if config.gpu_memory is not None else "each rank on this machine, now free"
     return [
-        f"Memory: {show(memory.total_bytes)} of {where}, of which {memory.utilization - MARGIN:.0%} are usable "
+        f"Memory: {decimal_size(memory.total_bytes)} of {where}, of which {memory.utilization - MARGIN:.0%} are usable "
         f"({memory.utilization:.0%} for the worker, less a margin of {MARGIN:.0%}). Activations are an upper bound.",
         f"Workers are planned to be busy {config.busy_share:.0%} of the time, without spare ones for failures.",
     ]

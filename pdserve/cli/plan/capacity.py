@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from pdserve.base.byte_sizes import decimal_size
 from pdserve.base.errors import SetupError
 from pdserve.cli.model_sizes import ModelSizes
 
@@ -89,25 +90,26 @@ def fit(sizes: ModelSizes, memory: Memory, load: Load) -> Fit:
     usable = int(memory.total_bytes * (memory.utilization - MARGIN)) * sizes.num_ranks
     if sizes.weight_bytes > usable:
         raise SetupError(
-            f"The weights do not fit: {show(sizes.weight_bytes)} in {sizes.dtype}, but a worker can use "
-            f"{show(usable)} of {show(memory.total_bytes)} on {_ranks(sizes)}. Use more "
+            f"The weights do not fit: {decimal_size(sizes.weight_bytes)} in {sizes.dtype}, but a worker can use "
+            f"{decimal_size(usable)} of {decimal_size(memory.total_bytes)} on {_ranks(sizes)}. Use more "
             "ranks (--tensor-parallel-size), a smaller model, or more memory."
         )
     activations = _activation_bytes(sizes, memory)
     kv_bytes = usable - sizes.weight_bytes - activations
     if kv_bytes < sizes.block_bytes:
         raise SetupError(
-            f"The activations do not fit: {show(activations)} for {memory.max_num_batched_tokens} tokens in a step and "
-            f"{memory.max_num_seqs} sequences, but {show(usable - sizes.weight_bytes)} are left after the weights. "
-            "Lower --max-num-batched-tokens or --max-num-seqs, or use more memory."
+            f"The activations do not fit: {decimal_size(activations)} for {memory.max_num_batched_tokens} tokens in a "
+            f"step and {memory.max_num_seqs} sequences, but {decimal_size(usable - sizes.weight_bytes)} are left after "
+            "the weights. Lower --max-num-batched-tokens or --max-num-seqs, or use more memory."
         )
     num_blocks = kv_bytes // sizes.block_bytes
     full_blocks = math.ceil(length / sizes.block_size)
     if full_blocks > num_blocks:
         raise SetupError(
-            f"One sequence does not fit: {length} tokens need {show(full_blocks * sizes.block_bytes)} of KV, but "
-            f"{show(kv_bytes)} are left after weights and activations, which hold {num_blocks * sizes.block_size} "
-            "tokens. Lower --isl or --osl, use more ranks, or --kv-cache-dtype fp8_e4m3."
+            f"One sequence does not fit: {length} tokens need {decimal_size(full_blocks * sizes.block_bytes)} of KV, "
+            f"but {decimal_size(kv_bytes)} are left after weights and activations, which hold "
+            f"{num_blocks * sizes.block_size} tokens. Lower --isl or --osl, use more ranks, or "
+            "--kv-cache-dtype fp8_e4m3."
         )
     average_blocks = math.ceil((load.input_tokens + load.output_tokens / 2) / sizes.block_size)
     return Fit(
@@ -151,14 +153,6 @@ def workers(sizes: ModelSizes, speeds: Speeds, load: Load, *, busy_share: float)
         decode_load=decode,
         handover_bytes_per_s=load.requests_per_s * load.input_tokens * sizes.kv_bytes_per_token,
     )
-
-
-def show(num_bytes: float) -> str:
-    """Bytes in decimal units, as memory of GPUs is sold."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes:.0f} B"
 
 
 def _length(sizes: ModelSizes, load: Load) -> int:

@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pdserve.base.byte_sizes import decimal_size
 from pdserve.cli.model_sizes import ModelSizes
-from pdserve.cli.plan.capacity import Fit, Load, Speeds, Workers, show
+from pdserve.cli.plan.capacity import Fit, Load, Speeds, Workers
 
 MEASURED, ASSUMED, COMPUTED = "measured", "assumed", "from the config"
 
@@ -58,16 +59,16 @@ def _rows(plan: Plan) -> list[tuple[str, str, str]]:
     tpot = "unknown" if speeds.tpot_s is None else f"{1000 * speeds.tpot_s:.1f} ms"
     return [
         ("parameters", f"{sizes.num_parameters / 1e6:,.1f} million", COMPUTED),
-        ("weights", f"{show(sizes.weight_bytes)}{ranks}", f"{COMPUTED}, {sizes.dtype}"),
-        ("KV per token", show(sizes.kv_bytes_per_token), f"{COMPUTED}, {sizes.kv_dtype}"),
-        ("KV cache of a worker", show(fitting.kv_bytes), "usable memory - weights - activations"),
+        ("weights", f"{decimal_size(sizes.weight_bytes)}{ranks}", f"{COMPUTED}, {sizes.dtype}"),
+        ("KV per token", decimal_size(sizes.kv_bytes_per_token), f"{COMPUTED}, {sizes.kv_dtype}"),
+        ("KV cache of a worker", decimal_size(fitting.kv_bytes), "usable memory - weights - activations"),
         ("tokens in it", f"{fitting.kv_tokens:,}", f"{fitting.num_blocks:,} blocks of {sizes.block_size}"),
         ("sequences of full length", f"{fitting.full_sequences:,}", "--isl + --osl"),
         ("sequences on average", f"{fitting.average_sequences:,}", "--isl + half of --osl"),
         ("prompt tokens per second", f"{speeds.prefill_tokens_per_s:,.0f}", f"one prefill worker, {plan.speed_basis}"),
         ("output tokens per second", f"{speeds.decode_tokens_per_s:,.0f}", f"one decode worker, {plan.speed_basis}"),
         ("sequences decoding at once", f"{speeds.decoding:,}", f"TPOT {tpot}, {plan.speed_basis}"),
-        ("handover", f"{show(needed.handover_bytes_per_s)}/s", "KV of all prompts between the tiers"),
+        ("handover", f"{decimal_size(needed.handover_bytes_per_s)}/s", "KV of all prompts between the tiers"),
         ("prefill workers", str(needed.prefill), f"{needed.prefill_load:.2f} busy all the time"),
         ("decode workers", str(needed.decode), f"{needed.decode_load:.2f} busy all the time"),
     ]

@@ -9,6 +9,9 @@ from pathlib import Path
 from pdserve.base.machine import read_number
 
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+#: The strictest scope under which a process can allow others to read it.
+_MAX_PTRACE_SCOPE = 1
+_CAP_SYS_PTRACE = 1 << 19
 
 
 class _Span(ctypes.Structure):
@@ -20,6 +23,11 @@ class _Span(ctypes.Structure):
 def ptrace_scope() -> int:
     """Yama's restriction of reading other processes; 0 without Yama."""
     return read_number(_PTRACE_SCOPE) or 0
+
+
+def scope_refuses(scope: int, capabilities: int) -> bool:
+    """Whether Yama's `scope` keeps a process with these effective capabilities from reading others of its user."""
+    return scope > _MAX_PTRACE_SCOPE and not capabilities & _CAP_SYS_PTRACE
 
 
 def read_refusal(pid: int) -> int:
