@@ -10,6 +10,8 @@ from pdserve.base.logs import FORMATS, LEVELS
 from pdserve.base.redis_keys import DEFAULT_PREFIX, parse_prefix
 
 LOCAL_PREFILL = ("auto", "threshold")
+#: As `vllm serve` names them.
+SCHEDULING_POLICIES = ("fcfs", "priority")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,11 @@ class RouterConfig:
     )
     max_num_queued_reqs: int = option(
         512, help="largest number of waiting requests; further ones get 429 and a Retry-After", minimum=0
+    )
+    scheduling_policy: str = option(
+        "fcfs",
+        help="order of waiting requests: fair between clients (fcfs), or first by their field priority (priority)",
+        choices=SCHEDULING_POLICIES,
     )
     max_body: int = option(8 * 1024**2, help="largest request body, such as 8MiB", parse=parse_bytes, minimum=1024)
     queue_timeout_s: float = option(120.0, help="seconds a request may wait in the queue", minimum=0.1)

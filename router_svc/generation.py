@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
 
+#: Limit on the amount of a request's priority.
+MAX_PRIORITY = 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRules:
@@ -29,6 +32,8 @@ class Generation:
     text: TextRules
     #: Index of this prompt's first choice in the response.
     first_choice: int = 0
+    #: Requests with lower values are admitted first.
+    priority: int = 0
     #: Isolates prefix reuse between tenants; empty shares it.
     cache_salt: bytes = b""
     #: The API that received the request, for the decision record.

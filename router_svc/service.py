@@ -83,7 +83,13 @@ class Router:
             tracer=tracer,
             model_name=config.model_name,
         )
-        self._requests = Requests(self.cluster, self._gate, recorders, model.tokenizer)
+        self._requests = Requests(
+            self.cluster,
+            self._gate,
+            recorders,
+            model.tokenizer,
+            by_priority=config.scheduling_policy == "priority",
+        )
         self._traces = Traces(recent, self._request_store)
         self._model = model
         self._operator = OperatorApi(self.cluster, self._traces, self._gate, health, store)

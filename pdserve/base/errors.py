@@ -48,6 +48,10 @@ class Overloaded(CapacityError):
         self.retry_after_s = retry_after_s
 
 
+class Displaced(Overloaded):
+    """The request lost its place in a full queue to clients that have fewer requests there."""
+
+
 class NoWorkers(CapacityError):
     """No worker of the needed tier is ready."""
 
@@ -124,6 +128,7 @@ _TABLE: dict[type[PdserveError], Codes] = {
     MethodNotAllowed: Codes(http=405, openai_type="invalid_request_error", grpc="UNIMPLEMENTED"),
     CapacityError: Codes(http=503, openai_type="overloaded_error", grpc="RESOURCE_EXHAUSTED"),
     Overloaded: Codes(http=429, openai_type="rate_limit_error", grpc="RESOURCE_EXHAUSTED"),
+    Displaced: Codes(http=429, openai_type="rate_limit_error", grpc="RESOURCE_EXHAUSTED"),
     NoWorkers: Codes(http=503, openai_type="overloaded_error", grpc="UNAVAILABLE"),
     NoFreeBlocks: Codes(http=503, openai_type="overloaded_error", grpc="RESOURCE_EXHAUSTED"),
     Draining: Codes(http=503, openai_type="overloaded_error", grpc="UNAVAILABLE"),

@@ -38,6 +38,7 @@ def router_spec(plan: ClusterPlan) -> ProcessSpec:
         "local-prefill-threshold": config.local_prefill_threshold,
         "local-prefill": config.local_prefill,
         "console": config.console,
+        "scheduling-policy": config.scheduling_policy,
     }
     return _service(plan, "router", "router_svc", flags, threads=1, stage=ROUTER_STAGE)
 

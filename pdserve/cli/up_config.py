@@ -18,7 +18,7 @@ from pdserve.worker.config import (
     WorkerConfig,
 )
 from prefill_svc.config import PrefillConfig
-from router_svc.config import LOCAL_PREFILL, RouterConfig
+from router_svc.config import LOCAL_PREFILL, SCHEDULING_POLICIES, RouterConfig
 
 #: Small, free, and available without a model hub.
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -120,6 +120,11 @@ class UpConfig:
         default_of(WorkerConfig, "handover_memory"),
         help="on GPUs: memory in which blocks in transfer are staged, the host's or the GPU's",
         choices=HANDOVER_MEMORIES,
+    )
+    scheduling_policy: str = option(
+        default_of(RouterConfig, "scheduling_policy"),
+        help="order of waiting requests: fair between clients (fcfs), or first by their field priority (priority)",
+        choices=SCHEDULING_POLICIES,
     )
     console: bool = option(
         default_of(RouterConfig, "console"), help="serve the console, a page about the cluster, at /console"

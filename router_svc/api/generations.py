@@ -45,6 +45,7 @@ class GenerationFactory:
     max_model_len: int
     ids: Ids
     endpoint: Endpoint
+    priority: int = 0
 
     def make(
         self, fields: SamplingFields, own_fields: EndpointFields, prompts: Sequence[list[int]]
@@ -64,6 +65,7 @@ class GenerationFactory:
                     sampling=sampling,
                     text=text_rules(fields),
                     first_choice=index * sampling.n,
+                    priority=self.priority,
                     endpoint=self.endpoint.name,
                 )
             )

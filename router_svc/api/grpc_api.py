@@ -25,6 +25,7 @@ from router_svc.api.request_span import request_span
 from router_svc.api.sampling import EndpointFields, check_token_ids
 from router_svc.api.served_model import ServedModel
 from router_svc.generation import Generation
+from router_svc.request.client import Client
 from router_svc.request.output import ChoiceDelta
 from router_svc.request.requests import Requests
 
@@ -72,7 +73,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         trace: TraceContext | None,
     ) -> None:
         generation = await self._generation(request)
-        async with self._requests.run([generation], trace) as stream:
+        client = Client(id=_host_of(context.peer()))
+        async with self._requests.run([generation], client, trace) as stream:
 
             async def write(deltas: list[ChoiceDelta]) -> None:
                 choices = [_choice(delta) for delta in deltas]
@@ -114,6 +116,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             max_model_len=self._max_model_len(),
             ids=Ids.make("gen-", request.request_id or None),
             endpoint=GRPC,
+            priority=request.priority,
         )
         [generation] = factory.make(fields, own_fields, [prompt])
         return generation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from pdserve.base.errors import Overloaded, PdserveError, reason_of
+from pdserve.base.errors import Displaced, Overloaded, PdserveError, reason_of
 from pdserve.base.logs import get_logger
 from pdserve.base.tracing.context import TraceContext
 from pdserve.base.workers import WorkerRecord
@@ -170,7 +170,7 @@ class Journal:
     def failed(self, error: PdserveError) -> None:
         """The request has failed; the client gets `error`."""
         if isinstance(error, Overloaded):
-            self._metrics.rejected("queue_timeout")
+            self._metrics.rejected("displaced" if isinstance(error, Displaced) else "queue_timeout")
         self.record.error = str(error)
         self._end(_S.FAILED, type(error).__name__)
 

@@ -1,7 +1,8 @@
-"""Admission control: a bounded first-come-first-served queue in front of the cluster's capacity. Pure.
+"""Admission control: a bounded queue in front of the cluster's capacity, fair between clients. Pure.
 
 Capacity is counted in sequences. A full queue refuses at once, with a Retry-After computed from the rate at which
-requests have left the cluster recently.
+requests have left the cluster recently. A client that holds fewer slots than others for its weight takes one of theirs
+instead, so nobody can fill the queue against others.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.base.errors import Overloaded
+from router_svc.request.client import Client
+from router_svc.request.fair_order import FairOrder, QueueSlot
 
 #: Number of departures over which the drain rate is measured, and how long they count.
 _RATE_SAMPLES = 64
@@ -20,6 +23,8 @@ _RATE_WINDOW_S = 60.0
 _RATE_MIN_SAMPLES = 4
 RETRY_AFTER_MIN_S = 1.0
 RETRY_AFTER_MAX_S = 60.0
+#: How long narrow requests may pass a wide one that does not fit yet.
+PASSING_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,16 +34,17 @@ class Entrant:
     sequences: int
     #: Prompt tokens that no worker has cached.
     uncached_tokens: int = 0
+    #: Lower values come first.
+    priority: int = 0
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class QueueSlot:
-    """The slot of one prompt, first in the queue and then among the admitted."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What an offer led to."""
 
-    sequences: int
-    uncached_tokens: int
-    offered_at: float
-    admitted_at: float | None = None
+    slots: list[QueueSlot]
+    #: Slots of other clients that made room.
+    displaced: list[QueueSlot]
 
 
 class DrainRate:
@@ -66,7 +72,7 @@ class DrainRate:
 
 
 class AdmissionQueue:
-    """Slots in order of arrival. Every method that can free capacity returns the slots it admitted."""
+    """Slots in a fair order. Every method that can free capacity returns the slots it admitted."""
 
     def __init__(self, *, max_waiting: int, max_wait_s: float) -> None:
         self._max_waiting = max_waiting
@@ -74,8 +80,7 @@ class AdmissionQueue:
         self._capacity = 0
         self._admitted: set[QueueSlot] = set()
         self._in_use = 0
-        # A dict for its order and its constant-time removal.
-        self._waiting: dict[QueueSlot, None] = {}
+        self._waiting = FairOrder()
         self._rate = DrainRate()
 
     @property
@@ -93,22 +98,32 @@ class AdmissionQueue:
         """Uncached prompt tokens in the queue."""
         return sum(slot.uncached_tokens for slot in self._waiting)
 
-    def offer(self, entrants: Sequence[Entrant], now: float) -> list[QueueSlot]:
+    def offer(self, entrants: Sequence[Entrant], client: Client, now: float) -> Offer:
         """One slot for each entry, all or none. Those with `admitted_at` set may start.
 
         Raises `Overloaded` when the queue has no space for those that would have to wait, or when their wait would
         exceed the limit.
         """
-        must_wait = len(entrants) - self._num_fitting([entrant.sequences for entrant in entrants])
+        displaced: list[QueueSlot] = []
+        must_wait = len(entrants) - self._num_fitting(entrants, now)
         if must_wait:
-            self._refuse_if_overloaded(must_wait, now)
+            priority = max(entrant.priority for entrant in entrants)
+            self._refuse_if_long(client, priority, must_wait, now)
+            displaced = self._make_room(client, priority, must_wait, now)
         slots = [
-            QueueSlot(sequences=entrant.sequences, uncached_tokens=entrant.uncached_tokens, offered_at=now)
+            QueueSlot(
+                sequences=entrant.sequences,
+                uncached_tokens=entrant.uncached_tokens,
+                client=client,
+                priority=entrant.priority,
+                offered_at=now,
+            )
             for entrant in entrants
         ]
-        self._waiting.update(dict.fromkeys(slots))
+        for slot in slots:
+            self._waiting.add(slot)
         self._admit(now)
-        return slots
+        return Offer(slots=slots, displaced=displaced)
 
     def leave(self, slot: QueueSlot, now: float) -> list[QueueSlot]:
         """A waiting client has left, or a request has ended."""
@@ -119,8 +134,8 @@ class AdmissionQueue:
                 self._rate.note(now)
             else:
                 self._rate.forget()
-        else:
-            self._waiting.pop(slot, None)
+        elif slot in self._waiting:
+            self._waiting.remove(slot)
         return self._admit(now)
 
     def set_capacity(self, sequences: int, now: float) -> list[QueueSlot]:
@@ -135,31 +150,45 @@ class AdmissionQueue:
             return RETRY_AFTER_MIN_S
         return float(min(max(math.ceil((self.num_waiting + 1) / rate), RETRY_AFTER_MIN_S), RETRY_AFTER_MAX_S))
 
-    def _refuse_if_overloaded(self, must_wait: int, now: float) -> None:
-        retry_after_s = self.retry_after_s(now)
-        if self.num_waiting + must_wait > self._max_waiting:
+    def _make_room(self, client: Client, priority: int, must_wait: int, now: float) -> list[QueueSlot]:
+        """Removes slots of clients that hold more. Raises `Overloaded` when that is not enough."""
+        needed = self.num_waiting + must_wait - self._max_waiting
+        if needed <= 0:
+            return []
+        displaced = self._waiting.displaceable(client, priority, must_wait, needed)
+        if len(displaced) < needed:
+            retry_after_s = self.retry_after_s(now)
             raise Overloaded(
                 f"The queue is full ({self.num_waiting} waiting, limit {self._max_waiting}). "
                 f"Retry after {retry_after_s:.0f} s.",
                 retry_after_s=retry_after_s,
             )
+        for slot in displaced:
+            self._waiting.remove(slot)
+        return displaced
+
+    def _refuse_if_long(self, client: Client, priority: int, must_wait: int, now: float) -> None:
         rate = self._rate.per_second(now)
-        if rate is not None and (self.num_waiting + must_wait) / rate > self._max_wait_s:
+        if rate is None:
+            return
+        wait_s = (self._waiting.num_ahead(client, priority, must_wait) + must_wait) / rate
+        if wait_s > self._max_wait_s:
+            retry_after_s = self.retry_after_s(now)
             raise Overloaded(
-                f"The wait in the queue would be about {(self.num_waiting + must_wait) / rate:.0f} s "
-                f"(limit {self._max_wait_s:.0f} s). Retry after {retry_after_s:.0f} s.",
+                f"The wait in the queue would be about {wait_s:.0f} s (limit {self._max_wait_s:.0f} s). "
+                f"Retry after {retry_after_s:.0f} s.",
                 retry_after_s=retry_after_s,
             )
 
-    def _num_fitting(self, sequences: Sequence[int]) -> int:
-        """How many of the new entries could be admitted at once."""
-        if self._waiting:
+    def _num_fitting(self, entrants: Sequence[Entrant], now: float) -> int:
+        """How many of the new entries could be admitted at once, passing those that wait because they are wide."""
+        if any(self._holds(slot, now) for slot in self._waiting):
             return 0
         in_use, fitting = self._in_use, 0
-        for count in sequences:
-            if not self._fits(in_use, count):
+        for entrant in entrants:
+            if not self._fits(in_use, entrant.sequences):
                 break
-            in_use += count
+            in_use += entrant.sequences
             fitting += 1
         return fitting
 
@@ -167,15 +196,25 @@ class AdmissionQueue:
         # A request with more sequences than the whole cluster can run is admitted alone, instead of never.
         return self._capacity > 0 and (in_use + count <= self._capacity or in_use == 0)
 
+    @staticmethod
+    def _holds(slot: QueueSlot, now: float) -> bool:
+        """Whether a slot that does not fit may be passed no longer."""
+        return slot.blocked_at is not None and now - slot.blocked_at >= PASSING_S
+
     def _admit(self, now: float) -> list[QueueSlot]:
         admitted = []
-        while self._waiting:
-            slot = next(iter(self._waiting))
-            if not self._fits(self._in_use, slot.sequences):
+        for slot in self._waiting:
+            if self._fits(self._in_use, slot.sequences):
+                self._waiting.admit(slot)
+                self._admitted.add(slot)
+                self._in_use += slot.sequences
+                slot.admitted_at = now
+                admitted.append(slot)
+                continue
+            if self._in_use >= self._capacity:
                 break
-            del self._waiting[slot]
-            self._admitted.add(slot)
-            self._in_use += slot.sequences
-            slot.admitted_at = now
-            admitted.append(slot)
+            if slot.blocked_at is None:
+                slot.blocked_at = now
+            if self._holds(slot, now):
+                break
         return admitted

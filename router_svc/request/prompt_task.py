@@ -8,8 +8,8 @@ from pdserve.base.wire import sampling_to_wire
 from pdserve.model.tokenizer import Tokenizer
 from router_svc.generation import Generation
 from router_svc.records.journal import Journal
-from router_svc.request.admission import QueueSlot
 from router_svc.request.context import RequestContext
+from router_svc.request.fair_order import QueueSlot
 from router_svc.request.gate import Gate
 from router_svc.request.output import Output
 from router_svc.request.saga import Saga

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from pdserve.base.errors import Draining, NoWorkers, Overloaded
+from pdserve.base.errors import Draining, NoWorkers, Overloaded, RequestError
 from pdserve.base.tasks import service_group
 from pdserve.base.tracing.context import TraceContext
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
@@ -19,7 +19,9 @@ from router_svc.records.metrics import RouterMetrics
 from router_svc.records.record import RecentRecords, Record
 from router_svc.records.request_store import RequestStore
 from router_svc.records.spans import RequestTrace
-from router_svc.request.admission import Entrant, QueueSlot
+from router_svc.request.admission import Entrant
+from router_svc.request.client import ANONYMOUS, Client
+from router_svc.request.fair_order import QueueSlot
 from router_svc.request.gate import Gate
 from router_svc.request.prompt_task import PromptTask
 from router_svc.request.stream import DeltaStream
@@ -49,7 +51,11 @@ class Recorders:
 class Requests:
     """The client requests that are open."""
 
-    def __init__(self, cluster: Cluster, gate: Gate, recorders: Recorders, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, cluster: Cluster, gate: Gate, recorders: Recorders, tokenizer: Tokenizer, *, by_priority: bool = False
+    ) -> None:
+        """`by_priority`: requests may have priorities."""
+        self._by_priority = by_priority
         self._cluster = cluster
         self._gate = gate
         self._recorders = recorders
@@ -79,16 +85,18 @@ class Requests:
 
     @asynccontextmanager
     async def run(
-        self, generations: Sequence[Generation], trace: TraceContext | None = None
+        self, generations: Sequence[Generation], client: Client = ANONYMOUS, trace: TraceContext | None = None
     ) -> AsyncIterator[DeltaStream]:
-        """Runs the prompts of one client request. Leaving the block cancels those that still run.
+        """Runs the prompts of one request of `client`. Leaving the block cancels those that still run.
 
         `trace` is the request's span.
 
         Raises:
             Overloaded, NoWorkers, Draining: the request was refused at once.
+            RequestError: it has a priority, and this router does not take any.
             PdserveError: a later failure, raised by `DeltaStream.write_to`.
         """
+        self._require_no_priority(generations)
         accepted_at = time.time()
         journals = [self._recorders.open_journal(generation, accepted_at, trace) for generation in generations]
         prompts = [PrefixHashes(generation.prompt, generation.cache_salt) for generation in generations]
@@ -97,11 +105,11 @@ class Requests:
         self._recorders.metrics.received([hashes.num_tokens for hashes in prompts], uncached_tokens)
         self._refuse_if_unavailable()
         entrants = [
-            Entrant(sequences=generation.sampling.n, uncached_tokens=uncached)
+            Entrant(sequences=generation.sampling.n, uncached_tokens=uncached, priority=generation.priority)
             for generation, uncached in zip(generations, uncached_tokens, strict=True)
         ]
         stream = DeltaStream(journals, self._recorders.metrics.wrote_first_token)
-        with self._counted(), self._queue_slots(entrants) as slots:
+        with self._counted(), self._queue_slots(entrants, client) as slots:
             for journal in journals:
                 self._recorders.recent.add(journal.record)
             try:
@@ -114,6 +122,15 @@ class Requests:
                 for journal in journals:
                     journal.cancelled()
 
+    def _require_no_priority(self, generations: Sequence[Generation]) -> None:
+        priority = next((generation.priority for generation in generations if generation.priority), 0)
+        if priority and not self._by_priority:
+            raise RequestError(
+                f"`priority` is {priority}, but this server admits requests in the order of their arrival. Leave it "
+                "out, or start the router with --scheduling-policy priority.",
+                param="priority",
+            )
+
     def _refuse_if_unavailable(self) -> None:
         if self._is_draining:
             self._recorders.metrics.rejected("draining")
@@ -123,9 +140,9 @@ class Requests:
             raise NoWorkers("No decode worker is ready. Retry in a few seconds.")
 
     @contextmanager
-    def _queue_slots(self, entrants: Sequence[Entrant]) -> Iterator[list[QueueSlot]]:
+    def _queue_slots(self, entrants: Sequence[Entrant], client: Client) -> Iterator[list[QueueSlot]]:
         try:
-            slots = self._gate.enter(entrants)
+            slots = self._gate.enter(entrants, client)
         except Overloaded:
             self._recorders.metrics.rejected("queue_full")
             raise

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from pdserve.base.errors import PdserveError
-from router_svc.api.http_request import IDS, MODEL, REQUEST_ID_HEADER, read_body
+from router_svc.api.http_request import IDS, MODEL, REQUEST_ID_HEADER, client_of, read_body
 from router_svc.api.ids import Ids
 from router_svc.api.openai.errors import error_body
 from router_svc.api.openai.generation_request import GenerationRequest, chat_request, completion_request
@@ -58,7 +58,7 @@ class GenerationApi:
         # From here on, error responses have the ids in a header, too.
         request[IDS] = ids
         formatter = ResponseFormatter(generation, choice_format)
-        async with self._requests.run(generation.generations, request.get(TRACE)) as stream:
+        async with self._requests.run(generation.generations, client_of(request), request.get(TRACE)) as stream:
             if generation.stream:
                 return await _send_stream(request, formatter, stream, ids)
             return await _send_whole(formatter, stream)

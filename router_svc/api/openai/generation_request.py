@@ -55,7 +55,9 @@ async def completion_request(
         )
     prompts = await _token_ids(body, model)
     fields = EndpointFields(max_tokens=body.max_tokens, default_max_tokens=DEFAULT_MAX_TOKENS, logprobs=body.logprobs)
-    factory = GenerationFactory(model=model, max_model_len=max_model_len, ids=ids, endpoint=COMPLETIONS)
+    factory = GenerationFactory(
+        model=model, max_model_len=max_model_len, ids=ids, endpoint=COMPLETIONS, priority=body.priority or 0
+    )
     generations = factory.make(body, fields, prompts)
     echoes = await _texts(body, model) if body.echo else []
     return _request(body, model, ids, generations, tuple(echoes))
@@ -83,7 +85,9 @@ async def chat_request(body: ChatBody, model: ServedModel, ids: Ids, max_model_l
         max_tokens_param="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    factory = GenerationFactory(model=model, max_model_len=max_model_len, ids=ids, endpoint=CHAT)
+    factory = GenerationFactory(
+        model=model, max_model_len=max_model_len, ids=ids, endpoint=CHAT, priority=body.priority or 0
+    )
     return _request(body, model, ids, factory.make(body, fields, [prompt]), ())
 
 

@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 from pdserve.base.sampling import MAX_LOGPROBS
 from router_svc.api.body import UINT32_MAX, Body, SamplingFields, TokenId
 from router_svc.api.fields import MESSAGE_UNSUPPORTED, without_neutral
+from router_svc.generation import MAX_PRIORITY
 
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 512
@@ -101,6 +102,8 @@ class GenerationBody(SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
+    #: Lower values come first.
+    priority: Annotated[int, Ge(-MAX_PRIORITY), Le(MAX_PRIORITY)] | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> GenerationBody:

@@ -98,6 +98,40 @@ async def test_overload_is_refused_with_a_retry_after(redis_server: PrivateRedis
         assert [status for status, _ in await asyncio.gather(*queued)] == [200, 200]
 
 
+async def test_a_client_that_fills_the_queue_makes_room_for_another(
+    redis_server: PrivateRedis, model_dir: Path
+) -> None:
+    async with open_cluster(redis_server, model_dir, ONE_OF_EACH, max_num_queued_reqs=4) as cluster:
+        running = await start_hanging(cluster, 8)
+        queued = [asyncio.create_task(cluster.complete()) for _ in range(4)]
+        await eventually(lambda: _is(cluster, waiting=4))
+        other = aiohttp.TCPConnector(local_addr=("127.0.0.2", 0))
+        async with aiohttp.ClientSession(connector=other) as session:
+            body = {"model": NAME, "prompt": "x"}
+            second = asyncio.create_task(session.post(f"{cluster.base_url}/v1/completions", json=body))
+            [displaced], _ = await asyncio.wait(queued, return_when=asyncio.FIRST_COMPLETED)
+            status, refusal = displaced.result()
+            assert status == 429
+            assert "other clients have fewer requests" in refusal["error"]["message"]
+            assert await cluster.metric("admission_rejections_total", reason="displaced") == 1
+            assert displaced is queued[-1]
+            await cancel(*running)
+            assert (await second).status == 200
+        assert [(await task)[0] for task in queued[:3]] == [200] * 3
+
+
+async def test_priorities_need_a_policy_that_takes_them(
+    redis_server: PrivateRedis, model_dir: Path, small_cluster: ScriptedCluster
+) -> None:
+    status, body = await small_cluster.complete(priority=3)
+    assert status == 400
+    assert body["error"]["param"] == "priority"
+    assert "--scheduling-policy priority" in body["error"]["message"]
+    assert (await small_cluster.complete(priority=0))[0] == 200
+    async with open_cluster(redis_server, model_dir, ONE_OF_EACH, scheduling_policy="priority") as cluster:
+        assert (await cluster.complete(priority=-3))[0] == 200
+
+
 async def _is(cluster: ScriptedCluster, *, waiting: int) -> bool:
     return (await cluster.get("/v1/cluster"))[1]["router"]["queued"] == waiting
 

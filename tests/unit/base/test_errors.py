@@ -35,8 +35,8 @@ def test_grpc_codes_are_names_of_grpc() -> None:
 
 
 def _example(cls: type[errors.PdserveError]) -> errors.PdserveError:
-    if cls is errors.Overloaded:
-        return errors.Overloaded("full", retry_after_s=3)
+    if issubclass(cls, errors.Overloaded):
+        return cls("full", retry_after_s=3)
     if issubclass(cls, errors.RequestError):
         return cls("wrong", param="max_tokens")
     return cls("it broke")
