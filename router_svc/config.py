@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.base.config import option, parse_bytes
+from pdserve.base.config import option, parse_bytes, words_option
+from pdserve.base.hosts import parse_names, parse_origins
 from pdserve.base.logs import FORMATS, LEVELS
 from pdserve.base.redis_keys import DEFAULT_PREFIX, parse_prefix
 
@@ -28,6 +29,26 @@ class RouterConfig:
     port: int = option(8000, help="port of the HTTP API; 0 takes a free one", minimum=0)
     grpc_port: int | None = option(
         None, help="port of the gRPC API; 0 takes a free one; default: one above --port", minimum=0
+    )
+    admin_port: int | None = option(
+        None,
+        help="port of its own for metrics, the cluster, traces and the console; 0 takes a free one; default: --port",
+        minimum=0,
+    )
+    admin_host: str | None = option(
+        None, help="address that the admin port listens on; default: --host", metavar="ADDRESS"
+    )
+    allowed_hosts: tuple[str, ...] = words_option(
+        (),
+        help="names in Host headers to take besides localhost and addresses; on loopback, others are refused; *: any",
+        parse=parse_names,
+        metavar="NAME",
+    )
+    allowed_origins: tuple[str, ...] = words_option(
+        (),
+        help="origins of web pages that may call the API (CORS), such as https://chat.example.com; *: any",
+        parse=parse_origins,
+        metavar="ORIGIN",
     )
     prefill_expected: int = option(
         1,

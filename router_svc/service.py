@@ -7,11 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from aiohttp import web
-
 from kvtransfer.index.prefix_mirror import PrefixMirror
 from pdserve.base import audit, notify
-from pdserve.base.admin import Health, bound_socket, health_routes, serve_http
+from pdserve.base.admin import Health
 from pdserve.base.audit import Refusals
 from pdserve.base.clock_skew import ClockSkew
 from pdserve.base.collector import exempt_all
@@ -25,8 +23,8 @@ from pdserve.base.tracing.setup import span_counters, tracing
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from router_svc.api.console.console import Console
 from router_svc.api.console.state import Sources
+from router_svc.api.front import Front
 from router_svc.api.grpc_api import SERVICE, InferenceServicer
-from router_svc.api.http_app import make_app
 from router_svc.api.openai.generation_api import GenerationApi
 from router_svc.api.openai.info import ModelApi, OperatorApi
 from router_svc.api.served_model import ServedModel
@@ -55,6 +53,8 @@ class Addresses:
 
     http: str
     grpc: str
+    #: None: the API's port serves operators, too.
+    admin: str | None = None
 
 
 class Router:
@@ -139,12 +139,11 @@ class Router:
     async def serving(self) -> AsyncIterator[Addresses]:
         """Serves until the block ends. The router is ready while a decode worker is."""
         config = self.config
-        listener = bound_socket(config.host, config.port, flag="--port")
         inference = InferenceServicer(self._model, self._requests, self._max_model_len, self._refusals, self._tracer)
         try:
             async with (
                 service_group() as group,
-                serve_http(self._app(), listener) as http_address,
+                self._front().serving() as (http_address, admin_address),
                 serve_grpc(
                     inference.register,
                     [SERVICE],
@@ -164,10 +163,9 @@ class Router:
                 )
                 if self._console is not None:
                     group.start(self._console.run(), name="console")
-                yield Addresses(http=http_address, grpc=grpc_address)
+                yield Addresses(http=http_address, grpc=grpc_address, admin=admin_address)
         finally:
             self._refusals.flush()
-            listener.close()
             await self.cluster.channels.close()
             self._model.threads.shutdown(wait=False)
 
@@ -186,15 +184,18 @@ class Router:
         except TimeoutError:
             log.warning("drain_incomplete", requests=self._requests.num_open, waited_s=self.config.drain_timeout_s)
 
-    def _app(self) -> web.Application:
-        model = ModelApi(self._model, self._max_model_len)
-        generation = GenerationApi(self._model, self._requests, self._max_model_len)
-        probes = health_routes(self.health, self.metrics.registry)
-        groups = [generation.routes(), model.routes(), self._operator.routes(), probes]
-        app = make_app(groups, max_body_bytes=self.config.max_body, refusals=self._refusals, tracer=self._tracer)
-        if self._console is not None:
-            self._console.add_to(app)
-        return app
+    def _front(self) -> Front:
+        return Front(
+            config=self.config,
+            generation=GenerationApi(self._model, self._requests, self._max_model_len),
+            model=ModelApi(self._model, self._max_model_len),
+            operator=self._operator,
+            console=self._console,
+            health=self.health,
+            registry=self.metrics.registry,
+            refusals=self._refusals,
+            tracer=self._tracer,
+        )
 
     def _make_console(self) -> Console:
         sources = Sources(
@@ -284,7 +285,8 @@ async def serve(config: RouterConfig) -> None:
         router = Router(config, model, store, health, tracer)
         exempt_all()
         async with router.serving() as addresses:
-            log.info("router_listening", http=addresses.http, grpc=addresses.grpc, model=config.model_name)
+            more = {} if addresses.admin is None else {"admin": addresses.admin}
+            log.info("router_listening", http=addresses.http, grpc=addresses.grpc, model=config.model_name, **more)
             notify.status(NO_DECODE_WORKER)
             await stop.wait()
             audit.action("drain_started", requests=router.num_open)

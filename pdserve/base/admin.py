@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from pdserve.base.errors import SetupError
+from pdserve.base.errors import Forbidden, SetupError, codes_of
+from pdserve.base.hosts import AllowedHosts
 
 
 @dataclass(slots=True)
@@ -57,6 +59,11 @@ class Health:
 
 def health_routes(health: Health, registry: CollectorRegistry) -> list[web.RouteDef]:
     """The four routes that every process has."""
+    return [*probe_routes(health), *metrics_routes(registry)]
+
+
+def probe_routes(health: Health) -> list[web.RouteDef]:
+    """The routes that tell an orchestrator, or a load balancer, about the process."""
 
     async def livez(_: web.Request) -> web.Response:
         return web.json_response(health.describe(), status=200 if health.is_live else 503)
@@ -64,17 +71,22 @@ def health_routes(health: Health, registry: CollectorRegistry) -> list[web.Route
     async def readyz(_: web.Request) -> web.Response:
         return web.json_response(health.describe(), status=200 if health.is_ready else 503)
 
+    return [
+        web.get("/livez", livez),
+        web.get("/readyz", readyz),
+        web.get("/health", readyz),
+    ]
+
+
+def metrics_routes(registry: CollectorRegistry) -> list[web.RouteDef]:
+    """The route that Prometheus reads."""
+
     async def metrics(request: web.Request) -> web.Response:
         # OpenMetrics, which has exemplars, for those that ask for it, as Prometheus does; else the text format.
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         return web.Response(body=encode(registry), headers={"Content-Type": content_type})
 
-    return [
-        web.get("/livez", livez),
-        web.get("/readyz", readyz),
-        web.get("/health", readyz),
-        web.get("/metrics", metrics),
-    ]
+    return [web.get("/metrics", metrics)]
 
 
 def bound_socket(host: str, port: int, *, flag: str) -> socket.socket:
@@ -111,7 +123,23 @@ async def serve_http(app: web.Application, listener: socket.socket, *, grace_s: 
 @asynccontextmanager
 async def serve_admin(health: Health, registry: CollectorRegistry, listener: socket.socket) -> AsyncIterator[str]:
     """Serves the four routes until the block ends; yields `host:port`."""
-    app = web.Application()
+    app = web.Application(middlewares=[_known_hosts(AllowedHosts.of_listener(listener.getsockname()[0]))])
     app.add_routes(health_routes(health, registry))
     async with serve_http(app, listener) as address:
         yield address
+
+
+def _known_hosts(allowed: AllowedHosts) -> Middleware:
+    """A middleware that refuses requests under other names."""
+
+    @web.middleware
+    async def checked(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        try:
+            allowed.check(request.headers.getall("Host", ()))
+        except Forbidden as error:
+            return web.json_response({"error": str(error)}, status=codes_of(error).http)
+        return await handler(request)
+
+    return checked

@@ -35,6 +35,18 @@ class MethodNotAllowed(RequestError):
     """The path does not support this HTTP method."""
 
 
+class UnsupportedMediaType(RequestError):
+    """The request body is declared to be something other than JSON."""
+
+
+class Unauthorized(RequestError):
+    """The request has no API key that is known and valid."""
+
+
+class Forbidden(RequestError):
+    """The caller is known, or needs no key, but may not do this."""
+
+
 # Not enough capacity: retried on another worker, or later.
 class CapacityError(PdserveError):
     """There is no capacity for the request here at present."""
@@ -126,6 +138,9 @@ _TABLE: dict[type[PdserveError], Codes] = {
     NotFound: Codes(http=404, openai_type="not_found_error", grpc="NOT_FOUND"),
     PayloadTooLarge: Codes(http=413, openai_type="invalid_request_error", grpc="INVALID_ARGUMENT"),
     MethodNotAllowed: Codes(http=405, openai_type="invalid_request_error", grpc="UNIMPLEMENTED"),
+    UnsupportedMediaType: Codes(http=415, openai_type="invalid_request_error", grpc="INVALID_ARGUMENT"),
+    Unauthorized: Codes(http=401, openai_type="authentication_error", grpc="UNAUTHENTICATED"),
+    Forbidden: Codes(http=403, openai_type="permission_error", grpc="PERMISSION_DENIED"),
     CapacityError: Codes(http=503, openai_type="overloaded_error", grpc="RESOURCE_EXHAUSTED"),
     Overloaded: Codes(http=429, openai_type="rate_limit_error", grpc="RESOURCE_EXHAUSTED"),
     Displaced: Codes(http=429, openai_type="rate_limit_error", grpc="RESOURCE_EXHAUSTED"),

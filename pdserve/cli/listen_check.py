@@ -10,7 +10,10 @@ from pdserve.cli.up_config import UpConfig
 
 def require_free_ports(config: UpConfig) -> None:
     """Reports a taken port at once instead of after the model was loaded. Raises `SetupError`."""
-    for flag, port in (("--port", config.port), ("--grpc-port", config.effective_grpc_port)):
+    ports = {"--port": config.port, "--grpc-port": config.effective_grpc_port, "--admin-port": config.admin_port}
+    for flag, port in ports.items():
+        if port is None:
+            continue
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -33,6 +33,9 @@ def router_spec(plan: ClusterPlan) -> ProcessSpec:
         "host": config.host,
         "port": config.port,
         "grpc-port": config.grpc_port,
+        "admin-port": config.admin_port,
+        "allowed-hosts": config.allowed_hosts,
+        "allowed-origins": config.allowed_origins,
         "prefill-expected": config.prefill,
         "trace-sample-ratio": config.trace_sample_ratio,
         "local-prefill-threshold": config.local_prefill_threshold,
@@ -109,7 +112,7 @@ def _service(
 ) -> ProcessSpec:
     settings = _SETTINGS[module]
     given = [
-        (f"--{flag}" if value else f"--no-{flag}") if isinstance(value, bool) else f"--{flag}={value}"
+        (f"--{flag}" if value else f"--no-{flag}") if isinstance(value, bool) else f"--{flag}={_text(value)}"
         for flag, value in flags.items()
         # A value equal to the service's default is omitted, so that the service's environment can override it.
         if value is not None and value != default_of(settings, flag.replace("-", "_"))
@@ -129,6 +132,11 @@ def _service(
         stop_grace_s=plan.config.drain_timeout_s + _CLOSE_GRACE_S,
         stop_stage=stage,
     )
+
+
+def _text(value: object) -> str:
+    """The value of a flag. Words are joined, as `words_option` joins them."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _thread_environment(threads: int) -> dict[str, str]:

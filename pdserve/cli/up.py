@@ -155,7 +155,7 @@ class _Up:
             served_name=plan.served_name,
             log_dir=plan.log_dir,
             took_s=time.monotonic() - self.started_at,
-            has_console=self.config.console,
+            console_url=f"http://{host}:{self.config.admin_port or self.config.port}" if self.config.console else None,
         )
 
     def _hurry(self) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decode_svc.config import DecodeConfig
-from pdserve.base.config import default_of, option, parse_bytes, positional
+from pdserve.base.config import default_of, option, parse_bytes, positional, words_option
+from pdserve.base.hosts import parse_names, parse_origins
 from pdserve.base.logs import FORMATS, LEVELS
 from pdserve.base.redis_keys import DEFAULT_PREFIX, parse_prefix
 from pdserve.worker.config import (
@@ -32,6 +33,23 @@ class UpConfig:
     host: str = option("127.0.0.1", help="address the router listens on; 0.0.0.0 for all", metavar="ADDRESS")
     port: int = option(8000, help="port of the OpenAI-compatible HTTP API", minimum=1)
     grpc_port: int | None = option(None, help="port of the gRPC API; default: --port + 1", minimum=1)
+    admin_port: int | None = option(
+        None,
+        help="port of its own for metrics, the cluster, traces and the console; default: --port",
+        minimum=1,
+    )
+    allowed_hosts: tuple[str, ...] = words_option(
+        (),
+        help="names in Host headers to take besides localhost and addresses; on loopback, others are refused; *: any",
+        parse=parse_names,
+        metavar="NAME",
+    )
+    allowed_origins: tuple[str, ...] = words_option(
+        (),
+        help="origins of web pages that may call the API (CORS), such as https://chat.example.com; *: any",
+        parse=parse_origins,
+        metavar="ORIGIN",
+    )
     prefill: int = option(
         1, help="number of prefill workers; with 0 the decode workers also prefill", metavar="N", minimum=0
     )

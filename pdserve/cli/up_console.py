@@ -151,13 +151,13 @@ def describe_plan(
 
 
 def describe_ready(
-    *, base_url: str, grpc_address: str, served_name: str, log_dir: Path, took_s: float, has_console: bool
+    *, base_url: str, grpc_address: str, served_name: str, log_dir: Path, took_s: float, console_url: str | None
 ) -> str:
     """Text for the user: addresses, commands to paste, and where the logs are."""
     question = {"role": "user", "content": "What is the capital of France?"}
     body = json.dumps({"model": served_name, "messages": [question], "temperature": 0, "max_tokens": 64})
     chat = "pdserve chat" if base_url == "http://127.0.0.1:8000" else f"pdserve chat --base-url {base_url}"
-    console = f"Console: {base_url}/console\n" if has_console else ""
+    console = f"Console: {console_url}/console\n" if console_url else ""
     return (
         f"\nReady after {took_s:.1f} s. OpenAI-compatible API: {base_url}/v1   gRPC: {grpc_address}\n{console}\n"
         f"  curl {base_url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"

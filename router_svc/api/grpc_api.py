@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
@@ -28,6 +29,7 @@ from router_svc.generation import Generation
 from router_svc.request.client import Client
 from router_svc.request.output import ChoiceDelta
 from router_svc.request.requests import Requests
+from router_svc.request.stream import WRITE_TIMEOUT_S, TokenUsage
 
 SERVICE = "pdserve.v1.InferenceService"
 _METHOD = f"{SERVICE}/Generate"
@@ -85,17 +87,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 await stream.write_to(write)
             except ConnectionResetError as error:
                 raise TransferTimeout(f"The client has disconnected: {error}.") from None
-            usage = stream.usage
-            await context.write(
-                pb.GenerateResponse(
-                    request_id=generation.request_id,
-                    usage=pb.Usage(
-                        prompt_tokens=usage.prompt_tokens,
-                        completion_tokens=usage.completion_tokens,
-                        cached_tokens=usage.cached_tokens,
-                    ),
-                )
-            )
+            await _write_usage(context, generation.request_id, stream.usage)
 
     async def _generation(self, request: pb.GenerateRequest) -> Generation:
         require_model(request.model, self._model)
@@ -130,6 +122,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if not prompt:
             raise RequestError("`prompt` must not be empty. Send a text or token ids.", param="prompt")
         return prompt
+
+
+async def _write_usage(context: grpc.aio.ServicerContext[Any, Any], request_id: str, usage: TokenUsage) -> None:
+    """Writes the last message. Raises `TransferTimeout` when the client does not take it."""
+    message = pb.Usage(
+        prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens, cached_tokens=usage.cached_tokens
+    )
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await context.write(pb.GenerateResponse(request_id=request_id, usage=message))
+    except TimeoutError:
+        raise TransferTimeout(f"The client has read nothing for {WRITE_TIMEOUT_S:g} s.") from None
 
 
 def _host_of(peer: str) -> str:

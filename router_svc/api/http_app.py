@@ -2,36 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from dataclasses import dataclass, field
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from pdserve.base.audit import Refusals
 from pdserve.base.errors import PdserveError, RequestError
+from pdserve.base.hosts import AllowedHosts
 from pdserve.base.logs import get_logger
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
+from router_svc.api.guards import add_cross_origin, known_hosts
 from router_svc.api.http_request import IDS, REQUEST_ID_HEADER, caller_of
 from router_svc.api.openai.errors import error_response, from_http_exception
 from router_svc.api.request_span import http_tracing
+from router_svc.request.stream import WRITE_TIMEOUT_S
 
 log = get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpRules:
+    """What a listener takes, from whom, and how long it waits for readers."""
+
+    max_body_bytes: int
+    hosts: AllowedHosts = field(default_factory=AllowedHosts)
+    #: Origins of the web pages that may call it.
+    origins: Collection[str] = ()
+    write_timeout_s: float = WRITE_TIMEOUT_S
+
+
 def make_app(
-    routes: Iterable[Iterable[web.RouteDef]],
+    routes: Iterable[Iterable[web.AbstractRouteDef]],
+    rules: HttpRules,
     *,
-    max_body_bytes: int,
     refusals: Refusals | None = None,
     tracer: Tracer = NO_TRACER,
 ) -> web.Application:
     """The application with the given groups of routes."""
+    errors = _errors(refusals or Refusals())
     app = web.Application(
-        middlewares=[http_tracing(tracer), _errors(refusals or Refusals())], client_max_size=max_body_bytes
+        middlewares=[http_tracing(tracer), _deadline(rules.write_timeout_s), errors, known_hosts(rules.hosts)],
+        client_max_size=rules.max_body_bytes,
     )
+    add_cross_origin(app, rules.origins)
     for group in routes:
         app.add_routes(group)
     return app
+
+
+def _deadline(write_timeout_s: float) -> Middleware:
+    """A middleware that sends whole responses, and disconnects a client that does not read one in time."""
+
+    @web.middleware
+    async def sent(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if request.transport is not None:
+            # A write is complete when the kernel has it. With a buffer in between, its rest would have no deadline.
+            request.transport.set_write_buffer_limits(high=0)
+        try:
+            response = await handler(request)
+            async with asyncio.timeout(write_timeout_s):
+                await response.prepare(request)
+                await response.write_eof()
+        except TimeoutError:
+            log.info("client_reads_nothing", path=request.path, after_s=write_timeout_s)
+            _disconnect(request)
+            raise ConnectionResetError(f"the client has read nothing for {write_timeout_s:g} s") from None
+        except ConnectionError:
+            _disconnect(request)
+            raise
+        return response
+
+    return sent
+
+
+def _disconnect(request: web.Request) -> None:
+    """Drops the connection. Closing it would wait until the client has taken what is buffered."""
+    if request.transport is not None:
+        request.transport.abort()
 
 
 def _errors(refusals: Refusals) -> Middleware:

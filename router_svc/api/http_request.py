@@ -8,7 +8,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from pdserve.base.audit import Caller
-from pdserve.base.errors import RequestError
+from pdserve.base.errors import RequestError, UnsupportedMediaType
 from router_svc.api.body import Body
 from router_svc.api.ids import Ids, is_valid_id
 from router_svc.api.parse import parse_body
@@ -23,6 +23,8 @@ MODEL = web.RequestKey("model", str)
 _BODY_TIMEOUT_S = 60.0
 #: Larger bodies are parsed in a thread.
 _INLINE_BODY_BYTES = 64 * 1024
+#: The only type of bodies. A page of another origin cannot send it without the router's consent.
+_JSON = "application/json"
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 
@@ -46,6 +48,7 @@ def client_of(request: web.Request) -> Client:
 
 async def read_body(request: web.Request, cls: type[AnyBody]) -> AnyBody:
     """The validated body of the request. Raises `RequestError`."""
+    _require_json(request)
     try:
         async with asyncio.timeout(_BODY_TIMEOUT_S):
             body = await request.read()
@@ -56,3 +59,11 @@ async def read_body(request: web.Request, cls: type[AnyBody]) -> AnyBody:
     if len(body) <= _INLINE_BODY_BYTES:
         return parse_body(cls, body)
     return await asyncio.to_thread(parse_body, cls, body)
+
+
+def _require_json(request: web.Request) -> None:
+    """Raises `UnsupportedMediaType` for a body of another type: one that any web page may send without asking."""
+    if request.content_type != _JSON:
+        given = request.headers.get("Content-Type")
+        what = "has no Content-Type" if given is None else f"has the Content-Type {given[:100]!r}"
+        raise UnsupportedMediaType(f"The request {what}. Send JSON, with `Content-Type: {_JSON}`.")

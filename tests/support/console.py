@@ -19,7 +19,7 @@ from router_svc.api.console.feed import Feed
 from router_svc.api.console.load import LoadHistory
 from router_svc.api.console.page import ConsolePage
 from router_svc.api.console.state import ClusterState, Sources
-from router_svc.api.http_app import make_app
+from router_svc.api.http_app import HttpRules, make_app
 from router_svc.api.openai.info import OperatorApi
 from router_svc.records.record import RecentRecords, Record, TracePhase
 from router_svc.records.request_state import RequestProgress, RequestState
@@ -204,7 +204,7 @@ async def serving(fake: FakeCluster, **options: Any) -> AsyncIterator[tuple[str,
     limits = {name: options.pop(name) for name in ("write_timeout_s", "max_age_s") if name in options}
     feed = Feed(fake.state(), **({"max_readers": 4, "interval_s": 0.05} | options))
     groups = [fake.operator.routes(), ConsoleEvents(feed, **limits).routes(), ConsolePage().routes(), routes]
-    app = make_app(groups, max_body_bytes=1024)
+    app = make_app(groups, HttpRules(max_body_bytes=1024))
     app.on_shutdown.append(lambda _: _close(feed))
     listener = bound_socket("127.0.0.1", 0, flag="--port")
     try:

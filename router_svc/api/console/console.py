@@ -20,16 +20,15 @@ class Console:
     def __init__(self, sources: Sources, *, max_readers: int) -> None:
         self.feed = Feed(ClusterState(sources, history=LoadHistory(HISTORY_SAMPLES)), max_readers=max_readers)
 
-    def add_to(self, app: web.Application) -> None:
-        """Adds the endpoints. The streams end when the application shuts down, which would wait for them."""
+    def routes(self) -> list[web.RouteDef]:
+        """The endpoints for the application."""
         # The stream's path comes first: the page's matches it, too.
-        app.add_routes(ConsoleEvents(self.feed).routes())
-        app.add_routes(ConsolePage().routes())
-        app.on_shutdown.append(self._close)
+        return [*ConsoleEvents(self.feed).routes(), *ConsolePage().routes()]
 
     async def run(self) -> None:
         """Follows the cluster until cancelled."""
         await self.feed.run()
 
-    async def _close(self, _: web.Application) -> None:
+    async def close(self, _: web.Application) -> None:
+        """Ends the streams, because the application shuts down."""
         self.feed.close()

@@ -111,7 +111,7 @@ async def _send_stream(
     try:
         async with asyncio.timeout(WRITE_TIMEOUT_S):
             await sse.write(last + _DONE)
+            await sse.write_eof()
     except TimeoutError:
         raise ConnectionResetError(f"the client has read nothing for {WRITE_TIMEOUT_S:g} s") from None
-    await sse.write_eof()
     return sse

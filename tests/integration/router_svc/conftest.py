@@ -46,6 +46,8 @@ class ScriptedCluster:
     """A router with scripted workers, and clients for it."""
 
     base_url: str
+    #: Where operators ask; the same unless the router has an admin port.
+    admin_url: str
     grpc_address: str
     calls: CallLog
     router: Router
@@ -80,6 +82,8 @@ class ScriptedCluster:
         """Status and JSON of a POST."""
         if body is not None:
             options["json"] = body
+        else:
+            options.setdefault("headers", {"Content-Type": "application/json"})
         async with self.http.post(self.base_url + path, **options) as response:  # type: ignore[arg-type]
             return response.status, await response.json()
 
@@ -152,7 +156,8 @@ async def open_cluster(
             for worker_id, tier in tiers.items()
         }
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        cluster = ScriptedCluster(f"http://{addresses.http}", addresses.grpc, calls, router, http, workers)
+        urls = f"http://{addresses.http}", f"http://{addresses.admin or addresses.http}"
+        cluster = ScriptedCluster(*urls, addresses.grpc, calls, router, http, workers)
         await cluster.knows(len(tiers))
         await eventually(cluster.is_ready_if_it_can_be)
         yield cluster

@@ -54,6 +54,22 @@ async def test_readiness_follows_the_decode_workers(small_cluster: ScriptedClust
     assert (await small_cluster.complete())[0] == 200
 
 
+async def test_with_an_admin_port_the_apis_port_shows_nothing_of_the_cluster(
+    redis_server: PrivateRedis, model_dir: Path
+) -> None:
+    async with open_cluster(redis_server, model_dir, ONE_OF_EACH, admin_port=0) as cluster:
+        assert cluster.admin_url != cluster.base_url
+        for path in ("/metrics", "/v1/cluster", "/v1/requests", "/v1/requests/x/trace", "/console/", "/console/events"):
+            status, body = await cluster.get(path)
+            assert (status, "--admin-port" in body["error"]["message"]) == (404, True), path
+        for path in ("/metrics", "/v1/cluster", "/v1/requests", "/console/", "/v1/models", "/readyz"):
+            async with cluster.http.get(cluster.admin_url + path) as response:
+                assert response.status == 200, path
+        for path in ("/livez", "/readyz", "/health", "/v1/models"):
+            assert (await cluster.get(path))[0] == 200, path
+        assert (await cluster.complete())[0] == 200
+
+
 async def test_service_is_degraded_without_prefill_workers(small_cluster: ScriptedCluster) -> None:
     async def degraded() -> bool:
         return "prefill" in (await small_cluster.get("/health"))[1]["degraded"]

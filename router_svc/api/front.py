@@ -1,0 +1,93 @@
+"""The router's HTTP listeners: the API's, and with `--admin-port` one of its own for what operators read."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import dataclass
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from pdserve.base.admin import Health, bound_socket, metrics_routes, probe_routes, serve_http
+from pdserve.base.audit import Refusals
+from pdserve.base.errors import NotFound
+from pdserve.base.hosts import AllowedHosts
+from pdserve.base.tracing.spans import NO_TRACER, Tracer
+from router_svc.api.console.console import Console
+from router_svc.api.http_app import HttpRules, make_app
+from router_svc.api.openai.generation_api import GenerationApi
+from router_svc.api.openai.info import ModelApi, OperatorApi
+from router_svc.config import RouterConfig
+
+Routes = Sequence[web.AbstractRouteDef]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """Everything that answers over HTTP."""
+
+    config: RouterConfig
+    generation: GenerationApi
+    model: ModelApi
+    operator: OperatorApi
+    #: None: the router has no console.
+    console: Console | None
+    health: Health
+    registry: CollectorRegistry
+    refusals: Refusals
+    tracer: Tracer = NO_TRACER
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[tuple[str, str | None]]:
+        """Serves until the block ends. Yields `host:port` of the API, and of the admin port if there is one."""
+        config = self.config
+        async with AsyncExitStack() as stack:
+            admin_address = None
+            if config.admin_port is not None:
+                admin_host = config.admin_host or config.host
+                listener = stack.enter_context(
+                    closing(bound_socket(admin_host, config.admin_port, flag="--admin-port"))
+                )
+                app = self._app(admin_host, [*self._client_routes(), *self._operator_routes()])
+                self._watch_end(app)
+                admin_address = await stack.enter_async_context(serve_http(app, listener))
+            listener = stack.enter_context(closing(bound_socket(config.host, config.port, flag="--port")))
+            yield await stack.enter_async_context(serve_http(self._public_app(), listener)), admin_address
+
+    def _public_app(self) -> web.Application:
+        if self.config.admin_port is not None:
+            elsewhere = [_elsewhere(route) for route in self._operator_routes() if isinstance(route, web.RouteDef)]
+            return self._app(self.config.host, [*self._client_routes(), *elsewhere])
+        app = self._app(self.config.host, [*self._client_routes(), *self._operator_routes()])
+        self._watch_end(app)
+        return app
+
+    def _app(self, host: str, routes: Routes) -> web.Application:
+        rules = HttpRules(
+            max_body_bytes=self.config.max_body,
+            hosts=AllowedHosts.of_listener(host, self.config.allowed_hosts),
+            origins=self.config.allowed_origins,
+        )
+        return make_app([routes], rules, refusals=self.refusals, tracer=self.tracer)
+
+    def _client_routes(self) -> Routes:
+        return [*self.generation.routes(), *self.model.routes(), *probe_routes(self.health)]
+
+    def _operator_routes(self) -> Routes:
+        console = [] if self.console is None else self.console.routes()
+        return [*self.operator.routes(), *metrics_routes(self.registry), *console]
+
+    def _watch_end(self, app: web.Application) -> None:
+        if self.console is not None:
+            # Its streams end when the application shuts down, which would wait for them.
+            app.on_shutdown.append(self.console.close)
+
+
+def _elsewhere(route: web.RouteDef) -> web.RouteDef:
+    """The same path, answered with where it is."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        raise NotFound(f"{request.path[:100]} is served on this router's admin port only (--admin-port). Ask there.")
+
+    return web.RouteDef(route.method, route.path, answer, {})

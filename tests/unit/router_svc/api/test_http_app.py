@@ -1,0 +1,117 @@
+"""What the HTTP listeners refuse before a handler sees the request, and how long they wait for readers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from pdserve.base.admin import bound_socket, serve_http
+from pdserve.base.hosts import AllowedHosts
+from router_svc.api.body import Body
+from router_svc.api.http_app import HttpRules, make_app
+from router_svc.api.http_request import read_body
+from tests.support.redis import eventually
+
+
+class _Fields(Body):
+    x: int
+
+
+async def _post(request: web.Request) -> web.Response:
+    return web.json_response({"x": (await read_body(request, _Fields)).x})
+
+
+_SEEN: asyncio.Queue[web.Request] = asyncio.Queue()
+
+
+async def _large(request: web.Request) -> web.Response:
+    _SEEN.put_nowait(request)
+    return web.Response(body=bytes(64 << 20))
+
+
+@asynccontextmanager
+async def _serving(**rules: object) -> AsyncIterator[str]:
+    routes = [web.post("/post", _post), web.get("/large", _large)]
+    app = make_app([routes], HttpRules(**({"max_body_bytes": 1024} | rules)))  # type: ignore[arg-type]
+    listener = bound_socket("127.0.0.1", 0, flag="--port")
+    async with serve_http(app, listener) as address:
+        yield address
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    "content_type", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
+)
+async def test_a_body_that_any_web_page_may_send_is_refused(content_type: str | None) -> None:
+    headers = {} if content_type is None else {"Content-Type": content_type}
+    skip = ["Content-Type"] if content_type is None else []
+    async with (
+        _serving() as address,
+        aiohttp.ClientSession(skip_auto_headers=skip) as http,
+        http.post(f"http://{address}/post", data=b'{"x": 1}', headers=headers) as response,
+    ):
+        assert response.status == 415
+        assert "Content-Type: application/json" in (await response.json())["error"]["message"]
+
+
+async def test_json_with_a_charset_is_taken() -> None:
+    headers = {"Content-Type": "Application/JSON; charset=utf-8"}
+    async with (
+        _serving() as address,
+        aiohttp.ClientSession() as http,
+        http.post(f"http://{address}/post", data=b'{"x": 1}', headers=headers) as response,
+    ):
+        assert (response.status, await response.json()) == (200, {"x": 1})
+
+
+@pytest.mark.parametrize("path", ["/post", "/nowhere", "http://rebound.example/post"])
+async def test_a_rebound_name_is_refused_on_every_path(path: str) -> None:
+    hosts = AllowedHosts.of_listener("127.0.0.1")
+    async with _serving(hosts=hosts) as address:
+        host, port = address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: rebound.example\r\nConnection: close\r\n\r\n".encode())
+        answer = await reader.read()
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 403 ")
+
+
+async def test_other_origins_get_no_consent_unless_they_are_allowed() -> None:
+    headers = {
+        "Origin": "https://chat.example.com",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "content-type,authorization",
+    }
+    async with aiohttp.ClientSession(headers=headers) as http:
+        async with _serving() as address, http.options(f"http://{address}/post") as response:
+            assert response.status == 405
+            assert "Access-Control-Allow-Origin" not in response.headers
+        async with _serving(origins=["https://chat.example.com"]) as address:
+            async with http.options(f"http://{address}/post") as response:
+                assert response.status == 204
+                assert response.headers["Access-Control-Allow-Origin"] == "https://chat.example.com"
+                assert response.headers["Access-Control-Allow-Headers"] == "content-type,authorization"
+            async with http.post(f"http://{address}/post", json={"x": 1}) as response:
+                assert response.headers["Access-Control-Allow-Origin"] == "https://chat.example.com"
+            other = {"Origin": "https://other.example"}
+            async with http.post(f"http://{address}/post", json={"x": 1}, headers=other) as response:
+                assert "Access-Control-Allow-Origin" not in response.headers
+
+
+async def test_a_client_that_reads_no_answer_is_disconnected() -> None:
+    async with _serving(write_timeout_s=0.05) as address:
+        host, port = address.split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        request = await _SEEN.get()
+
+        async def is_disconnected() -> bool:
+            return request.transport is None
+
+        await eventually(is_disconnected)
+        writer.close()
