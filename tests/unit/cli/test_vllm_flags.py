@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[3]
 POPULAR = {
     "--host": "0.0.0.0",
     "--port": "8100",
+    "--allowed-origins": '["https://chat.example.com"]',
     "--served-model-name": "m",
     "--tensor-parallel-size": "1",
     "--data-parallel-size": "2",
