@@ -72,6 +72,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
                 " and sum(pdserve_handover_gap_seconds_count) >= 2",
                 "the requests are in the metrics",
             )
+            # Their group has an interval of its own.
+            for record in sorted(recorded()):
+                watched.until(record, f"{record} has a value")
             yield watched
 
 

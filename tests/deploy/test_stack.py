@@ -123,6 +123,23 @@ def test_after_a_killed_decode_worker_the_stack_answers_again_by_itself(stack: S
     _settle(stack)
 
 
+def test_after_a_killed_pause_container_the_workers_come_back_to_its_namespaces(stack: Stack) -> None:
+    before = {worker.worker_id: worker.epoch for tier in ("prefill", "decode") for worker in stack.workers(tier)}
+    stack.crash("pause")
+
+    def are_back() -> bool:
+        found = [worker for tier in ("prefill", "decode") for worker in stack.workers(tier)]
+        return len(found) == 2 and all(worker.epoch != before[worker.worker_id] for worker in found)
+
+    stack.until(are_back, "the engine has restarted the workers")
+    load = Load(stack.port, max_tokens=4)
+    load.stream(0)
+    assert load.failures() == []
+    paths = stack.samples("prefill", "pdserve_transport_path_info")
+    assert [labels["actual"] for labels, _ in paths] == ["cma"]
+    _settle(stack)
+
+
 @pytest.mark.parametrize("tier", ["prefill", "decode"])
 def test_a_tier_is_scaled_up_and_down_under_load_without_an_error(stack: Stack, tier: str) -> None:
     load = Load(stack.port, max_tokens=tokens_for(ANSWER_S, stack.port, clients=CLIENTS))
