@@ -30,7 +30,7 @@ def open_transport(name: str, *, host: str = "127.0.0.1", device: str | None = N
             set_default_variable("UCX_MEMTYPE_CACHE", "n")
             from kvtransfer.transport.ucx import UcxTransport
 
-            return UcxTransport(device_memory=device is not None)
+            return UcxTransport(host=host, device_memory=device is not None)
         if name == "nccl":
             from kvtransfer.transport.torch_distributed.transport import TorchDistributedTransport
 

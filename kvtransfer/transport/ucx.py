@@ -22,6 +22,7 @@ from ucxx.exceptions import UCXError
 from kvtransfer.transport.base import Buffer, Operation, Peer
 from kvtransfer.transport.tag_matcher import TagMatcher
 from kvtransfer.transport.ucx_address import unpack_address
+from kvtransfer.transport.ucx_devices import devices_of
 from kvtransfer.transport.ucx_lanes import lanes_of, offered_lanes
 from kvtransfer.transport.ucx_worker import UcxPeer, UcxWorker
 from pdserve.base.config import variable
@@ -52,6 +53,10 @@ _CUDA_DEFAULTS = {
     # Unwanted messages are drained to host memory; UCX would take 512 MiB of the GPU to copy them through.
     "RNDV_FRAG_MEM_TYPES": "host",
 }
+#: Bytes of early messages that are kept. Handovers post first, so early messages are strays.
+_MAX_EARLY_BYTES = 64 << 20
+#: Memory for unwanted messages, which overwrite each other. Of a larger one, UCX takes no more and ends it.
+_DISCARD_BYTES = 64 << 20
 _CUDA_ADVICE = " This UCX has no CUDA here. Use --handover-memory host."
 
 
@@ -65,13 +70,18 @@ class UcxTransport:
 
     name = "ucx"
 
-    def __init__(self, *, drain_timeout_s: float = 5.0, device_memory: bool = False) -> None:
-        """`device_memory`: whether buffers are in the memory of this process's GPU."""
+    def __init__(self, *, host: str = "127.0.0.1", drain_timeout_s: float = 5.0, device_memory: bool = False) -> None:
+        """`host`: the address on whose network device UCX listens, unless UCX_NET_DEVICES names others.
+
+        `device_memory`: whether buffers are in the memory of this process's GPU.
+        """
+        self._host = host
         self._drain_timeout_s = drain_timeout_s
         self._device_memory = device_memory
         self._defaults = _DEFAULTS | _CUDA_DEFAULTS if device_memory else _DEFAULTS
         self._worker: UcxWorker | None = None
-        self._matcher: TagMatcher[ucx.TagProbeResult] = TagMatcher(self._drain)
+        self._matcher: TagMatcher[ucx.TagProbeResult] = TagMatcher(self._drain, max_early_bytes=_MAX_EARLY_BYTES)
+        self._discarded: Buffer | None = None
         self._scheduled_poll: asyncio.Handle | None = None
 
     async def listen(self) -> bytes:
@@ -161,7 +171,7 @@ class UcxTransport:
     def _up(self) -> UcxWorker:
         if self._worker is not None:
             return self._worker
-        options = {name: value for name, value in self._defaults.items() if variable(f"UCX_{name}") is None}
+        options = self._options()
         try:
             worker = UcxWorker.start(options)
         except UCXError as error:
@@ -171,6 +181,16 @@ class UcxTransport:
         asyncio.get_running_loop().add_reader(worker.handle.epoll_file_descriptor, self._progress)
         self._schedule_poll()
         return worker
+
+    def _options(self) -> dict[str, str]:
+        """Settings of the UCX context that the user has not made."""
+        defaults = dict(self._defaults)
+        devices = devices_of(self._host)
+        if devices is not None:
+            defaults["NET_DEVICES"] = devices
+        elif variable("UCX_NET_DEVICES") is None:
+            log.warning("ucx_listens_everywhere", host=self._host, remedy="set UCX_NET_DEVICES")
+        return {name: value for name, value in defaults.items() if variable(f"UCX_{name}") is None}
 
     def _down(self, reason: PdserveError) -> None:
         worker, self._worker = self._worker, None
@@ -222,7 +242,7 @@ class UcxTransport:
         moved = False
         while (message := worker.handle.tag_probe(*_ANY_TAG, remove=True)).matched:
             moved = True
-            receive = self._matcher.arrive(message.sender_tag.value, message)
+            receive = self._matcher.arrive(message.sender_tag.value, message, message.length)
             if receive is not None:
                 self._receive(worker, message, receive)
         return moved
@@ -239,7 +259,9 @@ class UcxTransport:
     def _drain(self, message: ucx.TagProbeResult) -> None:
         """Receives an unwanted message, so that its sender does not wait."""
         assert self._worker is not None, "messages come from an open UCX worker"
-        self._worker.receive(message, Operation(0, np.empty(message.length, np.uint8)))
+        if self._discarded is None:
+            self._discarded = np.empty(_DISCARD_BYTES, np.uint8)
+        self._worker.receive(message, Operation(0, self._discarded[: message.length]))
 
 
 async def _until_done(operation: Operation) -> None:

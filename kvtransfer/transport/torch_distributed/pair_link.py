@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,6 +32,15 @@ class Rendezvous:
         """A store that only these two share. Raises: RuntimeError, after at most `RENDEZVOUS_TIMEOUT`."""
         store = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=RENDEZVOUS_TIMEOUT)
         return PrefixStore(f"pair/{self.number}", store)
+
+
+def listening_store(host: str) -> TCPStore:
+    """A store that listens on this address only; by itself it would on every one. Raises: OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
+    port = listener.getsockname()[1]
+    # The store owns the descriptor.
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 class PairLink(Protocol):

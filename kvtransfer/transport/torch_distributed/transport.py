@@ -25,6 +25,7 @@ from kvtransfer.transport.torch_distributed.pair_link import (
     LISTENER_RANK,
     PairLinks,
     Rendezvous,
+    listening_store,
 )
 from pdserve.base.errors import PeerLost, SetupError, TransferError
 from pdserve.base.logs import get_logger
@@ -61,7 +62,7 @@ class TorchDistributedTransport:
             try:
                 loop = asyncio.get_running_loop()
                 self._server = await loop.create_server(lambda: ListenerControl(self), self._host, 0)
-                self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+                self._store = listening_store(self._host)
             except OSError as error:
                 raise SetupError(f"Cannot listen on {self._host}: {error}.") from error
         assert self._store is not None
