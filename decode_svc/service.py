@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -22,6 +23,7 @@ from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import PdserveError, RequestError, StaleError, reason_of
 from pdserve.base.ids import RequestId, RouterId
 from pdserve.base.logs import enter_request, get_logger
+from pdserve.base.seals import Purpose
 from pdserve.base.streams import MessageStream, PeerLeft, serve_streams
 from pdserve.base.tracing.context import parse_traceparent
 from pdserve.base.tracing.spans import Attribute
@@ -34,6 +36,8 @@ from pdserve.worker.serve.worker import Worker
 
 log = get_logger(__name__)
 
+#: Salt of a request whose blocks others must not reuse.
+_PRIVATE_SALT_BYTES = 32
 #: Time for which a connection may be open without a request.
 _START_TIMEOUT_S = 10.0
 
@@ -90,7 +94,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         worker.metrics.kv_transfers_active.set_function(lambda: self.receiver.num_transfers)
         listener = bound_socket(self._config.host, self._config.stream_port, flag="--stream-port")
         return await self._open.enter_async_context(
-            serve_streams(listener, pb.DecodeRequest.FromString, self._decode, _failure)
+            serve_streams(listener, pb.DecodeRequest.FromString, self._decode, _failure, worker.tls)
         )
 
     def on_step(self, output: StepOutput) -> None:
@@ -161,7 +165,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             raise PeerLeft
         if (kind := first.WhichOneof("command")) != "start":
             raise RequestError(f"The stream starts with {kind or 'an empty message'}. Send start as its first message.")
-        return first.start
+        return self._worker.seals.open(Purpose.START, self._worker.seal_name, first.start)
 
     # DecodeService
     @rpc.method
@@ -169,7 +173,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         """Verifies a transfer that is complete, and lets its sequences run."""
         metrics = self._worker.metrics
         try:
-            commit = commit_from_proto(request)
+            commit = commit_from_proto(self._worker.seals.open(Purpose.COMMIT, self._worker.seal_name, request))
             session = self._sessions.get(commit.request_id)
             if session is None:
                 raise StaleError(f"Request {commit.request_id} is not on this worker. It has ended, or was never here.")
@@ -191,7 +195,9 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
     def _job(self, start: pb.DecodeStart) -> DecodeJob:
         prompt = tuple(start.prompt_token_ids)
         layout = self._worker.model.layout
-        key = self._worker.hash_key(start.cache_salt)
+        # A stranger who is accepted for now may send any blocks: no other request may find them.
+        private = self._worker.seals.accepts_strangers
+        key = self._worker.hash_key(secrets.token_bytes(_PRIVATE_SALT_BYTES) if private else start.cache_salt)
         return DecodeJob(
             request_id=RequestId(start.ref.request_id),
             prompt_token_ids=prompt,

@@ -10,7 +10,8 @@ from decode_svc.scheduler import DecodeScheduler
 from decode_svc.spans import DecodeTrace
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import Received, Reservation
-from kvtransfer.handover.ticket import Commit, Ticket, ticket_to_proto
+from kvtransfer.handover.sealed_ticket import sealed_ticket
+from kvtransfer.handover.ticket import Commit, Ticket
 from pdserve.base.errors import InvalidTransition, PdserveError, RequestError, StaleAttempt, StaleError, reason_of
 from pdserve.base.ids import RequestId
 from pdserve.base.streams import MessageStream, PeerLeft
@@ -188,8 +189,9 @@ class DecodeSession:
     async def _hand_out(self, ticket: Ticket) -> None:
         self._life = _Receiving(ticket)
         now = _now()
+        traced = replace(ticket, trace=self.trace.granted(now))
         granted = pb.TicketGranted(
-            ticket=ticket_to_proto(replace(ticket, trace=self.trace.granted(now))),
+            ticket=sealed_ticket(traced, self._request_id, self._worker.seals),
             cached_tokens=ticket.first_block * ticket.layout.block_size,
             reserve_s=now - self.trace.opened_at,
         )

@@ -6,13 +6,15 @@ import asyncio
 
 import grpc
 
+from kvtransfer.handover.sealed_ticket import opened_ticket
 from kvtransfer.handover.sender import Sender
-from kvtransfer.handover.ticket import Ticket, ticket_from_proto
+from kvtransfer.handover.ticket import Ticket
 from pdserve.base import rpc
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import PdserveError, reason_of
 from pdserve.base.ids import RequestId, RouterId
 from pdserve.base.logs import enter_request, get_logger
+from pdserve.base.seals import Purpose
 from pdserve.base.tracing.spans import Attribute
 from pdserve.base.wire import sampling_from_wire
 from pdserve.engine.step import LayersWritten, StepOutput
@@ -53,7 +55,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
             layout=worker.model.layout,
             on_peer=worker.paths.observe,
         )
-        self._channels = rpc.ChannelPool(max_kept=_MAX_DECODE_CHANNELS)
+        self._channels = rpc.ChannelPool(max_kept=_MAX_DECODE_CHANNELS, tls=worker.tls)
 
     # TierService
     def register(self, server: grpc.aio.Server) -> None:
@@ -98,10 +100,12 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
     ) -> None:
         """Computes a prompt and hands it over."""
         with self._worker.calls.serving():
+            seals = self._worker.seals
+            request = seals.open(Purpose.PROMPT, self._worker.seal_name, request)
             request_id = RequestId(request.ref.request_id)
             trace = PromptTrace.start(self._worker.tracer, rpc.trace_of(context))
             enter_request(request_id, trace.context)
-            ticket = ticket_from_proto(request.ticket) if request.HasField("ticket") else None
+            ticket = opened_ticket(request.ticket, request_id, seals) if request.HasField("ticket") else None
             async with self._inboxes.open(request_id, request.ref.attempt) as inbox:
                 session = PrefillSession(
                     self._worker, self.scheduler, self._sender, self._channels, inbox, context.write

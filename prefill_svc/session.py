@@ -14,6 +14,7 @@ from kvtransfer.handover.ticket import Commit, Ticket, commit_to_proto
 from pdserve.base.ids import BlockId, RequestId
 from pdserve.base.rpc import ChannelPool, mapped_rpc_errors
 from pdserve.base.sampling import ChoiceTokens
+from pdserve.base.seals import Purpose, receiver_name
 from pdserve.base.wire import tokens_to_wire
 from pdserve.engine.step import LayersWritten, PrefillProgress, RequestTokens
 from pdserve.v1 import decode_pb2, decode_pb2_grpc
@@ -192,7 +193,9 @@ class PrefillSession:
         async with self._channels.use(ticket.worker_id, ticket.epoch, ticket.grpc_address) as channel:
             with mapped_rpc_errors(f"decode worker {ticket.worker_id}"):
                 stub = decode_pb2_grpc.DecodeServiceStub(channel)
-                answer: decode_pb2.CommitResponse = await stub.Commit(commit_to_proto(commit))
+                receiver = receiver_name(ticket.worker_id, ticket.epoch)
+                message = self._worker.seals.seal(Purpose.COMMIT, receiver, commit_to_proto(commit))
+                answer: decode_pb2.CommitResponse = await stub.Commit(message)
         return answer
 
     async def _send_first_tokens(self) -> None:

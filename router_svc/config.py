@@ -83,6 +83,24 @@ class RouterConfig:
     trace_capacity: int = option(1000, help="number of requests whose records are kept in memory", minimum=1)
     console: bool = option(True, help="serve the console, a page that shows the cluster and its requests, at /console")
     console_clients: int = option(32, help="number of consoles that may be open at the same time", minimum=1)
+    cluster_secret_file: str | None = option(
+        None,
+        help="file with the secret that routers and workers share; default: PDSERVE_CLUSTER_SECRET, else an open "
+        "cluster",
+        metavar="FILE",
+    )
+    peer_ssl_certfile: str | None = option(
+        None,
+        help="TLS between routers and workers: this process's certificate, with those below its CA",
+        metavar="FILE",
+    )
+    peer_ssl_keyfile: str | None = option(None, help="the certificate's private key", metavar="FILE")
+    peer_ssl_ca_certs: str | None = option(
+        None, help="certificates of the CAs that routers and workers have theirs from", metavar="FILE"
+    )
+    peer_ssl_server_name: str | None = option(
+        None, help="name in the certificates of all workers; default: the address of each", metavar="NAME"
+    )
     log_level: str = option("info", help="lowest level of log messages", choices=LEVELS)
     log_format: str = option("text", help="form of log lines: text, or one JSON object per line", choices=FORMATS)
     audit_log: str | None = option(

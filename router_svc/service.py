@@ -15,7 +15,6 @@ from pdserve.base.clock_skew import ClockSkew
 from pdserve.base.collector import exempt_all
 from pdserve.base.logs import get_logger
 from pdserve.base.metrics import CounterSource, GaugeSource
-from pdserve.base.registry import WorkerDirectory
 from pdserve.base.rpc import GrpcHealth, serve_grpc
 from pdserve.base.store import Store
 from pdserve.base.tasks import service_group, stop_event_on_signals
@@ -28,6 +27,7 @@ from router_svc.api.grpc_api import SERVICE, InferenceServicer
 from router_svc.api.openai.generation_api import GenerationApi
 from router_svc.api.openai.info import ModelApi, OperatorApi
 from router_svc.api.served_model import ServedModel
+from router_svc.cluster_setup import make_cluster
 from router_svc.config import RouterConfig
 from router_svc.records.metrics import RouterMetrics
 from router_svc.records.record import RecentRecords
@@ -37,7 +37,7 @@ from router_svc.rehearsal import rehearsal, rehearse, unrecorded
 from router_svc.request.gate import Gate
 from router_svc.request.requests import Recorders, Requests
 from router_svc.routing.backlog import prefill_backlog_s
-from router_svc.routing.cluster import TIERS, Cluster, RoutingPolicy
+from router_svc.routing.cluster import TIERS
 from router_svc.routing.incarnation import incarnation_of
 from router_svc.supervisor import NO_DECODE_WORKER, report_to_supervisor
 
@@ -69,11 +69,11 @@ class Router:
         self.health = health
         self.metrics = RouterMetrics(model_name=config.model_name)
         self._store = store
-        self._directory = WorkerDirectory(store)
         self._mirror = PrefixMirror(store)
         self._request_store = RequestStore(store)
         self._clock_skew = ClockSkew(store)
-        self.cluster = Cluster(policy=_routing_policy(config), directory=self._directory, index=self._mirror.overlap)
+        self.cluster = make_cluster(config, store, self._mirror, self.metrics)
+        self._directory = self.cluster.directory
         self._gate = Gate(max_waiting=config.max_num_queued_reqs, max_wait_s=config.queue_timeout_s)
         recent = RecentRecords(config.trace_capacity)
         recorders = Recorders(
@@ -152,6 +152,8 @@ class Router:
                     flag="--grpc-port",
                 ) as (grpc_address, grpc_health),
             ):
+                if self.cluster.tls is not None:
+                    group.start(self.cluster.tls.run(), name="peer-certificates")
                 group.start(self._directory.run(), name="directory")
                 group.start(self._mirror.run(), name="prefix-mirror")
                 group.start(self._request_store.run(), name="request-store")
@@ -259,18 +261,6 @@ class Router:
             vocab_size=self._model.vocab_size,
         )
         await rehearse(requests, generation)
-
-
-def _routing_policy(config: RouterConfig) -> RoutingPolicy:
-    return RoutingPolicy(
-        model_name=config.model_name,
-        local_prefill_threshold=config.local_prefill_threshold,
-        # A threshold of 0 keeps all prompts away from decode workers, regardless of the load.
-        local_prefill_by_load=config.local_prefill == "auto" and config.local_prefill_threshold > 0,
-        expects_prefill=config.prefill_expected > 0,
-        reserve_timeout_s=config.reserve_timeout_s,
-        token_timeout_s=config.token_timeout_s,
-    )
 
 
 async def serve(config: RouterConfig) -> None:

@@ -17,6 +17,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+#: Text of a counter that routers and workers have.
+PEER_MESSAGES_REFUSED = "Messages of other processes without this cluster's secret, or that were here before"
+
 
 def process_registry() -> CollectorRegistry:
     """A registry with the process's memory, descriptors, CPU time and garbage collections."""

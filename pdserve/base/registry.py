@@ -10,9 +10,12 @@ import time
 from collections.abc import Callable
 
 from pdserve.base.changes import Changes
-from pdserve.base.errors import StoreError
+from pdserve.base.errors import PeerRefused, StoreError
 from pdserve.base.ids import Epoch, WorkerId
 from pdserve.base.logs import get_logger
+from pdserve.base.sealed_record import RecordChecks, sealed_record
+from pdserve.base.seals import Seals
+from pdserve.base.secret import ClusterSecret
 from pdserve.base.store import Store, as_bytes, as_fields, as_list
 from pdserve.base.workers import (
     Sighting,
@@ -89,6 +92,8 @@ class Registrar:
         self._retry_s = retry_s
         self._pause_s = pause_s
         self._on_degraded = on_degraded
+        #: What signs the record; to be set before `run`.
+        self.secret: ClusterSecret | None = None
         self._degraded = False
         self._due = asyncio.Event()
         self._due_at_once = asyncio.Event()
@@ -128,6 +133,7 @@ class Registrar:
         record = self._current()
         self._beats += 1
         fields = {**record_to_fields(record), "beat": str(self._beats)}
+        fields = sealed_record(self.secret, record.worker_id, fields, now=time.time())
         try:
             before = await self._store.script(
                 _REGISTER,
@@ -178,8 +184,11 @@ class WorkerDirectory:
         refresh_s: float = 0.5,
         grace_s: float = RECORD_TTL_S,
         clock: Callable[[], float] = time.monotonic,
+        seals: Seals | None = None,
     ) -> None:
+        """`seals`: those of the cluster; records that are not sealed with its secret do not exist."""
         self._store = store
+        self._checks = RecordChecks(seals or Seals())
         self._refresh_s = refresh_s
         self._clock = clock
         self._view = WorkerView(grace_s=grace_s)
@@ -232,7 +241,7 @@ class WorkerDirectory:
     async def _refresh(self) -> bool:
         read_at = self._clock()
         try:
-            sightings = await read_sightings(self._store)
+            sightings = await read_sightings(self._store, self._checks)
         except StoreError:
             self.failures += 1
             return self._view.registry_lost()
@@ -244,25 +253,31 @@ class WorkerDirectory:
         return self._view.apply(sightings, read_at=read_at) or changed
 
 
-async def read_sightings(store: Store) -> list[Sighting]:
-    """The readable records of all registered workers, unordered. Raises `StoreError`."""
+async def read_sightings(store: Store, checks: RecordChecks | None = None) -> list[Sighting]:
+    """The readable records of all registered workers that `checks` accepts, unordered. Raises `StoreError`."""
+    checks = checks or RecordChecks(Seals())
     reply = await store.script(_LIST, keys=[store.key(WORKERS_KEY)], arguments=[store.key(WORKER_KEY)])
     sightings = []
     for entry in as_list(reply):
         worker_id, fields = as_list(entry)
         try:
-            sightings.append(_sighting(WorkerId(as_bytes(worker_id).decode()), as_fields(fields)))
+            sightings.append(_sighting(WorkerId(as_bytes(worker_id).decode()), as_fields(fields), checks))
+        except PeerRefused:
+            continue  # Counted and logged by the checks.
         except StoreError as error:
             # One unreadable record, perhaps of another version, must not hide the other workers.
             log.warning("record_unreadable", reason=error)
     return sightings
 
 
-def _sighting(worker_id: WorkerId, fields: dict[str, bytes]) -> Sighting:
+def _sighting(worker_id: WorkerId, fields: dict[str, bytes], checks: RecordChecks) -> Sighting:
+    checks.require_signed(worker_id, fields)
     beat = fields.get("beat", b"")
     if not beat.isdigit():
         raise StoreError(f"The record of worker {worker_id} in Redis has no heartbeat count.")
-    return Sighting(record=record_from_fields(worker_id, fields), beat=int(beat))
+    sighting = Sighting(record=record_from_fields(worker_id, fields), beat=int(beat))
+    checks.require_newest(sighting)
+    return sighting
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -27,6 +28,7 @@ from pdserve.base.errors import (
 )
 from pdserve.base.ids import Epoch, WorkerId
 from pdserve.base.logs import get_logger
+from pdserve.base.peer_tls import PeerTls
 from pdserve.base.tracing.context import TRACEPARENT, TraceContext, parse_traceparent
 
 log = get_logger(__name__)
@@ -68,17 +70,21 @@ _BROKEN = (
 )
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
+def open_channel(address: str, tls: PeerTls | None = None) -> grpc.aio.Channel:
     """A channel to another process of pdserve."""
-    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    options = [*_OPTIONS, *tls.channel_options()]
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
 
 
 class ChannelPool:
-    """One gRPC channel per incarnation of a worker, kept open between calls."""
+    """One gRPC channel per incarnation of a worker, kept open between calls, and a new one with each certificate."""
 
-    def __init__(self, *, max_kept: int | None = None) -> None:
+    def __init__(self, *, max_kept: int | None = None, tls: PeerTls | None = None) -> None:
         """Beyond `max_kept` channels, the least recently used one without a call is closed; None: no limit."""
-        self._pool: ConnectionPool[tuple[WorkerId, Epoch], grpc.aio.Channel] = ConnectionPool(
+        self._tls = tls
+        self._pool: ConnectionPool[tuple[WorkerId, Epoch, int], grpc.aio.Channel] = ConnectionPool(
             lambda channel: channel.close(), max_kept=max_kept
         )
 
@@ -89,11 +95,11 @@ class ChannelPool:
         """
 
         async def connect() -> grpc.aio.Channel:
-            channel = open_channel(address)
+            channel = open_channel(address, self._tls)
             channel.get_state(try_to_connect=True)
             return channel
 
-        return self._pool.use((worker_id, epoch), connect)
+        return self._pool.use((worker_id, epoch, self._generation), connect)
 
     async def open(self, worker_id: WorkerId, epoch: Epoch, address: str) -> None:
         """Opens the channel ahead of its first call, which then does not wait for the connection."""
@@ -102,11 +108,15 @@ class ChannelPool:
 
     async def sweep(self, current: Collection[tuple[WorkerId, Epoch]]) -> None:
         """Closes unused channels to incarnations that are not in `current`."""
-        await self._pool.sweep(current)
+        await self._pool.sweep([(worker_id, epoch, self._generation) for worker_id, epoch in current])
 
     async def close(self) -> None:
         """Closes all channels."""
         await self._pool.close()
+
+    @property
+    def _generation(self) -> int:
+        return 0 if self._tls is None else self._tls.generation
 
 
 def trace_metadata(trace: TraceContext | None) -> tuple[tuple[str, str], ...] | None:
@@ -207,8 +217,35 @@ class GrpcHealth:
             await self.servicer.set(name, status)
 
 
-@asynccontextmanager
-async def serve_grpc(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpcPort:
+    """Where a gRPC server listens."""
+
+    host: str
+    port: int
+    #: The flag that sets the port, for errors.
+    flag: str
+    #: None: no TLS.
+    credentials: grpc.ServerCredentials | None = None
+
+    def bind(self, server: grpc.aio.Server) -> str:
+        """Opens the port. Returns `host:port`. Raises `SetupError`."""
+        shown = f"[{self.host}]" if ":" in self.host else self.host
+        address = f"{shown}:{self.port}"
+        try:
+            if self.credentials is None:
+                bound = server.add_insecure_port(address)
+            else:
+                bound = server.add_secure_port(address, self.credentials)
+        except RuntimeError as error:
+            raise SetupError(
+                f"Cannot listen on {self.host}:{self.port} for gRPC. "
+                f"Free the port, or choose another one with {self.flag}."
+            ) from error
+        return f"{shown}:{bound}"
+
+
+def serve_grpc(
     register: Callable[[grpc.aio.Server], None],
     services: list[str],
     *,
@@ -216,6 +253,14 @@ async def serve_grpc(
     port: int,
     flag: str,
     grace_s: float = 5.0,
+) -> AbstractAsyncContextManager[tuple[str, GrpcHealth]]:
+    """As `serve_grpc_at`, without TLS."""
+    return serve_grpc_at(register, services, GrpcPort(host=host, port=port, flag=flag), grace_s=grace_s)
+
+
+@asynccontextmanager
+async def serve_grpc_at(
+    register: Callable[[grpc.aio.Server], None], services: list[str], port: GrpcPort, *, grace_s: float = 5.0
 ) -> AsyncIterator[tuple[str, GrpcHealth]]:
     """Runs a gRPC server with health and reflection until the block ends. Yields `host:port` and the health service."""
     server = grpc.aio.server(options=_OPTIONS)
@@ -224,16 +269,10 @@ async def serve_grpc(
     await health.set_serving(False)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     reflection.enable_server_reflection([*services, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
-    shown = f"[{host}]" if ":" in host else host
-    try:
-        bound = server.add_insecure_port(f"{shown}:{port}")
-    except RuntimeError as error:
-        raise SetupError(
-            f"Cannot listen on {host}:{port} for gRPC. Free the port, or choose another one with {flag}."
-        ) from error
+    address = port.bind(server)
     await server.start()
     try:
-        yield f"{shown}:{bound}", health
+        yield address, health
     finally:
         await health.set_serving(False)
         await server.stop(grace_s)

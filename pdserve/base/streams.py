@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError, Message
 
 from pdserve.base.errors import PdserveError
 from pdserve.base.logs import get_logger
+from pdserve.base.peer_tls import PeerTls
 from pdserve.base.rpc import MAX_MESSAGE_BYTES
 from pdserve.base.tasks import service_group
 
@@ -200,12 +201,19 @@ async def _send_last(stream: MessageStream[Incoming], message: Message) -> None:
                 pass
 
 
-async def open_stream(address: str, parse: Callable[[bytes], Incoming]) -> MessageStream[Incoming]:
+async def open_stream(
+    address: str, parse: Callable[[bytes], Incoming], tls: PeerTls | None = None
+) -> MessageStream[Incoming]:
     """Connects to `host:port`. The caller closes the stream. Raises `OSError`, of which `TimeoutError` is one."""
     host, _, port = address.rpartition(":")
+    host = host.strip("[]")
     async with asyncio.timeout(_CONNECT_TIMEOUT_S):
         _, stream = await asyncio.get_running_loop().create_connection(
-            lambda: MessageStream(parse), host.strip("[]"), int(port)
+            lambda: MessageStream(parse),
+            host,
+            int(port),
+            ssl=None if tls is None else tls.client_context,
+            server_hostname=None if tls is None else tls.server_name or host,
         )
     return stream
 
@@ -216,6 +224,7 @@ async def serve_streams(
     parse: Callable[[bytes], Incoming],
     handle: Callable[[MessageStream[Incoming]], Awaitable[None]],
     failure: Callable[[PdserveError], Message],
+    tls: PeerTls | None = None,
 ) -> AsyncIterator[str]:
     """Has `handle` serve each connection, in a task of its own, until the block ends. Yields `host:port`.
 
@@ -235,7 +244,10 @@ async def serve_streams(
 
         loop = asyncio.get_running_loop()
         server = await loop.create_server(
-            lambda: MessageStream(parse, on_open, lost_after_s=_STALLED_AFTER_S), sock=listener
+            lambda: MessageStream(parse, on_open, lost_after_s=_STALLED_AFTER_S),
+            sock=listener,
+            ssl=None if tls is None else tls.server_context,
+            ssl_handshake_timeout=None if tls is None else _CONNECT_TIMEOUT_S,
         )
         host, port = listener.getsockname()[:2]
         try:

@@ -103,6 +103,7 @@ def _common_flags(plan: ClusterPlan) -> dict[str, object]:
         "log-level": plan.config.log_level,
         "log-format": plan.config.log_format,
         "audit-log": plan.config.audit_log,
+        "cluster-secret-file": plan.config.cluster_secret_file,
         "otlp-endpoint": plan.config.otlp_endpoint,
     }
 

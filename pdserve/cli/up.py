@@ -38,6 +38,7 @@ from pdserve.cli.up_config import UpConfig
 from pdserve.cli.up_console import UpConsole, describe_plan, describe_ready, reachable_host
 from pdserve.cli.up_model import prepare_command, prepare_model
 from pdserve.cli.up_redis import plan_redis, require_reachable
+from pdserve.cli.up_secret import own_secret
 from pdserve.cli.vllm_flags import translate
 from pdserve.cli.weight_memory import private_weight_bytes
 
@@ -78,7 +79,7 @@ async def _run(config: UpConfig, console: UpConsole, hardware: Hardware, log_dir
             hostname=socket.gethostname(),
             run_dir=run_dir,
             log_dir=log_dir,
-            variables=child_environment(),
+            variables=child_environment(**own_secret(config)),
             python_flags=python_flags(),
         )
         async with service_group() as tasks, supervising(console.on_event) as supervisor:

@@ -151,6 +151,12 @@ class UpConfig:
     redis_prefix: str = option(
         DEFAULT_PREFIX, help="what the names of all keys in Redis begin with", metavar="PREFIX", parse=parse_prefix
     )
+    cluster_secret_file: str | None = option(
+        None,
+        help="file with the secret that routers and workers share; default: PDSERVE_CLUSTER_SECRET, else a new one; "
+        "with --redis-url an open cluster",
+        metavar="FILE",
+    )
     cache_dir: str | None = option(
         None, help="directory of downloaded and converted models; default: in the user's cache directory"
     )

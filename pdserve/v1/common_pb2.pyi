@@ -275,3 +275,40 @@ class Error(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__param) -> _WhichOneofReturnType__param | None: ...
 
 Global___Error: _TypeAlias = Error  # noqa: Y015
+
+@_typing.final
+class Sealed(_message.Message):
+    """A message between processes of a cluster with a secret: the bytes of the message
+    itself, and a MAC with the secret over all fields of this one, its purpose and
+    its receiver. See docs/operations/peers.md.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAYLOAD_FIELD_NUMBER: _builtins.int
+    SEALED_AT_MS_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    MAC_FIELD_NUMBER: _builtins.int
+    payload: _builtins.bytes
+    """The message, serialized."""
+    sealed_at_ms: _builtins.int
+    """Time of sealing, in milliseconds since 1970; 0: the message has no time."""
+    nonce: _builtins.bytes
+    """16 random bytes, which the receiver takes once; empty: any number of times."""
+    mac: _builtins.bytes
+    """HMAC-SHA256, 32 bytes."""
+    def __init__(
+        self,
+        *,
+        payload: _builtins.bytes = ...,
+        sealed_at_ms: _builtins.int = ...,
+        nonce: _builtins.bytes = ...,
+        mac: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mac", b"mac", "nonce", b"nonce", "payload", b"payload", "sealed_at_ms", b"sealed_at_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Sealed: _TypeAlias = Sealed  # noqa: Y015

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import common_pb2 as pdserve_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/decode.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\"\x88\x02\n\rDecodeRequest\x12(\n\x05start\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.DecodeStartH\x00\x12/\n\x0crenew_ticket\x18\x02 \x01(\x0b\x32\x17.pdserve.v1.RenewTicketH\x00\x12\x35\n\x0fprefill_locally\x18\x03 \x01(\x0b\x32\x1a.pdserve.v1.PrefillLocallyH\x00\x12+\n\nkeep_lease\x18\x04 \x01(\x0b\x32\x15.pdserve.v1.KeepLeaseH\x00\x12-\n\x0bstop_choice\x18\x05 \x01(\x0b\x32\x16.pdserve.v1.StopChoiceH\x00\x42\t\n\x07\x63ommand\"\xc4\x01\n\x0b\x44\x65\x63odeStart\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.RequestRef\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x1f\n\x17local_prefill_threshold\x18\x04 \x01(\r\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\"\x1e\n\x0bRenewTicket\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\r\">\n\x0ePrefillLocally\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\r\x12\x1b\n\x13\x66orced_first_tokens\x18\x02 \x03(\r\"\x0b\n\tKeepLease\"\"\n\nStopChoice\x12\x14\n\x0c\x63hoice_index\x18\x01 \x01(\r\"\xc5\x01\n\x0e\x44\x65\x63odeResponse\x12+\n\x06ticket\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.TicketGrantedH\x00\x12*\n\x06tokens\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.DecodeTokensH\x00\x12,\n\x07started\x18\x03 \x01(\x0b\x32\x19.pdserve.v1.DecodeStartedH\x00\x12#\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x11.pdserve.v1.ErrorH\x00\x42\x07\n\x05\x65vent\"]\n\rTicketGranted\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.pdserve.v1.Ticket\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x11\n\treserve_s\x18\x03 \x01(\x01\"g\n\rDecodeStarted\x12\x19\n\x11prefilled_locally\x18\x01 \x01(\x08\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x13\n\x0b\x63omputing_s\x18\x04 \x01(\x01\"9\n\x0c\x44\x65\x63odeTokens\x12)\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.ChoiceTokens\"\x91\x03\n\x06Ticket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x14\n\x0cgrpc_address\x18\x05 \x01(\t\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x07 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12$\n\x06layout\x18\n \x01(\x0b\x32\x14.pdserve.v1.KvLayout\x12\x0f\n\x07lease_s\x18\x0b \x01(\x01\x12\x0b\n\x03key\x18\x0c \x01(\x0c\x12\x10\n\x08tag_base\x18\r \x01(\x04\x12\x14\n\x0clayer_groups\x18\x0e \x01(\r\x12\x15\n\rbundle_blocks\x18\x0f \x01(\r\x12\x0e\n\x06\x64igest\x18\x10 \x01(\t\x12/\n\rdata_endpoint\x18\x11 \x01(\x0b\x32\x18.pdserve.v1.DataEndpoint\x12\x13\n\x0btraceparent\x18\x12 \x01(\t\"t\n\x0c\x44\x61taEndpoint\x12&\n\x04host\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.HostIdentity\x12\r\n\x05lanes\x18\x02 \x03(\t\x12\x15\n\rdevice_memory\x18\x03 \x01(\x08\x12\x16\n\x0e\x65xcluded_paths\x18\x04 \x03(\t\"\xb4\x01\n\x0cHostIdentity\x12\x10\n\x08hostname\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0b\n\x03uid\x18\x04 \x01(\r\x12\x0b\n\x03gid\x18\x05 \x01(\r\x12\x14\n\x0c\x63\x61pabilities\x18\x06 \x01(\x04\x12\x15\n\rpid_namespace\x18\x07 \x01(\x04\x12\x15\n\ripc_namespace\x18\x08 \x01(\x04\x12\x16\n\x0euser_namespace\x18\t \x01(\x04\"\x87\x01\n\x08KvLayout\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\rJ\x04\x08\x07\x10\x08R\x07tp_size\"\x8c\x01\n\rCommitRequest\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.RequestRef\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07\x64igests\x18\x04 \x03(\x0c\x12\x14\n\x0c\x66irst_tokens\x18\x05 \x03(\r\x12\x0b\n\x03mac\x18\x06 \x01(\x0c\"#\n\x0e\x43ommitResponse\x12\x11\n\treceive_s\x18\x01 \x01(\x01\x32P\n\rDecodeService\x12?\n\x06\x43ommit\x12\x19.pdserve.v1.CommitRequest\x1a\x1a.pdserve.v1.CommitResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/decode.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\"\x88\x02\n\rDecodeRequest\x12(\n\x05start\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.DecodeStartH\x00\x12/\n\x0crenew_ticket\x18\x02 \x01(\x0b\x32\x17.pdserve.v1.RenewTicketH\x00\x12\x35\n\x0fprefill_locally\x18\x03 \x01(\x0b\x32\x1a.pdserve.v1.PrefillLocallyH\x00\x12+\n\nkeep_lease\x18\x04 \x01(\x0b\x32\x15.pdserve.v1.KeepLeaseH\x00\x12-\n\x0bstop_choice\x18\x05 \x01(\x0b\x32\x16.pdserve.v1.StopChoiceH\x00\x42\t\n\x07\x63ommand\"\xe8\x01\n\x0b\x44\x65\x63odeStart\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.RequestRef\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x1f\n\x17local_prefill_threshold\x18\x04 \x01(\r\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12\"\n\x06sealed\x18\x07 \x01(\x0b\x32\x12.pdserve.v1.Sealed\"\x1e\n\x0bRenewTicket\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\r\">\n\x0ePrefillLocally\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\r\x12\x1b\n\x13\x66orced_first_tokens\x18\x02 \x03(\r\"\x0b\n\tKeepLease\"\"\n\nStopChoice\x12\x14\n\x0c\x63hoice_index\x18\x01 \x01(\r\"\xc5\x01\n\x0e\x44\x65\x63odeResponse\x12+\n\x06ticket\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.TicketGrantedH\x00\x12*\n\x06tokens\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.DecodeTokensH\x00\x12,\n\x07started\x18\x03 \x01(\x0b\x32\x19.pdserve.v1.DecodeStartedH\x00\x12#\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x11.pdserve.v1.ErrorH\x00\x42\x07\n\x05\x65vent\"]\n\rTicketGranted\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.pdserve.v1.Ticket\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x11\n\treserve_s\x18\x03 \x01(\x01\"g\n\rDecodeStarted\x12\x19\n\x11prefilled_locally\x18\x01 \x01(\x08\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x13\n\x0b\x63omputing_s\x18\x04 \x01(\x01\"9\n\x0c\x44\x65\x63odeTokens\x12)\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x18.pdserve.v1.ChoiceTokens\"\xb5\x03\n\x06Ticket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x14\n\x0cgrpc_address\x18\x05 \x01(\t\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x07 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12$\n\x06layout\x18\n \x01(\x0b\x32\x14.pdserve.v1.KvLayout\x12\x0f\n\x07lease_s\x18\x0b \x01(\x01\x12\x0b\n\x03key\x18\x0c \x01(\x0c\x12\x10\n\x08tag_base\x18\r \x01(\x04\x12\x14\n\x0clayer_groups\x18\x0e \x01(\r\x12\x15\n\rbundle_blocks\x18\x0f \x01(\r\x12\x0e\n\x06\x64igest\x18\x10 \x01(\t\x12/\n\rdata_endpoint\x18\x11 \x01(\x0b\x32\x18.pdserve.v1.DataEndpoint\x12\x13\n\x0btraceparent\x18\x12 \x01(\t\x12\"\n\x06sealed\x18\x13 \x01(\x0b\x32\x12.pdserve.v1.Sealed\"t\n\x0c\x44\x61taEndpoint\x12&\n\x04host\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.HostIdentity\x12\r\n\x05lanes\x18\x02 \x03(\t\x12\x15\n\rdevice_memory\x18\x03 \x01(\x08\x12\x16\n\x0e\x65xcluded_paths\x18\x04 \x03(\t\"\xb4\x01\n\x0cHostIdentity\x12\x10\n\x08hostname\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0b\n\x03uid\x18\x04 \x01(\r\x12\x0b\n\x03gid\x18\x05 \x01(\r\x12\x14\n\x0c\x63\x61pabilities\x18\x06 \x01(\x04\x12\x15\n\rpid_namespace\x18\x07 \x01(\x04\x12\x15\n\ripc_namespace\x18\x08 \x01(\x04\x12\x16\n\x0euser_namespace\x18\t \x01(\x04\"\x87\x01\n\x08KvLayout\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\rJ\x04\x08\x07\x10\x08R\x07tp_size\"\xb0\x01\n\rCommitRequest\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.RequestRef\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07\x64igests\x18\x04 \x03(\x0c\x12\x14\n\x0c\x66irst_tokens\x18\x05 \x03(\r\x12\x0b\n\x03mac\x18\x06 \x01(\x0c\x12\"\n\x06sealed\x18\x07 \x01(\x0b\x32\x12.pdserve.v1.Sealed\"#\n\x0e\x43ommitResponse\x12\x11\n\treceive_s\x18\x01 \x01(\x01\x32P\n\rDecodeService\x12?\n\x06\x43ommit\x12\x19.pdserve.v1.CommitRequest\x1a\x1a.pdserve.v1.CommitResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,35 +35,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECODEREQUEST']._serialized_start=65
   _globals['_DECODEREQUEST']._serialized_end=329
   _globals['_DECODESTART']._serialized_start=332
-  _globals['_DECODESTART']._serialized_end=528
-  _globals['_RENEWTICKET']._serialized_start=530
-  _globals['_RENEWTICKET']._serialized_end=560
-  _globals['_PREFILLLOCALLY']._serialized_start=562
-  _globals['_PREFILLLOCALLY']._serialized_end=624
-  _globals['_KEEPLEASE']._serialized_start=626
-  _globals['_KEEPLEASE']._serialized_end=637
-  _globals['_STOPCHOICE']._serialized_start=639
-  _globals['_STOPCHOICE']._serialized_end=673
-  _globals['_DECODERESPONSE']._serialized_start=676
-  _globals['_DECODERESPONSE']._serialized_end=873
-  _globals['_TICKETGRANTED']._serialized_start=875
-  _globals['_TICKETGRANTED']._serialized_end=968
-  _globals['_DECODESTARTED']._serialized_start=970
-  _globals['_DECODESTARTED']._serialized_end=1073
-  _globals['_DECODETOKENS']._serialized_start=1075
-  _globals['_DECODETOKENS']._serialized_end=1132
-  _globals['_TICKET']._serialized_start=1135
-  _globals['_TICKET']._serialized_end=1536
-  _globals['_DATAENDPOINT']._serialized_start=1538
-  _globals['_DATAENDPOINT']._serialized_end=1654
-  _globals['_HOSTIDENTITY']._serialized_start=1657
-  _globals['_HOSTIDENTITY']._serialized_end=1837
-  _globals['_KVLAYOUT']._serialized_start=1840
-  _globals['_KVLAYOUT']._serialized_end=1975
-  _globals['_COMMITREQUEST']._serialized_start=1978
-  _globals['_COMMITREQUEST']._serialized_end=2118
-  _globals['_COMMITRESPONSE']._serialized_start=2120
-  _globals['_COMMITRESPONSE']._serialized_end=2155
-  _globals['_DECODESERVICE']._serialized_start=2157
-  _globals['_DECODESERVICE']._serialized_end=2237
+  _globals['_DECODESTART']._serialized_end=564
+  _globals['_RENEWTICKET']._serialized_start=566
+  _globals['_RENEWTICKET']._serialized_end=596
+  _globals['_PREFILLLOCALLY']._serialized_start=598
+  _globals['_PREFILLLOCALLY']._serialized_end=660
+  _globals['_KEEPLEASE']._serialized_start=662
+  _globals['_KEEPLEASE']._serialized_end=673
+  _globals['_STOPCHOICE']._serialized_start=675
+  _globals['_STOPCHOICE']._serialized_end=709
+  _globals['_DECODERESPONSE']._serialized_start=712
+  _globals['_DECODERESPONSE']._serialized_end=909
+  _globals['_TICKETGRANTED']._serialized_start=911
+  _globals['_TICKETGRANTED']._serialized_end=1004
+  _globals['_DECODESTARTED']._serialized_start=1006
+  _globals['_DECODESTARTED']._serialized_end=1109
+  _globals['_DECODETOKENS']._serialized_start=1111
+  _globals['_DECODETOKENS']._serialized_end=1168
+  _globals['_TICKET']._serialized_start=1171
+  _globals['_TICKET']._serialized_end=1608
+  _globals['_DATAENDPOINT']._serialized_start=1610
+  _globals['_DATAENDPOINT']._serialized_end=1726
+  _globals['_HOSTIDENTITY']._serialized_start=1729
+  _globals['_HOSTIDENTITY']._serialized_end=1909
+  _globals['_KVLAYOUT']._serialized_start=1912
+  _globals['_KVLAYOUT']._serialized_end=2047
+  _globals['_COMMITREQUEST']._serialized_start=2050
+  _globals['_COMMITREQUEST']._serialized_end=2226
+  _globals['_COMMITRESPONSE']._serialized_start=2228
+  _globals['_COMMITRESPONSE']._serialized_end=2263
+  _globals['_DECODESERVICE']._serialized_start=2265
+  _globals['_DECODESERVICE']._serialized_end=2345
 # @@protoc_insertion_point(module_scope)

@@ -82,6 +82,7 @@ class DecodeStart(_message.Message):
     LOCAL_PREFILL_THRESHOLD_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
     local_prefill_threshold: _builtins.int
     """The worker computes the prompt by itself, without a ticket, when at most this
     many prompt tokens are not in its cache. 0: never; 2^32 - 1: always.
@@ -95,6 +96,10 @@ class DecodeStart(_message.Message):
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
+    @_builtins.property
+    def sealed(self) -> _common_pb2.Sealed:
+        """In a cluster with a secret: the whole message; the other fields are empty."""
+
     def __init__(
         self,
         *,
@@ -104,10 +109,11 @@ class DecodeStart(_message.Message):
         local_prefill_threshold: _builtins.int = ...,
         cache_salt: _builtins.bytes = ...,
         traceparent: _builtins.str = ...,
+        sealed: _common_pb2.Sealed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "sampling", b"sampling", "sealed", b"sealed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "local_prefill_threshold", b"local_prefill_threshold", "prompt_token_ids", b"prompt_token_ids", "ref", b"ref", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "local_prefill_threshold", b"local_prefill_threshold", "prompt_token_ids", b"prompt_token_ids", "ref", b"ref", "sampling", b"sampling", "sealed", b"sealed", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -332,6 +338,7 @@ class Ticket(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     DATA_ENDPOINT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     """16 random bytes."""
     attempt: _builtins.int
@@ -369,6 +376,12 @@ class Ticket(_message.Message):
     def data_endpoint(self) -> Global___DataEndpoint:
         """Where the receiver runs; absent from workers that do not report it."""
 
+    @_builtins.property
+    def sealed(self) -> _common_pb2.Sealed:
+        """In a cluster with a secret: all other fields again, as the prefill worker reads
+        them. Routers read those above.
+        """
+
     def __init__(
         self,
         *,
@@ -390,10 +403,11 @@ class Ticket(_message.Message):
         digest: _builtins.str = ...,
         data_endpoint: Global___DataEndpoint | None = ...,
         traceparent: _builtins.str = ...,
+        sealed: _common_pb2.Sealed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["data_endpoint", b"data_endpoint", "layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data_endpoint", b"data_endpoint", "layout", b"layout", "sealed", b"sealed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bundle_blocks", b"bundle_blocks", "data_address", b"data_address", "data_endpoint", b"data_endpoint", "digest", b"digest", "epoch", b"epoch", "first_block", b"first_block", "grpc_address", b"grpc_address", "key", b"key", "layer_groups", b"layer_groups", "layout", b"layout", "lease_s", b"lease_s", "num_blocks", b"num_blocks", "tag_base", b"tag_base", "traceparent", b"traceparent", "transfer_id", b"transfer_id", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bundle_blocks", b"bundle_blocks", "data_address", b"data_address", "data_endpoint", b"data_endpoint", "digest", b"digest", "epoch", b"epoch", "first_block", b"first_block", "grpc_address", b"grpc_address", "key", b"key", "layer_groups", b"layer_groups", "layout", b"layout", "lease_s", b"lease_s", "num_blocks", b"num_blocks", "sealed", b"sealed", "tag_base", b"tag_base", "traceparent", b"traceparent", "transfer_id", b"transfer_id", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -531,6 +545,7 @@ class CommitRequest(_message.Message):
     DIGESTS_FIELD_NUMBER: _builtins.int
     FIRST_TOKENS_FIELD_NUMBER: _builtins.int
     MAC_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     epoch: _builtins.int
     mac: _builtins.bytes
@@ -545,6 +560,10 @@ class CommitRequest(_message.Message):
     def first_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """First tokens, one per choice."""
 
+    @_builtins.property
+    def sealed(self) -> _common_pb2.Sealed:
+        """In a cluster with a secret: the whole message; the other fields are empty."""
+
     def __init__(
         self,
         *,
@@ -554,10 +573,11 @@ class CommitRequest(_message.Message):
         digests: _abc.Iterable[_builtins.bytes] | None = ...,
         first_tokens: _abc.Iterable[_builtins.int] | None = ...,
         mac: _builtins.bytes = ...,
+        sealed: _common_pb2.Sealed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "sealed", b"sealed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "epoch", b"epoch", "first_tokens", b"first_tokens", "mac", b"mac", "ref", b"ref", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "epoch", b"epoch", "first_tokens", b"first_tokens", "mac", b"mac", "ref", b"ref", "sealed", b"sealed", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

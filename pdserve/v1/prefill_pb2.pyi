@@ -30,6 +30,7 @@ class PrefillRequest(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     FORCED_FIRST_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
     cache_salt: _builtins.bytes
     """Tenants with different salts share no cached prefixes."""
     @_builtins.property
@@ -48,6 +49,10 @@ class PrefillRequest(_message.Message):
         are used instead of sampling, so that a retry continues the stream.
         """
 
+    @_builtins.property
+    def sealed(self) -> _common_pb2.Sealed:
+        """In a cluster with a secret: the whole message; the other fields are empty."""
+
     def __init__(
         self,
         *,
@@ -57,10 +62,11 @@ class PrefillRequest(_message.Message):
         ticket: _decode_pb2.Ticket | None = ...,
         forced_first_tokens: _abc.Iterable[_builtins.int] | None = ...,
         cache_salt: _builtins.bytes = ...,
+        sealed: _common_pb2.Sealed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "sampling", b"sampling", "sealed", b"sealed", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "forced_first_tokens", b"forced_first_tokens", "prompt_token_ids", b"prompt_token_ids", "ref", b"ref", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "forced_first_tokens", b"forced_first_tokens", "prompt_token_ids", b"prompt_token_ids", "ref", b"ref", "sampling", b"sampling", "sealed", b"sealed", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -116,6 +116,24 @@ class WorkerConfig:
         300.0, help="seconds that a step may take, compiling included, before /livez reports a hang", minimum=1
     )
     drain_timeout_s: float = option(45.0, help="seconds that running requests have to finish after SIGTERM", minimum=0)
+    cluster_secret_file: str | None = option(
+        None,
+        help="file with the secret that routers and workers share; default: PDSERVE_CLUSTER_SECRET, else an open "
+        "cluster",
+        metavar="FILE",
+    )
+    peer_ssl_certfile: str | None = option(
+        None,
+        help="TLS between routers and workers: this process's certificate, with those below its CA",
+        metavar="FILE",
+    )
+    peer_ssl_keyfile: str | None = option(None, help="the certificate's private key", metavar="FILE")
+    peer_ssl_ca_certs: str | None = option(
+        None, help="certificates of the CAs that routers and workers have theirs from", metavar="FILE"
+    )
+    peer_ssl_server_name: str | None = option(
+        None, help="name in the certificates of all workers; default: the address of each", metavar="NAME"
+    )
     log_level: str = option("info", help="lowest level that is logged", choices=LEVELS)
     log_format: str = option("text", help="form of log lines: text, or one JSON object per line", choices=FORMATS)
     audit_log: str | None = option(

@@ -11,6 +11,7 @@ from pdserve.base.admin import Health
 from pdserve.base.errors import CapacityError, StaleError, TransferError, error_classes, reason_of_class
 from pdserve.base.exemplars import exemplar_labels
 from pdserve.base.metrics import (
+    PEER_MESSAGES_REFUSED,
     CounterReader,
     CounterSource,
     GaugeReader,
@@ -20,6 +21,7 @@ from pdserve.base.metrics import (
     process_registry,
 )
 from pdserve.base.sampling import FinishReason
+from pdserve.base.seals import Refusal
 from router_svc.records.families import Families
 from router_svc.records.record import Record, TracePhase
 from router_svc.records.request_state import RequestState
@@ -84,7 +86,12 @@ class RouterMetrics:
         families.gauge("start_time_seconds", "Unix time of this process's start").set(time.time())
         families.gauge_by("version", "router_info", "Constant 1; this router").at(__version__).set(1)
         self._ready = families.gauge("ready", "1 while the router accepts requests")
+        self._peer_refusals = families.counter_by("reason", "peer_messages_refused", PEER_MESSAGES_REFUSED, Refusal)
         self.clock_skew = families.gauge("clock_skew_seconds", "Seconds by which this clock is ahead of that of Redis")
+
+    def peer_refused(self, reason: Refusal) -> None:
+        """A worker's record is not of this cluster."""
+        self._peer_refusals.inc(reason)
 
     def watch_ready(self, health: Health) -> None:
         """Exports whether the router is ready, as of each scrape."""

@@ -10,12 +10,15 @@ from contextlib import asynccontextmanager
 import grpc
 
 from pdserve.base.errors import PdserveError, PeerLost, TransferTimeout
-from pdserve.base.rpc import ChannelPool, mapped_rpc_errors, trace_metadata
+from pdserve.base.peer_tls import PeerTls
+from pdserve.base.rpc import mapped_rpc_errors, trace_metadata
+from pdserve.base.seals import Purpose
 from pdserve.base.streams import MessageStream, open_stream
 from pdserve.base.tracing.context import TraceContext
 from pdserve.base.wire import error_from_wire
 from pdserve.base.workers import WorkerRecord
 from pdserve.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
+from router_svc.routing.cluster import Cluster
 
 
 class _Reported(Exception):
@@ -109,10 +112,10 @@ class DecodeCall:
 
 
 @asynccontextmanager
-async def decode_call(worker: WorkerRecord) -> AsyncIterator[DecodeCall]:
+async def decode_call(worker: WorkerRecord, tls: PeerTls | None = None) -> AsyncIterator[DecodeCall]:
     """Connects to the worker; leaving the block frees the blocks there. Raises `DecodeFailed` if it is unreachable."""
     try:
-        stream = await _connect(worker)
+        stream = await _connect(worker, tls)
     except PeerLost as error:
         raise DecodeFailed(error) from error
     try:
@@ -121,9 +124,9 @@ async def decode_call(worker: WorkerRecord) -> AsyncIterator[DecodeCall]:
         stream.close()
 
 
-async def _connect(worker: WorkerRecord) -> MessageStream[decode_pb2.DecodeResponse]:
+async def _connect(worker: WorkerRecord, tls: PeerTls | None) -> MessageStream[decode_pb2.DecodeResponse]:
     try:
-        return await open_stream(worker.stream_address, decode_pb2.DecodeResponse.FromString)
+        return await open_stream(worker.stream_address, decode_pb2.DecodeResponse.FromString, tls)
     except OSError as error:
         raise PeerLost(f"Lost {_name_of(worker)}: {error.strerror or 'it does not answer'}.") from error
 
@@ -155,11 +158,12 @@ class PrefillCall:
 
 @asynccontextmanager
 async def prefill_call(
-    channels: ChannelPool, worker: WorkerRecord, request: prefill_pb2.PrefillRequest, trace: TraceContext | None
+    cluster: Cluster, worker: WorkerRecord, request: prefill_pb2.PrefillRequest, trace: TraceContext | None
 ) -> AsyncIterator[PrefillCall]:
     """Opens the call, within the span `trace`; leaving the block stops the computation and frees the blocks."""
-    async with channels.use(worker.worker_id, worker.epoch, worker.grpc_address) as channel:
-        call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(request, metadata=trace_metadata(trace))
+    async with cluster.channels.use(worker.worker_id, worker.epoch, worker.grpc_address) as channel:
+        sealed = cluster.sealed(Purpose.PROMPT, worker, request)
+        call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(sealed, metadata=trace_metadata(trace))
         try:
             yield PrefillCall(call, _name_of(worker))
         finally:

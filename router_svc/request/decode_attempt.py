@@ -11,6 +11,7 @@ import asyncio
 from contextlib import ExitStack
 
 from pdserve.base.errors import NoFreeBlocks, PdserveError, TransferError, TransferTimeout, reason_of
+from pdserve.base.seals import Purpose
 from pdserve.v1 import decode_pb2
 from router_svc.request.calls import DecodeCall, DecodeFailed, is_reported
 from router_svc.request.context import RequestContext
@@ -32,7 +33,8 @@ class DecodeAttempt:
 
     async def run(self, start: decode_pb2.DecodeStart) -> None:
         """Returns when every choice is complete. Raises `DecodeFailed`, or an error for the client."""
-        await self._call.send(decode_pb2.DecodeRequest(start=start))
+        sealed = self._context.cluster.sealed(Purpose.START, self._call.worker, start)
+        await self._call.send(decode_pb2.DecodeRequest(start=sealed))
         try:
             async with asyncio.TaskGroup() as tasks:
                 relay = tasks.create_task(self._relay())

@@ -20,7 +20,7 @@ async def prefill(
     `ticket` and `call` are the decode worker's, or None when the request needs none. Raises the error that the worker
     reported, `PeerLost`, or `TransferTimeout` when it is silent.
     """
-    worker, prompt, journal = placement.worker, context.prompt, context.journal
+    worker, prompt, journal, cluster = placement.worker, context.prompt, context.journal, context.cluster
     trace = journal.chose_prefill(placement)
     request = prefill_pb2.PrefillRequest(
         ref=context.ref(),
@@ -30,9 +30,9 @@ async def prefill(
         forced_first_tokens=context.output.first_tokens,
         cache_salt=context.generation.cache_salt,
     )
-    silence_s = context.cluster.policy.token_timeout_s if ticket is None else ticket.lease_s * _SILENCE_SHARE
+    silence_s = cluster.policy.token_timeout_s if ticket is None else ticket.lease_s * _SILENCE_SHARE
     with prompt.assigned(worker, placement.uncached_tokens):
-        async with prefill_call(context.cluster.channels, worker, request, trace) as prefilling:
+        async with prefill_call(cluster, worker, request, trace) as prefilling:
             while (event := await prefilling.next_event(silence_s)) is not None:
                 match event.WhichOneof("event"):
                     case "progress":

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from pdserve.base.block_hash import hash_blocks, hash_key
 from pdserve.base.ids import BlockHash, WorkerId, new_router_id
 from pdserve.base.layout import KvLayout
+from pdserve.base.peer_tls import PeerTls
 from pdserve.base.registry import WorkerDirectory
 from pdserve.base.rpc import ChannelPool
+from pdserve.base.seals import Message, Purpose, Seals, receiver_name
 from pdserve.base.workers import Tier, WorkerRecord
 from router_svc.routing.in_flight import InFlight
 from router_svc.routing.placement import Demand, uncached_tokens
@@ -59,6 +61,10 @@ class Cluster:
     #: Leading blocks that each worker has cached, from the hashes of a prompt's blocks.
     index: Callable[[Sequence[BlockHash]], Mapping[WorkerId, int]]
     channels: ChannelPool = field(default_factory=ChannelPool)
+    #: Certificates for connections to the workers; None: no TLS.
+    tls: PeerTls | None = None
+    #: What goes to the workers.
+    seals: Seals = field(default_factory=Seals)
     in_flight: InFlight = field(default_factory=lambda: InFlight(new_router_id()))
 
     def ready(self, tier: Tier, layout: KvLayout | None = None) -> list[WorkerRecord]:
@@ -68,6 +74,10 @@ class Cluster:
             for worker in self.directory.workers_of(tier)
             if worker.ready and worker.model == self.policy.model_name and layout in (None, worker.layout)
         ]
+
+    def sealed(self, purpose: Purpose, worker: WorkerRecord, message: Message) -> Message:
+        """The message to send to this worker in place of `message`."""
+        return self.seals.seal(purpose, receiver_name(worker.worker_id, worker.epoch), message)
 
     @property
     def unpaired_decode(self) -> list[WorkerId]:

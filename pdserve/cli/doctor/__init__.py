@@ -10,6 +10,7 @@ from pdserve.base.config import load, option, parse_bytes
 from pdserve.base.errors import PdserveError
 from pdserve.base.facts.machine import machine_facts
 from pdserve.base.facts.redis import redis_facts
+from pdserve.base.peer_tls import peer_tls
 from pdserve.base.redis_keys import DEFAULT_PREFIX, parse_prefix
 from pdserve.base.store import Store
 from pdserve.cli.doctor.cluster_checks import check_cluster, check_redis
@@ -41,6 +42,12 @@ class DoctorConfig:
         16, help="most pairs of workers between which a transfer is tested; 0: none", metavar="N", minimum=0
     )
     transfer_size: int = option(32 << 20, help="size of a test transfer, such as 32MiB", parse=parse_bytes)
+    peer_ssl_certfile: str | None = option(None, help="where workers speak TLS: own certificate", metavar="FILE")
+    peer_ssl_keyfile: str | None = option(None, help="the certificate's private key", metavar="FILE")
+    peer_ssl_ca_certs: str | None = option(None, help="certificates of the workers' CAs", metavar="FILE")
+    peer_ssl_server_name: str | None = option(
+        None, help="name in the certificates of all workers; default: the address of each", metavar="NAME"
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,7 +73,7 @@ async def diagnose(config: DoctorConfig) -> tuple[list[Finding], ClusterFacts | 
     except PdserveError as failure:
         findings.append(_without_cluster(config, base_url, failure))
         return findings, None
-    plan = ProbePlan(max_pairs=config.max_pairs, num_bytes=config.transfer_size)
+    plan = ProbePlan(max_pairs=config.max_pairs, num_bytes=config.transfer_size, tls=peer_tls(config))
     cluster = await cluster_facts(status, base_url, plan)
     return findings + check_cluster(cluster), cluster
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pdserve.base.errors import Overloaded, PdserveError, PeerLost
 from pdserve.base.facts.wire import worker_from_proto
+from pdserve.base.peer_tls import PeerTls
 from pdserve.base.rpc import mapped_rpc_errors, open_channel
 from pdserve.cli.doctor.facts import ClusterFacts, PairProbe, RouterFacts, SeenWorker, choose_pairs
 from pdserve.cli.status import ClusterStatus, WorkerStatus
@@ -31,18 +32,20 @@ class ProbePlan:
 
     max_pairs: int
     num_bytes: int
+    #: Certificates for connections to the workers; None: they speak no TLS.
+    tls: PeerTls | None = None
 
 
 async def cluster_facts(status: ClusterStatus, base_url: str, plan: ProbePlan) -> ClusterFacts:
     """The facts about a cluster whose router answered `status`. Pairs are tested one after the other."""
-    described = await _described(status.workers)
+    described = await _described(status.workers, plan.tls)
     by_id = {worker.worker_id: worker for worker in described}
     senders, receivers = (
         [worker.worker_id for worker in described if worker.tier == tier and worker.is_ready and not worker.error]
         for tier in ("prefill", "decode")
     )
     chosen = choose_pairs(senders, receivers, plan.max_pairs)
-    pairs = [await _probe(by_id[sender], by_id[receiver], plan.num_bytes) for sender, receiver in chosen]
+    pairs = [await _probe(by_id[sender], by_id[receiver], plan) for sender, receiver in chosen]
     return ClusterFacts(
         router=RouterFacts(
             base_url=base_url,
@@ -58,12 +61,12 @@ async def cluster_facts(status: ClusterStatus, base_url: str, plan: ProbePlan) -
     )
 
 
-async def _described(workers: Sequence[WorkerStatus]) -> list[SeenWorker]:
+async def _described(workers: Sequence[WorkerStatus], tls: PeerTls | None) -> list[SeenWorker]:
     limit = asyncio.Semaphore(_CONCURRENT_CALLS)
 
     async def describe(worker: WorkerStatus) -> SeenWorker:
         async with limit:
-            return await _describe(worker)
+            return await _describe(worker, tls)
 
     called = await asyncio.gather(*map(describe, workers[:MAX_DESCRIBED]))
     return [*called, *map(_listed, workers[MAX_DESCRIBED:])]
@@ -79,10 +82,10 @@ def _listed(worker: WorkerStatus, **more: object) -> SeenWorker:
     )
 
 
-async def _describe(worker: WorkerStatus) -> SeenWorker:
+async def _describe(worker: WorkerStatus, tls: PeerTls | None) -> SeenWorker:
     try:
         with mapped_rpc_errors(f"worker {worker.worker_id}"):
-            async with open_channel(worker.grpc_address) as channel:
+            async with open_channel(worker.grpc_address, tls) as channel:
                 stub = pb_grpc.DiagnosticsServiceStub(channel)
                 started = time.time()
                 answer = await stub.Describe(pb.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S)
@@ -98,12 +101,12 @@ async def _describe(worker: WorkerStatus) -> SeenWorker:
     )
 
 
-async def _probe(sender: SeenWorker, receiver: SeenWorker, num_bytes: int) -> PairProbe:
+async def _probe(sender: SeenWorker, receiver: SeenWorker, plan: ProbePlan) -> PairProbe:
     """The faster of some rounds, or why there is none."""
     best: PairProbe | None = None
     try:
         for _ in range(_ROUNDS):
-            probe = await _patient_round(sender, receiver, num_bytes)
+            probe = await _patient_round(sender, receiver, plan)
             if best is None or probe.bytes_per_s > best.bytes_per_s:
                 best = probe
     except Overloaded:
@@ -117,12 +120,12 @@ async def _probe(sender: SeenWorker, receiver: SeenWorker, num_bytes: int) -> Pa
     return best
 
 
-async def _patient_round(sender: SeenWorker, receiver: SeenWorker, num_bytes: int) -> PairProbe:
+async def _patient_round(sender: SeenWorker, receiver: SeenWorker, plan: ProbePlan) -> PairProbe:
     """One test transfer, tried again while a worker has other things to do. Raises Overloaded in the end."""
     for attempt in range(_ATTEMPTS):
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
-                return await _round(sender, receiver, num_bytes)
+                return await _round(sender, receiver, plan)
         except Overloaded as busy:
             if attempt == _ATTEMPTS - 1:
                 raise
@@ -137,10 +140,13 @@ async def next_event(events: AsyncIterator[pb.ReceiveProbeResponse], receiver: S
     raise PeerLost(f"Worker {receiver.worker_id} ended the test transfer early. See its log.")
 
 
-async def _round(sender: SeenWorker, receiver: SeenWorker, num_bytes: int) -> PairProbe:
-    async with open_channel(sender.grpc_address) as to_sender, open_channel(receiver.grpc_address) as to_receiver:
+async def _round(sender: SeenWorker, receiver: SeenWorker, plan: ProbePlan) -> PairProbe:
+    async with (
+        open_channel(sender.grpc_address, plan.tls) as to_sender,
+        open_channel(receiver.grpc_address, plan.tls) as to_receiver,
+    ):
         receiving = pb_grpc.DiagnosticsServiceStub(to_receiver).ReceiveProbe(
-            pb.ReceiveProbeRequest(num_bytes=num_bytes)
+            pb.ReceiveProbeRequest(num_bytes=plan.num_bytes)
         )
         try:
             with mapped_rpc_errors(f"worker {receiver.worker_id}"):

@@ -35,6 +35,7 @@ def announce(
 ) -> Registrar:
     """Starts the heartbeats and the publication of KV events, and exposes what they and the kernels count."""
     registrar = Registrar(store, lambda: worker_record(worker, service, addresses, ready=health.is_ready))
+    registrar.secret = worker.seals.secret
     publisher = KvEventPublisher(store, worker.worker_id, worker.epoch)
     worker.steps.on_cache_events = publisher.publish
     worker.steps.on_queue_empty = registrar.announce_empty_queue

@@ -11,15 +11,9 @@ from typing import Any
 from kvtransfer.handover.memory import InPlaceMemory
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import Received, ReceiverIdentity, Reservation
+from kvtransfer.handover.sealed_ticket import opened_ticket, sealed_ticket
 from kvtransfer.handover.sender import Sender
-from kvtransfer.handover.ticket import (
-    Commit,
-    Ticket,
-    commit_from_proto,
-    commit_to_proto,
-    ticket_from_proto,
-    ticket_to_proto,
-)
+from kvtransfer.handover.ticket import Commit, Ticket, commit_from_proto, commit_to_proto
 from kvtransfer.transport.path import TransportPath
 from pdserve.base import rpc
 from pdserve.base.errors import Overloaded, PdserveError, RequestError, StaleError
@@ -28,6 +22,7 @@ from pdserve.base.facts.machine import machine_facts
 from pdserve.base.facts.redis import redis_facts
 from pdserve.base.facts.wire import worker_to_proto
 from pdserve.base.ids import RequestId, TransferId, new_transfer_id
+from pdserve.base.seals import Purpose, receiver_name
 from pdserve.base.store import Store
 from pdserve.base.tasks import run_to_completion
 from pdserve.model.fetch.cache import default_cache_dir
@@ -97,7 +92,8 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
             try:
                 ticket = await receiver.grant(reservation, attempt=1)
                 self._receivers[ticket.transfer_id] = receiver
-                granted = pb.ProbeTicket(ticket=ticket_to_proto(ticket), request_id=reservation.request_id)
+                sealed = sealed_ticket(ticket, reservation.request_id, worker.seals)
+                granted = pb.ProbeTicket(ticket=sealed, request_id=reservation.request_id)
                 await context.write(pb.ReceiveProbeResponse(ticket=granted))
                 received = await ended
                 copy = await asyncio.to_thread(blocks.copy_bytes_per_s)
@@ -112,7 +108,7 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
     @rpc.method
     async def CommitProbe(self, request: decode_pb2.CommitRequest, context: Any) -> decode_pb2.CommitResponse:  # noqa: N802
         """Verifies a test transfer that is complete."""
-        commit = commit_from_proto(request)
+        commit = commit_from_proto(self._worker.seals.open(Purpose.COMMIT, self._worker.seal_name, request))
         receiver = self._receivers.get(commit.transfer_id)
         if receiver is None:
             raise StaleError("The test transfer is not on this worker. It has ended, or was never here.")
@@ -124,7 +120,7 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
         """Sends one test transfer."""
         if self._worker.tier != "prefill":
             raise RequestError("Decode workers send no blocks. Ask a prefill worker.")
-        ticket = ticket_from_proto(request.ticket)
+        ticket = opened_ticket(request.ticket, RequestId(request.request_id), self._worker.seals)
         layout = self._worker.model.layout
         if ticket.num_blocks > num_probe_blocks(layout, ticket.num_blocks * layout.block_bytes):
             raise RequestError(f"A test transfer of {ticket.num_blocks} blocks is too large. Use a smaller one.")
@@ -145,13 +141,22 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
         async with sender.open(ticket, request_id=request_id) as transfer:
             started = time.perf_counter()
             await transfer.push(blocks.block_ids)
-            await transfer.finish(_NO_TOKENS, lambda commit: _commit(ticket, commit))
+            await transfer.finish(_NO_TOKENS, lambda commit: self._commit(ticket, commit))
             total_s, stats = time.perf_counter() - started, transfer.stats
         response = pb.SendProbeResponse(num_bytes=stats.sent_bytes, wire_s=stats.busy_s, total_s=total_s)
         if paths and (path := paths[0]) is not None:
             response.expected, response.actual = path.expected, path.actual
             response.cause, response.remedy = path.cause, path.remedy
         return response
+
+    async def _commit(self, ticket: Ticket, commit: Commit) -> decode_pb2.CommitResponse:
+        receiver = receiver_name(ticket.worker_id, ticket.epoch)
+        message = self._worker.seals.seal(Purpose.COMMIT, receiver, commit_to_proto(commit))
+        with rpc.mapped_rpc_errors(f"worker {ticket.worker_id}"):
+            async with rpc.open_channel(ticket.grpc_address, self._worker.tls) as channel:
+                stub = pb_grpc.DiagnosticsServiceStub(channel)
+                answer: decode_pb2.CommitResponse = await stub.CommitProbe(message, timeout=ticket.lease_s)
+                return answer
 
     def _identity(self) -> ReceiverIdentity:
         worker = self._worker
@@ -204,12 +209,3 @@ def _reservation(blocks: ProbeBlocks, ended: asyncio.Future[Received]) -> Reserv
         on_received=on_received,
         on_expired=on_expired,
     )
-
-
-async def _commit(ticket: Ticket, commit: Commit) -> decode_pb2.CommitResponse:
-    peer = f"worker {ticket.worker_id}"
-    with rpc.mapped_rpc_errors(peer):
-        async with rpc.open_channel(ticket.grpc_address) as channel:
-            stub = pb_grpc.DiagnosticsServiceStub(channel)
-            answer: decode_pb2.CommitResponse = await stub.CommitProbe(commit_to_proto(commit), timeout=ticket.lease_s)
-            return answer

@@ -11,6 +11,7 @@ from pdserve.base.admin import Health
 from pdserve.base.errors import error_classes, reason_of_class
 from pdserve.base.machine import available_memory_bytes
 from pdserve.base.metrics import (
+    PEER_MESSAGES_REFUSED,
     CounterReader,
     CounterSource,
     GaugeReader,
@@ -19,6 +20,7 @@ from pdserve.base.metrics import (
     TokenHistogram,
     process_registry,
 )
+from pdserve.base.seals import Refusal
 
 LABELS = ("model_name", "tier")
 
@@ -70,6 +72,9 @@ class WorkerMetrics:
         self.memory_available = self._gauge("memory_available_bytes", "Memory that can still be allocated")
         self.memory_available.set_function(available_memory_bytes)
         self.clock_skew = self._gauge("clock_skew_seconds", "Seconds by which this clock is ahead of that of Redis")
+        self._peer_refusals = self._counter("peer_messages_refused", PEER_MESSAGES_REFUSED, "reason")
+        for reason in Refusal:
+            self._peer_refusals.labels(**self.labels(reason=reason))
         self._last_exit = self._info("last_exit_info", "Constant 1; how this worker ended last", "reason", "during")
 
     def _add_requests(self) -> None:
@@ -152,6 +157,10 @@ class WorkerMetrics:
     def watch(self, health: Health) -> None:
         """Exposes whether the process is ready, as of each scrape."""
         self._ready.set_function(lambda: float(health.is_ready))
+
+    def peer_refused(self, reason: Refusal) -> None:
+        """A message came that is not of this cluster."""
+        self._peer_refusals.labels(**self.labels(reason=reason)).inc()
 
     def describe_last_exit(self, reason: str, during: str) -> None:
         """Sets how the previous process of this worker ended."""

@@ -15,8 +15,11 @@ from pdserve.base.admin import Health, bound_socket, serve_admin
 from pdserve.base.collector import exempt_all
 from pdserve.base.ids import WorkerId, new_epoch
 from pdserve.base.logs import get_logger
+from pdserve.base.peer_tls import PeerTls, peer_tls
 from pdserve.base.registry import Registrar, Tier
-from pdserve.base.rpc import GrpcHealth, serve_grpc
+from pdserve.base.rpc import GrpcHealth, GrpcPort, serve_grpc_at
+from pdserve.base.seals import Seals
+from pdserve.base.secret import read_secret
 from pdserve.base.store import Store
 from pdserve.base.tasks import ServiceGroup, service_group, stop_event_on_signals
 from pdserve.base.tracing.setup import span_counters, tracing
@@ -42,6 +45,8 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
     health = Health()
     metrics = WorkerMetrics(model_name=config.model_name, tier=tier)
     metrics.watch(health)
+    seals = Seals(read_secret(config.cluster_secret_file), on_refused=metrics.peer_refused)
+    tls = peer_tls(config)
     admin = bound_socket(config.host, config.http_port, flag="--http-port")
     async with serve_admin(health, metrics.registry, admin) as http_address, AsyncExitStack() as stack:
         config = stack.enter_context(claiming(config))
@@ -57,10 +62,12 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
         transport = await stack.enter_async_context(_opened_transport(config))
         tasks = await stack.enter_async_context(service_group())
         worker = await _make_worker(config, tier, model, transport, metrics, tasks)
-        worker.tracer = tracer
+        worker.tracer, worker.seals, worker.tls = tracer, seals, tls
+        if tls is not None:
+            tasks.start(tls.run(), name="peer-certificates")
         service = build(worker)
         notify.status("warming up")
-        served = _served(service, DiagnosticsService(worker, store), config)
+        served = _served(service, DiagnosticsService(worker, store), config, tls)
         async with worker.computing(service) as fatal, served as (grpc_address, streams, grpc_health):
             addresses = WorkerAddresses(grpc=grpc_address, http=http_address, streams=streams)
             worker.paths.on_change = health.watch("transport")
@@ -153,7 +160,7 @@ async def _opened_transport(config: WorkerConfig) -> AsyncIterator[Transport]:
 
 @asynccontextmanager
 async def _served(
-    service: TierService, diagnostics: DiagnosticsService, config: WorkerConfig
+    service: TierService, diagnostics: DiagnosticsService, config: WorkerConfig, tls: PeerTls | None
 ) -> AsyncIterator[tuple[str, str, GrpcHealth]]:
     """Yields the addresses for gRPC and for streams, and the switch of gRPC's health service."""
 
@@ -162,8 +169,10 @@ async def _served(
         diagnostics_pb2_grpc.add_DiagnosticsServiceServicer_to_server(diagnostics, server)
 
     names = [service.name, diagnostics.name]
+    credentials = None if tls is None else tls.server_credentials()
+    port = GrpcPort(host=config.host, port=config.grpc_port, flag="--grpc-port", credentials=credentials)
     try:
-        async with serve_grpc(register, names, host=config.host, port=config.grpc_port, flag="--grpc-port") as served:
+        async with serve_grpc_at(register, names, port) as served:
             address, grpc_health = served
             diagnostics.grpc_address = address
             yield address, await service.start(address), grpc_health

@@ -16,7 +16,9 @@ from kvtransfer.handover.memory import BlockMemory
 from kvtransfer.transport import Transport
 from pdserve.base.block_hash import hash_key
 from pdserve.base.ids import Epoch, WorkerId
+from pdserve.base.peer_tls import PeerTls
 from pdserve.base.registry import Tier
+from pdserve.base.seals import Seals, receiver_name
 from pdserve.base.tasks import ServiceGroup
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from pdserve.engine.loop import LoopConfig, StepLoop
@@ -86,6 +88,10 @@ class Worker:
     transport: Transport
     metrics: WorkerMetrics
     tasks: ServiceGroup
+    #: What this worker sends to others and takes from them.
+    seals: Seals = field(default_factory=Seals)
+    #: Certificates for connections to and from others; None: no TLS.
+    tls: PeerTls | None = None
     tracer: Tracer = NO_TRACER
     calls: ActiveCalls = field(default_factory=ActiveCalls)
     steps: StepMetrics = field(init=False)
@@ -111,6 +117,11 @@ class Worker:
             self.blocks = device_block_memory(model.kv_cache, staging_bytes)
         else:
             self.blocks = block_memory(model.kv_cache, staging_bytes)
+
+    @property
+    def seal_name(self) -> bytes:
+        """This incarnation, as the seals of messages to it name it."""
+        return receiver_name(self.worker_id, self.epoch)
 
     def hash_key(self, salt: bytes) -> bytes:
         """The key of the block hashes of one tenant's prompts."""

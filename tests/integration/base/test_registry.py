@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from pdserve.base.ids import Epoch, WorkerId
 from pdserve.base.registry import RECORD_TTL_S, WORKER_KEY, Registrar, WorkerDirectory, WorkerRecord, read_sightings
+from pdserve.base.seals import Refusal, Seals
+from pdserve.base.secret import parse_secret
 from pdserve.base.store import Store
 from pdserve.cli.private_redis import PrivateRedis
 from tests.support.records import worker_record
@@ -194,3 +196,23 @@ async def _has_workers(store: Store, count: int) -> bool:
 
 async def _epoch_is(store: Store, epoch: int) -> bool:
     return [record.epoch for record in await read_workers(store)] == [epoch]
+
+
+async def test_a_router_with_a_secret_sees_only_workers_that_have_it(worker_store: Store, router_store: Store) -> None:
+    """A stranger who can write to Redis would have prompts sent to itself otherwise."""
+    secret = parse_secret("the-secret-of-this-cluster", where="test")
+    refused: list[Refusal] = []
+    ours = Registrar(worker_store, lambda: worker_record("decode-0"), heartbeat_s=0.05)
+    ours.secret = secret
+    strange = Registrar(worker_store, lambda: worker_record("decode-1"), heartbeat_s=0.05)
+    directory = WorkerDirectory(router_store, refresh_s=0.02, seals=Seals(secret, on_refused=refused.append))
+    async with running(strange.run()):
+        await eventually(lambda: _is_listed(router_store, "decode-1"))
+        async with running(directory.run(), ours.run()):
+            await until(directory, lambda: ids(directory) == ["decode-0"])
+            assert ids(directory) == ["decode-0"]
+    assert set(refused) == {Refusal.MISSING}
+
+
+async def _is_listed(store: Store, worker_id: str) -> bool:
+    return worker_id in [sighting.record.worker_id for sighting in await read_sightings(store)]

@@ -20,9 +20,12 @@ from kvtransfer.handover.sender import OutgoingTransfer
 from kvtransfer.transport import Transport
 from kvtransfer.transport.inproc import InprocTransport
 from pdserve.base.ids import TransferId, WorkerId, new_epoch
+from pdserve.base.peer_tls import peer_tls
 from pdserve.base.registry import Tier
-from pdserve.base.rpc import mapped_rpc_errors, open_channel, serve_grpc, trace_metadata
+from pdserve.base.rpc import GrpcPort, mapped_rpc_errors, open_channel, serve_grpc_at, trace_metadata
 from pdserve.base.sampling import SamplingParams
+from pdserve.base.seals import Purpose, Seals
+from pdserve.base.secret import read_secret
 from pdserve.base.store import Store
 from pdserve.base.streams import MessageStream, open_stream
 from pdserve.base.tasks import service_group
@@ -63,6 +66,8 @@ async def running_worker(
             transport=transport,
             metrics=metrics,
             tasks=tasks,
+            seals=Seals(read_secret(config.cluster_secret_file), on_refused=metrics.peer_refused),
+            tls=peer_tls(config),
         )
         service = build(worker)
         # No test of these workers needs Redis, except to see that it is away.
@@ -74,9 +79,9 @@ async def running_worker(
 
         async with worker.computing(service):
             try:
-                async with serve_grpc(
-                    register, [service.name], host="127.0.0.1", port=0, flag="--grpc-port", grace_s=0
-                ) as (address, _):
+                credentials = None if worker.tls is None else worker.tls.server_credentials()
+                port = GrpcPort(host="127.0.0.1", port=0, flag="--grpc-port", credentials=credentials)
+                async with serve_grpc_at(register, [service.name], port, grace_s=0) as (address, _):
                     diagnostics.grpc_address = address
                     stream_address = await service.start(address)
                     worker.calls.accept()
@@ -111,7 +116,7 @@ class RouterRequest:
             local_prefill_threshold=local_prefill_threshold,
             traceparent=traceparent_of(trace),
         )
-        await self.send(start=start)
+        await self.send(start=self._cluster.seals.seal(Purpose.START, self._cluster.decode.seal_name, start))
 
     async def stop_choice(self, choice: int) -> None:
         """Stop a choice: neither more of its tokens nor its end is reported."""
@@ -120,7 +125,9 @@ class RouterRequest:
 
     async def send(self, **command: Any) -> None:
         if self._stream is None:
-            self._stream = await open_stream(self._cluster.decode_streams, decode_pb2.DecodeResponse.FromString)
+            self._stream = await open_stream(
+                self._cluster.decode_streams, decode_pb2.DecodeResponse.FromString, self._cluster.decode.tls
+            )
         await self._stream.write(decode_pb2.DecodeRequest(**command))
 
     async def event(self) -> decode_pb2.DecodeResponse:
@@ -177,6 +184,7 @@ class RouterRequest:
             ticket=ticket,
             forced_first_tokens=forced,
         )
+        request = self._cluster.seals.seal(Purpose.PROMPT, self._cluster.prefill.seal_name, request)
         async with asyncio.timeout(DEADLINE_S):
             with mapped_rpc_errors("the prefill worker"):
                 stub = prefill_pb2_grpc.PrefillServiceStub(channel or self._cluster.prefill_channel)
@@ -262,6 +270,8 @@ class LocalCluster:
     prefill_address: str
     decode_address: str
     decode_streams: str
+    #: What the router seals with.
+    seals: Seals
     count: int = 0
 
     def request(self, prompt: list[int], request_id: str | None = None, **params: Any) -> RouterRequest:
@@ -314,6 +324,7 @@ async def running_cluster(
         p_worker, p_address, _ = await stack.enter_async_context(
             running_worker(p_config, "prefill", ours, lambda worker: PrefillService(worker, p_config))
         )
-        p_channel = await stack.enter_async_context(open_channel(p_address))
-        d_channel = await stack.enter_async_context(open_channel(d_address))
-        yield LocalCluster(p_worker, d_worker, p_channel, d_channel, p_address, d_address, d_streams)
+        p_channel = await stack.enter_async_context(open_channel(p_address, p_worker.tls))
+        d_channel = await stack.enter_async_context(open_channel(d_address, d_worker.tls))
+        seals = Seals(read_secret(d_config.cluster_secret_file))
+        yield LocalCluster(p_worker, d_worker, p_channel, d_channel, p_address, d_address, d_streams, seals)

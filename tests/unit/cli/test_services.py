@@ -10,11 +10,13 @@ import pytest
 
 from decode_svc.config import DecodeConfig
 from pdserve.base.config import add_options, from_arguments
+from pdserve.base.secret import SECRET_VARIABLE
 from pdserve.cli.cluster_plan import ClusterPlan
 from pdserve.cli.placement import CoreShare, GpuShare
 from pdserve.cli.services import router_spec, worker_specs
 from pdserve.cli.supervisor.spec import ProcessSpec
 from pdserve.cli.up_config import DEFAULT_MODEL, UpConfig
+from pdserve.cli.up_secret import own_secret
 from pdserve.model import resolve
 from prefill_svc.config import PrefillConfig
 from router_svc.config import RouterConfig
@@ -160,3 +162,25 @@ def test_each_process_has_its_own_log(name: str) -> None:
 def test_the_default_model_is_an_alias_that_needs_no_model_hub() -> None:
     assert DEFAULT_MODEL == resolve.DEFAULT_MODEL
     assert DEFAULT_MODEL in resolve.ALIASES
+
+
+def test_the_cluster_secret_is_not_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    made = own_secret(UpConfig())
+    cluster = plan(environment={"PATH": "/bin", **made})
+    for spec in (router_spec(cluster), *worker_specs(cluster)):
+        assert spec.environment[SECRET_VARIABLE] == made[SECRET_VARIABLE]
+        assert not any(made[SECRET_VARIABLE] in argument for argument in spec.argv)
+
+
+def test_a_run_has_a_secret_of_its_own_unless_the_user_has_one_or_others_may_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    assert own_secret(UpConfig()) != own_secret(UpConfig())
+    assert own_secret(UpConfig(redis_url="redis://redis:6379")) == {}
+    file = tmp_path / "secret"
+    file.write_text("the-secret-of-this-cluster")
+    assert own_secret(UpConfig(cluster_secret_file=str(file))) == {}
+    monkeypatch.setenv(SECRET_VARIABLE, "the-secret-of-the-user")
+    assert own_secret(UpConfig()) == {}

@@ -16,6 +16,7 @@ from pdserve.base.errors import StaleError
 from pdserve.base.ids import BlockId, Epoch, RequestId, TransferId, WorkerId
 from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import ChoiceTokens, SamplingParams
+from pdserve.base.seals import Seals
 from pdserve.engine.step import Grant, RequestTokens
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.worker.serve.inboxes import Failed, Inbox
@@ -36,6 +37,7 @@ class Engine:
         self.stopped: asyncio.Queue[int] = asyncio.Queue()
         self.refusal: Exception | None = None
         self.metrics = SimpleNamespace(ended=lambda reason: None)
+        self.seals = Seals()
 
     def reserve(self, job: DecodeJob) -> None:
         self.job = job

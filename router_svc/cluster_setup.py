@@ -1,0 +1,40 @@
+"""Assembles a router's view of the cluster from its settings: policy, registry, channels, secret and certificates."""
+
+from __future__ import annotations
+
+from kvtransfer.index.prefix_mirror import PrefixMirror
+from pdserve.base.peer_tls import peer_tls
+from pdserve.base.registry import WorkerDirectory
+from pdserve.base.rpc import ChannelPool
+from pdserve.base.seals import Seals
+from pdserve.base.secret import read_secret
+from pdserve.base.store import Store
+from router_svc.config import RouterConfig
+from router_svc.records.metrics import RouterMetrics
+from router_svc.routing.cluster import Cluster, RoutingPolicy
+
+
+def make_cluster(config: RouterConfig, store: Store, mirror: PrefixMirror, metrics: RouterMetrics) -> Cluster:
+    """The cluster, whose directory and certificates have to be run. Raises: SetupError."""
+    seals = Seals(read_secret(config.cluster_secret_file), on_refused=metrics.peer_refused)
+    tls = peer_tls(config)
+    return Cluster(
+        policy=_routing_policy(config),
+        directory=WorkerDirectory(store, seals=seals),
+        index=mirror.overlap,
+        channels=ChannelPool(tls=tls),
+        seals=seals,
+        tls=tls,
+    )
+
+
+def _routing_policy(config: RouterConfig) -> RoutingPolicy:
+    return RoutingPolicy(
+        model_name=config.model_name,
+        local_prefill_threshold=config.local_prefill_threshold,
+        # A threshold of 0 keeps all prompts away from decode workers, regardless of the load.
+        local_prefill_by_load=config.local_prefill == "auto" and config.local_prefill_threshold > 0,
+        expects_prefill=config.prefill_expected > 0,
+        reserve_timeout_s=config.reserve_timeout_s,
+        token_timeout_s=config.token_timeout_s,
+    )

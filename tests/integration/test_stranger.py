@@ -1,0 +1,192 @@
+"""A process that reaches every port of a cluster and lacks its secret: it reads no prompt, changes no answer, stops
+nothing.
+
+The ports of UCX are the exception: they authenticate nobody (docs/operations/peers.md), and are left alone here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import psutil
+import pytest
+
+from kvtransfer.transport.ucx_address import pack_address
+from pdserve.base.errors import PeerRefused
+from pdserve.base.ids import Epoch, WorkerId
+from pdserve.base.rpc import mapped_rpc_errors, open_channel
+from pdserve.base.sampling import SamplingParams
+from pdserve.base.seals import Purpose, Seals, receiver_name
+from pdserve.base.secret import new_secret, parse_secret
+from pdserve.base.streams import open_stream
+from pdserve.base.wire import error_from_wire, sampling_to_wire
+from pdserve.cli.status import WorkerStatus
+from pdserve.v1 import common_pb2, decode_pb2, decode_pb2_grpc, diagnostics_pb2, diagnostics_pb2_grpc, prefill_pb2
+from pdserve.v1 import prefill_pb2_grpc as prefill_grpc
+from tests.support.cluster import MODEL, Cluster
+
+Attempt = Callable[[], Coroutine[Any, Any, None]]
+
+PROMPT = "The capital of France is Paris. The capital of Spain is Madrid. " * 12 + "The capital of Germany is"
+TIMEOUT_S = 20.0
+#: UCX aborts the process that connects to this address.
+CRASHING = pack_address(b"\xff" * 64)
+#: Somebody who has another cluster's secret.
+FOREIGN = Seals(parse_secret(new_secret(), where="the test"))
+
+
+def _start(request_id: str) -> decode_pb2.DecodeStart:
+    """A request whose blocks the stranger would send."""
+    return decode_pb2.DecodeStart(
+        ref=common_pb2.RequestRef(request_id=request_id, attempt=2**32 - 1, router_id="stranger"),
+        prompt_token_ids=list(range(100, 400)),
+        sampling=sampling_to_wire(SamplingParams(temperature=0.0, max_tokens=4, seed=1)),
+    )
+
+
+def _ticket() -> decode_pb2.Ticket:
+    layout = decode_pb2.KvLayout(model="m", dtype="float32", block_size=16, num_layers=1, num_kv_heads=1, head_dim=1)
+    return decode_pb2.Ticket(
+        transfer_id=bytes(16),
+        attempt=1,
+        worker_id="decode-0",
+        epoch=1,
+        grpc_address="127.0.0.1:9",
+        transport="ucx",
+        data_address=CRASHING,
+        num_blocks=1,
+        layout=layout,
+        lease_s=5.0,
+        key=bytes(32),
+        layer_groups=1,
+        bundle_blocks=1,
+        digest="xxh3",
+    )
+
+
+async def _open_request(address: str, start: decode_pb2.DecodeStart) -> None:
+    stream = await open_stream(address, decode_pb2.DecodeResponse.FromString)
+    try:
+        await stream.write(decode_pb2.DecodeRequest(start=start))
+        answer = await stream.read(TIMEOUT_S)
+        assert answer is not None
+        assert answer.WhichOneof("event") == "failed", answer
+        raise error_from_wire(answer.failed)
+    finally:
+        stream.close()
+
+
+async def _prefill(address: str, request: prefill_pb2.PrefillRequest) -> None:
+    async with open_channel(address) as channel:
+        with mapped_rpc_errors("the prefill worker"):
+            async for event in prefill_grpc.PrefillServiceStub(channel).Prefill(request, timeout=TIMEOUT_S):
+                raise AssertionError(f"a stranger got {event}")
+
+
+async def _commit(address: str, commit: decode_pb2.CommitRequest) -> None:
+    async with open_channel(address) as channel:
+        with mapped_rpc_errors("the decode worker"):
+            await decode_pb2_grpc.DecodeServiceStub(channel).Commit(commit, timeout=TIMEOUT_S)
+
+
+async def _probe(address: str) -> None:
+    async with open_channel(address) as channel:
+        with mapped_rpc_errors("the prefill worker"):
+            stub = diagnostics_pb2_grpc.DiagnosticsServiceStub(channel)
+            await stub.SendProbe(diagnostics_pb2.SendProbeRequest(ticket=_ticket(), request_id="r"), timeout=TIMEOUT_S)
+
+
+def _attempts(prefill: WorkerStatus, decode: WorkerStatus, streams: str) -> dict[str, Attempt]:
+    """Every message that a worker takes, without a MAC and with that of another cluster."""
+    at_decode = receiver_name(WorkerId(decode.worker_id), Epoch(decode.epoch))
+    at_prefill = receiver_name(WorkerId(prefill.worker_id), Epoch(prefill.epoch))
+    prompt = prefill_pb2.PrefillRequest(ref=_start("p").ref, prompt_token_ids=[1, 2, 3], ticket=_ticket())
+    prompt.sampling.CopyFrom(_start("p").sampling)
+    commit = decode_pb2.CommitRequest(
+        ref=_start("c").ref, transfer_id=bytes(16), epoch=decode.epoch, first_tokens=[1], mac=bytes(32)
+    )
+    return {
+        "start": lambda: _open_request(streams, _start("s")),
+        "foreign start": lambda: _open_request(streams, FOREIGN.seal(Purpose.START, at_decode, _start("s"))),
+        "prompt": lambda: _prefill(prefill.grpc_address, prompt),
+        "foreign prompt": lambda: _prefill(prefill.grpc_address, FOREIGN.seal(Purpose.PROMPT, at_prefill, prompt)),
+        "commit": lambda: _commit(decode.grpc_address, commit),
+        "foreign commit": lambda: _commit(decode.grpc_address, FOREIGN.seal(Purpose.COMMIT, at_decode, commit)),
+        "test transfer": lambda: _probe(prefill.grpc_address),
+    }
+
+
+def _ports(process: psutil.Process) -> set[int]:
+    return {each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+
+
+def _stream_address(cluster: Cluster, decode: WorkerStatus) -> str:
+    """A stranger finds it by trying: it answers a start, and the ports of UCX are left alone."""
+    known = {int(address.rpartition(":")[2]) for address in (decode.grpc_address, decode.http_address)}
+    text = (cluster.log_dir / f"{decode.worker_id}.log").read_text()
+    port = int(text.rpartition(" streams=127.0.0.1:")[2].split()[0])
+    assert port in _ports(cluster.processes()[decode.worker_id]) - known
+    return f"127.0.0.1:{port}"
+
+
+def _answer(cluster: Cluster) -> str:
+    with cluster.client() as client:
+        answer = client.completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=12, temperature=0, extra_body={"ignore_eos": True}
+        )
+    return answer.choices[0].text
+
+
+def test_a_stranger_reads_no_prompt_changes_no_answer_and_stops_nothing(cluster: Cluster) -> None:
+    before, expected = {name: each.pid for name, each in cluster.processes().items()}, _answer(cluster)
+    [prefill], [decode] = cluster.workers("prefill"), cluster.workers("decode")
+    streams = _stream_address(cluster, decode)
+    for name, attempt in _attempts(prefill, decode, streams).items():
+        with pytest.raises(PeerRefused):
+            asyncio.run(attempt())
+            raise AssertionError(f"{name} was accepted")
+    assert cluster.worker_metric("decode", "pdserve_peer_messages_refused_total") >= 4
+    assert cluster.worker_metric("prefill", "pdserve_peer_messages_refused_total") >= 3
+    for address in (prefill.grpc_address, decode.grpc_address, prefill.http_address, decode.http_address, streams):
+        _send_garbage(address)
+    for address in (prefill.http_address, decode.http_address):
+        _try_to_change(address)
+    assert _answer(cluster) == expected
+    assert {name: each.pid for name, each in cluster.processes().items()} == before
+
+
+def _send_garbage(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    for data in (
+        b"\x00" * 64,
+        b"\xff" * 64,
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x01" * 40,
+    ):
+        with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
+            connection.sendall(data)
+
+
+def _try_to_change(address: str) -> None:
+    """The HTTP port of a worker only reports: nothing is posted to it, and no path has prompts."""
+    for path in ("/livez", "/metrics", "/drain", "/shutdown", "/v1/completions"):
+        request = urllib.request.Request(f"http://{address}{path}", data=b"{}", method="POST")
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=TIMEOUT_S)
+        assert refused.value.code in (404, 405)
+    metrics = urllib.request.urlopen(f"http://{address}/metrics", timeout=TIMEOUT_S).read()
+    assert b"Germany" not in metrics
+
+
+def test_the_secret_of_a_run_is_seen_in_no_process_arguments_and_no_log(cluster: Cluster) -> None:
+    processes = cluster.processes()
+    secrets = {processes[name].environ().get("PDSERVE_CLUSTER_SECRET") for name in processes if name != "redis"}
+    [secret] = secrets
+    assert secret
+    assert not any(secret in word for process in processes.values() for word in process.cmdline())
+    assert not any(secret in log.read_text() for log in cluster.log_dir.glob("*.log"))
