@@ -178,9 +178,10 @@ def _try_to_change(address: str) -> None:
         request = urllib.request.Request(f"http://{address}{path}", data=b"{}", method="POST")
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(request, timeout=TIMEOUT_S)
-        assert refused.value.code in (404, 405)
-    metrics = urllib.request.urlopen(f"http://{address}/metrics", timeout=TIMEOUT_S).read()
-    assert b"Germany" not in metrics
+        with refused.value as answer:
+            assert answer.code in (404, 405)
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=TIMEOUT_S) as answer:
+        assert b"Germany" not in answer.read()
 
 
 def test_the_secret_of_a_run_is_seen_in_no_process_arguments_and_no_log(cluster: Cluster) -> None:

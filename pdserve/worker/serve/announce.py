@@ -43,6 +43,8 @@ def announce(
     skew = ClockSkew(store)
     worker.metrics.clock_skew.set_function(lambda: skew.seconds)
     worker.tasks.start(skew.run(), name="clock-skew")
+    if worker.tls is not None:
+        worker.tasks.start(worker.tls.run(), name="peer-certificates")
     worker.tasks.start(registrar.run(), name="registrar")
     worker.tasks.start(publisher.run(), name="kv-events")
     worker.tasks.start(worker.paths.run(), name="transport-paths")

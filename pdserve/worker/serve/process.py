@@ -63,8 +63,6 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
         tasks = await stack.enter_async_context(service_group())
         worker = await _make_worker(config, tier, model, transport, metrics, tasks)
         worker.tracer, worker.seals, worker.tls = tracer, seals, tls
-        if tls is not None:
-            tasks.start(tls.run(), name="peer-certificates")
         service = build(worker)
         notify.status("warming up")
         served = _served(service, DiagnosticsService(worker, store), config, tls)

@@ -12,19 +12,19 @@ from pdserve.base.secret import MAC_BYTES, SECRET_VARIABLE, new_secret, parse_se
 OLD, NEW = "an-old-secret-of-the-cluster", "a-new-secret-of-the-cluster"
 
 
-def test_a_mac_is_for_one_purpose_and_exactly_these_parts() -> None:
+def test_a_mac_is_for_one_purpose_and_exactly_these_fields() -> None:
     secret = parse_secret(NEW, where="test")
     mac = secret.mac("commit", b"ab", b"c")
     assert len(mac) == MAC_BYTES
     assert secret.matches(mac, "commit", b"ab", b"c")
-    for purpose, parts in [
+    for purpose, fields in [
         ("ticket", (b"ab", b"c")),
         # Without the lengths these would be the same bytes.
         ("commit", (b"a", b"bc")),
         ("commit", (b"abc",)),
         ("commit", (b"ab", b"c", b"")),
     ]:
-        assert not secret.matches(mac, purpose, *parts)
+        assert not secret.matches(mac, purpose, *fields)
     assert not parse_secret(OLD, where="test").matches(mac, "commit", b"ab", b"c")
 
 

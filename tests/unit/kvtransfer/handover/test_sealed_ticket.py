@@ -35,7 +35,7 @@ def test_a_granted_ticket_is_opened_and_the_router_can_read_it(seals: Seals) -> 
         assert opened_ticket(message, REQUEST, seals) == ticket
 
 
-def test_a_ticket_that_nobody_granted_is_refused(seals: Seals, refused: list[Refusal]) -> None:
+def test_a_ticket_without_a_grant_is_refused(seals: Seals, refused: list[Refusal]) -> None:
     with pytest.raises(PeerRefused):
         opened_ticket(ticket_to_proto(a_ticket()), REQUEST, seals)
     foreign = Seals(parse_secret("the-secret-of-another-cluster", where="test"))
@@ -44,7 +44,7 @@ def test_a_ticket_that_nobody_granted_is_refused(seals: Seals, refused: list[Ref
     assert refused == [Refusal.MISSING, Refusal.FORGED]
 
 
-def test_the_address_beside_the_sealed_one_is_not_used(seals: Seals) -> None:
+def test_an_address_outside_of_the_seal_is_not_used(seals: Seals) -> None:
     """Finding 6: UCX aborts the process for this address."""
     message = sealed_ticket(a_ticket(), REQUEST, seals)
     message.data_address = pack_address(b"\xff" * 64)
