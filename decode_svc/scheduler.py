@@ -27,7 +27,7 @@ from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.pace import Pace
 from pdserve.engine.running import RunningSet
-from pdserve.engine.sequence import Sampled, SampleResult, Sequence
+from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, Sequence
 from pdserve.engine.step import EventLog, Load, PrefillChunk, StepEvents, StepPlan
 
 
@@ -167,6 +167,11 @@ class DecodeScheduler:
             self._take_chunk(chunk, [next(results) for _ in chunk.samples])
         return self._events.drain(self._pool.drain_events())
 
+    def fail(self, request_id: RequestId, failure: SampleFailure) -> None:
+        """End a request of the present plan, and report why."""
+        self._events.fail(request_id, failure)
+        self._finish(self._requests[request_id], DecodeMove.FAIL)
+
     def load(self) -> Load:
         """The present load."""
         return decode_load(self._requests.values(), self._reservations, self._running, self._blocks)
@@ -258,15 +263,15 @@ class DecodeScheduler:
         if isinstance(result, Sampled):
             self._take_token(request, sequence, result)
         else:
-            self._fail(request, [result])
+            self.fail(request.request_id, result)
 
     def _take_chunk(self, chunk: PrefillChunk, results: list[SampleResult]) -> None:
         if (request := self._requests.get(chunk.sequence.request_id)) is None:
             return
         self._blocks.advance(chunk.sequence, chunk.stop)
         tokens = [result for result in results if isinstance(result, Sampled)]
-        if len(tokens) < len(results):
-            self._fail(request, results)
+        if failures := [result for result in results if isinstance(result, SampleFailure)]:
+            self.fail(request.request_id, failures[0])
         elif request.phase is DecodePhase.COMPUTING:
             self._take_prompt_chunk(request, tokens)
         elif tokens:
@@ -293,7 +298,3 @@ class DecodeScheduler:
         sequence.tokens.append(sampled.token_id)
         if tokens.finish_reason is not None:
             self._end_choice(request, sequence)
-
-    def _fail(self, request: ScheduledRequest, results: Items[SampleResult]) -> None:
-        self._events.fail(request.request_id, results)
-        self._finish(request, DecodeMove.FAIL)

@@ -15,7 +15,7 @@ from pdserve.base.ids import BlockId, RequestId, RouterId
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.pace import Pace
-from pdserve.engine.sequence import Sampled, SampleResult, SampleRow, Sequence
+from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow, Sequence
 from pdserve.engine.step import EventLog, LayersWritten, Load, PrefillChunk, StepEvents, StepPlan
 from prefill_svc.request import PrefillJob, PrefillPhase, PrefillSchedulerConfig, PromptQueues, ScheduledPrompt
 
@@ -115,6 +115,11 @@ class PrefillScheduler:
                 self._complete(prompt, first_tokens)
         return self._events.drain(self._pool.drain_events())
 
+    def fail(self, request_id: RequestId, failure: SampleFailure) -> None:
+        """End a prompt of the present plan, and report why."""
+        self._events.fail(request_id, failure)
+        self.release(request_id)
+
     def load(self) -> Load:
         """The present load; `num_running` counts prompts."""
         waiting = self._prompts.in_phase(PrefillPhase.WAITING)
@@ -184,11 +189,10 @@ class PrefillScheduler:
     def _complete(self, prompt: ScheduledPrompt, sampled: Items[SampleResult]) -> None:
         """Report the first token of every choice, or the failure; the sequence itself stays the bare prompt."""
         results = sampled or [Sampled(token_id=token) for token in prompt.job.forced_first_tokens]
-        tokens = [result for result in results if isinstance(result, Sampled)]
-        if len(tokens) < len(results):
-            self._events.fail(prompt.request_id, results)
-            self.release(prompt.request_id)
+        if failures := [result for result in results if isinstance(result, SampleFailure)]:
+            self.fail(prompt.request_id, failures[0])
             return
+        tokens = [result for result in results if isinstance(result, Sampled)]
         self._prompts.move(prompt, PrefillPhase.COMPUTED)
         self._events.tokens[prompt.request_id] = [
             self._config.limits.choice_tokens(prompt.sequence, choice, token) for choice, token in enumerate(tokens)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+
+from pdserve.base.errors import RequestError
 
 #: Limits on what a request can make a worker allocate.
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKEN_IDS = 64
+#: Devices hold it in 32 bits. Routers send 0 for every value that limits nothing.
+MAX_TOP_K = 2**31 - 1
+#: Ranges of numbers that scale or shift logits. Within them, finite logits stay finite in single precision.
+MAX_TEMPERATURE = 2.0
+MIN_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 10.0
+#: Largest absolute value of presence and frequency penalties.
+MAX_PENALTY = 2.0
+MAX_BIAS = 100.0
 
 
 class FinishReason(Enum):
@@ -62,3 +73,42 @@ class ChoiceTokens:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
+
+
+def check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    """Raises `RequestError` for parameters with which some device could not sample, or not prepare to.
+
+    Routers and workers call it, so that neither a client nor a peer can break a step.
+    """
+    biases = params.logit_bias
+    for name, value, lowest, highest in (
+        ("n", params.n, 1, MAX_N),
+        ("temperature", params.temperature, 0, MAX_TEMPERATURE),
+        ("top_p", params.top_p, 0, 1),
+        ("top_k", params.top_k, 0, MAX_TOP_K),
+        ("min_p", params.min_p, 0, 1),
+        ("repetition_penalty", params.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+        ("presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
+        ("frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
+        ("logprobs", params.logprobs or 0, 0, MAX_LOGPROBS),
+        ("the number of entries of logit_bias", len(biases), 0, MAX_LOGIT_BIAS),
+        ("the number of stop_token_ids", len(params.stop_token_ids), 0, MAX_STOP_TOKEN_IDS),
+        *(("logit_bias", bias, -MAX_BIAS, MAX_BIAS) for bias in biases.values()),
+    ):
+        if not lowest <= value <= highest:  # NaN is in no range.
+            raise RequestError(
+                f"{name} is {value}, but must be between {lowest} and {highest}.", param=name.split()[-1]
+            )
+    if params.max_tokens < 1:
+        raise RequestError(f"max_tokens is {params.max_tokens}, but must be at least 1.", param="max_tokens")
+    check_vocabulary("logit_bias", biases, vocab_size)
+    check_vocabulary("stop_token_ids", params.stop_token_ids, vocab_size)
+
+
+def check_vocabulary(name: str, token_ids: Collection[int], vocab_size: int) -> None:
+    """Raises `RequestError`, which names the field, for an id outside of the vocabulary."""
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        worst = min(token_ids) if min(token_ids) < 0 else max(token_ids)
+        raise RequestError(
+            f"{name} has token id {worst}, but token ids must be between 0 and {vocab_size - 1}.", param=name
+        )

@@ -52,6 +52,7 @@ class BatchBuilder:
         if plan.is_ahead:
             positions = [position + 1 for position in positions]
         continues = not plan.chunks and positions == self._next_positions and tables == self._next_tables
+        self._next_positions = []  # Until this batch is complete, nothing continues it.
         if not (continues and self._advance(tables, positions)):
             self._rebuild(plan, tables, positions)
         self._rows.token_ids[: len(positions)] = [sequence.tokens[-1] for sequence in plan.decoding]

@@ -5,12 +5,11 @@ The kernels sample the same tokens as `pdserve.engine.sampler`. Log-probabilitie
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,15 +17,13 @@ from kernels.triton.penalties import add_to_history
 from kernels.triton.sample_rows import RowLogprobs, SampledTokens, SampleRows, TokenHistory
 from kernels.triton.sampling import sample
 from pdserve.base.sampling import TokenLogprobs
+from pdserve.engine import device_rows
 from pdserve.engine.device_batch import current
+from pdserve.engine.device_rows import Array, RowPreparer
 from pdserve.engine.sampler import failure
-from pdserve.engine.sequence import Sampled, SampleResult, SampleRow
-
-Array = npt.NDArray[np.generic]
+from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow
 
 _ALIGNED_BYTES = 16
-#: Tokens that can be added to a history on the device before it moves to larger memory.
-_SPARE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +31,8 @@ class DeviceSamples:
     """Tokens that are being sampled."""
 
     rows: list[SampleRow]
+    #: Rows that could not be prepared, by index.
+    failures: Mapping[int, SampleFailure]
     #: Result on the device; held until it has been copied, so that its memory is not reused.
     on_device: SampledTokens
     #: Result in pinned memory; valid after the event `copied`, or at once if that is None.
@@ -49,7 +48,10 @@ class DeviceSamples:
         """One result per row. Waits for the device; afterwards the step's K and V are stored, too."""
         if self.copied is not None:
             self.copied.synchronize()
-        return _results(self.rows, self.on_host)
+        results = _results(self.rows, self.on_host)
+        for index, failed in self.failures.items():
+            results[index] = failed
+        return results
 
 
 class DeviceSampler:
@@ -60,10 +62,8 @@ class DeviceSampler:
         self._on_device = current(device)
         # A separate stream, so that the next step's launches do not wait for the copy of the tokens.
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._rows: list[SampleRow] = []  # Held, so that no other row gets the id() of one of them.
+        self._preparer = RowPreparer()
         self._constant: dict[str, Tensor] = {}
-        #: Histories of rows with penalties, by the row's id().
-        self._histories: dict[int, _History] = {}
         #: Histories after the last launch, including the tokens that it sampled.
         self._last: _DeviceHistory | None = None
 
@@ -81,9 +81,9 @@ class DeviceSampler:
         rows are only modified on the device.
         """
         with self._on_device:
-            sampled = self._launch(logits, rows, logits_rows, is_ahead=is_ahead)
+            sampled, failures = self._launch(logits, rows, logits_rows, is_ahead=is_ahead)
             on_host, copied = self._to_host(sampled)
-        return DeviceSamples(rows=list(rows), on_device=sampled, on_host=on_host, copied=copied)
+        return DeviceSamples(rows=list(rows), failures=failures, on_device=sampled, on_host=on_host, copied=copied)
 
     def wait_for_step(self) -> None:
         """Return when the device has done all that was launched in the current stream."""
@@ -92,36 +92,24 @@ class DeviceSampler:
 
     def _launch(
         self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int], *, is_ahead: bool
-    ) -> SampledTokens:
-        is_unchanged = self._is_unchanged(rows)
-        if not is_unchanged:
-            self._rows = list(rows)
-            self._constant = self._upload(_constant(rows))
-            penalized = {id(row) for row in rows if row.penalizes}
-            self._histories = {key: self._histories.get(key) or _History() for key in penalized}
-        positions = [row.position + is_ahead for row in rows]
-        banned = [row.banned_at(position) for row, position in zip(rows, positions, strict=True)]
-        has_edits = any(banned) or any(row.params.logit_bias or row.penalizes for row in rows)
-        changing = _changing(rows, logits_rows, positions, banned)
-        if is_ahead:
-            assert is_unchanged, "cannot sample ahead: the rows are not those of the previous call"
+    ) -> tuple[SampledTokens, Mapping[int, SampleFailure]]:
+        prepared = self._preparer.prepare(rows, logits_rows, is_ahead=is_ahead)
+        if prepared.constant is not None:
+            self._constant = self._upload(prepared.constant)
+        if prepared.history is None:
             assert self._last is not None
-            uploaded = self._upload(changing)
+            uploaded = self._upload(prepared.changing)
             last = self._last.with_space()
         else:
-            histories = [self._histories[id(row)].of(row) for row in rows if row.penalizes]
-            uploaded = self._upload(changing | _padded(histories))
+            uploaded = self._upload(prepared.changing | prepared.history)
             history = TokenHistory(ids=uploaded.pop("ids"), counts=uploaded.pop("counts"), lens=uploaded.pop("lens"))
-            last = _DeviceHistory(history, _SPARE_TOKENS)
-        num_logprobs = [row.params.logprobs for row in rows if row.params.logprobs is not None]
+            last = _DeviceHistory(history, device_rows.SPARE_TOKENS)
         sample_rows = SampleRows(**self._constant, **uploaded, history=last.tokens)
-        sampled = sample(
-            logits, sample_rows, has_edits=has_edits, max_logprobs=max(num_logprobs) if num_logprobs else None
-        )
-        if self._histories:
+        sampled = sample(logits, sample_rows, has_edits=prepared.has_edits, max_logprobs=prepared.max_logprobs)
+        if self._preparer.has_histories:
             add_to_history(sample_rows, sampled.token_ids)
         self._last = last
-        return sampled
+        return sampled, prepared.failures
 
     def _to_host(self, sampled: SampledTokens) -> tuple[SampledTokens, torch.cuda.Event | None]:
         """The tokens and log-probabilities in host memory, and the event after which they are there."""
@@ -145,10 +133,6 @@ class DeviceSampler:
         )
         return on_host, copied
 
-    def _is_unchanged(self, rows: Items[SampleRow]) -> bool:
-        """Whether these are the rows of the last step, which only have more tokens now."""
-        return len(rows) == len(self._rows) and all(row is last for row, last in zip(rows, self._rows, strict=True))
-
     def _upload(self, arrays: dict[str, Array]) -> dict[str, Tensor]:
         """Copy the arrays to the device in one transfer."""
         starts, size = {}, 0
@@ -164,27 +148,6 @@ class DeviceSampler:
             fields[name] = (span, torch.from_numpy(each[:0]).dtype, each.shape)
         uploaded = host.to(self._device, non_blocking=True)
         return {name: uploaded[span].view(dtype).view(shape) for name, (span, dtype, shape) in fields.items()}
-
-
-class _History:
-    """The distinct tokens of one row, and how often each is in the output; updated token by token."""
-
-    def __init__(self) -> None:
-        self._ids, self._counts = array("i"), array("i")
-        self._index_of: dict[int, int] = {}
-        self._num_tokens = 0
-
-    def of(self, row: SampleRow) -> tuple[Array, Array]:
-        """Ids and counts, valid until the row has another token."""
-        for index in range(self._num_tokens, len(row.tokens)):
-            token = row.tokens[index]
-            entry = self._index_of.setdefault(token, len(self._ids))
-            if entry == len(self._ids):
-                self._ids.append(token)
-                self._counts.append(0)
-            self._counts[entry] += index >= row.num_prompt
-        self._num_tokens = len(row.tokens)
-        return np.array(self._ids, np.int32), np.array(self._counts, np.int32)
 
 
 @dataclass(slots=True)
@@ -203,55 +166,6 @@ class _DeviceHistory:
             torch.cat((each, torch.empty_like(each)), dim=1) for each in (self.tokens.ids, self.tokens.counts)
         )
         return _DeviceHistory(TokenHistory(ids=ids, counts=counts, lens=self.tokens.lens), ids.shape[1] // 2)
-
-
-def _constant(rows: Items[SampleRow]) -> dict[str, Array]:
-    """The fields of `SampleRows` that never change for a row."""
-    params = [row.params for row in rows]
-    logprobs = [-1 if each.logprobs is None else each.logprobs for each in params]
-    biases = [each.logit_bias for each in params]
-    return {
-        "seed": np.array([each.seed & (2**64 - 1) for each in params], np.uint64).view(np.int64),
-        "choice_index": np.array([row.choice_index for row in rows], np.int64),
-        "temperature": np.array([each.temperature for each in params], np.float64),
-        "top_p": np.array([each.top_p for each in params], np.float64),
-        "min_p": np.array([each.min_p for each in params], np.float64),
-        "presence_penalty": np.array([each.presence_penalty for each in params], np.float64),
-        "frequency_penalty": np.array([each.frequency_penalty for each in params], np.float64),
-        "top_k": np.array([each.top_k for each in params], np.int32),
-        "repetition_penalty": np.array([each.repetition_penalty for each in params], np.float32),
-        "num_logprobs": np.array(logprobs, np.int32),
-        "bias_starts": _starts([len(bias) for bias in biases]),
-        "bias_ids": np.array([token for bias in biases for token in bias], np.int64),
-        "bias_values": np.array([value for bias in biases for value in bias.values()], np.float32),
-    }
-
-
-def _changing(
-    rows: Items[SampleRow], logits_rows: Items[int], positions: list[int], banned: Items[tuple[int, ...]]
-) -> dict[str, Array]:
-    """The other fields of `SampleRows`, except for the history."""
-    penalize = np.array([row.penalizes for row in rows], bool)
-    return {
-        "logits_index": np.array(logits_rows, np.int64),
-        "position": np.array(positions, np.int64),
-        "banned_starts": _starts([len(ids) for ids in banned]),
-        "banned_ids": np.array([token for ids in banned for token in ids], np.int64),
-        "history_slot": np.where(penalize, np.cumsum(penalize) - 1, -1),
-    }
-
-
-def _padded(histories: Items[tuple[Array, Array]]) -> dict[str, Array]:
-    """The fields of `TokenHistory`, from ids and counts of each row with penalties, with `_SPARE_TOKENS` of padding."""
-    max_len = max((len(ids) for ids, _ in histories), default=0)
-    padded = np.zeros((2, len(histories), max_len + _SPARE_TOKENS), np.int32)
-    for slot, (ids, counts) in enumerate(histories):
-        padded[0, slot, : len(ids)], padded[1, slot, : len(ids)] = ids, counts
-    return {"ids": padded[0], "counts": padded[1], "lens": np.array([len(ids) for ids, _ in histories], np.int32)}
-
-
-def _starts(lengths: list[int]) -> npt.NDArray[np.int64]:
-    return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))).astype(np.int64)
 
 
 def _copy_all(host: Items[Tensor], tensors: Items[Tensor]) -> None:

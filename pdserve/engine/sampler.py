@@ -15,10 +15,13 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from pdserve.base.logs import get_logger
 from pdserve.base.sampling import SamplingParams, TokenLogprobs
 from pdserve.engine.logits import Ids, Logits, descending, edited_logits, head
 from pdserve.engine.philox import MAX_GUMBEL, MIN_GUMBEL, GumbelNoise, gumbel, min_word
-from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow
+from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow, unprepared
+
+log = get_logger(__name__)
 
 Floats = npt.NDArray[np.float64]
 
@@ -50,11 +53,22 @@ class Sampler:
             elif row.is_argmax:
                 results.append(Sampled(token_id=best_id))
             else:
-                results.append(_sample_row(table[index], row))
+                results.append(_sample_or_fail(table[index], row))
         return results
 
     def wait_for_step(self) -> None:
         """Nothing to wait for: on a CPU a step has ended when its call returns."""
+
+
+def _sample_or_fail(raw: Logits, row: SampleRow) -> SampleResult:
+    """As `_sample_row`. A row that raises an error fails alone; only a lack of memory is the worker's."""
+    try:
+        return _sample_row(raw, row)
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is this row's
+        log.error("row_not_sampled", exc=error)
+        return unprepared(error)
 
 
 def _sample_row(raw: Logits, row: SampleRow) -> SampleResult:

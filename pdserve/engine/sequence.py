@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import RequestError
 from pdserve.base.ids import BlockHash, RequestId, SequenceId, sequence_id
-from pdserve.base.sampling import MAX_N, ChoiceTokens, FinishReason, SamplingParams, TokenLogprobs
+from pdserve.base.sampling import (
+    ChoiceTokens,
+    FinishReason,
+    SamplingParams,
+    TokenLogprobs,
+    check_sampling,
+    check_vocabulary,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +75,17 @@ class SampleFailure:
     """The reason why no token could be sampled; other rows are not affected."""
 
     reason: str
+    #: The row's inputs are at fault, not its logits.
+    is_unprepared: bool = False
 
 
 SampleResult = Sampled | SampleFailure
+
+
+def unprepared(error: Exception) -> SampleFailure:
+    """The result of a row whose preparation has raised `error`, which the caller logs."""
+    name = type(error).__name__
+    return SampleFailure(reason=f"its part of a step could not be prepared ({name})", is_unprepared=True)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -174,21 +189,8 @@ class SequenceLimits:
                 "Shorten the prompt.",
                 param="prompt",
             )
-        if not 1 <= params.n <= MAX_N:
-            raise RequestError(f"n is {params.n}, but must be between 1 and {MAX_N}.", param="n")
-        if params.max_tokens < 1:
-            raise RequestError(f"max_tokens is {params.max_tokens}, but must be at least 1.", param="max_tokens")
-        for name, ids in (
-            ("prompt", prompt),
-            ("logit_bias", params.logit_bias),
-            ("stop_token_ids", params.stop_token_ids),
-        ):
-            if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
-                worst = min(ids) if min(ids) < 0 else max(ids)
-                raise RequestError(
-                    f"{name} has token id {worst}, but token ids must be between 0 and {self.vocab_size - 1}.",
-                    param=name,
-                )
+        check_vocabulary("prompt", prompt, self.vocab_size)
+        check_sampling(params, self.vocab_size)
 
     def check_first_tokens(self, tokens: Items[int], params: SamplingParams) -> None:
         """Raises `RequestError` unless there is one valid token per choice."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pdserve.base.device_event import DeviceEvent
@@ -73,6 +73,15 @@ class StepPlan:
             logits_rows += [index] * len(chunk.samples)
         return rows, logits_rows
 
+    def without(self, request_ids: Collection[RequestId]) -> StepPlan:
+        """The plan without some requests. Their copies stay: no other request holds the blocks."""
+        return replace(
+            self,
+            decoding=tuple(each for each in self.decoding if each.request_id not in request_ids),
+            chunks=tuple(each for each in self.chunks if each.sequence.request_id not in request_ids),
+            reports=tuple(each for each in self.reports if each.request_id not in request_ids),
+        )
+
     def scheduled(self) -> list[Sequence]:
         """The sequences in the order of their rows."""
         return [*self.decoding, *(chunk.sequence for chunk in self.chunks)]
@@ -126,6 +135,8 @@ class RequestFailure:
 
     request_id: RequestId
     error: PdserveError
+    #: No row could be prepared for it; otherwise its logits were at fault.
+    is_unprepared: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,11 +172,10 @@ class EventLog:
             (self.grants, self.started, self.progress, self.tokens, self.failures, self.preempted, self.finished)
         )
 
-    def fail(self, request_id: RequestId, results: Items[SampleResult]) -> None:
-        """Report a request that ends because one of these results is a failure."""
-        reason = next(result.reason for result in results if isinstance(result, SampleFailure))
-        error = PdserveError(f"Request {request_id} cannot go on: {reason}.")
-        self.failures.append(RequestFailure(request_id=request_id, error=error))
+    def fail(self, request_id: RequestId, failure: SampleFailure) -> None:
+        """Report a request that ends because of a failure."""
+        error = PdserveError(f"Request {request_id} cannot go on: {failure.reason}.")
+        self.failures.append(RequestFailure(request_id=request_id, error=error, is_unprepared=failure.is_unprepared))
 
     def forget_finished(self, request_id: RequestId) -> None:
         """Do not report that a request has finished, if that is still to be reported."""
@@ -276,6 +286,9 @@ class Scheduler(Protocol):
 
         Allocates no blocks: a step in flight may still write to those that are freed here.
         """
+
+    def fail(self, request_id: RequestId, failure: SampleFailure) -> None:
+        """End a request of the plan that `schedule` has just returned, which is then run without it."""
 
     def load(self) -> Load:
         """The current load."""

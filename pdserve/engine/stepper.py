@@ -19,9 +19,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
+from pdserve.base.ids import RequestId
+from pdserve.base.logs import get_logger
 from pdserve.engine.pace import PaceMeter
 from pdserve.engine.runner import Results, Runner
+from pdserve.engine.sequence import SampleFailure, unprepared
 from pdserve.engine.step import LayersWritten, Scheduler, StepDurations, StepOutput, StepPlan
+from pdserve.model.batch import Batch
+
+log = get_logger(__name__)
 
 
 @dataclass(slots=True)  # Not frozen: every step makes one, and freezing takes longer.
@@ -60,7 +66,9 @@ class Stepper:
     def step(self, may_go_on: Callable[[], bool]) -> None:
         """Run one step. While `may_go_on`, also run steps that can be launched before the previous one has ended."""
         scheduling_at = perf_counter()
-        step = self._launch(self._scheduler.schedule(self._meter.pace), scheduling_at)
+        plan = self._scheduler.schedule(self._meter.pace)
+        building_at = perf_counter()
+        step = self._launch(*self._build(plan), scheduling_at, building_at)
         while (following := self._launch_ahead(step.plan, may_go_on)) is not None:
             self._complete(step)
             step = following
@@ -82,11 +90,49 @@ class Stepper:
             return None
         scheduling_at = perf_counter()
         following = self._scheduler.plan_ahead(plan)
-        return None if following is None else self._launch(following, scheduling_at)
-
-    def _launch(self, plan: StepPlan, scheduling_at: float) -> _StepInFlight:
+        if following is None:
+            return None
         building_at = perf_counter()
-        batch = self._runner.build(plan)
+        try:
+            batch = self._runner.build(following)
+        except Exception as error:  # noqa: BLE001 - if it is a request's, the next step in order will find out whose
+            log.warning("batch_not_built_ahead", exc=error)
+            return None
+        return self._launch(following, batch, scheduling_at, building_at)
+
+    def _build(self, plan: StepPlan) -> tuple[StepPlan, Batch | None]:
+        """The plan and its batch, without the requests for which no batch can be built: these fail alone.
+
+        Raises whatever no single request is to blame for.
+        """
+        try:
+            return plan, self._runner.build(plan)
+        except MemoryError:
+            raise
+        except Exception as error:
+            failures = self._unbuildable(plan)
+            if not failures:
+                raise
+            log.error("batch_not_built", requests=",".join(failures), exc=error)
+        for request_id, failure in failures.items():
+            self._scheduler.fail(request_id, failure)
+        rest = plan.without(failures)
+        return rest, self._runner.build(rest)
+
+    def _unbuildable(self, plan: StepPlan) -> dict[RequestId, SampleFailure]:
+        """The requests of which a piece cannot be built alone."""
+        pieces = [StepPlan(decoding=(each,)) for each in plan.decoding]
+        pieces += [StepPlan(chunks=(each,)) for each in plan.chunks]
+        failures: dict[RequestId, SampleFailure] = {}
+        for piece in pieces:
+            try:
+                self._runner.build(piece)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is this request's
+                [sequence] = piece.scheduled()
+                failures[sequence.request_id] = unprepared(error)
+        return failures
+
+    def _launch(self, plan: StepPlan, batch: Batch | None, scheduling_at: float, building_at: float) -> _StepInFlight:
         launching_at = perf_counter()
         # A plan with chunks is launched with nothing in flight, and the launch takes long: tokens must not wait for it.
         # Layer reports, which only chunks have, are sent during the launch and must not overtake the previous step.

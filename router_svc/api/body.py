@@ -10,7 +10,16 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, model_validator
 
-from pdserve.base.sampling import MAX_LOGIT_BIAS, MAX_N, MAX_STOP_TOKEN_IDS
+from pdserve.base.sampling import (
+    MAX_BIAS,
+    MAX_LOGIT_BIAS,
+    MAX_N,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+)
 from router_svc.api.fields import IGNORED, UNSUPPORTED, without_neutral
 
 MAX_STOP_STRINGS = 4
@@ -20,6 +29,7 @@ UINT32_MAX = 2**32 - 1
 _INT64 = (Ge(-(2**63)), Le(2**63 - 1))
 
 Finite = Annotated[float, AllowInfNan(False)]
+Bias = Annotated[Finite, Ge(-MAX_BIAS), Le(MAX_BIAS)]
 TokenId = Annotated[int, Ge(0), Le(UINT32_MAX)]
 
 
@@ -47,14 +57,14 @@ def _one_or_more(value: object) -> object:
 class SamplingFields(Body):
     """How tokens are chosen. An absent or null field takes the model's default."""
 
-    temperature: Annotated[Finite, Ge(0), Le(2)] | None = None
+    temperature: Annotated[Finite, Ge(0), Le(MAX_TEMPERATURE)] | None = None
     top_p: Annotated[Finite, Gt(0), Le(1)] | None = None
     top_k: Annotated[int, Ge(-1), Le(UINT32_MAX)] | None = None
     min_p: Annotated[Finite, Ge(0), Le(1)] | None = None
-    repetition_penalty: Annotated[Finite, Ge(0.01), Le(10)] | None = None
-    presence_penalty: Annotated[Finite, Ge(-2), Le(2)] | None = None
-    frequency_penalty: Annotated[Finite, Ge(-2), Le(2)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[Finite, Ge(-100), Le(100)]], MaxLen(MAX_LOGIT_BIAS)] | None = None
+    repetition_penalty: Annotated[Finite, Ge(MIN_REPETITION_PENALTY), Le(MAX_REPETITION_PENALTY)] | None = None
+    presence_penalty: Annotated[Finite, Ge(-MAX_PENALTY), Le(MAX_PENALTY)] | None = None
+    frequency_penalty: Annotated[Finite, Ge(-MAX_PENALTY), Le(MAX_PENALTY)] | None = None
+    logit_bias: Annotated[dict[str, Bias], MaxLen(MAX_LOGIT_BIAS)] | None = None
     stop: (
         Annotated[
             list[Annotated[str, MinLen(1), MaxLen(MAX_STOP_CHARACTERS)]],

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.base.errors import NotFound
+from pdserve.base.sampling import check_sampling
 from router_svc.api.body import SamplingFields
 from router_svc.api.ids import Ids
 from router_svc.api.sampling import EndpointFields, require_bounded, require_fits, sampling_params, text_rules
@@ -69,5 +70,7 @@ class GenerationFactory:
                     endpoint=self.endpoint.name,
                 )
             )
-        require_bounded([generation.sampling for generation in generations])
+        params = [generation.sampling for generation in generations]
+        check_sampling(params[0], self.model.vocab_size)  # The others differ in `max_tokens` and `seed` only.
+        require_bounded(params)
         return tuple(generations)

@@ -10,11 +10,20 @@ from pdserve.base.ids import RequestId
 
 #: Ids that clients may choose. They become part of log lines, Redis keys and headers.
 _VALID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
+#: Before the index of a prompt. No chosen id has it, so that no two prompts have one id.
+_SEPARATOR = ":"
+#: Chosen ids, and those made from them: with the API's prefix, and with the index of a prompt.
+_TRACEABLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,143}(:[0-9]{1,3})?", re.ASCII)
 
 
 def is_valid_id(text: str) -> bool:
     """Whether a client may use this as a request id."""
     return _VALID.fullmatch(text) is not None
+
+
+def is_traceable_id(text: str) -> bool:
+    """Whether a decision record can have this id."""
+    return _TRACEABLE.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +49,7 @@ class Ids:
 
     def of_prompt(self, index: int) -> RequestId:
         """The id of one prompt. The first prompt has the response's id, by which `pdserve trace` finds it."""
-        return RequestId(f"{self.response}-{index}" if index else self.response)
+        return RequestId(f"{self.response}{_SEPARATOR}{index}" if index else self.response)
 
     def for_workers(self, index: int) -> RequestId:
         """The id of one prompt for workers, which is unique."""

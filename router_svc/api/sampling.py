@@ -78,7 +78,7 @@ def sampling_params(
     return SamplingParams(
         temperature=_first(fields.temperature, defaults.temperature, 1.0),
         top_p=_first(fields.top_p, defaults.top_p, 1.0),
-        top_k=max(_first(fields.top_k, defaults.top_k, 0), 0),
+        top_k=_top_k(_first(fields.top_k, defaults.top_k, 0), model.vocab_size),
         min_p=_first(fields.min_p, defaults.min_p, 0.0),
         repetition_penalty=_first(fields.repetition_penalty, defaults.repetition_penalty, 1.0),
         presence_penalty=fields.presence_penalty or 0.0,
@@ -123,6 +123,11 @@ def _max_tokens(own_fields: EndpointFields, limit: int | None, prompt_tokens: in
         )
     wanted = requested if requested is not None else own_fields.default_max_tokens
     return min(bound for bound in (remaining, wanted, limit) if bound is not None)
+
+
+def _top_k(value: int, vocab_size: int) -> int:
+    """`top_k` as workers receive it: 0 for a value that limits nothing."""
+    return value if 0 < value < vocab_size else 0
 
 
 def _logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:

@@ -14,6 +14,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pdserve.base.errors import RequestError, SetupError
+from pdserve.base.sampling import MAX_REPETITION_PENALTY, MAX_TEMPERATURE, MIN_REPETITION_PENALTY
 from pdserve.model.chat_template import ChatTemplate
 from pdserve.model.config import ModelConfig
 from pdserve.model.tokenizer import Tokenizer
@@ -31,15 +32,15 @@ _MESSAGE_COST = 64
 
 
 class SamplingDefaults(BaseModel):
-    """Fields of generation_config.json that apply to requests which omit them, as in vLLM."""
+    """Fields of generation_config.json that apply to requests which omit them, as in vLLM, within the same bounds."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
-    temperature: Annotated[float, Ge(0)] | None = None
+    temperature: Annotated[float, Ge(0), Le(MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Gt(0), Le(1)] | None = None
     top_k: Annotated[int, Ge(0)] | None = None
     min_p: Annotated[float, Ge(0), Le(1)] | None = None
-    repetition_penalty: Annotated[float, Ge(0.01)] | None = None
+    repetition_penalty: Annotated[float, Ge(MIN_REPETITION_PENALTY), Le(MAX_REPETITION_PENALTY)] | None = None
     #: Also the upper limit for requests, as in vLLM.
     max_new_tokens: Annotated[int, Ge(1)] | None = None
 

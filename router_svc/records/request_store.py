@@ -3,7 +3,8 @@
 `pd:req:{id}` is a hash with the state, the attempt, the history, the workers, the outcome and the decision record.
 `pd:reqs` lists the newest requests and bounds how many are kept. A write is a compare-and-set on (state, attempt): it
 is refused unless the mark in Redis is one that this request has passed. An older attempt or state therefore never
-overwrites a newer one, and writes may be merged or dropped without blocking later ones.
+overwrites a newer one, and writes may be merged or dropped without blocking later ones. Of several requests with one
+id, which clients may choose, the one that was accepted last is kept.
 """
 
 from __future__ import annotations
@@ -25,14 +26,22 @@ log = get_logger(__name__)
 REQUEST_KEY = "req:"
 REQUESTS_KEY = "reqs"
 
-# KEYS: request, newest requests. ARGV: TTL in ms, requests to keep, key prefix, id, number of accepted marks, the
-# marks, field, value, ... Returns the stored mark if it is not an accepted one, else the empty string.
+# KEYS: request, newest requests. ARGV: TTL in ms, requests to keep, key prefix, id, time of acceptance, number of
+# accepted marks, the marks, field, value, ... Returns the stored mark if it is not an accepted one, else the empty
+# string.
 _COMPARE_AND_SET = """
 local stored = redis.call('HGET', KEYS[1], 'mark')
-local marks = tonumber(ARGV[5])
+local accepted_at = redis.call('HGET', KEYS[1], 'accepted_at')
+local marks = tonumber(ARGV[6])
+if accepted_at and tonumber(accepted_at) < tonumber(ARGV[5]) then
+  redis.call('DEL', KEYS[1])
+  redis.call('LREM', KEYS[2], 1, ARGV[4])
+  stored = false
+end
+if accepted_at and tonumber(accepted_at) > tonumber(ARGV[5]) then return stored end
 if stored then
   local accepted = false
-  for i = 6, 5 + marks do
+  for i = 7, 6 + marks do
     if ARGV[i] == stored then accepted = true end
   end
   if not accepted then return stored end
@@ -42,7 +51,7 @@ else
     redis.call('DEL', ARGV[3] .. redis.call('RPOP', KEYS[2]))
   end
 end
-redis.call('HSET', KEYS[1], unpack(ARGV, 6 + marks))
+redis.call('HSET', KEYS[1], unpack(ARGV, 7 + marks))
 redis.call('PEXPIRE', KEYS[1], ARGV[1])
 return ''
 """
@@ -164,6 +173,7 @@ class RequestStore:
                 self._max_kept,
                 self._store.key(REQUEST_KEY),
                 progress.request_id,
+                repr(progress.history[0].at),
                 len(marks),
                 *marks,
                 *fields,
@@ -175,6 +185,7 @@ def _to_fields(request: StoredRequest) -> dict[str, str]:
     progress = request.progress
     return {
         "mark": progress.mark,
+        "accepted_at": repr(progress.history[0].at),
         "state": progress.state,
         "attempt": str(progress.attempt),
         "history": json.dumps([asdict(step) for step in progress.history]),

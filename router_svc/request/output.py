@@ -183,10 +183,7 @@ class _Choice:
 
     def _emit(self, text: str, gained: _Gained) -> bool:
         """Adds text. True if it completed a stop string and thereby ended the choice."""
-        if len(self.token_ids) <= self._min_tokens:
-            gained.text.append(text)
-            return False
-        scanned = self._scanner.push(text)
+        scanned = self._scanner.push(text, may_end=len(self.token_ids) > self._min_tokens)
         gained.text.append(scanned.text)
         if scanned.matched is None:
             return False

@@ -36,6 +36,10 @@ class _Automaton:
             self.length += 1
         return self.length == len(self.stop)
 
+    def pass_over(self) -> None:
+        """Goes on after a match, of which only the end may begin another one."""
+        self.length = self._failure[-1]
+
 
 def _failure_table(stop: str) -> list[int]:
     table = [0] * len(stop)
@@ -61,17 +65,22 @@ class StopScanner:
         self._include = include
         self._held = ""
 
-    def push(self, text: str) -> Scanned:
-        """Reads more text. After a match the scanner must not be used again."""
+    def push(self, text: str, *, may_end: bool = True) -> Scanned:
+        """Reads more text. After a match the scanner must not be used again.
+
+        Without `may_end`, a stop string that is complete within `text` is passed over.
+        """
         if not self._automata:
             return Scanned(text=text)
         for position, character in enumerate(text):
             # No short circuit: every automaton must read the character, even after another has matched.
             complete = [automaton for automaton in self._automata if automaton.step(character)]
-            if complete:
+            if complete and may_end:
                 stop = complete[0].stop
                 shown = self._held + text[: position + 1]
                 return Scanned(text=shown if self._include else shown[: len(shown) - len(stop)], matched=stop)
+            for automaton in complete:
+                automaton.pass_over()
         shown = self._held + text
         keep = len(shown) - max(automaton.length for automaton in self._automata)
         self._held = shown[keep:]

@@ -97,6 +97,9 @@ class WorkerMetrics:
         self.sampling_failures = self._counter(
             "sampling_failures", "Requests ended because logits had no finite maximum"
         )
+        self.unprepared_requests = self._counter(
+            "unprepared_requests", "Requests ended because their part of a step could not be prepared"
+        )
         self.schedule_s, self.build_s, self.forward_s, self.sample_s = phases = [
             TokenHistogram(_STEP_BUCKETS, self.labels(phase=phase))
             for phase in ("schedule", "build", "forward", "sample")

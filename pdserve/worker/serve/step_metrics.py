@@ -123,7 +123,9 @@ class StepMetrics:
             num_tokens = sum(len(choice.token_ids) for new in events.tokens for choice in new.choices)
             metrics.generation_tokens.inc(num_tokens)
         if events.failures:
-            metrics.sampling_failures.inc(len(events.failures))
+            num_unprepared = sum(each.is_unprepared for each in events.failures)
+            metrics.unprepared_requests.inc(num_unprepared)
+            metrics.sampling_failures.inc(len(events.failures) - num_unprepared)
         if events.cache.added or events.cache.removed:
             self.on_cache_events(events.cache.added, events.cache.removed)
 

@@ -15,7 +15,7 @@ from pdserve.base.store import Store
 from pdserve.base.workers import WorkerRecord
 from router_svc.api.generations import require_model
 from router_svc.api.http_request import read_body
-from router_svc.api.ids import is_valid_id
+from router_svc.api.ids import is_traceable_id
 from router_svc.api.openai.schema import DetokenizeBody, TokenizeBody
 from router_svc.api.openai.shapes import Fields
 from router_svc.api.sampling import check_token_ids
@@ -148,9 +148,11 @@ class OperatorApi:
 
     async def _trace(self, request: web.Request) -> web.Response:
         request_id = request.match_info["id"]
-        if not is_valid_id(request_id):
+        if not is_traceable_id(request_id):
             raise RequestError(
-                "The id is not valid. Request ids have letters, digits, '.', '_' and '-', at most 128.", param="id"
+                "The id is not valid. Request ids have letters, digits, '.', '_' and '-', at most 128; those of "
+                "further prompts end with ':' and a number.",
+                param="id",
             )
         record = await self._traces.get(request_id)
         if record is None:

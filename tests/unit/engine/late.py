@@ -10,12 +10,12 @@ from functools import partial
 
 import torch
 
-from pdserve.base.ids import BlockHash, BlockId
+from pdserve.base.ids import BlockHash, BlockId, RequestId
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.pace import Pace
 from pdserve.engine.runner import ReportLayers, Results, Runner, StepDecoder, TokenSampler
-from pdserve.engine.sequence import Sampled, SampleResult, SampleRow
+from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow
 from pdserve.engine.step import Load, Scheduler, StepEvents, StepPlan
 from pdserve.engine.stepper import Stepper
 from pdserve.model.batch import Batch
@@ -134,6 +134,9 @@ class WatchedScheduler:
         events = self.scheduler.update(plan, sampled)
         self.check()
         return events
+
+    def fail(self, request_id: RequestId, failure: SampleFailure) -> None:
+        self.scheduler.fail(request_id, failure)
 
     def load(self) -> Load:
         return self.scheduler.load()

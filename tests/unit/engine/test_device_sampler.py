@@ -17,11 +17,11 @@ pytestmark = needs_triton
 pytest.importorskip("triton")
 
 from kernels.triton import sampling  # noqa: E402 - the kernels are defined at import
-from pdserve.base.sampling import SamplingParams  # noqa: E402
-from pdserve.engine import device_sampler  # noqa: E402
+from pdserve.base.sampling import MAX_LOGPROBS, MAX_TOP_K, SamplingParams  # noqa: E402
+from pdserve.engine import device_rows  # noqa: E402
 from pdserve.engine.device_sampler import DeviceSampler, DeviceSamples  # noqa: E402
 from pdserve.engine.sampler import Sampler  # noqa: E402
-from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow  # noqa: E402
+from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow, SequenceLimits  # noqa: E402
 from tests.unit.engine.fakes import row  # noqa: E402
 
 VOCAB = 300
@@ -110,6 +110,48 @@ def test_a_row_without_a_finite_maximum_fails_alone() -> None:
     assert [type(result) for result in ours] == [Sampled, SampleFailure, Sampled]
 
 
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_a_row_that_cannot_be_prepared_fails_alone_also_in_steps_ahead(penalty: float) -> None:
+    # No check has seen this top_k: it stands for any defect in the preparation of a row.
+    broken = SamplingParams(top_k=2**40, presence_penalty=penalty)
+    penalized = SamplingParams(temperature=0.0, presence_penalty=1.5, frequency_penalty=0.5)
+    draw, sampler, plain = random.Random(5), DeviceSampler(DEVICE), Sampler()
+    rows = [some_row(draw, params) for params in (penalized, broken, penalized)]
+    logits = [normal(step, 3) for step in range(3)]
+    first = sampler.launch(logits[0].to(DEVICE), rows, range(3))
+    second = sampler.launch(logits[1].to(DEVICE), rows, range(3), is_ahead=True)
+    for samples, table in ((first, logits[0]), (second, logits[1])):
+        results = samples.results()
+        assert isinstance(results[1], SampleFailure)
+        assert results[1].is_unprepared
+        assert results[::2] == plain.sample(table, rows[::2], [0, 2])
+        for each, result in zip(rows, results, strict=True):
+            each.tokens.append(result.token_id if isinstance(result, Sampled) else 0)
+    # Without the broken row, all is as if it had never been there.
+    assert sampler.sample(logits[2].to(DEVICE), rows[::2], [0, 1]) == plain.sample(logits[2], rows[::2], [0, 1])
+
+
+def test_rows_at_the_ends_of_the_accepted_ranges_get_the_tokens_of_the_host_sampler() -> None:
+    largest = SamplingParams(
+        temperature=2.0,
+        top_k=MAX_TOP_K,
+        min_p=1.0,
+        repetition_penalty=10.0,
+        presence_penalty=2.0,
+        frequency_penalty=2.0,
+        logit_bias={0: 100.0, VOCAB - 1: -100.0},
+        min_tokens=2**32 - 1,
+        logprobs=MAX_LOGPROBS,
+    )
+    smallest = replace(largest, temperature=1e-3, top_p=0.0, repetition_penalty=0.01, presence_penalty=-2.0)
+    rows = [some_row(random.Random(3), params) for params in (largest, smallest)]
+    for each in rows:
+        SequenceLimits(max_model_len=VOCAB, vocab_size=VOCAB).check(each.tokens, each.params)
+    logits = normal(2, 2)
+    ours = DeviceSampler(DEVICE).sample(logits.to(DEVICE), rows, [0, 1])
+    assert_same(ours, Sampler().sample(logits, rows, [0, 1]))
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_row_sampled_ahead_gets_the_token_of_a_row_sampled_in_order(seed: int) -> None:
     draw, sampler, plain = random.Random(seed), DeviceSampler(DEVICE), Sampler()
@@ -134,7 +176,7 @@ def test_a_row_sampled_ahead_gets_the_token_of_a_row_sampled_in_order(seed: int)
 
 def test_penalties_include_tokens_sampled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     # Histories move to larger memory after two steps, and again when that is full.
-    monkeypatch.setattr(device_sampler, "_SPARE_TOKENS", 2)
+    monkeypatch.setattr(device_rows, "SPARE_TOKENS", 2)
     sampler, plain = DeviceSampler(DEVICE), Sampler()
     penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.3}
     rows = [row(SamplingParams(seed=seed, temperature=1.0, **penalties), output=range(seed)) for seed in range(3)]

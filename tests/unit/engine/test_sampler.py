@@ -205,6 +205,25 @@ def test_logits_without_a_finite_maximum_fail_only_their_row(params: SamplingPar
     assert [first, last] == [Sampled(token_id=2), Sampled(token_id=0)]
 
 
+def test_a_row_that_raises_an_error_fails_alone() -> None:
+    # NaN scores: parameters that `check_sampling` refuses stand for any defect in the preparation of a row.
+    broken = SamplingParams(temperature=math.inf, logit_bias={0: -math.inf}, top_p=0.5)
+    first, failed, last = sample([[0.0, 0.0, 9.0]] * 3, [row(GREEDY), row(broken), row(GREEDY)])
+    assert [first, last] == [Sampled(token_id=2), Sampled(token_id=2)]
+    assert isinstance(failed, SampleFailure)
+    assert failed.is_unprepared
+    assert "could not be prepared" in failed.reason
+
+
+def test_a_lack_of_memory_is_no_failure_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_memory(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("pdserve.engine.sampler.edited_logits", without_memory)
+    with pytest.raises(MemoryError):
+        sample([[0.0, 1.0]], [row(SamplingParams(seed=1))])
+
+
 def test_rows_can_share_one_row_of_logits() -> None:
     logits = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
     rows = [row(GREEDY), row(GREEDY, choice=1), row(GREEDY)]

@@ -253,3 +253,51 @@ def test_an_error_in_a_step_launched_ahead_ends_the_loop_and_is_reported() -> No
         assert "fell off the bus" in str(it.fatal.get(timeout=WAIT_S))
         # Outputs of earlier steps are published if there was time for it.
         assert [bool(it.outputs.get(timeout=WAIT_S).events.tokens) for _ in range(2)] == [True, True]
+
+
+class Unbuildable(RecordingRunner):
+    """Cannot build a batch with a sequence of one request beyond a number of tokens."""
+
+    def __init__(self, clock: Clock, broken: RequestId, max_tokens: int) -> None:
+        super().__init__(clock)
+        self._broken = broken
+        self._max_tokens = max_tokens
+
+    def build(self, plan: StepPlan) -> Batch | None:
+        for sequence in plan.scheduled():
+            if sequence.request_id == self._broken and sequence.num_tokens + plan.is_ahead > self._max_tokens:
+                raise ValueError("a broken row")
+        return super().build(plan)
+
+
+@pytest.mark.parametrize("max_tokens", [2, 3, 4, 6])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_request_for_which_no_batch_can_be_built_fails_alone(max_tokens: int, overlaps: bool, clock: Clock) -> None:
+    scheduler = scheduler_of(job(A, [1, 2, 3]), job(B, [4, 5, 6], replace(PARAMS, n=2, temperature=1.0)))
+    runner = Unbuildable(clock, B, max_tokens)
+    runner.overlaps = overlaps
+    outputs = list[StepOutput]()
+    steps = Stepper(scheduler, runner, outputs.append)
+    while scheduler.has_work():
+        steps.step(lambda: True)
+        scheduler.check_integrity()
+    steps.publish()
+    [failure] = [each for output in outputs for each in output.events.failures]
+    assert (failure.request_id, failure.is_unprepared) == (B, True)
+    tokens: dict[RequestId, list[int]] = {A: [], B: []}
+    for new in (each for output in outputs for each in output.events.tokens):
+        tokens[new.request_id] += (token for choice in new.choices for token in choice.token_ids)
+    assert tokens[A] == expected([1, 2, 3], PARAMS, 0, limits())
+    assert len(tokens[B]) == 2 * (max_tokens - 2)
+    assert scheduler.load().free_blocks == scheduler.load().total_blocks
+
+
+def test_an_error_that_no_request_causes_alone_ends_the_loop(clock: Clock) -> None:
+    class Crowded(RecordingRunner):
+        def build(self, plan: StepPlan) -> Batch | None:
+            assert len(plan.scheduled()) < 2, "crowded"
+            return super().build(plan)
+
+    steps = Stepper(scheduler_of(job(A, [1, 2, 3]), job(B, [4, 5, 6])), Crowded(clock), lambda output: None)
+    with pytest.raises(AssertionError, match="crowded"):
+        steps.step(lambda: True)

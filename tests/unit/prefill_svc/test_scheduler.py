@@ -12,6 +12,7 @@ from kernels.decoder import LayerListener
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import InvalidTransition, NoFreeBlocks, RequestError
 from pdserve.base.sampling import FinishReason, SamplingParams
+from pdserve.engine.sequence import SampleFailure
 from pdserve.engine.step import LayersWritten
 from pdserve.model.batch import Batch
 from prefill_svc.request import PrefillJob
@@ -127,6 +128,23 @@ def test_a_first_token_that_ends_its_choice_has_a_finish_reason() -> None:
     assert worker.reported[A][0][0].finish_reason is FinishReason.LENGTH
     assert (worker.reported[B][0][0].finish_reason, worker.reported[B][0][0].stop_token_id) == (FinishReason.STOP, EOS)
     assert worker.reported[C][0][0].finish_reason is None
+
+
+def test_a_prompt_that_fails_before_its_step_leaves_the_others() -> None:
+    worker = prefill()
+    worker.scheduler.add(job(A, PROMPT))
+    worker.scheduler.add(job(B, PROMPT))
+    plan = worker.scheduler.schedule(worker.pace)
+    worker.scheduler.fail(A, SampleFailure(reason="it is broken", is_unprepared=True))
+    rest = plan.without({A})
+    logits = worker.runner.forward(rest, worker.runner.build(rest))
+    events = worker.scheduler.update(rest, worker.runner.sample(rest, logits))
+    worker.note(events)
+    assert [(each.request_id, each.is_unprepared) for each in events.failures] == [(A, True)]
+    assert worker.tokens(B) == [first_token(PROMPT)]
+    worker.scheduler.release(B)
+    worker.scheduler.check_integrity()
+    assert worker.pool.num_free == worker.pool.num_blocks
 
 
 def test_computed_blocks_are_held_until_released_and_can_be_matched_afterwards() -> None:

@@ -23,7 +23,7 @@ async def test_several_prompts_and_choices_are_numbered_by_prompt_then_choice(cl
     assert completion.usage.completion_tokens == 33
     # Workers see one request per prompt. The first one has the response's id.
     ids = {start.ref.request_id for start in cluster.calls.decode_starts}
-    assert ids == {completion.id, f"{completion.id}-1", f"{completion.id}-2"}
+    assert ids == {completion.id, f"{completion.id}:1", f"{completion.id}:2"}
 
 
 async def test_prompts_may_be_token_ids(cluster: ScriptedCluster) -> None:

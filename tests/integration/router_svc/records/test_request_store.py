@@ -69,6 +69,21 @@ async def test_an_older_state_that_arrives_late_is_refused(router_store: Store) 
         await requests.write(reserved)
 
 
+async def test_of_two_requests_with_one_id_the_later_one_is_kept(router_store: Store) -> None:
+    requests = RequestStore(router_store)
+    earlier = walk(new(), "reserved", "prefilling", "decoding", "finished")
+    await requests.write(earlier)
+    later = walk(RequestProgress.new(R, at=200.0), "reserved")
+    await requests.write(later)
+    with pytest.raises(StaleAttempt):
+        await requests.write(earlier)
+    await requests.write(walk(later, "prefilling"))
+    stored = await requests.get(R)
+    assert stored is not None
+    assert stored.progress == walk(later, "prefilling")
+    assert await requests.newest(5) == [R]
+
+
 async def test_one_of_two_writers_of_the_same_request_wins(router_store: Store) -> None:
     requests = RequestStore(router_store)
     common = walk(new(), "reserved")

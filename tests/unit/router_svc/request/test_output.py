@@ -141,6 +141,15 @@ def test_text_held_back_is_delivered_at_the_end(tokenizer: Tokenizer) -> None:
     assert out.is_finished
 
 
+def test_a_stop_string_that_begins_within_min_tokens_and_ends_after_them_stops(tokenizer: Tokenizer) -> None:
+    out = output(tokenizer, min_tokens=1, text=TextRules(stop=("END",)))
+    deltas = [delta for index, token in enumerate("xENDy") for delta in out.push([chunk(token, index)])]
+    assert (text_of(deltas), deltas[-1].stop_reason) == ("x", "END")
+    out = output(tokenizer, min_tokens=2, text=TextRules(stop=("END",)))
+    deltas = [delta for index, token in enumerate("ENDy") for delta in out.push([chunk(token, index)])]
+    assert (text_of(deltas), deltas[-1].stop_reason) == ("", "END")
+
+
 def test_a_stop_string_within_the_first_min_tokens_does_not_stop(tokenizer: Tokenizer) -> None:
     out = output(tokenizer, min_tokens=6, text=TextRules(stop=("stop",)))
     assert text_of(out.push([chunk("a stop, and stop again", 0)])) == "a stop, and "

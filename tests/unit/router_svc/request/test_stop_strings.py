@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,6 +57,27 @@ def test_text_that_may_still_become_a_stop_string_is_held_back(text: str, stops:
         assert not any(
             text[:end].endswith(stop[:size]) and size > len(held) for stop in stops for size in range(len(stop))
         )
+
+
+@given(short_text, short_text, some_stops, st.lists(st.integers(0, 30)), st.booleans())
+def test_stop_strings_that_may_not_end_the_text_are_passed_over(
+    head: str, tail: str, stops: list[str], cuts: list[int], include: bool
+) -> None:
+    scanner = StopScanner(stops, include=include)
+    shown = "".join(
+        scanner.push(head[start:end], may_end=False).text
+        for start, end in pairwise([0, *sorted(cut for cut in cuts if cut < len(head)), len(head)])
+    )
+    scanned = scanner.push(tail)
+    shown += scanned.text + ("" if scanned.matched else scanner.flush())
+    text = head + tail
+    for end in range(len(head) + 1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            stop = max(complete, key=len)
+            assert (shown, scanned.matched) == (text[: end if include else end - len(stop)], stop)
+            return
+    assert (shown, scanned.matched) == (text, None)
 
 
 def test_without_stop_strings_nothing_is_held_back() -> None:

@@ -1,0 +1,72 @@
+"""Parameters as workers receive them, from a client's fields and the model's defaults."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdserve.base.errors import SetupError
+from pdserve.base.sampling import SamplingParams
+from pdserve.base.wire import sampling_to_wire
+from router_svc.api.body import SamplingFields
+from router_svc.api.generations import COMPLETIONS, GenerationFactory
+from router_svc.api.ids import Ids
+from router_svc.api.parse import validate
+from router_svc.api.sampling import EndpointFields
+from router_svc.api.served_model import SamplingDefaults, ServedModel
+
+
+@pytest.fixture(scope="module")
+def model(model_dir: Path) -> ServedModel:
+    return ServedModel.load(model_dir, "tiny")
+
+
+def made(model: ServedModel, fields: dict[str, object]) -> SamplingParams:
+    factory = GenerationFactory(model=model, max_model_len=100, ids=Ids.make("cmpl-", None), endpoint=COMPLETIONS)
+    own = EndpointFields(max_tokens=4, default_max_tokens=None)
+    [generation] = factory.make(validate(SamplingFields, fields), own, [[1, 2, 3]])
+    return generation.sampling
+
+
+@pytest.mark.parametrize("top_k", [2**31, 3_000_000_000, 2**32 - 1])
+def test_a_top_k_beyond_the_vocabulary_reaches_workers_as_no_limit(model: ServedModel, top_k: int) -> None:
+    params = made(model, {"top_k": top_k, "temperature": 0})
+    assert (params.top_k, sampling_to_wire(params).top_k) == (0, 0)
+
+
+def test_a_top_k_within_the_vocabulary_is_kept(model: ServedModel) -> None:
+    assert [made(model, {"top_k": k}).top_k for k in (-1, 0, 1, model.vocab_size - 1, model.vocab_size)] == [
+        0,
+        0,
+        1,
+        model.vocab_size - 1,
+        0,
+    ]
+
+
+def test_the_default_of_a_model_is_limited_like_a_client(model: ServedModel) -> None:
+    own = replace(model, defaults=SamplingDefaults(top_k=2**31))
+    assert made(own, {}).top_k == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"temperature": Infinity}',
+        '{"temperature": NaN}',
+        '{"temperature": 2.5}',
+        '{"repetition_penalty": Infinity}',
+        '{"repetition_penalty": 10.5}',
+        '{"top_p": NaN}',
+        '{"min_p": -Infinity}',
+        '{"top_k": -7}',
+    ],
+)
+def test_generation_defaults_outside_of_a_client_s_bounds_stop_the_router(tmp_path: Path, text: str) -> None:
+    (tmp_path / "generation_config.json").write_text(text, encoding="utf-8")
+    [name] = json.loads(text)
+    with pytest.raises(SetupError, match=rf"generation_config\.json is invalid[^$]*{name}"):
+        SamplingDefaults.from_dir(tmp_path)
