@@ -38,6 +38,15 @@ class RouterConfig:
     admin_host: str | None = option(
         None, help="address that the admin port listens on; default: --host", metavar="ADDRESS"
     )
+    api_key: tuple[str, ...] = words_option(
+        (),
+        help="keys that clients need; better in the environment: flags are seen by all users",
+        parse=parse_names,
+        metavar="KEY",
+    )
+    api_keys_file: str | None = option(
+        None, help="TOML or JSON file of API keys, as SHA-256, with their tenants; read again on change", metavar="FILE"
+    )
     allowed_hosts: tuple[str, ...] = words_option(
         (),
         help="names in Host headers to take besides localhost and addresses; on loopback, others are refused; *: any",

@@ -36,5 +36,7 @@ class Generation:
     priority: int = 0
     #: Isolates prefix reuse between tenants; empty shares it.
     cache_salt: bytes = b""
+    #: Who may read its trace, besides admins.
+    tenant: str = ""
     #: The API that received the request, for the decision record.
     endpoint: str

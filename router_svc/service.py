@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from kvtransfer.index.prefix_mirror import PrefixMirror
 from pdserve.base import audit, notify
@@ -22,11 +21,12 @@ from pdserve.base.tracing.setup import span_counters, tracing
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from router_svc.api.console.console import Console
 from router_svc.api.console.state import Sources
-from router_svc.api.front import Front
+from router_svc.api.front import Addresses, Front
 from router_svc.api.grpc_api import SERVICE, InferenceServicer
 from router_svc.api.openai.generation_api import GenerationApi
 from router_svc.api.openai.info import ModelApi, OperatorApi
 from router_svc.api.served_model import ServedModel
+from router_svc.clients.access import access_of
 from router_svc.cluster_setup import make_cluster
 from router_svc.config import RouterConfig
 from router_svc.records.metrics import RouterMetrics
@@ -47,16 +47,6 @@ UNPAIRED = "no prefill worker has the KV layout of {}; they prefill by themselve
 NO_PREFILL_WORKER = "no prefill worker is ready; decode workers prefill"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Addresses:
-    """Addresses of the router's APIs, as host:port."""
-
-    http: str
-    grpc: str
-    #: None: the API's port serves operators, too.
-    admin: str | None = None
-
-
 class Router:
     """One router, assembled from its components."""
 
@@ -68,6 +58,7 @@ class Router:
         self._refusals = Refusals()
         self.health = health
         self.metrics = RouterMetrics(model_name=config.model_name)
+        self._access = access_of(config)
         self._store = store
         self._mirror = PrefixMirror(store)
         self._request_store = RequestStore(store)
@@ -139,7 +130,9 @@ class Router:
     async def serving(self) -> AsyncIterator[Addresses]:
         """Serves until the block ends. The router is ready while a decode worker is."""
         config = self.config
-        inference = InferenceServicer(self._model, self._requests, self._max_model_len, self._refusals, self._tracer)
+        inference = InferenceServicer(
+            self._model, self._requests, self._max_model_len, self._access, self._refusals, self._tracer
+        )
         try:
             async with (
                 service_group() as group,
@@ -154,6 +147,7 @@ class Router:
             ):
                 if self.cluster.tls is not None:
                     group.start(self.cluster.tls.run(), name="peer-certificates")
+                group.start(self._access.run(), name="api-keys")
                 group.start(self._directory.run(), name="directory")
                 group.start(self._mirror.run(), name="prefix-mirror")
                 group.start(self._request_store.run(), name="request-store")
@@ -195,6 +189,7 @@ class Router:
             console=self._console,
             health=self.health,
             registry=self.metrics.registry,
+            access=self._access,
             refusals=self._refusals,
             tracer=self._tracer,
         )

@@ -134,6 +134,8 @@ class Codes:
     http: int
     openai_type: str
     grpc: str
+    #: OpenAI's name of the error, where its clients look for one; empty: the HTTP status stands for it.
+    openai_code: str = ""
 
 
 _TABLE: dict[type[PdserveError], Codes] = {
@@ -143,7 +145,9 @@ _TABLE: dict[type[PdserveError], Codes] = {
     PayloadTooLarge: Codes(http=413, openai_type="invalid_request_error", grpc="INVALID_ARGUMENT"),
     MethodNotAllowed: Codes(http=405, openai_type="invalid_request_error", grpc="UNIMPLEMENTED"),
     UnsupportedMediaType: Codes(http=415, openai_type="invalid_request_error", grpc="INVALID_ARGUMENT"),
-    Unauthorized: Codes(http=401, openai_type="authentication_error", grpc="UNAUTHENTICATED"),
+    Unauthorized: Codes(
+        http=401, openai_type="invalid_request_error", grpc="UNAUTHENTICATED", openai_code="invalid_api_key"
+    ),
     Forbidden: Codes(http=403, openai_type="permission_error", grpc="PERMISSION_DENIED"),
     CapacityError: Codes(http=503, openai_type="overloaded_error", grpc="RESOURCE_EXHAUSTED"),
     Overloaded: Codes(http=429, openai_type="rate_limit_error", grpc="RESOURCE_EXHAUSTED"),

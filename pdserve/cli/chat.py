@@ -8,12 +8,13 @@ import importlib
 import signal
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
+from pdserve.base.api_key import bearer
 from pdserve.base.config import load, option, positional
 from pdserve.base.errors import PdserveError, SetupError
-from pdserve.cli.chat_client import Answer, ChatMessage, first_model, stream_answer
+from pdserve.cli.chat_client import Answer, ChatMessage, Endpoint, first_model, stream_answer
 from pdserve.cli.repetition import RepetitionDetector
 from pdserve.cli.router_client import DEFAULT_BASE_URL, get, normal_base_url
 from pdserve.cli.stop_signals import finished_before
@@ -30,6 +31,7 @@ class ChatConfig:
         None, help="question to ask; without one, standard input, or on a terminal a conversation"
     )
     base_url: str = option(DEFAULT_BASE_URL, help="address of the router", metavar="URL")
+    api_key: str | None = option(None, help="API key; default: the variable PDSERVE_API_KEY", metavar="KEY")
     model: str | None = option(None, help="name of the model; default: the router's", metavar="NAME")
     system: str | None = option(None, help="instructions that precede the conversation", metavar="TEXT")
     temperature: float | None = option(None, help="sampling temperature, 0 for greedy; default: the model's", minimum=0)
@@ -56,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     config = load(ChatConfig, "chat", argv, description=__doc__)
     base_url = normal_base_url(config.base_url)
     question = one_shot_question(config.prompt, None if sys.stdin.isatty() else sys.stdin.read())
-    model = config.model or first_model(get(base_url, "/v1/models"))
+    model = config.model or first_model(get(base_url, "/v1/models", config.api_key))
     chat = Conversation(config, base_url, model)
     if question is not None:
         return 0 if chat.ask(question) else _INTERRUPTED
@@ -126,7 +128,7 @@ class Conversation:
 
     async def _print(self, messages: Sequence[ChatMessage], answer: Answer) -> None:
         detector = RepetitionDetector() if self._config.stop_repetition else None
-        async with contextlib.aclosing(stream_answer(self._base_url, self._request, messages, answer)) as pieces:
+        async with contextlib.aclosing(self._pieces(messages, answer)) as pieces:
             async for text in pieces:
                 sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
                 sys.stdout.flush()
@@ -134,6 +136,10 @@ class Conversation:
                     answer.repetition = detector.feed(text)
                     if answer.repetition is not None:
                         return  # Closes the stream, which cancels the request.
+
+    def _pieces(self, messages: Sequence[ChatMessage], answer: Answer) -> AsyncGenerator[str, None]:
+        headers = bearer(self._config.api_key)
+        return stream_answer(Endpoint(base_url=self._base_url, headers=headers), self._request, messages, answer)
 
 
 def cut_notice(answer: Answer, max_tokens: int) -> str | None:

@@ -77,8 +77,16 @@ class Answer:
         return "   ".join(figures)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """A router, and the headers that its requests need."""
+
+    base_url: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
 async def stream_answer(
-    base_url: str, request: Mapping[str, object], messages: Sequence[ChatMessage], answer: Answer
+    endpoint: Endpoint, request: Mapping[str, object], messages: Sequence[ChatMessage], answer: Answer
 ) -> AsyncGenerator[str, None]:
     """Yields pieces of text as they arrive and keeps `answer` up to date.
 
@@ -96,14 +104,14 @@ async def stream_answer(
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=_SILENCE_TIMEOUT_S)
     try:
         async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
-            _open_stream(session, f"{base_url}/v1/chat/completions", body) as response,
+            aiohttp.ClientSession(timeout=timeout, headers=endpoint.headers) as session,
+            _open_stream(session, f"{endpoint.base_url}/v1/chat/completions", body) as response,
         ):
             async for line in response.content:
                 if text := _take(line, answer):
                     yield text
     except (aiohttp.ClientError, OSError) as error:
-        raise unreachable(base_url, error) from error
+        raise unreachable(endpoint.base_url, error) from error
 
 
 @asynccontextmanager

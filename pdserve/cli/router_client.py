@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 
-from pdserve.base.errors import NotFound, PdserveError, PeerLost, SetupError
+from pdserve.base.api_key import KEY_VARIABLE, bearer
+from pdserve.base.errors import NotFound, PdserveError, PeerLost, SetupError, Unauthorized
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 _TIMEOUT_S = 10.0
@@ -30,17 +31,18 @@ def normal_base_url(text: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def get(base_url: str, path: str) -> bytes:
-    """The body of `GET path`. Raises `PeerLost` without an answer, `NotFound`, or `PdserveError` for other refusals.
+def get(base_url: str, path: str, api_key: str | None = None) -> bytes:
+    """The body of `GET path`, with this API key or else the environment's.
 
-    Proxies are not used: the router is close by, and a proxy that cannot reach it would hide the cause.
+    Raises `PeerLost` without an answer, `NotFound`, `Unauthorized`, or `PdserveError` for other refusals. Proxies are
+    not used: the router is close by, and a proxy that cannot reach it would hide the cause.
     """
     address = urlsplit(base_url)
     kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
     try:
         connection = kind(address.hostname or "", address.port, timeout=_TIMEOUT_S)
         try:
-            connection.request("GET", address.path + path, headers={"Accept": "application/json"})
+            connection.request("GET", address.path + path, headers={"Accept": "application/json", **bearer(api_key)})
             response = connection.getresponse()
             status, body = response.status, response.read()
         finally:
@@ -49,14 +51,16 @@ def get(base_url: str, path: str) -> bytes:
         raise unreachable(base_url, error) from error
     if status == http.client.NOT_FOUND:
         raise NotFound(error_message(body) or f"{base_url} has no {path}.")
+    if status == http.client.UNAUTHORIZED:
+        raise Unauthorized(f"{base_url} refuses: {error_message(body)} Give a key with --api-key or {KEY_VARIABLE}.")
     if status >= http.client.BAD_REQUEST:
         raise PdserveError(f"{base_url}{path} answered {status}: {error_message(body) or 'no explanation'}")
     return body
 
 
-def get_model(base_url: str, path: str, model: type[Model]) -> Model:
+def get_model(base_url: str, path: str, model: type[Model], api_key: str | None = None) -> Model:
     """The parsed answer of `GET path`. Raises what `get` raises, and `PdserveError` when it cannot be parsed."""
-    return parse(get(base_url, path), model, base_url + path)
+    return parse(get(base_url, path, api_key), model, base_url + path)
 
 
 def parse(body: bytes, model: type[Model], url: str) -> Model:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from decode_svc.config import DecodeConfig
 from pdserve.base.config import default_of
@@ -34,6 +35,7 @@ def router_spec(plan: ClusterPlan) -> ProcessSpec:
         "port": config.port,
         "grpc-port": config.grpc_port,
         "admin-port": config.admin_port,
+        "api-keys-file": config.api_keys_file,
         "allowed-hosts": config.allowed_hosts,
         "allowed-origins": config.allowed_origins,
         "prefill-expected": config.prefill,
@@ -43,7 +45,11 @@ def router_spec(plan: ClusterPlan) -> ProcessSpec:
         "console": config.console,
         "scheduling-policy": config.scheduling_policy,
     }
-    return _service(plan, "router", "router_svc", flags, threads=1, stage=ROUTER_STAGE)
+    router = _service(plan, "router", "router_svc", flags, threads=1, stage=ROUTER_STAGE)
+    if not config.api_key:
+        return router
+    # Not a flag, which every user of the machine can see.
+    return replace(router, environment={**router.environment, "PDSERVE_ROUTER__API_KEY": " ".join(config.api_key)})
 
 
 def worker_specs(plan: ClusterPlan) -> list[ProcessSpec]:

@@ -25,6 +25,7 @@ class StatusConfig:
     """Settings of `pdserve status`."""
 
     base_url: str = option(DEFAULT_BASE_URL, help="address of the router", metavar="URL")
+    api_key: str | None = option(None, help="API key; default: the variable PDSERVE_API_KEY", metavar="KEY")
     json: bool = option(False, help="print the router's JSON answer instead of a table")
 
 
@@ -96,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints the cluster's state. Returns exit code 1 when the cluster does not serve. Raises `PdserveError`."""
     config = load(StatusConfig, "status", argv, description=__doc__)
     base_url = normal_base_url(config.base_url)
-    body = get(base_url, _PATH)
+    body = get(base_url, _PATH, config.api_key)
     cluster = parse(body, ClusterStatus, base_url + _PATH)
     if config.json:
         print(body.decode())

@@ -20,6 +20,7 @@ class TraceConfig:
 
     request_id: str = positional("", help="the `id` of the request's response", metavar="REQUEST_ID")
     base_url: str = option(DEFAULT_BASE_URL, help="address of the router", metavar="URL")
+    api_key: str | None = option(None, help="API key; default: the variable PDSERVE_API_KEY", metavar="KEY")
     json: bool = option(False, help="print the router's JSON answer instead of a picture")
 
 
@@ -31,8 +32,8 @@ def main(argv: Sequence[str]) -> int:
     base_url = normal_base_url(config.base_url)
     path = f"/v1/requests/{quote(config.request_id, safe='')}/trace"
     if config.json:
-        print(get(base_url, path).decode())
+        print(get(base_url, path, config.api_key).decode())
         return 0
     console = Console(highlight=False)
-    console.print(render(get_model(base_url, path, RequestTrace), width=console.width))
+    console.print(render(get_model(base_url, path, RequestTrace, config.api_key), width=console.width))
     return 0

@@ -38,6 +38,15 @@ class UpConfig:
         help="port of its own for metrics, the cluster, traces and the console; default: --port",
         minimum=1,
     )
+    api_key: tuple[str, ...] = words_option(
+        (),
+        help="keys that clients need; default: PDSERVE_API_KEY, which commands use, too",
+        parse=parse_names,
+        metavar="KEY",
+    )
+    api_keys_file: str | None = option(
+        None, help="TOML or JSON file of API keys, as SHA-256, with their tenants; read again on change", metavar="FILE"
+    )
     allowed_hosts: tuple[str, ...] = words_option(
         (),
         help="names in Host headers to take besides localhost and addresses; on loopback, others are refused; *: any",

@@ -62,7 +62,6 @@ FLAGS: Mapping[str, Renamed | Accepted | Refused] = {
     "--no-enable-prefix-caching": Refused(f"{_ALWAYS_CACHED}. Omit it"),
     "--no-enable-chunked-prefill": Refused(f"{_ALWAYS_CHUNKED}. Omit it"),
     "--kv-transfer-config": Refused("the tiers hand KV over by themselves. Use --prefill, --decode and --transport"),
-    "--api-key": Refused("pdserve does not check keys yet. Put a proxy that does in front of it"),
     "--revision": Refused("pdserve takes a model's newest revision. Download another one and give its directory"),
     "--tokenizer": Refused("the tokenizer is the model's own. Put tokenizer.json into the model's directory"),
     "--chat-template": Refused("the template is the model's own. Put chat_template.jinja into the model's directory"),

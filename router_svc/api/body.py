@@ -25,6 +25,9 @@ from router_svc.api.fields import IGNORED, UNSUPPORTED, without_neutral
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARACTERS = 256
 
+#: As in vLLM: up to 128 characters, none of them `@`, `/`, a backslash or NUL.
+CACHE_SALT = r"^[^@/\\\x00]{1,128}$"
+
 UINT32_MAX = 2**32 - 1
 _INT64 = (Ge(-(2**63)), Le(2**63 - 1))
 

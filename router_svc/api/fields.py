@@ -24,7 +24,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
-    "cache_salt": (),
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": ([],),

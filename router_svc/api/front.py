@@ -18,9 +18,20 @@ from router_svc.api.console.console import Console
 from router_svc.api.http_app import HttpRules, make_app
 from router_svc.api.openai.generation_api import GenerationApi
 from router_svc.api.openai.info import ModelApi, OperatorApi
+from router_svc.clients.access import Access
 from router_svc.config import RouterConfig
 
 Routes = Sequence[web.AbstractRouteDef]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addresses:
+    """Addresses of the router's APIs, as host:port."""
+
+    http: str
+    grpc: str
+    #: None: the API's port serves operators, too.
+    admin: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +46,7 @@ class Front:
     console: Console | None
     health: Health
     registry: CollectorRegistry
+    access: Access
     refusals: Refusals
     tracer: Tracer = NO_TRACER
 
@@ -68,6 +80,7 @@ class Front:
             max_body_bytes=self.config.max_body,
             hosts=AllowedHosts.of_listener(host, self.config.allowed_hosts),
             origins=self.config.allowed_origins,
+            access=self.access,
         )
         return make_app([routes], rules, refusals=self.refusals, tracer=self.tracer)
 

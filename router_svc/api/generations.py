@@ -47,6 +47,7 @@ class GenerationFactory:
     ids: Ids
     endpoint: Endpoint
     priority: int = 0
+    cache_salt: str = ""
 
     def make(
         self, fields: SamplingFields, own_fields: EndpointFields, prompts: Sequence[list[int]]
@@ -67,6 +68,7 @@ class GenerationFactory:
                     text=text_rules(fields),
                     first_choice=index * sampling.n,
                     priority=self.priority,
+                    cache_salt=self.cache_salt.encode(),
                     endpoint=self.endpoint.name,
                 )
             )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import unquote
 
 import grpc
 
@@ -18,13 +18,15 @@ from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from pdserve.base.wire import logprobs_to_wire
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc
-from router_svc.api.body import SamplingFields
+from router_svc.api.authentication import caller_of_rpc, host_of
+from router_svc.api.body import CACHE_SALT, SamplingFields
 from router_svc.api.generations import DEFAULT_MAX_TOKENS, GRPC, GenerationFactory, require_model
 from router_svc.api.ids import Ids, is_valid_id
 from router_svc.api.parse import validate
 from router_svc.api.request_span import request_span
 from router_svc.api.sampling import EndpointFields, check_token_ids
 from router_svc.api.served_model import ServedModel
+from router_svc.clients.access import Access
 from router_svc.generation import Generation
 from router_svc.request.client import Client
 from router_svc.request.output import ChoiceDelta
@@ -43,9 +45,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         model: ServedModel,
         requests: Requests,
         max_model_len: Callable[[], int],
+        access: Access,
         refusals: Refusals,
         tracer: Tracer = NO_TRACER,
     ) -> None:
+        self._access = access
         self._refusals = refusals
         self._tracer = tracer
         self._model = model
@@ -62,20 +66,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """Streams a completion. Closing the call cancels it on all workers."""
         caller = Caller(
-            client=_host_of(context.peer()), endpoint=_METHOD, model=request.model, request_id=request.request_id
+            client=host_of(context.peer()), endpoint=_METHOD, model=request.model, request_id=request.request_id
         )
         with request_span(self._tracer, _METHOD, trace_of(context)) as span, self._refusals.watching(caller):
             span.attributes |= {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": "Generate"}
-            await self._generate(request, context, span.context)
+            await self._generate(request, context, caller_of_rpc(context, self._access), span.context)
 
     async def _generate(
         self,
         request: pb.GenerateRequest,
         context: grpc.aio.ServicerContext[Any, Any],
+        client: Client,
         trace: TraceContext | None,
     ) -> None:
         generation = await self._generation(request)
-        client = Client(id=_host_of(context.peer()))
         async with self._requests.run([generation], client, trace) as stream:
 
             async def write(deltas: list[ChoiceDelta]) -> None:
@@ -95,6 +99,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise RequestError(
                 "`request_id` may have letters, digits, '.', '_' and '-', at most 128.", param="request_id"
             )
+        if request.cache_salt and re.fullmatch(CACHE_SALT, request.cache_salt) is None:
+            raise RequestError(
+                "`cache_salt` may have at most 128 characters, none of them '@', '/', a backslash or NUL.",
+                param="cache_salt",
+            )
         fields = _sampling_fields(request.sampling)
         prompt = await self._prompt(request)
         logprobs = request.sampling.logprobs if request.sampling.HasField("logprobs") else None
@@ -109,6 +118,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             ids=Ids.make("gen-", request.request_id or None),
             endpoint=GRPC,
             priority=request.priority,
+            cache_salt=request.cache_salt,
         )
         [generation] = factory.make(fields, own_fields, [prompt])
         return generation
@@ -134,11 +144,6 @@ async def _write_usage(context: grpc.aio.ServicerContext[Any, Any], request_id: 
             await context.write(pb.GenerateResponse(request_id=request_id, usage=message))
     except TimeoutError:
         raise TransferTimeout(f"The client has read nothing for {WRITE_TIMEOUT_S:g} s.") from None
-
-
-def _host_of(peer: str) -> str:
-    """The address in gRPC's name of a peer, such as `ipv4:10.0.0.7:5121` or `ipv6:%5B::1%5D:5121`."""
-    return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]") or peer
 
 
 def _sampling_fields(sampling: pb.ClientSampling) -> SamplingFields:

@@ -14,10 +14,12 @@ from pdserve.base.errors import PdserveError, RequestError
 from pdserve.base.hosts import AllowedHosts
 from pdserve.base.logs import get_logger
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
+from router_svc.api.authentication import authentication
 from router_svc.api.guards import add_cross_origin, known_hosts
 from router_svc.api.http_request import IDS, REQUEST_ID_HEADER, caller_of
 from router_svc.api.openai.errors import error_response, from_http_exception
 from router_svc.api.request_span import http_tracing
+from router_svc.clients.access import Access
 from router_svc.request.stream import WRITE_TIMEOUT_S
 
 log = get_logger(__name__)
@@ -31,6 +33,7 @@ class HttpRules:
     hosts: AllowedHosts = field(default_factory=AllowedHosts)
     #: Origins of the web pages that may call it.
     origins: Collection[str] = ()
+    access: Access = field(default_factory=Access)
     write_timeout_s: float = WRITE_TIMEOUT_S
 
 
@@ -48,6 +51,7 @@ def make_app(
         client_max_size=rules.max_body_bytes,
     )
     add_cross_origin(app, rules.origins)
+    app.middlewares.append(authentication(rules.access))
     for group in routes:
         app.add_routes(group)
     return app

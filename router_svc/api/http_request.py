@@ -12,7 +12,6 @@ from pdserve.base.errors import RequestError, UnsupportedMediaType
 from router_svc.api.body import Body
 from router_svc.api.ids import Ids, is_valid_id
 from router_svc.api.parse import parse_body
-from router_svc.request.client import Client
 
 REQUEST_ID_HEADER = "X-Request-Id"
 #: Key of a request's ids, which error responses carry, too.
@@ -39,11 +38,6 @@ def caller_of(request: web.Request) -> Caller:
         request_id=ids.response if ids is not None else chosen if is_valid_id(chosen) else "",
         forwarded_for=request.headers.get("X-Forwarded-For", ""),
     )
-
-
-def client_of(request: web.Request) -> Client:
-    """Who sent the request, for fair shares: the address that is connected."""
-    return Client(id=request.remote or "")
 
 
 async def read_body(request: web.Request, cls: type[AnyBody]) -> AnyBody:

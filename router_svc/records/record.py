@@ -126,6 +126,8 @@ class Record:
     completion_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
     error: str | None = None
+    #: Whose request it is; empty without API keys.
+    tenant: str = ""
     #: The request's span, of this router or of the client.
     trace: TraceContext | None = None
 
@@ -135,6 +137,7 @@ class Record:
         return cls(
             request_id=generation.request_id,
             endpoint=generation.endpoint,
+            tenant=generation.tenant,
             prompt_tokens=len(generation.prompt),
             max_tokens=generation.sampling.max_tokens,
             n=generation.sampling.n,
@@ -240,6 +243,7 @@ class Record:
         return {
             "request_id": self.request_id,
             "endpoint": self.endpoint,
+            "tenant": self.tenant,
             "trace_id": None if self.trace is None else self.trace.trace_id,
             "router": pdserve.__version__,
             "accepted_at": self.accepted_at,
@@ -285,6 +289,6 @@ class RecentRecords:
         """The record, or None when it is no longer kept."""
         return self._records.get(request_id)
 
-    def newest(self, limit: int) -> list[Record]:
-        """At most `limit` records, the latest request first."""
+    def newest(self, limit: int | None = None) -> list[Record]:
+        """At most `limit` records, the latest request first; None: all."""
         return list(islice(reversed(self._records.values()), limit))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 
 from pdserve.base.ids import RequestId
 from router_svc.records.brief import brief_of
@@ -21,24 +22,33 @@ class Traces:
         self._recent = recent
         self._store = store
 
-    def newest(self, limit: int) -> list[dict[str, Json]]:
-        """Briefs of at most `limit` requests in memory, the latest first."""
-        return [brief_of(record) for record in self._recent.newest(limit)]
+    def newest(self, limit: int, *, tenant: str | None = None) -> list[dict[str, Json]]:
+        """Briefs of at most `limit` requests in memory, the latest first; with `tenant`, of its own only."""
+        if tenant is None:
+            return [brief_of(record) for record in self._recent.newest(limit)]
+        own = (record for record in self._recent.newest() if record.tenant == tenant)
+        return [brief_of(record) for record in islice(own, limit)]
 
-    async def get(self, request_id: str) -> dict[str, Json] | None:
+    async def get(self, request_id: str, *, tenant: str | None = None) -> dict[str, Json] | None:
         """The record as JSON, or None when neither memory nor Redis has it. Raises `StoreError`.
+
+        With `tenant`, only its own records are found.
 
         The id may be the response's id or the X-Request-Id that the client sent.
         """
         candidates = [RequestId(prefix + request_id) for prefix in ("", *ID_PREFIXES)]
         for candidate in candidates:
             record = self._recent.get(candidate)
-            if record is not None:
+            if record is not None and tenant in (None, record.tenant):
                 return record.as_json()
         for candidate in candidates:
             stored = await self._store.get(candidate)
-            if stored is not None:
-                return _parsed(stored.record) if stored.record else _unfinished(stored.progress)
+            if stored is None:
+                continue
+            # Redis has the tenant of a request that has ended. Before that, its router answers.
+            found = _parsed(stored.record) if stored.record else _unfinished(stored.progress)
+            if tenant in (None, found.get("tenant")):
+                return found
         return None
 
 

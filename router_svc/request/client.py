@@ -1,7 +1,8 @@
-"""Who sent a request, as fairness and limits see it."""
+"""Who sent a request, as fairness, limits and tenants see it."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 
@@ -12,6 +13,19 @@ class Client:
     id: str = ""
     #: Share of the cluster relative to other clients while requests wait.
     weight: float = 1.0
+    #: Clients of one tenant share cached prefixes and see each other's traces. Empty: there are no keys.
+    tenant: str = ""
+    #: Whether it sees the cluster, and the requests of all tenants.
+    is_admin: bool = True
+    #: The lowest value, hence the most urgent, that its requests may have as `priority`; None: any.
+    priority_ceiling: int | None = None
+
+    def salt(self, cache_salt: bytes) -> bytes:
+        """What isolates its prefixes, from the salt of the request: other tenants get another one from the same."""
+        if not self.tenant:
+            return cache_salt
+        tenant = hashlib.sha256(self.tenant.encode()).digest()
+        return hashlib.blake2b(cache_salt, key=tenant, digest_size=16, person=b"pdserve-tenant").digest()
 
 
 #: The router itself, and callers that do not say who they are.

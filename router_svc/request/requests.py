@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pdserve.base.errors import Draining, NoWorkers, Overloaded, RequestError
+from pdserve.base.errors import Draining, Forbidden, NoWorkers, Overloaded, RequestError
 from pdserve.base.tasks import service_group
 from pdserve.base.tracing.context import TraceContext
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
@@ -96,7 +96,8 @@ class Requests:
             RequestError: it has a priority, and this router does not take any.
             PdserveError: a later failure, raised by `DeltaStream.write_to`.
         """
-        self._require_no_priority(generations)
+        self._require_priority_allowed(generations, client)
+        generations = [_owned(generation, client) for generation in generations]
         accepted_at = time.time()
         journals = [self._recorders.open_journal(generation, accepted_at, trace) for generation in generations]
         prompts = [PrefixHashes(generation.prompt, generation.cache_salt) for generation in generations]
@@ -122,12 +123,18 @@ class Requests:
                 for journal in journals:
                     journal.cancelled()
 
-    def _require_no_priority(self, generations: Sequence[Generation]) -> None:
+    def _require_priority_allowed(self, generations: Sequence[Generation], client: Client) -> None:
         priority = next((generation.priority for generation in generations if generation.priority), 0)
         if priority and not self._by_priority:
             raise RequestError(
                 f"`priority` is {priority}, but this server admits requests in the order of their arrival. Leave it "
                 "out, or start the router with --scheduling-policy priority.",
+                param="priority",
+            )
+        if client.priority_ceiling is not None and priority < client.priority_ceiling:
+            raise Forbidden(
+                f"`priority` is {priority}, but requests with the API key {client.id} may have "
+                f"{client.priority_ceiling} or more. Raise it.",
                 param="priority",
             )
 
@@ -162,3 +169,8 @@ class Requests:
             self._num_open -= 1
             if not self._num_open:
                 self._idle.set()
+
+
+def _owned(generation: Generation, client: Client) -> Generation:
+    """The generation as its client's: apart from those of other tenants."""
+    return replace(generation, tenant=client.tenant, cache_salt=client.salt(generation.cache_salt))

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pdserve.base.api_key import bearer
 from pdserve.base.config import option, words_option
 from pdserve.base.errors import SetupError
 from pdserve.cli.bench.arrivals import EXPONENTIAL, LINEAR
@@ -70,6 +71,7 @@ class ServeConfig:
     tokenizer: str | None = option(
         None, help="directory with the model's tokenizer.json; default: use the server's /tokenize", metavar="DIR"
     )
+    api_key: str | None = option(None, help="API key; default: the variable PDSERVE_API_KEY", metavar="KEY")
     header: Mapping[str, str] | None = option(
         None, help="headers of every request, such as an API key, as a JSON object", metavar="JSON", parse=parse_object
     )
@@ -166,6 +168,11 @@ class ServeConfig:
             raise SetupError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps above 0.")
         if self.request_rate != ALL_AT_ONCE:
             raise SetupError("--request-rate and --ramp-up-strategy exclude each other: the ramp sets the rate.")
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Headers of every request."""
+        return {**bearer(self.api_key), **(self.header or {})}
 
     @property
     def server_url(self) -> str:

@@ -34,13 +34,13 @@ def main(argv: Sequence[str]) -> int:
     config = load(ServeConfig, "bench serve", argv, description=__doc__)
     if config.plot is not None:
         require_matplotlib()
-    server = Server(config.server_url, config.header or {})
+    server = Server(config.server_url, config.headers)
     target = Target(
         base_url=config.server_url,
         model=server.model(config.model),
         endpoint=config.endpoint,
         fields=config.request_fields,
-        headers=config.header or {},
+        headers=config.headers,
     )
     vocabulary = find_vocabulary(server, target.model, tokenizer_dir=config.tokenizer, text_only=target.is_chat)
     if vocabulary.notice and config.dataset_name != SHAREGPT:
@@ -125,7 +125,7 @@ def _document(
 ) -> dict[str, object]:
     """A run as JSON: settings and results. Headers may contain API keys and are left out."""
     flags = dataclasses.asdict(config)
-    del flags["header"]
+    del flags["header"], flags["api_key"]
     flags["request_rate"] = [_json_rate(each) for each in config.request_rate]
     return {
         "endpoint_type": "openai-chat" if target.is_chat else "openai",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.base.config import load, option, parse_bytes
-from pdserve.base.errors import PdserveError
+from pdserve.base.errors import PdserveError, Unauthorized
 from pdserve.base.facts.machine import machine_facts
 from pdserve.base.facts.redis import redis_facts
 from pdserve.base.peer_tls import peer_tls
@@ -33,6 +33,7 @@ class DoctorConfig:
     base_url: str | None = option(
         None, help=f"address of the router; default: {DEFAULT_BASE_URL}, if one answers there", metavar="URL"
     )
+    api_key: str | None = option(None, help="API key; default: the variable PDSERVE_API_KEY", metavar="KEY")
     json: bool = option(False, help="print JSON instead of text")
     redis_url: str | None = option(None, help="Redis to check from here, too", metavar="URL")
     redis_prefix: str = option(
@@ -69,7 +70,7 @@ async def diagnose(config: DoctorConfig) -> tuple[list[Finding], ClusterFacts | 
             findings += check_redis(await redis_facts(store), _HERE)
     base_url = normal_base_url(config.base_url or DEFAULT_BASE_URL)
     try:
-        status = await asyncio.to_thread(get_model, base_url, "/v1/cluster", ClusterStatus)
+        status = await asyncio.to_thread(get_model, base_url, "/v1/cluster", ClusterStatus, config.api_key)
     except PdserveError as failure:
         findings.append(_without_cluster(config, base_url, failure))
         return findings, None
@@ -79,6 +80,8 @@ async def diagnose(config: DoctorConfig) -> tuple[list[Finding], ClusterFacts | 
 
 
 def _without_cluster(config: DoctorConfig, base_url: str, failure: PdserveError) -> Finding:
+    if isinstance(failure, Unauthorized):
+        return error("router", "router", str(failure), "Give an admin's key with --api-key or PDSERVE_API_KEY.")
     if config.base_url is None:
         found = f"no router answers at {base_url}: only this machine was checked"
         return info("router", "router", found, "Start a cluster with pdserve up, or name its router with --base-url.")

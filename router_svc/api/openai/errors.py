@@ -15,6 +15,7 @@ from pdserve.base.errors import (
     PayloadTooLarge,
     PdserveError,
     RequestError,
+    Unauthorized,
     codes_of,
 )
 from router_svc.records.record import Json
@@ -27,7 +28,14 @@ def error_body(error: PdserveError) -> dict[str, Json]:
     """`{"error": {"message", "type", "param", "code"}}`."""
     codes = codes_of(error)
     param = error.param if isinstance(error, RequestError) else None
-    return {"error": {"message": str(error), "type": codes.openai_type, "param": param, "code": codes.http}}
+    return {
+        "error": {
+            "message": str(error),
+            "type": codes.openai_type,
+            "param": param,
+            "code": codes.openai_code or codes.http,
+        }
+    }
 
 
 def error_response(error: PdserveError) -> web.Response:
@@ -36,6 +44,8 @@ def error_response(error: PdserveError) -> web.Response:
     if isinstance(error, CapacityError):
         wait_s = error.retry_after_s if isinstance(error, Overloaded) else _CAPACITY_RETRY_AFTER_S
         headers["Retry-After"] = str(math.ceil(wait_s))
+    if isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
     return web.Response(
         status=codes_of(error).http,
         text=json.dumps(error_body(error)),

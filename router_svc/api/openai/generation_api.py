@@ -8,7 +8,8 @@ from collections.abc import Callable
 from aiohttp import web
 
 from pdserve.base.errors import PdserveError
-from router_svc.api.http_request import IDS, MODEL, REQUEST_ID_HEADER, client_of, read_body
+from router_svc.api.authentication import client_of
+from router_svc.api.http_request import IDS, MODEL, REQUEST_ID_HEADER, read_body
 from router_svc.api.ids import Ids
 from router_svc.api.openai.errors import error_body
 from router_svc.api.openai.generation_request import GenerationRequest, chat_request, completion_request

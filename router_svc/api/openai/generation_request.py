@@ -56,7 +56,12 @@ async def completion_request(
     prompts = await _token_ids(body, model)
     fields = EndpointFields(max_tokens=body.max_tokens, default_max_tokens=DEFAULT_MAX_TOKENS, logprobs=body.logprobs)
     factory = GenerationFactory(
-        model=model, max_model_len=max_model_len, ids=ids, endpoint=COMPLETIONS, priority=body.priority or 0
+        model=model,
+        max_model_len=max_model_len,
+        ids=ids,
+        endpoint=COMPLETIONS,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
     )
     generations = factory.make(body, fields, prompts)
     echoes = await _texts(body, model) if body.echo else []
@@ -86,7 +91,12 @@ async def chat_request(body: ChatBody, model: ServedModel, ids: Ids, max_model_l
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     factory = GenerationFactory(
-        model=model, max_model_len=max_model_len, ids=ids, endpoint=CHAT, priority=body.priority or 0
+        model=model,
+        max_model_len=max_model_len,
+        ids=ids,
+        endpoint=CHAT,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
     )
     return _request(body, model, ids, factory.make(body, fields, [prompt]), ())
 

@@ -13,6 +13,7 @@ from pdserve.base.admin import Health
 from pdserve.base.errors import NotFound, RequestError
 from pdserve.base.store import Store
 from pdserve.base.workers import WorkerRecord
+from router_svc.api.authentication import client_of
 from router_svc.api.generations import require_model
 from router_svc.api.http_request import read_body
 from router_svc.api.ids import is_traceable_id
@@ -144,7 +145,7 @@ class OperatorApi:
 
     async def _requests(self, request: web.Request) -> web.Response:
         limit = _limit(request.query.get("limit"))
-        return _json({"requests": [*self._traces.newest(limit)]})
+        return _json({"requests": [*self._traces.newest(limit, tenant=_scope(request))]})
 
     async def _trace(self, request: web.Request) -> web.Response:
         request_id = request.match_info["id"]
@@ -154,10 +155,16 @@ class OperatorApi:
                 "further prompts end with ':' and a number.",
                 param="id",
             )
-        record = await self._traces.get(request_id)
+        record = await self._traces.get(request_id, tenant=_scope(request))
         if record is None:
             raise NotFound(f"Request {request_id} is unknown. Only recent requests are kept.")
         return _json(record)
+
+
+def _scope(request: web.Request) -> str | None:
+    """The tenant whose requests the caller may see; None: all."""
+    client = client_of(request)
+    return None if client.is_admin else client.tenant
 
 
 def _limit(text: str | None) -> int:

@@ -12,12 +12,13 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    StringConstraints,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from pdserve.base.sampling import MAX_LOGPROBS
-from router_svc.api.body import UINT32_MAX, Body, SamplingFields, TokenId
+from router_svc.api.body import CACHE_SALT, UINT32_MAX, Body, SamplingFields, TokenId
 from router_svc.api.fields import MESSAGE_UNSUPPORTED, without_neutral
 from router_svc.generation import MAX_PRIORITY
 
@@ -102,6 +103,8 @@ class GenerationBody(SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
+    #: Prompts share cached blocks only with prompts of the same salt.
+    cache_salt: Annotated[str, StringConstraints(pattern=CACHE_SALT)] | None = None
     #: Lower values come first.
     priority: Annotated[int, Ge(-MAX_PRIORITY), Le(MAX_PRIORITY)] | None = None
 

@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[3]
 POPULAR = {
     "--host": "0.0.0.0",
     "--port": "8100",
+    "--api-key": "one",
+    "--scheduling-policy": "priority",
     "--allowed-origins": '["https://chat.example.com"]',
     "--served-model-name": "m",
     "--tensor-parallel-size": "1",
@@ -78,7 +80,7 @@ def test_a_flag_that_changes_nothing_is_noted() -> None:
     ("argv", "advice"),
     [
         (["--kv-transfer-config", "{}"], "--prefill, --decode and --transport"),
-        (["--api-key=secret"], "proxy"),
+        (["--revision=secret"], "newest revision"),
         (["--pipeline-parallel-size", "2"], "--tensor-parallel-size"),
         (["--load-format", "dummy"], "auto, safetensors, gguf"),
         (["--seed"], "needs a value"),

@@ -1,0 +1,64 @@
+"""Keys in requests: HTTP and gRPC find out who calls, before anything is read or done.
+
+Decided by the route that was resolved, never by the text of the path or the Host header, and denied by default: a new
+endpoint needs a key unless it is listed here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import unquote
+
+import grpc
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from pdserve.base.errors import Forbidden
+from router_svc.api.guards import Handler
+from router_svc.clients.access import Access, credentials_of
+from router_svc.request.client import ANONYMOUS, Client
+
+#: Key of the client that was found.
+CLIENT = web.RequestKey("client", Client)
+
+#: Probes have no key. Nor has the browser that loads the console's page, which then asks for one.
+OPEN_ROUTES = frozenset({"/livez", "/readyz", "/health", "/console", "/console/", "/console/{name}"})
+#: What shows the cluster, or the requests of all tenants.
+ADMIN_ROUTES = frozenset({"/metrics", "/v1/cluster", "/console/events"})
+
+
+def authentication(access: Access) -> Middleware:
+    """A middleware that finds the client of each request. Raises `Unauthorized` and `Forbidden`."""
+
+    @web.middleware
+    async def authenticated(request: web.Request, handler: Handler) -> web.StreamResponse:
+        resource = request.match_info.route.resource
+        route = None if resource is None else resource.canonical
+        if route not in OPEN_ROUTES:
+            headers = request.headers
+            presented = credentials_of(headers.getall("Authorization", ()), headers.getall("x-api-key", ()))
+            client = access.client(presented, request.remote or "")
+            if route in ADMIN_ROUTES and not client.is_admin:
+                raise Forbidden(f"The API key {client.id} may not read {request.path[:100]}. It takes an admin's key.")
+            request[CLIENT] = client
+        return await handler(request)
+
+    return authenticated
+
+
+def client_of(request: web.Request) -> Client:
+    """Who sent the request."""
+    client: Client = request.get(CLIENT, ANONYMOUS)
+    return client
+
+
+def caller_of_rpc(context: grpc.aio.ServicerContext[Any, Any], access: Access) -> Client:
+    """Who calls. Raises `Unauthorized` and `Forbidden`."""
+    metadata = [(key, value) for key, value in context.invocation_metadata() or () if isinstance(value, str)]
+    authorization, x_api_key = ([v for k, v in metadata if k == name] for name in ("authorization", "x-api-key"))
+    return access.client(credentials_of(authorization, x_api_key), host_of(context.peer()))
+
+
+def host_of(peer: str) -> str:
+    """The address in gRPC's name of a peer, such as `ipv4:10.0.0.7:5121` or `ipv6:%5B::1%5D:5121`."""
+    return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]") or peer
