@@ -68,6 +68,10 @@ else
 	$(BIN)/pytest $(ARGS)
 endif
 
+.PHONY: fuzz
+fuzz: install ## Damaged and forged input for MINUTES=10 minutes
+	$(BIN)/python -m tests.fuzz $(or $(MINUTES),10)
+
 .PHONY: test-all
 test-all: install ## The tests that a machine can change, as on other machines; ARGS="one-core" picks rows
 	$(BIN)/python -m tests.machines $(ARGS)

@@ -9,6 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+#: Longest text of a `SetupError`, in characters.
+_MAX_LINE = 4000
+
 
 class PdserveError(Exception):
     """Base of all errors that pdserve raises deliberately."""
@@ -124,7 +127,24 @@ class StoreError(PdserveError):
 
 
 class SetupError(PdserveError):
-    """The process cannot start because of a setting, the model or the machine. Shown as one line, with exit code 1."""
+    """The process cannot start because of a setting, the model or the machine. Shown as one line, with exit code 1.
+
+    Parts of the text may come from a file that nobody has checked: control characters are escaped, and its length is
+    limited.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_one_line(message))
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.splitlines()) if len(text) < 10 * _MAX_LINE else text[:_MAX_LINE] + "..."
+    line = line if len(line) <= _MAX_LINE else line[: _MAX_LINE - 3] + "..."
+    return line if line.isprintable() else "".join(map(_printable, line))
+
+
+def _printable(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

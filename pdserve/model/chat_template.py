@@ -21,11 +21,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from pdserve.base.errors import RequestError, SetupError
-from pdserve.model.fields import Fields
+from pdserve.model.end_of_text import special_token
+from pdserve.model.fields import Fields, read_text
 
 RENDER_TIMEOUT_S = 5.0
 MAX_RENDERED_CHARS = 16_000_000
 _MAX_TEMPLATE_CHARS = 1_000_000
+_MAX_TEMPLATE_BYTES = 4 * _MAX_TEMPLATE_CHARS
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 #: Deadline of the rendering in this context, on the monotonic clock.
@@ -55,23 +57,20 @@ class ChatTemplate:
         environment = _Environment()
         try:
             self._template = environment.from_string(_Bounded().visit(environment.parse(source)))
-        except (jinja2.TemplateError, RecursionError) as error:
+        except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError, ArithmeticError, MemoryError) as error:
             raise SetupError(f"{where} is not a valid chat template: {error}.") from error
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> ChatTemplate:
         """Read `chat_template.jinja`, or else the template in `chat_template.json` or `tokenizer_config.json`."""
         config = Fields.read_optional(model_dir / "tokenizer_config.json")
-        special = {name: token for name in _SPECIAL_TOKENS if (token := _token_text(config, name)) is not None}
+        special = {name: token for name in _SPECIAL_TOKENS if (token := special_token(config, name)) is not None}
         path = model_dir / "chat_template.jinja"
-        if not path.is_file():
-            separate = Fields.read_optional(model_dir / "chat_template.json")
-            source = separate if separate.has("chat_template") else config
-            return cls(_template_text(source), special, source.where)
-        try:
-            return cls(path.read_text(encoding="utf-8"), special, str(path))
-        except (OSError, UnicodeDecodeError) as error:
-            raise SetupError(f"Cannot read {path}: {error}.") from error
+        if path.exists():
+            return cls(read_text(path, _MAX_TEMPLATE_BYTES), special, str(path))
+        separate = Fields.read_optional(model_dir / "chat_template.json")
+        source = separate if separate.has("chat_template") else config
+        return cls(_template_text(source), special, source.where)
 
     @property
     def exists(self) -> bool:
@@ -214,20 +213,12 @@ def _with_plain_content(message: Mapping[str, object], index: int) -> dict[str, 
     return {**message, "content": "\n".join(texts)}
 
 
-def _token_text(config: Fields, name: str) -> str | None:
-    """A special token, which is a string or an object with the text in `content`."""
-    value = config.raw(name)
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
-
-
 def _template_text(source: Fields) -> str | None:
     """The template, or of several the one named "default"."""
     value = source.raw("chat_template")
     if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
+        entries = [entry for entry in value if isinstance(entry, dict) and entry.get("name") == "default"]
+        value = entries[-1].get("template") if entries else None
     return value if isinstance(value, str) else None
 
 

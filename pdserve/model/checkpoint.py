@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from operator import index as as_integer
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,6 +16,9 @@ _INDEX = "model.safetensors.index.json"
 #: Bytes read from each tensor for the fingerprint. Finetunes of a model share names, sizes and headers, but not these.
 _SAMPLE_BYTES = 256
 _MAX_HEADER_BYTES = 100_000_000
+_MAX_OFFSET = 1 << 60
+#: Far above the number of files of a real model, and below the number of files that a process may have open.
+_MAX_FILES = 1000
 
 
 def weight_files(model_dir: Path) -> list[Path]:
@@ -25,6 +29,8 @@ def weight_files(model_dir: Path) -> list[Path]:
         names = sorted({weight_map.text(tensor) for tensor in weight_map.names()})
         if any(Path(name).name != name for name in names):
             raise SetupError(f"{index} refers to files outside its directory. Use a model whose files are all in one.")
+        if len(names) > _MAX_FILES or any(not name.isprintable() or len(name.encode()) > 255 for name in names):
+            raise SetupError(f"{index} names {len(names)} files (limit {_MAX_FILES}), or one with an unusable name.")
     else:
         names = sorted(path.name for path in model_dir.glob("*.safetensors"))
         names = ["model.safetensors"] if "model.safetensors" in names else names
@@ -70,8 +76,11 @@ def _samples(file: BinaryIO, path: Path) -> Iterator[bytes]:
     yield header
     try:
         tensors = json.loads(header)
-        middles = [sum(tensor["data_offsets"]) // 2 for name, tensor in tensors.items() if name != "__metadata__"]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        offsets = [tensor["data_offsets"] for name, tensor in tensors.items() if name != "__metadata__"]
+        middles = [sum(map(as_integer, pair)) // 2 for pair in offsets]
+        if any(middle > _MAX_OFFSET for middle in middles):
+            raise ValueError("a tensor ends beyond any file")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as error:
         raise SetupError(f"{path} is not a readable safetensors file: its header is damaged.") from error
     for middle in sorted(middles):
         file.seek(8 + header_bytes + max(0, middle))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pdserve.base.errors import SetupError
 from pdserve.base.layout import KvLayout
+from pdserve.model.end_of_text import end_of_text_ids, listed_ids
 from pdserve.model.fields import Fields
 from pdserve.model.rope_config import RopeConfig, rope_from_hf
 
@@ -21,6 +22,8 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+#: Far above the number of layers of a real model; each layer is some objects, even before its weights are read.
+MAX_LAYERS = 10_000
 DTYPES = ("float32", "bfloat16", "float16")
 #: Fields that change the model's computation in ways that this decoder does not support.
 _REFUSED = (
@@ -64,22 +67,22 @@ class ModelConfig:
     qk_norm: bool
     #: Attention window of each layer: position p attends to (p - window, p]; None: to the whole context.
     layer_windows: tuple[int | None, ...]
-    #: Token ids that end a completion, including those of the generation config.
+    #: Token ids that end a completion, including those of the generation config and of the tokenizer.
     eos_token_ids: tuple[int, ...]
     #: Dtype of the stored weights, and of computation with "auto".
     dtype: str
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> ModelConfig:
-        """Read `config.json` and, if it exists, `generation_config.json`. Raises `SetupError`."""
-        return _from_fields(
-            Fields.read(model_dir / "config.json"), Fields.read_optional(model_dir / "generation_config.json")
-        )
+        """Read `config.json`, and of other files what they say of the end of texts. Raises `SetupError`."""
+        config = Fields.read(model_dir / "config.json")
+        return _from_fields(config, end_of_text_ids(model_dir, config))
 
     @classmethod
     def from_hf(cls, config: Mapping[str, object], generation: Mapping[str, object] | None = None) -> ModelConfig:
         """Read a parsed config. Raises `SetupError` that names an unsupported architecture or field."""
-        return _from_fields(Fields(config, "config.json"), Fields(generation or {}, "generation_config.json"))
+        fields = Fields(config, "config.json")
+        return _from_fields(fields, listed_ids(fields, Fields(generation or {}, "generation_config.json")))
 
     def kv_layout(self, *, fingerprint: str, dtype: str, block_size: int, max_model_len: int | None = None) -> KvLayout:
         """The layout of KV blocks; `dtype` "auto" is the model's own.
@@ -99,11 +102,13 @@ class ModelConfig:
         )
 
 
-def _from_fields(config: Fields, generation: Fields) -> ModelConfig:
+def _from_fields(config: Fields, ends: tuple[int, ...]) -> ModelConfig:
     model_type = _model_type(config)
     _refuse_unsupported(config)
     hidden_size = config.integer("hidden_size")
     num_layers = config.integer("num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise config.wrong("num_hidden_layers", f"at most {MAX_LAYERS}")
     num_heads = config.integer("num_attention_heads")
     # If absent, attention is multi-head, except in mistral, whose class has a default of its own.
     num_kv_heads = config.integer("num_key_value_heads", 8 if model_type == "mistral" else num_heads)
@@ -114,9 +119,10 @@ def _from_fields(config: Fields, generation: Fields) -> ModelConfig:
         raise config.wrong("head_dim", "even, because positions are encoded by rotating pairs")
     max_positions = config.integer("max_position_embeddings")
     attention_bias = config.flag("attention_bias", False)
+    vocab_size = config.integer("vocab_size")
     return ModelConfig(
         model_type=model_type,
-        vocab_size=config.integer("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=config.integer("intermediate_size"),
         num_layers=num_layers,
@@ -133,7 +139,8 @@ def _from_fields(config: Fields, generation: Fields) -> ModelConfig:
         mlp_bias=config.flag("mlp_bias", False) and model_type == "llama",
         qk_norm=model_type == "qwen3",
         layer_windows=_layer_windows(config, model_type, num_layers),
-        eos_token_ids=_eos_token_ids(config, generation),
+        # An id beyond the vocabulary is never generated.
+        eos_token_ids=tuple(index for index in ends if index < vocab_size),
         dtype=_dtype(config),
     )
 
@@ -210,11 +217,6 @@ def _uniform(
             f"supported: {expected}."
         )
     return (window,) * num_layers
-
-
-def _eos_token_ids(config: Fields, generation: Fields) -> tuple[int, ...]:
-    ids = [*generation.token_ids("eos_token_id"), *config.token_ids("eos_token_id")]
-    return tuple(dict.fromkeys(ids))
 
 
 def _dtype(config: Fields) -> str:

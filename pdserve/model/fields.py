@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +11,32 @@ from pdserve.base.errors import SetupError
 
 #: Far above any dimension of a real model, and small enough that a product of two is exact.
 _MAX_INTEGER = 2**31 - 1
+#: Far above the size of a real config. Parsed JSON takes up to some twenty times as much memory.
+_MAX_JSON_BYTES = 16 << 20
+#: Far above the number of tokens that end a text.
+_MAX_TOKEN_IDS = 1024
+
+
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """The content of a regular file. Raises `SetupError` when it cannot be read, or is larger than the limit."""
+    try:
+        if not path.is_file() and path.exists():
+            raise SetupError(f"Cannot read {path}: it is not a regular file. Replace it with one.")
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
+    except OSError as error:
+        raise SetupError(f"Cannot read {path}: {error.strerror}.") from error
+    if len(content) > max_bytes:
+        raise SetupError(f"{path} is larger than {max_bytes} bytes, the limit of its kind. Use a smaller file.")
+    return content
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """As `read_bytes`, for a text in UTF-8, with newlines as they are."""
+    try:
+        return read_bytes(path, max_bytes).decode()
+    except UnicodeDecodeError as error:
+        raise SetupError(f"{path} is not valid UTF-8: {error}.") from error
 
 
 class Fields:
@@ -20,13 +47,12 @@ class Fields:
         self.where = where
 
     @classmethod
-    def read(cls, path: Path) -> Fields:
+    def read(cls, path: Path, max_bytes: int = _MAX_JSON_BYTES) -> Fields:
         """Read a file. Raises `SetupError` when that fails or it is not a JSON object."""
+        content = read_bytes(path, max_bytes)
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise SetupError(f"Cannot read {path}: {error.strerror}.") from error
-        except (ValueError, RecursionError) as error:
+            values = json.loads(content.decode())
+        except (ValueError, RecursionError, MemoryError) as error:
             raise SetupError(f"{path} is not valid JSON: {error}.") from error
         if not isinstance(values, dict):
             raise SetupError(f"{path} holds a JSON {type(values).__name__}, but must hold an object.")
@@ -35,7 +61,7 @@ class Fields:
     @classmethod
     def read_optional(cls, path: Path) -> Fields:
         """Like `read`, but a file that does not exist is an empty object."""
-        return cls.read(path) if path.exists() else cls({}, str(path))
+        return cls.read(path) if os.path.lexists(path) else cls({}, str(path))
 
     def has(self, name: str) -> bool:
         """Whether the field exists and is not null."""
@@ -109,8 +135,8 @@ class Fields:
         if value is None:
             return ()
         items = value if isinstance(value, list) else [value]
-        if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in items):
-            raise self.wrong(name, "a token id or a list of token ids")
+        if len(items) > _MAX_TOKEN_IDS or not all(map(_is_token_id, items)):
+            raise self.wrong(name, f"a token id below 2**31, or a list of at most {_MAX_TOKEN_IDS} of them")
         return tuple(items)
 
     def object(self, name: str) -> Fields:
@@ -127,6 +153,13 @@ class Fields:
         return tuple(self._values)
 
 
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_INTEGER
+
+
 def _shortened(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a deeply nested {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."

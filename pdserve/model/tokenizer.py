@@ -15,7 +15,9 @@ from pathlib import Path
 import tokenizers
 
 from pdserve.base.errors import SetupError
-from pdserve.model.fields import Fields
+from pdserve.model.end_of_text import MAX_TOKENIZER_BYTES, end_of_text_ids
+from pdserve.model.fields import Fields, read_text
+from pdserve.model.library_errors import library_errors
 from pdserve.model.token_bytes import token_decoder
 
 
@@ -29,7 +31,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         #: Token ids that end a completion.
         self.eos_token_ids = eos_token_ids
-        self._bytes_of, self._strips_first_space = token_decoder(Fields(json.loads(tokenizer.to_str()), where))
+        self._bytes_of, self._strips_first_space = token_decoder(_decoder_of(tokenizer, where))
         #: Bytes of the tokens decoded so far, which never change.
         self._token_bytes: dict[int, bytes] = {}
         self._special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
@@ -38,17 +40,11 @@ class Tokenizer:
     def from_dir(cls, model_dir: Path) -> Tokenizer:
         """Read `tokenizer.json`, and the end-of-text tokens from the config files. Raises `SetupError`."""
         path = model_dir / "tokenizer.json"
-        try:
-            tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise SetupError(f"Cannot read {path}: {error.strerror}.") from error
-        except Exception as error:
-            raise SetupError(f"{path} is not a valid tokenizer: {error}.") from error
-        ids = (
-            *Fields.read_optional(model_dir / "generation_config.json").token_ids("eos_token_id"),
-            *Fields.read_optional(model_dir / "config.json").token_ids("eos_token_id"),
-        )
-        return cls(tokenizer, tuple(dict.fromkeys(ids)), str(path))
+        text = read_text(path, MAX_TOKENIZER_BYTES)
+        with library_errors(lambda reason: SetupError(f"{path} is not a valid tokenizer: {reason}.")):
+            tokenizer = tokenizers.Tokenizer.from_str(text)
+        ids = end_of_text_ids(model_dir, Fields.read_optional(model_dir / "config.json"))
+        return cls(tokenizer, ids, str(path))
 
     @property
     def vocab_size(self) -> int:
@@ -96,6 +92,12 @@ class Tokenizer:
     def strips_first_space(self) -> bool:
         """Whether decoding removes the space that SentencePiece adds in front of every text."""
         return self._strips_first_space
+
+
+def _decoder_of(tokenizer: tokenizers.Tokenizer, where: str) -> Fields:
+    """The decoder's fields; empty without a decoder. The whole tokenizer as JSON would be much larger."""
+    decoder = tokenizer.decoder
+    return Fields({"decoder": None if decoder is None else json.loads(decoder.__getstate__())}, where)
 
 
 class StreamDetokenizer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pdserve.base.errors import RequestError, SetupError
 from pdserve.base.sampling import MAX_REPETITION_PENALTY, MAX_TEMPERATURE, MIN_REPETITION_PENALTY
 from pdserve.model.chat_template import ChatTemplate
 from pdserve.model.config import ModelConfig
+from pdserve.model.fields import Fields
 from pdserve.model.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
@@ -29,6 +29,8 @@ _TEXT_THREADS = 2
 _ALWAYS_TOKENIZED_CHARACTERS = 100_000
 #: Template work for a message without content, as a number of characters.
 _MESSAGE_COST = 64
+#: Far above any real default, and within the fields of a request to a worker.
+_MAX_INTEGER = 2**31 - 1
 
 
 class SamplingDefaults(BaseModel):
@@ -38,22 +40,21 @@ class SamplingDefaults(BaseModel):
 
     temperature: Annotated[float, Ge(0), Le(MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Gt(0), Le(1)] | None = None
-    top_k: Annotated[int, Ge(0)] | None = None
+    top_k: Annotated[int, Ge(0), Le(_MAX_INTEGER)] | None = None
     min_p: Annotated[float, Ge(0), Le(1)] | None = None
     repetition_penalty: Annotated[float, Ge(MIN_REPETITION_PENALTY), Le(MAX_REPETITION_PENALTY)] | None = None
     #: Also the upper limit for requests, as in vLLM.
-    max_new_tokens: Annotated[int, Ge(1)] | None = None
+    max_new_tokens: Annotated[int, Ge(1), Le(_MAX_INTEGER)] | None = None
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> SamplingDefaults:
         """All None when the model has no generation_config.json. Raises `SetupError`."""
-        path = model_dir / "generation_config.json"
-        if not path.exists():
-            return cls()
+        config = Fields.read_optional(model_dir / "generation_config.json")
         try:
-            return cls.model_validate(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, ValidationError) as error:
-            raise SetupError(f"{path} is invalid: {error}") from error
+            return cls.model_validate({name: config.raw(name) for name in cls.model_fields})
+        except ValidationError as error:
+            problems = "; ".join(f"{each['loc'][0]}: {each['msg']}" for each in error.errors(include_url=False))
+            raise SetupError(f"{config.where} is invalid: {problems}.") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

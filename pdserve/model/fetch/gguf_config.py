@@ -28,6 +28,9 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _LAYER_NAME = re.compile(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)")
+_MAX_FLOAT32 = 3.4e38
+#: Far above half of a real head dimension.
+_MAX_ROPE_FACTORS = 1 << 16
 #: Tensor with divisors of the rotary frequencies (llama 3.1 and later); not a weight.
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -109,6 +112,9 @@ def _rope(gguf: GgufFile, scope: Fields) -> dict[str, object]:
     original = scope.integer("rope.scaling.original_context_length", scope.integer("context_length"))
     if ROPE_FACTORS in gguf.tensors:
         # These divisors apply to every length: longrope with the same factors for short and long contexts.
+        shape = gguf.tensors[ROPE_FACTORS].shape
+        if len(shape) != 1 or shape[0] > _MAX_ROPE_FACTORS:
+            raise SetupError(f"{gguf.path}: {ROPE_FACTORS} has shape {list(shape)}; the file is damaged.")
         factors = [float(value) for value in gguf.array(ROPE_FACTORS).flat]
         return rope | {
             "rope_type": "longrope",
@@ -142,6 +148,8 @@ def _scope(gguf: GgufFile) -> Fields:
 
 def _shortest(value: float) -> float:
     """The shortest decimal that rounds to the same float32: 1e-05, not 9.999999747378752e-06."""
+    if abs(value) > _MAX_FLOAT32:
+        return value
     for digits in range(1, 10):
         short = float(f"{value:.{digits}g}")
         if struct.pack("<f", short) == struct.pack("<f", value):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from pdserve.base.errors import SetupError
 from pdserve.model.config import ModelConfig
 from pdserve.model.fetch.gguf_config import SourceTensor, hf_config, source_tensors
 from pdserve.model.fetch.gguf_file import GgufFile
@@ -30,6 +31,13 @@ def convert_gguf(path: Path, out_dir: Path, progress: ProgressCallback) -> None:
 
     Raises `SetupError` for an unsupported or damaged file, `OSError` when the disk is full.
     """
+    try:
+        _convert(path, out_dir, progress)
+    except MemoryError as error:
+        raise SetupError(f"{path} needs more memory than there is to convert it. Use a machine with more.") from error
+
+
+def _convert(path: Path, out_dir: Path, progress: ProgressCallback) -> None:
     gguf = GgufFile(path)
     config = hf_config(gguf)
     sources = source_tensors(gguf)

@@ -26,6 +26,10 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _MAX_DIMENSIONS = 4
 _MAX_DIMENSION = 2**31 - 1
 _MAX_ALIGNMENT = 2**20
+#: Far above real headers, whose vocabularies have some MB. Python's objects take up to eight times as much.
+_MAX_HEADER_BYTES = 128 << 20
+_MAX_ARRAY_ITEMS = 1 << 22
+_MAX_TENSORS = 1 << 17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,8 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         """Raises `SetupError` when the file cannot be read, is not GGUF, or contradicts its header."""
         self.path = path
+        if path.exists() and not path.is_file():
+            raise SetupError(f"Cannot read {path}: it is not a regular file. Replace it with one.")
         try:
             with path.open("rb") as file:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -68,6 +74,8 @@ class GgufFile:
         self.tensors = self._read_tensors(cursor, num_tensors)
 
     def _read_tensors(self, cursor: _Cursor, count: int) -> dict[str, GgufTensor]:
+        if count > _MAX_TENSORS:
+            raise SetupError(f"{self.path} has {count} tensors (limit {_MAX_TENSORS}); the file is damaged.")
         infos = [_read_info(cursor) for _ in range(count)]
         alignment = self.metadata.integer("general.alignment", 32)
         if alignment > _MAX_ALIGNMENT or alignment & (alignment - 1):
@@ -105,8 +113,11 @@ class _Cursor:
         self._data = data
         self._path = path
         self.position = 0
+        self._num_items = 0
 
     def take(self, count: int) -> bytes:
+        if self.position + count > _MAX_HEADER_BYTES:
+            raise SetupError(f"{self._path} has a header above {_MAX_HEADER_BYTES} bytes; the file is damaged.")
         if count > len(self._data) - self.position:
             raise SetupError(f"{self._path} ends within its header; the file is damaged.")
         start = self.position
@@ -128,6 +139,9 @@ class _Cursor:
         if type_id != _ARRAY:
             return self._scalars(type_id, 1)[0]
         item_type, count = self.scalar("I"), self.scalar("Q")
+        self._num_items += count
+        if self._num_items > _MAX_ARRAY_ITEMS:
+            raise SetupError(f"{self._path} has more than {_MAX_ARRAY_ITEMS} items in its header; the file is damaged.")
         if item_type == _STRING:
             return [self.text() for _ in range(count)]
         return self._scalars(item_type, count)

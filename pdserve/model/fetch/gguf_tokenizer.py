@@ -12,7 +12,10 @@ from tokenizers.pre_tokenizers import PreTokenizer
 
 from pdserve.base.errors import SetupError
 from pdserve.model.fields import Fields
+from pdserve.model.library_errors import library_errors
 
+#: Sum of the squares of tokens' lengths, the work to find their merges: far above that of real vocabularies.
+_MAX_SQUARES = 1 << 28
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 #: Values of `tokenizer.ggml.pre`, by how they split text; here digits are split into groups of up to this size.
@@ -31,6 +34,11 @@ class _Vocabulary:
 def build_tokenizer(metadata: Fields) -> Tokenizer:
     """The tokenizer of a GGUF file. Raises `SetupError` when its vocabulary is damaged or not supported."""
     vocabulary = _read_vocabulary(metadata)
+    with library_errors(lambda reason: SetupError(f"{metadata.where}: the vocabulary is damaged: {reason}.")):
+        return _build(metadata, vocabulary)
+
+
+def _build(metadata: Fields, vocabulary: _Vocabulary) -> Tokenizer:
     kind = metadata.text("tokenizer.ggml.model")
     if kind == "gpt2":
         tokenizer = _byte_level(metadata, vocabulary)
@@ -63,6 +71,8 @@ def _read_vocabulary(metadata: Fields) -> _Vocabulary:
     types = [1] * len(tokens) if types is None else types
     if not tokens or not isinstance(types, list) or len(types) != len(tokens):
         raise SetupError(f"{metadata.where}: the vocabulary is missing or damaged.")
+    if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
+        raise SetupError(f"{metadata.where}: the vocabulary has tokens that are too long; the file is damaged.")
     if len(set(tokens)) != len(tokens):
         raise SetupError(f"{metadata.where}: the vocabulary has a token twice; the file is damaged.")
     return _Vocabulary(tokens=tokens, types=types)
@@ -101,7 +111,9 @@ def _pre_tokenizer(name: str, where: str) -> PreTokenizer:
 
 def _sentencepiece(metadata: Fields, vocabulary: _Vocabulary) -> Tokenizer:
     scores = metadata.raw("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
+    if not isinstance(scores, list) or not all(isinstance(score, int | float) for score in scores):
+        raise metadata.wrong("tokenizer.ggml.scores", "a list of numbers")
+    if len(scores) != len(vocabulary.tokens):
         raise SetupError(f"{metadata.where}: the vocabulary has no scores, but the tokenizer 'llama' needs them.")
     unknown = special_token(metadata, "unknown")
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}

@@ -145,3 +145,30 @@ def test_layouts_with_length_dependent_rotations_differ_by_the_maximum_length() 
     plain.kv_layout(fingerprint="f", dtype="auto", block_size=16, max_model_len=128).require_equal(
         plain.kv_layout(fingerprint="f", dtype="float32", block_size=16)
     )
+
+
+def test_a_number_of_layers_far_above_real_ones_is_refused_before_it_takes_memory() -> None:
+    with pytest.raises(SetupError, match="num_hidden_layers is 2147483647, but must be at most 10000"):
+        ModelConfig.from_hf(LLAMA | {"num_hidden_layers": 2**31 - 1})
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "tokenizer.json"])
+def test_the_tokenizers_own_eos_token_ends_a_text(tmp_path: Path, where: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    settings: dict[str, object] = {"eos_token": {"content": "<|im_end|>"}}
+    if where == "tokenizer_config.json":
+        settings["added_tokens_decoder"] = {"7": {"content": "<|im_end|>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "tokenizer.json").write_text('{"added_tokens": [{"id": 7, "content": "<|im_end|>"}]}')
+    assert ModelConfig.from_dir(tmp_path).eos_token_ids == (2, 7)
+
+
+def test_an_end_of_text_beyond_the_vocabulary_is_dropped_because_no_worker_can_generate_it() -> None:
+    assert ModelConfig.from_hf(LLAMA | {"eos_token_id": [2, 97, 2**31 - 1]}).eos_token_ids == (2,)
+
+
+def test_an_error_about_a_hostile_file_is_one_printable_line_of_limited_length() -> None:
+    with pytest.raises(SetupError) as refused:
+        ModelConfig.from_hf(LLAMA | {"model_type": "\x1b[2J\n" + "x" * 10**6})
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) <= 4003

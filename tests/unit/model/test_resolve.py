@@ -201,6 +201,15 @@ def test_the_fingerprint_depends_on_the_content_alone(directory: Path, tmp_path:
     assert fingerprint(copy) not in (original, changed)
 
 
+@pytest.mark.parametrize("offsets", [[0.5, 1.5], [0, 2**70], None, "ab", [[]]])
+def test_damaged_offsets_of_tensors_are_a_setup_error(tmp_path: Path, offsets: object) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    header = json.dumps({"x": {"dtype": "F32", "shape": [1], "data_offsets": offsets}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(SetupError, match="its header is damaged"):
+        fingerprint(tmp_path)
+
+
 @pytest.mark.parametrize(
     "module",
     [
