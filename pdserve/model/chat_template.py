@@ -6,32 +6,26 @@ that runs forever, by itself or on hostile messages, into an error of one reques
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
-from datetime import datetime
 from pathlib import Path
-from time import monotonic
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
 
 from pdserve.base.errors import RequestError, SetupError
+from pdserve.model import template_limits
 from pdserve.model.end_of_text import special_token
 from pdserve.model.fields import Fields, read_text
+from pdserve.model.template_environment import compiled
+from pdserve.model.template_limits import (
+    METER,
+    LimitReached,
+    Meter,
+)
 
 RENDER_TIMEOUT_S = 5.0
-MAX_RENDERED_CHARS = 16_000_000
 _MAX_TEMPLATE_CHARS = 1_000_000
 _MAX_TEMPLATE_BYTES = 4 * _MAX_TEMPLATE_CHARS
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
-
-#: Deadline of the rendering in this context, on the monotonic clock.
-_deadline: ContextVar[float] = ContextVar("chat_template_deadline")
 
 
 class ChatTemplate:
@@ -54,11 +48,13 @@ class ChatTemplate:
             raise SetupError(
                 f"{where} has {len(source)} characters (limit {_MAX_TEMPLATE_CHARS}). Use a shorter chat template."
             )
-        environment = _Environment()
+        token = METER.set(Meter.start(timeout_s))  # Constants are computed here.
         try:
-            self._template = environment.from_string(_Bounded().visit(environment.parse(source)))
+            self._template = compiled(source)
         except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError, ArithmeticError, MemoryError) as error:
             raise SetupError(f"{where} is not a valid chat template: {error}.") from error
+        finally:
+            METER.reset(token)
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> ChatTemplate:
@@ -96,7 +92,7 @@ class ChatTemplate:
             "messages": [_with_plain_content(message, index) for index, message in enumerate(messages)],
             "add_generation_prompt": add_generation_prompt,
         }
-        token = _deadline.set(monotonic() + self._timeout_s)
+        token = METER.set(Meter.start(self._timeout_s))
         try:
             return _collect(self._template, variables)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
@@ -104,94 +100,15 @@ class ChatTemplate:
         except (ArithmeticError, RecursionError, MemoryError) as error:
             raise RequestError(f"The chat template failed: {type(error).__name__}", param="messages") from error
         finally:
-            _deadline.reset(token)
-
-
-class _LimitReached(jinja2.TemplateError):
-    """Rendering takes too long, or its output is too large."""
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """The environment that transformers provides to templates, and no more. Every loop checks the deadline."""
-
-    intercepted_binops = frozenset(("*", "**", "+"))
-
-    def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        self.filters["tojson"] = _tojson
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now
-
-    def tick(self) -> str:
-        """Raises when the deadline has passed."""
-        if monotonic() > _deadline.get():
-            raise _LimitReached("rendering takes too long")
-        return ""
-
-    def concat(self, *values: object) -> str:
-        """The operator `~`, with a limit on the length of the result."""
-        texts = [str(value) for value in values]
-        if sum(map(len, texts)) > MAX_RENDERED_CHARS:
-            raise _LimitReached("a text is too long")
-        return "".join(texts)
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: object, right: object) -> object:
-        """Refuses arithmetic that could make a huge value from small ones, before it is computed."""
-        self.tick()
-        if operator == "**" and not (_is_small(left) and _is_small(right)):
-            raise _LimitReached("a power is too large")
-        if operator == "*" and _length(left) * _times(right) + _length(right) * _times(left) > MAX_RENDERED_CHARS:
-            raise _LimitReached("a repetition is too long")
-        if operator == "+" and _length(left) + _length(right) > MAX_RENDERED_CHARS:
-            raise _LimitReached("a text is too long")
-        return super().call_binop(context, operator, left, right)
-
-
-class _Bounded(NodeTransformer):
-    """Adds a check of the deadline to each loop and macro (nothing else can repeat), and a limit to `~`.
-
-    Both are attributes of the environment, which no variable of the template can shadow.
-    """
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - jinja2 finds visitors by name
-        return self._ticking(node)
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:  # noqa: N802
-        return self._ticking(node)
-
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:  # noqa: N802
-        return self._ticking(node)
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        concat = nodes.EnvironmentAttribute("concat", lineno=node.lineno)
-        return nodes.Call(concat, node.nodes, [], None, None, lineno=node.lineno)
-
-    def _ticking(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
-        self.generic_visit(node)
-        tick = nodes.EnvironmentAttribute("tick", lineno=node.lineno)
-        call = nodes.Call(tick, [], [], None, None, lineno=node.lineno)
-        node.body.insert(0, nodes.ExprStmt(call, lineno=node.lineno))
-        return node
-
-
-class _Generation(Extension):
-    """`{% generation %}`, with which some templates mark the model's own output. Renders its content."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance variable
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
+            METER.reset(token)
 
 
 def _collect(template: jinja2.Template, variables: Mapping[str, object]) -> str:
     texts, length = [], 0
     for text in template.generate(variables):
         length += len(text)
-        if length > MAX_RENDERED_CHARS:
-            raise _LimitReached(f"the prompt is longer than {MAX_RENDERED_CHARS} characters")
+        if length > template_limits.MAX_RENDERED_CHARS:
+            raise LimitReached(f"the prompt is longer than {template_limits.MAX_RENDERED_CHARS} characters")
         texts.append(text)
     return "".join(texts)
 
@@ -220,34 +137,3 @@ def _template_text(source: Fields) -> str | None:
         entries = [entry for entry in value if isinstance(entry, dict) and entry.get("name") == "default"]
         value = entries[-1].get("template") if entries else None
     return value if isinstance(value, str) else None
-
-
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """As jinja2's own filter, but without HTML escapes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _length(value: object) -> int:
-    return len(value) if isinstance(value, str | list | tuple | bytes) else 0
-
-
-def _times(value: object) -> int:
-    return value if isinstance(value, int) and value > 0 else 0
-
-
-def _is_small(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) <= 1000

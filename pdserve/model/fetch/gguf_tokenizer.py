@@ -111,10 +111,10 @@ def _pre_tokenizer(name: str, where: str) -> PreTokenizer:
 
 def _sentencepiece(metadata: Fields, vocabulary: _Vocabulary) -> Tokenizer:
     scores = metadata.raw("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or not all(isinstance(score, int | float) for score in scores):
-        raise metadata.wrong("tokenizer.ggml.scores", "a list of numbers")
-    if len(scores) != len(vocabulary.tokens):
+    if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
         raise SetupError(f"{metadata.where}: the vocabulary has no scores, but the tokenizer 'llama' needs them.")
+    if not all(isinstance(score, int | float) for score in scores):
+        raise metadata.wrong("tokenizer.ggml.scores", "a list of numbers")
     unknown = special_token(metadata, "unknown")
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     model = models.BPE(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.base.errors import RequestError, SetupError
-from pdserve.model import chat_template
+from pdserve.model import template_limits
 from pdserve.model.chat_template import ChatTemplate
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -99,6 +99,83 @@ def test_a_forbidden_operation_is_an_error_of_the_request_before_it_takes_memory
     assert peak < 50 << 20
 
 
+#: A growing operation each, which would take from 100 MB up to more than any machine has.
+HOSTILE = {
+    "% with a width": "{{ '%300000000d' % 1 }}",
+    "% with a computed width": "{{ '%*d' % (300000000, 1) }}",
+    "% with a precision": "{{ '%.300000000f' % 1.5 }}",
+    "% of long texts": "{{ '%s%s' % ('a' * 9000000, 'a' * 9000000) }}",
+    "format": "{{ '{:>300000000}'.format(1) }}",
+    "format with a nested width": "{{ '{:>{w}}'.format(1, w=300000000) }}",
+    "format_map": "{{ '{x:>300000000}'.format_map({'x': 1}) }}",
+    "format repeats": "{{ ('{0}' * 100).format('a' * 9000000) }}",
+    "filter format": "{{ '%300000000d' | format(1) }}",
+    "ljust": "{{ 'a'.ljust(300000000) }}",
+    "rjust": "{{ 'a'.rjust(300000000) }}",
+    "center": "{{ 'a'.center(300000000) }}",
+    "zfill": "{{ 'a'.zfill(300000000) }}",
+    "filter center": "{{ 'a' | center(300000000) }}",
+    "filter center by map": "{{ ['a'] | map('center', 300000000) | list }}",
+    "filter indent": "{{ 'a' | indent(300000000, true) }}",
+    "filter indent of many lines": "{{ ('\n' * 100000) | indent(9999) }}",
+    "expandtabs": "{{ ('\t' * 100000).expandtabs(9999) }}",
+    "replace": "{{ ('a' * 1000000).replace('a', 'b' * 1000) }}",
+    "replace nothing": "{{ ('a' * 1000000).replace('', 'b' * 1000) }}",
+    "filter replace": "{{ ('a' * 1000000) | replace('a', 'b' * 1000) }}",
+    "join": "{{ ('b' * 900000).join('a' * 1000) }}",
+    "filter join": "{{ range(1000) | join('a' * 900000) }}",
+    "translate": "{{ ('a' * 100000).translate({97: 'b' * 10000}) }}",
+    "split": "{{ ('a ' * 8000000).split() }}",
+    "filter wordwrap": "{{ ('a' * 100000) | wordwrap(1, true, 'b' * 10000) }}",
+    "filter batch": "{{ 'a' | batch(300000000, 'x') | list }}",
+    "filter slice": "{{ 'abc' | slice(300000000) | list }}",
+    "filter round": "{{ 5 | round(-300000000) }}",
+    "filter sum": "{{ ([[1] * 1000] * 100000) | sum(start=[]) }}",
+    "filter tojson": "{{ [1] | tojson(indent=300000000) }}",
+    "strftime_now": "{{ strftime_now('%Y' * 2000000) }}",
+    "bytes of a number": "{{ (1).to_bytes(300000000, 'big') }}",
+    "lipsum": "{{ lipsum(1000000) }}",
+    "slices": "{% set x = 'a' * 15000000 %}" + "".join(f"{{% set a{i} = x[{i}:] %}}" for i in range(100)),
+    "squares": "{% set x = 10 ** 100 %}" + "{% set x = x * x %}" * 60,
+    "lists of lists": "{% set x = [1] %}" + "{% set x = [x, x] %}" * 60 + "{{ x }}",
+    "hashes of tuples": "{% set x = 1 %}" + "{% set x = (x, x) %}" * 60 + "{{ {x: 1} }}",
+    "attributes of a namespace": "{% set n = namespace(x=1) %}" + "{% set n.x = {1: n.x, 2: n.x} %}" * 60 + "{{ n }}",
+    "dicts": "{% set x = 1 %}" + "{% set x = dict(a=x, b=x) %}" * 60 + "{{ x }}",
+    "text of a loop": "{% set x %}{% for i in range(99999) %}" + "a" * 100000 + "{% endfor %}{% endset %}{{ x }}",
+}
+
+
+@pytest.mark.parametrize("operation", HOSTILE)
+def test_an_operation_that_grows_its_result_is_refused_before_it_takes_memory(
+    operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if operation in ("lists of lists", "hashes of tuples", "attributes of a namespace", "dicts"):
+        monkeypatch.setattr(template_limits, "MAX_RENDERED_CHARS", 100_000)  # Reached sooner.
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError, match=r"longer|more than|too large|above|undefined"):
+            ChatTemplate(HOSTILE[operation], {}).render(HELLO)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 50 << 20
+
+
+def test_ordinary_uses_of_the_limited_operations_give_what_jinja2_gives() -> None:
+    for source, text in {
+        "{{ '%s-%3d' % ('a', 4) }}": "a-  4",
+        "{{ '{:>4}'.format(1) }}{{ '%s' | format(3) }}": "   13",
+        "{{ 'a'.ljust(3) }}{{ 'a' | center(3) }}{{ 7 % 3 }}": "a   a 1",
+        "{{ 'a,b' | replace(',', ';') }}{{ 'aXa'.replace('X', '') }}": "a;baa",
+        "{{ messages | map(attribute='role') | join(',') }}{{ '-'.join(['a', 'b']) }}": "usera-b",
+        "{{ 'x\ny' | indent(2) }}{{ ' a ' | trim }}{{ 'a b'.split()[-1] }}": "x\n  yab",
+        "{{ {'a': [1]} | tojson(indent=2) }}": '{\n  "a": [\n    1\n  ]\n}',
+        "{% set n = namespace(x=[]) %}{% set n.x = n.x + [1] %}{{ n.x }}{{ messages[0].content[1:] }}": "[1]ello",
+        "{% for k, v in {'a': 1}.items() %}{{ k }}={{ v }}{% endfor %}{{ [2, 1] | sort }}": "a=1[1, 2]",
+    }.items():
+        assert render(source) == text
+
+
 class SteppingClock:
     """A clock that is 10 ms later at each reading."""
 
@@ -123,23 +200,23 @@ def test_an_endless_template_ends_at_the_first_check_after_its_deadline(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SteppingClock()
-    monkeypatch.setattr(chat_template, "monotonic", clock)
+    monkeypatch.setattr(template_limits, "monotonic", clock)
     with pytest.raises(RequestError, match="takes too long"):
         ChatTemplate(source, {}, timeout_s=0.205).render(HELLO)
-    # The first reading sets the deadline; 21 steps later it has passed.
-    assert clock.num_readings == 22
+    # One reading is for compiling. The second one sets the deadline; 21 steps later it has passed.
+    assert clock.num_readings == 23
 
 
 def test_a_template_that_doubles_its_text_reaches_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_RENDERED_CHARS", 100_000)
+    monkeypatch.setattr(template_limits, "MAX_RENDERED_CHARS", 100_000)
     for double in ("x ~ x", "x + x", "x * 2"):
         source = "{% set x = 'ab' %}" + f"{{% set x = {double} %}}" * 40 + "{{ x }}"
-        with pytest.raises(RequestError, match="too long"):
+        with pytest.raises(RequestError, match="a text is longer"):
             render(source)
 
 
 def test_a_prompt_longer_than_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_RENDERED_CHARS", 1000)
+    monkeypatch.setattr(template_limits, "MAX_RENDERED_CHARS", 1000)
     with pytest.raises(RequestError, match="longer than 1000"):
         render("{% for i in range(300) %}{{ 'abcd' }}{% endfor %}")
 
