@@ -138,9 +138,10 @@ class SetupError(PdserveError):
 
 
 def _one_line(text: str) -> str:
-    line = " ".join(text.splitlines()) if len(text) < 10 * _MAX_LINE else text[:_MAX_LINE] + "..."
-    line = line if len(line) <= _MAX_LINE else line[: _MAX_LINE - 3] + "..."
-    return line if line.isprintable() else "".join(map(_printable, line))
+    line = " ".join(text[: 2 * _MAX_LINE].splitlines())
+    if not line.isprintable():
+        line = "".join(map(_printable, line))
+    return line if len(line) <= _MAX_LINE else line[: _MAX_LINE - 3] + "..."
 
 
 def _printable(character: str) -> str:
