@@ -106,9 +106,7 @@ def _from_fields(config: Fields, ends: tuple[int, ...]) -> ModelConfig:
     model_type = _model_type(config)
     _refuse_unsupported(config)
     hidden_size = config.integer("hidden_size")
-    num_layers = config.integer("num_hidden_layers")
-    if num_layers > MAX_LAYERS:
-        raise config.wrong("num_hidden_layers", f"at most {MAX_LAYERS}")
+    num_layers = _num_layers(config)
     num_heads = config.integer("num_attention_heads")
     # If absent, attention is multi-head, except in mistral, whose class has a default of its own.
     num_kv_heads = config.integer("num_key_value_heads", 8 if model_type == "mistral" else num_heads)
@@ -143,6 +141,13 @@ def _from_fields(config: Fields, ends: tuple[int, ...]) -> ModelConfig:
         eos_token_ids=tuple(index for index in ends if index < vocab_size),
         dtype=_dtype(config),
     )
+
+
+def _num_layers(config: Fields) -> int:
+    num_layers = config.integer("num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise config.wrong("num_hidden_layers", f"at most {MAX_LAYERS}")
+    return num_layers
 
 
 def _model_type(config: Fields) -> str:
