@@ -61,7 +61,7 @@ class Meter:
             raise LimitReached(f"all texts together are longer than {_MAX_TOTAL_CHARS} characters")
 
 
-#: Of the rendering in this context.
+#: Meter of the rendering in this context.
 METER: ContextVar[Meter] = ContextVar("chat_template_meter")
 
 
@@ -75,9 +75,9 @@ def size_of(value: object) -> int:
     size, steps, waiting = 0, 0, [value]
     while waiting:
         item = waiting.pop()
-        parts = _parts(item)
-        size += len(item) + _ITEM if isinstance(item, str | bytes) else _OTHER if parts is None else _ITEM
-        waiting.extend(parts or ())
+        items = _items(item)
+        size += len(item) + _ITEM if isinstance(item, str | bytes) else _OTHER if items is None else _ITEM
+        waiting.extend(items or ())
         steps += 1
         if size + _ITEM * len(waiting) > MAX_RENDERED_CHARS:
             raise LimitReached(f"a value has more than {MAX_RENDERED_CHARS} characters")
@@ -86,7 +86,7 @@ def size_of(value: object) -> int:
     return size
 
 
-def _parts(value: object) -> Sequence[object] | None:
+def _items(value: object) -> Sequence[object] | None:
     if isinstance(value, Mapping):
         return [*value.keys(), *value.values()]
     if isinstance(value, list | tuple | set | frozenset | ItemsView | KeysView | ValuesView):
@@ -98,7 +98,7 @@ def _parts(value: object) -> Sequence[object] | None:
 
 def checked(value: object) -> object:
     """The value, of which the size is counted if it is a container."""
-    if isinstance(value, str) or _parts(value) is None:
+    if isinstance(value, str) or _items(value) is None:
         return value
     METER.get().reserve(size_of(value))
     return value
@@ -238,7 +238,7 @@ def _depth(value: object) -> int:
     depth, level = 0, [value]
     while level:
         depth += 1
-        level = [part for item in level for part in _parts(item) or ()]
+        level = [inner for item in level for inner in _items(item) or ()]
     return depth
 
 
