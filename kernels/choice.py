@@ -25,6 +25,7 @@ from kernels.cpu.decoder import (
     packed_size,
     unsupported,
 )
+from kernels.cpu.sampling import RowSampler
 from kernels.decoder import ALONE, DecoderKernel, DecoderShape, DecoderWeights, Ranks
 from kernels.reference import ReferenceOps
 
@@ -93,6 +94,8 @@ class OpenedDecoder:
     choice: KernelChoice
     #: None: the backend computes on the threads of its caller or on a GPU.
     thread_counters: ThreadCounters | None = None
+    #: None: the backend does not sample.
+    row_sampler: RowSampler | None = None
 
 
 def instruction_sets() -> list[str]:
@@ -179,7 +182,7 @@ def _open_cpu(options: KernelOptions, shape: DecoderShape, weights: DecoderWeigh
         quantization=options.quantization or "",
         borrow_cpus=() if threads.borrowing is None else threads.borrowing.cpus,
     )
-    return OpenedDecoder(kernel=kernel, choice=choice, thread_counters=kernel)
+    return OpenedDecoder(kernel=kernel, choice=choice, thread_counters=kernel, row_sampler=kernel.row_sampler)
 
 
 def _threads(options: KernelOptions) -> Threads:

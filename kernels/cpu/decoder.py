@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kernels.cpu.sampling import NativeSampler, RowSampler
 from kernels.decoder import DecoderShape, DecoderWeights, LayerListener, LayerWeights
 from kernels.ops import KvRows
 
@@ -62,7 +63,7 @@ class ThreadCounters(Protocol):
         """Units of work computed again because the thread that had claimed them lost its core."""
 
 
-class _NativeDecoder(Protocol):
+class _NativeDecoder(NativeSampler, Protocol):
     """The methods of `_native.Decoder`, which has no type hints."""
 
     logits_stride: int
@@ -156,6 +157,9 @@ class CpuDecoder:
         )
         self._logits = torch.empty(0, self._decoder.logits_stride)
         self._current_logits = self._logits[:, : shape.vocab_size]
+
+        #: Samples with the decoder's threads. Not during a forward pass.
+        self.row_sampler = RowSampler(self._decoder)
 
     @property
     def borrowed_core_seconds(self) -> float:

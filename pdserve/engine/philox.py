@@ -10,6 +10,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from pdserve.engine import elementary
+
 Words = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
 
@@ -65,11 +67,16 @@ class GumbelNoise:
 
     def of_tokens(self, token_ids: npt.NDArray[np.int64]) -> Floats:
         """Noise of `token_ids`: [n]."""
+        return gumbel(self.words_of(token_ids))
+
+    def words_of(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32] | Words:
+        """The random words of `token_ids`: [n]."""
         if len(token_ids) > token_ids.max(initial=0) // WORDS:  # Then all ids up to the largest need fewer counters.
-            return gumbel(self.words_of_vocabulary(int(token_ids.max(initial=0)) + 1)[token_ids])
+            return self.words_of_vocabulary(int(token_ids.max(initial=0)) + 1)[token_ids]
         counters, word_indices = np.divmod(token_ids, WORDS)
         even, odd = self._words(counters.astype(np.uint64))
-        return gumbel(np.choose(word_indices, (even[0], odd[0], even[1], odd[1])))
+        words: Words = np.choose(word_indices, (even[0], odd[0], even[1], odd[1]))
+        return words
 
     def _words(self, counters: Words) -> tuple[Words, Words]:
         even = np.empty((2, len(counters)), np.uint64)
@@ -84,6 +91,12 @@ def gumbel(words: npt.NDArray[np.uint32] | Words) -> Floats:
     uniform = (words.astype(np.float64) + 0.5) * 2.0**-32
     noise: Floats = -np.log(-np.log(uniform))
     return noise
+
+
+def exact_gumbel(words: npt.NDArray[np.uint32] | Words) -> Floats:
+    """As `gumbel`, with the same bits on every processor."""
+    uniform = (words.astype(np.float64) + 0.5) * 2.0**-32
+    return -elementary.log(-elementary.log(uniform))
 
 
 def min_word(noise: float) -> int:

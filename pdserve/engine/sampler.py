@@ -4,6 +4,12 @@ Log-probabilities are those of the raw logits. Bias, penalties and bans come nex
 others are truncated by min_p, top_k and top_p, and the largest sum of scaled logit and Gumbel noise wins. All ties go
 to the lowest token id. Each row is computed by itself, and sums whose order could matter are sums of integers. Tokens
 that cannot win are dropped early, which saves most of the work with a vocabulary of 50,000.
+
+This is the definition, in numpy. The C++ kernels find the same tokens (`pdserve/engine/cpu_sampler.py`). What decides
+is computed with `pdserve/engine/elementary.py`; numpy's own functions, which are faster, only tell where that matters.
+The only sum of floats is the total of a log-probability. Its order is that of numpy: while there are more than 128
+numbers, the sum of two halves, the first rounded down to a multiple of eight; then eight interleaved sums, added in
+pairs of neighbours, and the rest one by one.
 """
 
 from __future__ import annotations
@@ -17,13 +23,15 @@ from torch import Tensor
 
 from pdserve.base.logs import get_logger
 from pdserve.base.sampling import SamplingParams, TokenLogprobs
+from pdserve.engine import elementary
 from pdserve.engine.logits import Ids, Logits, descending, edited_logits, head
-from pdserve.engine.philox import MAX_GUMBEL, MIN_GUMBEL, GumbelNoise, gumbel, min_word
+from pdserve.engine.philox import MAX_GUMBEL, MIN_GUMBEL, GumbelNoise, exact_gumbel, gumbel, min_word
 from pdserve.engine.sequence import Sampled, SampleFailure, SampleResult, SampleRow, unprepared
 
 log = get_logger(__name__)
 
 Floats = npt.NDArray[np.float64]
+Words = npt.NDArray[np.uint32] | npt.NDArray[np.uint64]
 
 #: Unit of integer probabilities: 2**-32 of the most likely token's.
 _WEIGHT_UNITS = 2.0**32
@@ -33,6 +41,8 @@ _MAX_DISTANCE = MAX_GUMBEL - MIN_GUMBEL + 0.1
 _NEAR = 6.0
 #: Bins per unit of scaled logits, into which top_p divides them before it sorts one of the bins.
 _BINS_PER_UNIT = 16.0
+#: Difference of scores that is decided by their exact values.
+_CLOSE = 1e-9
 
 
 class Sampler:
@@ -96,7 +106,7 @@ def _sample_token(logits: Logits, best: float, row: SampleRow) -> int:
         return _sample_from_all(logits, best, params.temperature, noise)
     ids = _within(logits, best, _MAX_DISTANCE * params.temperature)
     ids, scaled = _truncate(logits, ids, _scale(logits[ids], best, params.temperature), params)
-    return int(ids[0]) if len(ids) == 1 else _best(ids, scaled + noise.of_tokens(ids))
+    return int(ids[0]) if len(ids) == 1 else _best(ids, scaled, noise.words_of(ids))
 
 
 def _sample_from_all(logits: Logits, best: float, temperature: float, noise: GumbelNoise) -> int:
@@ -106,7 +116,7 @@ def _sample_from_all(logits: Logits, best: float, temperature: float, noise: Gum
     best_near = (_scale(logits[near], best, temperature) + gumbel(words[near])).max()
     far = np.flatnonzero(words >= min_word(best_near + _NEAR))
     ids = np.concatenate((near, far))
-    return _best(ids, _scale(logits[ids], best, temperature) + gumbel(words[ids]))
+    return _best(ids, _scale(logits[ids], best, temperature), words[ids])
 
 
 def _within(logits: Logits, best: float, distance: float) -> Ids:
@@ -126,7 +136,7 @@ def _truncate(logits: Logits, ids: Ids, scaled: Floats, params: SamplingParams) 
     the probability that is left.
     """
     if params.min_p > 0.0:
-        likely = np.exp(scaled) >= min(params.min_p, 1.0)
+        likely = _probabilities(scaled, near=min(params.min_p, 1.0)) >= min(params.min_p, 1.0)
         ids, scaled = ids[likely], scaled[likely]
     if 0 < params.top_k < len(ids):
         kept = head(logits[ids], params.top_k)
@@ -140,7 +150,7 @@ def _truncate(logits: Logits, ids: Ids, scaled: Floats, params: SamplingParams) 
 def _nucleus(logits: Logits, scaled: Floats, top_p: float) -> Ids:
     """Indices of the smallest head that holds `top_p` of the probability, at least one."""
     # Probabilities up to a factor, as integers: their sums are exact in any order, and in double precision.
-    weights = (np.exp(scaled) * _WEIGHT_UNITS).astype(np.int64)
+    weights = _weights(scaled)
     wanted = float(weights.sum()) * top_p
     # Bins in descending order, so that only the bin in which the head ends has to be sorted.
     bins = (np.minimum(-scaled, _MAX_DISTANCE) * _BINS_PER_UNIT).astype(np.int64)
@@ -154,15 +164,37 @@ def _nucleus(logits: Logits, scaled: Floats, top_p: float) -> Ids:
     return np.concatenate((inside, border[:num_kept]))
 
 
-def _best(ids: Ids, scores: Floats) -> int:
-    """The id with the largest score; the lowest id of equal ones."""
-    return int(ids[scores == scores.max()].min())
+def _probabilities(scaled: Floats, near: float) -> Floats:
+    """e^scaled, exact at values around `near`."""
+    values: Floats = np.exp(scaled)
+    unsure = np.flatnonzero(np.abs(values - near) <= near * elementary.TOLERANCE)
+    values[unsure] = elementary.exp(scaled[unsure])
+    return values
+
+
+def _weights(scaled: Floats) -> Ids:
+    """The integer parts of e^scaled in `_WEIGHT_UNITS`."""
+    values = np.exp(scaled) * _WEIGHT_UNITS
+    weights: Ids = values.astype(np.int64)
+    unsure = np.flatnonzero(np.abs(values - np.rint(values)) <= _WEIGHT_UNITS * elementary.TOLERANCE)
+    weights[unsure] = (elementary.exp(scaled[unsure]) * _WEIGHT_UNITS).astype(np.int64)
+    return weights
+
+
+def _best(ids: Ids, scaled: Floats, words: Words) -> int:
+    """The id with the largest score, which is scaled logit plus noise; the lowest id of equal ones."""
+    scores = scaled + gumbel(words)
+    close = np.flatnonzero(scores >= scores.max() - _CLOSE)
+    if len(close) == 1:
+        return int(ids[close[0]])
+    exact = scaled[close] + exact_gumbel(words[close])
+    return int(ids[close[exact == exact.max()]].min())
 
 
 def _logprobs(raw: Logits, token_id: int, count: int) -> TokenLogprobs:
     """Log-probabilities of the sampled token and of the `count` most likely ones, from the model's raw logits."""
     best = float(raw.max())
-    log_total = best + float(np.log(np.exp(raw.astype(np.float64) - best).sum()))
+    log_total = best + float(elementary.log(elementary.exp(raw.astype(np.float64) - best).sum(keepdims=True))[0])
     top = head(raw, count)
     chosen = raw[token_id]
     return TokenLogprobs(

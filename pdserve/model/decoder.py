@@ -46,6 +46,8 @@ class Decoder:
         self.kernels = opened.choice
         #: Counters of the backend's own threads; None: it has none.
         self.thread_counters = opened.thread_counters
+        #: Samples with the backend's own threads; None: it does not.
+        self.row_sampler = opened.row_sampler
 
     @property
     def weight_bytes(self) -> int:

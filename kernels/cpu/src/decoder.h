@@ -8,6 +8,7 @@
 #include "kernels.h"
 #include "pack.h"
 #include "phase_scheduler.h"
+#include "sampling.h"
 #include "threads.h"
 
 namespace pdserve {
@@ -44,6 +45,9 @@ class Decoder {
 
   // Writes K and V of all rows to their slots and float32 logits of the wanted rows, `stride` floats apart.
   void forward(const Step& step, const KvCache& cache, float* logits, long stride);
+
+  // Samples with the threads of the forward pass.
+  RowSampler& sampler() { return sampler_; }
 
   long logits_stride() const { return lm_head_->matrix().columns; }
   size_t weight_bytes() const;
@@ -90,6 +94,7 @@ class Decoder {
   const Format format_;
   const Kernels& kernels_;
   ThreadGroup threads_;
+  RowSampler sampler_{kernels_, threads_};
   std::shared_ptr<Arena> weights_ = std::make_shared<Arena>();
   std::vector<Layer> layers_;
   std::unique_ptr<Packed> lm_head_;

@@ -97,6 +97,10 @@ struct Activations {
   long stride;
 };
 
+struct SampleRequest;
+struct SampleResult;
+struct SampleScratch;
+
 struct Kernels {
   const char* name;
   bool (*supported)();
@@ -121,6 +125,9 @@ struct Kernels {
   void (*attend)(const AttentionShape& shape, const KvCache& cache, const Span& span, long layer, int kv_head, long first,
                  long last, long window, const void* q, float* out, long stride, void* scratch);
   long (*attend_scratch_bytes)(const AttentionShape& shape);
+  // The token of one row. `logits`: edited, or the same as `raw`.
+  void (*sample_row)(const float* raw, const float* logits, long vocab_size, const SampleRequest& request,
+                     const SampleScratch& scratch, SampleResult& result);
 };
 
 // Query vectors of one KV head that are attended together, about.

@@ -116,6 +116,14 @@ NB_MODULE(_native, module) {
             self.forward(step, cache, pointer<float>(logits), self.logits_stride());
           },
           nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "sample",
+          [](Decoder& self, uintptr_t requests, long count, uintptr_t logits, long stride, long vocab_size,
+             uintptr_t results) {
+            self.sampler().sample(pointer<SampleRequest>(requests), count, pointer<float>(logits), stride, vocab_size,
+                                  pointer<SampleResult>(results));
+          },
+          nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("logits_stride", &Decoder::logits_stride)
       .def_prop_ro("weight_bytes", &Decoder::weight_bytes)
       .def_prop_ro("num_threads", &Decoder::num_threads)

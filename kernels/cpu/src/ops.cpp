@@ -12,6 +12,7 @@
 
 #include "dispatch.h"
 #include "pack.h"
+#include "sampling.h"
 #include "threads.h"
 
 namespace nb = nanobind;
@@ -35,7 +36,10 @@ class Machine {
   Machine(const std::string& isa, int num_threads, std::vector<int> cpus)
       : kernels_(find_kernels(isa.c_str())), threads_(num_threads, std::move(cpus)) {
     if (kernels_ == nullptr) throw std::invalid_argument("this machine does not run the instruction set " + isa);
+    sampler_ = std::make_unique<RowSampler>(*kernels_, threads_);
   }
+
+  RowSampler& sampler() { return *sampler_; }
 
   const Kernels& kernels() const { return *kernels_; }
   int size() const { return threads_.size(); }
@@ -61,6 +65,7 @@ class Machine {
  private:
   const Kernels* kernels_;
   ThreadGroup threads_;
+  std::unique_ptr<RowSampler> sampler_;
 };
 
 // `rows`: (format, units, low, scale, stride).
@@ -196,6 +201,12 @@ uint64_t read(Machine& machine, Address memory, long bytes) {
   return total;
 }
 
+void sample(Machine& machine, Address requests, long count, Address logits, long stride, long vocab_size, Address results) {
+  nb::gil_scoped_release release;
+  machine.sampler().sample(at<SampleRequest>(requests), count, at<float>(logits), stride, vocab_size,
+                           at<SampleResult>(results));
+}
+
 }  // namespace
 
 void bind_ops(nb::module_& module) {
@@ -210,6 +221,7 @@ void bind_ops(nb::module_& module) {
       .def("norm", &norm)
       .def("rotate", &rotate)
       .def("attend", &attend)
+      .def("sample", &sample)
       .def("read", &read);
 }
 

@@ -15,6 +15,7 @@ from kernels.decoder import ALONE, Ranks
 from kernels.split import even_slice
 from pdserve.base.layout import KvLayout
 from pdserve.base.logs import get_logger
+from pdserve.engine.cpu_sampler import CpuSampler
 from pdserve.engine.graphs import CudaRecorder, DeviceDecoder, GraphConfig
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.sampler import Sampler
@@ -165,14 +166,14 @@ def _rank_scales(scales: Tensor, ranks: Ranks) -> Tensor:
     return scales.chunk(ranks.size, dim=2)[ranks.rank].contiguous()
 
 
-def open_sampler(device: torch.device) -> Sampler | DeviceSampler:
-    """A sampler that runs where the logits are."""
-    if device.type == "cpu":
-        return Sampler()
+def open_sampler(decoder: Decoder) -> Sampler | CpuSampler | DeviceSampler:
+    """A sampler that runs where the decoder's logits are, on its threads if it has any."""
+    if decoder.device.type == "cpu":
+        return Sampler() if decoder.row_sampler is None else CpuSampler(decoder.row_sampler)
     # Imported on use: Triton takes a second.
     from pdserve.engine.device_sampler import DeviceSampler
 
-    return DeviceSampler(device)
+    return DeviceSampler(decoder.device)
 
 
 def _load_on_cpu(plan: LoadPlan) -> tuple[Decoder, KvBudget]:
@@ -217,7 +218,7 @@ def _profile(plan: LoadPlan, decoder: Decoder, before: MemoryBefore) -> MemoryPr
     config = plan.config
     profile = profile_memory(
         decoder,
-        open_sampler(plan.device) if plan.ranks.rank == 0 else None,
+        open_sampler(decoder) if plan.ranks.rank == 0 else None,
         plan.rank_layout(decoder.max_model_len),
         CudaMemory(plan.device),
         before=before,

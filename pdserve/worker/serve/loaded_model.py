@@ -12,6 +12,7 @@ from kernels.choice import KernelChoice
 from kernels.cpu.decoder import Borrowing
 from pdserve.base.layout import KvLayout
 from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.cpu_sampler import CpuSampler
 from pdserve.engine.device_runner import DeviceRunner
 from pdserve.engine.graphs import DeviceDecoder
 from pdserve.engine.kv_cache import KvCache
@@ -70,7 +71,7 @@ def load_model(config: WorkerConfig) -> LoadedModel:
         return _load_with_ranks(config, device)
     leases = open_core_leases(config) if device.type == "cpu" else None
     shard = load_shard(config, device, borrowing=_borrowing(config, leases))
-    return _loaded(shard, _runner(shard, open_sampler(device)), leases=leases)
+    return _loaded(shard, _runner(shard, open_sampler(shard.decoder)), leases=leases)
 
 
 def _load_with_ranks(config: WorkerConfig, device: torch.device) -> LoadedModel:
@@ -81,7 +82,7 @@ def _load_with_ranks(config: WorkerConfig, device: torch.device) -> LoadedModel:
         runner = Runner(
             group.rank0.decoder(shard.step_decoder),
             group.rank0.cache(shard.kv_cache),
-            group.rank0.sampler(open_sampler(device)),
+            group.rank0.sampler(open_sampler(shard.decoder)),
         )
         loaded = _loaded(shard, runner, rank_group=group)
         stack.pop_all()
@@ -108,8 +109,8 @@ def _loaded(
     )
 
 
-def _runner(shard: ModelShard, sampler: Sampler | DeviceSampler) -> Runner:
-    if isinstance(shard.step_decoder, DeviceDecoder) and not isinstance(sampler, Sampler):
+def _runner(shard: ModelShard, sampler: Sampler | CpuSampler | DeviceSampler) -> Runner:
+    if isinstance(shard.step_decoder, DeviceDecoder) and not isinstance(sampler, Sampler | CpuSampler):
         return DeviceRunner(shard.step_decoder, shard.kv_cache, sampler)
     return Runner(shard.step_decoder, shard.kv_cache, sampler)
 

@@ -44,7 +44,8 @@ def test_greedy_takes_the_largest_logit_and_of_equal_ones_the_lowest_id() -> Non
 
 
 def test_sampling_takes_the_lowest_id_of_equal_scores() -> None:
-    assert sampler_module._best(np.array([7, 5, 3]), np.array([1.0, 0.0, 1.0])) == 3
+    same_noise = np.full(3, 5, np.uint32)
+    assert sampler_module._best(np.array([7, 5, 3]), np.array([-1.0, -2.0, -1.0]), same_noise) == 3
 
 
 def test_a_sampled_token_is_the_one_that_noise_for_all_tokens_gives() -> None:

@@ -3,6 +3,7 @@
 #include "attend.h"
 #include "multiply.h"
 #include "rows.h"
+#include "sample.h"
 
 namespace pdserve::PD_ISA {
 
@@ -25,8 +26,8 @@ static bool supported() {
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    PD_NAME(PD_ISA),     supported, kReadsCodes, product_of<StoreSums>, product_of<StoreSilu>, norm, to_rows, rotate,
-    attend,              attend_scratch_bytes,
+    PD_NAME(PD_ISA), supported, kReadsCodes, product_of<StoreSums>, product_of<StoreSilu>, norm, to_rows, rotate,
+    attend,          attend_scratch_bytes,   sample_row,
 };
 
 }  // namespace pdserve::PD_ISA
