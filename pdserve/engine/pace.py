@@ -7,6 +7,7 @@ prompts share a step with decoding sequences, and are sized to keep the step wit
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 #: Weight of the newest step in the averages, which so cover about the last five steps.
 _WEIGHT = 0.2
@@ -20,6 +21,8 @@ class Pace:
     decode_step_s: float = 0.02
     #: Time that each token of a prefill chunk adds to a step.
     prefill_token_s: float = 0.001
+    #: Time that each row sampled on the host adds to a step; 0 where a device samples.
+    sample_row_s: float = 0.0
 
     def tokens_within(self, budget_s: float) -> int:
         """Prefill tokens that fit into a step of at most `budget_s` in which sequences also decode.
@@ -28,6 +31,10 @@ class Pace:
         Without it, prompts would time out while the gaps between tokens hardly became shorter.
         """
         return int(self._prefill_s(budget_s) / self.prefill_token_s)
+
+    def tokens_of_samples(self, num_rows: int) -> int:
+        """Prefill tokens that take as long as sampling `num_rows` rows, rounded up."""
+        return ceil(num_rows * self.sample_row_s / self.prefill_token_s) if self.sample_row_s else 0
 
     def prefill_tokens_per_s(self, budget_s: float | None = None) -> float:
         """Prompt tokens computed per second: alone, or with decoding sequences in steps of at most `budget_s`."""
@@ -50,9 +57,26 @@ class PaceMeter:
         self._prefill_s = 0.0
         self._prefill_tokens = 0.0
 
-    def observe(self, *, num_decoding: int, num_prefill_tokens: int, step_s: float) -> None:
-        """Record a step that took `step_s` seconds."""
+    def observe(
+        self,
+        *,
+        num_decoding: int,
+        num_prefill_tokens: int,
+        step_s: float,
+        num_sampled: int = 0,
+        sample_s: float = 0.0,
+    ) -> None:
+        """Record a step that took `step_s` seconds, of which `sample_s` were spent on sampling `num_sampled` rows.
+
+        `num_sampled` is 0 where a device samples, since waiting for its step takes most of that time.
+        """
         decode_step_s, prefill_token_s = self.pace.decode_step_s, self.pace.prefill_token_s
+        sample_row_s = self.pace.sample_row_s
+        if num_sampled:
+            row_s = sample_s / num_sampled
+            sample_row_s = sample_row_s + _WEIGHT * (row_s - sample_row_s) if sample_row_s else row_s
+            # First tokens are no part of decoding, and many choices can share a prompt.
+            step_s -= row_s * max(0, num_sampled - num_decoding)
         if num_prefill_tokens:
             # The cost of decoding is known from steps that only decode. At least a tenth of the time is attributed to
             # prefill: a step that was faster than expected must not make prefill look free.
@@ -63,4 +87,4 @@ class PaceMeter:
         elif num_decoding:
             decode_step_s = decode_step_s + _WEIGHT * (step_s - decode_step_s) if self._has_decoded else step_s
             self._has_decoded = True
-        self.pace = Pace(decode_step_s=decode_step_s, prefill_token_s=prefill_token_s)
+        self.pace = Pace(decode_step_s=decode_step_s, prefill_token_s=prefill_token_s, sample_row_s=sample_row_s)

@@ -132,8 +132,8 @@ class RunningSet:
                 if self._extend_or_preempt(sequence, len(sequence.tokens), preempted):
                     decoding.append(sequence)
                 continue
-            stop = min(sequence.num_tokens, sequence.num_computed + budget)
-            budget -= stop - sequence.num_computed
+            stop, cost = _next_chunk(sequence, budget, pace if is_decoding else Pace())
+            budget = max(0, budget - cost)
             if stop > sequence.num_computed and self._extend_or_preempt(sequence, stop, preempted):
                 chunks.append((sequence, stop))
         return Planned(decoding=tuple(decoding), chunks=tuple(chunks), preempted=tuple(preempted))
@@ -177,3 +177,16 @@ def _is_decoding(sequence: Sequence) -> bool:
 
 def _order(sequence: Sequence) -> tuple[int, int]:
     return sequence.admission_order, sequence.choice_index
+
+
+def _next_chunk(sequence: Sequence, budget: int, pace: Pace) -> tuple[int, int]:
+    """End of the sequence's chunk, and its cost with that of first tokens, in prefill tokens.
+
+    When the first tokens of many choices do not fit in the budget, the prompt's last token is left to the next step.
+    """
+    stop = min(sequence.num_tokens, sequence.num_computed + budget)
+    num_tokens = stop - sequence.num_computed
+    if stop < sequence.num_tokens or not num_tokens:
+        return stop, num_tokens
+    cost = num_tokens + pace.tokens_of_samples(sequence.params.n if sequence.sampling is None else 1)
+    return (stop - 1, num_tokens - 1) if cost > budget and num_tokens > 1 else (stop, cost)

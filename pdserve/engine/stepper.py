@@ -163,7 +163,13 @@ class Stepper:
         self._ended_at = ended_at
         if num_decoding or num_prefill_tokens:
             self.computed_at = ended_at
-        self._meter.observe(num_decoding=num_decoding, num_prefill_tokens=num_prefill_tokens, step_s=step_s)
+        self._meter.observe(
+            num_decoding=num_decoding,
+            num_prefill_tokens=num_prefill_tokens,
+            step_s=step_s,
+            num_sampled=0 if self._runner.overlaps else len(sampled),
+            sample_s=collected_at - collecting_at,
+        )
         self._unpublished = StepOutput(
             events=events,
             load=self._scheduler.load(),

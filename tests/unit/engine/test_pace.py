@@ -49,6 +49,22 @@ def test_short_prefills_have_little_weight() -> None:
     assert meter.pace.prefill_token_s == pytest.approx(0.0006, rel=0.1)
 
 
+def test_sampling_first_tokens_is_the_cost_of_samples_not_of_prefill() -> None:
+    meter = PaceMeter()
+    meter.observe(num_decoding=0, num_prefill_tokens=100, step_s=0.15, num_sampled=100, sample_s=0.1)
+    assert meter.pace.sample_row_s == pytest.approx(0.001)
+    assert meter.pace.prefill_token_s == pytest.approx(0.0005)
+    assert meter.pace.tokens_of_samples(128) in (256, 257)
+    meter.observe(num_decoding=4, num_prefill_tokens=0, step_s=0.01, num_sampled=4, sample_s=0.004)
+    assert meter.pace.decode_step_s == pytest.approx(0.01)
+
+
+def test_rows_sampled_on_a_device_cost_no_prefill_tokens() -> None:
+    meter = PaceMeter()
+    meter.observe(num_decoding=4, num_prefill_tokens=0, step_s=0.01)
+    assert meter.pace.tokens_of_samples(128) == 0
+
+
 def test_an_empty_step_changes_nothing() -> None:
     meter = PaceMeter()
     meter.observe(num_decoding=0, num_prefill_tokens=0, step_s=3.0)

@@ -177,6 +177,21 @@ def test_the_prefill_budget_keeps_a_step_within_the_itl_budget_between_its_bound
     assert LIMITS.prefill_budget(pace, is_decoding=False) == 5
 
 
+def test_first_tokens_of_many_choices_count_in_the_itl_budget() -> None:
+    rig = Rig(40, RunningLimits(max_num_seqs=9, max_num_batched_tokens=100, itl_budget_s=0.1, min_prefill_tokens=1))
+    rig.add("a", 2, num_computed=1)
+    many = rig.add("b", 9)
+    many.sampling, many.params = None, SamplingParams(n=128)
+    rig.add("c", 4)
+    cheap = Pace(decode_step_s=0.02, prefill_token_s=0.001, sample_row_s=0.0001)
+    assert [(s.request_id, stop) for s, stop in rig.running.plan(cheap).chunks] == [("b", 9), ("c", 4)]
+    # 80 tokens fit in the budget, and sampling takes as long as 128.
+    costly = Pace(decode_step_s=0.02, prefill_token_s=0.001, sample_row_s=0.001)
+    assert [(s.request_id, stop) for s, stop in rig.running.plan(costly).chunks] == [("b", 8), ("c", 4)]
+    rig.blocks.advance(many, 8)
+    assert [(s.request_id, stop) for s, stop in rig.running.plan(costly).chunks] == [("b", 9)]
+
+
 @pytest.mark.parametrize("broken", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
 def test_limits_that_allow_no_work_are_an_assertion(broken: tuple[int, int, int]) -> None:
     seqs, batched, minimum = broken
