@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
 import grpc
@@ -13,7 +13,8 @@ from decode_svc.config import DecodeConfig
 from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.scheduler_config import DecodeSchedulerConfig
-from decode_svc.session import ChoicesEnded, DecodeSession, SessionEvent, Started
+from decode_svc.session import DecodeSession
+from decode_svc.session_events import ChoicesEnded, SessionEvent, Started
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import ReceiverIdentity
 from kvtransfer.handover.ticket import commit_from_proto
@@ -29,10 +30,11 @@ from pdserve.base.tracing.context import parse_traceparent
 from pdserve.base.tracing.spans import Attribute
 from pdserve.base.wire import error_to_wire, sampling_from_wire
 from pdserve.engine.step import LayersWritten, StepOutput
+from pdserve.v1 import common_pb2
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.v1 import decode_pb2_grpc as pb_grpc
 from pdserve.worker.serve.inboxes import Failed, Inboxes
-from pdserve.worker.serve.worker import Worker
+from pdserve.worker.serve.worker import KEEP_ALIVE_S, Worker
 
 log = get_logger(__name__)
 
@@ -68,6 +70,8 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         self._inboxes: Inboxes[SessionEvent] = Inboxes()
         #: Sessions that commits may come for.
         self._sessions: dict[RequestId, DecodeSession] = {}
+        #: Connections with a request.
+        self._streams: set[MessageStream[pb.DecodeRequest]] = set()
         self._receiver: Receiver | None = None
         self._config = config
         self._open = AsyncExitStack()
@@ -91,6 +95,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         self._receiver = Receiver(
             transport=worker.transport, memory=worker.blocks, identity=identity, tasks=worker.tasks
         )
+        worker.tasks.start(self._keep_alive(), name="keep-alives")
         worker.metrics.kv_transfers_active.set_function(lambda: self.receiver.num_transfers)
         listener = bound_socket(self._config.host, self._config.stream_port, flag="--stream-port")
         return await self._open.enter_async_context(
@@ -106,6 +111,8 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             started_at = asyncio.get_running_loop().time() - output.durations.total_s
             for started in events.started:
                 self._inboxes.put(started.request_id, Started(started, started_at))
+        for progress in events.progress:
+            self._inboxes.put(progress.request_id, progress)
         for tokens in events.tokens:
             self._inboxes.put(tokens.request_id, tokens)
         for failure in events.failures:
@@ -124,8 +131,11 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
 
     async def _decode(self, stream: MessageStream[pb.DecodeRequest]) -> None:
         """One connection: one request's life on this worker."""
-        with self._worker.calls.serving():
+        with ExitStack() as stack:
+            stack.enter_context(self._worker.calls.serving())
             start = await self._start_of(stream)
+            self._streams.add(stream)
+            stack.callback(self._streams.discard, stream)
             request_id = RequestId(start.ref.request_id)
             caller = parse_traceparent(start.traceparent)
             enter_request(request_id, caller)
@@ -145,6 +155,15 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
                 finally:
                     del self._sessions[request_id]
                     session.trace.end(self._attributes(start), failure)
+
+    async def _keep_alive(self) -> None:
+        """Has every connection carry something each second, as long as the step thread makes progress."""
+        message = pb.DecodeResponse(keep_alive=common_pb2.KeepAlive())
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_S / 2)
+            if not self._worker.is_hung:
+                for stream in self._streams:
+                    stream.keep_alive(message)
 
     def _attributes(self, start: pb.DecodeStart) -> dict[str, Attribute]:
         return {

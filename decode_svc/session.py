@@ -7,50 +7,32 @@ from dataclasses import dataclass, replace
 
 from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
+from decode_svc.session_events import (
+    MAX_COMMAND_BYTES,
+    ChoicesEnded,
+    RouterLeft,
+    SessionEvent,
+    Started,
+    cost_of,
+    flooded,
+)
 from decode_svc.spans import DecodeTrace
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import Received, Reservation
 from kvtransfer.handover.sealed_ticket import sealed_ticket
 from kvtransfer.handover.ticket import Commit, Ticket
 from pdserve.base.errors import InvalidTransition, PdserveError, RequestError, StaleAttempt, StaleError, reason_of
-from pdserve.base.ids import RequestId
 from pdserve.base.streams import MessageStream, PeerLeft
 from pdserve.base.tasks import service_group
 from pdserve.base.wire import tokens_to_wire
-from pdserve.engine.step import Grant, RequestStarted, RequestTokens
+from pdserve.engine.step import Grant, PrefillProgress, RequestTokens
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.worker.serve.inboxes import Failed, Inbox
 from pdserve.worker.serve.worker import Worker
 
-#: Time a router has for closing the stream after the last token. It is longer than a router waits for a prefill worker,
-#: whose first token it may still miss when all of ours have arrived.
-_CLOSE_TIMEOUT_S = 30.0
-#: Maximum size of the commands that wait to be handled; each counts for its bytes and the overhead. A router sends one
-#: for each choice, and one with each report of progress from a prefill worker.
-_MAX_COMMAND_BYTES, _COMMAND_OVERHEAD = 1 << 16, 128
-
-
-@dataclass(frozen=True, slots=True)
-class ChoicesEnded:
-    """The engine has ended every choice."""
-
-
-@dataclass(frozen=True, slots=True)
-class RouterLeft:
-    """The router has closed the stream."""
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The first step that computes something of the request has ended."""
-
-    request: RequestStarted
-    #: Start of that step on the event loop's clock, in seconds.
-    started_at: float
-
-
-#: Everything that a session's inbox takes, apart from failures.
-SessionEvent = Grant | Received | Started | RequestTokens | ChoicesEnded | RouterLeft | pb.DecodeRequest
+#: Time a router has for closing the stream after the last token. It is longer than a router waits for a client that
+#: does not read, or for a prefill worker, whose first token it may still miss when all of ours have arrived.
+_CLOSE_TIMEOUT_S = 90.0
 
 
 # A session's life: _Queued -> _Receiving -> _Runnable, or straight to _Runnable when the prompt is computed here.
@@ -99,6 +81,7 @@ class DecodeSession:
         self._waiting_bytes = 0
         #: What happened when, for the request's spans.
         self.trace = DecodeTrace(opened_at=_now())
+        self._has_ended = False
         self._life: _Queued | _Receiving | _Runnable = _Queued(self.trace.opened_at)
         #: Set when received KV was activated, and when that will not happen any more.
         self._activation_decided = asyncio.Event()
@@ -117,8 +100,10 @@ class DecodeSession:
                     pass
             finally:
                 await self._release()
-            # The router closes the stream: a command that came after our end would reset the connection, and what the
-            # router has not read yet would be lost with it.
+            self._has_ended = True
+            await self._stream.write(pb.DecodeResponse(ended=pb.DecodeEnded()))
+            # The router closes the stream, and commands are read until then: one that nobody read would reset the
+            # connection when it is closed here, and what the router has not read yet would be lost with it.
             await asyncio.wait((reading,), timeout=_CLOSE_TIMEOUT_S)
 
     async def commit(self, commit: Commit) -> Received:
@@ -135,9 +120,11 @@ class DecodeSession:
 
     async def _read(self) -> None:
         while (command := await self._stream.read()) is not None:
-            self._waiting_bytes += _cost(command)
-            if self._waiting_bytes > _MAX_COMMAND_BYTES:
-                self._inbox.put(Failed(error=_flooded(self._request_id, self._waiting_bytes)))
+            if self._has_ended:
+                continue
+            self._waiting_bytes += cost_of(command)
+            if self._waiting_bytes > MAX_COMMAND_BYTES:
+                self._inbox.put(Failed(error=flooded(self._request_id, self._waiting_bytes)))
                 return
             self._inbox.put(command)
         # Not raised here: that would cancel the release of blocks, should it be in progress.
@@ -153,6 +140,9 @@ class DecodeSession:
             case Started() as started:
                 self.trace.started_at = started.started_at
                 await self._report_started(started)
+            case PrefillProgress(num_computed=num_tokens):
+                progress = pb.DecodeProgress(computed_tokens=num_tokens)
+                await self._stream.write(pb.DecodeResponse(progress=progress))
             case RequestTokens() as new:
                 if self.trace.first_tokens_at is None:
                     self.trace.first_tokens_at = _now()
@@ -164,7 +154,7 @@ class DecodeSession:
                 tokens = pb.DecodeTokens(choices=map(tokens_to_wire, choices))
                 await self._stream.write(pb.DecodeResponse(tokens=tokens))
             case pb.DecodeRequest() as command:
-                self._waiting_bytes -= _cost(command)
+                self._waiting_bytes -= cost_of(command)
                 await self._handle_command(command)
             case RouterLeft():
                 raise PeerLeft
@@ -282,17 +272,6 @@ class DecodeSession:
         finally:
             self._activation_decided.set()
             await self._worker.run(lambda: self._scheduler.abort(self._request_id))
-
-
-def _cost(command: pb.DecodeRequest) -> int:
-    return command.ByteSize() + _COMMAND_OVERHEAD
-
-
-def _flooded(request_id: RequestId, waiting_bytes: int) -> RequestError:
-    return RequestError(
-        f"Request {request_id} has {waiting_bytes} bytes of commands waiting, limit {_MAX_COMMAND_BYTES}. "
-        "Send them more slowly."
-    )
 
 
 def _now() -> float:

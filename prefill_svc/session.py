@@ -15,19 +15,17 @@ from pdserve.base.ids import BlockId, RequestId
 from pdserve.base.rpc import ChannelPool, mapped_rpc_errors
 from pdserve.base.sampling import ChoiceTokens
 from pdserve.base.seals import Purpose, receiver_name
+from pdserve.base.tasks import service_group
 from pdserve.base.wire import tokens_to_wire
 from pdserve.engine.step import LayersWritten, PrefillProgress, RequestTokens
-from pdserve.v1 import decode_pb2, decode_pb2_grpc
+from pdserve.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from pdserve.v1 import prefill_pb2 as pb
 from pdserve.worker.serve.inboxes import Inbox
-from pdserve.worker.serve.worker import Worker
+from pdserve.worker.serve.worker import KEEP_ALIVE_S, Worker
 from prefill_svc.pusher import Pusher, pushing
 from prefill_svc.request import PrefillJob
 from prefill_svc.scheduler import PrefillScheduler
 from prefill_svc.spans import PromptTimes
-
-#: Interval of the progress reports for a prompt of which nothing else is sent; well below any lease.
-KEEP_ALIVE_S = 1.0
 
 
 class TransferOutcome(StrEnum):
@@ -158,7 +156,8 @@ class PrefillSession:
                     state.first_tokens = choices
                     await self._send_first_tokens()
                 case None:
-                    await self._report_progress(pusher)
+                    if not self._worker.is_hung:
+                        await self._report_progress(pusher)
 
     async def _hand_over(self, pusher: Pusher, ticket: Ticket) -> None:
         """Returns when the decode worker has committed the transfer."""
@@ -179,6 +178,8 @@ class PrefillSession:
                 return
             if pusher.transfer.waits_for_memory:
                 await self._report_progress(pusher)
+            else:
+                await self._keep_alive()
 
     async def _report_progress(self, pusher: Pusher | None) -> None:
         """Reports progress to the router, which keeps the decode worker's lease.
@@ -195,8 +196,19 @@ class PrefillSession:
                 stub = decode_pb2_grpc.DecodeServiceStub(channel)
                 receiver = receiver_name(ticket.worker_id, ticket.epoch)
                 message = self._worker.seals.seal(Purpose.COMMIT, receiver, commit_to_proto(commit))
-                answer: decode_pb2.CommitResponse = await stub.Commit(message)
+                async with service_group() as tasks:
+                    tasks.start(self._keep_alives(), name=f"keep-alives {self._request_id}")
+                    answer: decode_pb2.CommitResponse = await stub.Commit(message)
         return answer
+
+    async def _keep_alives(self) -> None:
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_S)
+            await self._keep_alive()
+
+    async def _keep_alive(self) -> None:
+        """Shows the router that this worker lives while it waits for another one. It keeps no lease."""
+        await self._write(pb.PrefillResponse(keep_alive=common_pb2.KeepAlive()))
 
     async def _send_first_tokens(self) -> None:
         state = self._state

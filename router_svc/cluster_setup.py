@@ -12,6 +12,7 @@ from pdserve.base.store import Store
 from router_svc.config import RouterConfig
 from router_svc.records.metrics import RouterMetrics
 from router_svc.routing.cluster import Cluster, RoutingPolicy
+from router_svc.routing.silence import SilenceLimits
 
 
 def make_cluster(config: RouterConfig, store: Store, mirror: PrefixMirror, metrics: RouterMetrics) -> Cluster:
@@ -36,5 +37,5 @@ def _routing_policy(config: RouterConfig) -> RoutingPolicy:
         local_prefill_by_load=config.local_prefill == "auto" and config.local_prefill_threshold > 0,
         expects_prefill=config.prefill_expected > 0,
         reserve_timeout_s=config.reserve_timeout_s,
-        token_timeout_s=config.token_timeout_s,
+        silence=SilenceLimits(silence_timeout_s=config.silence_timeout_s, token_timeout_s=config.token_timeout_s),
     )

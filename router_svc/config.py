@@ -85,8 +85,11 @@ class RouterConfig:
     reserve_timeout_s: float = option(
         600.0, help="seconds a request may wait for blocks on decode workers", minimum=0.1
     )
+    silence_timeout_s: float = option(
+        10.0, help="seconds without any message, not even a keep-alive, after which a worker counts as lost", minimum=1
+    )
     token_timeout_s: float = option(
-        300.0, help="seconds without a token after which a worker counts as lost", minimum=0.1
+        300.0, help="the same for workers of a version that sends no keep-alives: seconds without a token", minimum=0.1
     )
     drain_timeout_s: float = option(45.0, help="seconds that running requests have to finish after SIGTERM", minimum=0)
     trace_capacity: int = option(1000, help="number of requests whose records are kept in memory", minimum=1)

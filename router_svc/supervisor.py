@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 from pdserve.base import notify
@@ -9,6 +10,17 @@ from router_svc.routing.cluster import Cluster
 
 NO_DECODE_WORKER = "no decode worker is ready"
 NO_PREFILL_WORKER = "no prefill worker is ready"
+
+
+#: Time between two signs of life.
+_ALIVE_EACH_S = 1.0
+
+
+async def report_alive() -> None:
+    """Has a supervisor see that the event loop runs. It ends a process that stops to report this."""
+    while True:
+        notify.alive()
+        await asyncio.sleep(_ALIVE_EACH_S)
 
 
 async def report_to_supervisor(

@@ -26,13 +26,15 @@ class Health:
     dead: str | None = None
     #: Why the process, though alive, makes no progress; None while it does.
     stalled: str | None = None
+    #: Why it seems to make none at present; None while it does. Not ready, and no reason for a restart yet.
+    hung: str | None = None
     #: Reasons for degraded service, such as an unreachable Redis, by subject.
     degraded: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_ready(self) -> bool:
         """Whether the process accepts new work."""
-        return self.not_ready is None and self.is_live
+        return self.not_ready is None and self.hung is None and self.is_live
 
     @property
     def is_live(self) -> bool:
@@ -52,9 +54,13 @@ class Health:
 
     def describe(self) -> dict[str, object]:
         """The body of /health."""
-        broken = "dead" if self.dead else "stalled" if self.stalled else None
+        broken = "dead" if self.dead else "stalled" if self.stalled else "hung" if self.hung else None
         state = broken or ("ready" if self.is_ready else "not_ready")
-        return {"status": state, "reason": self.dead or self.stalled or self.not_ready, "degraded": self.degraded}
+        return {
+            "status": state,
+            "reason": self.dead or self.stalled or self.hung or self.not_ready,
+            "degraded": self.degraded,
+        }
 
 
 def health_routes(health: Health, registry: CollectorRegistry) -> list[web.RouteDef]:

@@ -35,6 +35,11 @@ def ready() -> bool:
     return notify("READY=1\nSTATUS=ready")
 
 
+def alive() -> bool:
+    """Reports that this process makes progress. A supervisor ends one that has reported it and stops to do so."""
+    return notify("WATCHDOG=1")
+
+
 def stopping() -> bool:
     """Reports that this process drains."""
     return notify("STOPPING=1\nSTATUS=draining")

@@ -216,13 +216,16 @@ class WorkerDirectory:
         return self._view.get(worker_id)
 
     def mark_lost(self, worker_id: WorkerId, epoch: Epoch) -> None:
-        """Excludes a worker that appears to be dead, until it returns with a new epoch or a newer heartbeat."""
+        """Excludes a worker that appears to be dead, until it returns with a new epoch or a newer heartbeat.
+
+        While the registry is unreadable, that is for some seconds: then the next request tries it again.
+        """
         if self._view.mark_lost(worker_id, epoch, now=self._clock()):
             log.warning("worker_lost", worker=worker_id, epoch=epoch)
             self._changes.bump()
 
     def mark_alive(self, worker_id: WorkerId, epoch: Epoch) -> None:
-        """Reverts `mark_lost`: the worker answered a call."""
+        """Reverts `mark_lost`: the worker answers a call."""
         if self._view.mark_alive(worker_id, epoch):
             log.info("worker_alive", worker=worker_id, epoch=epoch)
             self._changes.bump()
@@ -244,12 +247,12 @@ class WorkerDirectory:
             sightings = await read_sightings(self._store, self._checks)
         except StoreError:
             self.failures += 1
-            return self._view.registry_lost()
+            return self._view.registry_lost(now=self._clock())
         changed = False
         if self._store.outages != self._outages:
             # Another user of the store met an outage between two reads.
             self._outages = self._store.outages
-            changed = self._view.registry_lost()
+            changed = self._view.registry_lost(now=read_at)
         return self._view.apply(sightings, read_at=read_at) or changed
 
 

@@ -32,6 +32,8 @@ Incoming = TypeVar("Incoming")
 _LENGTH = struct.Struct(">I")
 #: Limits on received messages, and on their bytes, beyond which the connection is not read until they are taken.
 _MAX_WAITING, _MAX_WAITING_BYTES = 64, 1 << 20
+#: Time between a reader's time limit and its timeout.
+_LAST_LOOK_S = 0.01
 #: Limit for connecting to a worker, which was alive shortly before.
 _CONNECT_TIMEOUT_S = 5.0
 #: Time a peer may leave a stream open after a failure was reported to it.
@@ -77,9 +79,13 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
         #: When the reader times out. One timer checks it now and then, which saves a timer per message.
         self._reader_due: float | None = None
         self._timer: asyncio.TimerHandle | None = None
+        #: The reader timed out, but what arrived while this process itself was stopped has still to be looked at.
+        self._is_overdue = False
         #: Set unless the peer is behind with reading.
         self._writable = asyncio.Event()
         self._writable.set()
+        #: Whether something was written since the last `keep_alive`.
+        self._has_written = False
 
     async def read(self, silence_s: float | None = None) -> Incoming | None:
         """The next message, or None once the peer has closed or is lost. Raises `TimeoutError` after `silence_s`."""
@@ -103,11 +109,21 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
         """Sends a message and waits while the peer is behind. Does nothing once the peer is gone."""
         if self._ended:
             return
+        self._send(message)
+        self._has_written = True
+        if not self._writable.is_set():
+            await self._writable.wait()
+
+    def keep_alive(self, message: Message) -> None:
+        """Sends a message unless something was written since the last call, or the peer is behind with reading."""
+        if not self._has_written and not self._ended and self._writable.is_set():
+            self._send(message)
+        self._has_written = False
+
+    def _send(self, message: Message) -> None:
         assert self._transport is not None, "a stream is written to once it is open"
         data = message.SerializeToString()
         self._transport.write(_LENGTH.pack(len(data)) + data)
-        if not self._writable.is_set():
-            await self._writable.wait()
 
     def close(self) -> None:
         """Flushes written messages and closes the connection."""
@@ -181,10 +197,15 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
 
     def _check_reader(self) -> None:
         self._timer = None
+        is_overdue, self._is_overdue = self._is_overdue, False
         if self._reader is None or self._reader.done() or self._reader_due is None:
             return
         if self._loop.time() < self._reader_due:
             self._timer = self._loop.call_at(self._reader_due, self._check_reader)
+        elif not is_overdue:
+            # Not at once: if this process was stopped, messages wait in the socket, which the loop reads before this.
+            self._is_overdue = True
+            self._timer = self._loop.call_later(_LAST_LOOK_S, self._check_reader)
         else:
             self._reader.set_exception(TimeoutError())
 

@@ -67,6 +67,8 @@ class WorkerRecord:
     pid: int
     #: False while loading and while draining.
     ready: bool
+    #: Largest interval between two messages of a stream while the worker can compute; None: it may be silent.
+    keep_alive_s: float | None = None
     load: WorkerLoad = WorkerLoad()
     transport: TransportReport = TransportReport()
 
@@ -99,6 +101,7 @@ def record_to_fields(record: WorkerRecord) -> dict[str, str]:
         "total_blocks": str(record.total_blocks),
         "pid": str(record.pid),
         "ready": str(int(record.ready)),
+        "keep_alive_s": json.dumps(record.keep_alive_s),
         "load": json.dumps(load),
         "queued_by_router": json.dumps(queued_by_router),
         "transport": json.dumps(asdict(record.transport)),
@@ -128,11 +131,16 @@ def record_from_fields(worker_id: WorkerId, found: Mapping[str, bytes]) -> Worke
             total_blocks=int(found["total_blocks"]),
             pid=int(found["pid"]),
             ready=found["ready"] == b"1",
+            keep_alive_s=_seconds(json.loads(found.get("keep_alive_s", b"null"))),
             load=_load_from_fields(found),
             transport=_transport_from_fields(found),
         )
     except (KeyError, ValueError, TypeError) as error:
         raise StoreError(f"The record of worker {worker_id} in Redis cannot be read: {error!r}.") from error
+
+
+def _seconds(stored: object) -> float | None:
+    return None if stored is None else float(str(stored))
 
 
 def _load_from_fields(found: Mapping[str, bytes]) -> WorkerLoad:
@@ -146,13 +154,21 @@ def _transport_from_fields(found: Mapping[str, bytes]) -> TransportReport:
     return TransportReport(paths=stored.get("paths", {}), degraded=stored.get("degraded"))
 
 
+#: Time for which a worker that appeared to be dead is excluded while no heartbeat can be read. It doubles each time.
+SUSPICION_S, MAX_SUSPICION_S = 5.0, 60.0
+
+
 @dataclass(slots=True)
 class _Suspicion:
     """This incarnation appeared to be dead at `since`. `beat`: the first heartbeat count read after that."""
 
     epoch: Epoch
     since: float
+    #: How long it is excluded without a readable registry.
+    lasts_s: float
     beat: int | None = None
+    #: Whether the next request may try the worker, after a time without a readable registry.
+    is_over: bool = False
 
 
 class WorkerView:
@@ -186,11 +202,17 @@ class WorkerView:
         record = self._known.get(worker_id)
         return None if record is None or self._is_lost(record) else record
 
-    def registry_lost(self) -> bool:
-        """The registry is unreadable, or may have lost its contents. Returns whether this is a change."""
-        is_change = not self._degraded
+    def registry_lost(self, *, now: float) -> bool:
+        """The registry is unreadable, or may have lost its contents. Returns whether anything visible changed.
+
+        Call it again while this lasts: no heartbeat can refute a suspicion then, so that it ends after some seconds.
+        """
+        changed = not self._degraded
         self._degraded = True
-        return is_change
+        for suspicion in self._suspicions.values():
+            if not suspicion.is_over and now >= suspicion.since + suspicion.lasts_s:
+                suspicion.is_over = changed = True
+        return changed
 
     def apply(self, sightings: Iterable[Sighting], *, read_at: float) -> bool:
         """Takes one complete read of the registry, started at `read_at`. Returns whether anything visible changed."""
@@ -210,24 +232,29 @@ class WorkerView:
         """Excludes this incarnation until it proves to be alive. Returns False when it is not the known one.
 
         Its record proves nothing, since it outlives the worker by its TTL. A heartbeat written after `now` does.
+        Without a readable registry, the exclusion lasts for some seconds.
         """
         record = self._known.get(worker_id)
         if record is None or record.epoch != epoch or self._is_lost(record):
             return False
-        self._suspicions[worker_id] = _Suspicion(epoch, now)
+        before = self._suspicions.get(worker_id)
+        lasts_s = SUSPICION_S
+        if before is not None and before.epoch == epoch:
+            lasts_s = min(2 * before.lasts_s, MAX_SUSPICION_S)
+        self._suspicions[worker_id] = _Suspicion(epoch, now, lasts_s)
         return True
 
     def mark_alive(self, worker_id: WorkerId, epoch: Epoch) -> bool:
-        """Reverts `mark_lost`: the worker answered. Returns False when it was not marked."""
+        """Reverts `mark_lost`: the worker answered. Returns whether it was excluded."""
         suspicion = self._suspicions.get(worker_id)
         if suspicion is None or suspicion.epoch != epoch:
             return False
         del self._suspicions[worker_id]
-        return True
+        return not suspicion.is_over
 
     def _is_lost(self, record: WorkerRecord) -> bool:
         suspicion = self._suspicions.get(record.worker_id)
-        return suspicion is not None and suspicion.epoch == record.epoch
+        return suspicion is not None and suspicion.epoch == record.epoch and not suspicion.is_over
 
     def _clear_suspicions(self, seen: Mapping[WorkerId, Sighting], read_at: float) -> bool:
         cleared = [
@@ -235,9 +262,8 @@ class WorkerView:
             for worker_id, suspicion in self._suspicions.items()
             if worker_id not in self._known or _is_refuted(suspicion, seen.get(worker_id), read_at)
         ]
-        for worker_id in cleared:
-            del self._suspicions[worker_id]
-        return bool(cleared)
+        ended = [self._suspicions.pop(worker_id) for worker_id in cleared]
+        return any(not suspicion.is_over for suspicion in ended)
 
 
 def _is_refuted(suspicion: _Suspicion, sighting: Sighting | None, read_at: float) -> bool:

@@ -136,6 +136,7 @@ def _service(
         log_path=plan.log_dir / f"{name}.log",
         log_format=plan.config.log_format,
         ready_timeout_s=plan.config.ready_timeout_s,
+        hang_timeout_s=plan.config.hang_timeout_s,
         stop_grace_s=plan.config.drain_timeout_s + _CLOSE_GRACE_S,
         stop_stage=stage,
     )

@@ -178,6 +178,9 @@ class UpConfig:
     log_max_files: int = option(4, help="log files kept of each process, the current one included", minimum=1)
     log_max_runs: int = option(20, help="log directories kept of runs without --log-dir", minimum=1)
     ready_timeout_s: float = option(600.0, help="maximum seconds for each process to become ready", minimum=1)
+    hang_timeout_s: float = option(
+        30.0, help="seconds without a sign of life after which a hanging process is killed and restarted", minimum=1
+    )
     drain_timeout_s: float = option(45.0, help="maximum seconds for running requests to finish after Ctrl-C", minimum=0)
     log_level: str = option("info", help="minimum level of log lines", choices=LEVELS)
     log_format: str = option("text", help="form of the log files: text, or one JSON object per line", choices=FORMATS)

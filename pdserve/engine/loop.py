@@ -25,6 +25,9 @@ T = TypeVar("T")
 #: Innermost frames that `StepLoop.position` shows.
 _MAX_FRAMES = 8
 
+#: Functions that compile kernels, by module.
+_COMPILERS = {("triton.compiler.compiler", "compile"), ("triton.runtime.build", "_build")}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
@@ -115,6 +118,16 @@ class StepLoop:
         """
         since = self._awake_since
         return 0.0 if since is None else max(0.0, perf_counter() - max(since, self._stepper.computed_at))
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether the thread compiles a kernel, which may take minutes. Any thread may ask."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        while frame is not None:
+            if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _COMPILERS:
+                return True
+            frame = frame.f_back
+        return False
 
     @property
     def position(self) -> str:

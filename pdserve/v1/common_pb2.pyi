@@ -242,6 +242,23 @@ class RequestRef(_message.Message):
 Global___RequestRef: _TypeAlias = RequestRef  # noqa: Y015
 
 @_typing.final
+class KeepAlive(_message.Message):
+    """The worker lives and computes, and has nothing to say about the request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepAlive: _TypeAlias = KeepAlive  # noqa: Y015
+
+@_typing.final
 class Error(_message.Message):
     """An error of pdserve/base/errors.py, sent to another process."""
 

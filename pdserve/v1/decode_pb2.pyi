@@ -26,6 +26,8 @@ class DecodeRequest(_message.Message):
     router sends DecodeRequest, `start` first; the worker sends DecodeResponse: a
     ticket when it holds the blocks, and tokens once the KV has arrived. The router
     closes the connection, even after the last token. Closing it frees everything.
+    A worker whose record has keep_alive_s sends something at least that often, for
+    as long as its step loop makes progress.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -205,6 +207,9 @@ class DecodeResponse(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     STARTED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    KEEP_ALIVE_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ticket(self) -> Global___TicketGranted: ...
     @_builtins.property
@@ -215,6 +220,18 @@ class DecodeResponse(_message.Message):
     def failed(self) -> _common_pb2.Error:
         """The error that ended the request; nothing follows."""
 
+    @_builtins.property
+    def keep_alive(self) -> _common_pb2.KeepAlive:
+        """Nothing else was to be sent for keep_alive_s."""
+
+    @_builtins.property
+    def progress(self) -> Global___DecodeProgress: ...
+    @_builtins.property
+    def ended(self) -> Global___DecodeEnded:
+        """Every choice has ended, and nothing but keep-alives follows. The router
+        sends no more commands.
+        """
+
     def __init__(
         self,
         *,
@@ -222,16 +239,55 @@ class DecodeResponse(_message.Message):
         tokens: Global___DecodeTokens | None = ...,
         started: Global___DecodeStarted | None = ...,
         failed: _common_pb2.Error | None = ...,
+        keep_alive: _common_pb2.KeepAlive | None = ...,
+        progress: Global___DecodeProgress | None = ...,
+        ended: Global___DecodeEnded | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "started", b"started", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "failed", b"failed", "keep_alive", b"keep_alive", "progress", b"progress", "started", b"started", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "started", b"started", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "failed", b"failed", "keep_alive", b"keep_alive", "progress", b"progress", "started", b"started", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["ticket", "tokens", "started", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["ticket", "tokens", "started", "failed", "keep_alive", "progress", "ended"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___DecodeResponse: _TypeAlias = DecodeResponse  # noqa: Y015
+
+@_typing.final
+class DecodeProgress(_message.Message):
+    """A chunk of the prompt was computed here."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    computed_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        computed_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeProgress: _TypeAlias = DecodeProgress  # noqa: Y015
+
+@_typing.final
+class DecodeEnded(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeEnded: _TypeAlias = DecodeEnded  # noqa: Y015
 
 @_typing.final
 class TicketGranted(_message.Message):

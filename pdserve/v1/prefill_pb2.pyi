@@ -79,24 +79,30 @@ class PrefillResponse(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    KEEP_ALIVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def progress(self) -> Global___PrefillProgress: ...
     @_builtins.property
     def first_token(self) -> Global___PrefillFirstToken: ...
     @_builtins.property
     def done(self) -> Global___PrefillDone: ...
+    @_builtins.property
+    def keep_alive(self) -> _common_pb2.KeepAlive:
+        """Blocks or the commit are under way. Unlike progress, it keeps no lease."""
+
     def __init__(
         self,
         *,
         progress: Global___PrefillProgress | None = ...,
         first_token: Global___PrefillFirstToken | None = ...,
         done: Global___PrefillDone | None = ...,
+        keep_alive: _common_pb2.KeepAlive | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "event", b"event", "first_token", b"first_token", "progress", b"progress"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "event", b"event", "first_token", b"first_token", "keep_alive", b"keep_alive", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "event", b"event", "first_token", b"first_token", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "event", b"event", "first_token", b"first_token", "keep_alive", b"keep_alive", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["progress", "first_token", "done"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["progress", "first_token", "done", "keep_alive"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

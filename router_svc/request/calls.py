@@ -19,10 +19,15 @@ from pdserve.base.wire import error_from_wire
 from pdserve.base.workers import WorkerRecord
 from pdserve.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
 from router_svc.routing.cluster import Cluster
+from router_svc.routing.silence import SilenceLimits, means_hang
 
 
 class _Reported(Exception):
     """Cause of an error that a worker reported over a stream."""
+
+
+class _WentSilent(Exception):
+    """Cause of the timeout of a worker that sent no keep-alive."""
 
 
 def is_reported(error: BaseException) -> bool:
@@ -38,8 +43,13 @@ _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ET
 
 
 def is_gone(error: BaseException) -> bool:
-    """Whether the worker itself could not be reached. A loss that a worker reports is the loss of another one."""
+    """Whether the worker itself could not be reached, or sends nothing although it should.
+
+    A loss that a worker reports is the loss of another one.
+    """
     cause = error.__cause__
+    if isinstance(error, TransferTimeout) and isinstance(cause, _WentSilent):
+        return True
     is_from_peer = isinstance(cause, (grpc.aio.AioRpcError, ConnectionError, TimeoutError)) or (
         isinstance(cause, OSError) and cause.errno in _UNREACHABLE
     )
@@ -47,11 +57,15 @@ def is_gone(error: BaseException) -> bool:
 
 
 class DecodeFailed(Exception):
-    """The attempt on a decode worker has failed with `error`. Never leaves the saga."""
+    """The attempt on a decode worker has failed with `error`. Never leaves the saga.
 
-    def __init__(self, error: PdserveError) -> None:
+    `worker` is the one at fault: the decode worker, or a prefill worker that the decode worker waited for.
+    """
+
+    def __init__(self, error: PdserveError, worker: WorkerRecord) -> None:
         super().__init__(str(error))
         self.error = error
+        self.worker = worker
 
 
 class DecodeCall:
@@ -68,41 +82,44 @@ class DecodeCall:
         self._milestones: asyncio.Queue[decode_pb2.DecodeResponse] = asyncio.Queue()
         #: Whether the sequences run, so that failures of prefill workers no longer matter.
         self.has_started = False
+        #: Whether the worker has sent all it has to send.
+        self.has_ended = False
 
     async def send(self, command: decode_pb2.DecodeRequest) -> None:
-        """Sends a command. If the call has ended, `next_event` raises the reason."""
-        await self._stream.write(command)
+        """Sends a command, unless the worker needs none any more. If the call has broken, `next_event` raises why."""
+        if not self.has_ended:
+            await self._stream.write(command)
 
-    async def next_event(self, silence_s: float) -> decode_pb2.DecodeResponse:
-        """The next event from the worker.
-
-        The worker may be silent for `silence_s` once decoding has started. Until then only milestones have deadlines.
+    async def next_event(self, limits: SilenceLimits) -> decode_pb2.DecodeResponse:
+        """The next event from the worker, which may be silent as `limits` say.
 
         Raises:
             DecodeFailed: with the error that the worker reported, `PeerLost` or `TransferTimeout`.
         """
         try:
-            event = await self._read(silence_s if self.has_started else None)
+            event = await self._read(limits.of_decode(self.worker, has_started=self.has_started))
         except PdserveError as error:
-            raise DecodeFailed(error) from error
+            raise DecodeFailed(error, self.worker) from error
         if not self.has_started and event.WhichOneof("event") in ("ticket", "started"):
             self.has_started = event.HasField("started")
             self._milestones.put_nowait(event)
+        self.has_ended = event.HasField("ended")
         return event
 
-    async def milestone(self, timeout_s: float, error: PdserveError) -> decode_pb2.DecodeResponse:
+    async def milestone(self, timeout_s: float | None, error: PdserveError) -> decode_pb2.DecodeResponse:
         """The next ticket or start. Raises `DecodeFailed` with `error` after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._milestones.get()
         except TimeoutError:
-            raise DecodeFailed(error) from error
+            raise DecodeFailed(error, self.worker) from error
 
     async def _read(self, silence_s: float | None) -> decode_pb2.DecodeResponse:
         try:
             event = await self._stream.read(silence_s)
         except TimeoutError:
-            raise TransferTimeout(f"The {self._peer} has been silent for {silence_s:g} s.") from None
+            assert silence_s is not None
+            raise _silent(self.worker, silence_s) from _cause_of_silence(self.worker, silence_s)
         if event is None:
             # The kernel closes a dead worker's connection. A worker that has finished leaves closing to the router.
             raise PeerLost(f"Lost {self._peer}: it closed the connection.") from ConnectionResetError()
@@ -117,7 +134,7 @@ async def decode_call(worker: WorkerRecord, tls: PeerTls | None = None) -> Async
     try:
         stream = await _connect(worker, tls)
     except PeerLost as error:
-        raise DecodeFailed(error) from error
+        raise DecodeFailed(error, worker) from error
     try:
         yield DecodeCall(stream, worker)
     finally:
@@ -135,25 +152,27 @@ class PrefillCall:
     """A prompt on one prefill worker."""
 
     def __init__(
-        self, call: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse], peer: str
+        self,
+        call: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse],
+        worker: WorkerRecord,
     ) -> None:
         self._events = aiter(call)
-        self._peer = peer
+        self._worker = worker
 
-    async def next_event(self, silence_s: float | None) -> prefill_pb2.PrefillResponse | None:
+    async def next_event(self, silence_s: float) -> prefill_pb2.PrefillResponse | None:
         """The next event, or None once the worker has closed the stream.
 
         Raises:
             PdserveError: the error that the worker reported, `PeerLost`, or `TransferTimeout` after `silence_s`.
         """
-        with mapped_rpc_errors(self._peer):
+        with mapped_rpc_errors(_name_of(self._worker)):
             try:
                 async with asyncio.timeout(silence_s):
                     return await anext(self._events)
             except StopAsyncIteration:
                 return None
             except TimeoutError:
-                raise TransferTimeout(f"The {self._peer} has been silent for {silence_s:g} s.") from None
+                raise _silent(self._worker, silence_s) from _cause_of_silence(self._worker, silence_s)
 
 
 @asynccontextmanager
@@ -165,9 +184,17 @@ async def prefill_call(
         sealed = cluster.sealed(Purpose.PROMPT, worker, request)
         call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(sealed, metadata=trace_metadata(trace))
         try:
-            yield PrefillCall(call, _name_of(worker))
+            yield PrefillCall(call, worker)
         finally:
             call.cancel()
+
+
+def _silent(worker: WorkerRecord, silence_s: float) -> TransferTimeout:
+    return TransferTimeout(f"The {_name_of(worker)} has been silent for {silence_s:g} s.")
+
+
+def _cause_of_silence(worker: WorkerRecord, silence_s: float) -> _WentSilent | None:
+    return _WentSilent() if means_hang(worker, silence_s) else None
 
 
 def _name_of(worker: WorkerRecord) -> str:

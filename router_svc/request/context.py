@@ -68,14 +68,22 @@ class RequestContext:
 
     def prefill_failed(self, placement: Placement, error: PdserveError) -> None:
         """A prefill worker has failed, and the next attempt starts."""
+        self.exclude_prefill(placement, error)
+        self.journal.retry(error, placement.worker)
+
+    def exclude_prefill(self, placement: Placement, error: PdserveError) -> None:
+        """A prefill worker has failed, and gets no further attempt of this request."""
         self.failed_prefill.add(placement.incarnation)
         self.report_if_gone(placement.worker, error)
-        self.journal.retry(error, placement.worker)
 
     def report_if_gone(self, worker: WorkerRecord, error: PdserveError) -> None:
         """Makes other requests avoid a worker that cannot be reached."""
         if is_gone(error):
             self.cluster.directory.mark_lost(worker.worker_id, worker.epoch)
+
+    def answered(self, worker: WorkerRecord) -> None:
+        """The worker has answered a call: other requests may use it, even if it appeared to be gone."""
+        self.cluster.directory.mark_alive(worker.worker_id, worker.epoch)
 
     def ref(self) -> common_pb2.RequestRef:
         """The current attempt, as workers know it."""

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 
 from pdserve.base.errors import NoFreeBlocks, PdserveError, TransferError, TransferTimeout, reason_of
 from pdserve.base.seals import Purpose
+from pdserve.base.workers import WorkerRecord
 from pdserve.v1 import decode_pb2
 from router_svc.request.calls import DecodeCall, DecodeFailed, is_reported
 from router_svc.request.context import RequestContext
@@ -30,6 +31,7 @@ class DecodeAttempt:
         self._output = context.output
         self._prompt = context.prompt
         self._policy = context.cluster.policy
+        self._prompt_tokens = len(context.generation.prompt)
 
     async def run(self, start: decode_pb2.DecodeStart) -> None:
         """Returns when every choice is complete. Raises `DecodeFailed`, or an error for the client."""
@@ -37,8 +39,8 @@ class DecodeAttempt:
         await self._call.send(decode_pb2.DecodeRequest(start=sealed))
         try:
             async with asyncio.TaskGroup() as tasks:
-                relay = tasks.create_task(self._relay())
                 handover = tasks.create_task(self._hand_over())
+                relay = tasks.create_task(self._relay(handover))
                 await self._context.finished.wait()
                 relay.cancel()
                 handover.cancel()
@@ -46,24 +48,41 @@ class DecodeAttempt:
             # Both tasks may have seen the same failure; the first error explains it.
             raise errors.exceptions[0] from None
 
-    async def _relay(self) -> None:
-        """Reads the decode worker's events until every choice is complete."""
+    async def _relay(self, handover: asyncio.Task[None]) -> None:
+        """Reads the decode worker's events until every choice is complete, or until it has ended the stream."""
         worker = self._call.worker
         with ExitStack() as local_prefill:
             while not self._output.is_finished:
-                event = await self._call.next_event(self._policy.token_timeout_s)
+                event = await self._call.next_event(self._policy.silence)
                 match event.WhichOneof("event"):
                     case "ticket":
+                        self._context.answered(worker)
                         self._journal.granted(event.ticket, worker)
                     case "started":
+                        self._context.answered(worker)
                         self._journal.started(event.started, worker)
                         if event.started.prefilled_locally:
-                            uncached = len(self._context.generation.prompt) - event.started.cached_tokens
+                            uncached = self._prompt_tokens - event.started.cached_tokens
                             local_prefill.enter_context(self._prompt.assigned(worker, uncached))
+                    case "progress":
+                        self._prompt.update(max(self._prompt_tokens - event.progress.computed_tokens, 0))
+                    case "ended":
+                        await self._end(handover)
+                        return
                     case "tokens":
                         self._journal.decoded()
                         self._prompt.mark_computed()
                         await self._context.deliver(event.tokens.choices, self._call)
+
+    async def _end(self, handover: asyncio.Task[None]) -> None:
+        """The decode worker has sent all of its tokens: only the prefill worker may still have some."""
+        await asyncio.wait((handover,))
+        if not self._output.is_finished and not handover.cancelled() and handover.exception() is None:
+            worker = self._call.worker
+            error = TransferError(
+                f"Decode worker {worker.worker_id} ended the stream before every choice was complete."
+            )
+            raise DecodeFailed(error, worker)
 
     async def _hand_over(self) -> None:
         """Gets the prompt's KV to the decode worker: from a prefill worker, else by local prefill."""
@@ -74,13 +93,13 @@ class DecodeAttempt:
                 f"{self._policy.reserve_timeout_s:g} s."
             ),
         )
-        reason = "no_prefill_worker"
+        reason, failed_prefill = "no_prefill_worker", None
         while opened.HasField("ticket"):
             # The plan has served its purpose, and must not count against the worker it favoured.
             self._prompt.unassign()
             placement = self._context.choose_prefill(self._call.worker.layout)
             if placement is None:
-                await self._prefill_on_decode(reason)
+                await self._prefill_on_decode(reason, failed_prefill)
                 return
             try:
                 await prefill(self._context, placement, opened.ticket.ticket, self._call)
@@ -88,21 +107,23 @@ class DecodeAttempt:
                 return
             except PdserveError as failed:
                 error = failed
+            failed_prefill = placement.worker
             match self._next_step(placement, error):
                 case NextStep.CARRY_ON:
                     return
                 case NextStep.FAIL:
                     raise error
                 case NextStep.FAIL_ATTEMPT:
-                    raise DecodeFailed(error) from error
+                    self._context.exclude_prefill(placement, error)
+                    raise DecodeFailed(error, placement.worker) from error
                 case NextStep.RENEW_TICKET:
                     self._context.prefill_failed(placement, error)
                     opened, reason = await self._renew_ticket(), reason_of(error)
                 case NextStep.PREFILL_LOCALLY:
                     self._context.prefill_failed(placement, error)
-                    await self._prefill_on_decode(reason_of(error))
+                    await self._prefill_on_decode(reason_of(error), failed_prefill)
                     return
-        self._require_first_tokens(opened)
+        self._require_first_tokens(opened, failed_prefill)
 
     def _next_step(self, placement: Placement, error: PdserveError) -> NextStep:
         context = self._context
@@ -117,12 +138,10 @@ class DecodeAttempt:
 
     async def _started(self) -> decode_pb2.DecodeResponse:
         """Returns when the decode worker has started to decode."""
+        worker, timeout_s = self._call.worker, self._policy.silence.of_start(self._call.worker)
         return await self._call.milestone(
-            self._policy.token_timeout_s,
-            TransferTimeout(
-                f"Decode worker {self._call.worker.worker_id} did not start to decode within "
-                f"{self._policy.token_timeout_s:g} s."
-            ),
+            timeout_s,
+            TransferTimeout(f"Decode worker {worker.worker_id} did not start to decode within {timeout_s} s."),
         )
 
     async def _renew_ticket(self) -> decode_pb2.DecodeResponse:
@@ -141,27 +160,29 @@ class DecodeAttempt:
             if not opened.HasField("ticket") or opened.ticket.ticket.attempt == attempt:
                 return opened
 
-    async def _prefill_on_decode(self, reason: str) -> None:
+    async def _prefill_on_decode(self, reason: str, failed_prefill: WorkerRecord | None) -> None:
         worker = self._call.worker
         self._journal.prefill_on_decode(reason, worker)
         command = decode_pb2.PrefillLocally(
             attempt=self._journal.record.attempt, forced_first_tokens=self._output.first_tokens
         )
         # The worker reports with its start how many of these tokens it has cached.
-        with self._prompt.assigned(worker, len(self._context.generation.prompt)):
+        with self._prompt.assigned(worker, self._prompt_tokens):
             await self._call.send(decode_pb2.DecodeRequest(prefill_locally=command))
             started = await self._started()
             if not started.started.prefilled_locally:
                 # The previous attempt had been committed after all: there is nothing left to compute.
                 self._prompt.mark_computed()
-        self._require_first_tokens(started)
+        self._require_first_tokens(started, failed_prefill)
 
-    def _require_first_tokens(self, started: decode_pb2.DecodeResponse) -> None:
-        """Fails the attempt if the prefill worker was lost between its commit and its first tokens.
+    def _require_first_tokens(self, started: decode_pb2.DecodeResponse, failed_prefill: WorkerRecord | None) -> None:
+        """Fails the attempt if `failed_prefill` was lost between its commit and its first tokens.
 
         No other worker has these tokens, so the request would wait for them until it times out.
         """
         if not started.started.prefilled_locally and not self._output.progress.has_first_tokens:
+            worker = self._call.worker
             raise DecodeFailed(
-                TransferError(f"The first tokens for {self._call.worker.worker_id} were lost with the prefill worker.")
+                TransferError(f"The first tokens for {worker.worker_id} were lost with the prefill worker."),
+                failed_prefill or worker,
             )

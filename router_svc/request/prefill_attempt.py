@@ -8,9 +8,6 @@ from router_svc.request.calls import DecodeCall, prefill_call
 from router_svc.request.context import RequestContext
 from router_svc.routing.placement import Placement
 
-#: Share of a ticket's lease for which a prefill worker may be silent. The rest is for renewing the ticket in time.
-_SILENCE_SHARE = 0.75
-
 
 async def prefill(
     context: RequestContext, placement: Placement, ticket: decode_pb2.Ticket | None, call: DecodeCall | None
@@ -30,12 +27,14 @@ async def prefill(
         forced_first_tokens=context.output.first_tokens,
         cache_salt=context.generation.cache_salt,
     )
-    silence_s = cluster.policy.token_timeout_s if ticket is None else ticket.lease_s * _SILENCE_SHARE
+    limits = context.cluster.policy.silence
+    silence_s = limits.of_prefill(worker, None if ticket is None else ticket.lease_s)
     with prompt.assigned(worker, placement.uncached_tokens):
         async with prefill_call(cluster, worker, request, trace) as prefilling:
             while (event := await prefilling.next_event(silence_s)) is not None:
                 match event.WhichOneof("event"):
                     case "progress":
+                        context.answered(worker)
                         journal.progressed(event.progress)
                         # The worker knows better than the index what it has cached, even while the prompt is queued.
                         done = max(event.progress.computed_tokens, event.progress.cached_tokens)

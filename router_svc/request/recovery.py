@@ -4,6 +4,8 @@ A decode worker failed       no token sent      first tokens sent    later token
 --------------------------   ----------------   ------------------   ---------------------------------------
 refused: no capacity         another, or wait   another, once        fail
 lost, or any other error     another, once      another, once        fail
+the prefill worker failed    the same, or       the same, or         fail
+                             another            another
 the request is wrong         fail               fail                 fail
 
 A prefill worker failed      decode has not started                  decode has started
@@ -39,11 +41,18 @@ class Failure(Enum):
     TRANSFER = auto()
     #: The worker is lost, silent or stale, or has failed in another way.
     WORKER = auto()
+    #: A prefill worker failed, and with it the attempt of the decode worker that waited for it. Only so many can:
+    #: after `MAX_PREFILL_FAILURES`, the decode worker prefills.
+    PREFILL = auto()
 
     @property
     def excludes_worker(self) -> bool:
         """Whether the worker gets no further attempt of this request."""
-        return self is not Failure.TRANSFER
+        return self not in (Failure.TRANSFER, Failure.PREFILL)
+
+    def is_loss(self, progress: OutputProgress) -> bool:
+        """Whether it counts as the loss of a decode worker."""
+        return self is not Failure.PREFILL and not is_refusal(self, progress)
 
 
 class NextStep(Enum):

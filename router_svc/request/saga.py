@@ -20,14 +20,15 @@ import contextlib
 from pdserve.base.errors import NoWorkers, PdserveError, RequestError
 from pdserve.base.layout import KvLayout
 from pdserve.base.tracing.context import traceparent_of
+from pdserve.base.workers import WorkerRecord
 from pdserve.v1 import decode_pb2
 from router_svc.request.calls import DecodeFailed, decode_call, is_reported
 from router_svc.request.context import RequestContext
 from router_svc.request.decode_attempt import DecodeAttempt
 from router_svc.request.output import OutputProgress
 from router_svc.request.prefill_attempt import prefill
-from router_svc.request.recovery import NextStep, after_decode_failure, failure_of, is_refusal
-from router_svc.routing.incarnation import Incarnation
+from router_svc.request.recovery import Failure, NextStep, after_decode_failure, failure_of
+from router_svc.routing.incarnation import Incarnation, incarnation_of
 from router_svc.routing.local_prefill import PrefillPlan, plan_by_length, plan_by_load, plan_without_prefill
 from router_svc.routing.placement import Placement
 
@@ -79,20 +80,24 @@ class Saga:
                 await self._run_on(placement)
                 return
             except DecodeFailed as failed:
-                error = failed.error
-            step = self._next_step(placement, error)
+                error, worker = failed.error, failed.worker
+            step = self._next_step(placement, worker, error)
             if step is NextStep.FAIL:
                 raise error
-            self._journal.retry(error, placement.worker)
+            self._journal.retry(error, worker)
             self._output.forget_early()
             placement = self._choose_decode() or await self._wait_for_capacity(deadline, error)
 
-    def _next_step(self, placement: Placement, error: PdserveError) -> NextStep:
+    def _next_step(self, placement: Placement, worker: WorkerRecord, error: PdserveError) -> NextStep:
+        """`worker` is the one at fault, which may be a prefill worker."""
         failure = failure_of(error, is_reported=is_reported(error))
+        if incarnation_of(worker) != placement.incarnation:
+            failure = Failure.PREFILL
+        else:
+            self._context.report_if_gone(worker, error)
         if failure.excludes_worker:
             self._failed_decode.add(placement.incarnation)
-        self._context.report_if_gone(placement.worker, error)
-        if not is_refusal(failure, self._output.progress):
+        if failure.is_loss(self._output.progress):
             self._decode_losses += 1
         return after_decode_failure(
             failure,

@@ -16,6 +16,7 @@ from pdserve.base.seals import Message, Purpose, Seals, receiver_name
 from pdserve.base.workers import Tier, WorkerRecord
 from router_svc.routing.in_flight import InFlight
 from router_svc.routing.placement import Demand, uncached_tokens
+from router_svc.routing.silence import SilenceLimits
 
 TIERS: tuple[Tier, ...] = ("prefill", "decode")
 #: Longer prompts are hashed in a thread: a block takes about 2 us.
@@ -33,7 +34,7 @@ class RoutingPolicy:
     #: Whether the cluster is configured with prefill workers.
     expects_prefill: bool
     reserve_timeout_s: float
-    token_timeout_s: float
+    silence: SilenceLimits
 
 
 class PrefixHashes:

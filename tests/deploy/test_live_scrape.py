@@ -56,6 +56,8 @@ class Watched:
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     directory = tmp_path_factory.mktemp("live")
     flags = ("--local-prefill", "threshold", "--local-prefill-threshold", str(_LOCAL_TOKENS), "--max-model-len", "1024")
+    # Longer than the alerts take: a test stops a worker until they have seen it.
+    flags += ("--hang-timeout-s", "3600")
     with running_cluster(directory, *flags) as cluster:
         router = cluster.base_url.removeprefix("http://")
         addresses = [router, *(worker.http_address for worker in cluster.view().workers)]

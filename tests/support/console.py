@@ -26,6 +26,7 @@ from router_svc.records.request_state import RequestProgress, RequestState
 from router_svc.records.timeline import Phase, Timeline
 from router_svc.records.traces import Traces
 from router_svc.routing.cluster import Cluster, RoutingPolicy
+from router_svc.routing.silence import SilenceLimits
 from tests.support.records import block_hashes, worker_record
 
 MODEL = "tiny"
@@ -79,7 +80,7 @@ class FakeCluster:
             local_prefill_by_load=True,
             expects_prefill=expects_prefill,
             reserve_timeout_s=600,
-            token_timeout_s=300,
+            silence=SilenceLimits(silence_timeout_s=10, token_timeout_s=300),
         )
         fakes: Any = self
         self.cluster = Cluster(policy=policy, directory=fakes.directory, index=fakes.mirror.index.overlap)

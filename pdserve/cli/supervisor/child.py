@@ -40,6 +40,9 @@ class Child:
         self._started_at = time.monotonic()
         #: Set by READY=1.
         self.said_ready = asyncio.Event()
+        #: Set by WATCHDOG=1.
+        self._said_alive = asyncio.Event()
+        self._alive_at = 0.0
         #: Set once the process has been reaped; `code` is set by then.
         self.ended = asyncio.Event()
         self.code: int | None = None
@@ -97,10 +100,21 @@ class Child:
         """The status it last reported."""
         return self._status
 
+    async def silent(self, limit_s: float) -> None:
+        """Returns once the process has given no sign of life for `limit_s`. Never for one that gives none."""
+        await self._said_alive.wait()
+        while (left_s := self._alive_at + limit_s - self._loop.time()) > 0:
+            await asyncio.sleep(left_s)
+            # This process may have been stopped itself: what came meanwhile is read before it is judged.
+            self._notify.drain()
+
     def _on_message(self, variables: Mapping[str, str]) -> None:
         if "STATUS" in variables:
             self._status = variables["STATUS"]
             self._on_status(self._status)
+        if variables.get("WATCHDOG") == "1":
+            self._alive_at = self._loop.time()
+            self._said_alive.set()
         if variables.get("READY") == "1":
             self.said_ready.set()
 

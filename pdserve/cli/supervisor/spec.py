@@ -25,6 +25,8 @@ class ProcessSpec:
     probe: Callable[[], Awaitable[None]] | None = None
     #: Seconds from start to ready.
     ready_timeout_s: float = 600.0
+    #: Seconds without a sign of life after which it is killed and restarted, once it has given one (`WATCHDOG=1`).
+    hang_timeout_s: float = 30.0
     #: Seconds from SIGTERM to SIGKILL.
     stop_grace_s: float = 10.0
     #: Processes of a higher stage get SIGTERM once all of the lower stages have ended.

@@ -140,13 +140,18 @@ class Supervisor:
                 self._on_event(BecameReady(spec=spec, took_s=child.ran_s, is_restart=is_restart))
                 if not managed.first_ready.done():
                     managed.first_ready.set_result(None)
-            await child.ended.wait()
-        except _NotReady as error:
+            if await finished_before(child.ended, child.silent(spec.hang_timeout_s)):
+                raise _Hangs(f"{spec.name} hangs: it has given no sign of life for {spec.hang_timeout_s:g} s.")
+        except (_NotReady, _Hangs) as error:
             failure = f"error: {error}"
         finally:
             child.kill()
             await child.ended.wait()
         return replace(child.exit(), reason=failure) if failure else child.exit()
+
+
+class _Hangs(Exception):
+    """The process was ready and has stopped to report that it makes progress."""
 
 
 class _NotReady(Exception):

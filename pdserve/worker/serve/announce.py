@@ -15,7 +15,7 @@ from pdserve.base.registry import Registrar, WorkerLoad, WorkerRecord
 from pdserve.base.store import Store
 from pdserve.engine.pace import Pace
 from pdserve.engine.step import Load
-from pdserve.worker.serve.worker import TierService, Worker
+from pdserve.worker.serve.worker import KEEP_ALIVE_S, TierService, Worker
 
 log = get_logger(__name__)
 
@@ -68,6 +68,7 @@ def worker_record(worker: Worker, service: TierService, addresses: WorkerAddress
         total_blocks=model.pool.num_blocks,
         pid=os.getpid(),
         ready=ready,
+        keep_alive_s=KEEP_ALIVE_S,
         transport=worker.paths.report(),
         load=reported_load(worker.load, worker.steps.pace, service.itl_budget_s),
     )

@@ -126,6 +126,7 @@ async def _start_accepting(worker: Worker, health: Health, grpc_health: GrpcHeal
         health,
         timeout_s=worker.config.stall_timeout_s,
         on_change=lambda: _publish_readiness(health, grpc_health, registrar),
+        longest_step_s=lambda: worker.steps.longest_step_s,
     )
     worker.tasks.start(stalls, name="stalls")
     notify.ready()

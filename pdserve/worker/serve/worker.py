@@ -32,10 +32,14 @@ from pdserve.worker.serve.active_calls import ActiveCalls
 from pdserve.worker.serve.loaded_model import LoadedModel, warm_up
 from pdserve.worker.serve.loop_calls import LoopCalls
 from pdserve.worker.serve.metrics import WorkerMetrics
+from pdserve.worker.serve.stall_watch import is_hung
 from pdserve.worker.serve.step_metrics import StepMetrics
 from pdserve.worker.serve.transport_paths import TransportPaths
 
 T = TypeVar("T")
+
+#: Largest interval between two messages of a stream to a router; well below any lease.
+KEEP_ALIVE_S = 1.0
 
 
 class TierService(Protocol):
@@ -214,6 +218,11 @@ class Worker:
             is_busy=lambda: calls.count > 0 or loop.is_awake or (leases is not None and leases.is_any_busy()),
             cpus=self.config.cpus,
         )
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether the step thread has made no progress for much longer than its steps take."""
+        return is_hung(self.step_loop, longest_step_s=self.steps.longest_step_s)
 
     @property
     def step_loop(self) -> StepLoop:

@@ -10,6 +10,7 @@ from pdserve.base.registry import RECORD_TTL_S, WORKER_KEY, Registrar, WorkerDir
 from pdserve.base.seals import Refusal, Seals
 from pdserve.base.secret import parse_secret
 from pdserve.base.store import Store
+from pdserve.base.workers import SUSPICION_S
 from pdserve.cli.private_redis import PrivateRedis
 from tests.support.records import worker_record
 from tests.support.redis import eventually, running, until
@@ -144,6 +145,21 @@ async def test_a_worker_that_only_appeared_dead_returns_with_its_next_heartbeat(
         directory.mark_lost(DECODE, Epoch(1))
         directory.mark_alive(DECODE, Epoch(1))
         assert ids(directory) == ["decode-0"]
+
+
+async def test_a_worker_that_appeared_dead_is_tried_again_after_seconds_while_redis_is_away(
+    redis_server: PrivateRedis, worker_store: Store, router_store: Store
+) -> None:
+    now = [0.0]
+    directory = WorkerDirectory(router_store, refresh_s=0.02, clock=lambda: now[0])
+    async with running(directory.run(), Registrar(worker_store, worker_record).run()):
+        await until(directory, lambda: ids(directory) == ["decode-0"])
+        await redis_server.stop(kill=True)
+        await until(directory, lambda: directory.degraded)
+        directory.mark_lost(DECODE, Epoch(1))
+        assert ids(directory) == []
+        now[0] += SUSPICION_S
+        await until(directory, lambda: ids(directory) == ["decode-0"])
 
 
 async def test_a_stopping_worker_does_not_remove_its_successor(worker_store: Store, router_store: Store) -> None:

@@ -90,7 +90,11 @@ class _DecodeSession:
             )
             await self._stream.write(decode_pb2.DecodeResponse(started=started))
             await self._send_tokens()
+            if script.says_end:
+                await self._stream.write(decode_pb2.DecodeResponse(ended=decode_pb2.DecodeEnded()))
             self._calls.note_decoded()
+            if script.says_end:
+                return
             # As with real workers, the router ends the stream.
             await asyncio.wait((commands,), timeout=2)
 
@@ -137,7 +141,7 @@ def _failure(error: PdserveError) -> decode_pb2.DecodeResponse:
 
 
 #: Lease of the fake tickets in seconds: short, so that a test notices silence.
-LEASE_S = 0.3
+LEASE_S = 1.0
 
 
 class FakePrefill(prefill_pb2_grpc.PrefillServiceServicer):

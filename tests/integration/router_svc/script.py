@@ -64,6 +64,8 @@ class Script:
     tokens_per_message: int = 1
     cached_tokens: int = 0
     faults: dict[str, deque[Fault | None]] = field(default_factory=lambda: defaultdict(deque))
+    #: Decode workers say that they have sent everything, and close the stream at once.
+    says_end: bool = False
     #: If set, decode workers send each message after the first token only when it is released.
     pace: asyncio.Semaphore | None = None
 

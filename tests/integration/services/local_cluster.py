@@ -131,10 +131,12 @@ class RouterRequest:
         await self._stream.write(decode_pb2.DecodeRequest(**command))
 
     async def event(self) -> decode_pb2.DecodeResponse:
-        """The next event. Raises the worker's error."""
+        """The next event that is no sign of life. Raises the worker's error."""
         assert self._stream is not None
-        event = await self._stream.read(DEADLINE_S)
-        assert event is not None, "the decode worker closed the stream"
+        event = None
+        while event is None or event.WhichOneof("event") in ("keep_alive", "progress"):
+            event = await self._stream.read(DEADLINE_S)
+            assert event is not None, "the decode worker closed the stream"
         if event.HasField("failed"):
             raise error_from_wire(event.failed)
         return event

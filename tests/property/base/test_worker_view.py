@@ -42,7 +42,7 @@ class ViewMachine(RuleBasedStateMachine):
     @rule()
     def registry_loses_all(self) -> None:
         self.registry.clear()
-        self.view.registry_lost()
+        self.view.registry_lost(now=self.now)
         self.outage = True
 
     @rule()

@@ -190,6 +190,37 @@ async def test_a_failure_reaches_a_peer_that_keeps_sending() -> None:
         assert last.failed.name == "NoFreeBlocks"
 
 
+async def test_a_keep_alive_is_sent_only_where_nothing_else_was_since_the_last() -> None:
+    async def handle(stream: Server) -> None:
+        stream.keep_alive(event(0))
+        await stream.write(event(1))
+        stream.keep_alive(event(2))
+        stream.keep_alive(event(3))
+        await stream.read()
+
+    async with serving(handle) as address, connected(address) as client:
+        assert [await client.read() for _ in range(3)] == [event(0), event(1), event(3)]
+
+
+@pytest.mark.virtual_time
+async def test_messages_that_came_while_this_process_was_stopped_are_no_silence() -> None:
+    resumed = asyncio.Event()
+
+    async def handle(stream: Server) -> None:
+        await resumed.wait()
+        await stream.write(event(1))
+        await stream.read()
+
+    async with serving(handle) as address, connected(address) as client:
+        reading = asyncio.create_task(client.read(3600))
+        await asyncio.sleep(0)
+        # The limit has passed, and its timer runs before the loop reads what is in the socket.
+        client._reader_due = 0.0
+        client._check_reader()
+        resumed.set()
+        assert await reading == event(1)
+
+
 @pytest.mark.virtual_time
 async def test_a_silence_limit_applies_to_one_read_only() -> None:
     async with serving(echo) as address, connected(address) as client:

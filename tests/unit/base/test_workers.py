@@ -70,6 +70,17 @@ def test_the_record_of_an_older_worker_has_no_paths() -> None:
     assert record_from_fields(WorkerId("decode-0"), fields).transport == TransportReport()
 
 
+def test_a_worker_announces_its_keep_alives() -> None:
+    record = replace(worker_record(), keep_alive_s=1.0)
+    assert record_from_fields(record.worker_id, fields_of(record)) == record
+
+
+def test_the_record_of_an_older_worker_announces_no_keep_alives() -> None:
+    fields = fields_of(worker_record())
+    del fields["keep_alive_s"]
+    assert record_from_fields(WorkerId("decode-0"), fields).keep_alive_s is None
+
+
 def test_an_older_router_can_read_the_record() -> None:
     load = WorkerLoad(queued_by_router={RouterId("me"): 600})
     assert set(json.loads(fields_of(replace(worker_record(), load=load))["load"])) == OLD_LOAD
@@ -129,8 +140,8 @@ def test_only_a_visible_change_is_reported() -> None:
 def test_known_workers_stay_during_an_outage_and_its_grace_period() -> None:
     view = WorkerView(grace_s=5)
     view.apply([sighting("a"), sighting("b")], read_at=0)
-    assert view.registry_lost()
-    assert not view.registry_lost()
+    assert view.registry_lost(now=1)
+    assert not view.registry_lost(now=2)
     assert shown(view) == ["a", "b"]
     view.apply([], read_at=100)
     assert shown(view) == ["a", "b"]
@@ -166,6 +177,34 @@ def test_a_heartbeat_after_the_loss_brings_the_worker_back() -> None:
     view.apply([sighting(beat=5)], read_at=1)
     assert view.apply([sighting(beat=6)], read_at=2)
     assert shown(view) == ["a"]
+
+
+def test_suspicion_ends_by_itself_while_the_registry_is_unreadable_and_lasts_longer_each_time() -> None:
+    view = WorkerView(grace_s=5)
+    view.apply([sighting()], read_at=0)
+    view.registry_lost(now=0)
+    now = 0.0
+    for lasts_s in (5.0, 10.0, 20.0, 40.0, 60.0, 60.0):
+        assert view.mark_lost(A, Epoch(1), now=now)
+        assert not view.registry_lost(now=now + lasts_s - 0.1)
+        assert shown(view) == []
+        now += lasts_s
+        assert view.registry_lost(now=now)
+        assert shown(view) == ["a"]
+        assert not view.registry_lost(now=now)
+    # It answers, which ends its history, too.
+    assert not view.mark_alive(A, Epoch(1))
+    assert view.mark_lost(A, Epoch(1), now=now)
+    assert view.registry_lost(now=now + 5)
+
+
+def test_suspicion_does_not_end_by_itself_while_heartbeats_can_be_read() -> None:
+    view = WorkerView(grace_s=5)
+    view.apply([sighting()], read_at=0)
+    view.mark_lost(A, Epoch(1), now=0)
+    for read_at in (1, 60, 3600):
+        assert not view.apply([sighting()], read_at=read_at)
+    assert shown(view) == []
 
 
 def test_a_new_epoch_brings_the_worker_back_at_once() -> None:

@@ -122,6 +122,28 @@ async def test_a_failing_probe_fails_the_start(events: Recorder, make: Callable[
             await supervisor.start(make("mute", "forever", probe=probe))
 
 
+async def test_a_process_that_stops_to_report_that_it_is_alive_is_restarted(
+    events: Recorder, make: Callable[..., ProcessSpec]
+) -> None:
+    async with supervising(events, backoff=AT_ONCE) as supervisor:
+        await supervisor.start(make("hung", "notify=WATCHDOG=1", "until-sigterm", hang_timeout_s=0.1))
+        await events.until(lambda: len(events.of(BecameReady, "hung")) == 2)
+        died = events.of(Died, "hung")[0]
+        assert isinstance(died, Died)
+        assert "no sign of life for 0.1 s" in died.exit.reason
+
+
+async def test_a_process_that_never_reports_that_it_is_alive_is_not_killed_for_it(
+    events: Recorder, make: Callable[..., ProcessSpec]
+) -> None:
+    async with supervising(events, backoff=AT_ONCE) as supervisor:
+        mute = make("mute", "until-sigterm", hang_timeout_s=0.01)
+        hung = make("hung", "notify=WATCHDOG=1", "until-sigterm", hang_timeout_s=0.01)
+        await supervisor.start(mute, hung)
+        await events.until(lambda: bool(events.of(Died, "hung")))
+        assert not events.of(Died, "mute")
+
+
 async def test_leaving_the_block_ends_every_process(events: Recorder, make: Callable[..., ProcessSpec]) -> None:
     async with supervising(events) as supervisor:
         await supervisor.start(make("stubborn", "ignore-sigterm", "notify=READY=1", "forever"))

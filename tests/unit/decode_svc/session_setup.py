@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from decode_svc.request import DecodeJob
-from decode_svc.session import ChoicesEnded, DecodeSession
+from decode_svc.session import DecodeSession
+from decode_svc.session_events import ChoicesEnded
 from kvtransfer.handover.reservation import Received, Reservation
 from kvtransfer.handover.ticket import Ticket
 from pdserve.base.errors import StaleError
@@ -95,7 +96,11 @@ class SlowStream:
             self.written.set()
 
     def indices(self) -> list[list[int]]:
-        return [[choice.first_index for choice in message.tokens.choices] for message in self.messages]
+        return [
+            [choice.first_index for choice in message.tokens.choices]
+            for message in self.messages
+            if message.HasField("tokens")
+        ]
 
 
 class SlowReceiver:

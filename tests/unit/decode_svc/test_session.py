@@ -8,10 +8,10 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from decode_svc.session import Started
+from decode_svc.session_events import MAX_COMMAND_BYTES, ChoicesEnded, Started
 from pdserve.base.errors import InvalidTransition, NoFreeBlocks, RequestError, StaleError, TransferTimeout
 from pdserve.base.streams import PeerLeft
-from pdserve.engine.step import RequestStarted
+from pdserve.engine.step import PrefillProgress, RequestStarted
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.worker.serve.inboxes import Failed
 from tests.unit.decode_svc.session_setup import COMMIT, GRANT, A, BusyEngine, Setup, tokens
@@ -28,6 +28,31 @@ async def test_steps_that_end_while_a_message_is_written_are_reported_in_one_mes
         it.stream.gate.set()
         await it.end(task)
     assert it.stream.indices() == [[0], [1, 2, 3]]
+
+
+async def test_the_end_is_said_and_commands_after_it_are_read_and_dropped() -> None:
+    it = Setup()
+    async with it.running() as task:
+        it.stream.gate.set()
+        it.inbox.put(ChoicesEnded())
+        await it.stream.written.wait()
+        assert it.stream.messages == [pb.DecodeResponse(ended=pb.DecodeEnded())]
+        for _ in range(MAX_COMMAND_BYTES // 100):
+            it.stream.says(stop_choice=pb.StopChoice(choice_index=0))
+        it.stream.leave()
+        await task
+    assert it.engine.stopped.empty()
+    assert it.stream.commands.empty()
+
+
+async def test_chunks_of_a_local_prefill_are_reported() -> None:
+    it = Setup()
+    async with it.running() as task:
+        it.stream.gate.set()
+        it.inbox.put(PrefillProgress(request_id=A, num_computed=512, num_prompt=4096, num_cached=0))
+        await it.stream.written.wait()
+        await it.end(task)
+    assert it.stream.messages[0] == pb.DecodeResponse(progress=pb.DecodeProgress(computed_tokens=512))
 
 
 async def test_a_router_that_leaves_frees_the_request_at_once() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import threading
+from types import FunctionType, SimpleNamespace
 
 import pytest
 from torch import Tensor
@@ -51,6 +52,27 @@ def test_a_step_that_does_not_end_grows_old(clock: SimpleNamespace) -> None:
         assert it.loop.position.startswith("wait (threading.py:")
         assert "forward (test_loop.py:" in it.loop.position
         decoder.gate.set()
+
+
+def test_a_thread_that_compiles_a_kernel_says_so() -> None:
+    decoder = Held()
+    # For the interpreter, a function of Triton's compiler.
+    compiling = FunctionType(_compile.__code__.replace(co_name="compile"), {"__name__": "triton.compiler.compiler"})
+    with rig(decoder) as it:
+        entered, gate = threading.Event(), threading.Event()
+        it.loop.call(lambda: compiling(entered, gate))
+        assert entered.wait(WAIT_S)
+        assert it.loop.is_compiling
+        gate.set()
+        it.submit([1, 2, 3])
+        assert decoder.entered.wait(WAIT_S)
+        assert not it.loop.is_compiling
+        decoder.gate.set()
+
+
+def _compile(entered: threading.Event, gate: threading.Event) -> None:
+    entered.set()
+    gate.wait()
 
 
 class Slow(FakeDecoder):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from pdserve.base.ids import RouterId
 from pdserve.base.workers import Tier, WorkerLoad
+from router_svc.routing.cluster import TIERS
 from tests.integration.router_svc.conftest import ScriptedCluster
 from tests.integration.router_svc.script import Context, Fault
 from tests.support.redis import eventually
@@ -40,6 +42,29 @@ def once_known(cluster: ScriptedCluster, condition: Callable[[dict[str, Any]], b
 def after_first_token(cluster: ScriptedCluster, fault: Fault) -> Fault:
     """`fault`, once the router has the prefill worker's first token."""
     return once_known(cluster, lambda record: "first_token" in record["phases"], fault)
+
+
+def both(first: Fault, second: Fault) -> Fault:
+    """One fault after the other."""
+
+    async def run(context: Context) -> None:
+        await first(context)
+        await second(context)
+
+    return run
+
+
+async def announce_keep_alives(cluster: ScriptedCluster, keep_alive_s: float = 0.05) -> None:
+    """Makes all workers announce keep-alives, which they do not send, and returns once the router knows."""
+    for worker in cluster.workers.values():
+        worker.record = replace(worker.record, keep_alive_s=keep_alive_s)
+        worker.registrar.announce()
+
+    async def are_known() -> bool:
+        known = [worker for tier in TIERS for worker in cluster.router.cluster.ready(tier)]
+        return all(worker.keep_alive_s == keep_alive_s for worker in known)
+
+    await eventually(are_known)
 
 
 async def go_on(_: Context) -> None:

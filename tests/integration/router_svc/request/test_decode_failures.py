@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 
 from pdserve.base.errors import NoFreeBlocks, TransferTimeout
+from pdserve.base.streams import MessageStream
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.v1 import decode_pb2
 from tests.integration.router_svc.conftest import TWO_OF_EACH, ScriptedCluster, open_cluster
 from tests.integration.router_svc.request.support import (
     TEXT,
     TOKENS,
     after_first_token,
+    announce_keep_alives,
 )
 from tests.integration.router_svc.script import Context, failing, hang, leave, vanish
 
@@ -128,6 +131,53 @@ async def test_a_decode_worker_that_never_grants_a_ticket_is_replaced(
         text, _ = await cluster.stream()
         assert text == TEXT
         assert len(cluster.calls.decode_starts) == 2
+
+
+@pytest.mark.parametrize("point", ["decode", "decode_ticket", "decode_started"])
+async def test_silence_before_decoding_is_noticed_by_the_missing_keep_alives(
+    redis_server: PrivateRedis, model_dir: Path, point: str
+) -> None:
+    async with open_cluster(
+        redis_server, model_dir, TWO_OF_EACH, silence_timeout_s=0.3, reserve_timeout_s=600, token_timeout_s=600
+    ) as cluster:
+        await announce_keep_alives(cluster)
+        for worker in cluster.workers.values():
+            worker.registrar._heartbeat_s = 1e9
+        cluster.script.fail(point, hang)
+        text, _ = await cluster.stream()
+        assert text == TEXT
+        assert len(cluster.calls.decode_starts) == 2
+        # It does not answer, so other requests avoid it, too.
+        assert len(cluster.router.cluster.ready("decode")) == 1
+
+
+async def test_a_worker_that_ends_its_stream_is_not_lost_when_it_closes_it(small_cluster: ScriptedCluster) -> None:
+    cluster = small_cluster
+    cluster.script.says_end = True
+
+    async def once_closed(_: Context) -> None:
+        [committed] = cluster.calls.commits.values()
+        committed.set()
+        await cluster.calls.until(lambda: cluster.calls.num_decoded == 1 and cluster.calls.num_open == 1)
+
+    cluster.script.fail("prefill_token", once_closed)
+    text, _ = await cluster.stream()
+    assert text == TEXT
+    assert (await cluster.only_trace())["retries"] == []
+
+
+async def test_a_stream_that_ends_with_tokens_missing_is_an_error_at_once(small_cluster: ScriptedCluster) -> None:
+    small_cluster.script.fail("decode_token", None, after_first_token(small_cluster, end_early))
+    status, body = await small_cluster.complete()
+    assert status == 502
+    assert "choices incomplete" in body["error"]["message"]
+
+
+async def end_early(context: Context) -> None:
+    """The worker says that it has sent everything."""
+    assert isinstance(context, MessageStream)
+    await context.write(decode_pb2.DecodeResponse(ended=decode_pb2.DecodeEnded()))
+    await hang(context)
 
 
 async def test_a_decode_worker_that_falls_silent_ends_the_stream_with_an_error(

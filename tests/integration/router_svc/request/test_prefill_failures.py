@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pdserve.base.errors import Draining, NoFreeBlocks, RequestError, StaleEpoch
-from tests.integration.router_svc.conftest import ScriptedCluster
+from pdserve.base.workers import Tier
+from pdserve.cli.private_redis import PrivateRedis
+from tests.integration.router_svc.conftest import ScriptedCluster, open_cluster
 from tests.integration.router_svc.request.support import (
     TEXT,
     TOKENS,
+    both,
+    once_known,
     states,
 )
 from tests.integration.router_svc.script import Context, failing, hang, vanish
@@ -77,6 +83,22 @@ async def test_a_lost_prefill_worker_is_excluded_for_other_requests(cluster: Scr
     assert len(cluster.router.cluster.ready("prefill")) == 1
 
 
+async def test_a_worker_that_answers_a_call_is_used_again(small_cluster: ScriptedCluster) -> None:
+    directory, workers = small_cluster.router.cluster.directory, small_cluster.workers
+    for worker in workers.values():
+        worker.registrar._heartbeat_s = 1e9
+
+    async def lose_both(_: Context) -> None:
+        for worker in workers.values():
+            directory.mark_lost(worker.record.worker_id, worker.record.epoch)
+
+    small_cluster.script.fail("prefill", lose_both)
+    text, _ = await small_cluster.stream()
+    assert text == TEXT
+    assert len(small_cluster.router.cluster.ready("prefill")) == 1
+    assert len(small_cluster.router.cluster.ready("decode")) == 1
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
@@ -126,6 +148,49 @@ async def test_a_decode_worker_may_finish_before_the_prefill_workers_first_token
     text, _ = await cluster.stream()
     assert text == TEXT
     assert (await cluster.only_trace())["retries"] == []
+
+
+async def test_a_prefill_worker_lost_while_decoding_waits_for_its_first_token_does_not_exclude_the_decode_worker(
+    small_cluster: ScriptedCluster,
+) -> None:
+    cluster = small_cluster
+    cluster.workers["decode-0"].registrar._heartbeat_s = 1e9
+
+    async def commit_first(_: object) -> None:
+        [committed] = cluster.calls.commits.values()
+        committed.set()
+
+    is_decoding = once_known(cluster, lambda record: record["state"] == "decoding", vanish)
+    cluster.script.fail("prefill_token", both(commit_first, is_decoding))
+    text, _ = await cluster.stream()
+    assert text == TEXT
+    assert [start.ref.attempt for start in cluster.calls.decode_starts] == [1, 2]
+    assert [worker.worker_id for worker in cluster.router.cluster.ready("decode")] == ["decode-0"]
+    record = await cluster.only_trace()
+    assert (record["retries"][0]["reason"], record["retries"][0]["worker"]) == ("peer_lost", "prefill-0")
+
+
+async def test_first_tokens_lost_with_their_prefill_worker_do_not_exclude_the_decode_worker(
+    redis_server: PrivateRedis, model_dir: Path
+) -> None:
+    tiers: dict[str, Tier] = {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode"}
+    async with open_cluster(redis_server, model_dir, tiers) as cluster:
+
+        async def commit_first(_: object) -> None:
+            [committed] = cluster.calls.commits.values()
+            committed.set()
+
+        async def renewal_asked(_: object) -> None:
+            await cluster.calls.until(lambda: "renew_ticket" in cluster.calls.commands)
+
+        cluster.script.fail("prefill_token", both(commit_first, vanish))
+        cluster.script.fail("decode_started", renewal_asked)
+        text, _ = await cluster.stream()
+        assert text == TEXT
+        assert [start.ref.attempt for start in cluster.calls.decode_starts] == [1, 3]
+        record = await cluster.only_trace()
+        assert len({retry["worker"] for retry in record["retries"]}) == 1
+        assert "first tokens" in record["retries"][1]["error"]
 
 
 async def test_prefill_progress_keeps_the_decode_workers_lease(cluster: ScriptedCluster) -> None:

@@ -32,6 +32,7 @@ from router_svc.request.recovery import (
 NOTHING, INCOMPLETE = OutputProgress.NOTHING, OutputProgress.INCOMPLETE
 FIRST_TOKENS, BEYOND = OutputProgress.FIRST_TOKENS, OutputProgress.BEYOND
 REQUEST, CAPACITY, TRANSFER, WORKER = Failure.REQUEST, Failure.CAPACITY, Failure.TRANSFER, Failure.WORKER
+PREFILL = Failure.PREFILL
 FAIL, RETRY, WAIT = NextStep.FAIL, NextStep.RETRY, NextStep.WAIT_FOR_CAPACITY
 RENEW, LOCAL = NextStep.RENEW_TICKET, NextStep.PREFILL_LOCALLY
 CARRY_ON, FAIL_ATTEMPT = NextStep.CARRY_ON, NextStep.FAIL_ATTEMPT
@@ -61,8 +62,16 @@ def test_every_error_is_some_failure() -> None:
         assert failure_of(cls.__new__(cls), is_reported=is_reported) in Failure
 
 
-def test_only_a_worker_that_reports_a_failed_transfer_may_get_the_request_again() -> None:
-    assert [failure for failure in Failure if not failure.excludes_worker] == [TRANSFER]
+def test_only_a_worker_that_is_not_at_fault_may_get_the_request_again() -> None:
+    assert [failure for failure in Failure if not failure.excludes_worker] == [TRANSFER, PREFILL]
+
+
+def test_neither_a_refusal_nor_a_lost_prefill_worker_counts_as_a_lost_decode_worker() -> None:
+    cases = itertools.product(Failure, OutputProgress)
+    assert {(failure, progress) for failure, progress in cases if not failure.is_loss(progress)} == {
+        (CAPACITY, NOTHING),
+        *((PREFILL, progress) for progress in OutputProgress),
+    }
 
 
 #: The step after a decode worker has failed, by failure and output, for:
@@ -80,6 +89,10 @@ AFTER_DECODE: dict[tuple[Failure, OutputProgress], tuple[NextStep, NextStep, Nex
     (WORKER, INCOMPLETE): (FAIL, FAIL, FAIL, FAIL),
     (WORKER, FIRST_TOKENS): (RETRY, FAIL, FAIL, FAIL),
     (WORKER, BEYOND): (FAIL, FAIL, FAIL, FAIL),
+    (PREFILL, NOTHING): (RETRY, RETRY, FAIL, FAIL),
+    (PREFILL, INCOMPLETE): (FAIL, FAIL, FAIL, FAIL),
+    (PREFILL, FIRST_TOKENS): (RETRY, FAIL, FAIL, FAIL),
+    (PREFILL, BEYOND): (FAIL, FAIL, FAIL, FAIL),
     (REQUEST, NOTHING): (FAIL, FAIL, FAIL, FAIL),
     (REQUEST, INCOMPLETE): (FAIL, FAIL, FAIL, FAIL),
     (REQUEST, FIRST_TOKENS): (FAIL, FAIL, FAIL, FAIL),

@@ -83,7 +83,7 @@ async def test_a_transport_gets_the_gpu_that_holds_its_buffers(
 async def test_a_worker_that_accepts_requests_is_watched_for_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     # What the tests of this process have made has to be collected.
     monkeypatch.setattr(process, "exempt_all", lambda: None)
-    loop = SimpleNamespace(stalled_s=0.0, position="forward (decoder.py:88)")
+    loop = SimpleNamespace(stalled_s=0.0, is_compiling=False, position="forward (decoder.py:88)")
     health, serving, announced = Health(), list[bool](), list[bool]()
 
     class Switch:
@@ -93,7 +93,11 @@ async def test_a_worker_that_accepts_requests_is_watched_for_hangs(monkeypatch: 
     registrar = SimpleNamespace(announce=lambda: announced.append(health.is_ready))
     async with service_group() as tasks:
         worker = SimpleNamespace(
-            calls=ActiveCalls(), tasks=tasks, step_loop=loop, config=SimpleNamespace(stall_timeout_s=300.0)
+            calls=ActiveCalls(),
+            tasks=tasks,
+            step_loop=loop,
+            steps=SimpleNamespace(longest_step_s=0.0),
+            config=SimpleNamespace(stall_timeout_s=300.0),
         )
         await _start_accepting(cast(Worker, worker), health, cast(GrpcHealth, Switch()), cast(Registrar, registrar))
         assert (health.is_ready, serving, announced) == (True, [True], [True])

@@ -13,9 +13,11 @@ from prometheus_client import CollectorRegistry
 
 from pdserve.base.admin import Health, bound_socket, serve_admin
 from pdserve.base.tasks import service_group
-from pdserve.worker.serve.stall_watch import INTERVAL_S, watch_stalls
+from pdserve.worker.serve.stall_watch import HUNG_FACTOR, INTERVAL_S, watch_stalls
 
 TIMEOUT_S = 300.0
+#: The longest step of the watched loop so far.
+LONGEST_STEP_S = 4.0
 
 
 @dataclass
@@ -23,6 +25,7 @@ class Loop:
     """A step loop without progress for `stalled_s`."""
 
     stalled_s: float = 0.0
+    is_compiling: bool = False
     position: str = "forward (decoder.py:88)"
 
 
@@ -53,7 +56,10 @@ async def watched() -> AsyncIterator[Watched]:
         async def publish() -> None:
             it.published.append(health.is_ready)
 
-        tasks.start(watch_stalls(it.loop, health, timeout_s=TIMEOUT_S, on_change=publish), name="stalls")
+        watch = watch_stalls(
+            it.loop, health, timeout_s=TIMEOUT_S, on_change=publish, longest_step_s=lambda: LONGEST_STEP_S
+        )
+        tasks.start(watch, name="stalls")
         yield it
 
 
@@ -70,11 +76,25 @@ async def test_a_step_that_does_not_end_fails_the_liveness_probe_with_the_reason
 
 
 @pytest.mark.virtual_time
-async def test_a_long_step_within_the_limit_is_alive_and_ready() -> None:
+async def test_compiling_within_the_limit_is_alive_and_ready() -> None:
     async with watched() as it:
+        it.loop.is_compiling = True
         assert await it.get("/livez", stalled_s=299) == (200, None)
         assert await it.get("/readyz", stalled_s=299) == (200, None)
         assert it.published == []
+
+
+@pytest.mark.virtual_time
+async def test_a_step_many_times_longer_than_any_before_makes_the_worker_not_ready_and_leaves_it_alive() -> None:
+    async with watched() as it:
+        assert await it.get("/readyz", stalled_s=HUNG_FACTOR * LONGEST_STEP_S - 1) == (200, None)
+        status, reason = await it.get("/readyz", stalled_s=HUNG_FACTOR * LONGEST_STEP_S)
+        assert status == 503
+        assert reason is not None
+        assert "no progress for 20 s" in reason
+        assert (await it.get("/livez", stalled_s=299))[0] == 200
+        assert await it.get("/readyz", stalled_s=0) == (200, None)
+        assert it.published == [False, True]
 
 
 @pytest.mark.virtual_time
