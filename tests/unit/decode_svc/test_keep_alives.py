@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from decode_svc.service import DecodeService
+from pdserve.base.ids import RequestId
 from pdserve.base.tasks import service_group
+from pdserve.engine.step import PrefillProgress, StepEvents
 from pdserve.v1 import common_pb2
 from pdserve.v1 import decode_pb2 as pb
+from pdserve.worker.serve.inboxes import Inboxes
 from pdserve.worker.serve.worker import KEEP_ALIVE_S
 
 
@@ -45,3 +48,12 @@ async def test_keep_alives_come_as_announced_and_end_with_the_progress_of_the_st
         worker.is_hung = False
         await asyncio.sleep(1)
         assert len(stream.times) > before
+
+
+async def test_the_progress_of_a_local_prefill_reaches_its_session() -> None:
+    service: Any = object.__new__(DecodeService)
+    service._inboxes = Inboxes()
+    progress = PrefillProgress(request_id=RequestId("a"), num_computed=64, num_prompt=4096, num_cached=0)
+    async with service._inboxes.open(RequestId("a"), 1) as inbox:
+        service.on_step(SimpleNamespace(events=StepEvents(progress=(progress,))))
+        assert await inbox.next() == progress
