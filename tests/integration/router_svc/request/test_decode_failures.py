@@ -170,7 +170,7 @@ async def test_a_stream_that_ends_with_tokens_missing_is_an_error_at_once(small_
     small_cluster.script.fail("decode_token", None, after_first_token(small_cluster, end_early))
     status, body = await small_cluster.complete()
     assert status == 502
-    assert "choices incomplete" in body["error"]["message"]
+    assert "before every choice was complete" in body["error"]["message"]
 
 
 async def end_early(context: Context) -> None:
