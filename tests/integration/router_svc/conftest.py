@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from router_svc.routing.cluster import TIERS
 from router_svc.service import Router
 from tests.integration.router_svc.fake_workers import FakeWorker, fake_worker
 from tests.integration.router_svc.script import CallLog, Script
+from tests.support.own_task import in_own_task
 from tests.support.redis import eventually, redis_server, until
 from tests.support.tiny_model import NAME, model_dir
 
@@ -163,30 +163,6 @@ async def open_cluster(
         yield cluster
         # No call may outlive its request.
         await calls.until(lambda: calls.num_open == 0)
-
-
-@asynccontextmanager
-async def in_own_task(manager: AbstractAsyncContextManager[ScriptedCluster]) -> AsyncIterator[ScriptedCluster]:
-    """Enters and leaves `manager` in one task. Task groups need that, and pytest runs fixtures in several."""
-    opened: asyncio.Future[ScriptedCluster] = asyncio.get_running_loop().create_future()
-    close = asyncio.Event()
-
-    async def hold() -> None:
-        try:
-            async with manager as cluster:
-                opened.set_result(cluster)
-                await close.wait()
-        except BaseException as error:
-            if opened.done():
-                raise
-            opened.set_exception(error)
-
-    task = asyncio.create_task(hold())
-    try:
-        yield await opened
-    finally:
-        close.set()
-        await task
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from pdserve.base.tracing.context import TraceContext
 from pdserve.base.tracing.spans import Span
 from pdserve.v1 import decode_pb2
 from tests.integration.services.local_cluster import ALWAYS_LOCAL, LocalCluster, running_cluster
+from tests.support.own_task import in_own_task
 from tests.support.spans import KeepingTracer, tree
 from tests.unit.model.tiny import save_model
 
@@ -56,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def traced(model: Path) -> AsyncIterator[TracedCluster]:
-    async with running_cluster(model) as cluster:
+    async with in_own_task(running_cluster(model)) as cluster:
         yield TracedCluster(cluster)
 
 

@@ -15,9 +15,10 @@ from pdserve.base.tracing.spans import NO_TRACER, Span, SpanKind
 from pdserve.cli.private_redis import PrivateRedis
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc
-from tests.integration.router_svc.conftest import TWO_OF_EACH, ScriptedCluster, in_own_task, open_cluster
+from tests.integration.router_svc.conftest import TWO_OF_EACH, ScriptedCluster, open_cluster
 from tests.integration.router_svc.request.support import TEXT
 from tests.integration.router_svc.script import failing, vanish
+from tests.support.own_task import in_own_task
 from tests.support.spans import KeepingTracer, tree
 from tests.support.tiny_model import NAME
 
