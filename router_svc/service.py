@@ -39,7 +39,6 @@ from router_svc.request.requests import Recorders, Requests
 from router_svc.routing.backlog import prefill_backlog_s
 from router_svc.routing.cluster import TIERS
 from router_svc.routing.incarnation import incarnation_of
-from router_svc.routing.silence import SilenceLimits
 from router_svc.supervisor import NO_DECODE_WORKER, report_alive, report_to_supervisor
 
 log = get_logger(__name__)
@@ -258,18 +257,6 @@ class Router:
             vocab_size=self._model.vocab_size,
         )
         await rehearse(requests, generation)
-
-
-def _routing_policy(config: RouterConfig) -> RoutingPolicy:
-    return RoutingPolicy(
-        model_name=config.model_name,
-        local_prefill_threshold=config.local_prefill_threshold,
-        # A threshold of 0 keeps all prompts away from decode workers, regardless of the load.
-        local_prefill_by_load=config.local_prefill == "auto" and config.local_prefill_threshold > 0,
-        expects_prefill=config.prefill_expected > 0,
-        reserve_timeout_s=config.reserve_timeout_s,
-        silence=SilenceLimits(silence_timeout_s=config.silence_timeout_s, token_timeout_s=config.token_timeout_s),
-    )
 
 
 async def serve(config: RouterConfig) -> None:

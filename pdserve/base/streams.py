@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import socket
 import struct
-import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -19,6 +18,7 @@ from typing import Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from pdserve.base.dead_hosts import notice_dead_hosts
 from pdserve.base.errors import PdserveError
 from pdserve.base.logs import get_logger
 from pdserve.base.peer_tls import PeerTls
@@ -43,8 +43,6 @@ _DEAD_AFTER_S = 15
 #: Time a server allows a peer that does not read: longer than a router waits for a client that does not. The kernel
 #: cannot distinguish a full window from a dead host.
 _STALLED_AFTER_S = 75
-#: Delay of the first and interval of further keepalive probes. A single lost reply does not count.
-_PROBE_AFTER_S, _PROBE_INTERVAL_S = 5, 2
 
 
 class PeerLeft(Exception):
@@ -136,7 +134,7 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
         """The stream is open."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        _notice_dead_hosts(transport.get_extra_info("socket"), self._lost_after_s)
+        notice_dead_hosts(transport.get_extra_info("socket"), self._lost_after_s)
         self._on_open(self)
 
     def data_received(self, data: bytes) -> None:
@@ -294,12 +292,3 @@ async def _serve(
     except Exception as error:  # noqa: BLE001 - the boundary of the process: logged, and reported to the caller
         log.error("stream_failed", exc=error)
         await _send_last(stream, failure(PdserveError("The call failed unexpectedly. The worker's log says why.")))
-
-
-def _notice_dead_hosts(connection: socket.socket, lost_after_s: int) -> None:
-    """Has the kernel probe a silent peer, and give up on one that acknowledges nothing."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "linux":
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_INTERVAL_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, lost_after_s * 1000)
