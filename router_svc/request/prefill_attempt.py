@@ -34,11 +34,7 @@ async def prefill(
             while (event := await prefilling.next_event(silence_s)) is not None:
                 match event.WhichOneof("event"):
                     case "progress":
-                        context.answered(worker)
-                        journal.progressed(event.progress)
-                        # The worker knows better than the index what it has cached, even while the prompt is queued.
-                        done = max(event.progress.computed_tokens, event.progress.cached_tokens)
-                        prompt.update(max(placement.prompt_tokens - done, 0))
+                        _take_progress(context, placement, event.progress)
                         if call is not None:
                             await call.send(decode_pb2.DecodeRequest(keep_lease=decode_pb2.KeepLease()))
                     case "first_token":
@@ -51,3 +47,11 @@ async def prefill(
                         journal.committed(event.done)
                         return
     raise PeerLost(f"Prefill worker {worker.worker_id} ended the stream before the transfer was committed.")
+
+
+def _take_progress(context: RequestContext, placement: Placement, progress: prefill_pb2.PrefillProgress) -> None:
+    context.answered(placement.worker)
+    context.journal.progressed(progress)
+    # The worker knows better than the index what it has cached, even while the prompt is queued.
+    done = max(progress.computed_tokens, progress.cached_tokens)
+    context.prompt.update(max(placement.prompt_tokens - done, 0))

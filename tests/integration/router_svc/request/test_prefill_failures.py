@@ -180,11 +180,11 @@ async def test_first_tokens_lost_with_their_prefill_worker_do_not_exclude_the_de
             [committed] = cluster.calls.commits.values()
             committed.set()
 
-        async def renewal_asked(_: object) -> None:
+        async def renewal_requested(_: object) -> None:
             await cluster.calls.until(lambda: "renew_ticket" in cluster.calls.commands)
 
         cluster.script.fail("prefill_token", both(commit_first, vanish))
-        cluster.script.fail("decode_started", renewal_asked)
+        cluster.script.fail("decode_started", renewal_requested)
         text, _ = await cluster.stream()
         assert text == TEXT
         assert [start.ref.attempt for start in cluster.calls.decode_starts] == [1, 3]
