@@ -92,6 +92,7 @@ def test_containers_have_no_rights_beyond_their_work(services: dict[str, Any]) -
         assert service["read_only"] is True, name
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["logging"]["options"]["max-size"], name
         assert service.get("cap_add", []) == (["SYS_PTRACE"] if name in WORKERS else []), name
         assert not service.get("privileged"), name
         assert service.get("network_mode") != "host", name

@@ -38,7 +38,7 @@ def test_an_alert_has_a_severity_a_page_and_words(name: str) -> None:
     assert isinstance(labels, dict)
     assert isinstance(annotations, dict)
     assert labels["severity"] in ("critical", "warning", "info")
-    assert annotations["runbook_url"] == f"runbooks/{name}.md"
+    assert annotations["runbook_url"] == f"https://github.com/pdserve/pdserve/blob/main/docs/runbooks/{name}.md"
     assert (RUNBOOKS / f"{name}.md").is_file()
     assert {"summary", "description"} < annotations.keys()
     assert len(annotations["summary"]) < 120

@@ -70,9 +70,11 @@ def test_doctor_transfers_from_container_to_container(stack: Stack) -> None:
 
 
 def test_workers_compute_on_cores_that_no_other_one_has(stack: Stack) -> None:
-    claims = stack.execute("decode", "ls", "/dev/shm/pdserve")
-    assert claims.split()
-    assert stack.execute("prefill", "ls", "/dev/shm/pdserve") == claims
+    def claimed(tier: str) -> set[str]:
+        found = re.findall(r"cores_claimed.*?cpus=([\d,]+)", stack.logs(tier))
+        return set(found[-1].split(","))
+
+    assert claimed("prefill").isdisjoint(claimed("decode"))
 
 
 def test_workers_have_no_rights(stack: Stack) -> None:
@@ -150,6 +152,8 @@ def test_a_tier_is_scaled_up_and_down_under_load_without_an_error(stack: Stack, 
         stack.wait_tiers()
         load.wait_next(1)
         under_way += load.wait_running(CLIENTS)
+        if tier == "decode":
+            stack.until(lambda: all(worker.running for worker in stack.workers(tier)), "both workers write answers")
         # Returns when the worker has drained: it got SIGTERM while these answers were being written.
         stack.scale(tier, 1)
         stack.wait_tiers()
