@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError, Message
 from pdserve.base.dead_hosts import notice_dead_hosts
 from pdserve.base.errors import PdserveError
 from pdserve.base.logs import get_logger
+from pdserve.base.no_delay import send_at_once
 from pdserve.base.peer_tls import PeerTls
 from pdserve.base.rpc import MAX_MESSAGE_BYTES
 from pdserve.base.tasks import service_group
@@ -134,6 +135,7 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
         """The stream is open."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        send_at_once(transport.get_extra_info("socket"))
         notice_dead_hosts(transport.get_extra_info("socket"), self._lost_after_s)
         self._on_open(self)
 

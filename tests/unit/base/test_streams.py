@@ -67,6 +67,24 @@ async def test_messages_arrive_as_they_were_sent_and_in_order() -> None:
             assert await client.read() == event(number)
 
 
+async def test_neither_end_waits_for_an_acknowledgement_before_it_sends() -> None:
+    """asyncio sees to that only on the connecting end: a token would wait for up to 40 ms for the one before."""
+    ends: list[Server | Client] = []
+
+    async def keep(stream: Server) -> None:
+        ends.append(stream)
+        await echo(stream)
+
+    async with serving(keep) as address, connected(address) as client:
+        await client.write(command(1))
+        await client.read()
+        for end in (client, *ends):
+            assert end._transport is not None
+            connection = end._transport.get_extra_info("socket")
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+    assert len(ends) == 1
+
+
 async def test_messages_may_arrive_in_arbitrary_chunks() -> None:
     async with serving(echo) as address:
         host, port = address.split(":")

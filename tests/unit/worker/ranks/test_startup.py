@@ -13,9 +13,10 @@ from pdserve.worker.config import WorkerConfig
 from pdserve.worker.ranks.split import config_of_rank
 from pdserve.worker.ranks.startup import FollowerConfig, RankSetup, SetupReply, SetupState, receive_line, send_line
 
+PASSWORD = "the-password"
 CONFIG = DecodeConfig(
     model="/model",
-    redis_url="redis://:secret@host",
+    redis_url=f"redis://:{PASSWORD}@host",
     tensor_parallel_size=2,
     cpus=(0, 2, 4),
     kv_cache_memory=1 << 30,
@@ -31,7 +32,7 @@ def test_a_setup_arrives_with_every_setting_except_the_redis_url() -> None:
             ours.sendall(b"left for the next reader")
         message = receive_line(theirs)
         assert message is not None
-        assert "secret" not in str(message)
+        assert PASSWORD not in str(message)
         setup = RankSetup.from_json(message)
         assert theirs.recv(100) == b"left for the next reader"
         assert receive_line(theirs) is None
