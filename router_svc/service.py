@@ -14,7 +14,7 @@ from pdserve.base.clock_skew import ClockSkew
 from pdserve.base.collector import exempt_all
 from pdserve.base.logs import get_logger
 from pdserve.base.metrics import CounterSource, GaugeSource
-from pdserve.base.rpc import GrpcHealth, serve_grpc
+from pdserve.base.rpc import GrpcHealth, GrpcPort, serve_grpc_at
 from pdserve.base.store import Store
 from pdserve.base.tasks import service_group, stop_event_on_signals
 from pdserve.base.tracing.setup import span_counters, tracing
@@ -27,6 +27,7 @@ from router_svc.api.openai.generation_api import GenerationApi
 from router_svc.api.openai.info import ModelApi, OperatorApi
 from router_svc.api.served_model import ServedModel
 from router_svc.clients.access import access_of
+from router_svc.clients.tls import client_tls
 from router_svc.cluster_setup import make_cluster
 from router_svc.config import RouterConfig
 from router_svc.records.metrics import RouterMetrics
@@ -59,6 +60,7 @@ class Router:
         self.health = health
         self.metrics = RouterMetrics(model_name=config.model_name)
         self._access = access_of(config)
+        self._tls = client_tls(config)
         self._store = store
         self._mirror = PrefixMirror(store)
         self._request_store = RequestStore(store)
@@ -129,7 +131,6 @@ class Router:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[Addresses]:
         """Serves until the block ends. The router is ready while a decode worker is."""
-        config = self.config
         inference = InferenceServicer(
             self._model, self._requests, self._max_model_len, self._access, self._refusals, self._tracer
         )
@@ -137,13 +138,7 @@ class Router:
             async with (
                 service_group() as group,
                 self._front().serving() as (http_address, admin_address),
-                serve_grpc(
-                    inference.register,
-                    [SERVICE],
-                    host=config.host,
-                    port=config.effective_grpc_port,
-                    flag="--grpc-port",
-                ) as (grpc_address, grpc_health),
+                serve_grpc_at(inference.register, [SERVICE], self._grpc_port()) as (grpc_address, grpc_health),
             ):
                 if self.cluster.tls is not None:
                     group.start(self.cluster.tls.run(), name="peer-certificates")
@@ -181,6 +176,10 @@ class Router:
         except TimeoutError:
             log.warning("drain_incomplete", requests=self._requests.num_open, waited_s=self.config.drain_timeout_s)
 
+    def _grpc_port(self) -> GrpcPort:
+        config, credentials = self.config, None if self._tls is None else self._tls.credentials
+        return GrpcPort(host=config.host, port=config.effective_grpc_port, flag="--grpc-port", credentials=credentials)
+
     def _front(self) -> Front:
         return Front(
             config=self.config,
@@ -191,6 +190,7 @@ class Router:
             health=self.health,
             registry=self.metrics.registry,
             access=self._access,
+            tls=self._tls,
             refusals=self._refusals,
             tracer=self._tracer,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -114,12 +115,14 @@ def bound_socket(host: str, port: int, *, flag: str) -> socket.socket:
 
 
 @asynccontextmanager
-async def serve_http(app: web.Application, listener: socket.socket, *, grace_s: float = 5.0) -> AsyncIterator[str]:
+async def serve_http(
+    app: web.Application, listener: socket.socket, *, grace_s: float = 5.0, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[str]:
     """Serves `app` on `listener` until the block ends; yields `host:port`."""
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=grace_s)
     await runner.setup()
     try:
-        await web.SockSite(runner, listener).start()
+        await web.SockSite(runner, listener, ssl_context=tls).start()
         host, port = listener.getsockname()[:2]
         yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     finally:

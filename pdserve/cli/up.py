@@ -150,13 +150,16 @@ class _Up:
 
     def _describe_ready(self, plan: ClusterPlan) -> str:
         host = reachable_host(self.config.host)
+        scheme = "http" if self.config.ssl_certfile is None else "https"
         return describe_ready(
-            base_url=f"http://{host}:{self.config.port}",
+            base_url=f"{scheme}://{host}:{self.config.port}",
             grpc_address=f"{host}:{self.config.effective_grpc_port}",
             served_name=plan.served_name,
             log_dir=plan.log_dir,
             took_s=time.monotonic() - self.started_at,
-            console_url=f"http://{host}:{self.config.admin_port or self.config.port}" if self.config.console else None,
+            console_url=f"{scheme}://{host}:{self.config.admin_port or self.config.port}"
+            if self.config.console
+            else None,
         )
 
     def _hurry(self) -> None:

@@ -47,6 +47,12 @@ class UpConfig:
     api_keys_file: str | None = option(
         None, help="TOML or JSON file of API keys, as SHA-256, with their tenants; read again on change", metavar="FILE"
     )
+    ssl_certfile: str | None = option(None, help="certificate chain for HTTP and gRPC (PEM)", metavar="FILE")
+    ssl_keyfile: str | None = option(None, help="its private key; default: in --ssl-certfile", metavar="FILE")
+    ssl_ca_certs: str | None = option(None, help="authorities that clients' certificates are from", metavar="FILE")
+    ssl_cert_reqs: int = option(
+        0, help="certificates of clients: 0 none, 1 checked if there is one (HTTP only), 2 required", minimum=0
+    )
     allowed_hosts: tuple[str, ...] = words_option(
         (),
         help="names in Host headers to take besides localhost and addresses; on loopback, others are refused; *: any",

@@ -19,6 +19,7 @@ from router_svc.api.http_app import HttpRules, make_app
 from router_svc.api.openai.generation_api import GenerationApi
 from router_svc.api.openai.info import ModelApi, OperatorApi
 from router_svc.clients.access import Access
+from router_svc.clients.tls import ClientTls
 from router_svc.config import RouterConfig
 
 Routes = Sequence[web.AbstractRouteDef]
@@ -47,13 +48,14 @@ class Front:
     health: Health
     registry: CollectorRegistry
     access: Access
+    tls: ClientTls | None = None
     refusals: Refusals
     tracer: Tracer = NO_TRACER
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[tuple[str, str | None]]:
         """Serves until the block ends. Yields `host:port` of the API, and of the admin port if there is one."""
-        config = self.config
+        config, context = self.config, None if self.tls is None else self.tls.context
         async with AsyncExitStack() as stack:
             admin_address = None
             if config.admin_port is not None:
@@ -63,9 +65,9 @@ class Front:
                 )
                 app = self._app(admin_host, [*self._client_routes(), *self._operator_routes()])
                 self._watch_end(app)
-                admin_address = await stack.enter_async_context(serve_http(app, listener))
+                admin_address = await stack.enter_async_context(serve_http(app, listener, tls=context))
             listener = stack.enter_context(closing(bound_socket(config.host, config.port, flag="--port")))
-            yield await stack.enter_async_context(serve_http(self._public_app(), listener)), admin_address
+            yield await stack.enter_async_context(serve_http(self._public_app(), listener, tls=context)), admin_address
 
     def _public_app(self) -> web.Application:
         if self.config.admin_port is not None:

@@ -1,0 +1,78 @@
+"""A router with a certificate speaks TLS to clients, over HTTP and gRPC, and asks for theirs if it is to."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import pytest
+
+from pdserve.base.errors import SetupError
+from pdserve.cli.private_redis import PrivateRedis
+from pdserve.v1 import inference_pb2 as pb
+from pdserve.v1 import inference_pb2_grpc
+from router_svc.clients.tls import client_tls
+from router_svc.config import RouterConfig
+from tests.integration.router_svc.conftest import open_cluster
+from tests.support.certificates import Authority
+from tests.support.tiny_model import NAME
+
+ONE_OF_EACH = {"prefill-0": "prefill", "decode-0": "decode"}
+GENERATE = pb.GenerateRequest(model=NAME, text="Say hello", sampling=pb.ClientSampling(max_tokens=50))
+
+
+def contents(*paths: Path | str) -> list[bytes]:
+    return [Path(path).read_bytes() for path in paths]
+
+
+async def test_http_and_grpc_speak_tls_and_want_a_clients_certificate(
+    redis_server: PrivateRedis, model_dir: Path, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path)
+    own, client = authority.sign("router"), authority.sign("client")
+    settings: dict[str, Any] = {
+        "ssl_certfile": own.peer_ssl_certfile,
+        "ssl_keyfile": own.peer_ssl_keyfile,
+        "ssl_ca_certs": str(authority.certificate),
+        "ssl_cert_reqs": 2,
+    }
+    trusting = ssl.create_default_context(cafile=str(authority.certificate))
+    known = ssl.create_default_context(cafile=str(authority.certificate))
+    assert client.peer_ssl_certfile is not None
+    assert client.peer_ssl_keyfile is not None
+    known.load_cert_chain(client.peer_ssl_certfile, client.peer_ssl_keyfile)
+    roots, key, chain = contents(authority.certificate, client.peer_ssl_keyfile, client.peer_ssl_certfile)
+    async with open_cluster(redis_server, model_dir, ONE_OF_EACH, **settings) as cluster:  # type: ignore[arg-type]
+        url = cluster.base_url.replace("http://", "https://") + "/v1/models"
+        async with cluster.http.get(url, ssl=known) as response:
+            assert response.status == 200
+        for refused in (lambda: cluster.http.get(url, ssl=trusting), lambda: cluster.http.get(cluster.base_url)):
+            with pytest.raises((aiohttp.ClientError, OSError)):
+                async with refused() as response:
+                    await response.read()
+        for pair, is_known in (((key, chain), True), ((None, None), False)):
+            channel_credentials = grpc.ssl_channel_credentials(roots, *pair)
+            async with grpc.aio.secure_channel(cluster.grpc_address, channel_credentials) as channel:
+                call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(GENERATE)
+                if is_known:
+                    assert [_ async for _ in call]
+                    continue
+                with pytest.raises(grpc.aio.AioRpcError):
+                    [_ async for _ in call]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"ssl_keyfile": "k"}, "--ssl-certfile"),
+        ({"ssl_certfile": "absent.pem"}, "cannot be used"),
+        ({"ssl_certfile": "c", "ssl_cert_reqs": 2}, "--ssl-ca-certs"),
+        ({"ssl_certfile": "c", "ssl_cert_reqs": 3}, "must be 0, 1 or 2"),
+    ],
+)
+def test_settings_that_would_protect_nothing_stop_the_start(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(SetupError, match=words):
+        client_tls(RouterConfig(model="m", redis_url="redis://", **settings))
