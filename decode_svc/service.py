@@ -225,6 +225,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             hashes=hash_blocks(key, prompt, layout.block_size),
             local_prefill_threshold=start.local_prefill_threshold,
             router_id=RouterId(start.ref.router_id),
+            is_alone=start.ref.alone,
         )
 
 

@@ -92,8 +92,9 @@ class PrefillScheduler:
         chunks: list[PrefillChunk] = []
         reports: list[LayersWritten] = []
         for prompt in self._prompts.in_phase(PrefillPhase.COMPUTING):
-            budget -= self._plan_chunk(prompt, budget, chunks)
-        while budget > 0 and (admitted := self._admit_next()) is not None:
+            if _may_join(chunks, prompt):
+                budget -= self._plan_chunk(prompt, budget, chunks)
+        while budget > 0 and (admitted := self._admit_next(chunks)) is not None:
             budget -= self._plan_chunk(admitted, budget, chunks)
         for chunk in chunks:
             reports += self._expect(chunk.sequence.request_id).layer_reports(chunk.stop)
@@ -154,10 +155,13 @@ class PrefillScheduler:
             raise InvalidTransition(f"Request {request_id} is not on this worker.")
         return prompt
 
-    def _admit_next(self) -> ScheduledPrompt | None:
-        """Give the first waiting prompt its blocks; None when there is none, or not enough blocks."""
+    def _admit_next(self, chunks: Items[PrefillChunk]) -> ScheduledPrompt | None:
+        """Give the first waiting prompt its blocks; None when it may not join the step, or has to wait for blocks."""
         prompt = next(iter(self._prompts.in_phase(PrefillPhase.WAITING)), None)
-        if prompt is None or not self._blocks.admit(prompt.sequence, prompt.sequence.num_prompt):
+        if prompt is None or not _may_join(chunks, prompt):
+            self._must_rescan_waiting |= prompt is not None
+            return None
+        if not self._blocks.admit(prompt.sequence, prompt.sequence.num_prompt):
             return None
         prompt.num_cached = prompt.sequence.num_computed
         self._prompts.move(prompt, PrefillPhase.COMPUTING)
@@ -197,3 +201,8 @@ class PrefillScheduler:
         self._events.tokens[prompt.request_id] = [
             self._config.limits.choice_tokens(prompt.sequence, choice, token) for choice, token in enumerate(tokens)
         ]
+
+
+def _may_join(chunks: Items[PrefillChunk], prompt: ScheduledPrompt) -> bool:
+    """Whether a step with these chunks may have one of the prompt: one that runs alone gets steps of its own."""
+    return not chunks or not (prompt.sequence.is_alone or chunks[0].sequence.is_alone)

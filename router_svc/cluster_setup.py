@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from kvtransfer.index.prefix_mirror import PrefixMirror
+from pdserve.base.deaths import requests_of_death
 from pdserve.base.peer_tls import peer_tls
 from pdserve.base.registry import WorkerDirectory
 from pdserve.base.rpc import ChannelPool
@@ -23,6 +26,7 @@ def make_cluster(config: RouterConfig, store: Store, mirror: PrefixMirror, metri
         policy=_routing_policy(config),
         directory=WorkerDirectory(store, seals=seals),
         index=mirror.overlap,
+        requests_of_death=partial(requests_of_death, store),
         channels=ChannelPool(tls=tls),
         seals=seals,
         tls=tls,

@@ -50,6 +50,10 @@ class Forbidden(RequestError):
     """The caller is known, or needs no key, but may not do this."""
 
 
+class Quarantined(RequestError):
+    """Workers have failed under this very request, which is refused for some minutes."""
+
+
 # Not enough capacity: retried on another worker, or later.
 class CapacityError(PdserveError):
     """There is no capacity for the request here at present."""
@@ -170,6 +174,7 @@ _TABLE: dict[type[PdserveError], Codes] = {
         http=401, openai_type="invalid_request_error", grpc="UNAUTHENTICATED", openai_code="invalid_api_key"
     ),
     Forbidden: Codes(http=403, openai_type="permission_error", grpc="PERMISSION_DENIED"),
+    Quarantined: Codes(http=422, openai_type="invalid_request_error", grpc="FAILED_PRECONDITION"),
     CapacityError: Codes(http=503, openai_type="overloaded_error", grpc="RESOURCE_EXHAUSTED"),
     Overloaded: Codes(http=429, openai_type="rate_limit_error", grpc="RESOURCE_EXHAUSTED"),
     Displaced: Codes(http=429, openai_type="rate_limit_error", grpc="RESOURCE_EXHAUSTED"),

@@ -104,6 +104,7 @@ class BlockManager:
             num_slots=prompt_sequence.num_prompt,
             num_registered=prompt_sequence.num_prompt // self.pool.block_size,
             admission_order=prompt_sequence.admission_order,
+            is_alone=prompt_sequence.is_alone,
         )
 
     def recompute_last_token(self, sequence: Sequence) -> None:

@@ -25,12 +25,16 @@ class PromptJob:
     hashes: Items[BlockHash] = ()
     #: Router that sent the prompt.
     router_id: RouterId = NO_ROUTER
+    #: Computed in steps without other requests.
+    is_alone: bool = False
 
     def new_sequence(self) -> Sequence:
         """The prompt as a sequence that holds no blocks yet."""
-        return Sequence.from_prompt(
+        sequence = Sequence.from_prompt(
             self.request_id, self.prompt_token_ids, self.params, hash_key=self.hash_key, hashes=self.hashes
         )
+        sequence.is_alone = self.is_alone
+        return sequence
 
     def require_servable(self, limits: SequenceLimits, pool: BlockPool, *, num_output_tokens: int) -> None:
         """Raises `RequestError` for a prompt that the model cannot take.

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from pdserve.base.errors import Draining, SetupError
+from pdserve.base.ids import RequestId
 from pdserve.engine.runner import Runner
 from pdserve.engine.step import LayersWritten, Scheduler, StepOutput
 from pdserve.engine.stepper import Stepper
@@ -128,6 +129,11 @@ class StepLoop:
                 return True
             frame = frame.f_back
         return False
+
+    @property
+    def requests(self) -> frozenset[RequestId]:
+        """The requests of the last step. To be read by other threads once this one has ended."""
+        return self._stepper.requests
 
     @property
     def position(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+from pdserve.base.ids import RequestId
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.pace import Pace
 from pdserve.engine.sequence import Sequence
@@ -60,6 +61,10 @@ class RunningSet:
         self._active: list[Sequence] = []
         self._preempted: list[Sequence] = []
         self._num_added = 0
+        #: Sequences that are computed in steps without other requests.
+        self._num_alone = 0
+        #: Whose step was the last one, while there are such sequences: a request's, or (None) that of all others.
+        self._turn: RequestId | None = None
         self.num_preemptions = 0
 
     @property
@@ -100,10 +105,12 @@ class RunningSet:
     def add(self, sequence: Sequence) -> None:
         """Start running a sequence that holds blocks."""
         insort(self._active, sequence, key=_order)
+        self._num_alone += sequence.is_alone
 
     def detach(self, sequence: Sequence) -> None:
         """Stop running a sequence, which keeps the blocks that it holds."""
         (self._active if sequence in self._active else self._preempted).remove(sequence)
+        self._num_alone -= sequence.is_alone
 
     def resume(self) -> None:
         """Resume preempted sequences, the oldest first, while that leaves a free block for each active one."""
@@ -112,22 +119,29 @@ class RunningSet:
             if not self._blocks.admit(sequence, sequence.num_tokens, headroom=len(self._active)):
                 return
             del self._preempted[0]
-            self.add(sequence)
+            insort(self._active, sequence, key=_order)
 
     def plan(self, pace: Pace, *, is_awaiting: bool = False) -> Planned:
         """Plan the next step at this pace. `is_awaiting`: more sequences may start to decode at any time.
 
-        The plan always has the oldest active sequence, unless blocks held outside of this set leave none for it.
+        The plan always has the oldest active sequence, unless blocks held outside of this set leave none for it, or
+        requests take turns: those that run alone, each in a step of its own, and all others.
         """
+        takes_turns = self._num_alone > 0
+        if takes_turns:
+            self._turn = self._next_turn()
         is_decoding = is_awaiting or any(map(_is_decoding, self._active[: self._limits.max_num_seqs]))
         budget = self._limits.prefill_budget(pace, is_decoding=is_decoding)
         decoding: list[Sequence] = []
         chunks: list[tuple[Sequence, int]] = []
         preempted: list[Sequence] = []
-        index = 0
-        while index < len(self._active) and index < self._limits.max_num_seqs:
+        index = num_planned = 0
+        while index < len(self._active) and num_planned < self._limits.max_num_seqs:
             sequence = self._active[index]
             index += 1
+            if takes_turns and _group(sequence) != self._turn:
+                continue
+            num_planned += 1
             if _is_decoding(sequence):
                 if self._extend_or_preempt(sequence, len(sequence.tokens), preempted):
                     decoding.append(sequence)
@@ -139,7 +153,12 @@ class RunningSet:
         return Planned(decoding=tuple(decoding), chunks=tuple(chunks), preempted=tuple(preempted))
 
     def extend_ahead(self, decoding: Items[Sequence]) -> bool:
-        """Give each sequence the slot after the one it writes now. False, and no change, if that needs a preemption."""
+        """Give each sequence the slot after the one it writes now.
+
+        False, and no change, if that needs a preemption, or while requests take turns.
+        """
+        if self._num_alone:
+            return False
         full = [sequence for sequence in decoding if sequence.num_slots <= len(sequence.tokens)]
         if len(full) > self._blocks.pool.num_free:
             return False
@@ -154,6 +173,13 @@ class RunningSet:
             assert queue == sorted(queue, key=_order), "a queue is out of order"
         assert all(sequence.block_table for sequence in self._active), "an active sequence holds no blocks"
         assert not any(sequence.block_table for sequence in self._preempted), "a preempted sequence holds blocks"
+        assert self._num_alone == sum(sequence.is_alone for sequence in self), "sequences that run alone are miscounted"
+
+    def _next_turn(self) -> RequestId | None:
+        """The group after the last one, in the order of their oldest active sequences."""
+        groups = list(dict.fromkeys(map(_group, self._active)))
+        following = groups.index(self._turn) + 1 if self._turn in groups else 0
+        return groups[following % len(groups)] if groups else None
 
     def _extend_or_preempt(self, sequence: Sequence, stop: int, preempted: list[Sequence]) -> bool:
         """Preempt the youngest sequences until this one has its slots; False when it was preempted itself.
@@ -173,6 +199,11 @@ class RunningSet:
 
 def _is_decoding(sequence: Sequence) -> bool:
     return len(sequence.tokens) - sequence.num_computed == 1 and sequence.sampling is not None
+
+
+def _group(sequence: Sequence) -> RequestId | None:
+    """The request, if it runs alone; None is the group of all others."""
+    return sequence.request_id if sequence.is_alone else None
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:

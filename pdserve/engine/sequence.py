@@ -119,6 +119,8 @@ class Sequence:
     num_registered: int = 0
     #: Position in the order of admission; the oldest has the smallest.
     admission_order: int = 0
+    #: Computed in steps without other requests.
+    is_alone: bool = False
     #: Inputs of sampling, once the sequence is a choice; None for a bare prompt.
     sampling: SampleRow | None = None
 

@@ -62,11 +62,19 @@ class Stepper:
         self._ended_at = 0.0
         #: End of the last step that computed tokens, on `perf_counter`.
         self.computed_at = 0.0
+        #: The requests of the step at work; after an error, of the one that has failed.
+        self._plan = StepPlan()
+
+    @property
+    def requests(self) -> frozenset[RequestId]:
+        """The requests of the last step."""
+        return frozenset(sequence.request_id for sequence in self._plan.scheduled())
 
     def step(self, may_go_on: Callable[[], bool]) -> None:
         """Run one step. While `may_go_on`, also run steps that can be launched before the previous one has ended."""
         scheduling_at = perf_counter()
-        plan = self._scheduler.schedule(self._meter.pace)
+        self._plan = StepPlan()
+        plan = self._plan = self._scheduler.schedule(self._meter.pace)
         building_at = perf_counter()
         step = self._launch(*self._build(plan), scheduling_at, building_at)
         while (following := self._launch_ahead(step.plan, may_go_on)) is not None:

@@ -36,6 +36,8 @@ class Journal:
         self._store = store
         self._last_tokens_s: float | None = None
         self._has_decoded = False
+        #: What the loss of workers means for later decisions.
+        self._remark = ""
         #: Reason for a local prefill, should the decode worker do one.
         self._local_prefill_reason = LocalPrefillReason.SHORT
         #: Uncached tokens up to which the decode worker was to prefill.
@@ -50,7 +52,7 @@ class Journal:
 
     def chose_decode(self, placement: Placement, plan: PrefillPlan) -> TraceContext | None:
         """A decode worker was chosen, with a plan where to prefill. Returns the trace context for the call to it."""
-        self.record.add_decision(placement.worker, "; ".join(filter(None, (placement.why, plan.why))))
+        self.record.add_decision(placement.worker, "; ".join(filter(None, (placement.why, plan.why, self._remark))))
         self._local_prefill_reason = plan.reason
         self._local_prefill_threshold = plan.threshold
         if plan.fallback:
@@ -59,7 +61,7 @@ class Journal:
 
     def chose_prefill(self, placement: Placement) -> TraceContext | None:
         """A prefill worker was chosen and is about to receive the prompt. Returns the trace context for the call."""
-        self.record.add_decision(placement.worker, placement.why)
+        self.record.add_decision(placement.worker, "; ".join(filter(None, (placement.why, self._remark))))
         self.record.enter(Phase.PREFILL)
         self._move(_S.PREFILLING, placement.worker)
         return self._trace.start_call()
@@ -74,6 +76,11 @@ class Journal:
             # The previous attempt was refused before it reached a state of its own.
             self._move(_S.QUEUED)
         self._move(_S.RETRYING)
+
+    def lost_worker(self, worker: WorkerRecord, remark: str) -> None:
+        """A worker was lost under the request. `remark` goes to the reasons of later decisions."""
+        log.warning("request_lost_worker", worker=worker.worker_id, remark=remark or None)
+        self._remark = remark
 
     def prefill_on_decode(self, reason: str, worker: WorkerRecord) -> None:
         """The decode worker prefills although a prefill worker should have. It does so in an attempt of its own."""

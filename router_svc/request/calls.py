@@ -56,6 +56,14 @@ def is_gone(error: BaseException) -> bool:
     return isinstance(error, PeerLost) and is_from_peer and not is_reported(error)
 
 
+def is_lost_in_call(error: BaseException) -> bool:
+    """Whether the worker was lost after it had been reached, and so perhaps with the request."""
+    cause = error.__cause__
+    if isinstance(cause, grpc.aio.AioRpcError):
+        return is_gone(error) and "failed to connect" not in (cause.details() or "")
+    return is_gone(error) and isinstance(cause, ConnectionError) and not isinstance(cause, ConnectionRefusedError)
+
+
 class DecodeFailed(Exception):
     """The attempt on a decode worker has failed with `error`. Never leaves the saga.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -14,8 +15,9 @@ from pdserve.base.workers import Tier, WorkerRecord
 from pdserve.v1 import common_pb2, decode_pb2
 from router_svc.generation import Generation
 from router_svc.records.journal import Journal
-from router_svc.request.calls import DecodeCall, is_gone
+from router_svc.request.calls import DecodeCall, is_gone, is_lost_in_call
 from router_svc.request.output import Output, ended_by_stop_string
+from router_svc.request.quarantine import REFUSED_S, Death, Deaths, Quarantine
 from router_svc.request.recovery import MAX_PREFILL_FAILURES
 from router_svc.request.stream import DeltaStream
 from router_svc.routing.cluster import Cluster, PrefixHashes
@@ -41,6 +43,9 @@ class RequestContext:
     prompt: QueuedPrompt
     #: Leading blocks of the prompt that each worker has cached.
     overlap: dict[WorkerId, int] = field(default_factory=dict)
+    #: Workers lost under the request, and where requests go that have lost too many.
+    deaths: Deaths = field(default_factory=Deaths)
+    quarantine: Quarantine = field(default_factory=Quarantine)
     failed_prefill: set[Incarnation] = field(default_factory=set)
     #: Set once every choice is complete and has been written.
     finished: asyncio.Event = field(default_factory=asyncio.Event)
@@ -58,13 +63,13 @@ class RequestContext:
         )
         if tier == "decode":
             return choose_decode(self.cluster.ready(tier, layout), demand, self.cluster.in_flight)
-        if len(excluded) >= MAX_PREFILL_FAILURES:
+        if len(excluded) >= MAX_PREFILL_FAILURES and self.deaths.tier is None:
             return None
         return choose_prefill(self.cluster.ready(tier, layout), demand, self.cluster.in_flight)
 
     def choose_prefill(self, layout: KvLayout | None) -> Placement | None:
         """The best prefill worker that has not failed this request, for a decode worker with this layout if any."""
-        return self.choose("prefill", self.failed_prefill, layout)
+        return self.choose("prefill", self.failed_prefill, layout) if self.deaths.may_reach("prefill") else None
 
     def prefill_failed(self, placement: Placement, error: PdserveError) -> None:
         """A prefill worker has failed, and the next attempt starts."""
@@ -74,12 +79,28 @@ class RequestContext:
     def exclude_prefill(self, placement: Placement, error: PdserveError) -> None:
         """A prefill worker has failed, and gets no further attempt of this request."""
         self.failed_prefill.add(placement.incarnation)
-        self.report_if_gone(placement.worker, error)
 
-    def report_if_gone(self, worker: WorkerRecord, error: PdserveError) -> None:
-        """Makes other requests avoid a worker that cannot be reached."""
-        if is_gone(error):
-            self.cluster.directory.mark_lost(worker.worker_id, worker.epoch)
+    async def note_failure(self, worker: WorkerRecord, error: PdserveError) -> None:
+        """Makes other requests avoid a worker that cannot be reached, and counts it against this request.
+
+        Raises the error for the client when the request has lost too many.
+        """
+        if not is_gone(error):
+            return
+        self.cluster.directory.mark_lost(worker.worker_id, worker.epoch)
+        if not is_lost_in_call(error):
+            return
+        requests = await self.cluster.requests_of_death(worker.worker_id, worker.epoch)
+        is_own = requests is not None and self.generation.worker_request_id in requests
+        self.deaths = self.deaths.after(Death.OWN if is_own else Death.MET, worker.tier)
+        self.journal.lost_worker(worker, self.deaths.remark)
+        if self.deaths.is_over:
+            self.quarantine.add(self.generation, time.monotonic())
+            raise PdserveError(
+                f"The request has ended because it has lost too many workers: {self.deaths}. The last was "
+                f"{worker.tier} worker {worker.worker_id}. The same request is refused for {REFUSED_S / 60:.0f} "
+                "minutes. See the logs of these workers."
+            ) from error
 
     def answered(self, worker: WorkerRecord) -> None:
         """The worker has answered a call: other requests may use it, even if it appeared to be gone."""
@@ -91,6 +112,7 @@ class RequestContext:
             request_id=self.generation.worker_request_id,
             attempt=self.journal.record.attempt,
             router_id=self.cluster.in_flight.router_id,
+            alone=self.deaths.is_alone,
         )
 
     async def deliver(self, tokens: Sequence[common_pb2.ChoiceTokens], call: DecodeCall | None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import ExitStack
 
-from pdserve.base.errors import NoFreeBlocks, PdserveError, TransferError, TransferTimeout, reason_of
+from pdserve.base.errors import NoFreeBlocks, NoWorkers, PdserveError, TransferError, TransferTimeout, reason_of
 from pdserve.base.seals import Purpose
 from pdserve.base.workers import WorkerRecord
 from pdserve.v1 import decode_pb2
@@ -93,7 +93,8 @@ class DecodeAttempt:
                 f"{self._policy.reserve_timeout_s:g} s."
             ),
         )
-        reason, failed_prefill = "no_prefill_worker", None
+        reason = "quarantine" if self._context.deaths.tier == "decode" else "no_prefill_worker"
+        failed_prefill: WorkerRecord | None = None
         while opened.HasField("ticket"):
             # The plan has served its purpose, and must not count against the worker it favoured.
             self._prompt.unassign()
@@ -107,6 +108,7 @@ class DecodeAttempt:
                 return
             except PdserveError as failed:
                 error = failed
+            await self._context.note_failure(placement.worker, error)
             failed_prefill = placement.worker
             match self._next_step(placement, error):
                 case NextStep.CARRY_ON:
@@ -134,6 +136,7 @@ class DecodeAttempt:
             self._output.progress,
             decode_has_started=self._call.has_started,
             has_other_prefill=others is not None,
+            may_prefill_on_decode=context.deaths.may_reach("decode"),
         )
 
     async def _started(self) -> decode_pb2.DecodeResponse:
@@ -161,6 +164,8 @@ class DecodeAttempt:
                 return opened
 
     async def _prefill_on_decode(self, reason: str, failed_prefill: WorkerRecord | None) -> None:
+        if not self._context.deaths.may_reach("decode"):
+            raise NoWorkers("No other prefill worker is ready. Retry in a few seconds.")
         worker = self._call.worker
         self._journal.prefill_on_decode(reason, worker)
         command = decode_pb2.PrefillLocally(

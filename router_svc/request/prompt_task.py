@@ -12,6 +12,7 @@ from router_svc.request.context import RequestContext
 from router_svc.request.fair_order import QueueSlot
 from router_svc.request.gate import Gate
 from router_svc.request.output import Output
+from router_svc.request.quarantine import Quarantine
 from router_svc.request.saga import Saga
 from router_svc.request.stream import DeltaStream
 from router_svc.routing.cluster import Cluster, PrefixHashes
@@ -32,7 +33,7 @@ class PromptTask:
         self._gate = gate
         self._slot = slot
 
-    async def run(self, cluster: Cluster, tokenizer: Tokenizer, stream: DeltaStream) -> None:
+    async def run(self, cluster: Cluster, tokenizer: Tokenizer, stream: DeltaStream, quarantine: Quarantine) -> None:
         """Returns when the prompt is complete or has failed. The error goes into the stream, after the tokens."""
         enter_request(self._generation.request_id, self._journal.record.trace)
         error: PdserveError | None = None
@@ -49,6 +50,7 @@ class PromptTask:
                 stream=stream,
                 sampling=sampling_to_wire(self._generation.sampling),
                 prompt=QueuedPrompt(cluster.in_flight),
+                quarantine=quarantine,
             )
             await Saga(context).run()
             self._journal.finished(output.finish_reasons)

@@ -3,7 +3,8 @@
 A decode worker failed       no token sent      first tokens sent    later tokens, or only some first tokens
 --------------------------   ----------------   ------------------   ---------------------------------------
 refused: no capacity         another, or wait   another, once        fail
-lost, or any other error     another, once      another, once        fail
+lost                         another            another              fail
+any other error              another, once      another, once        fail
 the prefill worker failed    the same, or       the same, or         fail
                              another            another
 the request is wrong         fail               fail                 fail
@@ -14,6 +15,7 @@ any error                    renew the ticket for another, else      nothing, if
                              prefill on the decode worker            else the decode attempt has failed
 the request is wrong         fail                                    fail
 
+`quarantine` bounds how many workers a request may lose, and to which tier recovery may take it.
 "Another" decode worker gets first tokens that were sent already only through a prefill worker, so one must be ready.
 """
 
@@ -24,8 +26,8 @@ from enum import Enum, auto
 from pdserve.base.errors import CapacityError, PdserveError, RequestError, TransferError
 from router_svc.request.output import OutputProgress
 
-#: Decode workers that one request may lose. A request that crashes its workers must not take down all of them.
-MAX_DECODE_LOSSES = 1
+#: Failures of decode workers that are not lost, after which a request is still given to another one.
+MAX_DECODE_FAILURES = 1
 #: Prefill workers that may fail one request before the decode worker prefills.
 MAX_PREFILL_FAILURES = 2
 
@@ -91,18 +93,18 @@ def is_refusal(failure: Failure, progress: OutputProgress) -> bool:
 
 
 def after_decode_failure(
-    failure: Failure, progress: OutputProgress, *, losses: int, has_other_decode: bool, has_prefill: bool
+    failure: Failure, progress: OutputProgress, *, failures: int, has_other_decode: bool, has_prefill: bool
 ) -> NextStep:
     """The step after a decode worker has failed.
 
     Args:
-        losses: decode workers that this request has lost, this one included.
+        failures: decode workers that have failed this request without being lost, this one included.
         has_other_decode: another decode worker can take the request.
         has_prefill: a prefill worker is ready. Only those can be given first tokens that the client already has.
     """
     if is_refusal(failure, progress):
         return NextStep.RETRY if has_other_decode else NextStep.WAIT_FOR_CAPACITY
-    if failure is Failure.REQUEST or losses > MAX_DECODE_LOSSES or not has_other_decode:
+    if failure is Failure.REQUEST or failures > MAX_DECODE_FAILURES or not has_other_decode:
         return NextStep.FAIL
     if progress is OutputProgress.NOTHING or (progress is OutputProgress.FIRST_TOKENS and has_prefill):
         return NextStep.RETRY
@@ -110,16 +112,24 @@ def after_decode_failure(
 
 
 def after_prefill_failure(
-    failure: Failure, progress: OutputProgress, *, decode_has_started: bool, has_other_prefill: bool
+    failure: Failure,
+    progress: OutputProgress,
+    *,
+    decode_has_started: bool,
+    has_other_prefill: bool,
+    may_prefill_on_decode: bool = True,
 ) -> NextStep:
     """The step after a prefill worker has failed, on behalf of a decode worker that holds a reservation.
 
     Args:
         decode_has_started: the decode worker has all KV blocks and runs.
         has_other_prefill: another prefill worker can take the prompt.
+        may_prefill_on_decode: the decode tier may compute the prompt.
     """
     if failure is Failure.REQUEST:
         return NextStep.FAIL
     if decode_has_started:
         return NextStep.CARRY_ON if progress.has_first_tokens else NextStep.FAIL_ATTEMPT
-    return NextStep.RENEW_TICKET if has_other_prefill else NextStep.PREFILL_LOCALLY
+    if has_other_prefill:
+        return NextStep.RENEW_TICKET
+    return NextStep.PREFILL_LOCALLY if may_prefill_on_decode else NextStep.FAIL

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
-from pdserve.base.errors import Draining, Forbidden, NoWorkers, Overloaded, RequestError
+from pdserve.base.errors import Draining, Forbidden, NoWorkers, Overloaded, Quarantined, RequestError
 from pdserve.base.tasks import service_group
 from pdserve.base.tracing.context import TraceContext
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
@@ -24,6 +24,7 @@ from router_svc.request.client import ANONYMOUS, Client
 from router_svc.request.fair_order import QueueSlot
 from router_svc.request.gate import Gate
 from router_svc.request.prompt_task import PromptTask
+from router_svc.request.quarantine import Quarantine
 from router_svc.request.stream import DeltaStream
 from router_svc.routing.cluster import Cluster, PrefixHashes
 
@@ -60,6 +61,7 @@ class Requests:
         self._gate = gate
         self._recorders = recorders
         self._tokenizer = tokenizer
+        self._quarantine = Quarantine()
         self._is_draining = False
         self._num_open = 0
         self._idle = asyncio.Event()
@@ -92,7 +94,7 @@ class Requests:
         `trace` is the request's span.
 
         Raises:
-            Overloaded, NoWorkers, Draining: the request was refused at once.
+            Overloaded, NoWorkers, Draining, Quarantined: the request was refused at once.
             RequestError: it has a priority, and this router does not take any.
             PdserveError: a later failure, raised by `DeltaStream.write_to`.
         """
@@ -105,6 +107,7 @@ class Requests:
         uncached_tokens = [await self._cluster.uncached_tokens(hashes) for hashes in prompts]
         self._recorders.metrics.received([hashes.num_tokens for hashes in prompts], uncached_tokens)
         self._refuse_if_unavailable()
+        self._refuse_quarantined(generations)
         entrants = [
             Entrant(sequences=generation.sampling.n, uncached_tokens=uncached, priority=generation.priority)
             for generation, uncached in zip(generations, uncached_tokens, strict=True)
@@ -117,7 +120,8 @@ class Requests:
                 async with service_group() as group:
                     for generation, hashes, journal, slot in zip(generations, prompts, journals, slots, strict=True):
                         task = PromptTask(generation, hashes, journal, self._gate, slot)
-                        group.start(task.run(self._cluster, self._tokenizer, stream), name=generation.request_id)
+                        running = task.run(self._cluster, self._tokenizer, stream, self._quarantine)
+                        group.start(running, name=generation.request_id)
                     yield stream
             finally:
                 for journal in journals:
@@ -137,6 +141,14 @@ class Requests:
                 f"{client.priority_ceiling} or more. Raise it.",
                 param="priority",
             )
+
+    def _refuse_quarantined(self, generations: Sequence[Generation]) -> None:
+        try:
+            for generation in generations:
+                self._quarantine.check(generation, time.monotonic())
+        except Quarantined:
+            self._recorders.metrics.rejected("quarantined")
+            raise
 
     def _refuse_if_unavailable(self) -> None:
         if self._is_draining:

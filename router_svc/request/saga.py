@@ -7,9 +7,10 @@
           P sends the first tokens, its progress keeps D's lease
           P lost: a renewed ticket and another P, else D prefills          RETRYING -> RESERVED ...
         P has committed, D decodes                                         DECODING
-      D lost: once more on another D, if the client has no tokens of D     RETRYING -> RESERVED ...
+      D lost: again on another D, if the client has no tokens of D         RETRYING -> RESERVED ...
 
-`recovery` decides what follows a failure, and the journal records every step.
+`recovery` decides what follows a failure, `quarantine` how many workers a request may lose, and the journal records
+every step.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from pdserve.base.layout import KvLayout
 from pdserve.base.tracing.context import traceparent_of
 from pdserve.base.workers import WorkerRecord
 from pdserve.v1 import decode_pb2
-from router_svc.request.calls import DecodeFailed, decode_call, is_reported
+from router_svc.request.calls import DecodeFailed, decode_call, is_gone, is_reported
 from router_svc.request.context import RequestContext
 from router_svc.request.decode_attempt import DecodeAttempt
 from router_svc.request.output import OutputProgress
 from router_svc.request.prefill_attempt import prefill
+from router_svc.request.quarantine import Deaths
 from router_svc.request.recovery import Failure, NextStep, after_decode_failure, failure_of
 from router_svc.routing.incarnation import Incarnation, incarnation_of
 from router_svc.routing.local_prefill import PrefillPlan, plan_by_length, plan_by_load, plan_without_prefill
@@ -46,7 +48,8 @@ class Saga:
         self._journal = context.journal
         self._output = context.output
         self._failed_decode: set[Incarnation] = set()
-        self._decode_losses = 0
+        #: Decode workers that have failed the request without being lost.
+        self._decode_failures = 0
         #: KV layout of the last decode worker, which its prefill workers have too.
         self._layout: KvLayout | None = None
 
@@ -67,7 +70,10 @@ class Saga:
             except RequestError:
                 raise
             except PdserveError as error:
+                await self._context.note_failure(placement.worker, error)
                 self._context.prefill_failed(placement, error)
+                if not self._context.deaths.may_reach("decode") and self._context.choose_prefill(None) is None:
+                    raise
         return False
 
     async def _run_with_decode(self) -> None:
@@ -81,6 +87,8 @@ class Saga:
                 return
             except DecodeFailed as failed:
                 error, worker = failed.error, failed.worker
+            if incarnation_of(worker) == placement.incarnation:  # That of a prefill worker is noted already.
+                await self._context.note_failure(worker, error)
             step = self._next_step(placement, worker, error)
             if step is NextStep.FAIL:
                 raise error
@@ -93,19 +101,22 @@ class Saga:
         failure = failure_of(error, is_reported=is_reported(error))
         if incarnation_of(worker) != placement.incarnation:
             failure = Failure.PREFILL
-        else:
-            self._context.report_if_gone(worker, error)
         if failure.excludes_worker:
             self._failed_decode.add(placement.incarnation)
-        if failure.is_loss(self._output.progress):
-            self._decode_losses += 1
+        if failure.is_loss(self._output.progress) and not is_gone(error):
+            self._decode_failures += 1
         return after_decode_failure(
             failure,
             self._output.progress,
-            losses=self._decode_losses,
+            failures=self._decode_failures,
             has_other_decode=self._choose_decode() is not None,
-            has_prefill=bool(self._cluster.ready("prefill", self._layout)),
+            # A request that stays in the decode tier gets them with the command to prefill there.
+            has_prefill=bool(self._cluster.ready("prefill", self._layout)) or self._deaths.tier == "decode",
         )
+
+    @property
+    def _deaths(self) -> Deaths:
+        return self._context.deaths
 
     def _choose_decode(self) -> Placement | None:
         # Another layout may be another model, which must not go on with tokens that the client has from this one.
@@ -157,7 +168,7 @@ class Saga:
 
     def _plan_prefill(self, decode: Placement, remote: Placement | None) -> PrefillPlan:
         """Where the prompt should be prefilled: on the decode worker or on `remote`, a prefill worker."""
-        if self._output.progress is not OutputProgress.NOTHING:
+        if self._output.progress is not OutputProgress.NOTHING or self._deaths.tier is not None:
             return plan_by_length(0)
         if not self._cluster.ready("prefill", decode.worker.layout):
             return plan_without_prefill(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdserve.base.block_hash import hash_blocks, hash_key
-from pdserve.base.ids import BlockHash, WorkerId, new_router_id
+from pdserve.base.ids import BlockHash, Epoch, RequestId, WorkerId, new_router_id
 from pdserve.base.layout import KvLayout
 from pdserve.base.peer_tls import PeerTls
 from pdserve.base.registry import WorkerDirectory
@@ -53,6 +53,10 @@ class PrefixHashes:
         return self._by_layout[layout]
 
 
+async def _unknown(worker_id: WorkerId, epoch: Epoch) -> frozenset[RequestId] | None:
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """The workers and everything that all requests share to reach them."""
@@ -61,6 +65,8 @@ class Cluster:
     directory: WorkerDirectory
     #: Leading blocks that each worker has cached, from the hashes of a prompt's blocks.
     index: Callable[[Sequence[BlockHash]], Mapping[WorkerId, int]]
+    #: The requests in the last step of a worker that has failed by itself, or None: see `requests_of_death`.
+    requests_of_death: Callable[[WorkerId, Epoch], Awaitable[frozenset[RequestId] | None]] = _unknown
     channels: ChannelPool = field(default_factory=ChannelPool)
     #: Certificates for connections to the workers; None: no TLS.
     tls: PeerTls | None = None

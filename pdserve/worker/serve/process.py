@@ -13,6 +13,8 @@ from kvtransfer.transport import Transport, open_transport
 from pdserve.base import audit, notify
 from pdserve.base.admin import Health, bound_socket, serve_admin
 from pdserve.base.collector import exempt_all
+from pdserve.base.deaths import note_death
+from pdserve.base.errors import PeerLost
 from pdserve.base.ids import WorkerId, new_epoch
 from pdserve.base.logs import get_logger
 from pdserve.base.peer_tls import PeerTls, peer_tls
@@ -75,9 +77,9 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
             if note is not None:
                 note.serving()
             with populating(model.kv_cache.memory, worker.kv_use()):
-                await _unless_fatal(stop.wait(), fatal, health)
+                await _noting_death(worker, store, _unless_fatal(stop.wait(), fatal, health))
             await _stop_accepting(worker, health, grpc_health, registrar)
-            await _drain(worker, fatal, health)
+            await _noting_death(worker, store, _drain(worker, fatal, health))
 
 
 @asynccontextmanager
@@ -177,6 +179,17 @@ async def _served(
             yield address, await service.start(address), grpc_health
     finally:
         await service.close()
+
+
+async def _noting_death(worker: Worker, store: Store, work: Coroutine[object, object, None]) -> None:
+    """Runs `work`. If the worker fails by itself, routers can read so before they lose their connections to it."""
+    try:
+        await work
+    except PeerLost:
+        raise  # A rank is gone, perhaps killed: nobody knows by whom.
+    except Exception:
+        await note_death(store, worker.worker_id, worker.epoch, worker.step_loop.requests)
+        raise
 
 
 async def _unless_fatal(

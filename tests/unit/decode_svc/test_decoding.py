@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.decoder import LayerListener
 from pdserve.base.sampling import FinishReason, SamplingParams
 from pdserve.model.batch import Batch
-from tests.unit.decode_svc.decode_worker import ALWAYS, GREEDY, PROMPT, A, B, C, decode, job, oracle
+from tests.unit.decode_svc.decode_worker import ALWAYS, GREEDY, PROMPT, A, B, C, decode, job, oracle, sizes
 from tests.unit.engine.fakes import BLOCK_SIZE, EOS, FakeDecoder, fake_logits, limits, write_prompt
 
 
@@ -40,6 +40,19 @@ def test_all_running_sequences_are_computed_in_every_step() -> None:
     worker.run()
     assert sum(len(plan.decoding) == 2 for plan in worker.plans) >= 4
     assert [worker.tokens(A), worker.tokens(B)] == [oracle(PROMPT)[1:], oracle(PROMPT[:3])[1:]]
+
+
+def test_a_request_that_runs_alone_shares_no_step_and_gets_the_same_tokens() -> None:
+    worker = decode()
+    several = replace(GREEDY, n=2)
+    for request_id, alone in ((A, False), (B, True), (C, False)):
+        worker.scheduler.reserve(replace(job(request_id, PROMPT, several, threshold=99), is_alone=alone))
+    steps = [set(step) for step in sizes(worker) if step]
+    assert {B} in steps
+    assert {A, C} in steps
+    assert all(step == {B} or B not in step for step in steps)
+    assert all(worker.tokens(each, 1) == oracle(PROMPT, several, 1) for each in (A, B, C))
+    assert worker.all_free
 
 
 def test_no_more_than_max_num_seqs_run_at_once_and_the_others_follow() -> None:

@@ -26,10 +26,11 @@ class Rig:
         self.blocks = BlockManager(self.pool)
         self.running = RunningSet(self.blocks, limits)
 
-    def add(self, name: str, num_tokens: int, *, num_computed: int = 0) -> Sequence:
+    def add(self, name: str, num_tokens: int, *, num_computed: int = 0, alone: bool = False) -> Sequence:
         """Adds a choice with slots for its tokens, of which `num_computed` are computed."""
         prompt = [ord(name)] * num_tokens
         sequence = Sequence.from_prompt(RequestId(name), prompt, SamplingParams(), hash_key=KEY)
+        sequence.is_alone = alone
         assert self.blocks.admit(sequence, num_tokens)
         sequence.admission_order = self.running.next_admission_order()
         sequence.sampling = BOUNDS.sample_row(sequence, 0)
@@ -197,3 +198,34 @@ def test_limits_that_allow_no_work_are_an_assertion(broken: tuple[int, int, int]
     seqs, batched, minimum = broken
     with pytest.raises(AssertionError):
         RunningLimits(max_num_seqs=seqs, max_num_batched_tokens=batched, itl_budget_s=0.1, min_prefill_tokens=minimum)
+
+
+def test_requests_that_run_alone_take_turns_with_all_others() -> None:
+    rig = Rig(20)
+    for name in "abcd":
+        rig.add(name, 2, num_computed=1, alone=name in "bd")
+    steps = [[name for name, _ in rig.plan()[0]] for _ in range(7)]
+    assert steps == [["b"], ["d"], ["a", "c"], ["b"], ["d"], ["a", "c"], ["b"]]
+    assert not rig.running.extend_ahead([])
+
+
+def test_one_that_runs_alone_without_others_gets_every_step() -> None:
+    rig = Rig(20)
+    alone = rig.add("a", 2, num_computed=1, alone=True)
+    assert [rig.plan()[0] for _ in range(3)] == [[("a", 2)]] * 3
+    rig.running.detach(alone)
+    rig.blocks.free(alone)
+    assert rig.plan() == ([], [])
+
+
+def test_a_preempted_sequence_that_runs_alone_comes_back_to_its_turns() -> None:
+    rig = Rig(3)
+    old = rig.add("a", 8)
+    rig.add("b", 4, num_computed=3, alone=True)
+    rig.grow(old)
+    assert [rig.plan(), rig.plan()] == [([("b", 4)], []), ([("a", 9)], ["b"])]
+    rig.running.detach(old)
+    rig.blocks.free(old)
+    rig.running.resume()
+    rig.running.check_integrity()
+    assert [name for name, _ in rig.plan()[0]] == ["b"]

@@ -301,3 +301,16 @@ def test_an_error_that_no_request_causes_alone_ends_the_loop(clock: Clock) -> No
     steps = Stepper(scheduler_of(job(A, [1, 2, 3]), job(B, [4, 5, 6])), Crowded(clock), lambda output: None)
     with pytest.raises(AssertionError, match="crowded"):
         steps.step(lambda: True)
+
+
+def test_after_an_error_the_requests_of_the_failed_step_are_known(clock: Clock) -> None:
+    class Breaking(RecordingRunner):
+        def launch(self, plan: StepPlan, batch: Batch | None, report_layers: ReportLayers | None = None) -> Results:
+            raise RuntimeError("a defect of a kernel")
+
+    scheduler = scheduler_of(job(A, [1, 2, 3]))
+    steps = Stepper(scheduler, Breaking(clock), lambda output: None)
+    scheduler.reserve(job(B, [4, 5, 6]))
+    with pytest.raises(RuntimeError, match="a defect of a kernel"):
+        steps.step(lambda: True)
+    assert steps.requests == {A, B}

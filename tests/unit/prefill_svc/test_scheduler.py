@@ -130,6 +130,15 @@ def test_a_first_token_that_ends_its_choice_has_a_finish_reason() -> None:
     assert worker.reported[C][0][0].finish_reason is None
 
 
+def test_a_prompt_that_runs_alone_shares_no_step() -> None:
+    worker = prefill(budget=30)
+    for request_id, alone in ((A, False), (B, True), (C, False)):
+        worker.scheduler.add(replace(job(request_id, [*PROMPT, ord(request_id) % 7]), is_alone=alone))
+    worker.run()
+    assert [set(sizes) for sizes in worker.sizes() if sizes] == [{A}, {B}, {C}]
+    assert all(len(worker.tokens(request_id)) == 1 for request_id in (A, B, C))
+
+
 def test_a_prompt_that_fails_before_its_step_leaves_the_others() -> None:
     worker = prefill()
     worker.scheduler.add(job(A, PROMPT))

@@ -20,7 +20,7 @@ from pdserve.base.errors import (
 )
 from router_svc.request.output import OutputProgress
 from router_svc.request.recovery import (
-    MAX_DECODE_LOSSES,
+    MAX_DECODE_FAILURES,
     Failure,
     NextStep,
     after_decode_failure,
@@ -104,16 +104,16 @@ WORKERS = [(True, True), (True, False), (False, True), (False, False)]
 @pytest.mark.parametrize(("failure", "progress"), [*itertools.product(Failure, OutputProgress)])
 def test_after_a_decode_worker_has_failed(failure: Failure, progress: OutputProgress) -> None:
     steps = tuple(
-        after_decode_failure(failure, progress, losses=1, has_other_decode=other, has_prefill=prefill)
+        after_decode_failure(failure, progress, failures=1, has_other_decode=other, has_prefill=prefill)
         for other, prefill in WORKERS
     )
     assert steps == AFTER_DECODE[failure, progress]
 
 
 @pytest.mark.parametrize(("failure", "progress"), [*itertools.product(Failure, OutputProgress)])
-def test_after_too_many_losses_only_a_refusal_is_retried(failure: Failure, progress: OutputProgress) -> None:
+def test_after_too_many_failures_only_a_refusal_is_retried(failure: Failure, progress: OutputProgress) -> None:
     step = after_decode_failure(
-        failure, progress, losses=MAX_DECODE_LOSSES + 1, has_other_decode=True, has_prefill=True
+        failure, progress, failures=MAX_DECODE_FAILURES + 1, has_other_decode=True, has_prefill=True
     )
     assert step is (RETRY if is_refusal(failure, progress) else FAIL)
 
@@ -137,3 +137,16 @@ def test_after_a_prefill_worker_has_failed(failure: Failure, progress: OutputPro
     )
     assert before is (FAIL if failure is REQUEST else RENEW if has_other else LOCAL)
     assert after is (FAIL if failure is REQUEST else AFTER_START[progress])
+
+
+@pytest.mark.parametrize(("failure", "progress"), [*itertools.product(Failure, OutputProgress)])
+def test_a_prompt_that_must_not_reach_the_decode_tier_fails_without_another_prefill_worker(
+    failure: Failure, progress: OutputProgress
+) -> None:
+    with_other, without = (
+        after_prefill_failure(
+            failure, progress, decode_has_started=False, has_other_prefill=has_other, may_prefill_on_decode=False
+        )
+        for has_other in (True, False)
+    )
+    assert (with_other, without) == (FAIL if failure is REQUEST else RENEW, FAIL)

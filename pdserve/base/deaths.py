@@ -1,0 +1,40 @@
+"""What a worker that fails by itself leaves in Redis: the requests in its last step.
+
+It is written before the worker closes its connections. A router that loses a worker therefore finds it at once, and
+where there is nothing, the worker was killed or its machine is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from pdserve.base.errors import StoreError
+from pdserve.base.ids import Epoch, RequestId, WorkerId
+from pdserve.base.logs import get_logger
+from pdserve.base.store import Store, as_bytes
+
+log = get_logger(__name__)
+
+DEATH_KEY = "death:"
+_TTL_S = 900
+
+
+async def note_death(store: Store, worker_id: WorkerId, epoch: Epoch, requests: Collection[RequestId]) -> None:
+    """Notes that this worker fails by itself, in a step with these requests. Logs it if Redis is away."""
+    try:
+        await store.call("SET", _key(store, worker_id, epoch), "\n".join(requests), "EX", _TTL_S)
+    except StoreError as error:
+        log.warning("death_not_noted", worker=worker_id, reason=error)
+
+
+async def requests_of_death(store: Store, worker_id: WorkerId, epoch: Epoch) -> frozenset[RequestId] | None:
+    """The requests in the last step of a worker that has failed by itself; None if it has not, or nobody knows."""
+    try:
+        noted = await store.call("GET", _key(store, worker_id, epoch))
+    except StoreError:
+        return None
+    return None if noted is None else frozenset(map(RequestId, as_bytes(noted).decode().split("\n")))
+
+
+def _key(store: Store, worker_id: WorkerId, epoch: Epoch) -> str:
+    return store.key(f"{DEATH_KEY}{worker_id}:{epoch}")

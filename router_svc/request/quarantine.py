@@ -1,0 +1,130 @@
+"""Whether a request under which workers die goes on, goes on in steps of its own, or ends. Pure.
+
+    in company --2 deaths of the first kind, or 3 of the second--> alone --1 of the first, or 3 of the second--> over
+
+A death of the first kind is a worker's own failure in a step with the request; all others are of the second kind, such
+as SIGKILL, or a lost machine. After one of the first kind, recovery keeps the request in that worker's tier.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from pdserve.base.errors import Quarantined
+from pdserve.base.workers import Tier
+from router_svc.generation import Generation
+
+#: Deaths in company, after which the request runs in steps of its own.
+MAX_OWN_IN_COMPANY = 2
+MAX_MET_IN_COMPANY = 3
+#: Deaths in steps of its own, after which the request ends.
+MAX_OWN_ALONE = 1
+MAX_MET_ALONE = 3
+#: Time for which a request is refused after it has ended so.
+REFUSED_S = 600.0
+#: Requests that are refused at a time, at most.
+_MAX_REFUSED = 1024
+
+
+class Death(Enum):
+    """How a worker was lost under a request."""
+
+    #: It failed by itself, in a step that computed the request.
+    OWN = auto()
+    #: It was killed, its machine is gone, or it failed in a step without the request.
+    MET = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deaths:
+    """The workers that were lost under one request."""
+
+    own: int = 0
+    met: int = 0
+    own_alone: int = 0
+    met_alone: int = 0
+    #: Tier of the first worker that has failed by itself.
+    tier: Tier | None = None
+    #: A worker of the other tier has failed by itself, too.
+    is_in_both_tiers: bool = False
+
+    def after(self, death: Death, tier: Tier) -> Deaths:
+        """The deaths after one more, of a worker of this tier."""
+        alone = self.is_alone
+        if death is Death.MET:
+            return replace(self, met=self.met + 1, met_alone=self.met_alone + alone)
+        return replace(
+            self,
+            own=self.own + 1,
+            own_alone=self.own_alone + alone,
+            tier=self.tier or tier,
+            is_in_both_tiers=self.is_in_both_tiers or self.tier not in (None, tier),
+        )
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether workers compute the request in steps of its own."""
+        return self.own >= MAX_OWN_IN_COMPANY or self.met >= MAX_MET_IN_COMPANY
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no worker gets the request any more."""
+        return self.own_alone >= MAX_OWN_ALONE or self.met_alone >= MAX_MET_ALONE or self.is_in_both_tiers
+
+    def may_reach(self, tier: Tier) -> bool:
+        """Whether recovery may let workers of this tier compute the prompt."""
+        return self.tier in (None, tier)
+
+    @property
+    def remark(self) -> str:
+        """What this means for later attempts, for the decision record; empty: nothing."""
+        where = f"stays in the {self.tier} tier" if self.tier is not None else ""
+        return ", ".join(filter(None, (where, "in steps of its own" if self.is_alone else "")))
+
+    def __str__(self) -> str:
+        return f"{self.own} failed by themselves while they computed it, {self.met} were lost for other reasons"
+
+
+class Quarantine:
+    """Requests that are refused for a time. `now` is any monotonic clock."""
+
+    def __init__(self) -> None:
+        #: End of the refusal by the request's digest, in order.
+        self._until: OrderedDict[bytes, float] = OrderedDict()
+
+    def add(self, generation: Generation, now: float) -> None:
+        """Refuses the request from now on."""
+        digest = _digest(generation)
+        self._until.pop(digest, None)
+        self._until[digest] = now + REFUSED_S
+        if len(self._until) > _MAX_REFUSED:
+            self._until.popitem(last=False)
+
+    def check(self, generation: Generation, now: float) -> None:
+        """Raises `Quarantined` for a request that is refused."""
+        while self._until and next(iter(self._until.values())) <= now:
+            self._until.popitem(last=False)
+        if not self._until:  # The usual case: nothing is computed.
+            return
+        until = self._until.get(_digest(generation))
+        if until is not None:
+            raise Quarantined(
+                f"Workers have failed under this request, so it is refused for another {until - now:.0f} s "
+                f"(limit {REFUSED_S:.0f} s). Change it, or report the failure of the workers."
+            )
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+
+def _digest(generation: Generation) -> bytes:
+    """Equal for equal requests of one tenant, whatever their ids and seeds."""
+    sampling = repr(replace(generation.sampling, seed=0)).encode()
+    digest = hashlib.blake2b(sampling, digest_size=16)
+    digest.update(array("q", generation.prompt).tobytes())
+    digest.update(generation.cache_salt)
+    return digest.digest()

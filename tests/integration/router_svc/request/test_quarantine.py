@@ -1,0 +1,112 @@
+"""Requests under which workers die, as a client sees them over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+from pdserve.base.deaths import note_death
+from pdserve.base.ids import RequestId
+from pdserve.base.store import Store
+from pdserve.base.workers import Tier
+from pdserve.cli.private_redis import PrivateRedis
+from tests.integration.router_svc.conftest import ScriptedCluster, open_cluster
+from tests.integration.router_svc.request.support import TEXT
+from tests.integration.router_svc.script import Context, Fault, vanish
+
+TIERS: tuple[Tier, ...] = ("prefill", "decode")
+
+
+def workers(prefill: int, decode: int) -> dict[str, Tier]:
+    counts = zip(TIERS, (prefill, decode), strict=True)
+    return {f"{tier}-{index}": tier for tier, count in counts for index in range(count)}
+
+
+def failing_by_itself(cluster: ScriptedCluster, tier: Tier, *, others: Collection[str] = ()) -> Fault:
+    """A worker of the tier fails in a step with the request, or with `others` instead.
+
+    The fault does not know which of them runs it, so all leave their note.
+    """
+
+    async def fail(context: Context) -> None:
+        calls = cluster.calls
+        ref = calls.prefills[-1].ref if tier == "prefill" else calls.decode_starts[-1].ref
+        async with Store(cluster.router.config.redis_url) as store:
+            for worker in cluster.workers.values():
+                if worker.record.tier == tier:
+                    requests = [RequestId(other) for other in others] or [RequestId(ref.request_id)]
+                    await note_death(store, worker.record.worker_id, worker.record.epoch, requests)
+        await vanish(context)
+
+    return fail
+
+
+async def test_a_poison_request_ends_three_decode_workers_and_no_prefill_worker(
+    redis_server: PrivateRedis, model_dir: Path
+) -> None:
+    async with open_cluster(redis_server, model_dir, workers(2, 5)) as cluster:
+        cluster.script.fail("decode_started", *[failing_by_itself(cluster, "decode")] * 9)
+        status, body = await cluster.complete()
+        assert status == 500
+        assert "3 failed by themselves while they computed it" in body["error"]["message"]
+        starts = cluster.calls.decode_starts
+        assert [start.ref.alone for start in starts] == [False, False, True]
+        # The tier that has computed the prompt before is not asked again.
+        assert len(cluster.calls.prefills) == 1
+        assert cluster.calls.commands.count("prefill_locally") == 2
+        status, body = await cluster.complete()
+        assert status == 422
+        assert "refused for another 600 s" in body["error"]["message"]
+        assert await cluster.metric("admission_rejections_total", reason="quarantined") == 1
+        assert len(starts) == 3
+        cluster.script.faults["decode_started"].clear()
+        status, _ = await cluster.complete(prompt="Say goodbye")
+        assert status == 200
+
+
+@pytest.mark.parametrize("max_tokens", [1, 50])
+async def test_a_poison_request_ends_three_prefill_workers_and_no_decode_worker(
+    redis_server: PrivateRedis, model_dir: Path, max_tokens: int
+) -> None:
+    async with open_cluster(redis_server, model_dir, workers(5, 2)) as cluster:
+        cluster.script.fail("prefill_started", *[failing_by_itself(cluster, "prefill")] * 9)
+        status, body = await cluster.complete(max_tokens=max_tokens)
+        assert status == 500
+        assert "3 failed by themselves while they computed it" in body["error"]["message"]
+        assert [prefill.ref.alone for prefill in cluster.calls.prefills] == [False, False, True]
+        assert "prefill_locally" not in cluster.calls.commands
+
+
+@pytest.mark.parametrize("max_tokens", [1, 50])
+async def test_without_another_prefill_worker_a_poison_request_does_not_reach_the_decode_tier(
+    redis_server: PrivateRedis, model_dir: Path, max_tokens: int
+) -> None:
+    async with open_cluster(redis_server, model_dir, workers(2, 2)) as cluster:
+        cluster.script.fail("prefill_started", *[failing_by_itself(cluster, "prefill")] * 9)
+        status, _ = await cluster.complete(max_tokens=max_tokens)
+        assert status in (502, 503)
+        assert len(cluster.calls.prefills) == 2
+        assert "prefill_locally" not in cluster.calls.commands
+
+
+async def test_a_request_that_loses_five_workers_to_sigkill_in_company_is_answered(
+    redis_server: PrivateRedis, model_dir: Path
+) -> None:
+    async with open_cluster(redis_server, model_dir, workers(1, 6)) as cluster:
+        cluster.script.fail("decode_started", *[vanish] * 5)
+        text, _ = await cluster.stream()
+        assert text == TEXT
+        assert [start.ref.alone for start in cluster.calls.decode_starts] == [False] * 3 + [True] * 3
+
+
+async def test_a_worker_that_fails_in_a_step_of_other_requests_counts_like_a_killed_one(
+    redis_server: PrivateRedis, model_dir: Path
+) -> None:
+    async with open_cluster(redis_server, model_dir, workers(1, 4)) as cluster:
+        cluster.script.fail("decode_started", *[failing_by_itself(cluster, "decode", others=["somebody"])] * 3)
+        text, _ = await cluster.stream()
+        assert text == TEXT
+        assert [start.ref.alone for start in cluster.calls.decode_starts] == [False] * 3 + [True]
+        assert len(cluster.calls.prefills) == 4

@@ -1,0 +1,51 @@
+"""Requests that are refused for a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pdserve.base.errors import Quarantined
+from pdserve.base.ids import RequestId
+from pdserve.base.sampling import SamplingParams
+from router_svc.generation import Generation, TextRules
+from router_svc.request.quarantine import Death, Deaths, Quarantine
+
+POISON = Generation(
+    request_id=RequestId("cmpl-1"),
+    worker_request_id=RequestId("cmpl-1"),
+    prompt=(1, 2, 3),
+    sampling=SamplingParams(seed=1, temperature=0.5),
+    text=TextRules(),
+    endpoint="test",
+)
+
+
+def test_the_same_request_is_refused_for_ten_minutes_whatever_its_id_and_seed() -> None:
+    quarantine = Quarantine()
+    quarantine.add(POISON, now=100.0)
+    again = replace(POISON, request_id=RequestId("cmpl-2"), sampling=replace(POISON.sampling, seed=2))
+    with pytest.raises(Quarantined, match="refused for another 590 s"):
+        quarantine.check(again, now=110.0)
+    quarantine.check(replace(POISON, prompt=(1, 2, 4)), now=110.0)
+    quarantine.check(replace(POISON, sampling=replace(POISON.sampling, top_k=3)), now=110.0)
+    quarantine.check(again, now=700.0)
+    assert len(quarantine) == 0
+
+
+def test_the_number_of_refused_requests_is_bounded() -> None:
+    quarantine = Quarantine()
+    for token in range(2000):
+        quarantine.add(replace(POISON, prompt=(token,)), now=100.0)
+    assert len(quarantine) == 1024
+    quarantine.check(replace(POISON, prompt=(0,)), now=101.0)
+    with pytest.raises(Quarantined):
+        quarantine.check(replace(POISON, prompt=(1999,)), now=101.0)
+
+
+def test_decisions_say_what_lost_workers_mean_for_later_ones() -> None:
+    once = Deaths().after(Death.OWN, "prefill")
+    assert once.remark == "stays in the prefill tier"
+    assert once.after(Death.OWN, "prefill").remark == "stays in the prefill tier, in steps of its own"
+    assert Deaths().after(Death.MET, "decode").remark == ""
