@@ -21,6 +21,7 @@ from pdserve.model.resolve import (
     is_hub_id,
     unknown_model,
 )
+from pdserve.model.weight_digest import is_kept_digest
 
 Fill = Callable[[Path, ProgressCallback], None]
 
@@ -96,7 +97,7 @@ def _fill(model: str, target: Path, fill: Fill, progress: ProgressCallback) -> N
 
 def _copy(source: Path, directory: Path, progress: ProgressCallback) -> None:
     """Copies the files of a model; those that an earlier try copied whole stay."""
-    paths = sorted(path for path in source.iterdir() if path.is_file())
+    paths = sorted(path for path in source.iterdir() if path.is_file() and not is_kept_digest(path.name))
     total, done = sum(path.stat().st_size for path in paths), 0
     for path in paths:
         progress(f"Copying {path.name}", done, total)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tokenizers
 
-from pdserve.base.errors import SetupError
+from pdserve.base.errors import RequestError, SetupError
 from pdserve.model.end_of_text import MAX_TOKENIZER_BYTES, end_of_text_ids
 from pdserve.model.fields import Fields, read_text
 from pdserve.model.library_errors import library_errors
@@ -57,7 +57,9 @@ class Tokenizer:
         Rendered chat templates already contain their special tokens.
         """
         # A batch of one releases the interpreter's lock, unlike `encode`, and megabytes of text take seconds.
-        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        # Its regular expressions give up after ten million steps back in one match, with a panic.
+        with library_errors(_unsplit):
+            [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
     @cached_property
@@ -92,6 +94,10 @@ class Tokenizer:
     def strips_first_space(self) -> bool:
         """Whether decoding removes the space that SentencePiece adds in front of every text."""
         return self._strips_first_space
+
+
+def _unsplit(reason: str) -> RequestError:
+    return RequestError(f"The model's tokenizer fails on this text: {reason}. Use another text or tokenizer.")
 
 
 def _decoder_of(tokenizer: tokenizers.Tokenizer, where: str) -> Fields:

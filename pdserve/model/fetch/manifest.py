@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pdserve.base.errors import SetupError
 from pdserve.model.fetch.progress import ProgressCallback
+from pdserve.model.weight_digest import is_kept_digest
 
 MANIFEST = "pdserve-manifest.json"
 _READ_BYTES = 1 << 22
@@ -43,7 +44,8 @@ def sha256_of(path: Path) -> str:
 
 def write_manifest(directory: Path, model: str, progress: ProgressCallback) -> None:
     """Reads every file of the directory and writes their list into it."""
-    paths = sorted(path for path in directory.iterdir() if path.is_file() and path.name != MANIFEST)
+    others = (path for path in directory.iterdir() if path.is_file() and not is_kept_digest(path.name))
+    paths = sorted(path for path in others if path.name != MANIFEST)
     total = sum(path.stat().st_size for path in paths)
     entries, done = {}, 0
     for path in paths:

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from pdserve.base.errors import SetupError
-from pdserve.model import resolve
+from pdserve.model import resolve, weight_digest
 from pdserve.model.checkpoint import fingerprint
 from pdserve.model.config import ModelConfig
 from pdserve.model.fetch.download import WheelModel, fetch_from_hub, fetch_from_wheel
@@ -201,13 +201,48 @@ def test_the_fingerprint_depends_on_the_content_alone(directory: Path, tmp_path:
     assert fingerprint(copy) not in (original, changed)
 
 
-@pytest.mark.parametrize("offsets", [[0.5, 1.5], [0, 2**70], None, "ab", [[]]])
-def test_damaged_offsets_of_tensors_are_a_setup_error(tmp_path: Path, offsets: object) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    header = json.dumps({"x": {"dtype": "F32", "shape": [1], "data_offsets": offsets}}).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    with pytest.raises(SetupError, match="its header is damaged"):
-        fingerprint(tmp_path)
+def test_the_fingerprint_covers_every_byte_of_the_weights(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(content[:8], "little")
+    found = {fingerprint(directory)}
+    positions = range(start, len(content), (len(content) - start) // 50)
+    for position in positions:
+        content[position] ^= 1
+        path.write_bytes(content)
+        found.add(fingerprint(directory))
+    assert len(found) == 1 + len(positions)
+
+
+def test_a_digest_is_kept_while_the_file_is_the_same(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = fingerprint(directory)
+    monkeypatch.setattr(weight_digest, "_computed", lambda path: pytest.fail(f"{path} is read again"))
+    assert fingerprint(directory) == original
+    path = directory / "model.safetensors"
+    status = path.stat()
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    monkeypatch.setattr(weight_digest, "_computed", lambda path: "0" * 64)
+    assert fingerprint(directory) != original
+
+
+def test_the_digest_for_a_directory_that_cannot_be_written_is_kept_in_the_cache(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = weight_digest._keep
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(weight_digest, "_keep", lambda path, content: path.parent != directory and keep(path, content))
+    original = fingerprint(directory)
+    assert not list(directory.glob(".*"))
+    assert len(list((tmp_path / "cache" / "pdserve" / "digests").iterdir())) == 1
+    monkeypatch.setattr(weight_digest, "_computed", lambda path: pytest.fail(f"{path} is read again"))
+    assert fingerprint(directory) == original
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"sha256": 3}', "x" * 5000])
+def test_a_damaged_digest_is_computed_again(directory: Path, content: str) -> None:
+    original = fingerprint(directory)
+    (directory / ".model.safetensors.digest.json").write_text(content)
+    assert fingerprint(directory) == original
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import decoders, models
 
-from pdserve.base.errors import SetupError
+from pdserve.base.errors import RequestError, SetupError
 from pdserve.model.tokenizer import StreamDetokenizer, Tokenizer
 from tests.unit.model.vocabularies import byte_level, sentencepiece
 
@@ -164,3 +164,10 @@ def test_a_broken_tokenizer_file_is_a_setup_error(tmp_path: Path, content: str) 
 def test_a_missing_tokenizer_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"Cannot read .*tokenizer\.json"):
         Tokenizer.from_dir(tmp_path)
+
+
+def test_a_regular_expression_that_runs_away_ends_with_an_error_of_the_request() -> None:
+    raw = byte_level()
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")
+    with pytest.raises(RequestError, match="retry-limit-in-match over"):
+        Tokenizer(raw).encode("a" * 40)
