@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
+from operator import index as as_integer
 from pathlib import Path
 
 from pdserve.base.errors import SetupError
@@ -12,6 +13,7 @@ from pdserve.model.fields import Fields
 from pdserve.model.weight_digest import weight_digest
 
 _INDEX = "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100_000_000
 #: Files that are read at a time.
 _READERS = 4
 #: Far above the number of files of a real model, and below the number of files that a process may have open.
@@ -50,6 +52,8 @@ def fingerprint(model_dir: Path) -> str:
         config = json.loads((model_dir / "config.json").read_bytes())
         digest.update(json.dumps(config, sort_keys=True).encode())
         paths = weight_files(model_dir)
+        for path in paths:
+            _check_header(path)
         with ThreadPoolExecutor(min(len(paths), _READERS)) as readers:
             for path, sha256 in zip(paths, readers.map(weight_digest, paths), strict=True):
                 digest.update(f"{path.name} {sha256} ".encode())
@@ -58,3 +62,23 @@ def fingerprint(model_dir: Path) -> str:
     except (ValueError, RecursionError) as error:
         raise SetupError(f"{model_dir / 'config.json'} is not valid JSON: {error}.") from error
     return digest.hexdigest()
+
+
+def _check_header(path: Path) -> None:
+    """Refuses a file that cannot be loaded before anything starts; loading checks the rest."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > _MAX_HEADER_BYTES:
+            raise SetupError(
+                f"{path} is not a readable safetensors file: its header has {size} bytes (limit {_MAX_HEADER_BYTES})."
+            )
+        header = file.read(size)
+    data_bytes = path.stat().st_size - 8 - size
+    try:
+        tensors = json.loads(header)
+        offsets = [tensor["data_offsets"] for name, tensor in tensors.items() if name != "__metadata__"]
+        is_valid = all(0 <= as_integer(start) <= as_integer(end) <= data_bytes for start, end in offsets)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError):
+        is_valid = False
+    if not is_valid:
+        raise SetupError(f"{path} is not a readable safetensors file: its header is damaged, or the file is cut off.")

@@ -201,6 +201,14 @@ def test_the_fingerprint_depends_on_the_content_alone(directory: Path, tmp_path:
     assert fingerprint(copy) not in (original, changed)
 
 
+@pytest.mark.parametrize("offsets", [[0.5, 1.5], [0, 2**70], [-4, 0], [4, 0], None, "ab", [[]]])
+def test_damaged_offsets_of_tensors_are_a_setup_error(directory: Path, offsets: object) -> None:
+    header = json.dumps({"x": {"dtype": "F32", "shape": [1], "data_offsets": offsets}}).encode()
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(SetupError, match="its header is damaged"):
+        fingerprint(directory)
+
+
 def test_the_fingerprint_covers_every_byte_of_the_weights(directory: Path) -> None:
     path = directory / "model.safetensors"
     content = bytearray(path.read_bytes())
