@@ -130,8 +130,9 @@ def reserve_operator(operator: str, left: object, right: object) -> None:
 
 
 def _repeated(value: object, times: object) -> int:
-    is_repeated = isinstance(value, str | bytes | list | tuple) and isinstance(times, int) and times > 0
-    return (size_of(value) + _ITEM) * int(times) if is_repeated else 0  # type: ignore[call-overload, no-any-return]
+    if isinstance(value, str | bytes | list | tuple) and isinstance(times, int) and times > 0:
+        return (size_of(value) + _ITEM) * times
+    return 0
 
 
 def _is_small(value: object) -> bool:
