@@ -26,14 +26,17 @@ from torch import Tensor
 
 from benchmarks import environment
 from benchmarks.result_files import write_results
+from benchmarks.sampling import cpu_sampler
 from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.scheduler_config import DecodeSchedulerConfig
+from kernels.choice import instruction_sets
 from kernels.decoder import LayerListener
 from pdserve.base.ids import RequestId
 from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.cpu_sampler import CpuSampler
 from pdserve.engine.kv_cache import KvCache
 from pdserve.engine.loop import LoopConfig, StepLoop
 from pdserve.engine.runner import Runner
@@ -90,7 +93,7 @@ def run_case(sampling: str, size: int, num_steps: int) -> Case:
     scheduler = DecodeScheduler(
         pool, DecodeSchedulerConfig(limits=SequenceLimits(max_model_len=8192, vocab_size=VOCABULARY), max_num_seqs=size)
     )
-    runner = Runner(NullDecoder(size), KvCache(layout, pool.num_blocks, torch.device("cpu")), Sampler())
+    runner = Runner(NullDecoder(size), KvCache(layout, pool.num_blocks, torch.device("cpu")), _sampler())
     published: list[tuple[float, StepOutput]] = []
     ended: SimpleQueue[object] = SimpleQueue()
 
@@ -119,6 +122,12 @@ def run_case(sampling: str, size: int, num_steps: int) -> Case:
     loop.stop()
     steps = [(at, output) for at, output in published if output.num_sequences == output.num_tokens == size]
     return _summary(sampling, size, steps[WARM_UP_STEPS : WARM_UP_STEPS + num_steps])
+
+
+def _sampler() -> Sampler | CpuSampler:
+    """The sampler of a worker on a CPU, with one thread."""
+    available = instruction_sets()
+    return cpu_sampler(available[0], 1) if available else Sampler()
 
 
 def _job(index: int, params: SamplingParams, length: int) -> DecodeJob:

@@ -24,7 +24,10 @@ class CpuSampler:
 
     def sample(self, logits: Tensor, rows: Items[SampleRow], logits_rows: Items[int]) -> list[SampleResult]:
         """As `Sampler.sample`."""
-        if all(row.is_argmax for row in rows):  # For these, numpy costs less than requests.
+        for row in rows:
+            if not row.is_argmax:
+                break
+        else:  # For these, numpy costs less than requests.
             return self._argmax.sample(logits, rows, logits_rows)
         assert max(logits_rows) < len(logits)
         requests: list[PackedRequest] = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import torch
 from hypothesis import given, settings
@@ -76,6 +78,25 @@ def test_every_instruction_set_gives_the_results_of_the_sampler_in_numpy(
     expected = Sampler().sample(logits, batch, logits_rows)
     for isa in INSTRUCTION_SETS:
         assert SAMPLERS[isa, num_threads].sample(logits, batch, logits_rows) == expected
+
+
+@settings(max_examples=15)
+@given(
+    vocab_size=st.sampled_from([16, 37, 700]),
+    seed=st.integers(0, 2**31),
+    scale=st.sampled_from([0.0, 0.3, 1.0]),
+    rounded=st.booleans(),
+    truncation=st.sampled_from([{"top_p": 0.5}, {"top_p": 0.93}, {"top_k": 9}, {"min_p": 0.4}]),
+)
+def test_exactly_the_same_tokens_are_kept(
+    vocab_size: int, seed: int, scale: float, rounded: bool, truncation: dict[str, Any]
+) -> None:
+    """Many draws from one row find the tokens next to the end of the head; fails with a `top_p` that is 2 % less."""
+    logits = table(2, vocab_size, seed, scale, rounded=rounded)[1:]
+    batch = [row(replace(SamplingParams(seed=seed, temperature=2.0), **truncation), position=i) for i in range(150)]
+    expected = Sampler().sample(logits, batch, [0] * len(batch))
+    for isa in INSTRUCTION_SETS:
+        assert SAMPLERS[isa, 1].sample(logits, batch, [0] * len(batch)) == expected
 
 
 SAMPLERS = {(isa, count): cpu_sampler(isa, count) for isa in INSTRUCTION_SETS for count in (1, 2)}
