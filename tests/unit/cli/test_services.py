@@ -141,6 +141,14 @@ def test_the_redis_password_is_not_on_the_command_line() -> None:
     assert parsed(router_spec(cluster), RouterConfig, "router_svc").redis_url == cluster.redis_url
 
 
+def test_api_keys_reach_the_router_alone_and_not_on_the_command_line() -> None:
+    cluster = plan(config=UpConfig(prefill=1, decode=2, api_key=("key-one", "key-two")))
+    router, workers = router_spec(cluster), worker_specs(cluster)
+    assert parsed(router, RouterConfig, "router_svc").api_key == ("key-one", "key-two")
+    assert not any("key-one" in argument for spec in (router, *workers) for argument in spec.argv)
+    assert not any("key-one" in value for spec in workers for value in spec.environment.values())
+
+
 def test_thread_pools_of_libraries_are_bounded_by_the_workers_threads() -> None:
     specs = worker_specs(plan())
     assert [spec.environment["OMP_NUM_THREADS"] for spec in specs] == ["2", "1", "1"]
