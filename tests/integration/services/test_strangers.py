@@ -19,6 +19,7 @@ from pdserve.base.wire import sampling_to_wire
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, diagnostics_pb2, diagnostics_pb2_grpc
 from pdserve.worker.serve.worker import Worker
 from tests.integration.services.local_cluster import ALWAYS_LOCAL, LocalCluster, running_cluster
+from tests.support.own_task import in_own_task
 from tests.unit.model.tiny import save_model
 
 PROMPT = [(7 * position) % 90 + 3 for position in range(45)]
@@ -53,7 +54,8 @@ async def cluster(model: Path, tmp_path: Path, transport: Watched) -> AsyncItera
     file = tmp_path / "secret"
     file.write_text("the-secret-of-this-cluster\n")
     settings: dict[str, Any] = {"cluster_secret_file": str(file)}
-    async with running_cluster(model, prefill=settings, decode=settings, prefill_transport=transport) as cluster:
+    running = running_cluster(model, prefill=settings, decode=settings, prefill_transport=transport)
+    async with in_own_task(running) as cluster:
         yield cluster
         await cluster.all_free()
 
