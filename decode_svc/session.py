@@ -17,6 +17,7 @@ from decode_svc.session_events import (
     flooded,
 )
 from decode_svc.spans import DecodeTrace
+from decode_svc.token_messages import token_messages
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import Received, Reservation
 from kvtransfer.handover.sealed_ticket import sealed_ticket
@@ -24,7 +25,6 @@ from kvtransfer.handover.ticket import Commit, Ticket
 from pdserve.base.errors import InvalidTransition, PdserveError, RequestError, StaleAttempt, StaleError, reason_of
 from pdserve.base.streams import MessageStream, PeerLeft
 from pdserve.base.tasks import service_group
-from pdserve.base.wire import tokens_to_wire
 from pdserve.engine.step import Grant, PrefillProgress, RequestTokens
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.worker.serve.inboxes import Failed, Inbox
@@ -146,13 +146,7 @@ class DecodeSession:
             case RequestTokens() as new:
                 if self.trace.first_tokens_at is None:
                     self.trace.first_tokens_at = _now()
-                # More steps may have ended while the last message was written: one message reports them all.
-                choices = [
-                    *new.choices,
-                    *(choice for later in self._inbox.more(RequestTokens) for choice in later.choices),
-                ]
-                tokens = pb.DecodeTokens(choices=map(tokens_to_wire, choices))
-                await self._stream.write(pb.DecodeResponse(tokens=tokens))
+                await self._report_tokens(new)
             case pb.DecodeRequest() as command:
                 self._waiting_bytes -= cost_of(command)
                 await self._handle_command(command)
@@ -205,6 +199,11 @@ class DecodeSession:
             raise
         self._not_active = None
         self._activation_decided.set()
+
+    async def _report_tokens(self, new: RequestTokens) -> None:
+        # More steps may have ended while the last message was written: messages report as many as fit.
+        for message in token_messages(new, self._inbox.more(RequestTokens)):
+            await self._stream.write(pb.DecodeResponse(tokens=message))
 
     async def _report_started(self, started: Started) -> None:
         assert not isinstance(self._life, _Receiving), "a request that waits for its KV is not computed"

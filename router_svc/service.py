@@ -14,7 +14,7 @@ from pdserve.base.clock_skew import ClockSkew
 from pdserve.base.collector import exempt_all
 from pdserve.base.logs import get_logger
 from pdserve.base.metrics import CounterSource, GaugeSource
-from pdserve.base.rpc import GrpcHealth, GrpcPort, serve_grpc_at
+from pdserve.base.rpc import GrpcHealth, serve_grpc_at
 from pdserve.base.store import Store
 from pdserve.base.tasks import service_group, stop_event_on_signals
 from pdserve.base.tracing.setup import span_counters, tracing
@@ -22,7 +22,8 @@ from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from router_svc.api.console.console import Console
 from router_svc.api.console.state import Sources
 from router_svc.api.front import Addresses, Front
-from router_svc.api.grpc_api import SERVICE, InferenceServicer
+from router_svc.api.grpc_api import SERVICE, Guards, InferenceServicer, public_port
+from router_svc.api.intake import Intake
 from router_svc.api.openai.generation_api import GenerationApi
 from router_svc.api.openai.info import ModelApi, OperatorApi
 from router_svc.api.served_model import ServedModel
@@ -85,6 +86,7 @@ class Router:
         )
         self._traces = Traces(recent, self._request_store)
         self._model = model
+        self._intake = Intake(model.threads)
         self._operator = OperatorApi(self.cluster, self._traces, self._gate, health, store)
         self._console = self._make_console() if config.console else None
         self._export_metrics()
@@ -114,7 +116,7 @@ class Router:
                 value=lambda: self._request_store.dropped,
             ),
         )
-        self.metrics.read(*span_counters(self._tracer))
+        self.metrics.read(*span_counters(self._tracer), *self._intake.counters())
         self.metrics.num_requests_running.set_function(lambda: self._gate.num_admitted)
         self.metrics.num_requests_waiting.set_function(lambda: self._gate.num_waiting)
         self.metrics.queued_uncached_tokens.set_function(lambda: self._gate.uncached_tokens)
@@ -131,14 +133,18 @@ class Router:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[Addresses]:
         """Serves until the block ends. The router is ready while a decode worker is."""
-        inference = InferenceServicer(
-            self._model, self._requests, self._max_model_len, self._access, self._refusals, self._tracer
-        )
+        port = public_port(self.config, None if self._tls is None else self._tls.credentials)
+        guards = Guards(access=self._access, intake=self._intake, refusals=self._refusals)
+        inference = InferenceServicer(self._model, self._requests, self._max_model_len, guards, self._tracer)
         try:
             async with (
                 service_group() as group,
                 self._front().serving() as (http_address, admin_address),
-                serve_grpc_at(inference.register, [SERVICE], self._grpc_port()) as (grpc_address, grpc_health),
+                serve_grpc_at(
+                    inference.register,
+                    [SERVICE],
+                    port,
+                ) as (grpc_address, grpc_health),
             ):
                 if self.cluster.tls is not None:
                     group.start(self.cluster.tls.run(), name="peer-certificates")
@@ -147,6 +153,7 @@ class Router:
                 group.start(self._mirror.run(), name="prefix-mirror")
                 group.start(self._request_store.run(), name="request-store")
                 group.start(self._clock_skew.run(), name="clock-skew")
+                group.start(self.metrics.loop_lag.run(), name="loop-lag")
                 group.start(self._follow_cluster(grpc_health), name="cluster")
                 group.start(
                     report_to_supervisor(self.cluster, self._rehearse, lambda: self._requests.is_draining),
@@ -159,7 +166,7 @@ class Router:
         finally:
             self._refusals.flush()
             await self.cluster.channels.close()
-            self._model.threads.shutdown(wait=False)
+            self._model.threads.close()
 
     @property
     def num_open(self) -> int:
@@ -176,15 +183,11 @@ class Router:
         except TimeoutError:
             log.warning("drain_incomplete", requests=self._requests.num_open, waited_s=self.config.drain_timeout_s)
 
-    def _grpc_port(self) -> GrpcPort:
-        config, credentials = self.config, None if self._tls is None else self._tls.credentials
-        return GrpcPort(host=config.host, port=config.effective_grpc_port, flag="--grpc-port", credentials=credentials)
-
     def _front(self) -> Front:
         return Front(
             config=self.config,
-            generation=GenerationApi(self._model, self._requests, self._max_model_len),
-            model=ModelApi(self._model, self._max_model_len),
+            generation=GenerationApi(self._model, self._requests, self._max_model_len, self._intake),
+            model=ModelApi(self._model, self._max_model_len, self._intake),
             operator=self._operator,
             console=self._console,
             health=self.health,

@@ -30,7 +30,11 @@ class NotFound(RequestError):
     """Something that the request names does not exist: a model, a request id, a path."""
 
 
-class PayloadTooLarge(RequestError):
+class TooLarge(RequestError):
+    """The request would cost more than one request may: bytes, tokens, keys or log-probabilities."""
+
+
+class PayloadTooLarge(TooLarge):
     """The request body exceeds the limit."""
 
 
@@ -167,6 +171,7 @@ _TABLE: dict[type[PdserveError], Codes] = {
     PdserveError: Codes(http=500, openai_type="internal_error", grpc="INTERNAL"),
     RequestError: Codes(http=400, openai_type="invalid_request_error", grpc="INVALID_ARGUMENT"),
     NotFound: Codes(http=404, openai_type="not_found_error", grpc="NOT_FOUND"),
+    TooLarge: Codes(http=413, openai_type="invalid_request_error", grpc="INVALID_ARGUMENT"),
     PayloadTooLarge: Codes(http=413, openai_type="invalid_request_error", grpc="INVALID_ARGUMENT"),
     MethodNotAllowed: Codes(http=405, openai_type="invalid_request_error", grpc="UNIMPLEMENTED"),
     UnsupportedMediaType: Codes(http=415, openai_type="invalid_request_error", grpc="INVALID_ARGUMENT"),

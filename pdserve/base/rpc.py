@@ -227,6 +227,19 @@ class GrpcPort:
     flag: str
     #: None: no TLS.
     credentials: grpc.ServerCredentials | None = None
+    #: What callers may send. The default is for pdserve's own processes as callers.
+    max_request_bytes: int = MAX_MESSAGE_BYTES
+    #: Calls at a time, over all connections and of one connection. Further ones are refused, or wait in the client.
+    max_calls: int | None = None
+    max_calls_per_connection: int | None = None
+
+    def server(self) -> grpc.aio.Server:
+        """A server within the limits of this port, which is not open yet."""
+        name = "grpc.max_receive_message_length"
+        options = [option for option in _OPTIONS if option[0] != name] + [(name, self.max_request_bytes)]
+        if self.max_calls_per_connection is not None:
+            options.append(("grpc.max_concurrent_streams", self.max_calls_per_connection))
+        return grpc.aio.server(options=options, maximum_concurrent_rpcs=self.max_calls)
 
     def bind(self, server: grpc.aio.Server) -> str:
         """Opens the port. Returns `host:port`. Raises `SetupError`."""
@@ -263,7 +276,7 @@ async def serve_grpc_at(
     register: Callable[[grpc.aio.Server], None], services: list[str], port: GrpcPort, *, grace_s: float = 5.0
 ) -> AsyncIterator[tuple[str, GrpcHealth]]:
     """Runs a gRPC server with health and reflection until the block ends. Yields `host:port` and the health service."""
-    server = grpc.aio.server(options=_OPTIONS)
+    server = port.server()
     register(server)
     health = GrpcHealth(services)
     await health.set_serving(False)

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
+
+
+#: Items that `in_turns` handles before other callbacks get their turn.
+_ITEMS_PER_TURN = 32
+
+
+async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
+    """The items, for loops over many: other callbacks of the event loop run in between."""
+    for index, item in enumerate(items):
+        if index and index % _ITEMS_PER_TURN == 0:
+            await asyncio.sleep(0)
+        yield item
 
 
 class _Stop(Exception):

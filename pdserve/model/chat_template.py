@@ -25,7 +25,8 @@ from pdserve.model.template_limits import (
 RENDER_TIMEOUT_S = 5.0
 _MAX_TEMPLATE_CHARS = 1_000_000
 _MAX_TEMPLATE_BYTES = 4 * _MAX_TEMPLATE_CHARS
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+#: Variables that hold the model's special tokens.
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
 class ChatTemplate:
@@ -60,7 +61,7 @@ class ChatTemplate:
     def from_dir(cls, model_dir: Path) -> ChatTemplate:
         """Read `chat_template.jinja`, or else the template in `chat_template.json` or `tokenizer_config.json`."""
         config = Fields.read_optional(model_dir / "tokenizer_config.json")
-        special = {name: token for name in _SPECIAL_TOKENS if (token := special_token(config, name)) is not None}
+        special = {name: token for name in SPECIAL_TOKENS if (token := special_token(config, name)) is not None}
         path = model_dir / "chat_template.jinja"
         if path.exists():
             return cls(read_text(path, _MAX_TEMPLATE_BYTES), special, str(path))

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from pdserve.base.errors import NotFound
 from pdserve.base.sampling import check_sampling
+from pdserve.base.tasks import in_turns
 from router_svc.api.body import SamplingFields
 from router_svc.api.ids import Ids
-from router_svc.api.sampling import EndpointFields, require_bounded, require_fits, sampling_params, text_rules
-from router_svc.api.served_model import ServedModel
+from router_svc.api.sampling import EndpointFields, require_bounded, sampling_params, text_rules
+from router_svc.api.served_model import ServedModel, require_fits
 from router_svc.generation import Generation
 
 #: OpenAI's default for completions.
@@ -49,12 +50,12 @@ class GenerationFactory:
     priority: int = 0
     cache_salt: str = ""
 
-    def make(
+    async def make(
         self, fields: SamplingFields, own_fields: EndpointFields, prompts: Sequence[list[int]]
     ) -> tuple[Generation, ...]:
         """One generation per prompt, in order. Raises `RequestError`."""
         generations = []
-        for index, prompt in enumerate(prompts):
+        async for index, prompt in in_turns(enumerate(prompts)):
             require_fits(len(prompt), self.max_model_len, param=self.endpoint.prompt_param)
             sampling = sampling_params(
                 fields, own_fields, self.model, prompt_tokens=len(prompt), max_model_len=self.max_model_len

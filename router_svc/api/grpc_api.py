@@ -5,28 +5,31 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
 
 from pdserve.base.audit import Caller, Refusals
-from pdserve.base.errors import RequestError, TransferTimeout
-from pdserve.base.rpc import method, trace_of
-from pdserve.base.sampling import MAX_LOGPROBS
+from pdserve.base.errors import RequestError, TooLarge, TransferTimeout
+from pdserve.base.rpc import GrpcPort, method, trace_of
+from pdserve.base.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from pdserve.base.tracing.context import TraceContext
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from pdserve.base.wire import logprobs_to_wire
 from pdserve.v1 import inference_pb2 as pb
-from pdserve.v1 import inference_pb2_grpc
 from router_svc.api.authentication import caller_of_rpc, host_of
 from router_svc.api.body import CACHE_SALT, SamplingFields
 from router_svc.api.generations import DEFAULT_MAX_TOKENS, GRPC, GenerationFactory, require_model
+from router_svc.api.grpc_message import parse_request
 from router_svc.api.ids import Ids, is_valid_id
+from router_svc.api.intake import Intake
 from router_svc.api.parse import validate
 from router_svc.api.request_span import request_span
-from router_svc.api.sampling import EndpointFields, check_token_ids
-from router_svc.api.served_model import ServedModel
+from router_svc.api.sampling import EndpointFields
+from router_svc.api.served_model import ServedModel, require_fits
 from router_svc.clients.access import Access
+from router_svc.config import RouterConfig
 from router_svc.generation import Generation
 from router_svc.request.client import Client
 from router_svc.request.output import ChoiceDelta
@@ -35,9 +38,34 @@ from router_svc.request.stream import WRITE_TIMEOUT_S, TokenUsage
 
 SERVICE = "pdserve.v1.InferenceService"
 _METHOD = f"{SERVICE}/Generate"
+#: Calls at a time: those that run, and health checks, beside those in the admission queue.
+_CALLS_BEYOND_QUEUE = 1024
+_CALLS_PER_CONNECTION = 1024
 
 
-class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+def public_port(config: RouterConfig, credentials: grpc.ServerCredentials | None) -> GrpcPort:
+    """Where clients call, within limits for strangers. `credentials`: of TLS; None: without."""
+    return GrpcPort(
+        host=config.host,
+        port=config.effective_grpc_port,
+        flag="--grpc-port",
+        credentials=credentials,
+        max_request_bytes=config.max_body,
+        max_calls=config.max_num_queued_reqs + _CALLS_BEYOND_QUEUE,
+        max_calls_per_connection=_CALLS_PER_CONNECTION,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guards:
+    """What a call passes before it is served: keys, the byte budget, and the log of refusals."""
+
+    access: Access
+    intake: Intake
+    refusals: Refusals
+
+
+class InferenceServicer:
     """The service that gRPC clients call."""
 
     def __init__(
@@ -45,41 +73,49 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         model: ServedModel,
         requests: Requests,
         max_model_len: Callable[[], int],
-        access: Access,
-        refusals: Refusals,
+        guards: Guards,
         tracer: Tracer = NO_TRACER,
     ) -> None:
-        self._access = access
-        self._refusals = refusals
+        self._access = guards.access
+        self._refusals = guards.refusals
+        self._intake = guards.intake
         self._tracer = tracer
         self._model = model
         self._requests = requests
         self._max_model_len = max_model_len
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Adds the service to a server."""
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, server)
+        """Adds the service to a server. Messages arrive as bytes: their sizes are checked before they are parsed."""
+        generate: grpc.RpcMethodHandler[Any, Any] = grpc.unary_stream_rpc_method_handler(
+            self.Generate, response_serializer=pb.GenerateResponse.SerializeToString
+        )
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, {"Generate": generate})])
 
     @method
     async def Generate(  # noqa: N802 - the name is the protocol's
-        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, data: bytes, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         """Streams a completion. Closing the call cancels it on all workers."""
-        caller = Caller(
-            client=host_of(context.peer()), endpoint=_METHOD, model=request.model, request_id=request.request_id
-        )
-        with request_span(self._tracer, _METHOD, trace_of(context)) as span, self._refusals.watching(caller):
-            span.attributes |= {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": "Generate"}
-            await self._generate(request, context, caller_of_rpc(context, self._access), span.context)
+        caller = Caller(client=host_of(context.peer()), endpoint=_METHOD, model="", request_id="")
+        with self._intake.hold() as hold:
+            with self._refusals.watching(caller):
+                client = caller_of_rpc(context, self._access)
+                hold.add(len(data))
+                request = parse_request(data, self._max_model_len())
+            caller = replace(caller, model=request.model, request_id=request.request_id)
+            with request_span(self._tracer, _METHOD, trace_of(context)) as span, self._refusals.watching(caller):
+                span.attributes |= {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": "Generate"}
+                generation = await self._generation(request)
+                hold.release()
+                await self._generate(generation, context, client, span.context)
 
     async def _generate(
         self,
-        request: pb.GenerateRequest,
+        generation: Generation,
         context: grpc.aio.ServicerContext[Any, Any],
         client: Client,
         trace: TraceContext | None,
     ) -> None:
-        generation = await self._generation(request)
         async with self._requests.run([generation], client, trace) as stream:
 
             async def write(deltas: list[ChoiceDelta]) -> None:
@@ -120,15 +156,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             priority=request.priority,
             cache_salt=request.cache_salt,
         )
-        [generation] = factory.make(fields, own_fields, [prompt])
+        [generation] = await factory.make(fields, own_fields, [prompt])
         return generation
 
     async def _prompt(self, request: pb.GenerateRequest) -> list[int]:
-        prompt = list(request.token_ids.ids)
+        max_model_len = self._max_model_len()
         if request.WhichOneof("prompt") == "text":
-            self._model.require_plausible(request.text, param="prompt")
-            [prompt] = await self._model.encode([request.text], add_special_tokens=True)
-        check_token_ids(prompt, self._model.vocab_size, param="prompt")
+            texts = [request.text]
+            [prompt] = await self._model.encode(texts, add_special_tokens=True, max_model_len=max_model_len)
+        else:
+            require_fits(len(request.token_ids.ids), max_model_len, param="prompt")
+            prompt = list(request.token_ids.ids)
+            await self._model.check_prompts([prompt], max_model_len)
         if not prompt:
             raise RequestError("`prompt` must not be empty. Send a text or token ids.", param="prompt")
         return prompt
@@ -148,6 +187,11 @@ async def _write_usage(context: grpc.aio.ServicerContext[Any, Any], request_id: 
 
 def _sampling_fields(sampling: pb.ClientSampling) -> SamplingFields:
     """The fields that the client has set, validated as those of the HTTP API."""
+    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
+        raise TooLarge(
+            f"`logit_bias` has {len(sampling.logit_bias)} entries (limit {MAX_LOGIT_BIAS}). Remove some.",
+            param="logit_bias",
+        )
     fields: dict[str, object] = {descriptor.name: value for descriptor, value in sampling.ListFields()}
     fields |= {
         "logit_bias": {str(token_id): bias for token_id, bias in sampling.logit_bias.items()},

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TypeVar
 
 from aiohttp import web
 
 from pdserve.base.audit import Caller
-from pdserve.base.errors import RequestError, UnsupportedMediaType
+from pdserve.base.errors import UnsupportedMediaType
 from router_svc.api.body import Body
 from router_svc.api.ids import Ids, is_valid_id
-from router_svc.api.parse import parse_body
+from router_svc.api.intake import Intake
 
 REQUEST_ID_HEADER = "X-Request-Id"
 #: Key of a request's ids, which error responses carry, too.
 IDS = web.RequestKey("ids", Ids)
 #: Key of the model that a request names, for the audit log.
 MODEL = web.RequestKey("model", str)
-#: Time a client has to send its body.
-_BODY_TIMEOUT_S = 60.0
-#: Larger bodies are parsed in a thread.
-_INLINE_BODY_BYTES = 64 * 1024
 #: The only type of bodies. A page of another origin cannot send it without the router's consent.
 _JSON = "application/json"
 
@@ -40,19 +35,10 @@ def caller_of(request: web.Request) -> Caller:
     )
 
 
-async def read_body(request: web.Request, cls: type[AnyBody]) -> AnyBody:
-    """The validated body of the request. Raises `RequestError`."""
+async def read_body(request: web.Request, cls: type[AnyBody], intake: Intake) -> AnyBody:
+    """The validated body of the request. Raises `RequestError` or `Overloaded`."""
     _require_json(request)
-    try:
-        async with asyncio.timeout(_BODY_TIMEOUT_S):
-            body = await request.read()
-    except TimeoutError:
-        raise RequestError(
-            f"The request body did not arrive within {_BODY_TIMEOUT_S:.0f} s. Send it faster, or send less."
-        ) from None
-    if len(body) <= _INLINE_BODY_BYTES:
-        return parse_body(cls, body)
-    return await asyncio.to_thread(parse_body, cls, body)
+    return await intake.read(request, cls)
 
 
 def _require_json(request: web.Request) -> None:

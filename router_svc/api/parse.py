@@ -9,10 +9,11 @@ from typing import TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from pdserve.base.errors import RequestError
+from pdserve.base.errors import RequestError, TooLarge
 from pdserve.base.sampling import MAX_LOGIT_BIAS
 from router_svc.api.body import Body
 from router_svc.api.fields import MESSAGE_UNSUPPORTED, UNSUPPORTED
+from router_svc.api.structure import require_light
 
 #: No body of this API needs deeper nesting.
 MAX_NESTING = 64
@@ -20,6 +21,8 @@ MAX_NESTING = 64
 MAX_ECHO = 100
 _MAX_ERRORS = 3
 MAX_FIELDS = 256
+#: Keys of any object of a body. Validation reports every unknown key in one call, during which no other thread runs.
+MAX_KEYS = max(MAX_FIELDS, MAX_LOGIT_BIAS)
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 
@@ -34,6 +37,7 @@ def validate(cls: type[AnyBody], fields: object) -> AnyBody:
     if not isinstance(fields, dict):
         raise RequestError("The request body must be a JSON object.")
     _require_countable(fields)
+    _require_shape(fields)
     try:
         return cls.model_validate(fields)
     except ValidationError as error:
@@ -52,25 +56,26 @@ def _require_countable(fields: dict[object, object]) -> None:
 
 
 def _parse_json(body: bytes) -> object:
+    require_light(body)
     try:
         # jiter refuses invalid UTF-8 and nesting beyond 200 levels. It accepts NaN: the field's validation refuses that
         # and can name the field.
-        value: object = from_json(body)
+        return from_json(body)
     except ValueError as error:
         raise RequestError(f"The request body is not valid JSON: {str(error)[:MAX_ECHO]}.") from None
-    if _is_deeper(value, MAX_NESTING):
-        raise RequestError(f"The request body is nested more than {MAX_NESTING} levels deep. Flatten it.")
-    return value
 
 
-def _is_deeper(value: object, levels: int) -> bool:
-    """Whether the value is nested deeper. Looks at containers only, so a million token ids cost one pass."""
-    layer = [value]
-    for _ in range(levels):
+def _require_shape(fields: dict[object, object]) -> None:
+    """Bounds the nesting, and the keys of every object. Looks at containers only. Raises `RequestError`."""
+    layer: list[object] = [fields]
+    for _ in range(MAX_NESTING):
         layer = [child for parent in layer for child in _children(parent) if isinstance(child, (dict, list))]
+        largest = max((len(child) for child in layer if isinstance(child, dict)), default=0)
+        if largest > MAX_KEYS:
+            raise TooLarge(f"An object in the request body has {largest} keys (limit {MAX_KEYS}). Remove some.")
         if not layer:
-            return False
-    return True
+            return
+    raise RequestError(f"The request body is nested more than {MAX_NESTING} levels deep. Flatten it.")
 
 
 def _children(value: object) -> Sequence[object]:

@@ -7,18 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pdserve.base.errors import RequestError
+from pdserve.base.errors import RequestError, TooLarge
 from pdserve.base.sampling import SamplingParams
 from router_svc.api.body import SamplingFields
-from router_svc.api.served_model import ServedModel
+from router_svc.api.served_model import SamplingDefaults, ServedModel, check_token_ids
 from router_svc.generation import TextRules
 
 Number = TypeVar("Number", int, float)
 
 #: Sequences (prompts times n) of one request.
 MAX_SEQUENCES = 512
-#: Sequences times tokens times reported log-probabilities, which a response that is not streamed keeps in memory.
-MAX_LOGPROB_ENTRIES = 4 * 1024**2
+#: Sequences times tokens times reported log-probabilities of one request. A response that is not streamed keeps them in
+#: memory, about 400 bytes each, and an entry takes 7 us to write.
+MAX_LOGPROB_ENTRIES = 65_536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,25 +32,6 @@ class EndpointFields:
     #: Name of the client's field, for errors.
     max_tokens_param: str = "max_tokens"
     logprobs: int | None = None
-
-
-def check_token_ids(token_ids: Sequence[int], vocab_size: int, *, param: str) -> None:
-    """Raises `RequestError` with the first id that is not in the vocabulary."""
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-        raise RequestError(
-            f"Token id {str(wrong)[:20]} is not in the vocabulary, which has ids 0 to {vocab_size - 1}.", param=param
-        )
-
-
-def require_fits(num_tokens: int, max_model_len: int, *, param: str) -> None:
-    """Raises `RequestError` when a prompt leaves no space for a single token in the context."""
-    if num_tokens >= max_model_len:
-        raise RequestError(
-            f"The prompt has {num_tokens} tokens, but the context holds {max_model_len}, including the completion. "
-            "Shorten the prompt.",
-            param=param,
-        )
 
 
 def text_rules(fields: SamplingFields) -> TextRules:
@@ -68,7 +50,7 @@ def sampling_params(
     defaults = model.defaults
     stop_token_ids = tuple(fields.stop_token_ids or ())
     check_token_ids(stop_token_ids, model.vocab_size, param="stop_token_ids")
-    max_tokens = _max_tokens(own_fields, defaults.max_new_tokens, prompt_tokens, max_model_len)
+    max_tokens = _max_tokens(own_fields, _limit(fields, own_fields, defaults), prompt_tokens, max_model_len)
     min_tokens = fields.min_tokens or 0
     if min_tokens > max_tokens:
         raise RequestError(
@@ -106,11 +88,22 @@ def require_bounded(params: Sequence[SamplingParams]) -> None:
         )
     entries = sum(each.n * each.max_tokens * (each.logprobs + 1) for each in params if each.logprobs is not None)
     if entries > MAX_LOGPROB_ENTRIES:
-        raise RequestError(
+        raise TooLarge(
             f"prompts * n * max_tokens * (logprobs + 1) is {entries}, more than {MAX_LOGPROB_ENTRIES}. "
             "Lower one of them.",
             param="logprobs",
         )
+
+
+def _limit(fields: SamplingFields, own_fields: EndpointFields, defaults: SamplingDefaults) -> int | None:
+    """Upper limit of max_tokens.
+
+    Of the rest of the context, a client that omits max_tokens gets as much as the bound on log-probabilities allows.
+    """
+    limits = [defaults.max_new_tokens]
+    if own_fields.logprobs is not None and own_fields.max_tokens is None:
+        limits.append(max(1, MAX_LOGPROB_ENTRIES // ((fields.n or 1) * (own_fields.logprobs + 1))))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _max_tokens(own_fields: EndpointFields, limit: int | None, prompt_tokens: int, max_model_len: int) -> int:

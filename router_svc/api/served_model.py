@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -18,19 +16,16 @@ from pdserve.model.chat_template import ChatTemplate
 from pdserve.model.config import ModelConfig
 from pdserve.model.fields import Fields
 from pdserve.model.tokenizer import Tokenizer
+from router_svc.api.text_threads import INLINE_CHARACTERS, TextThreads
 
-Result = TypeVar("Result")
-
-#: Texts up to this size are tokenized on the event loop. That takes well below 1 ms, less than a switch to a thread.
-INLINE_CHARACTERS = 2048
-#: Threads that tokenize longer texts. More would only take cores from the workers of a small machine.
-_TEXT_THREADS = 2
 #: Texts up to this size are tokenized without an estimate of their token count.
 _ALWAYS_TOKENIZED_CHARACTERS = 100_000
 #: Template work for a message without content, as a number of characters.
 _MESSAGE_COST = 64
 #: Far above any real default, and within the fields of a request to a worker.
 _MAX_INTEGER = 2**31 - 1
+#: Tokens by which a text may exceed the context before it is refused by a count in pieces, which is not exact.
+_COUNT_MARGIN = 1.25
 
 
 class SamplingDefaults(BaseModel):
@@ -67,7 +62,7 @@ class ServedModel:
     defaults: SamplingDefaults
     vocab_size: int
     max_position_embeddings: int
-    threads: ThreadPoolExecutor
+    threads: TextThreads = field(default_factory=TextThreads)
 
     @classmethod
     def load(cls, model_dir: Path, name: str) -> ServedModel:
@@ -80,26 +75,47 @@ class ServedModel:
             defaults=SamplingDefaults.from_dir(model_dir),
             vocab_size=config.vocab_size,
             max_position_embeddings=config.max_position_embeddings,
-            threads=ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="text"),
         )
 
     def require_plausible(self, text: str, *, param: str) -> None:
-        """Raises `RequestError` for a text that cannot fit into the context, without tokenizing it."""
+        """Raises `RequestError` for a text that cannot fit into the context, without tokenizing all of it.
+
+        Call it in a thread: a long text is tokenized in pieces until they exceed the context.
+        """
+        limit = self.max_position_embeddings
         if len(text) <= _ALWAYS_TOKENIZED_CHARACTERS:
             return  # Tokenizing it is fast, and gives the exact number.
         at_least = len(text.encode(errors="replace")) // self.tokenizer.max_token_bytes
-        if at_least >= self.max_position_embeddings:
+        if at_least < limit and len(text) > 2 * limit:
+            counted = self.tokenizer.count_up_to(text, int(limit * _COUNT_MARGIN))
+            at_least = max(at_least, int(counted / _COUNT_MARGIN))
+        if at_least >= limit:
             raise RequestError(
-                f"The prompt has at least {at_least} tokens, but the context holds {self.max_position_embeddings}, "
-                "including the completion. Shorten the prompt.",
+                f"The prompt has at least {at_least} tokens, but the context holds {limit}, including the completion. "
+                "Shorten the prompt.",
                 param=param,
             )
 
-    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of texts. Long texts do not block the event loop."""
-        return await self._off_loop(
-            sum(map(len, texts)), lambda: [self.tokenizer.encode(text, add_special_tokens) for text in texts]
-        )
+    async def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool, max_model_len: int | None = None
+    ) -> list[list[int]]:
+        """Token ids of prompts. Long texts do not block the event loop.
+
+        Raises `RequestError` at the first one that does not fit into the context, before the others are tokenized, and
+        `Overloaded` when too many texts wait. Without `max_model_len`, a text may be longer than the context, but not
+        beyond what is fast to tokenize.
+        """
+
+        def work() -> list[list[int]]:
+            encoded = []
+            for text in texts:
+                self.require_plausible(text, param="prompt")
+                encoded.append(self.tokenizer.encode(text, add_special_tokens))
+                if max_model_len is not None:
+                    require_fits(len(encoded[-1]), max_model_len, param="prompt")
+            return encoded
+
+        return await self.threads.run(sum(map(len, texts)), work)
 
     async def encode_chat(
         self,
@@ -111,21 +127,61 @@ class ServedModel:
     ) -> list[int]:
         """Token ids of a conversation. Raises `RequestError` if the template refuses it, or if there is no template."""
 
-        def render_and_encode() -> list[int]:
-            text = self.template.render(messages, add_generation_prompt=add_generation_prompt, **template_kwargs)
+        def render() -> str:
+            return self.template.render(messages, add_generation_prompt=add_generation_prompt, **template_kwargs)
+
+        def encode(text: str) -> list[int]:
             self.require_plausible(text, param="messages")
             return self.tokenizer.encode(text, add_special_tokens)
 
-        size = sum(_MESSAGE_COST + len(str(message["content"])) for message in messages)
-        return await self._off_loop(size, render_and_encode)
+        size = _chat_size(messages, template_kwargs)
+        if size > INLINE_CHARACTERS:
+            return await self.threads.run(size, lambda: encode(render()))
+        # A template may print much for little, so the size of its output decides again.
+        text = render()
+        return await self.threads.run(len(text), lambda: encode(text))
+
+    async def check_prompts(self, prompts: Sequence[Sequence[int]], max_model_len: int) -> None:
+        """Raises `RequestError` for token ids that do not fit into the context, or are not in the vocabulary."""
+        for prompt in prompts:
+            require_fits(len(prompt), max_model_len, param="prompt")
+
+        def check() -> None:
+            for prompt in prompts:
+                check_token_ids(prompt, self.vocab_size, param="prompt")
+
+        await self.threads.run(sum(map(len, prompts)), check)
 
     async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
         """The texts of token ids, special tokens included."""
-        return await self._off_loop(
+        return await self.threads.run(
             sum(map(len, prompts)), lambda: [self.tokenizer.decode(token_ids, False) for token_ids in prompts]
         )
 
-    async def _off_loop(self, size: int, work: Callable[[], Result]) -> Result:
-        if size <= INLINE_CHARACTERS:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, *, param: str) -> None:
+    """Raises `RequestError` with the first id that is not in the vocabulary."""
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise RequestError(
+            f"Token id {str(wrong)[:20]} is not in the vocabulary, which has ids 0 to {vocab_size - 1}.", param=param
+        )
+
+
+def require_fits(num_tokens: int, max_model_len: int, *, param: str) -> None:
+    """Raises `RequestError` when a prompt leaves no space for a single token in the context."""
+    if num_tokens >= max_model_len:
+        raise RequestError(
+            f"The prompt has {num_tokens} tokens, but the context holds {max_model_len}, including the completion. "
+            "Shorten the prompt.",
+            param=param,
+        )
+
+
+def _chat_size(
+    messages: Sequence[Mapping[str, object]], template_kwargs: Mapping[str, bool | int | float | str]
+) -> int:
+    """Characters that a template has to handle. It may print each of its variables with every message."""
+    variables = sum(len(name) + len(str(value)) for name, value in template_kwargs.items())
+    texts = sum(len(str(message["content"])) + len(str(message.get("name", ""))) for message in messages)
+    return texts + len(messages) * (_MESSAGE_COST + variables) + variables

@@ -10,6 +10,7 @@ from pdserve import __version__
 from pdserve.base.admin import Health
 from pdserve.base.errors import CapacityError, StaleError, TransferError, error_classes, reason_of_class
 from pdserve.base.exemplars import exemplar_labels
+from pdserve.base.loop_lag import LoopLag
 from pdserve.base.metrics import (
     PEER_MESSAGES_REFUSED,
     CounterReader,
@@ -74,6 +75,7 @@ class RouterMetrics:
         self._time_to_first_token = families.histogram(
             "time_to_first_token_seconds", "Time from accepting a request to writing its first token", _TTFT_BUCKETS
         )
+        self.loop_lag = LoopLag(self.registry, self._labels)
         self.inter_token_latency = TokenHistogram(_TOKEN_TIME_BUCKETS, self._labels)
         HistogramReader(
             self.registry,

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
 from pdserve.base.errors import Draining, Forbidden, NoWorkers, Overloaded, Quarantined, RequestError
-from pdserve.base.tasks import service_group
+from pdserve.base.tasks import in_turns, service_group
 from pdserve.base.tracing.context import TraceContext
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from pdserve.model.tokenizer import Tokenizer
@@ -100,11 +100,10 @@ class Requests:
         """
         self._require_priority_allowed(generations, client)
         generations = [_owned(generation, client) for generation in generations]
-        accepted_at = time.time()
-        journals = [self._recorders.open_journal(generation, accepted_at, trace) for generation in generations]
+        journals = await self._open_journals(generations, trace)
         prompts = [PrefixHashes(generation.prompt, generation.cache_salt) for generation in generations]
         # Counted before anything is refused: demand that is measured later shrinks when the cluster cannot meet it.
-        uncached_tokens = [await self._cluster.uncached_tokens(hashes) for hashes in prompts]
+        uncached_tokens = [await self._cluster.uncached_tokens(hashes) async for hashes in in_turns(prompts)]
         self._recorders.metrics.received([hashes.num_tokens for hashes in prompts], uncached_tokens)
         self._refuse_if_unavailable()
         self._refuse_quarantined(generations)
@@ -149,6 +148,10 @@ class Requests:
         except Quarantined:
             self._recorders.metrics.rejected("quarantined")
             raise
+
+    async def _open_journals(self, generations: Sequence[Generation], trace: TraceContext | None) -> list[Journal]:
+        accepted_at = time.time()
+        return [self._recorders.open_journal(each, accepted_at, trace) async for each in in_turns(generations)]
 
     def _refuse_if_unavailable(self) -> None:
         if self._is_draining:

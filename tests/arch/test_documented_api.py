@@ -55,7 +55,11 @@ def _sources(path: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("heading", "metrics", "made_in"),
     [
-        ("Router", RouterMetrics(model_name="m"), ("router_svc/service.py", "pdserve/base/tracing/setup.py")),
+        (
+            "Router",
+            RouterMetrics(model_name="m"),
+            ("router_svc/service.py", "router_svc/api/intake.py", "pdserve/base/tracing/setup.py"),
+        ),
         (
             "Workers",
             WorkerMetrics(model_name="m", tier="decode"),

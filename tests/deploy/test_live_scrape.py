@@ -24,7 +24,13 @@ _SCRAPED_S = 60.0
 #: Panels that stay empty until a fault, and the fault that fills them.
 FILLED_BY_A_FAULT = {"Last exit": "a worker that was killed and restarted"}
 #: Alerts on speed and memory, which a busy machine decides.
-DEPENDS_ON_THE_MACHINE = {"PdserveFirstTokensSlow", "PdserveTokensSlow", "PdservePrefillBacklog", "PdserveMemoryLow"}
+DEPENDS_ON_THE_MACHINE = {
+    "PdserveFirstTokensSlow",
+    "PdserveTokensSlow",
+    "PdserveRouterLoopHeld",
+    "PdservePrefillBacklog",
+    "PdserveMemoryLow",
+}
 #: Metrics of Prometheus' own, of kube-state-metrics, and of what exists after a fault alone.
 _ELSEWHERE = ("up", "ALERTS", "kube_")
 

@@ -11,10 +11,12 @@ from pdserve.base.errors import PdserveError
 from router_svc.api.authentication import client_of
 from router_svc.api.http_request import IDS, MODEL, REQUEST_ID_HEADER, read_body
 from router_svc.api.ids import Ids
+from router_svc.api.intake import Intake
+from router_svc.api.json_pieces import to_json
 from router_svc.api.openai.errors import error_body
 from router_svc.api.openai.generation_request import GenerationRequest, chat_request, completion_request
 from router_svc.api.openai.schema import ChatBody, CompletionBody
-from router_svc.api.openai.shapes import ChatFormat, ChoiceFormat, CompletionFormat, ResponseFormatter, to_json
+from router_svc.api.openai.shapes import ChatFormat, ChoiceFormat, CompletionFormat, ResponseFormatter
 from router_svc.api.request_span import TRACE
 from router_svc.api.served_model import ServedModel
 from router_svc.request.output import ChoiceDelta
@@ -27,10 +29,13 @@ _DONE = b"data: [DONE]\n\n"
 class GenerationApi:
     """/v1/completions and /v1/chat/completions."""
 
-    def __init__(self, model: ServedModel, requests: Requests, max_model_len: Callable[[], int]) -> None:
+    def __init__(
+        self, model: ServedModel, requests: Requests, max_model_len: Callable[[], int], intake: Intake
+    ) -> None:
         self._model = model
         self._requests = requests
         self._max_model_len = max_model_len
+        self._intake = intake
 
     def routes(self) -> list[web.RouteDef]:
         """The endpoints for the application."""
@@ -40,14 +45,14 @@ class GenerationApi:
         ]
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        body = await read_body(request, CompletionBody)
+        body = await read_body(request, CompletionBody, self._intake)
         request[MODEL] = body.model or ""
         ids = Ids.make("cmpl-", request.headers.get(REQUEST_ID_HEADER))
         generation = await completion_request(body, self._model, ids, self._max_model_len())
         return await self._respond(request, generation, ids, CompletionFormat(generation, self._model.tokenizer))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = await read_body(request, ChatBody)
+        body = await read_body(request, ChatBody, self._intake)
         request[MODEL] = body.model or ""
         ids = Ids.make("chatcmpl-", request.headers.get(REQUEST_ID_HEADER))
         generation = await chat_request(body, self._model, ids, self._max_model_len())
@@ -74,7 +79,7 @@ async def _send_whole(formatter: ResponseFormatter, stream: DeltaStream) -> web.
             collected[delta.choice_index].add(delta)
 
     await stream.write_to(collect)
-    return web.Response(body=to_json(formatter.whole(collected, stream.usage)), content_type="application/json")
+    return web.Response(body=await formatter.whole(collected, stream.usage), content_type="application/json")
 
 
 async def _send_stream(
@@ -94,10 +99,10 @@ async def _send_stream(
     )
 
     async def write(deltas: list[ChoiceDelta]) -> None:
-        events = formatter.events(deltas, stream.usage if formatter.continuous_usage else None)
+        events = await formatter.events(deltas, stream.usage if formatter.continuous_usage else None)
         if not sse.prepared:
             await sse.prepare(request)
-            events = formatter.opening() + events
+            events = await formatter.opening() + events
         if events:
             await sse.write(events)
             stream.first_write()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from pdserve.base.errors import RequestError
+from pdserve.base.errors import RequestError, TooLarge
 from router_svc.api.generations import (
     CHAT,
     COMPLETIONS,
@@ -15,9 +15,12 @@ from router_svc.api.generations import (
 )
 from router_svc.api.ids import Ids
 from router_svc.api.openai.schema import ChatBody, CompletionBody, GenerationBody
-from router_svc.api.sampling import MAX_SEQUENCES, EndpointFields, check_token_ids
+from router_svc.api.sampling import MAX_SEQUENCES, EndpointFields
 from router_svc.api.served_model import ServedModel
 from router_svc.generation import Generation
+
+#: Characters of prompts that the choices of one response repeat.
+MAX_ECHO_CHARACTERS = 8 * 1024**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +56,7 @@ async def completion_request(
             "Split the request.",
             param="n",
         )
-    prompts = await _token_ids(body, model)
+    prompts = await _token_ids(body, model, max_model_len)
     fields = EndpointFields(max_tokens=body.max_tokens, default_max_tokens=DEFAULT_MAX_TOKENS, logprobs=body.logprobs)
     factory = GenerationFactory(
         model=model,
@@ -63,8 +66,8 @@ async def completion_request(
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
     )
-    generations = factory.make(body, fields, prompts)
-    echoes = await _texts(body, model) if body.echo else []
+    generations = await factory.make(body, fields, prompts)
+    echoes = await _echoes(body, model) if body.echo else []
     return _request(body, model, ids, generations, tuple(echoes))
 
 
@@ -98,27 +101,35 @@ async def chat_request(body: ChatBody, model: ServedModel, ids: Ids, max_model_l
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
     )
-    return _request(body, model, ids, factory.make(body, fields, [prompt]), ())
+    return _request(body, model, ids, await factory.make(body, fields, [prompt]), ())
 
 
-async def _token_ids(body: CompletionBody, model: ServedModel) -> list[list[int]]:
+async def _token_ids(body: CompletionBody, model: ServedModel, max_model_len: int) -> list[list[int]]:
     token_ids = [prompt for prompt in body.prompt if isinstance(prompt, list)]
     if token_ids:
-        for prompt in token_ids:
-            check_token_ids(prompt, model.vocab_size, param="prompt")
+        await model.check_prompts(token_ids, max_model_len)
         return token_ids
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
-    for text in texts:
-        model.require_plausible(text, param="prompt")
-    encoded = await model.encode(texts, add_special_tokens=body.add_special_tokens is not False)
+    encoded = await model.encode(
+        texts, add_special_tokens=body.add_special_tokens is not False, max_model_len=max_model_len
+    )
     if not all(encoded):
         raise RequestError("`prompt` has no tokens. Send a text that is not empty.", param="prompt")
     return encoded
 
 
-async def _texts(body: CompletionBody, model: ServedModel) -> list[str]:
+async def _echoes(body: CompletionBody, model: ServedModel) -> list[str]:
+    """The texts of the prompts. Raises `TooLarge` if all choices together repeat too much of them."""
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
-    return texts or await model.decode([prompt for prompt in body.prompt if isinstance(prompt, list)])
+    texts = texts or await model.decode([prompt for prompt in body.prompt if isinstance(prompt, list)])
+    repeated = sum(map(len, texts)) * (body.n or 1)
+    if repeated > MAX_ECHO_CHARACTERS:
+        raise TooLarge(
+            f"`echo` with n = {body.n or 1} repeats {repeated} characters of prompts (limit {MAX_ECHO_CHARACTERS}). "
+            "Lower n, or leave echo out.",
+            param="echo",
+        )
+    return texts
 
 
 def _request(

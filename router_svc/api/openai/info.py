@@ -10,18 +10,18 @@ from aiohttp import web
 
 import pdserve
 from pdserve.base.admin import Health
-from pdserve.base.errors import NotFound, RequestError
+from pdserve.base.errors import NotFound, RequestError, TooLarge
 from pdserve.base.store import Store
 from pdserve.base.workers import WorkerRecord
 from router_svc.api.authentication import client_of
 from router_svc.api.generations import require_model
 from router_svc.api.http_request import read_body
 from router_svc.api.ids import is_traceable_id
+from router_svc.api.intake import Intake
+from router_svc.api.json_pieces import list_to_json, text_to_json, to_json
 from router_svc.api.openai.schema import DetokenizeBody, TokenizeBody
 from router_svc.api.openai.shapes import Fields
-from router_svc.api.sampling import check_token_ids
-from router_svc.api.served_model import ServedModel
-from router_svc.records.record import Json
+from router_svc.api.served_model import ServedModel, check_token_ids
 from router_svc.records.traces import Traces
 from router_svc.request.gate import Gate
 from router_svc.routing.cluster import TIERS, Cluster
@@ -33,9 +33,10 @@ DEFAULT_REQUESTS, MAX_REQUESTS = 100, 1000
 class ModelApi:
     """/v1/models, /version, /tokenize and /detokenize."""
 
-    def __init__(self, model: ServedModel, max_model_len: Callable[[], int]) -> None:
+    def __init__(self, model: ServedModel, max_model_len: Callable[[], int], intake: Intake) -> None:
         self._model = model
         self._max_model_len = max_model_len
+        self._intake = intake
         self._created = int(time.time())
 
     def routes(self) -> list[web.RouteDef]:
@@ -60,7 +61,7 @@ class ModelApi:
         return _json({"version": pdserve.__version__})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        body = await read_body(request, TokenizeBody)
+        body = await read_body(request, TokenizeBody, self._intake)
         require_model(body.model, self._model)
         if body.messages is not None:
             token_ids = await self._model.encode_chat(
@@ -72,24 +73,29 @@ class ModelApi:
         else:
             special = body.add_special_tokens is not False
             [token_ids] = await self._model.encode([body.prompt or ""], add_special_tokens=special)
-        token_strs: Json = None
-        if body.return_token_strs:
-            token_strs = [self._model.tokenizer.token_str(token_id) for token_id in token_ids]
-        return _json(
-            {
-                "count": len(token_ids),
-                "max_model_len": self._max_model_len(),
-                "tokens": [*token_ids],
-                "token_strs": token_strs,
-            }
-        )
+        counts = to_json({"count": len(token_ids), "max_model_len": self._max_model_len()})
+        to_str = self._model.tokenizer.token_str
+
+        def answer() -> bytes:
+            strs = list_to_json(token_ids, to_str) if body.return_token_strs else b"null"
+            return b'%b,"tokens":%b,"token_strs":%b}' % (counts[:-1], list_to_json(token_ids, lambda each: each), strs)
+
+        text = await self._model.threads.run(len(token_ids), answer)
+        return web.Response(body=text, content_type="application/json")
 
     async def _detokenize(self, request: web.Request) -> web.Response:
-        body = await read_body(request, DetokenizeBody)
+        body = await read_body(request, DetokenizeBody, self._intake)
         require_model(body.model, self._model)
+        limit = max(self._model.max_position_embeddings, self._max_model_len())
+        if len(body.tokens) > limit:
+            raise TooLarge(
+                f"`tokens` has {len(body.tokens)} token ids, but the context holds {limit}. Send it in parts.",
+                param="tokens",
+            )
         check_token_ids(body.tokens, self._model.vocab_size, param="tokens")
         [text] = await self._model.decode([body.tokens])
-        return _json({"prompt": text})
+        answer = await self._model.threads.run(len(text), lambda: b'{"prompt":%b}' % text_to_json(text))
+        return web.Response(body=answer, content_type="application/json")
 
     def _card(self) -> Fields:
         return {

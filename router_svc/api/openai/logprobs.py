@@ -1,32 +1,34 @@
-"""Log-probabilities in OpenAI's two formats."""
+"""Log-probabilities in OpenAI's two formats, for chunks and, in pieces, for whole responses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pdserve.base.sampling import TokenLogprobs
 from pdserve.model.tokenizer import Tokenizer
+from router_svc.api.json_pieces import to_json
 from router_svc.records.record import Json
 
 #: OpenAI and vLLM write this for minus infinity, which JSON does not have.
 _LOWEST = -9999.0
+#: Entries of one piece of a whole response. Shaping and encoding them takes about 2 ms.
+_PIECE_ENTRIES = 256
 
 
 def chat_logprobs(token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> Json:
     """`{"content": [{token, logprob, bytes, top_logprobs}]}`."""
-    return {
-        "content": [
-            {
-                **_token(token_id, entry.logprob, tokenizer),
-                "top_logprobs": [
-                    _token(top_id, logprob, tokenizer)
-                    for top_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
-                ],
-            }
-            for token_id, entry in zip(token_ids, entries, strict=True)
-        ],
-        "refusal": None,
-    }
+    return {"content": _content(token_ids, entries, tokenizer), "refusal": None}
+
+
+def chat_logprobs_pieces(
+    token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer
+) -> Iterator[bytes]:
+    """`chat_logprobs` as JSON. Each piece is little work."""
+    yield b'{"content":['
+    for chunk in _chunks(entries):
+        separator = b"," if chunk.start else b""
+        yield separator + to_json(_content(token_ids[chunk], entries[chunk], tokenizer))[1:-1]
+    yield b'],"refusal":null}'
 
 
 def completion_logprobs(
@@ -49,6 +51,40 @@ def completion_logprobs(
         "text_offset": [*offsets],
     }
     return shaped, offset
+
+
+def completion_logprobs_pieces(
+    token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer
+) -> Iterator[bytes]:
+    """`completion_logprobs` as JSON. Each piece is little work, and some are empty."""
+    lists: dict[str, list[bytes]] = {}
+    offset = 0
+    for chunk in _chunks(entries):
+        shaped, offset = completion_logprobs(token_ids[chunk], entries[chunk], tokenizer, offset=offset)
+        assert isinstance(shaped, dict)
+        for name, values in shaped.items():
+            lists.setdefault(name, []).append(to_json(values)[1:-1])
+        yield b""
+    yield b"{%b}" % b",".join(b"%b:[%b]" % (to_json(name), b",".join(pieces)) for name, pieces in lists.items())
+
+
+def _chunks(entries: Sequence[TokenLogprobs]) -> Iterator[slice]:
+    """Slices of tokens with about `_PIECE_ENTRIES` log-probabilities each."""
+    step = max(1, _PIECE_ENTRIES // (1 + max(len(entry.top_ids) for entry in entries)))
+    return (slice(start, start + step) for start in range(0, len(entries), step))
+
+
+def _content(token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> list[Json]:
+    return [
+        {
+            **_token(token_id, entry.logprob, tokenizer),
+            "top_logprobs": [
+                _token(top_id, logprob, tokenizer)
+                for top_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
+            ],
+        }
+        for token_id, entry in zip(token_ids, entries, strict=True)
+    ]
 
 
 def _top(token_id: int, entry: TokenLogprobs, tokenizer: Tokenizer) -> Json:

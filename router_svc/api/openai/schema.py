@@ -18,17 +18,23 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from pdserve.base.sampling import MAX_LOGPROBS
-from router_svc.api.body import CACHE_SALT, UINT32_MAX, Body, SamplingFields, TokenId
+from pdserve.model.chat_template import SPECIAL_TOKENS
+from router_svc.api.body import CACHE_SALT, UINT32_MAX, Body, SamplingFields
 from router_svc.api.fields import MESSAGE_UNSUPPORTED, without_neutral
 from router_svc.generation import MAX_PRIORITY
 
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 512
 MAX_TEMPLATE_KWARGS = 16
+#: Characters of one value of `chat_template_kwargs`: templates print them, possibly once per message.
+MAX_TEMPLATE_KWARG_CHARACTERS = 4096
 MAX_NAME_CHARACTERS = 256
 
-#: Variables of chat templates that clients may not set.
-_TEMPLATE_OWN = frozenset({"self", "messages", "add_generation_prompt", "tools", "documents"})
+#: Variables of chat templates that clients may not set: the request's own, and the model's special tokens.
+_TEMPLATE_OWN = frozenset({"self", "messages", "add_generation_prompt", "tools", "documents", *SPECIAL_TOKENS})
+
+#: Values that are checked in one call.
+_CHECKED_TOGETHER = 65_536
 
 Prompt = str | list[int]
 Scalar = bool | int | float | str
@@ -63,6 +69,16 @@ def _is_token_ids(values: list[object]) -> bool:
     return not values or all(kind is int for kind in set(map(type, values)))
 
 
+def _token_ids(value: object) -> list[int]:
+    """Token ids in any number. By hand, because pydantic's own validation is one long call."""
+    if not isinstance(value, list):
+        raise PydanticCustomError("token_ids", "must be a list of token ids")
+    for start in range(0, len(value), _CHECKED_TOGETHER):
+        if not _is_token_ids(value[start : start + _CHECKED_TOGETHER]):
+            raise PydanticCustomError("token_ids", "must be a list of token ids, which are integers")
+    return value
+
+
 def _flat_content(value: object) -> object:
     """Content given as text parts, as one string. Raises an error for other kinds of content."""
     if not isinstance(value, list):
@@ -84,6 +100,14 @@ def _template_kwarg_name(name: str) -> str:
 
 
 def _scalar(value: object) -> Scalar:
+    if isinstance(value, str) and len(value) > MAX_TEMPLATE_KWARG_CHARACTERS:
+        raise PydanticCustomError(
+            "template_kwarg_length",
+            "has {length} characters (limit {limit}). Send long texts in messages",
+            {"length": len(value), "limit": MAX_TEMPLATE_KWARG_CHARACTERS},
+        )
+    if isinstance(value, int) and value.bit_length() > 64:
+        raise PydanticCustomError("template_kwarg_length", "must be an integer of at most 64 bits")
     if isinstance(value, (bool, int, float, str)):
         return value
     raise PydanticCustomError("scalar", "must be a string, a number, true or false")
@@ -204,4 +228,4 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: Annotated[str, MaxLen(MAX_NAME_CHARACTERS)] | None = None
-    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+    tokens: Annotated[list[int], PlainValidator(_token_ids)]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import pdserve
 from pdserve.base.sampling import FinishReason, TokenLogprobs
 from pdserve.model.tokenizer import Tokenizer
+from router_svc.api.json_pieces import text_to_json, to_json
 from router_svc.api.openai.generation_request import GenerationRequest
-from router_svc.api.openai.logprobs import chat_logprobs, completion_logprobs
+from router_svc.api.openai.logprobs import (
+    chat_logprobs,
+    chat_logprobs_pieces,
+    completion_logprobs,
+    completion_logprobs_pieces,
+)
 from router_svc.records.record import Json
 from router_svc.request.output import ChoiceDelta
 from router_svc.request.stream import TokenUsage
@@ -20,12 +26,22 @@ _FINGERPRINT = f"pdserve-{pdserve.__version__}"
 
 Fields = dict[str, Json]
 
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+#: Deltas without log-probabilities that are formatted at once.
+_FEW_DELTAS = 64
+#: Time on the event loop after which `in_slices` lets other callbacks run.
+_SLICE_S = 0.002
 
 
-def to_json(value: Json) -> bytes:
-    """Compact JSON in UTF-8."""
-    return _encode(value).encode()
+async def in_slices(pieces: Iterable[bytes]) -> bytes:
+    """All pieces joined. Making them does not hold the event loop longer than one piece takes, or 2 ms."""
+    now = asyncio.get_running_loop().time
+    joined, since = [], now()
+    for piece in pieces:
+        joined.append(piece)
+        if now() - since > _SLICE_S:
+            await asyncio.sleep(0)
+            since = now()
+    return b"".join(joined)
 
 
 @dataclass(slots=True)
@@ -58,8 +74,8 @@ class ChoiceFormat(Protocol):
     def chunk(self, delta: ChoiceDelta) -> Fields:
         """The choice in one chunk. Call it in order: formats may keep offsets."""
 
-    def whole(self, index: int, collected: CollectedChoice) -> Fields:
-        """The complete choice."""
+    def whole(self, index: int, collected: CollectedChoice) -> Iterator[bytes]:
+        """The complete choice as JSON, in pieces that are little work each."""
 
 
 class CompletionFormat:
@@ -87,11 +103,15 @@ class CompletionFormat:
         logprobs = self._logprobs(index, delta.token_ids, delta.logprobs)
         return {"index": index, "text": delta.text, "logprobs": logprobs, **_ending(delta)}
 
-    def whole(self, index: int, collected: CollectedChoice) -> Fields:
+    def whole(self, index: int, collected: CollectedChoice) -> Iterator[bytes]:
         """The whole text, after the prompt if the client requested an echo."""
         text = "".join([*self._echoes[index : index + 1], *collected.text])
-        logprobs = self._logprobs(index, collected.token_ids, collected.logprobs)
-        return {"index": index, "text": text, "logprobs": logprobs, **_ending(collected)}
+        yield b'{"index":%d,"text":%b,"logprobs":' % (index, text_to_json(text))
+        if collected.logprobs:
+            yield from completion_logprobs_pieces(collected.token_ids, collected.logprobs, self._tokenizer)
+        else:
+            yield b"null"
+        yield b"," + to_json(_ending(collected))[1:]
 
     def _logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Json:
         if not entries:
@@ -121,11 +141,15 @@ class ChatFormat:
         logprobs = self._logprobs(delta.token_ids, delta.logprobs)
         return {"index": delta.choice_index, "delta": content, "logprobs": logprobs, **_ending(delta)}
 
-    def whole(self, index: int, collected: CollectedChoice) -> Fields:
+    def whole(self, index: int, collected: CollectedChoice) -> Iterator[bytes]:
         """The message."""
         message: Fields = {"role": "assistant", "content": "".join(collected.text), "refusal": None}
-        logprobs = self._logprobs(collected.token_ids, collected.logprobs)
-        return {"index": index, "message": message, "logprobs": logprobs, **_ending(collected)}
+        yield b'{"index":%d,"message":%b,"logprobs":' % (index, to_json(message))
+        if collected.logprobs:
+            yield from chat_logprobs_pieces(collected.token_ids, collected.logprobs, self._tokenizer)
+        else:
+            yield b"null"
+        yield b"," + to_json(_ending(collected))[1:]
 
     def _logprobs(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Json:
         return chat_logprobs(token_ids, entries, self._tokenizer) if entries else None
@@ -152,29 +176,38 @@ class ResponseFormatter:
         """Whether every event has the usage so far."""
         return self._request.continuous_usage
 
-    def opening(self) -> bytes:
+    async def opening(self) -> bytes:
         """The events before any token."""
         openings = map(self._format.opening, range(self._request.num_choices))
-        return b"".join(self._event(opening, None) for opening in openings if opening is not None)
+        return await in_slices(self._event(opening, None) for opening in openings if opening is not None)
 
-    def events(self, deltas: Sequence[ChoiceDelta], usage: TokenUsage | None) -> bytes:
+    async def events(self, deltas: Sequence[ChoiceDelta], usage: TokenUsage | None) -> bytes:
         """An event for each delta with visible output. Text that is held back gives no event."""
-        return b"".join(
-            [
-                self._event(self._format.chunk(delta), usage)
-                for delta in deltas
-                if delta.text or delta.logprobs or delta.finish_reason
-            ]
+        events = (
+            self._event(self._format.chunk(delta), usage)
+            for delta in deltas
+            if delta.text or delta.logprobs or delta.finish_reason
         )
+        # A few tokens without log-probabilities, as nearly all steps have, are not worth looking at the clock.
+        if len(deltas) <= _FEW_DELTAS and not deltas[0].logprobs:
+            return b"".join(events)
+        return await in_slices(events)
 
     def closing(self, usage: TokenUsage) -> bytes:
         """The event after all tokens, if the client requested usage."""
         return self._event(None, usage) if self._request.include_usage else b""
 
-    def whole(self, collected: Sequence[CollectedChoice], usage: TokenUsage) -> Fields:
+    async def whole(self, collected: Sequence[CollectedChoice], usage: TokenUsage) -> bytes:
         """The whole response."""
-        choices: list[Json] = [self._format.whole(index, choice) for index, choice in enumerate(collected)]
-        return {**self._envelope(self._format.whole_object), "choices": choices, "usage": _usage(usage)}
+        return await in_slices(self._whole(collected, usage))
+
+    def _whole(self, collected: Sequence[CollectedChoice], usage: TokenUsage) -> Iterator[bytes]:
+        yield to_json(self._envelope(self._format.whole_object))[:-1] + b',"choices":['
+        for index, choice in enumerate(collected):
+            if index:
+                yield b","
+            yield from self._format.whole(index, choice)
+        yield b'],"usage":%b}' % to_json(_usage(usage))
 
     def new_collection(self) -> list[CollectedChoice]:
         """An empty choice for each choice of the response."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.base.errors import RequestError
+from pdserve.base.errors import TooLarge
 from pdserve.base.sampling import SamplingParams
 from router_svc.api.fields import IGNORED, UNSUPPORTED
 from router_svc.api.sampling import require_bounded
@@ -153,11 +153,12 @@ async def test_every_wrong_chat_is_refused_with_its_field_and_reason(small_clust
         (b"[1, 2]", 400, "must be a JSON object"),
         (b"null", 400, "must be a JSON object"),
         (DEEP, 400, "nested more than 64 levels"),
-        (b"[" * 100_000, 400, "not valid JSON"),
+        (b"[" * 60_000, 400, "not valid JSON"),
+        (b"[" * 100_000, 413, "objects, lists and keys"),
         (b'{"model": "\\ud800"}', 400, "not valid JSON"),
         (b'{"prompt": "' + b"x" * 10_000_000 + b'"}', 413, "limit of 8388608 bytes"),
     ],
-    ids=["empty", "cut", "bad-utf8", "list", "null", "deep", "very-deep", "lone-surrogate", "10MB"],
+    ids=["empty", "cut", "bad-utf8", "list", "null", "deep", "very-deep", "too-deep", "lone-surrogate", "10MB"],
 )
 async def test_a_body_that_is_not_a_request_is_refused(
     small_cluster: ScriptedCluster, data: bytes, status: int, words: str
@@ -192,9 +193,9 @@ async def test_null_is_the_default_of_every_field(small_cluster: ScriptedCluster
 
 
 def test_what_multiplies_is_bounded_as_a_whole() -> None:
-    wide = SamplingParams(n=128, max_tokens=1000, logprobs=20)
+    wide = SamplingParams(n=2, max_tokens=1000, logprobs=20)
     require_bounded([wide])
-    with pytest.raises(RequestError, match="prompts \\* n \\* max_tokens") as refusal:
+    with pytest.raises(TooLarge, match="prompts \\* n \\* max_tokens") as refusal:
         require_bounded([wide, wide])
     assert refusal.value.param == "logprobs"
     require_bounded([SamplingParams(n=128, max_tokens=100_000)])

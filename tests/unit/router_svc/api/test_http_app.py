@@ -15,6 +15,8 @@ from pdserve.base.hosts import AllowedHosts
 from router_svc.api.body import Body
 from router_svc.api.http_app import HttpRules, make_app
 from router_svc.api.http_request import read_body
+from router_svc.api.intake import Intake
+from router_svc.api.text_threads import TextThreads
 from tests.support.redis import eventually
 
 
@@ -23,7 +25,7 @@ class _Fields(Body):
 
 
 async def _post(request: web.Request) -> web.Response:
-    return web.json_response({"x": (await read_body(request, _Fields)).x})
+    return web.json_response({"x": (await read_body(request, _Fields, Intake(TextThreads()))).x})
 
 
 _SEEN: asyncio.Queue[web.Request] = asyncio.Queue()

@@ -24,21 +24,21 @@ def model(model_dir: Path) -> ServedModel:
     return ServedModel.load(model_dir, "tiny")
 
 
-def made(model: ServedModel, fields: dict[str, object]) -> SamplingParams:
+async def made(model: ServedModel, fields: dict[str, object]) -> SamplingParams:
     factory = GenerationFactory(model=model, max_model_len=100, ids=Ids.make("cmpl-", None), endpoint=COMPLETIONS)
     own = EndpointFields(max_tokens=4, default_max_tokens=None)
-    [generation] = factory.make(validate(SamplingFields, fields), own, [[1, 2, 3]])
+    [generation] = await factory.make(validate(SamplingFields, fields), own, [[1, 2, 3]])
     return generation.sampling
 
 
 @pytest.mark.parametrize("top_k", [2**31, 3_000_000_000, 2**32 - 1])
-def test_a_top_k_beyond_the_vocabulary_reaches_workers_as_no_limit(model: ServedModel, top_k: int) -> None:
-    params = made(model, {"top_k": top_k, "temperature": 0})
+async def test_a_top_k_beyond_the_vocabulary_reaches_workers_as_no_limit(model: ServedModel, top_k: int) -> None:
+    params = await made(model, {"top_k": top_k, "temperature": 0})
     assert (params.top_k, sampling_to_wire(params).top_k) == (0, 0)
 
 
 def test_a_top_k_within_the_vocabulary_is_kept(model: ServedModel) -> None:
-    assert [made(model, {"top_k": k}).top_k for k in (-1, 0, 1, model.vocab_size - 1, model.vocab_size)] == [
+    assert [(await made(model, {"top_k": k})).top_k for k in (-1, 0, 1, model.vocab_size - 1, model.vocab_size)] == [
         0,
         0,
         1,
@@ -47,9 +47,9 @@ def test_a_top_k_within_the_vocabulary_is_kept(model: ServedModel) -> None:
     ]
 
 
-def test_the_default_of_a_model_is_limited_like_a_client(model: ServedModel) -> None:
-    own = replace(model, defaults=SamplingDefaults(top_k=2**31))
-    assert made(own, {}).top_k == 0
+async def test_the_default_of_a_model_is_limited_like_a_client(model: ServedModel) -> None:
+    own = replace(model, defaults=SamplingDefaults(top_k=2**31 - 1))
+    assert (await made(own, {})).top_k == 0
 
 
 @pytest.mark.parametrize(

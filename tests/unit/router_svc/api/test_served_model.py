@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 
 from pdserve.base.errors import RequestError
+from pdserve.model.chat_template import ChatTemplate
 from pdserve.model.resolve import resolve_model
 from pdserve.model.tokenizer import Tokenizer
 from router_svc.api.served_model import ServedModel
@@ -28,6 +29,7 @@ class WatchedTokenizer:
         self._tokenizer = tokenizer
         self._loop = loop
         self.loop_has_run = False
+        self.max_token_bytes = tokenizer.max_token_bytes
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         has_run = threading.Event()
@@ -37,12 +39,61 @@ class WatchedTokenizer:
         return token_ids
 
 
+class CountingTokenizer:
+    """A tokenizer that counts the characters that it has tokenized."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.max_token_bytes = tokenizer.max_token_bytes
+        self.characters = 0
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        self.characters += len(text)
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    def count_up_to(self, text: str, limit: int) -> int:
+        return Tokenizer.count_up_to(cast(Tokenizer, self), text, limit)
+
+
 async def test_the_event_loop_runs_while_a_long_text_is_tokenized(model: ServedModel) -> None:
     # It runs only if the text is tokenized in a thread, and if that releases the interpreter's lock.
     text = "The quick brown fox jumps over the lazy dog; 오늘 날씨. " * 20_000
     watched = WatchedTokenizer(model.tokenizer, asyncio.get_running_loop())
-    [token_ids] = await replace(model, tokenizer=cast(Tokenizer, watched)).encode([text], add_special_tokens=False)
+    roomy = replace(model, tokenizer=cast(Tokenizer, watched), max_position_embeddings=10**6)
+    [token_ids] = await roomy.encode([text], add_special_tokens=False)
     assert len(token_ids) > 100_000
+    assert watched.loop_has_run
+
+
+async def test_a_text_of_short_tokens_is_refused_after_a_piece_of_it_is_tokenized(model: ServedModel) -> None:
+    # By its bytes it could fit: the longest token has 162 bytes. Each of its tokens has two.
+    text = " a" * (40 * model.max_position_embeddings)
+    counting = CountingTokenizer(model.tokenizer)
+    with pytest.raises(RequestError, match=r"at least \d+ tokens, but the context holds 8192"):
+        await replace(model, tokenizer=cast(Tokenizer, counting)).encode([text], add_special_tokens=False)
+    assert counting.characters < len(text) / 4
+
+
+async def test_prompts_after_one_that_is_too_long_are_not_tokenized(model: ServedModel) -> None:
+    texts = ["a " * 20_000] * 50
+    counting = CountingTokenizer(model.tokenizer)
+    with pytest.raises(RequestError, match="but the context holds 8192"):
+        await replace(model, tokenizer=cast(Tokenizer, counting)).encode(
+            texts, add_special_tokens=False, max_model_len=8192
+        )
+    assert counting.characters == len(texts[0])
+
+
+async def test_what_a_template_prints_of_its_variables_is_tokenized_in_a_thread(model: ServedModel) -> None:
+    template = ChatTemplate("{% for message in messages %}{{ mood * 100 }}{% endfor %}", {})
+    watched = WatchedTokenizer(model.tokenizer, asyncio.get_running_loop())
+    roomy = replace(model, template=template, tokenizer=cast(Tokenizer, watched), max_position_embeddings=10**6)
+    await roomy.encode_chat(
+        [{"role": "user", "content": ""}],
+        add_generation_prompt=True,
+        add_special_tokens=False,
+        template_kwargs={"mood": "a b " * 300},
+    )
     assert watched.loop_has_run
 
 
@@ -50,7 +101,7 @@ def test_a_text_that_cannot_fit_is_refused_without_tokenizing_it(model: ServedMo
     limit = model.tokenizer.max_token_bytes * model.max_position_embeddings
     with pytest.raises(RequestError, match="at least 8192 tokens, but the context holds 8192"):
         model.require_plausible("x" * limit, param="prompt")
-    model.require_plausible("x" * (limit - 1), param="prompt")
+    model.require_plausible(" international" * 8000, param="prompt")
     assert all(
         len(model.tokenizer.token_bytes(token)) <= model.tokenizer.max_token_bytes
         for token in range(model.tokenizer.vocab_size)

@@ -1,0 +1,81 @@
+"""Parses a GenerateRequest within limits that are checked before anything is built from its bytes.
+
+Parsing is one call on the event loop. A text of megabytes takes it no time, but as many token ids or biases would: so
+the sizes of a message's parts are read from its encoding first.
+"""
+
+from __future__ import annotations
+
+from google.protobuf.message import DecodeError
+
+from pdserve.base.errors import RequestError, TooLarge
+from pdserve.v1 import inference_pb2 as pb
+
+#: Bytes of `sampling`: four stop strings, 300 biases and 64 token ids have less than 10 KiB.
+MAX_SAMPLING_BYTES = 65_536
+#: Fields of the message itself, repeated or unknown ones included.
+_MAX_FIELDS = 64
+#: Bytes of an encoded token id, at most.
+_BYTES_PER_ID = 5
+_MAX_VARINT_BYTES = 10
+_TOKEN_IDS = pb.GenerateRequest.DESCRIPTOR.fields_by_name["token_ids"].number
+_SAMPLING = pb.GenerateRequest.DESCRIPTOR.fields_by_name["sampling"].number
+
+
+def parse_request(data: bytes, max_model_len: int) -> pb.GenerateRequest:
+    """The message. Raises `RequestError` for one that is not valid, or has more than any request needs."""
+    try:
+        for number, num_bytes in _fields(data):
+            if number == _TOKEN_IDS and num_bytes > _BYTES_PER_ID * max_model_len + _MAX_VARINT_BYTES:
+                raise TooLarge(
+                    f"`token_ids` has {num_bytes} bytes, but the context holds {max_model_len} tokens, including the "
+                    "completion. Shorten the prompt.",
+                    param="prompt",
+                )
+            if number == _SAMPLING and num_bytes > MAX_SAMPLING_BYTES:
+                raise TooLarge(
+                    f"`sampling` has {num_bytes} bytes (limit {MAX_SAMPLING_BYTES}). Remove biases or stop strings.",
+                    param="sampling",
+                )
+        return pb.GenerateRequest.FromString(data)
+    except (DecodeError, IndexError) as error:
+        raise RequestError("The message is not a valid GenerateRequest. Encode it with inference.proto.") from error
+
+
+def _fields(data: bytes) -> list[tuple[int, int]]:
+    """Number and size in bytes of the message's own fields. Raises IndexError past the end of the message."""
+    fields: list[tuple[int, int]] = []
+    position = 0
+    while position < len(data):
+        if len(fields) == _MAX_FIELDS:
+            raise TooLarge(f"The message has more than {_MAX_FIELDS} fields. Send each field once.")
+        tag, position = _varint(data, position)
+        size, start = _size(data, position, tag & 7)
+        fields.append((tag >> 3, size))
+        position = start + size
+    return fields
+
+
+def _size(data: bytes, position: int, wire_type: int) -> tuple[int, int]:
+    """Size and start of a field's value."""
+    match wire_type:
+        case 0:
+            return _varint(data, position)[1] - position, position
+        case 1:
+            return 8, position
+        case 2:
+            return _varint(data, position)
+        case 5:
+            return 4, position
+    raise IndexError
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """A variable-length integer, and the position after it."""
+    value = 0
+    for index in range(_MAX_VARINT_BYTES):
+        byte = data[position + index]
+        value |= (byte & 127) << 7 * index
+        if byte < 128:
+            return value, position + index + 1
+    raise IndexError

@@ -1,0 +1,172 @@
+"""The event loop of the router goes on whatever one client sends: its longest callback is short.
+
+Measured in the loop's own processor time, which other processes and threads do not lengthen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import http.client
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+
+from pdserve.v1 import inference_pb2 as pb
+from pdserve.v1 import inference_pb2_grpc
+from tests.integration.router_svc.conftest import ScriptedCluster
+from tests.support.tiny_model import NAME
+
+#: Bound of one callback, in seconds.
+LIMIT_S = 0.020
+MAX_BODY = 8 * 1024**2
+USER = {"role": "user", "content": "x"}
+COMPLETION: dict[str, Any] = {"model": NAME, "prompt": "x", "max_tokens": 50}
+CHAT: dict[str, Any] = {"model": NAME, "messages": [USER], "max_tokens": 8}
+
+
+@dataclass
+class Longest:
+    """The longest callback so far."""
+
+    seconds: float = 0.0
+    callback: str = "none"
+
+
+@contextlib.contextmanager
+def watched_callbacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Longest]:
+    """Measures every callback of this thread's event loop."""
+    longest = Longest()
+    run: Callable[[asyncio.Handle], None] = asyncio.Handle._run
+
+    def measured(handle: asyncio.Handle) -> None:
+        shown = repr(handle)
+        start = time.thread_time()
+        run(handle)
+        seconds = time.thread_time() - start
+        if seconds > longest.seconds:
+            longest.seconds, longest.callback = seconds, shown
+
+    # A collection of the whole heap of the tests would be measured, too. The router exempts what it has at its start.
+    gc.collect()
+    gc.disable()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio.Handle, "_run", measured)
+            yield longest
+    finally:
+        gc.enable()
+
+
+def fill(head: bytes, piece: bytes, tail: bytes, size: int = MAX_BODY) -> bytes:
+    """A body of nearly this size."""
+    return head + piece * ((size - len(head) - len(tail)) // len(piece)) + tail
+
+
+def body(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields).encode()
+
+
+PROMPT = b'{"model": "%b", "prompt": ' % NAME.encode()
+KEYS = {f"key{index}": 1 for index in range(290)}
+#: Path, body, and the status of its answer.
+WORST: dict[str, tuple[str, bytes, int]] = {
+    "text": ("/v1/completions", fill(PROMPT + b'"', b"a b ", b'"}'), 400),
+    "escapes": ("/v1/completions", fill(PROMPT + b'"', b"\\u00e9", b'"}'), 400),
+    "texts": ("/v1/completions", body(COMPLETION | {"prompt": ["a" * 99_000] * 84}), 400),
+    "many texts": ("/v1/completions", body(COMPLETION | {"prompt": ["a" * 200] * 512, "max_tokens": 1}), 200),
+    "many ids": ("/v1/completions", body(COMPLETION | {"prompt": [[1] * 250] * 512, "max_tokens": 1}), 200),
+    "token ids": ("/v1/completions", fill(PROMPT + b"[", b"1,", b"1]}", 2_300_000), 400),
+    "values": ("/v1/completions", fill(PROMPT + b"[", b"1,", b"1]}"), 413),
+    "lists": ("/v1/completions", fill(PROMPT + b"[", b"[],", b"[]]}"), 413),
+    "objects": ("/v1/completions", fill(PROMPT + b"[", b"{},", b"{}]}", 150_000), 400),
+    "options": ("/v1/completions", body(COMPLETION | {"stream": True, "stream_options": KEYS}), 400),
+    "log-probabilities": ("/v1/completions", body(COMPLETION | {"n": 48, "logprobs": 20}), 200),
+    "streamed log-probabilities": (
+        "/v1/completions",
+        body(COMPLETION | {"n": 48, "logprobs": 20, "stream": True}),
+        200,
+    ),
+    "echo": ("/v1/completions", body(COMPLETION | {"prompt": "a" * 200, "n": 128, "echo": True, "max_tokens": 1}), 200),
+    "content": ("/v1/chat/completions", body(CHAT | {"messages": [{"role": "user", "content": "a b " * 2**21}]}), 413),
+    "messages": ("/v1/chat/completions", body(CHAT | {"messages": [USER] * 4096}), 400),
+    "few messages": ("/v1/chat/completions", body(CHAT | {"messages": [USER] * 1500}), 400),
+    "fields": ("/v1/chat/completions", body(CHAT | {"messages": [USER | KEYS] * 200}), 400),
+    "kwargs": (
+        "/v1/chat/completions",
+        body(CHAT | {"chat_template_kwargs": {f"mood{index}" * 20: "x" * 4096 for index in range(16)}}),
+        200,
+    ),
+    "printed kwargs": ("/v1/chat/completions", body(CHAT | {"chat_template_kwargs": {"mood": "a b " * 1024}}), 400),
+    "tokenize": ("/tokenize", fill(b'{"prompt": "', b"a b ", b'", "return_token_strs": true}', 100_000), 200),
+    "tokenize all": ("/tokenize", fill(b'{"prompt": "', b"a b ", b'"}'), 400),
+    "detokenize": ("/detokenize", fill(b'{"tokens": [', b"1,", b"1]}", 2_300_000), 413),
+}
+BY_GRPC: dict[str, pb.GenerateRequest] = {
+    "text": pb.GenerateRequest(model=NAME, text="a b " * (2**21 - 100)),
+    "token ids": pb.GenerateRequest(model=NAME, token_ids=pb.TokenIds(ids=[1] * 8_000_000)),
+    "biases": pb.GenerateRequest(
+        model=NAME, text="x", sampling=pb.ClientSampling(logit_bias=dict.fromkeys(range(400_000), 1.0))
+    ),
+    "log-probabilities": pb.GenerateRequest(
+        model=NAME, text="x", sampling=pb.ClientSampling(n=48, max_tokens=50, logprobs=20)
+    ),
+}
+
+
+def post(base_url: str, path: str, data: bytes) -> int:
+    """The status of the answer, which is read to its end. Runs in a thread: the client's own work is not measured."""
+    connection = http.client.HTTPConnection(base_url.removeprefix("http://"), timeout=120)
+    try:
+        connection.request("POST", path, data, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        response.read()
+        return response.status
+    finally:
+        connection.close()
+
+
+def generate(address: str, message: pb.GenerateRequest) -> str:
+    """The name of the call's status."""
+    with grpc.insecure_channel(address) as channel:
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(message)
+        with contextlib.suppress(grpc.RpcError):
+            for _ in call:
+                pass
+        return str(call.code().name)
+
+
+@pytest.mark.slow
+async def test_no_legal_body_holds_the_event_loop(cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, str] = {}
+    statuses: dict[str, int] = {}
+    codes: dict[str, str] = {}
+    stop = asyncio.Event()
+
+    async def stream() -> None:
+        while not stop.is_set():
+            await cluster.stream()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(8):
+            group.create_task(stream())
+        for name, (path, data, _) in WORST.items():
+            with watched_callbacks(monkeypatch) as longest:
+                statuses[name] = await asyncio.to_thread(post, cluster.base_url, path, data)
+            if longest.seconds > LIMIT_S:
+                found[name] = f"{longest.seconds * 1e3:.0f} ms in {longest.callback}"
+        for name, message in BY_GRPC.items():
+            with watched_callbacks(monkeypatch) as longest:
+                codes[name] = await asyncio.to_thread(generate, cluster.grpc_address, message)
+            if longest.seconds > LIMIT_S:
+                found[f"gRPC {name}"] = f"{longest.seconds * 1e3:.0f} ms in {longest.callback}"
+        stop.set()
+    assert statuses == {name: status for name, (_, _, status) in WORST.items()}
+    assert set(codes.values()) <= {"INVALID_ARGUMENT", "OK", "RESOURCE_EXHAUSTED"}
+    assert found == {}

@@ -1,0 +1,46 @@
+"""A gRPC message is measured before it is parsed."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.base.errors import RequestError, TooLarge
+from pdserve.v1 import inference_pb2 as pb
+from router_svc.api.grpc_message import parse_request
+
+CONTEXT = 1000
+
+
+def test_a_message_within_the_limits_is_parsed() -> None:
+    sampling = pb.ClientSampling(logit_bias={2**32 - 1 - key: 1.0 for key in range(300)}, stop=["x" * 256] * 4)
+    by_ids = pb.TokenIds(ids=[2**32 - 1] * CONTEXT)
+    for message in (
+        pb.GenerateRequest(model="m", request_id="r", sampling=sampling, text="x" * 10**6),
+        pb.GenerateRequest(model="m", request_id="r", sampling=sampling, token_ids=by_ids),
+    ):
+        assert parse_request(message.SerializeToString(), CONTEXT) == message
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 10_000)), "bytes, but the context holds 1000 tokens"),
+        (pb.GenerateRequest(sampling=pb.ClientSampling(stop_token_ids=[1] * 70_000)), "limit 65536"),
+        (pb.GenerateRequest(sampling=pb.ClientSampling(logit_bias=dict.fromkeys(range(9000), 1.0))), "limit 65536"),
+    ],
+    ids=["token ids", "stop token ids", "biases"],
+)
+def test_a_message_with_more_than_any_request_needs_is_refused(message: pb.GenerateRequest, words: str) -> None:
+    with pytest.raises(TooLarge, match=words):
+        parse_request(message.SerializeToString(), CONTEXT)
+
+
+def test_a_message_of_many_fields_is_refused() -> None:
+    with pytest.raises(TooLarge, match="more than 64 fields"):
+        parse_request(b"\x12\x01a" * 100, CONTEXT)
+
+
+@pytest.mark.parametrize("data", [b"\xff", b"\x12", b"\x12\x05a", b"\xff" * 20, b"\x0b", b"\x12\x01\xff"])
+def test_bytes_that_are_no_message_are_the_callers_fault(data: bytes) -> None:
+    with pytest.raises(RequestError, match="not a valid GenerateRequest"):
+        parse_request(data, CONTEXT)
