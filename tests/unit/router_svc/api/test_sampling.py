@@ -37,7 +37,7 @@ async def test_a_top_k_beyond_the_vocabulary_reaches_workers_as_no_limit(model: 
     assert (params.top_k, sampling_to_wire(params).top_k) == (0, 0)
 
 
-def test_a_top_k_within_the_vocabulary_is_kept(model: ServedModel) -> None:
+async def test_a_top_k_within_the_vocabulary_is_kept(model: ServedModel) -> None:
     assert [(await made(model, {"top_k": k})).top_k for k in (-1, 0, 1, model.vocab_size - 1, model.vocab_size)] == [
         0,
         0,
