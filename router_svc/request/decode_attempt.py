@@ -84,15 +84,19 @@ class DecodeAttempt:
             )
             raise DecodeFailed(error, worker)
 
-    async def _hand_over(self) -> None:
-        """Gets the prompt's KV to the decode worker: from a prefill worker, else by local prefill."""
-        opened = await self._call.milestone(
+    async def _opened(self) -> decode_pb2.DecodeResponse:
+        """The ticket, or the start of a request that needs none. Raises `NoFreeBlocks` when neither comes in time."""
+        return await self._call.milestone(
             self._policy.reserve_timeout_s,
             NoFreeBlocks(
                 f"Decode worker {self._call.worker.worker_id} had no free blocks for the request within "
                 f"{self._policy.reserve_timeout_s:g} s."
             ),
         )
+
+    async def _hand_over(self) -> None:
+        """Gets the prompt's KV to the decode worker: from a prefill worker, else by local prefill."""
+        opened = await self._opened()
         reason = "quarantine" if self._context.deaths.tier == "decode" else "no_prefill_worker"
         failed_prefill: WorkerRecord | None = None
         while opened.HasField("ticket"):
