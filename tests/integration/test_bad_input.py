@@ -76,7 +76,7 @@ def test_an_invalid_field_is_named(
         (b"{", 400),
         (b"[]", 400),
         (b'{"model": "\xff\xfe"}', 400),
-        (b"[" * 100_000, 400),
+        (b"[" * 100_000, 413),
         (json.dumps(COMPLETION | {"prompt": "x" * 10_000_000}).encode(), 413),
     ],
     ids=["empty", "truncated", "list", "invalid UTF-8", "deep", "10 MB"],
