@@ -25,3 +25,7 @@ def test_run_is_said_only_when_images_and_stack_ran(
     passed: set[str], skipped: dict[str, int], no_engine: str, line: str
 ) -> None:
     assert Outcomes(passed=passed, skipped=Counter(skipped)).verdict(no_engine) == line
+
+
+def test_pytest_takes_the_outcomes_as_a_plugin() -> None:
+    assert {Outcomes()}
