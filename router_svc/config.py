@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pdserve.base.config import option, parse_bytes, words_option
 from pdserve.base.hosts import parse_names, parse_origins
-from pdserve.base.logs import FORMATS, LEVELS
 from pdserve.base.redis_keys import DEFAULT_PREFIX, parse_prefix
+from pdserve.base.shared_options import ServiceOptions, same_option
 
 LOCAL_PREFILL = ("auto", "threshold")
 #: As `vllm serve` names them.
@@ -97,36 +97,19 @@ class RouterConfig:
     token_timeout_s: float = option(
         300.0, help="the same for workers of a version that sends no keep-alives: seconds without a token", minimum=0.1
     )
-    drain_timeout_s: float = option(45.0, help="seconds that running requests have to finish after SIGTERM", minimum=0)
+    drain_timeout_s: float = same_option(ServiceOptions, "drain_timeout_s")
     trace_capacity: int = option(1000, help="number of requests whose records are kept in memory", minimum=1)
     console: bool = option(True, help="serve the console, a page that shows the cluster and its requests, at /console")
     console_clients: int = option(32, help="number of consoles that may be open at the same time", minimum=1)
-    cluster_secret_file: str | None = option(
-        None,
-        help="file with the secret that routers and workers share; default: PDSERVE_CLUSTER_SECRET, else an open "
-        "cluster",
-        metavar="FILE",
-    )
-    peer_ssl_certfile: str | None = option(
-        None,
-        help="TLS between routers and workers: this process's certificate, with those below its CA",
-        metavar="FILE",
-    )
-    peer_ssl_keyfile: str | None = option(None, help="the certificate's private key", metavar="FILE")
-    peer_ssl_ca_certs: str | None = option(
-        None, help="certificates of the CAs that routers and workers have theirs from", metavar="FILE"
-    )
-    peer_ssl_server_name: str | None = option(
-        None, help="name in the certificates of all workers; default: the address of each", metavar="NAME"
-    )
-    log_level: str = option("info", help="lowest level of log messages", choices=LEVELS)
-    log_format: str = option("text", help="form of log lines: text, or one JSON object per line", choices=FORMATS)
-    audit_log: str | None = option(
-        None, help="file for the audit log: admin actions and refusals; default: in the log", metavar="FILE"
-    )
-    otlp_endpoint: str | None = option(
-        None, help="base URL of an OpenTelemetry collector (OTLP over HTTP); without one no traces", metavar="URL"
-    )
+    cluster_secret_file: str | None = same_option(ServiceOptions, "cluster_secret_file")
+    peer_ssl_certfile: str | None = same_option(ServiceOptions, "peer_ssl_certfile")
+    peer_ssl_keyfile: str | None = same_option(ServiceOptions, "peer_ssl_keyfile")
+    peer_ssl_ca_certs: str | None = same_option(ServiceOptions, "peer_ssl_ca_certs")
+    peer_ssl_server_name: str | None = same_option(ServiceOptions, "peer_ssl_server_name")
+    log_level: str = same_option(ServiceOptions, "log_level")
+    log_format: str = same_option(ServiceOptions, "log_format")
+    audit_log: str | None = same_option(ServiceOptions, "audit_log")
+    otlp_endpoint: str | None = same_option(ServiceOptions, "otlp_endpoint")
     trace_sample_ratio: float | None = option(
         None, help="share of the requests to trace, 0 to 1, unless the caller has decided; default: 1", minimum=0
     )

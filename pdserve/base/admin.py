@@ -70,7 +70,7 @@ def health_routes(health: Health, registry: CollectorRegistry) -> list[web.Route
 
 
 def probe_routes(health: Health) -> list[web.RouteDef]:
-    """The routes that tell an orchestrator, or a load balancer, about the process."""
+    """The routes that an orchestrator or a load balancer asks about the process."""
 
     async def livez(_: web.Request) -> web.Response:
         return web.json_response(health.describe(), status=200 if health.is_live else 503)

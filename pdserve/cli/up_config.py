@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from decode_svc.config import DecodeConfig
 from pdserve.base.config import default_of, option, parse_bytes, positional, words_option
-from pdserve.base.hosts import parse_names, parse_origins
+from pdserve.base.hosts import parse_names
 from pdserve.base.logs import FORMATS, LEVELS
 from pdserve.base.redis_keys import DEFAULT_PREFIX, parse_prefix
+from pdserve.base.shared_options import same_option
 from pdserve.worker.config import (
     DTYPES,
     HANDOVER_MEMORIES,
@@ -19,7 +20,7 @@ from pdserve.worker.config import (
     WorkerConfig,
 )
 from prefill_svc.config import PrefillConfig
-from router_svc.config import LOCAL_PREFILL, SCHEDULING_POLICIES, RouterConfig
+from router_svc.config import LOCAL_PREFILL, RouterConfig
 
 #: Small, free, and available without a model hub.
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -44,27 +45,13 @@ class UpConfig:
         parse=parse_names,
         metavar="KEY",
     )
-    api_keys_file: str | None = option(
-        None, help="TOML or JSON file of API keys, as SHA-256, with their tenants; read again on change", metavar="FILE"
-    )
-    ssl_certfile: str | None = option(None, help="certificate chain for HTTP and gRPC (PEM)", metavar="FILE")
-    ssl_keyfile: str | None = option(None, help="its private key; default: in --ssl-certfile", metavar="FILE")
-    ssl_ca_certs: str | None = option(None, help="authorities that clients' certificates are from", metavar="FILE")
-    ssl_cert_reqs: int = option(
-        0, help="certificates of clients: 0 none, 1 checked if there is one (HTTP only), 2 required", minimum=0
-    )
-    allowed_hosts: tuple[str, ...] = words_option(
-        (),
-        help="names in Host headers to take besides localhost and addresses; on loopback, others are refused; *: any",
-        parse=parse_names,
-        metavar="NAME",
-    )
-    allowed_origins: tuple[str, ...] = words_option(
-        (),
-        help="origins of web pages that may call the API (CORS), such as https://chat.example.com; *: any",
-        parse=parse_origins,
-        metavar="ORIGIN",
-    )
+    api_keys_file: str | None = same_option(RouterConfig, "api_keys_file")
+    ssl_certfile: str | None = same_option(RouterConfig, "ssl_certfile")
+    ssl_keyfile: str | None = same_option(RouterConfig, "ssl_keyfile")
+    ssl_ca_certs: str | None = same_option(RouterConfig, "ssl_ca_certs")
+    ssl_cert_reqs: int = same_option(RouterConfig, "ssl_cert_reqs")
+    allowed_hosts: tuple[str, ...] = same_option(RouterConfig, "allowed_hosts")
+    allowed_origins: tuple[str, ...] = same_option(RouterConfig, "allowed_origins")
     prefill: int = option(
         1, help="number of prefill workers; with 0 the decode workers also prefill", metavar="N", minimum=0
     )
@@ -154,14 +141,8 @@ class UpConfig:
         help="on GPUs: memory in which blocks in transfer are staged, the host's or the GPU's",
         choices=HANDOVER_MEMORIES,
     )
-    scheduling_policy: str = option(
-        default_of(RouterConfig, "scheduling_policy"),
-        help="order of waiting requests: fair between clients (fcfs), or first by their field priority (priority)",
-        choices=SCHEDULING_POLICIES,
-    )
-    console: bool = option(
-        default_of(RouterConfig, "console"), help="serve the console, a page about the cluster, at /console"
-    )
+    scheduling_policy: str = same_option(RouterConfig, "scheduling_policy")
+    console: bool = same_option(RouterConfig, "console")
     redis_url: str | None = option(None, help="URL of Redis; default: start a private one", metavar="URL")
     redis_prefix: str = option(
         DEFAULT_PREFIX, help="what the names of all keys in Redis begin with", metavar="PREFIX", parse=parse_prefix

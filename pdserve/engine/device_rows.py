@@ -99,6 +99,8 @@ class RowPreparer:
                 constant_fields([row])
                 _changing([row], [0], [row.position], [row.banned])
                 _padded([_History().of(row)])
+            except MemoryError:
+                raise
             except Exception as error:  # noqa: BLE001 - whatever it is, it is this row's
                 found = True
                 self._failures[index] = unprepared(error)

@@ -6,7 +6,7 @@ to the lowest token id. Each row is computed by itself, and sums whose order cou
 that cannot win are dropped early, which saves most of the work with a vocabulary of 50,000.
 
 This is the definition, in numpy. The C++ kernels find the same tokens (`pdserve/engine/cpu_sampler.py`). What decides
-is computed with `pdserve/engine/elementary.py`; numpy's own functions, which are faster, only tell where that matters.
+is computed with `pdserve/engine/elementary.py`; numpy's own functions, which are faster, only exclude tokens.
 The only sum of floats is the total of a log-probability. Its order is that of numpy: while there are more than 128
 numbers, the sum of two halves, the first rounded down to a multiple of eight; then eight interleaved sums, added in
 pairs of neighbours, and the rest one by one.

@@ -103,6 +103,8 @@ class Stepper:
         building_at = perf_counter()
         try:
             batch = self._runner.build(following)
+        except MemoryError:
+            raise
         except Exception as error:  # noqa: BLE001 - if it is a request's, the next step in order will find out whose
             log.warning("batch_not_built_ahead", exc=error)
             return None
@@ -135,6 +137,8 @@ class Stepper:
         for piece in pieces:
             try:
                 self._runner.build(piece)
+            except MemoryError:
+                raise
             except Exception as error:  # noqa: BLE001 - whatever it is, it is this request's
                 [sequence] = piece.scheduled()
                 failures[sequence.request_id] = unprepared(error)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pdserve.base.addresses import parse_host, parse_worker_id
 from pdserve.base.config import option, parse_bytes, parse_ints
-from pdserve.base.logs import FORMATS, LEVELS
 from pdserve.base.redis_keys import DEFAULT_PREFIX, parse_prefix
+from pdserve.base.shared_options import ServiceOptions, same_option
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FP8_KV = "fp8_e4m3"
@@ -115,33 +115,16 @@ class WorkerConfig:
     stall_timeout_s: float = option(
         300.0, help="seconds that a step may take, compiling included, before /livez reports a hang", minimum=1
     )
-    drain_timeout_s: float = option(45.0, help="seconds that running requests have to finish after SIGTERM", minimum=0)
-    cluster_secret_file: str | None = option(
-        None,
-        help="file with the secret that routers and workers share; default: PDSERVE_CLUSTER_SECRET, else an open "
-        "cluster",
-        metavar="FILE",
-    )
-    peer_ssl_certfile: str | None = option(
-        None,
-        help="TLS between routers and workers: this process's certificate, with those below its CA",
-        metavar="FILE",
-    )
-    peer_ssl_keyfile: str | None = option(None, help="the certificate's private key", metavar="FILE")
-    peer_ssl_ca_certs: str | None = option(
-        None, help="certificates of the CAs that routers and workers have theirs from", metavar="FILE"
-    )
-    peer_ssl_server_name: str | None = option(
-        None, help="name in the certificates of all workers; default: the address of each", metavar="NAME"
-    )
-    log_level: str = option("info", help="lowest level that is logged", choices=LEVELS)
-    log_format: str = option("text", help="form of log lines: text, or one JSON object per line", choices=FORMATS)
-    audit_log: str | None = option(
-        None, help="file for the audit log: admin actions and refusals; default: in the log", metavar="FILE"
-    )
-    otlp_endpoint: str | None = option(
-        None, help="base URL of an OpenTelemetry collector (OTLP over HTTP); without one no traces", metavar="URL"
-    )
+    drain_timeout_s: float = same_option(ServiceOptions, "drain_timeout_s")
+    cluster_secret_file: str | None = same_option(ServiceOptions, "cluster_secret_file")
+    peer_ssl_certfile: str | None = same_option(ServiceOptions, "peer_ssl_certfile")
+    peer_ssl_keyfile: str | None = same_option(ServiceOptions, "peer_ssl_keyfile")
+    peer_ssl_ca_certs: str | None = same_option(ServiceOptions, "peer_ssl_ca_certs")
+    peer_ssl_server_name: str | None = same_option(ServiceOptions, "peer_ssl_server_name")
+    log_level: str = same_option(ServiceOptions, "log_level")
+    log_format: str = same_option(ServiceOptions, "log_format")
+    audit_log: str | None = same_option(ServiceOptions, "audit_log")
+    otlp_endpoint: str | None = same_option(ServiceOptions, "otlp_endpoint")
 
     @property
     def trace_sample_ratio(self) -> float | None:

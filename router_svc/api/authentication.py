@@ -16,7 +16,7 @@ from aiohttp.typedefs import Middleware
 from pdserve.base.errors import Forbidden
 from router_svc.api.guards import Handler
 from router_svc.clients.access import Access, credentials_of
-from router_svc.request.client import ANONYMOUS, Client
+from router_svc.request.client import Client
 
 #: Key of the client that was found.
 CLIENT = web.RequestKey("client", Client)
@@ -47,8 +47,8 @@ def authentication(access: Access) -> Middleware:
 
 
 def client_of(request: web.Request) -> Client:
-    """Who sent the request."""
-    client: Client = request.get(CLIENT, ANONYMOUS)
+    """Who sent the request. Not for open routes, whose clients are not looked for."""
+    client: Client = request[CLIENT]
     return client
 
 

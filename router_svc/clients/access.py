@@ -75,7 +75,7 @@ class Access:
             Forbidden: the key's owner may not use this router's model.
         """
         if self.is_open:
-            return Client(id=address)
+            return Client(id=address, is_admin=True)
         if not credentials:
             raise Unauthorized("There is no API key. Send one as `Authorization: Bearer KEY` or as `x-api-key: KEY`.")
         if len(set(credentials)) > 1:

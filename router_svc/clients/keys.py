@@ -63,7 +63,7 @@ def digest_of(key: str) -> bytes:
 def flag_keys(keys: Iterable[str]) -> list[ApiKey]:
     """Keys of the operator, who may do everything. They share one tenant."""
     return [
-        ApiKey(sha256=digest_of(key), client=Client(id=f"key-{index}", tenant=FLAG_TENANT))
+        ApiKey(sha256=digest_of(key), client=Client(id=f"key-{index}", tenant=FLAG_TENANT, is_admin=True))
         for index, key in enumerate(keys, 1)
     ]
 

@@ -16,7 +16,7 @@ class Client:
     #: Clients of one tenant share cached prefixes and see each other's traces. Empty: there are no keys.
     tenant: str = ""
     #: Whether it sees the cluster, and the requests of all tenants.
-    is_admin: bool = True
+    is_admin: bool = False
     #: The lowest value, hence the most urgent, that its requests may have as `priority`; None: any.
     priority_ceiling: int | None = None
 

@@ -1,4 +1,4 @@
-"""Sampling parameters that some device could not sample with are refused, whoever sends them."""
+"""Sampling parameters that some device could not sample with are refused, from clients and routers."""
 
 from __future__ import annotations
 

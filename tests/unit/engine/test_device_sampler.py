@@ -131,6 +131,16 @@ def test_a_row_that_cannot_be_prepared_fails_alone_also_in_steps_ahead(penalty: 
     assert sampler.sample(logits[2].to(DEVICE), rows[::2], [0, 1]) == plain.sample(logits[2], rows[::2], [0, 1])
 
 
+def test_a_lack_of_memory_is_no_failure_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_memory(rows: object) -> None:
+        raise ValueError("a broken row") if len(list(rows)) > 1 else MemoryError  # type: ignore[call-overload]
+
+    monkeypatch.setattr("pdserve.engine.device_rows.constant_fields", without_memory)
+    rows = [some_row(random.Random(5), SamplingParams(temperature=0.0)) for _ in range(2)]
+    with pytest.raises(MemoryError):
+        DeviceSampler(DEVICE).sample(normal(0, 2).to(DEVICE), rows, [0, 1])
+
+
 def test_rows_at_the_ends_of_the_accepted_ranges_get_the_tokens_of_the_host_sampler() -> None:
     largest = SamplingParams(
         temperature=2.0,

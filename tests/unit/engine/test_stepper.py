@@ -303,6 +303,24 @@ def test_an_error_that_no_request_causes_alone_ends_the_loop(clock: Clock) -> No
         steps.step(lambda: True)
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_lack_of_memory_is_no_failure_of_a_request(is_ahead: bool, clock: Clock) -> None:
+    class Small(RecordingRunner):
+        def build(self, plan: StepPlan) -> Batch | None:
+            if plan.is_ahead or (not is_ahead and len(plan.scheduled()) == 1):
+                raise MemoryError
+            if not is_ahead:
+                raise ValueError("a broken row")
+            return super().build(plan)
+
+    runner = Small(clock)
+    runner.overlaps = is_ahead
+    steps = Stepper(scheduler_of(job(A, [1, 2, 3]), job(B, [4, 5, 6])), runner, lambda output: None)
+    with pytest.raises(MemoryError):
+        for _ in range(5):
+            steps.step(lambda: True)
+
+
 def test_after_an_error_the_requests_of_the_failed_step_are_known(clock: Clock) -> None:
     class Breaking(RecordingRunner):
         def launch(self, plan: StepPlan, batch: Batch | None, report_layers: ReportLayers | None = None) -> Results:

@@ -97,7 +97,7 @@ static PD_INLINE vd exp_of_negative(vd x) {
   return x < splat_double(-700.0) ? vd{} : p * (vd)power;
 }
 
-// exp for x <= 0, to about 1e-6: tells which tokens need the exact one.
+// exp for x <= 0, to about 1e-6: for selecting the tokens that need the exact one.
 static PD_INLINE vs rough_exp(vs x) {
   const vs limited = x > splat_single(-87.0f) ? x : splat_single(-87.0f);
   const vs scaled = limited * splat_single(1.44269504f);

@@ -1,5 +1,5 @@
 // The token of one row of logits. `pdserve/engine/sampler.py` defines it; here it is found in another way, with the same
-// result. Scores and weights that decide are computed as there; floats only tell which tokens need no score.
+// result. Scores and weights that decide are computed as there; floats only exclude tokens that need no score.
 #pragma once
 
 #include <algorithm>

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
 from pdserve.base.errors import Forbidden, SetupError, Unauthorized
+from router_svc.api.authentication import client_of
 from router_svc.clients.access import Access, credentials_of
 from router_svc.clients.keys import digest_of, parse_keys
+from router_svc.request.client import Client
 
 SEARCH = {"id": "search", "sha256": digest_of("search-key").hex()}
 
@@ -103,3 +106,9 @@ def test_a_missing_file_stops_the_start(tmp_path: Path) -> None:
 def test_both_headers_carry_keys() -> None:
     assert credentials_of(["Bearer  a", "bearer b"], [" c "]) == ["a", "b", "c"]
     assert credentials_of(["Basic a"], []) == ["Basic a"]
+
+
+def test_a_client_that_was_not_looked_for_is_no_admin() -> None:
+    assert not Client().is_admin
+    with pytest.raises(KeyError):
+        client_of(make_mocked_request("GET", "/livez"))
