@@ -183,7 +183,8 @@ async def test_the_theme_follows_the_system_until_one_is_chosen() -> None:
         await browser.prefer(prefers_color_scheme="dark")
         dark = await browser.evaluate(background)
         assert light != dark
-        assert await browser.evaluate("document.getElementById('theme').ariaPressed") == "true"
+        # The page hears of it in an event of its own, which may come after the colours.
+        await browser.until("document.getElementById('theme').ariaPressed === 'true'")
         await browser.click("#theme")
         assert await browser.evaluate(background) == light
         await browser.open(f"{url}/console/")
