@@ -15,6 +15,7 @@ from prometheus_client.exposition import choose_encoder
 
 from pdserve.base.errors import Forbidden, SetupError, codes_of
 from pdserve.base.hosts import AllowedHosts
+from pdserve.base.http_log import ServerLog
 
 
 @dataclass(slots=True)
@@ -119,7 +120,9 @@ async def serve_http(
     app: web.Application, listener: socket.socket, *, grace_s: float = 5.0, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[str]:
     """Serves `app` on `listener` until the block ends; yields `host:port`."""
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=grace_s)
+    runner = web.AppRunner(
+        app, access_log=None, logger=ServerLog(), handler_cancellation=True, shutdown_timeout=grace_s
+    )
     await runner.setup()
     try:
         await web.SockSite(runner, listener, ssl_context=tls).start()

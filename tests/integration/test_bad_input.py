@@ -93,6 +93,8 @@ def test_an_unknown_path_and_a_wrong_method_have_the_same_error_shape(cluster: C
 
 
 def test_bad_input_does_not_disturb_another_stream(cluster: Cluster) -> None:
+    """Nor does it make any process start anew, as one request did to a peer's engine (CVE-2026-9540)."""
+    before = {name: each.pid for name, each in cluster.processes().items()}
     options: dict[str, Any] = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 40, "temperature": 0}
     with cluster.client() as client:
         expected = [chunk.choices[0].text for chunk in client.completions.create(**options, stream=True)]
@@ -102,3 +104,4 @@ def test_bad_input_does_not_disturb_another_stream(cluster: Cluster) -> None:
             if len(got) <= len(CASES):
                 _post(cluster, "/v1/completions", json.dumps(CASES[len(got) - 1][0]).encode())
     assert "".join(got) == "".join(expected)
+    assert {name: each.pid for name, each in cluster.processes().items()} == before

@@ -99,6 +99,43 @@ def test_a_forbidden_operation_is_an_error_of_the_request_before_it_takes_memory
     assert peak < 50 << 20
 
 
+#: Ways from a template to Python's objects that were open in jinja2, or in servers that used it without the sandbox.
+ESCAPES = [
+    "{% for c in ''.__class__.__base__.__subclasses__() %}{{ c }}{% endfor %}",
+    "{{ cycler.__init__.__globals__.os.popen('touch MARKER').read() }}",
+    "{{ self.__init__.__globals__.__builtins__.__import__('os').system('touch MARKER') }}",
+    "{{ namespace.__init__.__globals__['__builtins__']['open']('MARKER', 'w') }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ strftime_now.__code__ }}",
+    "{{ (messages | attr('__class__')).__mro__ }}",
+    "{{ ('' | attr('format'))('{0.__class__}') }}",
+    "{{ '{0.__class__.__mro__}'.format(messages) }}",
+    "{{ '{x.__class__}'.format_map({'x': messages}) }}",
+    "{{ ['{0.__class__}'] | map('format', messages) | list }}",
+    "{% set f = ''.format %}{{ f('{0.__class__}', messages) }}",
+    "{{ [''] | map(attribute='__class__') | list }}",
+    "{{ [messages] | groupby('__class__') | list }}",
+    "{{ [''] | sum(attribute='__class__', start='') }}",
+    "{% for m in messages recursive %}{{ loop.__init__.__globals__ }}{% endfor %}",
+    "{% macro m() %}{{ caller.__globals__ }}{% endmacro %}{% call m() %}{% endcall %}",
+    "{% import 'os' as os %}{{ os.system('touch MARKER') }}",
+    "{% include '/etc/passwd' %}",
+    "{% extends '/etc/passwd' %}",
+]
+
+
+@pytest.mark.parametrize("source", ESCAPES)
+def test_a_template_reaches_nothing_of_python_or_its_files(source: str, tmp_path: Path) -> None:
+    """CVE-2026-5760, CVE-2024-34359: templates of GGUF files ran code. Fails with `jinja2.Environment` as base."""
+    marker = tmp_path / "marker"
+    try:
+        text = render(source.replace("MARKER", str(marker)))
+    except (RequestError, SetupError):
+        text = ""
+    assert not marker.exists()
+    assert not any(word in text for word in ("class", "function", "module", "root:", "0x")), text
+
+
 #: A growing operation each, which would take from 100 MB up to more than any machine has.
 HOSTILE = {
     "% with a width": "{{ '%300000000d' % 1 }}",

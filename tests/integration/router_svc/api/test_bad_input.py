@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from typing import Any
 
 import pytest
@@ -127,6 +128,8 @@ def _require_error(status: int, body: dict[str, Any], expected: tuple[int, str |
     assert (status, error["code"], error["param"]) == (expected[0], expected[0], expected[1]), error
     assert expected[2] in error["message"]
     assert len(error["message"]) < 500
+    # Nothing of the process: addresses in memory, paths, or lines of a traceback (CVE-2026-22778).
+    assert re.search(r"0x[0-9a-f]{4}|/tmp|/home|site-packages|Traceback| at line", error["message"]) is None
 
 
 async def test_every_wrong_completion_is_refused_with_its_field_and_reason(small_cluster: ScriptedCluster) -> None:

@@ -35,6 +35,56 @@ def test_only_a_known_key_is_taken(presented: list[str]) -> None:
         access.client(presented, "10.0.0.7")
 
 
+#: What became part of a query, a script, a pattern or a log line in other gateways.
+INJECTED = [
+    "' OR '1'='1",
+    "x'; DROP TABLE keys; --",
+    "one' --",
+    "on*",
+    "on%",
+    "o.e",
+    "${jndi:ldap://a}",
+    "one\0",
+    "\udcff",
+]
+
+
+@pytest.mark.parametrize("presented", INJECTED)
+def test_a_key_is_never_an_order_or_a_pattern(presented: str) -> None:
+    """CVE-2026-42208. Fails when keys are found by anything but the digest of all that was presented."""
+    with pytest.raises(Unauthorized, match="unknown") as refused:
+        Access(["one"]).client([presented], "10.0.0.7")
+    assert presented not in str(refused.value)
+
+
+def test_no_key_is_kept_so_that_none_can_be_compared_letter_by_letter(tmp_path: Path) -> None:
+    """CVE-2025-59425: the time of a comparison told keys. Fails when the text of a key is kept, or compared by `==`."""
+    access = Access(["swordfish-one"], write(tmp_path / "keys.json", SEARCH))
+    seen: list[object] = [access]
+    while seen:
+        value = seen.pop()
+        assert value not in ("swordfish-one", b"swordfish-one")
+        if isinstance(value, dict):
+            seen += [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            seen += value
+        elif type(value).__module__.startswith("router_svc"):
+            names = (*getattr(value, "__slots__", ()), *getattr(value, "__dict__", ()))
+            seen += [getattr(value, name) for name in names]
+
+
+def test_the_last_comparison_of_a_key_takes_the_same_time_wherever_it_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append((a, b))
+        return a == b
+
+    monkeypatch.setattr("router_svc.clients.keys.hmac.compare_digest", compare)
+    assert Access(["one"]).client(["one"], "").id == "key-1"
+    assert compared == [(digest_of("one"), digest_of("one"))]
+
+
 def test_a_keys_file_gives_tenant_rights_and_weight(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(f'[[keys]]\nid = "a"\nsha256 = "{digest_of("k").hex()}"\ntenant = "t"\nweight = 2\n', "utf-8")

@@ -1,0 +1,63 @@
+"""No line of the log repeats what a client sent, however broken its HTTP is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
+
+from pdserve.base.admin import bound_socket, serve_http
+from pdserve.base.http_log import ServerLog
+
+SECRET = b"swordfish"
+#: What follows a proper request on its connection.
+BROKEN = {
+    "the rest of a body whose Content-Length was too small": b"My password is swordfish, what is yours?\r\n\r\n",
+    "a control character in a key": b"GET / HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer swordfish\x01\r\n\r\n",
+    "a header that is too long": b"GET / HTTP/1.1\r\nHost: a\r\nx-api-key: swordfish" + b"x" * 10_000 + b"\r\n\r\n",
+    "a target that is too long": b"GET /swordfish" + b"x" * 10_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+}
+
+
+async def _answer(_: web.Request) -> web.Response:
+    return web.Response(text="ok")
+
+
+@pytest.mark.parametrize("sent", BROKEN.values(), ids=BROKEN)
+async def test_what_cannot_be_read_is_logged_without_its_text(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """Without `ServerLog`, aiohttp logs up to 100 bytes of it with a traceback."""
+    caplog.set_level(logging.DEBUG)
+    app = web.Application()
+    app.router.add_get("/", _answer)
+    with bound_socket("127.0.0.1", 0, flag="--port") as listener:
+        async with serve_http(app, listener) as address:
+            host, _, port = address.rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            await reader.readuntil(b"ok")
+            writer.write(sent)
+            assert (await reader.readline()).split()[1] == b"400"
+            await reader.read()
+            writer.close()
+    assert SECRET.decode() not in caplog.text
+    [record] = [record for record in caplog.records if record.message == "http_unreadable"]
+    assert record.fields["count"] == 1  # type: ignore[attr-defined]
+
+
+def test_a_flood_of_what_cannot_be_read_is_one_line_in_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    now = 100.0
+    server_log = ServerLog(clock=lambda: now)
+    for _ in range(1000):
+        server_log.exception("Error handling request from %s", "10.0.0.7", exc_info=BadHttpMessage("swordfish"))
+    now = 110.0
+    server_log.debug("Error handling request from %s", "10.0.0.7", exc_info=BadHttpMessage("swordfish"))
+    assert [record.fields["count"] for record in caplog.records] == [1, 1000]  # type: ignore[attr-defined]
+
+
+def test_an_unexpected_error_keeps_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    ServerLog().exception("Unhandled exception", exc_info=ValueError("a bug"))
+    assert "ValueError: a bug" in caplog.text
