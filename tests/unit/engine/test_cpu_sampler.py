@@ -58,6 +58,18 @@ def test_ids_beyond_the_vocabulary_are_ignored(isa: str) -> None:
 
 
 @on_every_instruction_set
+def test_no_id_beyond_the_vocabulary_is_sampled_however_wide_the_rows_in_memory_are(isa: str) -> None:
+    """GHSA-8wr5-jm2h-8r4f: padding of the vocabulary was sampled. Fails when rows are taken for adjacent."""
+    padded = torch.full((4, 128), 1e9)
+    padded[:, :97] = torch.randn(4, 97, generator=torch.Generator().manual_seed(2))
+    rows = [row(each, position=3) for each in (SOUND, SamplingParams(temperature=0.0), replace(SOUND, top_k=90))]
+    for sampler in (cpu_sampler(isa), Sampler()):
+        for result in sampler.sample(padded[:, :97], rows, range(3)):
+            assert isinstance(result, Sampled)
+            assert result.token_id < 97
+
+
+@on_every_instruction_set
 @pytest.mark.parametrize("scale", [0.0, 1e-4, 3.0])
 def test_large_vocabularies_give_the_results_of_the_sampler_in_numpy(isa: str, scale: float) -> None:
     logits = torch.randn(4, 50_001, generator=torch.Generator().manual_seed(4)) * scale

@@ -154,6 +154,17 @@ def test_from_dir_reads_end_of_text_tokens_and_disables_truncation_and_padding(t
     assert tokenizer.vocab_size == 266
 
 
+@kinds
+def test_ids_by_which_a_models_vocabulary_is_padded_have_no_text_and_disturb_none(kind: str) -> None:
+    """Fails when an id without a token is an error: a model may sample one at any time."""
+    tokenizer = KINDS[kind]
+    text, unknown = "hello", [tokenizer.vocab_size, 2**31, 2**32 - 1]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(unknown) == ""
+    assert "".join(streamed(tokenizer, [*unknown, *ids, *unknown], skip=True)) == text
+    assert [tokenizer.token_str(each) for each in unknown] == [""] * 3
+
+
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"model": 3}'])
 def test_a_broken_tokenizer_file_is_a_setup_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)

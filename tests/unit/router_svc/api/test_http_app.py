@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -69,6 +71,23 @@ async def test_json_with_a_charset_is_taken() -> None:
         http.post(f"http://{address}/post", data=b'{"x": 1}', headers=headers) as response,
     ):
         assert (response.status, await response.json()) == (200, {"x": 1})
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_compressed_body_counts_as_what_it_unpacks_to(encoding: str) -> None:
+    """Fails when only `Content-Length` is compared with the limit: 64 KiB here are 64 MiB."""
+    packer = zlib.compressobj(wbits=31 if encoding == "gzip" else 15)
+    data = packer.compress(b" " * (64 << 20)) + packer.flush()
+    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+    async with _serving(max_body_bytes=1 << 20) as address, aiohttp.ClientSession() as http:
+        tracemalloc.start()
+        try:
+            async with http.post(f"http://{address}/post", data=data, headers=headers) as response:
+                assert response.status == 413
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak < 8 << 20
 
 
 @pytest.mark.parametrize("path", ["/post", "/nowhere", "http://rebound.example/post"])
