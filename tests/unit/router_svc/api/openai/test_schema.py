@@ -145,12 +145,12 @@ MEDIA: tuple[dict[str, object], ...] = (
 )
 
 
-@pytest.mark.parametrize("part", MEDIA)
-def test_media_are_refused_without_being_fetched_or_decoded(part: dict[str, object]) -> None:
+@pytest.mark.parametrize("content", MEDIA)
+def test_media_are_refused_without_being_fetched_or_decoded(content: dict[str, object]) -> None:
     """CVE-2025-6242, CVE-2026-24779, CVE-2026-33626 (URLs of the inner network), CVE-2026-22773, CVE-2026-22778 and
     CVE-2026-5497 (decoders and what their errors show). Fails when `_flat_content` lets other parts pass.
     """
-    text = json.dumps({"model": "m", "messages": [{"role": "user", "content": [part]}]}).encode()
+    text = json.dumps({"model": "m", "messages": [{"role": "user", "content": [content]}]}).encode()
     for cls in (ChatBody, TokenizeBody):
         with pytest.raises(RequestError) as refused:
             parse_body(cls, text)
