@@ -34,6 +34,7 @@ from pdserve.v1 import common_pb2
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.v1 import decode_pb2_grpc as pb_grpc
 from pdserve.worker.serve.inboxes import Failed, Inboxes
+from pdserve.worker.serve.message_limits import max_start_bytes
 from pdserve.worker.serve.worker import KEEP_ALIVE_S, Worker
 
 log = get_logger(__name__)
@@ -99,7 +100,14 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         worker.metrics.kv_transfers_active.set_function(lambda: self.receiver.num_transfers)
         listener = bound_socket(self._config.host, self._config.stream_port, flag="--stream-port")
         return await self._open.enter_async_context(
-            serve_streams(listener, pb.DecodeRequest.FromString, self._decode, _failure, worker.tls)
+            serve_streams(
+                listener,
+                pb.DecodeRequest.FromString,
+                self._decode,
+                _failure,
+                worker.tls,
+                max_message_bytes=max_start_bytes(worker.model),
+            )
         )
 
     def on_step(self, output: StepOutput) -> None:

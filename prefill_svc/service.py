@@ -134,6 +134,9 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
 
     def _job(self, request: pb.PrefillRequest, ticket: Ticket | None) -> PrefillJob:
         prompt = tuple(request.prompt_token_ids)
+        if ticket is not None:
+            self._sender.require_compatible(ticket)
+            ticket.require_end_of(len(prompt))
         key = self._worker.hash_key(request.cache_salt)
         return PrefillJob(
             request_id=RequestId(request.ref.request_id),

@@ -55,7 +55,7 @@ class Sender:
         Leaving it without `finish` aborts the transfer; that waits for what is on the wire, at most for the lease.
         Raises: LayoutMismatch, TransferError when the ticket is for another transport, PeerLost, TransferTimeout.
         """
-        self._require_compatible(ticket)
+        self.require_compatible(ticket)
         machine = SendMachine(shape=ticket.shape, lease_s=ticket.lease_s, now=asyncio.get_running_loop().time())
         async with self._peers.use(ticket.data_address, deadline=machine.deadline) as peer:
             self._on_peer(ticket, peer)
@@ -71,7 +71,8 @@ class Sender:
             finally:
                 await transfer.close()
 
-    def _require_compatible(self, ticket: Ticket) -> None:
+    def require_compatible(self, ticket: Ticket) -> None:
+        """Raises: LayoutMismatch, TransferError when the ticket is for another transport or kind of digest."""
         self._layout.require_equal(ticket.layout)
         if ticket.transport != self._transport.name:
             raise transfer_errors.transport_differs(ticket.transport, self._transport.name)

@@ -11,6 +11,7 @@ from kvtransfer.handover.layer_groups import LayerGroups, TransferShape
 from kvtransfer.handover.wire_endpoint import endpoint_from_proto, endpoint_to_proto
 from kvtransfer.transport import TRANSPORTS
 from kvtransfer.transport.path import DataEndpoint
+from pdserve.base.addresses import is_host_port
 from pdserve.base.errors import DigestMismatch, RequestError
 from pdserve.base.ids import Epoch, RequestId, TransferId, WorkerId
 from pdserve.base.layout import KvLayout
@@ -71,6 +72,12 @@ class Ticket:
         return TransferShape(
             num_blocks=self.num_blocks, bundle_blocks=self.bundle_blocks, layer_groups=self.layer_groups
         )
+
+    def require_end_of(self, num_prompt_tokens: int) -> None:
+        """Raises: RequestError unless the missing blocks are the last ones of a prompt with so many tokens."""
+        num_blocks = -(-num_prompt_tokens // self.layout.block_size)
+        end = self.first_block + self.num_blocks
+        _require(end == num_blocks, f"the ticket ends at block {end}, and the prompt at block {num_blocks}")
 
     def tag(self, index: int) -> int:
         """Tag of message `index`, as `TransferShape` numbers them."""
@@ -150,7 +157,7 @@ def ticket_from_proto(message: decode_pb2.Ticket) -> Ticket:
     _require_between("first_block", message.first_block, 0, _MAX_FIRST_BLOCK)
     _require(0 < message.lease_s <= MAX_LEASE_S, f"lease_s is {message.lease_s}, not above 0 and up to {MAX_LEASE_S:g}")
     _require(message.tag_base % MAX_MESSAGES == 0, f"tag_base {message.tag_base:#x} leaves no bits to count messages")
-    _require(bool(message.grpc_address), "grpc_address is empty")
+    _require(is_host_port(message.grpc_address), f"grpc_address {message.grpc_address[:100]!r} is not HOST:PORT")
     layout = layout_from_proto(message.layout)
     _require_between("layer_groups", message.layer_groups, 1, layout.num_layers)
     _require_between("num_blocks", message.num_blocks, 0, MAX_MESSAGES // message.layer_groups)

@@ -28,20 +28,48 @@ HEAD_KEY = "kv-head"
 #: Hashes in one stream entry, 8 KiB.
 MAX_BATCH = 512
 
-# Adds an entry to the stream. KEYS[3]: head, KEYS[4]: stream.
-_APPEND = """
+# Whoever writes to Redis may have left anything under these keys: scripts replace or skip what is not theirs.
+_CHECKS = """
+local function is_number(text)
+  return type(text) == 'string' and #text <= 19 and string.match(text, '^%d+$') ~= nil
+end
+local function epoch_of(stored)
+  local epoch, resync = string.match(stored or '', '^(%d+) (%d+)$')
+  if is_number(epoch) and is_number(resync) then return epoch, tonumber(resync) end
+end
+-- Generation and sequence; nothing without a head.
+local function head_of(key)
+  local head = redis.pcall('HMGET', key, 'generation', 'sequence')
+  if not head.err and is_number(head[1]) and is_number(head[2]) and #head[2] < 16 then return head[1], head[2] end
+end
+"""
+
+# Adds an entry to the stream. KEYS[3]: head, KEYS[4]: stream. A stream that does not take it starts again.
+_APPEND = (
+    _CHECKS
+    + """
 local function append(kind, added, removed)
-  if redis.call('HEXISTS', KEYS[3], 'generation') == 0 then
+  if not head_of(KEYS[3]) then
+    redis.call('DEL', KEYS[3])
     local now = redis.call('TIME')
     local generation = string.format('%d%03d', tonumber(now[1]), math.floor(tonumber(now[2]) / 1000))
     redis.call('HSET', KEYS[3], 'generation', generation, 'sequence', 0)
   end
-  local generation = redis.call('HGET', KEYS[3], 'generation')
   local sequence = string.format('%.0f', redis.call('HINCRBY', KEYS[3], 'sequence', 1))
-  redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[4], generation .. '-' .. sequence,
-             'worker', ARGV[1], 'epoch', ARGV[2], 'kind', kind, 'added', added, 'removed', removed)
+  local entry = {'XADD', KEYS[4], 'MAXLEN', '~', ARGV[4], head_of(KEYS[3]) .. '-' .. sequence,
+                 'worker', ARGV[1], 'epoch', ARGV[2], 'kind', kind, 'added', added, 'removed', removed}
+  if type(redis.pcall(unpack(entry))) == 'table' then
+    redis.call('DEL', KEYS[4])
+    redis.call(unpack(entry))
+  end
+end
+local stored = redis.pcall('HGET', KEYS[2], ARGV[1])
+if type(stored) == 'table' then
+  redis.call('DEL', KEYS[2])
+  stored = nil
 end
 """
+)
 
 # KEYS: set, workers, head, stream. ARGV: worker, epoch, resync, stream's length, prefix of sets, TTL in ms, kind,
 # added, removed. Returns 'ok', or 'lost' when Redis does not have what the batch builds on.
@@ -49,15 +77,12 @@ _WRITE = (
     _APPEND
     + """
 local mine = ARGV[2] .. ' ' .. ARGV[3]
-local stored = redis.call('HGET', KEYS[2], ARGV[1])
 if ARGV[7] == 'reset' then
-  if stored then
-    local epoch, resync = string.match(stored, '^(%d+) (%d+)$')
-    if epoch ~= ARGV[2] then
-      redis.call('DEL', ARGV[5] .. ARGV[1] .. ':' .. epoch)
-    elseif tonumber(resync) >= tonumber(ARGV[3]) then
-      return 'lost'
-    end
+  local epoch, resync = epoch_of(stored or nil)
+  if epoch and epoch ~= ARGV[2] then
+    redis.call('DEL', ARGV[5] .. ARGV[1] .. ':' .. epoch)
+  elseif epoch and resync >= tonumber(ARGV[3]) then
+    return 'lost'
   end
   redis.call('HSET', KEYS[2], ARGV[1], mine)
   redis.call('DEL', KEYS[1])
@@ -85,8 +110,7 @@ _REMOVE = (
     _APPEND
     + """
 redis.call('DEL', KEYS[1])
-local stored = redis.call('HGET', KEYS[2], ARGV[1])
-if stored and string.match(stored, '^%d+') == ARGV[2] then
+if epoch_of(stored or nil) == ARGV[2] then
   redis.call('HDEL', KEYS[2], ARGV[1])
   append('gone', '', '')
 end
@@ -96,12 +120,15 @@ return 'ok'
 
 # KEYS: workers, head. ARGV: prefix of sets. Returns {generation, sequence, worker, epoch, worker, epoch, ...}, and
 # removes the workers whose set has expired.
-_LIST = """
-local answer = {redis.call('HGET', KEYS[2], 'generation') or '0', redis.call('HGET', KEYS[2], 'sequence') or '0'}
-local workers = redis.call('HGETALL', KEYS[1])
+_LIST = (
+    _CHECKS
+    + """
+local generation, sequence = head_of(KEYS[2])
+local answer = {generation or '0', sequence or '0'}
+local workers = redis.pcall('HGETALL', KEYS[1])
 for i = 1, #workers, 2 do
-  local epoch = string.match(workers[i + 1], '^%d+')
-  if redis.call('EXISTS', ARGV[1] .. workers[i] .. ':' .. epoch) == 1 then
+  local epoch = epoch_of(workers[i + 1])
+  if epoch and redis.call('EXISTS', ARGV[1] .. workers[i] .. ':' .. epoch) == 1 then
     answer[#answer + 1] = workers[i]
     answer[#answer + 1] = epoch
   else
@@ -110,11 +137,17 @@ for i = 1, #workers, 2 do
 end
 return answer
 """
+)
 
 # KEYS: set. ARGV: cursor. Returns {next cursor, hashes in one string}: one string is parsed much faster than many.
 _SCAN = """
-local page = redis.call('SSCAN', KEYS[1], ARGV[1], 'COUNT', 1000)
-return {page[1], table.concat(page[2])}
+local page = redis.pcall('SSCAN', KEYS[1], ARGV[1], 'COUNT', 1000)
+if page.err then return {'0', ''} end
+local hashes = {}
+for _, member in ipairs(page[2]) do
+  if #member == 16 then hashes[#hashes + 1] = member end
+end
+return {page[1], table.concat(hashes)}
 """
 
 
@@ -240,6 +273,8 @@ def _entry(entry: Reply) -> tuple[StreamPosition, KvEvent]:
     entry_id, content = as_list(entry)
     fields = as_fields(content)
     try:
+        if any(len(fields[name]) > MAX_BATCH * HASH_BYTES for name in ("added", "removed")):
+            raise ValueError(f"it has more than {MAX_BATCH} hashes")
         generation, _, sequence = as_bytes(entry_id).partition(b"-")
         event = KvEvent(
             worker_id=WorkerId(fields["worker"].decode()),
@@ -251,5 +286,5 @@ def _entry(entry: Reply) -> tuple[StreamPosition, KvEvent]:
         return StreamPosition(generation=int(generation), sequence=int(sequence)), event
     except (KeyError, ValueError) as error:
         raise StoreError(
-            f"An entry of the stream {STREAM_KEY} cannot be read: {error!r}. Delete the stream: it is rewritten."
+            f"An entry of the stream {STREAM_KEY} cannot be read: {error!r:.300}. Delete the stream: it is rewritten."
         ) from error

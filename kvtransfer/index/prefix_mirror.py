@@ -84,7 +84,12 @@ class PrefixMirror:
         while True:
             try:
                 await self._snapshot()
+                started_at = self._position
                 await self._follow()
+                if self._position == started_at:
+                    # An entry that no worker of ours wrote: a snapshot does not lead past it, and is not repeated
+                    # without end.
+                    await asyncio.sleep(self._retry_s)
             except StoreError as error:
                 self.failures += 1
                 if not self._degraded:

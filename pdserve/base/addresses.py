@@ -1,11 +1,20 @@
-"""The address and the name of this host or container, for settings with the value `auto`."""
+"""Addresses: what is one, and that of this host or container, for settings with the value `auto`."""
 
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 
 AUTO = "auto"
+_HOST_PORT = re.compile(r"(?:[A-Za-z0-9_.-]{1,255}|\[[A-Za-z0-9:.%]{2,60}\]):(?P<port>[0-9]{1,5})")
+_MAX_PORT = 65_535
+
+
+def is_host_port(text: str) -> bool:
+    """Whether this is `host:port`, and nothing else that a library would understand: no path, no other scheme."""
+    match = _HOST_PORT.fullmatch(text)
+    return match is not None and int(match["port"]) <= _MAX_PORT
 
 
 def parse_host(text: str) -> str:

@@ -31,9 +31,11 @@ async def requests_of_death(store: Store, worker_id: WorkerId, epoch: Epoch) -> 
     """The requests in the last step of a worker that has failed by itself; None if it has not, or nobody knows."""
     try:
         noted = await store.call("GET", _key(store, worker_id, epoch))
+        # Ids that no request has are no harm.
+        names = None if noted is None else as_bytes(noted).decode(errors="replace").split("\n")
     except StoreError:
         return None
-    return None if noted is None else frozenset(map(RequestId, as_bytes(noted).decode().split("\n")))
+    return None if names is None else frozenset(map(RequestId, names))
 
 
 def _key(store: Store, worker_id: WorkerId, epoch: Epoch) -> str:

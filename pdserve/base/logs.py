@@ -95,7 +95,8 @@ class _TextFormatter(logging.Formatter):
 def quote(value: object) -> str:
     """The value as it stands in a text line."""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return repr(text) if any(character in text for character in ' "\n=') or not text else text
+    is_plain = text.isprintable() and not any(character in text for character in ' "=')
+    return text if text and is_plain else repr(text)
 
 
 class JsonFormatter(logging.Formatter):

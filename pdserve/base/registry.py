@@ -13,6 +13,13 @@ from pdserve.base.changes import Changes
 from pdserve.base.errors import PeerRefused, StoreError
 from pdserve.base.ids import Epoch, WorkerId
 from pdserve.base.logs import get_logger
+from pdserve.base.record_fields import (
+    beat_from_fields,
+    record_from_fields,
+    record_to_fields,
+    require_small,
+    worker_id_from,
+)
 from pdserve.base.sealed_record import RecordChecks, sealed_record
 from pdserve.base.seals import Seals
 from pdserve.base.secret import ClusterSecret
@@ -23,8 +30,6 @@ from pdserve.base.workers import (
     WorkerLoad,
     WorkerRecord,
     WorkerView,
-    record_from_fields,
-    record_to_fields,
 )
 
 __all__ = ["Registrar", "Tier", "WorkerDirectory", "WorkerLoad", "WorkerRecord", "read_sightings"]
@@ -35,14 +40,16 @@ WORKER_KEY = "worker:"
 WORKERS_KEY = "workers"
 RECORD_TTL_S = 5.0
 
-# KEYS: record, ids. ARGV: TTL in ms, id, field, value, ... Returns the previous epoch.
+# KEYS: record, ids. ARGV: TTL in ms, id, field, value, ... Returns the previous epoch. Replaces whatever else is there.
 _REGISTER = """
-local before = redis.call('HGET', KEYS[1], 'epoch')
+local before = redis.pcall('HGET', KEYS[1], 'epoch')
+if type(before) ~= 'string' then before = '' end
 redis.call('DEL', KEYS[1])
 redis.call('HSET', KEYS[1], unpack(ARGV, 3))
 redis.call('PEXPIRE', KEYS[1], ARGV[1])
-redis.call('SADD', KEYS[2], ARGV[2])
-return before or ''
+local added = redis.pcall('SADD', KEYS[2], ARGV[2])
+if type(added) == 'table' then redis.call('DEL', KEYS[2]); redis.call('SADD', KEYS[2], ARGV[2]) end
+return before
 """
 
 # KEYS: record, ids. ARGV: epoch, id. Keeps the record of a later incarnation.
@@ -54,12 +61,13 @@ end
 return ''
 """
 
-# KEYS: ids. ARGV: prefix of the records' keys. Returns {id, {field, value, ...}} for each, and removes expired ids.
+# KEYS: ids. ARGV: prefix of the records' keys. Returns {id, {field, value, ...}} for each, and removes ids without a
+# record: it has expired, or something else is there.
 _LIST = """
 local workers = {}
 for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
-  local fields = redis.call('HGETALL', ARGV[1] .. id)
-  if #fields > 0 then
+  local fields = redis.pcall('HGETALL', ARGV[1] .. id)
+  if not fields.err and #fields > 0 then
     workers[#workers + 1] = {id, fields}
   else
     redis.call('SREM', KEYS[1], id)
@@ -150,7 +158,8 @@ class Registrar:
             return
         self._set_degraded(False)
         if self._beats > 1 and before not in (b"", str(record.epoch).encode()):
-            log.warning("worker_id_taken", worker=record.worker_id, other_epoch=as_bytes(before).decode())
+            other_epoch = as_bytes(before)[:20].decode(errors="replace")
+            log.warning("worker_id_taken", worker=record.worker_id, other_epoch=other_epoch)
 
     def _set_degraded(self, degraded: bool, *, reason: str = "") -> None:
         if degraded != self._degraded:
@@ -264,7 +273,7 @@ async def read_sightings(store: Store, checks: RecordChecks | None = None) -> li
     for entry in as_list(reply):
         worker_id, fields = as_list(entry)
         try:
-            sightings.append(_sighting(WorkerId(as_bytes(worker_id).decode()), as_fields(fields), checks))
+            sightings.append(_sighting(worker_id_from(as_bytes(worker_id)), as_fields(fields), checks))
         except PeerRefused:
             continue  # Counted and logged by the checks.
         except StoreError as error:
@@ -274,11 +283,10 @@ async def read_sightings(store: Store, checks: RecordChecks | None = None) -> li
 
 
 def _sighting(worker_id: WorkerId, fields: dict[str, bytes], checks: RecordChecks) -> Sighting:
+    require_small(worker_id, fields)
     checks.require_signed(worker_id, fields)
-    beat = fields.get("beat", b"")
-    if not beat.isdigit():
-        raise StoreError(f"The record of worker {worker_id} in Redis has no heartbeat count.")
-    sighting = Sighting(record=record_from_fields(worker_id, fields), beat=int(beat))
+    beat = beat_from_fields(worker_id, fields)
+    sighting = Sighting(record=record_from_fields(worker_id, fields), beat=beat)
     checks.require_newest(sighting)
     return sighting
 

@@ -29,7 +29,9 @@ from pdserve.base.errors import (
 from pdserve.base.ids import Epoch, WorkerId
 from pdserve.base.logs import get_logger
 from pdserve.base.peer_tls import PeerTls
+from pdserve.base.rpc_messages import MessageParser
 from pdserve.base.tracing.context import TRACEPARENT, TraceContext, parse_traceparent
+from pdserve.base.wire import reported_wait
 
 log = get_logger(__name__)
 
@@ -160,7 +162,7 @@ def error_from_rpc(error: grpc.aio.AioRpcError, *, peer: str) -> PdserveError:
 
 def _restore(cls: type[PdserveError], details: str, metadata: Mapping[str, str]) -> PdserveError:
     if issubclass(cls, Overloaded):
-        return cls(details, retry_after_s=float(metadata[_RETRY_AFTER_KEY]))
+        return cls(details, retry_after_s=reported_wait(metadata.get(_RETRY_AFTER_KEY, "")))
     if issubclass(cls, RequestError):
         return cls(details, param=metadata.get(_PARAM_KEY))
     return cls(details)
@@ -239,7 +241,7 @@ class GrpcPort:
         options = [option for option in _OPTIONS if option[0] != name] + [(name, self.max_request_bytes)]
         if self.max_calls_per_connection is not None:
             options.append(("grpc.max_concurrent_streams", self.max_calls_per_connection))
-        return grpc.aio.server(options=options, maximum_concurrent_rpcs=self.max_calls)
+        return grpc.aio.server(options=options, maximum_concurrent_rpcs=self.max_calls, interceptors=[MessageParser()])
 
     def bind(self, server: grpc.aio.Server) -> str:
         """Opens the port. Returns `host:port`. Raises `SetupError`."""

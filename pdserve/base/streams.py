@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import struct
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from google.protobuf.message import DecodeError, Message
 
 from pdserve.base.dead_hosts import notice_dead_hosts
 from pdserve.base.errors import PdserveError
+from pdserve.base.frames import Frames, framed
 from pdserve.base.logs import get_logger
 from pdserve.base.no_delay import send_at_once
 from pdserve.base.peer_tls import PeerTls
@@ -30,7 +30,6 @@ log = get_logger(__name__)
 
 Incoming = TypeVar("Incoming")
 
-_LENGTH = struct.Struct(">I")
 #: Limits on received messages, and on their bytes, beyond which the connection is not read until they are taken.
 _MAX_WAITING, _MAX_WAITING_BYTES = 64, 1 << 20
 #: Time between a reader's time limit and its timeout.
@@ -59,6 +58,7 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
         on_open: Callable[[MessageStream[Incoming]], object] = lambda stream: None,
         *,
         lost_after_s: int = _DEAD_AFTER_S,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         """`parse` turns bytes into a message. `on_open` is called with the stream once it is connected.
 
@@ -69,7 +69,7 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
         self._parse = parse
         self._on_open = on_open
         self._transport: asyncio.Transport | None = None
-        self._received = bytearray()
+        self._received = Frames(max_message_bytes)
         self._inbox: deque[Incoming] = deque()
         #: Bytes received since the inbox was last empty: an upper bound of the bytes in it.
         self._waiting_bytes = 0
@@ -89,6 +89,10 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
     async def read(self, silence_s: float | None = None) -> Incoming | None:
         """The next message, or None once the peer has closed or is lost. Raises `TimeoutError` after `silence_s`."""
         while not self._inbox:
+            if self._received.has_more:
+                await asyncio.sleep(0)  # Other callbacks get their turn between the pieces of a flood.
+                self._parse_some()
+                continue
             if self._ended:
                 return None
             assert self._transport is not None, "a stream is read once it is open"
@@ -121,8 +125,7 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
 
     def _send(self, message: Message) -> None:
         assert self._transport is not None, "a stream is written to once it is open"
-        data = message.SerializeToString()
-        self._transport.write(_LENGTH.pack(len(data)) + data)
+        self._transport.write(framed(message.SerializeToString()))
 
     def close(self) -> None:
         """Flushes written messages and closes the connection."""
@@ -141,29 +144,22 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
 
     def data_received(self, data: bytes) -> None:
         """Takes bytes, which may hold several messages or a fraction of one."""
-        received, start = self._received, 0
-        received += data
-        while len(received) - start >= _LENGTH.size:
-            body = start + _LENGTH.size
-            (length,) = _LENGTH.unpack_from(received, start)
-            if length > MAX_MESSAGE_BYTES:
-                self._abort()
-                return
-            if len(received) - body < length:
-                break
-            start = body + length
-            try:
-                self._inbox.append(self._parse(bytes(received[body:start])))
-            except DecodeError:
-                self._abort()
-                return
-        del received[:start]
-        self._waiting_bytes += start
+        self._received.add(data)
+        self._waiting_bytes += len(data)
+        self._parse_some()
         if self._inbox:
             self._wake_reader()
-        is_full = len(self._inbox) >= _MAX_WAITING or self._waiting_bytes >= _MAX_WAITING_BYTES
+        is_full = len(self._inbox) >= _MAX_WAITING or (self._inbox and self._waiting_bytes >= _MAX_WAITING_BYTES)
         if is_full and self._transport is not None:
             self._transport.pause_reading()
+
+    def _parse_some(self) -> None:
+        """Parses as many messages as may wait. Thousands of tiny ones are parsed as they are taken."""
+        try:
+            messages = self._received.take(_MAX_WAITING - len(self._inbox))
+            self._inbox.extend(map(self._parse, messages))
+        except (DecodeError, ValueError):
+            self._abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone. Messages already received can still be read."""
@@ -187,6 +183,7 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
 
     def _abort(self) -> None:
         """Closes at once: the peer speaks another protocol."""
+        self._received.clear()
         self._end()
         if self._transport is not None:
             self._transport.abort()
@@ -246,6 +243,8 @@ async def serve_streams(
     handle: Callable[[MessageStream[Incoming]], Awaitable[None]],
     failure: Callable[[PdserveError], Message],
     tls: PeerTls | None = None,
+    *,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> AsyncIterator[str]:
     """Has `handle` serve each connection, in a task of its own, until the block ends. Yields `host:port`.
 
@@ -265,7 +264,7 @@ async def serve_streams(
 
         loop = asyncio.get_running_loop()
         server = await loop.create_server(
-            lambda: MessageStream(parse, on_open, lost_after_s=_STALLED_AFTER_S),
+            lambda: MessageStream(parse, on_open, lost_after_s=_STALLED_AFTER_S, max_message_bytes=max_message_bytes),
             sock=listener,
             ssl=None if tls is None else tls.server_context,
             ssl_handshake_timeout=None if tls is None else _CONNECT_TIMEOUT_S,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.base.errors import Overloaded, PdserveError, RequestError, error_classes
+from pdserve.base.errors import Overloaded, PdserveError, RequestError, TransferError, error_classes
 from pdserve.base.sampling import ChoiceTokens, FinishReason, SamplingParams, TokenLogprobs
 from pdserve.v1 import common_pb2 as pb
 
@@ -11,6 +11,8 @@ _FINISH_TO_WIRE = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
+#: Longest wait before a retry that another process may report.
+_MAX_WAIT_S = 86_400.0
 _FINISH_FROM_WIRE = {wire: value for value, wire in _FINISH_TO_WIRE.items()}
 
 
@@ -73,7 +75,9 @@ def tokens_to_wire(tokens: ChoiceTokens) -> pb.ChoiceTokens:
 
 
 def tokens_from_wire(message: pb.ChoiceTokens) -> ChoiceTokens:
-    """The value of a worker's message."""
+    """The value of a worker's message. Raises `TransferError` for one that no worker of ours sends."""
+    if message.finish_reason not in _FINISH_FROM_WIRE:
+        raise TransferError(f"A worker sent tokens with the unknown finish reason {message.finish_reason}.")
     return ChoiceTokens(
         choice_index=message.choice_index,
         first_index=message.first_index,
@@ -114,7 +118,16 @@ def error_from_wire(message: pb.Error) -> PdserveError:
     """The error of a message. For a class that is unknown here, only the text is kept."""
     cls = error_classes().get(message.name, PdserveError)
     if issubclass(cls, Overloaded):
-        return cls(message.text, retry_after_s=message.retry_after_s)
+        return cls(message.text, retry_after_s=reported_wait(message.retry_after_s))
     if issubclass(cls, RequestError):
         return cls(message.text, param=message.param if message.HasField("param") else None)
     return cls(message.text)
+
+
+def reported_wait(seconds: float | str) -> float:
+    """The wait before a retry that another process reported, in seconds; 1 for what is none."""
+    try:
+        wait_s = float(seconds)
+    except ValueError:
+        return 1.0
+    return wait_s if 0 <= wait_s <= _MAX_WAIT_S else 1.0

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Literal, cast, get_args
+from dataclasses import dataclass, field
+from typing import Literal
 
-from pdserve.base.errors import StoreError
 from pdserve.base.ids import Epoch, RouterId, WorkerId
 from pdserve.base.layout import KvLayout
 
 Tier = Literal["prefill", "decode"]
-
-#: Members of the load whose name in the registry is an earlier one, which other versions read and write.
-_STORED_NAMES = {"prefill_tokens_per_s_while_decoding": "prefill_tokens_per_s_beside_decoding"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,79 +74,6 @@ class Sighting:
 
     record: WorkerRecord
     beat: int
-
-
-def record_to_fields(record: WorkerRecord) -> dict[str, str]:
-    """The record as fields of a Redis hash, whose key has the worker's id.
-
-    A later version adds fields, which older readers ignore.
-    """
-    load = {_STORED_NAMES.get(name, name): value for name, value in asdict(record.load).items()}
-    queued_by_router = load.pop("queued_by_router")
-    return {
-        "epoch": str(record.epoch),
-        "tier": record.tier,
-        "grpc_address": record.grpc_address,
-        "http_address": record.http_address,
-        "stream_address": record.stream_address,
-        "model": record.model,
-        "layout": json.dumps(asdict(record.layout)),
-        "max_num_seqs": str(record.max_num_seqs),
-        "max_model_len": str(record.max_model_len),
-        "total_blocks": str(record.total_blocks),
-        "pid": str(record.pid),
-        "ready": str(int(record.ready)),
-        "keep_alive_s": json.dumps(record.keep_alive_s),
-        "load": json.dumps(load),
-        "queued_by_router": json.dumps(queued_by_router),
-        "transport": json.dumps(asdict(record.transport)),
-    }
-
-
-def record_from_fields(worker_id: WorkerId, found: Mapping[str, bytes]) -> WorkerRecord:
-    """The record from its fields. Fields that this version does not know are ignored.
-
-    Raises `StoreError` when the fields are not those of a worker.
-    """
-    try:
-        tier = found["tier"].decode()
-        if tier not in get_args(Tier):
-            raise ValueError(f"{tier!r} is not a tier")
-        return WorkerRecord(
-            worker_id=worker_id,
-            epoch=Epoch(int(found["epoch"])),
-            tier=cast(Tier, tier),
-            grpc_address=found["grpc_address"].decode(),
-            http_address=found["http_address"].decode(),
-            stream_address=found["stream_address"].decode(),
-            model=found["model"].decode(),
-            layout=KvLayout(**json.loads(found["layout"])),
-            max_num_seqs=int(found["max_num_seqs"]),
-            max_model_len=int(found["max_model_len"]),
-            total_blocks=int(found["total_blocks"]),
-            pid=int(found["pid"]),
-            ready=found["ready"] == b"1",
-            keep_alive_s=_seconds(json.loads(found.get("keep_alive_s", b"null"))),
-            load=_load_from_fields(found),
-            transport=_transport_from_fields(found),
-        )
-    except (KeyError, ValueError, TypeError) as error:
-        raise StoreError(f"The record of worker {worker_id} in Redis cannot be read: {error!r}.") from error
-
-
-def _seconds(stored: object) -> float | None:
-    return None if stored is None else float(str(stored))
-
-
-def _load_from_fields(found: Mapping[str, bytes]) -> WorkerLoad:
-    stored = {**json.loads(found["load"]), "queued_by_router": json.loads(found.get("queued_by_router", b"null"))}
-    names = {member.name: _STORED_NAMES.get(member.name, member.name) for member in fields(WorkerLoad)}
-    return WorkerLoad(**{name: stored[key] for name, key in names.items() if key in stored})
-
-
-def _transport_from_fields(found: Mapping[str, bytes]) -> TransportReport:
-    stored = json.loads(found.get("transport", b"{}"))
-    return TransportReport(paths=stored.get("paths", {}), degraded=stored.get("degraded"))
 
 
 #: Time for which a worker that appeared to be dead is excluded while no heartbeat can be read. It doubles each time.

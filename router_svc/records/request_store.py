@@ -14,6 +14,9 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
+
+from pydantic_core import from_json
 
 from pdserve.base.errors import StaleAttempt, StoreError
 from pdserve.base.ids import RequestId, WorkerId
@@ -25,20 +28,23 @@ log = get_logger(__name__)
 
 REQUEST_KEY = "req:"
 REQUESTS_KEY = "reqs"
+#: Bytes of a stored request. Decision records have some thousand.
+_MAX_BYTES = 1 << 20
 
 # KEYS: request, newest requests. ARGV: TTL in ms, requests to keep, key prefix, id, time of acceptance, number of
 # accepted marks, the marks, field, value, ... Returns the stored mark if it is not an accepted one, else the empty
-# string.
+# string. What is there and is no request is replaced.
 _COMPARE_AND_SET = """
-local stored = redis.call('HGET', KEYS[1], 'mark')
-local accepted_at = redis.call('HGET', KEYS[1], 'accepted_at')
+if type(redis.pcall('LLEN', KEYS[2])) == 'table' then redis.call('DEL', KEYS[2]) end
+local found = redis.pcall('HMGET', KEYS[1], 'mark', 'accepted_at')
+local stored, accepted_at = found[1], found[2] and tonumber(found[2])
 local marks = tonumber(ARGV[6])
-if accepted_at and tonumber(accepted_at) < tonumber(ARGV[5]) then
+if found.err or (not accepted_at and (stored or found[2])) or (accepted_at and accepted_at < tonumber(ARGV[5])) then
   redis.call('DEL', KEYS[1])
   redis.call('LREM', KEYS[2], 1, ARGV[4])
-  stored = false
+  stored, accepted_at = false, nil
 end
-if accepted_at and tonumber(accepted_at) > tonumber(ARGV[5]) then return stored end
+if accepted_at and accepted_at > tonumber(ARGV[5]) then return stored or '?' end
 if stored then
   local accepted = false
   for i = 7, 6 + marks do
@@ -134,12 +140,14 @@ class RequestStore:
     async def get(self, request_id: RequestId) -> StoredRequest | None:
         """The stored request, or None. Raises `StoreError`."""
         fields = as_fields(await self._store.call("HGETALL", self._store.key(REQUEST_KEY + request_id)))
+        if (num_bytes := sum(map(len, fields.values()))) > _MAX_BYTES:
+            raise StoreError(f"Request {request_id} in Redis has {num_bytes} bytes, more than any request.")
         return _from_fields(request_id, fields) if fields else None
 
     async def newest(self, count: int) -> list[RequestId]:
         """The ids of the newest requests, newest first. The last ones may have expired. Raises `StoreError`."""
         reply = await self._store.call("LRANGE", self._store.key(REQUESTS_KEY), 0, count - 1)
-        return [RequestId(as_bytes(request_id).decode()) for request_id in as_list(reply)]
+        return [RequestId(as_bytes(request_id).decode(errors="replace")) for request_id in as_list(reply)]
 
     async def _flush(self) -> bool:
         """Writes the queue in batches. False if Redis is unavailable; the rest then stays queued."""
@@ -159,7 +167,7 @@ class RequestStore:
     async def _write(self, requests: Sequence[StoredRequest]) -> list[str | None]:
         """For each request, the stored mark that made Redis refuse it, or None if it was written."""
         replies = await self._store.pipeline([self._command(request) for request in requests])
-        return [as_bytes(reply).decode() or None for reply in replies]
+        return [as_bytes(reply).decode(errors="replace") or None for reply in replies]
 
     def _command(self, request: StoredRequest) -> list[Argument]:
         progress = request.progress
@@ -198,10 +206,13 @@ def _to_fields(request: StoredRequest) -> dict[str, str]:
 
 def _from_fields(request_id: RequestId, fields: dict[str, bytes]) -> StoredRequest:
     try:
+        steps: list[dict[str, Any]] = from_json(fields["history"], allow_inf_nan=False)
         history = tuple(
             StateChange(state=RequestState(step["state"]), attempt=int(step["attempt"]), at=float(step["at"]))
-            for step in json.loads(fields["history"])
+            for step in steps
         )
+        if not history:
+            raise ValueError("the history is empty")
         progress = RequestProgress(
             request_id=request_id,
             history=history,
@@ -211,4 +222,4 @@ def _from_fields(request_id: RequestId, fields: dict[str, bytes]) -> StoredReque
         )
         return StoredRequest(progress=progress, record=fields["record"].decode())
     except (KeyError, ValueError, TypeError) as error:
-        raise StoreError(f"Request {request_id} in Redis cannot be parsed: {error!r}.") from error
+        raise StoreError(f"Request {request_id} in Redis cannot be parsed: {error!r:.300}.") from error

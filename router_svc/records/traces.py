@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from itertools import islice
 
+from pydantic_core import from_json
+
+from pdserve.base.errors import StoreError
 from pdserve.base.ids import RequestId
 from router_svc.records.brief import brief_of
 from router_svc.records.record import Json, RecentRecords
@@ -46,14 +48,20 @@ class Traces:
             if stored is None:
                 continue
             # Redis has the tenant of a request that has ended. Before that, its router answers.
-            found = _parsed(stored.record) if stored.record else _unfinished(stored.progress)
+            found = _parsed(candidate, stored.record) if stored.record else _unfinished(stored.progress)
             if tenant in (None, found.get("tenant")):
                 return found
         return None
 
 
-def _parsed(text: str) -> dict[str, Json]:
-    record: dict[str, Json] = json.loads(text)
+def _parsed(request_id: RequestId, text: str) -> dict[str, Json]:
+    """The record as JSON. Raises `StoreError`: somebody else may have written it."""
+    try:
+        record = from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise StoreError(f"The record of request {request_id} in Redis is no JSON: {error!s:.300}.") from error
+    if not isinstance(record, dict):
+        raise StoreError(f"The record of request {request_id} in Redis is no record.")
     return record
 
 

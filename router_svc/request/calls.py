@@ -18,6 +18,7 @@ from pdserve.base.tracing.context import TraceContext
 from pdserve.base.wire import error_from_wire
 from pdserve.base.workers import WorkerRecord
 from pdserve.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
+from router_svc.request.reports import check_decode_event, check_prefill_event
 from router_svc.routing.cluster import Cluster
 from router_svc.routing.silence import SilenceLimits, means_hang
 
@@ -106,10 +107,12 @@ class DecodeCall:
         """
         try:
             event = await self._read(limits.of_decode(self.worker, has_started=self.has_started))
+            kind = event.WhichOneof("event")
+            check_decode_event(event, kind, self._peer)
         except PdserveError as error:
             raise DecodeFailed(error, self.worker) from error
-        if not self.has_started and event.WhichOneof("event") in ("ticket", "started"):
-            self.has_started = event.HasField("started")
+        if not self.has_started and kind in ("ticket", "started"):
+            self.has_started = kind == "started"
             self._milestones.put_nowait(event)
         self.has_ended = event.HasField("ended")
         return event
@@ -176,7 +179,9 @@ class PrefillCall:
         with mapped_rpc_errors(_name_of(self._worker)):
             try:
                 async with asyncio.timeout(silence_s):
-                    return await anext(self._events)
+                    event = await anext(self._events)
+                check_prefill_event(event, _name_of(self._worker))
+                return event
             except StopAsyncIteration:
                 return None
             except TimeoutError:

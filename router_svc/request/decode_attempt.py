@@ -62,7 +62,7 @@ class DecodeAttempt:
                         self._context.answered(worker)
                         self._journal.started(event.started, worker)
                         if event.started.prefilled_locally:
-                            uncached = self._prompt_tokens - event.started.cached_tokens
+                            uncached = max(self._prompt_tokens - event.started.cached_tokens, 0)
                             local_prefill.enter_context(self._prompt.assigned(worker, uncached))
                     case "progress":
                         self._prompt.update(max(self._prompt_tokens - event.progress.computed_tokens, 0))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from pdserve.base.errors import PdserveError
+from pdserve.base.errors import TransferError
 from pdserve.base.sampling import ChoiceTokens, FinishReason, TokenLogprobs
 from pdserve.model.tokenizer import StreamDetokenizer, Tokenizer
 from router_svc.generation import Generation
@@ -59,6 +59,10 @@ class Output:
         """Accepts tokens from any worker, in any order, repeated or not, and returns those new to the client."""
         deltas = []
         for chunk in tokens:
+            if chunk.choice_index >= len(self._choices):
+                raise TransferError(
+                    f"A worker sent tokens of choice {chunk.choice_index}, but there are {len(self._choices)}."
+                )
             delta = self._choices[chunk.choice_index].push(chunk)
             if delta is not None:
                 deltas.append(delta)
@@ -157,7 +161,7 @@ class _Choice:
     def _hold(self, chunk: ChoiceTokens) -> None:
         expected = self.early[-1].first_index + len(self.early[-1].token_ids) if self.early else 1
         if self.token_ids or chunk.first_index != expected:
-            raise PdserveError(
+            raise TransferError(
                 f"A worker skipped tokens: choice {self._index} has {len(self.token_ids)} tokens, "
                 f"and the next message starts at token {chunk.first_index}."
             )

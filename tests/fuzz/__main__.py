@@ -1,69 +1,102 @@
-"""`python -m tests.fuzz MINUTES`: damaged files of all kinds in turn, in a child process with limited memory.
+"""`python -m tests.fuzz MINUTES`: damaged and forged input of every kind, a process for each area, one after the other.
 
-A finding is printed with its target and seed, which always make the same file:
-`python -m tests.fuzz --again read_gguf 1234`.
+What breaks something is kept in a directory, and printed with the command that repeats it:
+`python -m tests.fuzz --again grpc fuzz-findings/grpc-0123456789ab`. `docs/internals/fuzzing.md` describes the areas.
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
-import resource
+import importlib
+import io
+import logging
+import subprocess
 import sys
-import tempfile
 import time
-import traceback
-from collections import Counter
 from pathlib import Path
 
-from tests.fuzz.files.targets import TARGETS, Seeds, run
+from pdserve.base.logs import JsonFormatter, _TextFormatter
+from tests.fuzz import area
+from tests.fuzz.area import Area
 
-#: Address space of the process: what importing torch takes, and what a file may take besides.
-_MEMORY_BYTES = 12 << 30
-#: Processor time that one file may take.
-_FILE_SECONDS = 20.0
+#: Areas in the order in which they run.
+AREAS = ("files", "http", "grpc", "internal", "records")
+#: The first seed: those below run in make test.
+_FIRST_SEED = 1000
+
+
+def area_of(name: str) -> Area:
+    """The area of that name."""
+    found: Area = importlib.import_module(f"tests.fuzz.{name}.area").AREA
+    return found
 
 
 def main() -> int:
     """Returns the exit status: 0 if nothing was found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("minutes", nargs="?", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=1000, help="first seed; those below run in make test")
-    parser.add_argument("--again", nargs=2, metavar=("TARGET", "SEED"), help="one file, with its traceback")
+    parser.add_argument(
+        "--areas", type=lambda text: text.split(","), default=list(AREAS), help="some of " + ",".join(AREAS)
+    )
+    parser.add_argument("--seed", type=int, default=_FIRST_SEED, help="first seed; those below 1000 run in make test")
+    parser.add_argument("--found", type=Path, default=Path("fuzz-findings"), help="directory for what breaks something")
+    parser.add_argument(
+        "--again", nargs="+", metavar=("AREA", "INPUT"), help="kept inputs, or a target of files and its seed"
+    )
+    parser.add_argument("--here", action="store_true", help="run the one area in this process")
     arguments = parser.parse_args()
-    faulthandler.enable()
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    with tempfile.TemporaryDirectory() as directory:
-        seeds = Seeds(Path(directory))
-        if arguments.again:
-            run(arguments.again[0], seeds, int(arguments.again[1]))
-            return 0
-        return _fuzz(seeds, arguments.seed, time.monotonic() + 60 * arguments.minutes)
+    if arguments.again:
+        _again(*arguments.again)
+        return 0
+    if arguments.here:
+        [name] = arguments.areas
+        return _fuzz(name, arguments.seed, 60 * arguments.minutes, arguments.found)
+    statuses = [_run(name, arguments) for name in arguments.areas]
+    return 1 if any(statuses) else 0
 
 
-def _fuzz(seeds: Seeds, seed: int, until: float) -> int:
-    counts: Counter[str] = Counter()
-    while time.monotonic() < until:
-        for name in TARGETS:
-            counts[_outcome(name, seeds, seed)] += 1
-        seed += 1
-    print(f"seeds up to {seed}: " + ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items())))
-    return 1 if counts["found"] or counts["slow"] else 0
+def _run(name: str, arguments: argparse.Namespace) -> int:
+    """An area in a process of its own, which may end in any way."""
+    minutes = str(arguments.minutes / len(arguments.areas))
+    options = ["--here", "--areas", name, "--seed", str(arguments.seed), "--found", str(arguments.found)]
+    status = subprocess.run([sys.executable, "-m", "tests.fuzz", minutes, *options], check=False).returncode
+    if status not in (0, 1):
+        print(f"FOUND by {name}: the process ended with status {status}", flush=True)
+    return status
 
 
-def _outcome(name: str, seeds: Seeds, seed: int) -> str:
-    started_at = time.process_time()
-    try:
-        outcome = "read" if run(name, seeds, seed) else "refused"
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # noqa: BLE001 - Panics of libraries in Rust are no `Exception`.
-        print(f"FOUND {name} {seed}\n{traceback.format_exc()}", flush=True)
-        return "found"
-    if time.process_time() - started_at > _FILE_SECONDS:
-        print(f"SLOW {name} {seed}", flush=True)
-        return "slow"
-    return outcome
+class _Formatted(logging.StreamHandler):  # type: ignore[type-arg]
+    """Every log line is made, as JSON and as text, and none is shown. A line that cannot be made is a finding."""
+
+    def __init__(self) -> None:
+        super().__init__(io.StringIO())
+        self.formatters = (JsonFormatter("fuzz"), _TextFormatter("fuzz"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Makes the lines, which have to be one each."""
+        for formatter in self.formatters:
+            line = formatter.format(record)
+            assert record.exc_info or len(line.splitlines()) == 1, f"a log line of several lines: {line!r}"
+            line.encode()
+
+
+def _fuzz(name: str, seed: int, seconds: float, found: Path) -> int:
+    until = time.monotonic() + seconds
+    logging.getLogger().handlers[:] = [_Formatted()]
+    logging.getLogger().setLevel(logging.INFO)
+    if name == "files":
+        report = importlib.import_module("tests.fuzz.files.area").fuzz(first_seed=seed, until=until, found=found)
+    else:
+        report = area.fuzz(area_of(name), first_seed=seed, until=until, found=found)
+    print(report, flush=True)
+    return 1 if report.findings else 0
+
+
+def _again(name: str, *inputs: str) -> None:
+    if name == "files":
+        importlib.import_module("tests.fuzz.files.area").again(inputs[0], int(inputs[1]))
+    else:
+        area.again(area_of(name), [Path(path) for path in inputs])
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ class DataAddress(NamedTuple):
     def unpack(cls, address: bytes) -> DataAddress:
         """Reads an address. Raises: PeerLost when it is not one of this transport."""
         fields = address.decode(errors="replace").split(" ")
-        if len(fields) != 5 or fields[0] != _MAGIC or not (fields[3].isdecimal() and fields[4].isdecimal()):
+        if len(fields) != 5 or fields[0] != _MAGIC or not (_is_port(fields[3]) and _is_port(fields[4])):
             raise PeerLost(f"The data address ({len(address)} bytes) is not one of the nccl transport.")
         _, host, gpu, control_port, store_port = fields
         return cls(host, "" if gpu == _HOST_MEMORY else gpu, int(control_port), int(store_port))
@@ -48,3 +48,7 @@ class DataAddress(NamedTuple):
                 f"NCCL does not connect two processes on one GPU: {self.host} and this process are both on {gpu}. "
                 "Use --transport ucx on both tiers, or give each worker a GPU of its own."
             )
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= 5 and 0 < int(text) < 65_536

@@ -14,6 +14,10 @@ from pdserve.base.errors import PeerLost
 _GREETING = struct.Struct("<Q")
 #: Tag and bytes of the next payload.
 _ANNOUNCEMENT = struct.Struct("<QQ")
+#: Announcements that are handled before other callbacks of the event loop get their turn.
+_AT_ONCE = 64
+#: Messages of a pair that may be under way; then no announcement is read for this long. Handovers stay below.
+_MAX_UNDER_WAY, _LOOK_AGAIN_S = 8192, 0.01
 
 
 def greet(control: asyncio.Transport, number: int) -> None:
@@ -40,26 +44,49 @@ class Listener(Protocol):
 
 
 class ListenerControl(asyncio.Protocol):
-    """The listener's end: reads announcements."""
+    """The listener's end: reads announcements, some at a time, and no more while many messages are under way."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
-        self._unread = b""
+        self._unread = bytearray()
         self._pair: Pair | None = None
+        self._transport: asyncio.Transport | None = None
+        #: Set while announcements wait in `_unread`.
+        self._next_turn: asyncio.Handle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
         self._pair = self._listener.accept(transport)
 
     def data_received(self, data: bytes) -> None:
         self._unread += data
+        if self._next_turn is None:
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        self._next_turn = None
+        pair, transport = self._pair, self._transport
+        if pair is None or pair.lost or transport is None:
+            self._unread.clear()
+            return
         whole = len(self._unread) - len(self._unread) % _ANNOUNCEMENT.size
-        announcements, self._unread = self._unread[:whole], self._unread[whole:]
+        taken = min(whole, _AT_ONCE * _ANNOUNCEMENT.size) if len(pair.arrivals) < _MAX_UNDER_WAY else 0
+        announcements = bytes(self._unread[:taken])
+        del self._unread[:taken]
         for tag, num_bytes in _ANNOUNCEMENT.iter_unpack(announcements):
-            if self._pair is not None and not self._pair.lost:
-                self._listener.announced(self._pair, tag, num_bytes)
+            if not pair.lost:
+                self._listener.announced(pair, tag, num_bytes)
+        if taken == whole:
+            transport.resume_reading()
+            return
+        transport.pause_reading()
+        loop = asyncio.get_running_loop()
+        self._next_turn = loop.call_soon(self._take_turn) if taken else loop.call_later(_LOOK_AGAIN_S, self._take_turn)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._next_turn is not None:
+            self._next_turn.cancel()
         if self._pair is not None:
             self._listener.lose(self._pair)
 
@@ -73,8 +100,10 @@ class ConnectorControl(asyncio.Protocol):
         self._unread = b""
 
     def data_received(self, data: bytes) -> None:
+        if self.greeting.done():
+            return  # Nothing follows a greeting.
         self._unread += data
-        if len(self._unread) >= _GREETING.size and not self.greeting.done():
+        if len(self._unread) >= _GREETING.size:
             self.greeting.set_result(_GREETING.unpack_from(self._unread)[0])
 
     def connection_lost(self, exc: Exception | None) -> None:

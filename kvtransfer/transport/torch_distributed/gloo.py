@@ -47,7 +47,8 @@ class GlooLink:
         return self._thread.submit(self._receive, payload)
 
     def receive_unmatched(self, num_bytes: int, *, keeps: bool) -> Future[Buffer]:
-        return self.receive(np.empty(num_bytes, np.uint8))
+        # Memory is taken when it is the message's turn: thousands may be announced.
+        return self._thread.submit(lambda: self._receive(np.empty(num_bytes, np.uint8)))
 
     def break_off(self) -> Future[None]:
         """Lets a wait time out, at which gloo closes the connection and wakes waiting threads.

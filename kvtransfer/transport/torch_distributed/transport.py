@@ -32,6 +32,9 @@ from pdserve.base.logs import get_logger
 
 log = get_logger(__name__)
 
+#: Pairs that may form at a time. Each takes a thread, also where a stranger connected and says nothing.
+_MAX_FORMING = 64
+
 
 class TorchDistributedTransport:
     """`Transport` over torch.distributed. `host` is the address at which peers reach this process.
@@ -80,8 +83,8 @@ class TorchDistributedTransport:
             control, protocol = await asyncio.get_running_loop().create_connection(
                 ConnectorControl, target.host, target.control_port
             )
-        except OSError as error:
-            raise PeerLost(f"Cannot connect to {target.host}:{target.control_port}: {error}.") from error
+        except (OSError, ValueError) as error:  # ValueError: no name of a host.
+            raise PeerLost(f"Cannot connect to {target.host[:255]!r}:{target.control_port}: {error}.") from error
         if self._closed:
             control.abort()
             raise _closed()
@@ -171,7 +174,7 @@ class TorchDistributedTransport:
     # Calls of the control connections.
     def accept(self, control: asyncio.Transport) -> Pair | None:
         """Implements `Listener`."""
-        if self._closed:
+        if self._closed or sum(not pair.formed.done() for pair in self._pairs) >= _MAX_FORMING:
             control.abort()
             return None
         assert self._store is not None, "connections are accepted only while listening"

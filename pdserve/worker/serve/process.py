@@ -17,7 +17,7 @@ from pdserve.base.deaths import note_death
 from pdserve.base.errors import PeerLost
 from pdserve.base.ids import WorkerId, new_epoch
 from pdserve.base.logs import get_logger
-from pdserve.base.peer_tls import PeerTls, peer_tls
+from pdserve.base.peer_tls import peer_tls
 from pdserve.base.registry import Registrar, Tier
 from pdserve.base.rpc import GrpcHealth, GrpcPort, serve_grpc_at
 from pdserve.base.seals import Seals
@@ -34,6 +34,7 @@ from pdserve.worker.serve.announce import WorkerAddresses, announce, describe
 from pdserve.worker.serve.diagnostics import DiagnosticsService
 from pdserve.worker.serve.last_exit import ExitNote, noting_exit
 from pdserve.worker.serve.loaded_model import LoadedModel, load_model
+from pdserve.worker.serve.message_limits import max_call_bytes
 from pdserve.worker.serve.metrics import WorkerMetrics
 from pdserve.worker.serve.stall_watch import watch_stalls
 from pdserve.worker.serve.worker import TierService, Worker
@@ -67,7 +68,7 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
         worker.tracer, worker.seals, worker.tls = tracer, seals, tls
         service = build(worker)
         notify.status("warming up")
-        served = _served(service, DiagnosticsService(worker, store), config, tls)
+        served = _served(service, DiagnosticsService(worker, store), worker)
         async with worker.computing(service) as fatal, served as (grpc_address, streams, grpc_health):
             addresses = WorkerAddresses(grpc=grpc_address, http=http_address, streams=streams)
             worker.paths.on_change = health.watch("transport")
@@ -161,7 +162,7 @@ async def _opened_transport(config: WorkerConfig) -> AsyncIterator[Transport]:
 
 @asynccontextmanager
 async def _served(
-    service: TierService, diagnostics: DiagnosticsService, config: WorkerConfig, tls: PeerTls | None
+    service: TierService, diagnostics: DiagnosticsService, worker: Worker
 ) -> AsyncIterator[tuple[str, str, GrpcHealth]]:
     """Yields the addresses for gRPC and for streams, and the switch of gRPC's health service."""
 
@@ -170,8 +171,13 @@ async def _served(
         diagnostics_pb2_grpc.add_DiagnosticsServiceServicer_to_server(diagnostics, server)
 
     names = [service.name, diagnostics.name]
-    credentials = None if tls is None else tls.server_credentials()
-    port = GrpcPort(host=config.host, port=config.grpc_port, flag="--grpc-port", credentials=credentials)
+    port = GrpcPort(
+        host=worker.config.host,
+        port=worker.config.grpc_port,
+        flag="--grpc-port",
+        credentials=None if worker.tls is None else worker.tls.server_credentials(),
+        max_request_bytes=max_call_bytes(worker.model),
+    )
     try:
         async with serve_grpc_at(register, names, port) as served:
             address, grpc_health = served

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import pytest
+
+from pdserve.base.errors import StoreError
 from pdserve.base.ids import Epoch, WorkerId
 from pdserve.base.registry import RECORD_TTL_S, WORKER_KEY, Registrar, WorkerDirectory, WorkerRecord, read_sightings
 from pdserve.base.seals import Refusal, Seals
@@ -232,3 +235,47 @@ async def test_a_router_with_a_secret_sees_only_workers_that_have_it(worker_stor
 
 async def _is_listed(store: Store, worker_id: str) -> bool:
     return worker_id in [sighting.record.worker_id for sighting in await read_sightings(store)]
+
+
+async def test_what_a_stranger_leaves_in_the_registry_hides_no_worker_and_ends_no_router(
+    worker_store: Store, router_store: Store
+) -> None:
+    directory = WorkerDirectory(router_store, refresh_s=0.02)
+    async with running(directory.run(), Registrar(worker_store, worker_record).run()):
+        for name in (b"\xff\xfe", b"list", b"beat", b"large"):
+            await worker_store.call("SADD", "pd:workers", name)
+        await worker_store.call("HSET", b"pd:worker:\xff\xfe", "epoch", "1")
+        await worker_store.call("RPUSH", "pd:worker:list", "x")
+        await worker_store.call("HSET", "pd:worker:beat", "beat", "9" * 5000)
+        await worker_store.call("HSET", "pd:worker:large", "transport", "[" * 100_000)
+        await until(directory, lambda: ids(directory) == ["decode-0"])
+        failures, version = directory.failures, directory.version
+        assert [record.worker_id for record in await read_workers(router_store)] == ["decode-0"]
+        assert (directory.failures, directory.version) == (failures, version)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("HSET", "pd:worker:decode-0", "epoch", b"\xff\xfe"),
+        ("SET", "pd:worker:decode-0", "x"),
+        ("SET", "pd:workers", "x"),
+    ],
+)
+async def test_a_worker_registers_over_whatever_a_stranger_left(
+    worker_store: Store, router_store: Store, command: tuple[str | bytes, ...]
+) -> None:
+    registrar = Registrar(worker_store, worker_record, heartbeat_s=0.02, pause_s=0.01)
+    async with running(registrar.run()):
+        await eventually(lambda: _is_registered(router_store))
+        await worker_store.call("DEL", command[1])
+        await worker_store.call(*command)
+        await eventually(lambda: _is_registered(router_store))
+        assert registrar.failures == 0
+
+
+async def _is_registered(store: Store) -> bool:
+    try:
+        return await read_workers(store) == [worker_record()]
+    except StoreError:
+        return False

@@ -6,10 +6,11 @@ import pytest
 
 from pdserve.base.errors import PeerRefused
 from pdserve.base.ids import WorkerId
+from pdserve.base.record_fields import record_from_fields, record_to_fields
 from pdserve.base.sealed_record import RecordChecks, sealed_record
 from pdserve.base.seals import FRESH_S, Refusal, Seals
 from pdserve.base.secret import parse_secret
-from pdserve.base.workers import Sighting, record_from_fields, record_to_fields
+from pdserve.base.workers import Sighting
 from tests.support.records import worker_record
 
 SECRET = parse_secret("the-secret-of-this-cluster", where="test")

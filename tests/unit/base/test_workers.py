@@ -9,14 +9,13 @@ import pytest
 
 from pdserve.base.errors import StoreError
 from pdserve.base.ids import Epoch, RouterId, WorkerId
+from pdserve.base.record_fields import record_from_fields, record_to_fields, require_small, worker_id_from
 from pdserve.base.workers import (
     Sighting,
     TransportReport,
     WorkerLoad,
     WorkerRecord,
     WorkerView,
-    record_from_fields,
-    record_to_fields,
 )
 from tests.support.records import worker_record
 
@@ -109,6 +108,24 @@ def test_fields_that_a_newer_worker_adds_are_ignored() -> None:
         ("layout", b'{"x": 1}'),
         ("load", b"[]"),
         ("queued_by_router", b"{"),
+        ("epoch", b"9" * 5000),
+        ("epoch", b"-1"),
+        ("tier", b"\xff"),
+        ("transport", b"[]"),
+        ("transport", b"[" * 100_000),
+        ("transport", b'{"degraded": 1}'),
+        ("load", b'{"free_blocks": "7"}'),
+        ("load", b'{"free_blocks": -1}'),
+        ("load", b'{"prefill_tokens_per_s": NaN}'),
+        ("queued_by_router", b'{"r": [1]}'),
+        ("keep_alive_s", b"NaN"),
+        ("keep_alive_s", b"-1"),
+        ("layout", b'{"model": [], "dtype": {}, "block_size": 0}'),
+        ("max_num_seqs", b"0"),
+        ("max_model_len", b"1_0"),
+        ("grpc_address", b"unix:/run/x"),
+        ("stream_address", b"d:http"),
+        ("http_address", b"d:70000"),
     ],
 )
 def test_an_unreadable_record_is_a_store_error_that_names_the_worker(field: str, value: bytes | None) -> None:
@@ -119,6 +136,24 @@ def test_an_unreadable_record_is_a_store_error_that_names_the_worker(field: str,
         fields[field] = value
     with pytest.raises(StoreError, match="decode-0"):
         record_from_fields(WorkerId("decode-0"), fields)
+
+
+def test_a_rate_of_zero_is_no_measurement() -> None:
+    """Nothing can be divided by it."""
+    load = WorkerLoad(prefill_tokens_per_s=0.0, prefill_tokens_per_s_while_decoding=0.0)
+    record = replace(worker_record(), load=load)
+    assert record_from_fields(record.worker_id, fields_of(record)).load == WorkerLoad()
+
+
+@pytest.mark.parametrize("name", [b"\xff\xfe", b"", b"a\nb", b"a" * 5000])
+def test_what_is_no_printable_text_is_no_id_of_a_worker(name: bytes) -> None:
+    with pytest.raises(StoreError, match="its id"):
+        worker_id_from(name)
+
+
+def test_a_record_that_would_take_long_to_read_is_not_read() -> None:
+    with pytest.raises(StoreError, match="bytes"):
+        require_small(WorkerId("decode-0"), {**fields_of(worker_record()), "more": b"x" * 70_000})
 
 
 def test_workers_come_sorted_and_by_tier() -> None:

@@ -350,3 +350,51 @@ async def _published(store: Store, *workers: Worker) -> bool:
 
 async def _is_true(value: bool) -> bool:
     return value
+
+
+@pytest.mark.parametrize(
+    "commands",
+    [
+        [("HSET", "pd:kv-workers", "a", "x")],
+        [("HSET", "pd:kv-workers", b"\xff", "9" * 5000)],
+        [("DEL", "pd:kv-workers"), ("SET", "pd:kv-workers", "x")],
+        [("HSET", "pd:kv-head", "generation", "x")],
+        [("DEL", "pd:kv-head"), ("SET", "pd:kv-head", "x")],
+        [("DEL", "pd:kv-events"), ("SET", "pd:kv-events", "x")],
+        [("XADD", "pd:kv-events", "99999999999999-1", "worker", "a")],
+        [("XADD", "pd:kv-events", "99999999999999-7", "added", "x" * 16 * 513)],
+        [("DEL", "pd:blocks:a:1"), ("SET", "pd:blocks:a:1", "x")],
+        [("HSET", "pd:kv-workers", "c", "1 1"), ("SET", "pd:blocks:c:1", "x")],
+    ],
+)
+async def test_worker_and_mirror_replace_what_a_stranger_left(
+    worker_store: Store, router_store: Store, commands: list[tuple[str | bytes, ...]]
+) -> None:
+    a, mirror = Worker(worker_store, A), new_mirror(router_store)
+    async with running(mirror.run(), a.publisher.run()):
+        a.change(block_hashes(5))
+        await until(mirror, lambda: equals_truth(mirror, a))
+        for command in commands:
+            await worker_store.call(*command)
+        a.change(block_hashes(5, start=50))
+        await until(mirror, lambda: mirror.index.blocks_of(A) == a.truth and not mirror.degraded)
+
+
+async def test_an_entry_that_leads_nowhere_does_not_make_the_mirror_spin(
+    worker_store: Store, router_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without workers, only a pause ends the turns of snapshot and gap."""
+    pauses = list[float]()
+    sleep = asyncio.sleep
+
+    async def noted(delay: float) -> None:
+        pauses.append(delay)
+        await sleep(delay)
+
+    monkeypatch.setattr("kvtransfer.index.prefix_mirror.asyncio.sleep", noted)
+    entry = ("worker", "a", "epoch", "1", "kind", "gone", "added", "", "removed", "")
+    await worker_store.call("XADD", "pd:kv-events", "99999999999999-7", *entry)
+    mirror = new_mirror(router_store)
+    async with running(mirror.run()):
+        await until(mirror, lambda: mirror.gaps >= 3)
+    assert len([pause for pause in pauses if pause == 0.02]) >= 2

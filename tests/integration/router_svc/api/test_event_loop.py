@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import http.client
 import json
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -21,47 +17,13 @@ import pytest
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc
 from tests.integration.router_svc.conftest import ScriptedCluster
+from tests.support.callbacks import LIMIT_S, watched_callbacks
 from tests.support.tiny_model import NAME
 
-#: Bound of one callback, in seconds.
-LIMIT_S = 0.020
 MAX_BODY = 8 * 1024**2
 USER = {"role": "user", "content": "x"}
 COMPLETION: dict[str, Any] = {"model": NAME, "prompt": "x", "max_tokens": 50}
 CHAT: dict[str, Any] = {"model": NAME, "messages": [USER], "max_tokens": 8}
-
-
-@dataclass
-class Longest:
-    """The longest callback so far."""
-
-    seconds: float = 0.0
-    callback: str = "none"
-
-
-@contextlib.contextmanager
-def watched_callbacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Longest]:
-    """Measures every callback of this thread's event loop."""
-    longest = Longest()
-    run: Callable[[asyncio.Handle], None] = asyncio.Handle._run
-
-    def measured(handle: asyncio.Handle) -> None:
-        shown = repr(handle)
-        start = time.thread_time()
-        run(handle)
-        seconds = time.thread_time() - start
-        if seconds > longest.seconds:
-            longest.seconds, longest.callback = seconds, shown
-
-    # A collection of the whole heap of the tests would be measured, too. The router exempts what it has at its start.
-    gc.collect()
-    gc.disable()
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(asyncio.Handle, "_run", measured)
-            yield longest
-    finally:
-        gc.enable()
 
 
 def fill(head: bytes, piece: bytes, tail: bytes, size: int = MAX_BODY) -> bytes:
@@ -143,7 +105,7 @@ def generate(address: str, message: pb.GenerateRequest) -> str:
 
 
 @pytest.mark.slow
-async def test_no_legal_body_holds_the_event_loop(cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_legal_body_holds_the_event_loop(cluster: ScriptedCluster) -> None:
     found: dict[str, str] = {}
     statuses: dict[str, int] = {}
     codes: dict[str, str] = {}
@@ -157,12 +119,12 @@ async def test_no_legal_body_holds_the_event_loop(cluster: ScriptedCluster, monk
         for _ in range(8):
             group.create_task(stream())
         for name, (path, data, _) in WORST.items():
-            with watched_callbacks(monkeypatch) as longest:
+            with watched_callbacks() as longest:
                 statuses[name] = await asyncio.to_thread(post, cluster.base_url, path, data)
             if longest.seconds > LIMIT_S:
                 found[name] = f"{longest.seconds * 1e3:.0f} ms in {longest.callback}"
         for name, message in BY_GRPC.items():
-            with watched_callbacks(monkeypatch) as longest:
+            with watched_callbacks() as longest:
                 codes[name] = await asyncio.to_thread(generate, cluster.grpc_address, message)
             if longest.seconds > LIMIT_S:
                 found[f"gRPC {name}"] = f"{longest.seconds * 1e3:.0f} ms in {longest.callback}"

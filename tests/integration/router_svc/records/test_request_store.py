@@ -13,8 +13,10 @@ from pdserve.base.errors import StaleAttempt, StoreError
 from pdserve.base.ids import RequestId, WorkerId
 from pdserve.base.store import Argument, Reply, Store
 from pdserve.cli.private_redis import PrivateRedis
+from router_svc.records.record import RecentRecords
 from router_svc.records.request_state import RequestProgress, RequestState
 from router_svc.records.request_store import REQUEST_KEY, RequestStore, StoredRequest
+from router_svc.records.traces import Traces
 from tests.support.redis import eventually, running
 
 R = RequestId("request-1")
@@ -209,3 +211,63 @@ async def _is_idle(requests: RequestStore) -> bool:
 
 async def _is_away(store: Store) -> bool:
     return not store.available
+
+
+@pytest.mark.parametrize(
+    "commands",
+    [
+        [("HSET", "pd:req:request-1", "mark", b"\xff\xfe", "accepted_at", "x")],
+        [("HSET", "pd:req:request-1", "mark", "queued:1")],
+        [("SET", "pd:req:request-1", "x")],
+        [("SET", "pd:reqs", "x")],
+    ],
+)
+async def test_a_request_is_written_over_whatever_a_stranger_left(
+    router_store: Store, commands: list[tuple[str | bytes, ...]]
+) -> None:
+    for command in commands:
+        await router_store.call(*command)
+    requests = RequestStore(router_store)
+    await requests.write(walk(new(), "reserved"))
+    stored = await requests.get(R)
+    assert stored is not None
+    assert stored.progress == walk(new(), "reserved")
+
+
+async def test_a_mark_that_is_no_text_refuses_that_request_and_no_other(router_store: Store) -> None:
+    await router_store.call("HSET", "pd:req:request-1", "mark", b"\xff\xfe", "accepted_at", "100.0")
+    requests = RequestStore(router_store)
+    async with running(requests.run()):
+        requests.put(new())
+        requests.put(new("request-2"))
+        await eventually(lambda: _is_kept(requests, new("request-2")))
+    assert requests.refused == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("history", b"[]"),
+        ("history", b"[" * 100_000),
+        ("history", b'[{"state": "queued", "attempt": 1, "at": NaN}]'),
+        ("history", b'[{"state": "queued", "attempt": Infinity, "at": 1}]'),
+        ("outcome", b"\xff\xfe"),
+        ("record", b"x" * 2_000_000),
+    ],
+)
+async def test_a_stored_request_that_no_router_wrote_is_a_store_error(
+    router_store: Store, field: str, value: bytes
+) -> None:
+    requests = RequestStore(router_store)
+    await requests.write(new())
+    await router_store.call("HSET", "pd:req:request-1", field, value)
+    with pytest.raises(StoreError, match="request-1"):
+        await requests.get(R)
+
+
+@pytest.mark.parametrize("record", ["{", "[]", '{"at": NaN}', "[" * 100_000])
+async def test_a_decision_record_that_no_router_wrote_is_a_store_error(router_store: Store, record: str) -> None:
+    requests = RequestStore(router_store)
+    await requests.write(new(), record)
+    with pytest.raises(StoreError, match="request-1"):
+        await Traces(RecentRecords(1), requests).get(R)

@@ -48,3 +48,12 @@ async def test_without_redis_it_is_unknown_how_a_worker_died() -> None:
     async with Store("redis://127.0.0.1:1/0") as store:
         await note_death(store, W, EPOCH, REQUESTS)
         assert await requests_of_death(store, W, EPOCH) is None
+
+
+async def test_a_note_that_no_worker_wrote_names_no_request(redis_server: PrivateRedis) -> None:
+    async with Store(redis_server.url) as store:
+        await store.call("SET", "pd:death:w:7", b"\xff\xfe")
+        assert await requests_of_death(store, W, EPOCH) == {"\ufffd\ufffd"}
+        await store.call("DEL", "pd:death:w:7")
+        await store.call("RPUSH", "pd:death:w:7", "x")
+        assert await requests_of_death(store, W, EPOCH) is None

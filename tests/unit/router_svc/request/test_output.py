@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.base.errors import PdserveError
+from pdserve.base.errors import TransferError
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import ChoiceTokens, FinishReason, SamplingParams, TokenLogprobs
 from pdserve.model.tokenizer import Tokenizer
@@ -82,7 +82,7 @@ def test_early_tokens_are_forgotten_with_the_worker_that_sent_them(tokenizer: To
 def test_a_skipped_token_is_an_error(tokenizer: Tokenizer) -> None:
     out = output(tokenizer)
     out.push([chunk("H", 0)])
-    with pytest.raises(PdserveError, match="skipped tokens"):
+    with pytest.raises(TransferError, match="skipped tokens"):
         out.push([chunk("llo", 2)])
 
 

@@ -1,0 +1,1 @@
+"""Messages between routers and workers, damaged, forged, cut and out of order."""
