@@ -90,7 +90,7 @@ def layout_of(block_bytes: int) -> KvLayout:
 
 async def decode(link: Link, args: argparse.Namespace) -> None:
     transport, layout = open_transport(args.transport), layout_of(args.block_bytes)
-    identity = ReceiverIdentity(worker_id=WorkerId("d"), epoch=new_epoch(), grpc_address="-", layout=layout)
+    identity = ReceiverIdentity(worker_id=WorkerId("d"), epoch=new_epoch(), grpc_address="none:1", layout=layout)
     async with service_group() as tasks:
         memory = InPlaceMemory(Memory(args.blocks, layout, 1), layout.num_layers)
         receiver = Receiver(transport=transport, memory=memory, identity=identity, tasks=tasks)

@@ -175,7 +175,7 @@ async def _receive(case: Case, stream: socket.socket) -> None:
     identity = ReceiverIdentity(
         worker_id=WorkerId("d"),
         epoch=new_epoch(),
-        grpc_address="-",
+        grpc_address="none:1",
         layout=case.layout,
         layer_groups=min(GPU_LAYER_GROUPS, case.layout.num_layers),
     )

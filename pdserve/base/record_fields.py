@@ -22,6 +22,8 @@ from pdserve.base.workers import Tier, TransportReport, WorkerLoad, WorkerRecord
 
 #: Bytes of a record, names of fields included. Those of workers have about 2,000.
 MAX_RECORD_BYTES = 65_536
+#: An earlier name, which other versions read and write.
+_WHILE_DECODING = "prefill_tokens_per_s_beside_decoding"
 _MAX_NUMBER = 2**63 - 1
 _MAX_TEXT = 4096
 _MAX_LENGTH = 2**31 - 1
@@ -47,8 +49,7 @@ class _Load(_Stored):
     queued_tokens: _Count = 0
     free_blocks: _Count = 0
     prefill_tokens_per_s: _Rate | None = None
-    #: An earlier name, which other versions read and write.
-    prefill_tokens_per_s_beside_decoding: _Rate | None = None
+    prefill_tokens_per_s_while_decoding: _Rate | None = Field(None, alias=_WHILE_DECODING)
 
 
 class _Transport(_Stored):
@@ -81,7 +82,7 @@ def record_to_fields(record: WorkerRecord) -> dict[str, str]:
     A later version adds fields, which older readers ignore.
     """
     load = asdict(record.load)
-    load["prefill_tokens_per_s_beside_decoding"] = load.pop("prefill_tokens_per_s_while_decoding")
+    load[_WHILE_DECODING] = load.pop("prefill_tokens_per_s_while_decoding")
     queued_by_router = load.pop("queued_by_router")
     return {
         "epoch": str(record.epoch),
@@ -179,7 +180,7 @@ def _load(found: Mapping[str, bytes]) -> WorkerLoad:
         free_blocks=stored.free_blocks,
         # Rates are rounded: 0 is slower than any prompt is computed, and nothing can be divided by it.
         prefill_tokens_per_s=stored.prefill_tokens_per_s or None,
-        prefill_tokens_per_s_while_decoding=stored.prefill_tokens_per_s_beside_decoding or None,
+        prefill_tokens_per_s_while_decoding=stored.prefill_tokens_per_s_while_decoding or None,
     )
 
 
