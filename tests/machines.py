@@ -65,7 +65,13 @@ def rows() -> list[Row]:
         Row(name="fast-steps", suites=ANY_MODEL, environment={"PDSERVE_TEST_MODEL": "one-layer"}),
         Row(
             name="full-depth",
-            suites=("tests/property/model", "tests/unit/kernels", *ANSWERS, "tests/integration/test_equivalence.py"),
+            suites=(
+                "tests/property/model",
+                "tests/unit/kernels",
+                "tests/unit/benchmarks/test_gpu.py",
+                *ANSWERS,
+                "tests/integration/test_equivalence.py",
+            ),
             environment={"PDSERVE_TEST_DEPTH": "full"},
         ),
         Row(
