@@ -25,7 +25,8 @@ from pdserve.base.errors import PdserveError, RequestError, StaleError, reason_o
 from pdserve.base.ids import RequestId, RouterId
 from pdserve.base.logs import enter_request, get_logger
 from pdserve.base.seals import Purpose
-from pdserve.base.streams import MessageStream, PeerLeft, serve_streams
+from pdserve.base.stream_server import serve_streams
+from pdserve.base.streams import MessageStream, PeerLeft
 from pdserve.base.tracing.context import parse_traceparent
 from pdserve.base.tracing.spans import Attribute
 from pdserve.base.wire import error_to_wire, sampling_from_wire
@@ -192,7 +193,9 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             raise PeerLeft
         if (kind := first.WhichOneof("command")) != "start":
             raise RequestError(f"The stream starts with {kind or 'an empty message'}. Send start as its first message.")
-        return self._worker.seals.open(Purpose.START, self._worker.seal_name, first.start)
+        start = self._worker.seals.open(Purpose.START, self._worker.seal_name, first.start)
+        stream.trust()
+        return start
 
     # DecodeService
     @rpc.method

@@ -48,6 +48,9 @@ class Frames:
         del received[:start]
         return messages
 
+    def __len__(self) -> int:
+        return len(self._received)
+
     def clear(self) -> None:
         """Drops everything."""
         self._received.clear()

@@ -2,31 +2,24 @@
 
 A message follows its length: 4 bytes, big-endian. It costs one write and one read, in the event loops themselves. A
 message of gRPC wakes several threads (`docs/decisions/0018-tokens-travel-on-plain-connections.md`). Closing the
-connection cancels the call, and TCP's window holds back a sender whose peer does not read.
+connection cancels the call, and TCP's window holds back a sender whose peer does not read. `stream_server` serves them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
 from pdserve.base.dead_hosts import notice_dead_hosts
-from pdserve.base.errors import PdserveError
 from pdserve.base.frames import Frames, framed
-from pdserve.base.logs import get_logger
+from pdserve.base.newcomers import Newcomers
 from pdserve.base.no_delay import send_at_once
 from pdserve.base.peer_tls import PeerTls
 from pdserve.base.rpc import MAX_MESSAGE_BYTES
-from pdserve.base.tasks import service_group
-
-log = get_logger(__name__)
 
 Incoming = TypeVar("Incoming")
 
@@ -35,14 +28,9 @@ _MAX_WAITING, _MAX_WAITING_BYTES = 64, 1 << 20
 #: Time between a reader's time limit and its timeout.
 _LAST_LOOK_S = 0.01
 #: Limit for connecting to a worker, which was alive shortly before.
-_CONNECT_TIMEOUT_S = 5.0
-#: Time a peer may leave a stream open after a failure was reported to it.
-_LINGER_S = 10.0
+CONNECT_TIMEOUT_S = 5.0
 #: Time until a worker's host that is dead or cut off is noticed, even while no messages are sent.
 _DEAD_AFTER_S = 15
-#: Time a server allows a peer that does not read: longer than a router waits for a client that does not. The kernel
-#: cannot distinguish a full window from a dead host.
-_STALLED_AFTER_S = 75
 
 
 class PeerLeft(Exception):
@@ -59,12 +47,15 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
         *,
         lost_after_s: int = _DEAD_AFTER_S,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        newcomers: Newcomers | None = None,
     ) -> None:
         """`parse` turns bytes into a message. `on_open` is called with the stream once it is connected.
 
         `lost_after_s`: time the peer may acknowledge no data, or accept none, before it counts as lost.
         """
         self._lost_after_s = lost_after_s
+        #: Where the stream counts until `trust` is called.
+        self._newcomers = newcomers
         self._loop = asyncio.get_running_loop()
         self._parse = parse
         self._on_open = on_open
@@ -123,6 +114,19 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
             self._send(message)
         self._has_written = False
 
+    def abort(self) -> None:
+        """Closes at once: the peer speaks another protocol, or is a stranger."""
+        self._received.clear()
+        self._end()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def trust(self) -> None:
+        """The peer is one of the cluster: the stream is no newcomer any more."""
+        if self._newcomers is not None:
+            self._newcomers.remove(self)
+            self._newcomers = None
+
     def _send(self, message: Message) -> None:
         assert self._transport is not None, "a stream is written to once it is open"
         self._transport.write(framed(message.SerializeToString()))
@@ -140,6 +144,8 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
         self._transport = transport
         send_at_once(transport.get_extra_info("socket"))
         notice_dead_hosts(transport.get_extra_info("socket"), self._lost_after_s)
+        if self._newcomers is not None:
+            self._newcomers.add(self)
         self._on_open(self)
 
     def data_received(self, data: bytes) -> None:
@@ -147,6 +153,8 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
         self._received.add(data)
         self._waiting_bytes += len(data)
         self._parse_some()
+        if self._newcomers is not None:
+            self._newcomers.hold(self, len(self._received) + self._waiting_bytes)
         if self._inbox:
             self._wake_reader()
         is_full = len(self._inbox) >= _MAX_WAITING or (self._inbox and self._waiting_bytes >= _MAX_WAITING_BYTES)
@@ -159,7 +167,7 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
             messages = self._received.take(_MAX_WAITING - len(self._inbox))
             self._inbox.extend(map(self._parse, messages))
         except (DecodeError, ValueError):
-            self._abort()
+            self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone. Messages already received can still be read."""
@@ -175,18 +183,12 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
 
     def _end(self) -> None:
         self._ended = True
+        self.trust()  # It holds nothing any more.
         self._writable.set()
         self._wake_reader()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _abort(self) -> None:
-        """Closes at once: the peer speaks another protocol."""
-        self._received.clear()
-        self._end()
-        if self._transport is not None:
-            self._transport.abort()
 
     def _wake_reader(self) -> None:
         if self._reader is not None and not self._reader.done():
@@ -207,25 +209,13 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
             self._reader.set_exception(TimeoutError())
 
 
-async def _send_last(stream: MessageStream[Incoming], message: Message) -> None:
-    """Sends a message and waits for the peer to close.
-
-    Closed by this end, the connection would be reset by anything the peer still sends, and the message would be lost.
-    """
-    await stream.write(message)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_LINGER_S):
-            while await stream.read() is not None:
-                pass
-
-
 async def open_stream(
     address: str, parse: Callable[[bytes], Incoming], tls: PeerTls | None = None
 ) -> MessageStream[Incoming]:
     """Connects to `host:port`. The caller closes the stream. Raises `OSError`, of which `TimeoutError` is one."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
-    async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+    async with asyncio.timeout(CONNECT_TIMEOUT_S):
         _, stream = await asyncio.get_running_loop().create_connection(
             lambda: MessageStream(parse),
             host,
@@ -234,62 +224,3 @@ async def open_stream(
             server_hostname=None if tls is None else tls.server_name or host,
         )
     return stream
-
-
-@asynccontextmanager
-async def serve_streams(
-    listener: socket.socket,
-    parse: Callable[[bytes], Incoming],
-    handle: Callable[[MessageStream[Incoming]], Awaitable[None]],
-    failure: Callable[[PdserveError], Message],
-    tls: PeerTls | None = None,
-    *,
-    max_message_bytes: int = MAX_MESSAGE_BYTES,
-) -> AsyncIterator[str]:
-    """Has `handle` serve each connection, in a task of its own, until the block ends. Yields `host:port`.
-
-    A connection is closed when its handler returns, and immediately if it arrives while the block ends. If the handler
-    raises, the last message is the one that `failure` makes of the error. Errors other than `PdserveError` are logged
-    and replaced by one. `PeerLeft` is not a failure.
-    """
-    async with service_group() as group:
-
-        def on_open(stream: MessageStream[Incoming]) -> None:
-            if group.stopping:
-                stream.close()
-                return
-            # Not closed by `_serve` itself: a task cancelled before its first turn never reaches a `finally`.
-            serving = group.start(_serve(stream, handle, failure), name="stream")
-            serving.add_done_callback(lambda _: stream.close())
-
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(
-            lambda: MessageStream(parse, on_open, lost_after_s=_STALLED_AFTER_S, max_message_bytes=max_message_bytes),
-            sock=listener,
-            ssl=None if tls is None else tls.server_context,
-            ssl_handshake_timeout=None if tls is None else _CONNECT_TIMEOUT_S,
-        )
-        host, port = listener.getsockname()[:2]
-        try:
-            yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        finally:
-            # asyncio forgets a connection that is accepted but not yet opened when its server closes.
-            loop.remove_reader(listener)
-            await asyncio.sleep(0)
-            server.close()
-
-
-async def _serve(
-    stream: MessageStream[Incoming],
-    handle: Callable[[MessageStream[Incoming]], Awaitable[None]],
-    failure: Callable[[PdserveError], Message],
-) -> None:
-    try:
-        await handle(stream)
-    except PeerLeft:
-        pass
-    except PdserveError as error:
-        await _send_last(stream, failure(error))
-    except Exception as error:  # noqa: BLE001 - the boundary of the process: logged, and reported to the caller
-        log.error("stream_failed", exc=error)
-        await _send_last(stream, failure(PdserveError("The call failed unexpectedly. The worker's log says why.")))

@@ -18,7 +18,8 @@ from pdserve.base.layout import KvLayout
 from pdserve.base.registry import Registrar
 from pdserve.base.rpc import method, serve_grpc, trace_of
 from pdserve.base.store import Store
-from pdserve.base.streams import MessageStream, PeerLeft, serve_streams
+from pdserve.base.stream_server import serve_streams
+from pdserve.base.streams import MessageStream, PeerLeft
 from pdserve.base.tasks import service_group
 from pdserve.base.wire import error_to_wire, tokens_to_wire
 from pdserve.base.workers import Tier, WorkerLoad, WorkerRecord

@@ -35,6 +35,7 @@ from pdserve.v1 import common_pb2, decode_pb2, diagnostics_pb2_grpc, prefill_pb2
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.serve.diagnostics import DiagnosticsService
 from pdserve.worker.serve.loaded_model import load_model
+from pdserve.worker.serve.message_limits import max_call_bytes
 from pdserve.worker.serve.metrics import WorkerMetrics
 from pdserve.worker.serve.worker import TierService, Worker
 from prefill_svc.config import PrefillConfig
@@ -80,7 +81,13 @@ async def running_worker(
         async with worker.computing(service):
             try:
                 credentials = None if worker.tls is None else worker.tls.server_credentials()
-                port = GrpcPort(host="127.0.0.1", port=0, flag="--grpc-port", credentials=credentials)
+                port = GrpcPort(
+                    host="127.0.0.1",
+                    port=0,
+                    flag="--grpc-port",
+                    credentials=credentials,
+                    max_request_bytes=max_call_bytes(worker.model),
+                )
                 async with serve_grpc_at(register, [service.name], port, grace_s=0) as (address, _):
                     diagnostics.grpc_address = address
                     stream_address = await service.start(address)

@@ -17,7 +17,8 @@ import pytest
 from pdserve.base import rpc
 from pdserve.base.errors import PdserveError, SetupError
 from pdserve.base.peer_tls import PeerTls, peer_tls
-from pdserve.base.streams import MessageStream, open_stream, serve_streams
+from pdserve.base.stream_server import serve_streams
+from pdserve.base.streams import MessageStream, open_stream
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.v1 import decode_pb2_grpc as pb_grpc
 from tests.integration.services.local_cluster import running_cluster

@@ -11,7 +11,7 @@ import pytest
 from kvtransfer.transport import Peer
 from kvtransfer.transport.inproc import InprocTransport
 from kvtransfer.transport.ucx_address import pack_address
-from pdserve.base.errors import PeerRefused
+from pdserve.base.errors import PeerRefused, RequestError
 from pdserve.base.rpc import mapped_rpc_errors
 from pdserve.base.seals import Purpose, Refusal, Seals
 from pdserve.base.secret import parse_secret
@@ -205,3 +205,22 @@ def _forged_ticket(cluster: LocalCluster) -> decode_pb2.Ticket:
         bundle_blocks=1,
         digest="xxh3",
     )
+
+
+async def test_a_command_on_another_connection_reaches_no_request(cluster: LocalCluster) -> None:
+    """Commands carry no MAC: the connection binds them to the start. Fails if sessions are found by their ids."""
+    request = cluster.request(PROMPT)
+    await request.start()
+    ticket = await request.ticket()
+    for command in (
+        {"stop_choice": decode_pb2.StopChoice(choice_index=0)},
+        {"renew_ticket": decode_pb2.RenewTicket(attempt=2)},
+        {"prefill_locally": decode_pb2.PrefillLocally(attempt=1)},
+    ):
+        stranger = cluster.request(PROMPT, request.request_id)
+        await stranger.send(**command)
+        with pytest.raises(RequestError, match="Send start as its first message"):
+            await stranger.event()
+        stranger.cancel()
+    await request.prefill(ticket)
+    assert await request.finish() == await cluster.local(PROMPT)

@@ -14,7 +14,10 @@ import pytest
 
 from pdserve.base.admin import bound_socket
 from pdserve.base.errors import NoFreeBlocks, PdserveError
-from pdserve.base.streams import MessageStream, PeerLeft, open_stream, serve_streams
+from pdserve.base.newcomers import Newcomers
+from pdserve.base.rpc import MAX_MESSAGE_BYTES
+from pdserve.base.stream_server import serve_streams
+from pdserve.base.streams import MessageStream, PeerLeft, open_stream
 from pdserve.base.wire import error_from_wire, error_to_wire
 from pdserve.v1 import decode_pb2 as pb
 from router_svc.request.stream import WRITE_TIMEOUT_S
@@ -33,14 +36,18 @@ def event(number: int, padding: int = 0) -> pb.DecodeResponse:
 
 
 @asynccontextmanager
-async def serving(handle: Callable[[Server], Awaitable[None]]) -> AsyncIterator[str]:
+async def serving(
+    handle: Callable[[Server], Awaitable[None]], *, max_message_bytes: int = MAX_MESSAGE_BYTES
+) -> AsyncIterator[str]:
     def failure(error: PdserveError) -> pb.DecodeResponse:
         return pb.DecodeResponse(failed=error_to_wire(error))
 
     listener = bound_socket("127.0.0.1", 0, flag="--stream-port")
     async with (
         asyncio.timeout(WAIT_S),
-        serve_streams(listener, pb.DecodeRequest.FromString, handle, failure) as address,
+        serve_streams(
+            listener, pb.DecodeRequest.FromString, handle, failure, max_message_bytes=max_message_bytes
+        ) as address,
     ):
         yield address
 
@@ -336,3 +343,39 @@ async def test_a_reader_may_stall_longer_than_a_router_waits_for_its_client() ->
     async with serving(look) as address, connected(address) as client:
         assert await client.read() is None
     assert served[0] > 1000 * WRITE_TIMEOUT_S
+
+
+async def test_a_message_beyond_the_servers_limit_closes_the_connection_before_it_is_here() -> None:
+    """The announced length decides: the first message of a stranger took up to 64 MiB of memory."""
+    async with serving(echo, max_message_bytes=64) as address:
+        host, _, port = address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(struct.pack(">I", 65))
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        writer.close()
+        async with connected(address) as client:
+            await client.write(command(3))
+            assert await client.read() == event(3)
+
+
+async def test_strangers_that_say_nothing_keep_no_one_out_who_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(Newcomers.__init__.__kwdefaults__, "max_connections", 4)
+
+    async def trusting(stream: Server) -> None:
+        first = await stream.read()
+        stream.trust()
+        assert first is not None
+        await stream.write(event(first.renew_ticket.attempt))
+        await echo(stream)
+
+    async with serving(trusting) as address, contextlib.AsyncExitStack() as stack:
+        friend = await stack.enter_async_context(connected(address))
+        await friend.write(command(1))
+        assert await friend.read() == event(1)
+        silent = [await stack.enter_async_context(connected(address)) for _ in range(6)]
+        assert [await each.read() for each in silent[:2]] == [None, None]
+        last = await stack.enter_async_context(connected(address))
+        for attempt, client in enumerate((friend, last, silent[-1])):
+            await client.write(command(attempt))
+            assert await client.read() == event(attempt)
