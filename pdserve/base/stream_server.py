@@ -61,27 +61,38 @@ async def serve_streams(
             serving = group.start(_serve(stream, handle, failure), name="stream")
             serving.add_done_callback(lambda _: stream.close())
 
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(
-            lambda: MessageStream(
+        def connection() -> MessageStream[Incoming]:
+            return MessageStream(
                 parse,
                 on_open,
                 lost_after_s=_STALLED_AFTER_S,
                 max_message_bytes=max_message_bytes,
                 newcomers=newcomers,
-            ),
-            sock=listener,
-            ssl=None if tls is None else tls.server_context,
-            ssl_handshake_timeout=None if tls is None else CONNECT_TIMEOUT_S,
-        )
-        host, port = listener.getsockname()[:2]
-        try:
+            )
+
+        async with _listening(listener, connection, tls):
+            host, port = listener.getsockname()[:2]
             yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        finally:
-            # asyncio forgets a connection that is accepted but not yet opened when its server closes.
-            loop.remove_reader(listener)
-            await asyncio.sleep(0)
-            server.close()
+
+
+@asynccontextmanager
+async def _listening(
+    listener: socket.socket, connection: Callable[[], asyncio.Protocol], tls: PeerTls | None
+) -> AsyncIterator[None]:
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(
+        connection,
+        sock=listener,
+        ssl=None if tls is None else tls.server_context,
+        ssl_handshake_timeout=None if tls is None else CONNECT_TIMEOUT_S,
+    )
+    try:
+        yield
+    finally:
+        # asyncio forgets a connection that is accepted but not yet opened when its server closes.
+        loop.remove_reader(listener)
+        await asyncio.sleep(0)
+        server.close()
 
 
 async def _send_last(stream: MessageStream[Incoming], message: Message) -> None:
