@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 
@@ -42,6 +43,15 @@ def test_a_salt_isolates_tenants_and_fields_do_not_run_together() -> None:
         hash_key(model="ab", dtype="c", block_size=4, salt=b"tenant"),
     }
     assert len(keys) == 4
+
+
+def test_hashes_are_of_a_cryptographic_function_under_the_key_of_their_tenant() -> None:
+    """CVE-2025-25183: with Python's `hash`, others could make a prompt of the same hashes. Fails for any other hash."""
+    tokens, parent = [1, 2, 3, 4, 5, 6, 7, 2**32 - 1], bytes(16)
+    for start, found in zip((0, 4), hash_blocks(KEY, tokens, 4), strict=True):
+        body = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + 4])
+        parent = hashlib.blake2b(parent + body, key=KEY, digest_size=16).digest()
+        assert found == parent
 
 
 def test_another_process_computes_the_same_hash() -> None:

@@ -1,0 +1,1 @@
+"""What this repository takes from others: versions, licences, known vulnerabilities."""
