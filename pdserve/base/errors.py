@@ -206,6 +206,16 @@ def codes_of(error: PdserveError) -> Codes:
     return next(_TABLE[cls] for cls in type(error).__mro__ if cls in _TABLE)
 
 
+def all_codes() -> tuple[Codes, ...]:
+    """The codes of all classes."""
+    return tuple(_TABLE.values())
+
+
+def classes_of_status(status: int) -> list[type[PdserveError]]:
+    """The classes that have this HTTP status."""
+    return [cls for cls, codes in _TABLE.items() if codes.http == status and cls is not SetupError]
+
+
 def reason_of(error: PdserveError) -> str:
     """The error's class as the label of a metric, such as `peer_lost`."""
     return reason_of_class(type(error))

@@ -21,8 +21,22 @@ from router_svc.request.client import Client
 #: Key of the client that was found.
 CLIENT = web.RequestKey("client", Client)
 
-#: Probes have no key. Nor has the browser that loads the console's page, which then asks for one.
-OPEN_ROUTES = frozenset({"/livez", "/readyz", "/health", "/console", "/console/", "/console/{name}"})
+#: Probes have no key. Nor has the browser that loads the console's page, which then asks for one. The reference shows
+#: the public schema and nothing of this router, as gRPC's reflection does.
+OPEN_ROUTES = frozenset(
+    {
+        "/livez",
+        "/readyz",
+        "/health",
+        "/console",
+        "/console/",
+        "/console/{name}",
+        "/openapi.json",
+        "/docs",
+        "/docs/",
+        "/docs/{name}",
+    }
+)
 #: What shows the cluster, or the requests of all tenants.
 ADMIN_ROUTES = frozenset({"/metrics", "/v1/cluster", "/console/events"})
 

@@ -5,10 +5,19 @@ Bodies are strict: a wrong type is refused instead of converted, and unknown fie
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
-from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import (
+    AllowInfNan,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
 from pdserve.base.sampling import (
     MAX_BIAS,
@@ -20,6 +29,7 @@ from pdserve.base.sampling import (
     MAX_TEMPERATURE,
     MIN_REPETITION_PENALTY,
 )
+from router_svc.api.body_schema import Conditions, Schema, with_conditions, with_harmless
 from router_svc.api.fields import IGNORED, UNSUPPORTED, without_neutral
 
 MAX_STOP_STRINGS = 4
@@ -41,6 +51,15 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
+    #: What the validators of several fields check, as JSON Schema.
+    conditions: ClassVar[Conditions] = ()
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> Schema:
+        schema = handler.resolve_ref_schema(handler(core))
+        with_harmless(schema, UNSUPPORTED, IGNORED)
+        return with_conditions(schema, cls.conditions)
+
     @model_validator(mode="before")
     @classmethod
     def _drop_ignored_and_neutral(cls, value: object) -> object:
@@ -57,6 +76,13 @@ def _one_or_more(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+_Stop = Annotated[str, MinLen(1), MaxLen(MAX_STOP_CHARACTERS)]
+_StopStrings = Annotated[list[_Stop], MaxLen(MAX_STOP_STRINGS)]
+_StopInput = _Stop | _StopStrings
+#: Keys of JSON objects are strings. That they are digits is checked with the vocabulary.
+_TokenIdText = Annotated[str, WithJsonSchema({"type": "string", "pattern": "^[0-9]{1,10}$"})]
+
+
 class SamplingFields(Body):
     """How tokens are chosen. An absent or null field takes the model's default."""
 
@@ -67,15 +93,8 @@ class SamplingFields(Body):
     repetition_penalty: Annotated[Finite, Ge(MIN_REPETITION_PENALTY), Le(MAX_REPETITION_PENALTY)] | None = None
     presence_penalty: Annotated[Finite, Ge(-MAX_PENALTY), Le(MAX_PENALTY)] | None = None
     frequency_penalty: Annotated[Finite, Ge(-MAX_PENALTY), Le(MAX_PENALTY)] | None = None
-    logit_bias: Annotated[dict[str, Bias], MaxLen(MAX_LOGIT_BIAS)] | None = None
-    stop: (
-        Annotated[
-            list[Annotated[str, MinLen(1), MaxLen(MAX_STOP_CHARACTERS)]],
-            MaxLen(MAX_STOP_STRINGS),
-            BeforeValidator(_one_or_more),
-        ]
-        | None
-    ) = None
+    logit_bias: Annotated[dict[_TokenIdText, Bias], MaxLen(MAX_LOGIT_BIAS)] | None = None
+    stop: Annotated[_StopStrings, BeforeValidator(_one_or_more, json_schema_input_type=_StopInput)] | None = None
     stop_token_ids: Annotated[list[TokenId], MaxLen(MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None

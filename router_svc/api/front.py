@@ -18,6 +18,7 @@ from router_svc.api.console.console import Console
 from router_svc.api.http_app import HttpRules, make_app
 from router_svc.api.openai.generation_api import GenerationApi
 from router_svc.api.openai.info import ModelApi, OperatorApi
+from router_svc.api.reference.page import Reference
 from router_svc.clients.access import Access
 from router_svc.clients.tls import ClientTls
 from router_svc.config import RouterConfig
@@ -72,19 +73,23 @@ class Front:
     def _public_app(self) -> web.Application:
         if self.config.admin_port is not None:
             elsewhere = [_elsewhere(route) for route in self._operator_routes() if isinstance(route, web.RouteDef)]
-            return self._app(self.config.host, [*self._client_routes(), *elsewhere])
+            return self._app(self.config.host, self._client_routes(), elsewhere)
         app = self._app(self.config.host, [*self._client_routes(), *self._operator_routes()])
         self._watch_end(app)
         return app
 
-    def _app(self, host: str, routes: Routes) -> web.Application:
+    def _app(self, host: str, routes: Routes, elsewhere: Routes = ()) -> web.Application:
+        """An application with these routes, a reference of them, and answers where others are."""
+        reference = Reference()
+        routes = [*routes, *reference.routes()]
+        reference.describe(routes)
         rules = HttpRules(
             max_body_bytes=self.config.max_body,
             hosts=AllowedHosts.of_listener(host, self.config.allowed_hosts),
             origins=self.config.allowed_origins,
             access=self.access,
         )
-        return make_app([routes], rules, refusals=self.refusals, tracer=self.tracer)
+        return make_app([routes, elsewhere], rules, refusals=self.refusals, tracer=self.tracer)
 
     def _client_routes(self) -> Routes:
         return [*self.generation.routes(), *self.model.routes(), *probe_routes(self.health)]

@@ -6,8 +6,6 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from router_svc.records.record import Json
-
 Element = TypeVar("Element")
 
 _PIECE = 4096
@@ -16,12 +14,12 @@ _PIECE_CHARACTERS = 262_144
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-def to_json(value: Json) -> bytes:
+def to_json(value: object) -> bytes:
     """Compact JSON in UTF-8."""
     return _encode(value).encode()
 
 
-def list_to_json(values: Sequence[Element], shape: Callable[[Element], Json]) -> bytes:
+def list_to_json(values: Sequence[Element], shape: Callable[[Element], object]) -> bytes:
     """The list of the shaped values."""
     pieces = [
         to_json([shape(value) for value in values[start : start + _PIECE]])[1:-1]

@@ -28,7 +28,8 @@ class ConsoleEvents:
 
     def routes(self) -> list[web.RouteDef]:
         """The endpoints for the application."""
-        return [web.get("/console/events", self._events)]
+        # A HEAD request would hold a reader's slot for nothing.
+        return [web.get("/console/events", self._events, allow_head=False)]
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         stream = web.StreamResponse(

@@ -43,7 +43,9 @@ SECURITY_HEADERS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asset:
+class Asset:
+    """A file in memory."""
+
     body: bytes
     content_type: str
     etag: str
@@ -53,7 +55,8 @@ class ConsolePage:
     """/console and the files below it."""
 
     def __init__(self) -> None:
-        self._assets = {path.name: _read(path) for path in sorted(STATIC.iterdir()) if path.suffix in _CONTENT_TYPES}
+        files = [path for path in sorted(STATIC.iterdir()) if path.suffix in _CONTENT_TYPES]
+        self._assets = {path.name: read_asset(path) for path in files}
 
     def routes(self) -> list[web.RouteDef]:
         """The endpoints for the application."""
@@ -68,23 +71,28 @@ class ConsolePage:
         return web.Response(status=308, headers={"Location": "console/", **SECURITY_HEADERS})
 
     async def _index(self, request: web.Request) -> web.Response:
-        return _respond(request, self._assets[INDEX])
+        return asset_response(request, self._assets[INDEX])
 
     async def _asset(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         asset = self._assets.get(name)
         if asset is None:
             raise NotFound(f"The console has no file {name[:100]!r}. Open /console.")
-        return _respond(request, asset)
+        return asset_response(request, asset)
 
 
-def _read(path: Path) -> _Asset:
-    body = path.read_bytes()
-    digest = hashlib.blake2b(body, digest_size=12).hexdigest()
-    return _Asset(body=body, content_type=_CONTENT_TYPES[path.suffix], etag=digest)
+def read_asset(path: Path) -> Asset:
+    """A file of a page."""
+    return asset_of(path.read_bytes(), _CONTENT_TYPES[path.suffix])
 
 
-def _respond(request: web.Request, asset: _Asset) -> web.Response:
+def asset_of(body: bytes, content_type: str) -> Asset:
+    """Content that is served like a file."""
+    return Asset(body=body, content_type=content_type, etag=hashlib.blake2b(body, digest_size=12).hexdigest())
+
+
+def asset_response(request: web.Request, asset: Asset) -> web.Response:
+    """The file, or 304 for a client that has it."""
     # The browser asks each time whether its copy is current, so files of two versions are never mixed.
     headers = {"ETag": f'"{asset.etag}"', "Cache-Control": "no-cache", **SECURITY_HEADERS}
     known = request.if_none_match or ()

@@ -19,6 +19,7 @@ from router_svc.api.http_request import read_body
 from router_svc.api.ids import is_traceable_id
 from router_svc.api.intake import Intake
 from router_svc.api.json_pieces import list_to_json, text_to_json, to_json
+from router_svc.api.openai.answers import Model, ModelList, Version
 from router_svc.api.openai.schema import DetokenizeBody, TokenizeBody
 from router_svc.api.openai.shapes import Fields
 from router_svc.api.served_model import ServedModel, check_token_ids
@@ -51,14 +52,16 @@ class ModelApi:
         ]
 
     async def _models(self, _: web.Request) -> web.Response:
-        return _json({"object": "list", "data": [self._card()]})
+        listed: ModelList = {"object": "list", "data": [self._card()]}
+        return _json(listed)
 
     async def _one_model(self, request: web.Request) -> web.Response:
         require_model(request.match_info["name"], self._model)
         return _json(self._card())
 
     async def _version(self, _: web.Request) -> web.Response:
-        return _json({"version": pdserve.__version__})
+        version: Version = {"version": pdserve.__version__}
+        return _json(version)
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await read_body(request, TokenizeBody, self._intake)
@@ -97,7 +100,7 @@ class ModelApi:
         answer = await self._model.threads.run(len(text), lambda: b'{"prompt":%b}' % text_to_json(text))
         return web.Response(body=answer, content_type="application/json")
 
-    def _card(self) -> Fields:
+    def _card(self) -> Model:
         return {
             "id": self._model.name,
             "object": "model",
@@ -177,7 +180,8 @@ def _limit(text: str | None) -> int:
     """The query parameter `limit`. Raises `RequestError`."""
     if text is None:
         return DEFAULT_REQUESTS
-    if text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MAX_REQUESTS:
+    # Bounded before it is converted: thousands of digits are no integer for Python, and many zeros hide a large one.
+    if text.isascii() and text.isdigit() and len(text) <= len(str(MAX_REQUESTS)) and 1 <= int(text) <= MAX_REQUESTS:
         return int(text)
     raise RequestError(f"`limit` is {text[:20]!r}; it must be a whole number from 1 to {MAX_REQUESTS}.", param="limit")
 
@@ -204,5 +208,5 @@ def _worker(worker: WorkerRecord) -> Fields:
     }
 
 
-def _json(fields: Fields) -> web.Response:
+def _json(fields: object) -> web.Response:
     return web.Response(text=json.dumps(fields, ensure_ascii=False), content_type="application/json")

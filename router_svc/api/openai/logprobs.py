@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pdserve.base.sampling import TokenLogprobs
 from pdserve.model.tokenizer import Tokenizer
 from router_svc.api.json_pieces import to_json
-from router_svc.records.record import Json
+from router_svc.api.openai.answers import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 
 #: OpenAI and vLLM write this for minus infinity, which JSON does not have.
 _LOWEST = -9999.0
@@ -15,7 +15,7 @@ _LOWEST = -9999.0
 _PIECE_ENTRIES = 256
 
 
-def chat_logprobs(token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> Json:
+def chat_logprobs(token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> ChatLogprobs:
     """`{"content": [{token, logprob, bytes, top_logprobs}]}`."""
     return {"content": _content(token_ids, entries, tokenizer), "refusal": None}
 
@@ -33,7 +33,7 @@ def chat_logprobs_pieces(
 
 def completion_logprobs(
     token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer, *, offset: int
-) -> tuple[Json, int]:
+) -> tuple[CompletionLogprobs, int]:
     """`{"tokens", "token_logprobs", "top_logprobs", "text_offset"}`, and the offset of the next token.
 
     Offsets count the characters of earlier tokens. A character split over several tokens counts in each of them.
@@ -44,7 +44,7 @@ def completion_logprobs(
         tokens.append(text)
         offsets.append(offset)
         offset += len(text)
-    shaped: Json = {
+    shaped: CompletionLogprobs = {
         "tokens": [*tokens],
         "token_logprobs": [_finite(entry.logprob) for entry in entries],
         "top_logprobs": [_top(token_id, entry, tokenizer) for token_id, entry in zip(token_ids, entries, strict=True)],
@@ -61,7 +61,6 @@ def completion_logprobs_pieces(
     offset = 0
     for chunk in _chunks(entries):
         shaped, offset = completion_logprobs(token_ids[chunk], entries[chunk], tokenizer, offset=offset)
-        assert isinstance(shaped, dict)
         for name, values in shaped.items():
             lists.setdefault(name, []).append(to_json(values)[1:-1])
         yield b""
@@ -74,7 +73,7 @@ def _chunks(entries: Sequence[TokenLogprobs]) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, len(entries), step))
 
 
-def _content(token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> list[Json]:
+def _content(token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> list[TokenLogprob]:
     return [
         {
             **_token(token_id, entry.logprob, tokenizer),
@@ -87,9 +86,9 @@ def _content(token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokeniz
     ]
 
 
-def _top(token_id: int, entry: TokenLogprobs, tokenizer: Tokenizer) -> Json:
+def _top(token_id: int, entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, float]:
     """The most likely tokens, and always the sampled one."""
-    top: dict[str, Json] = {}
+    top: dict[str, float] = {}
     for top_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
         # Two tokens can have the same text, such as incomplete characters: the likelier one stays.
         top.setdefault(_text(top_id, tokenizer), _finite(logprob))
@@ -97,7 +96,7 @@ def _top(token_id: int, entry: TokenLogprobs, tokenizer: Tokenizer) -> Json:
     return top
 
 
-def _token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Json]:
+def _token(token_id: int, logprob: float, tokenizer: Tokenizer) -> TopLogprob:
     return {
         "token": _text(token_id, tokenizer),
         "logprob": _finite(logprob),

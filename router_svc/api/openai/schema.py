@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le, MaxLen, MinLen
 from pydantic import (
@@ -11,15 +11,29 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     PlainValidator,
     StringConstraints,
+    WithJsonSchema,
     model_validator,
+    with_config,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError
+from typing_extensions import TypedDict
 
 from pdserve.base.sampling import MAX_LOGPROBS
 from pdserve.model.chat_template import SPECIAL_TOKENS
-from router_svc.api.body import CACHE_SALT, UINT32_MAX, Body, SamplingFields
+from router_svc.api.body import CACHE_SALT, UINT32_MAX, Body, SamplingFields, TokenId
+from router_svc.api.body_schema import (
+    Conditions,
+    Schema,
+    excludes,
+    given_unless,
+    one_of,
+    requires,
+    with_conditions,
+    with_harmless,
+)
 from router_svc.api.fields import MESSAGE_UNSUPPORTED, without_neutral
 from router_svc.generation import MAX_PRIORITY
 
@@ -38,6 +52,36 @@ _CHECKED_TOGETHER = 65_536
 
 Prompt = str | list[int]
 Scalar = bool | int | float | str
+
+# What the validators below accept, for the document.
+_Text = Annotated[str, MinLen(1)]
+_TokenIds = Annotated[list[TokenId], MinLen(1)]
+_PromptInput = (
+    _Text
+    | Annotated[list[_Text], MinLen(1), MaxLen(MAX_PROMPTS)]
+    | _TokenIds
+    | Annotated[list[_TokenIds], MinLen(1), MaxLen(MAX_PROMPTS)]
+)
+_INT65 = (Ge(-(2**64) + 1), Le(2**64 - 1))
+_ScalarInput = (
+    bool | Annotated[int, *_INT65] | Annotated[float, *_INT65] | Annotated[str, MaxLen(MAX_TEMPLATE_KWARG_CHARACTERS)]
+)
+_TemplateKwargName = WithJsonSchema(
+    {
+        "type": "string",
+        "maxLength": MAX_NAME_CHARACTERS,
+        "pattern": "^[A-Za-z_][A-Za-z0-9_]*$",
+        "not": {"enum": sorted(_TEMPLATE_OWN)},
+    }
+)
+
+
+@with_config(ConfigDict(extra="forbid"))
+class MessageText(TypedDict):
+    """Text of a message."""
+
+    type: Literal["text"]
+    text: str
 
 
 def _prompts(value: object) -> list[Prompt]:
@@ -113,8 +157,10 @@ def _scalar(value: object) -> Scalar:
     raise PydanticCustomError("scalar", "must be a string, a number, true or false")
 
 
-class StreamOptions(Body):
+class StreamOptions(BaseModel):
     """How a stream is sent."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -132,6 +178,8 @@ class GenerationBody(SamplingFields):
     #: Lower values come first.
     priority: Annotated[int, Ge(-MAX_PRIORITY), Le(MAX_PRIORITY)] | None = None
 
+    conditions: ClassVar[Conditions] = (requires("stream_options", "stream", True),)
+
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
@@ -142,9 +190,11 @@ class GenerationBody(SamplingFields):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
+    prompt: Annotated[list[Prompt], PlainValidator(_prompts, json_schema_input_type=_PromptInput)]
     logprobs: Annotated[int, Ge(0), Le(MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+
+    conditions: ClassVar[Conditions] = (*GenerationBody.conditions, excludes("echo", True, "logprobs"))
 
     @model_validator(mode="after")
     def _echo_is_text_only(self) -> CompletionBody:
@@ -159,9 +209,17 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | None, BeforeValidator(_flat_content)] = None
+    content: Annotated[
+        str | None, BeforeValidator(_flat_content, json_schema_input_type=str | list[MessageText] | None)
+    ] = None
     name: Annotated[str, MaxLen(MAX_NAME_CHARACTERS)] | None = None
     tool_call_id: Annotated[str, MaxLen(MAX_NAME_CHARACTERS)] | None = None
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> Schema:
+        schema = handler.resolve_ref_schema(handler(core))
+        with_harmless(schema, MESSAGE_UNSUPPORTED)
+        return with_conditions(schema, (given_unless("content", "role", "assistant"),))
 
     @model_validator(mode="before")
     @classmethod
@@ -182,8 +240,8 @@ class ChatMessage(BaseModel):
 Messages = Annotated[list[ChatMessage], MinLen(1), MaxLen(MAX_MESSAGES), Field(fail_fast=True)]
 TemplateKwargs = Annotated[
     dict[
-        Annotated[str, MaxLen(MAX_NAME_CHARACTERS), AfterValidator(_template_kwarg_name)],
-        Annotated[Scalar, PlainValidator(_scalar)],
+        Annotated[str, MaxLen(MAX_NAME_CHARACTERS), AfterValidator(_template_kwarg_name), _TemplateKwargName],
+        Annotated[Scalar, PlainValidator(_scalar, json_schema_input_type=_ScalarInput)],
     ],
     MaxLen(MAX_TEMPLATE_KWARGS),
 ]
@@ -198,6 +256,8 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[int, Ge(0), Le(MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
+
+    conditions: ClassVar[Conditions] = (*GenerationBody.conditions, requires("top_logprobs", "logprobs", True))
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatBody:
@@ -217,6 +277,8 @@ class TokenizeBody(Body):
     return_token_strs: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
 
+    conditions: ClassVar[Conditions] = (one_of("prompt", "messages"),)
+
     @model_validator(mode="after")
     def _either_prompt_or_messages(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
@@ -228,4 +290,4 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: Annotated[str, MaxLen(MAX_NAME_CHARACTERS)] | None = None
-    tokens: Annotated[list[int], PlainValidator(_token_ids)]
+    tokens: Annotated[list[int], PlainValidator(_token_ids, json_schema_input_type=list[TokenId])]

@@ -11,6 +11,16 @@ import pdserve
 from pdserve.base.sampling import FinishReason, TokenLogprobs
 from pdserve.model.tokenizer import Tokenizer
 from router_svc.api.json_pieces import text_to_json, to_json
+from router_svc.api.openai.answers import (
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessageAnswer,
+    CompletionChunkChoice,
+    CompletionLogprobs,
+    Ending,
+    Usage,
+)
 from router_svc.api.openai.generation_request import GenerationRequest
 from router_svc.api.openai.logprobs import (
     chat_logprobs,
@@ -25,6 +35,7 @@ from router_svc.request.stream import TokenUsage
 _FINGERPRINT = f"pdserve-{pdserve.__version__}"
 
 Fields = dict[str, Json]
+ChunkChoice = CompletionChunkChoice | ChatChunkChoice
 
 #: Deltas without log-probabilities that are formatted at once.
 _FEW_DELTAS = 64
@@ -68,10 +79,10 @@ class ChoiceFormat(Protocol):
     chunk_object: str
     whole_object: str
 
-    def opening(self, index: int) -> Fields | None:
+    def opening(self, index: int) -> ChunkChoice | None:
         """The event of a choice before its first token, if any."""
 
-    def chunk(self, delta: ChoiceDelta) -> Fields:
+    def chunk(self, delta: ChoiceDelta) -> ChunkChoice:
         """The choice in one chunk. Call it in order: formats may keep offsets."""
 
     def whole(self, index: int, collected: CollectedChoice) -> Iterator[bytes]:
@@ -91,13 +102,13 @@ class CompletionFormat:
         #: Characters of the tokens of each choice so far.
         self._offsets: dict[int, int] = {}
 
-    def opening(self, index: int) -> Fields | None:
+    def opening(self, index: int) -> CompletionChunkChoice | None:
         """The prompt, if the client requested an echo."""
         if not self._echoes:
             return None
         return {"index": index, "text": self._echoes[index], "logprobs": None, "finish_reason": None}
 
-    def chunk(self, delta: ChoiceDelta) -> Fields:
+    def chunk(self, delta: ChoiceDelta) -> CompletionChunkChoice:
         """New text."""
         index = delta.choice_index
         logprobs = self._logprobs(index, delta.token_ids, delta.logprobs)
@@ -113,7 +124,9 @@ class CompletionFormat:
             yield b"null"
         yield b"," + to_json(_ending(collected))[1:]
 
-    def _logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Json:
+    def _logprobs(
+        self, index: int, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]
+    ) -> CompletionLogprobs | None:
         if not entries:
             return None
         offset = self._offsets.get(index, 0)
@@ -130,20 +143,20 @@ class ChatFormat:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def opening(self, index: int) -> Fields | None:
+    def opening(self, index: int) -> ChatChunkChoice | None:
         """The role of the message."""
-        delta: Fields = {"role": "assistant", "content": ""}
+        delta: ChatDelta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def chunk(self, delta: ChoiceDelta) -> Fields:
+    def chunk(self, delta: ChoiceDelta) -> ChatChunkChoice:
         """New text of the message."""
-        content: Fields = {"content": delta.text} if delta.text else {}
+        content: ChatDelta = {"content": delta.text} if delta.text else {}
         logprobs = self._logprobs(delta.token_ids, delta.logprobs)
         return {"index": delta.choice_index, "delta": content, "logprobs": logprobs, **_ending(delta)}
 
     def whole(self, index: int, collected: CollectedChoice) -> Iterator[bytes]:
         """The message."""
-        message: Fields = {"role": "assistant", "content": "".join(collected.text), "refusal": None}
+        message: ChatMessageAnswer = {"role": "assistant", "content": "".join(collected.text), "refusal": None}
         yield b'{"index":%d,"message":%b,"logprobs":' % (index, to_json(message))
         if collected.logprobs:
             yield from chat_logprobs_pieces(collected.token_ids, collected.logprobs, self._tokenizer)
@@ -151,11 +164,11 @@ class ChatFormat:
             yield b"null"
         yield b"," + to_json(_ending(collected))[1:]
 
-    def _logprobs(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Json:
+    def _logprobs(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
         return chat_logprobs(token_ids, entries, self._tokenizer) if entries else None
 
 
-def _ending(choice: ChoiceDelta | CollectedChoice) -> Fields:
+def _ending(choice: ChoiceDelta | CollectedChoice) -> Ending:
     return {
         "finish_reason": choice.finish_reason.value if choice.finish_reason else None,
         "stop_reason": choice.stop_reason,
@@ -213,7 +226,7 @@ class ResponseFormatter:
         """An empty choice for each choice of the response."""
         return [CollectedChoice() for _ in range(self._request.num_choices)]
 
-    def _event(self, choice: Fields | None, usage: TokenUsage | None) -> bytes:
+    def _event(self, choice: ChunkChoice | None, usage: TokenUsage | None) -> bytes:
         """One event. Only the choice differs between the events of a response, and the usage if it was requested."""
         shown = b"" if choice is None else to_json(choice)
         if not self._request.include_usage:
@@ -231,7 +244,7 @@ class ResponseFormatter:
         }
 
 
-def _usage(usage: TokenUsage) -> Fields:
+def _usage(usage: TokenUsage) -> Usage:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

@@ -210,3 +210,11 @@ async def test_unknown_paths_and_methods_answer_in_the_same_shape(small_cluster:
     status, body = await small_cluster.get("/v1/completions")
     assert (status, body["error"]["code"]) == (405, 405)
     assert json.dumps(body)
+
+
+@pytest.mark.parametrize("limit", ["0", "1001", "-1", "1.0", "\u0661", "", "000000001" + "0" * 5000, "00000000199999"])
+async def test_a_number_of_requests_beyond_its_bounds_is_refused_however_long(
+    small_cluster: ScriptedCluster, limit: str
+) -> None:
+    status, body = await small_cluster.get(f"/v1/requests?limit={limit}")
+    assert (status, body["error"]["param"]) == (400, "limit")

@@ -15,6 +15,7 @@ import pytest
 from pdserve.cli.private_redis import PrivateRedis
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc
+from router_svc.api.reference.page import Reference
 from tests.integration.router_svc.conftest import ScriptedCluster, in_own_task, open_cluster
 from tests.support.redis import eventually
 from tests.support.tiny_model import NAME
@@ -49,12 +50,13 @@ async def raw_status(cluster: ScriptedCluster, request: str) -> int:
 
 def routes_of(cluster: ScriptedCluster) -> list[tuple[str, str]]:
     front = cluster.router._front()
-    routes = [*front._client_routes(), *front._operator_routes()]
+    routes = [*front._client_routes(), *front._operator_routes(), *Reference().routes()]
     return [(route.method, route.path.replace("{id}", "x").replace("{name:.+}", NAME)) for route in routes]  # type: ignore[attr-defined]
 
 
 async def test_every_path_but_probes_wants_a_key_however_it_is_spelt(locked: ScriptedCluster) -> None:
     free = {"/livez", "/readyz", "/health", "/console", "/console/", "/console/{name}"}
+    free |= {"/openapi.json", "/docs", "/docs/", "/docs/{name}"}
     guarded = [(method, path) for method, path in routes_of(locked) if path not in free]
     assert len(guarded) >= 10
     for method, path in guarded:
@@ -76,7 +78,7 @@ async def test_every_path_but_probes_wants_a_key_however_it_is_spelt(locked: Scr
                 status = await raw_status(locked, f"{method} {spelling} HTTP/1.1\r\nHost: {host}")
                 assert status in (400, 401, 403), (method, spelling, host, status)
                 assert status != 403 or host == "localhost/livez"
-    for path in ("/livez", "/readyz", "/health", "/console/"):
+    for path in ("/livez", "/readyz", "/health", "/console/", "/docs/", "/openapi.json"):
         assert await raw_status(locked, f"GET {path} HTTP/1.1\r\nHost: localhost") == 200
 
 

@@ -1,0 +1,64 @@
+"""JSON Schema for what hand-written validators of bodies check: neutral values, and conditions between fields."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+Schema = dict[str, Any]
+Conditions = tuple[Schema, ...]
+
+NULL: Schema = {"type": "null"}
+_NEUTRAL = "Not supported. Accepted at these values, which request nothing."
+_IGNORED = "Accepted without effect."
+
+
+def requires(field: str, other: str, value: object) -> Schema:
+    """The condition that `other` has this value where `field` is given."""
+    return {
+        "if": {"required": [field], "properties": {field: {"not": NULL}}},
+        "then": {"required": [other], "properties": {other: {"const": value}}},
+    }
+
+
+def excludes(field: str, value: object, other: str) -> Schema:
+    """The condition that `other` is not given where `field` has this value."""
+    return {
+        "if": {"required": [field], "properties": {field: {"const": value}}},
+        "then": {"properties": {other: NULL}},
+    }
+
+
+def one_of(*fields: str) -> Schema:
+    """The condition that exactly one of the fields is given."""
+    given = [{"required": [field], "properties": {field: {"not": NULL}}} for field in fields]
+    return {"oneOf": given}
+
+
+def given_unless(field: str, other: str, value: object) -> Schema:
+    """The condition that `field` is given unless `other` has this value."""
+    return {
+        "if": {"not": {"required": [other], "properties": {other: {"const": value}}}},
+        "then": {"required": [field], "properties": {field: {"not": NULL}}},
+    }
+
+
+def with_conditions(schema: Schema, conditions: Conditions) -> Schema:
+    """The schema of an object, for which all conditions hold, too."""
+    if conditions:
+        schema["allOf"] = [*conditions]
+    return schema
+
+
+def with_harmless(schema: Schema, unsupported: Mapping[str, tuple[object, ...]], ignored: Collection[str] = ()) -> None:
+    """Adds the fields that an object may have although they do nothing."""
+    properties = schema.setdefault("properties", {})
+    for name, neutral in sorted(unsupported.items()):
+        properties.setdefault(name, {"enum": [None, *_distinct(neutral)], "description": _NEUTRAL})
+    for name in sorted(ignored):
+        properties.setdefault(name, {"description": _IGNORED})
+
+
+def _distinct(values: tuple[object, ...]) -> list[object]:
+    """The values without those that JSON does not distinguish from an earlier one, as 1.0 from 1."""
+    return [value for index, value in enumerate(values) if value not in values[:index]]

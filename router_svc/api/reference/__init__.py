@@ -1,0 +1,1 @@
+"""The reference of the HTTP API: its OpenAPI document, and a page that shows it."""

@@ -1,0 +1,92 @@
+"""Parameters and headers of the HTTP API as the OpenAPI document shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from router_svc.api.openai.info import DEFAULT_REQUESTS, MAX_REQUESTS
+
+Schema = Mapping[str, Any]
+
+#: Ids that clients choose, and those of decision records (`router_svc.api.ids`).
+CHOSEN_ID = "^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+TRACEABLE_ID = "^[A-Za-z0-9][A-Za-z0-9._-]{0,143}(:[0-9]{1,3})?$"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter of a request."""
+
+    name: str
+    where: Literal["path", "query", "header"]
+    text: str
+    schema: Schema
+
+    def as_json(self) -> dict[str, Any]:
+        """The parameter in the document."""
+        return {
+            "name": self.name,
+            "in": self.where,
+            "description": self.text,
+            "required": self.where == "path",
+            "schema": dict(self.schema),
+        }
+
+
+GENERATION = (
+    Parameter(
+        name="X-Request-Id",
+        where="header",
+        text="The request's id. One that does not match is replaced by a random one.",
+        schema={"type": "string", "pattern": CHOSEN_ID},
+    ),
+    Parameter(
+        name="traceparent",
+        where="header",
+        text="The W3C trace that the request belongs to. One that is not valid is ignored.",
+        schema={"type": "string"},
+    ),
+)
+MODEL_NAME = Parameter(
+    name="name", where="path", text="The model's name; slashes are part of it.", schema={"type": "string"}
+)
+RECORD_ID = Parameter(
+    name="id",
+    where="path",
+    text="The `id` of an answer, or its `X-Request-Id`; further prompts end with `:` and a number.",
+    schema={"type": "string", "pattern": TRACEABLE_ID},
+)
+NAME = Parameter(name="name", where="path", text="The file's name.", schema={"type": "string"})
+LIMIT = Parameter(
+    name="limit",
+    where="query",
+    text="How many requests to list.",
+    schema={"type": "integer", "minimum": 1, "maximum": MAX_REQUESTS, "default": DEFAULT_REQUESTS},
+)
+ETAG = Parameter(
+    name="If-None-Match",
+    where="header",
+    text="The `ETag` of the copy that the client has.",
+    schema={"type": "string"},
+)
+
+#: Headers of answers.
+HEADERS: Mapping[str, Mapping[str, Any]] = {
+    "X-Request-Id": {
+        "description": "The request's id, if the body could be read.",
+        "schema": {"type": "string", "pattern": CHOSEN_ID},
+    },
+    "Retry-After": {
+        "description": "Seconds after which another try may succeed.",
+        "schema": {"type": "integer", "minimum": 0},
+    },
+    "WWW-Authenticate": {"description": "The scheme of keys.", "schema": {"const": "Bearer"}},
+    "Location": {"description": "A relative address.", "schema": {"type": "string"}},
+    "ETag": {"description": "Names this version of the content.", "schema": {"type": "string"}},
+    "Content-Security-Policy": {
+        "description": "Everything that the page loads comes from this router.",
+        "schema": {"type": "string"},
+    },
+}

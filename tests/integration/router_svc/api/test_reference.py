@@ -1,0 +1,190 @@
+"""The OpenAPI document of a running router: its routes, its keys, and the answers that it really gives."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from pdserve.cli.private_redis import PrivateRedis
+from router_svc.api.reference.operations import OPERATIONS
+from tests.integration.router_svc.conftest import ScriptedCluster, in_own_task, open_cluster
+from tests.integration.router_svc.script import vanish
+from tests.support.described import Description
+from tests.support.tiny_model import NAME
+
+ONE_OF_EACH = {"prefill-0": "prefill", "decode-0": "decode"}
+USER = {"role": "user", "content": "Say hello"}
+TEXT: dict[str, Any] = {"model": NAME, "prompt": "Say hello", "max_tokens": 50}
+CHAT: dict[str, Any] = {"model": NAME, "messages": [USER]}
+
+
+@pytest.fixture
+async def locked(redis_server: PrivateRedis, model_dir: Path) -> AsyncIterator[ScriptedCluster]:
+    """A router that asks for the key `root`."""
+    opened = open_cluster(redis_server, model_dir, ONE_OF_EACH, api_key=("root",))  # type: ignore[arg-type]
+    async with in_own_task(opened) as cluster:
+        yield cluster
+
+
+async def description_of(url: str) -> Description:
+    async with aiohttp.ClientSession() as http, http.get(f"{url}/openapi.json") as response:
+        assert (response.status, response.content_type) == (200, "application/json")
+        return Description(await response.json())
+
+
+def served(cluster: ScriptedCluster) -> set[tuple[str, str]]:
+    """What the API's listener has in its table of routes, apart from answers that lead to the admin port."""
+    app = cluster.router._front()._public_app()
+    routes = [route for route in app.router.routes() if "_elsewhere" not in route.handler.__qualname__]
+    return {(route.method, route.resource.canonical) for route in routes if route.resource is not None}
+
+
+@pytest.mark.parametrize("settings", [{}, {"console": False}, {"admin_port": 0}], ids=["one", "no-console", "admin"])
+async def test_the_document_has_every_route_and_no_other(
+    redis_server: PrivateRedis, model_dir: Path, settings: dict[str, Any]
+) -> None:
+    async with open_cluster(redis_server, model_dir, ONE_OF_EACH, **settings) as cluster:  # type: ignore[arg-type]
+        public = await description_of(cluster.base_url)
+        heads = {("HEAD", path) for method, path in public.operations if method == "GET"} - {
+            ("HEAD", "/console/events")
+        }
+        assert {*public.operations} | heads == served(cluster)
+        if "admin_port" in settings:
+            admin = await description_of(cluster.admin_url)
+            assert {*admin.operations} == {*OPERATIONS}
+            assert ("GET", "/v1/cluster") not in public.operations
+        elif not settings:
+            assert {*public.operations} == {*OPERATIONS}
+        else:
+            assert {path for _, path in OPERATIONS} - {path for _, path in public.operations} == {
+                "/console",
+                "/console/",
+                "/console/{name}",
+                "/console/events",
+            }
+
+
+async def test_the_document_and_its_page_need_no_key_and_all_else_does_as_described(locked: ScriptedCluster) -> None:
+    described = await description_of(locked.base_url)
+    for (method, path), operation in described.operations.items():
+        address = locked.base_url + path.replace("{id}", "x").replace("{name}", "docs.js")
+        async with locked.http.request(method, address, json={}, allow_redirects=False) as response:
+            assert (response.status == 401) == ("security" not in operation), path
+            described.check((method, path), response.status, response.headers, await response.read())
+
+
+#: Requests, each with the status of its answer. Together they reach every operation.
+REQUESTS: list[tuple[str, str, object, int]] = [
+    ("POST", "/v1/completions", TEXT, 200),
+    ("POST", "/v1/completions", TEXT | {"logprobs": 2, "n": 2}, 200),
+    ("POST", "/v1/completions", TEXT | {"echo": True, "stop": "wor"}, 200),
+    ("POST", "/v1/completions", TEXT | {"stream": True}, 200),
+    ("POST", "/v1/completions", TEXT | {"stream": True, "echo": True}, 200),
+    ("POST", "/v1/completions", TEXT | {"stream": True, "logprobs": 1, "stream_options": {"include_usage": True}}, 200),
+    ("POST", "/v1/completions", TEXT | {"model": "other"}, 404),
+    ("POST", "/v1/completions", TEXT | {"n": 0}, 400),
+    ("POST", "/v1/completions", TEXT | {"n": 100, "max_tokens": 200, "logprobs": 20}, 413),
+    ("POST", "/v1/chat/completions", CHAT, 200),
+    ("POST", "/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2}, 200),
+    ("POST", "/v1/chat/completions", CHAT | {"stream": True, "logprobs": True}, 200),
+    (
+        "POST",
+        "/v1/chat/completions",
+        CHAT | {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        200,
+    ),
+    ("POST", "/v1/chat/completions", {}, 400),
+    ("POST", "/tokenize", {"prompt": "x", "return_token_strs": True}, 200),
+    ("POST", "/tokenize", {"messages": [USER]}, 200),
+    ("POST", "/detokenize", {"tokens": [65]}, 200),
+    ("POST", "/detokenize", {"tokens": [65] * 300}, 413),
+    ("GET", "/v1/models", None, 200),
+    ("GET", f"/v1/models/{NAME}", None, 200),
+    ("GET", "/v1/models/org/other", None, 404),
+    ("GET", "/version", None, 200),
+    ("GET", "/livez", None, 200),
+    ("GET", "/readyz", None, 200),
+    ("GET", "/health", None, 200),
+    ("GET", "/metrics", None, 200),
+    ("GET", "/v1/cluster", None, 200),
+    ("GET", "/v1/requests", None, 200),
+    ("GET", "/v1/requests?limit=1", None, 200),
+    ("GET", "/v1/requests?limit=0", None, 400),
+    ("GET", "/v1/requests/unknown/trace", None, 404),
+    ("GET", "/v1/requests/un%20known/trace", None, 400),
+    ("GET", "/console", None, 308),
+    ("GET", "/console/", None, 200),
+    ("GET", "/console/main.js", None, 200),
+    ("GET", "/console/other.js", None, 404),
+    ("GET", "/docs", None, 308),
+    ("GET", "/docs/", None, 200),
+    ("GET", "/docs/docs.js", None, 200),
+    ("GET", "/docs/other.js", None, 404),
+    ("GET", "/openapi.json", None, 200),
+]
+
+
+async def test_answers_are_as_described(small_cluster: ScriptedCluster) -> None:
+    cluster = small_cluster
+    described = await description_of(cluster.base_url)
+    reached = set()
+    for method, path, body, expected in REQUESTS:
+        known = described.find(method, path.partition("?")[0])
+        assert known is not None, path
+        reached.add(known)
+        async with cluster.http.request(method, cluster.base_url + path, json=body, allow_redirects=False) as response:
+            content = await response.read()
+            assert response.status == expected, (path, body, content)
+            described.check(known, response.status, response.headers, content)
+    assert {*described.operations} - reached == {
+        ("GET", "/v1/requests/{id}/trace"),
+        ("GET", "/console/events"),
+    } - reached
+    requests = (await cluster.get("/v1/requests?limit=1000"))[1]["requests"]
+    for request_id in (each["request_id"] for each in requests):
+        async with cluster.http.get(f"{cluster.base_url}/v1/requests/{request_id}/trace") as response:
+            assert response.status == 200
+            known = ("GET", "/v1/requests/{id}/trace")
+            described.check(known, response.status, response.headers, await response.read())
+
+
+async def test_the_events_of_the_console_are_as_described(small_cluster: ScriptedCluster) -> None:
+    described = await description_of(small_cluster.base_url)
+    await small_cluster.complete()
+    async with small_cluster.http.get(f"{small_cluster.base_url}/console/events") as response:
+        first = await response.content.readuntil(b"\n\n")
+        described.check(("GET", "/console/events"), response.status, response.headers, first)
+        assert b"event: state" in first
+
+
+async def test_a_head_request_takes_no_slot_of_a_console(small_cluster: ScriptedCluster) -> None:
+    async with small_cluster.http.head(f"{small_cluster.base_url}/console/events") as response:
+        assert response.status == 404
+    assert small_cluster.router._console is not None
+    assert small_cluster.router._console.feed.num_readers == 0
+
+
+async def test_errors_of_the_cluster_are_as_described(cluster: ScriptedCluster) -> None:
+    described = await description_of(cluster.base_url)
+    known = ("POST", "/v1/completions")
+    cluster.script.fail("decode_token", None, vanish)
+    async with cluster.http.post(cluster.base_url + known[1], json=TEXT | {"stream": True}) as response:
+        content = await response.read()
+        assert (response.status, b"worker_lost_error" in content) == (200, True)
+        described.check(known, response.status, response.headers, content)
+    cluster.router._requests.drain()
+    async with cluster.http.post(cluster.base_url + known[1], json=TEXT) as response:
+        assert response.status == 503
+        described.check(known, response.status, response.headers, await response.read())
+
+
+async def test_a_known_document_is_not_sent_again(small_cluster: ScriptedCluster) -> None:
+    url = f"{small_cluster.base_url}/openapi.json"
+    async with small_cluster.http.get(url) as first:
+        tag = first.headers["ETag"]
+    async with small_cluster.http.get(url, headers={"If-None-Match": tag}) as again:
+        assert (again.status, await again.read()) == (304, b"")

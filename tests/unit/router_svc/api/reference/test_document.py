@@ -1,0 +1,185 @@
+"""The OpenAPI document follows the rules of OpenAPI 3.1, and its bodies are what the router accepts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator
+
+from pdserve.base.errors import RequestError
+from router_svc.api.authentication import ADMIN_ROUTES, OPEN_ROUTES
+from router_svc.api.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router_svc.api.parse import parse_body
+from router_svc.api.reference.document import make_document
+from router_svc.api.reference.operations import OPERATIONS
+from router_svc.api.reference.texts import ABOUT, FIELDS, TAGS
+from tests.support.described import Description
+
+BODIES = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+USER = {"role": "user", "content": "x"}
+TEXT, CHAT = {"model": "m", "prompt": "x"}, {"model": "m", "messages": [USER]}
+
+
+@pytest.fixture(scope="module")
+def described() -> Description:
+    return Description(make_document(OPERATIONS))
+
+
+def test_the_document_follows_the_rules_of_openapi(described: Description) -> None:
+    OpenAPIV31SpecValidator(described.document).validate()
+    ids = [operation["operationId"] for operation in described.operations.values()]
+    assert len(set(ids)) == len(ids) == len(OPERATIONS)
+    assert {tag for each in described.operations.values() for tag in each["tags"]} == {*TAGS}
+
+
+def test_keys_are_needed_where_the_router_asks_for_them(described: Description) -> None:
+    for (_, path), operation in described.operations.items():
+        assert (operation.get("security") == []) == (path in OPEN_ROUTES)
+        assert ("401" in operation["responses"]) == (path not in OPEN_ROUTES)
+        assert ("admin's key" in operation.get("description", "")) == (path in ADMIN_ROUTES)
+
+
+def test_every_field_of_a_body_is_explained(described: Description) -> None:
+    schemas = described.document["components"]["schemas"]
+    closed = [schema for schema in schemas.values() if schema.get("additionalProperties") is False]
+    explained = {name for schema in closed for name, each in schema["properties"].items() if "description" in each}
+    trivial = {"type", "text", "content", "tool_call_id"}
+    assert {name for schema in closed for name in schema["properties"]} - explained == trivial
+    assert set(FIELDS) <= explained
+
+
+def test_nothing_of_the_router_itself_is_in_the_document(described: Description) -> None:
+    text = json.dumps(described.document)
+    assert "127.0.0.1" not in text
+    assert described.document["info"]["version"] == "1"
+    assert ABOUT in described.document["info"]["description"]
+
+
+def accepts(path: str, body: object) -> bool:
+    """Whether the router can read this body."""
+    try:
+        parse_body(BODIES[path], json.dumps(body).encode())
+    except RequestError:
+        return False
+    return True
+
+
+#: Bodies at the edges of what a field takes, or of what two fields take together.
+EDGES: list[tuple[str, dict[str, Any], bool]] = [
+    ("/v1/completions", TEXT, True),
+    ("/v1/completions", {"prompt": "x"}, False),
+    ("/v1/completions", TEXT | {"model": None}, False),
+    ("/v1/completions", TEXT | {"model": "m" * 257}, False),
+    ("/v1/completions", TEXT | {"prompt": ""}, False),
+    ("/v1/completions", TEXT | {"prompt": []}, False),
+    ("/v1/completions", TEXT | {"prompt": [1, 2]}, True),
+    ("/v1/completions", TEXT | {"prompt": [[1], [2]]}, True),
+    ("/v1/completions", TEXT | {"prompt": [[1], []]}, False),
+    ("/v1/completions", TEXT | {"prompt": ["a", "b"]}, True),
+    ("/v1/completions", TEXT | {"prompt": ["a", ""]}, False),
+    ("/v1/completions", TEXT | {"prompt": ["a", [1]]}, False),
+    ("/v1/completions", TEXT | {"prompt": [1, True]}, False),
+    ("/v1/completions", TEXT | {"prompt": ["a"] * 513}, False),
+    ("/v1/completions", TEXT | {"stop": "x" * 256}, True),
+    ("/v1/completions", TEXT | {"stop": ""}, False),
+    ("/v1/completions", TEXT | {"stop": ["x"] * 5}, False),
+    ("/v1/completions", TEXT | {"stop": []}, True),
+    ("/v1/completions", TEXT | {"temperature": 2.1}, False),
+    ("/v1/completions", TEXT | {"temperature": "1"}, False),
+    ("/v1/completions", TEXT | {"temperature": True}, False),
+    ("/v1/completions", TEXT | {"top_p": 0}, False),
+    ("/v1/completions", TEXT | {"n": 129}, False),
+    ("/v1/completions", TEXT | {"seed": 2**63}, False),
+    ("/v1/completions", TEXT | {"seed": -(2**63)}, True),
+    ("/v1/completions", TEXT | {"logit_bias": {"1": 100}}, True),
+    ("/v1/completions", TEXT | {"logit_bias": {"1": 101}}, False),
+    ("/v1/completions", TEXT | {"logit_bias": {str(key): 0 for key in range(301)}}, False),
+    ("/v1/completions", TEXT | {"stream_options": {}}, False),
+    ("/v1/completions", TEXT | {"stream_options": {}, "stream": False}, False),
+    ("/v1/completions", TEXT | {"stream_options": {"include_usage": True}, "stream": True}, True),
+    ("/v1/completions", TEXT | {"stream_options": {"user": "x"}, "stream": True}, False),
+    ("/v1/completions", TEXT | {"echo": True, "logprobs": 1}, False),
+    ("/v1/completions", TEXT | {"echo": False, "logprobs": 1}, True),
+    ("/v1/completions", TEXT | {"cache_salt": "x" * 129}, False),
+    ("/v1/completions", TEXT | {"cache_salt": "a@b"}, False),
+    ("/v1/completions", TEXT | {"unknown": 1}, False),
+    ("/v1/completions", TEXT | {"messages": [USER]}, False),
+    ("/v1/completions", TEXT | {"best_of": 1, "suffix": "", "tools": [], "user": [{}], "verbosity": None}, True),
+    ("/v1/completions", TEXT | {"best_of": 2}, False),
+    ("/v1/completions", TEXT | {"best_of": True}, False),
+    ("/v1/completions", TEXT | {"length_penalty": 1.0, "response_format": {"type": "text"}}, True),
+    ("/v1/completions", TEXT | {"response_format": {"type": "json_object"}}, False),
+    ("/v1/chat/completions", CHAT, True),
+    ("/v1/chat/completions", CHAT | {"messages": []}, False),
+    ("/v1/chat/completions", CHAT | {"messages": [{"role": "robot", "content": "x"}]}, False),
+    ("/v1/chat/completions", CHAT | {"messages": [{"role": "user"}]}, False),
+    ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": None}]}, False),
+    ("/v1/chat/completions", CHAT | {"messages": [{"role": "assistant"}, USER]}, True),
+    ("/v1/chat/completions", CHAT | {"messages": [{"content": "x"}]}, False),
+    ("/v1/chat/completions", CHAT | {"messages": [USER | {"content": [{"type": "text", "text": "x"}]}]}, True),
+    ("/v1/chat/completions", CHAT | {"messages": [USER | {"content": []}]}, True),
+    ("/v1/chat/completions", CHAT | {"messages": [USER | {"content": [{"type": "text"}]}]}, False),
+    ("/v1/chat/completions", CHAT | {"messages": [USER | {"content": [{"type": "image_url"}]}]}, False),
+    ("/v1/chat/completions", CHAT | {"messages": [USER | {"tool_calls": [], "refusal": None}]}, True),
+    ("/v1/chat/completions", CHAT | {"messages": [USER | {"tool_calls": [1]}]}, False),
+    ("/v1/chat/completions", CHAT | {"messages": [USER | {"user": "x"}]}, False),
+    ("/v1/chat/completions", CHAT | {"top_logprobs": 1}, False),
+    ("/v1/chat/completions", CHAT | {"top_logprobs": 1, "logprobs": True}, True),
+    ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"mood": 1.5, "x": "y", "z": False}}, True),
+    ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"messages": 1}}, False),
+    ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"bos_token": "x"}}, False),
+    ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"1x": 1}}, False),
+    ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"x": None}}, False),
+    ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"x": 2**64}}, False),
+    ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"x": "y" * 4097}}, False),
+    ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {f"x{index}": 1 for index in range(17)}}, False),
+    ("/tokenize", {"prompt": ""}, True),
+    ("/tokenize", {}, False),
+    ("/tokenize", {"prompt": "x", "messages": [USER]}, False),
+    ("/tokenize", {"prompt": None, "messages": [USER]}, True),
+    ("/tokenize", {"prompt": [1]}, False),
+    ("/detokenize", {"tokens": []}, True),
+    ("/detokenize", {"tokens": [1.5]}, False),
+    ("/detokenize", {"tokens": None}, False),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "is_allowed"), EDGES, ids=[str(index) for index in range(len(EDGES))])
+def test_the_router_and_the_document_agree_on_a_body(
+    described: Description, path: str, body: dict[str, Any], is_allowed: bool
+) -> None:
+    assert accepts(path, body) == is_allowed
+    assert (described.body_errors(path, body) == []) == is_allowed
+
+
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        # The document names letters of ASCII only, and bounds floating-point numbers as it does integers.
+        ("/v1/chat/completions", lambda body: body | {"chat_template_kwargs": {"größe": 1}}),
+        ("/v1/chat/completions", lambda body: body | {"chat_template_kwargs": {"x": 1e300}}),
+        # What they have to be is known with the model, hence later.
+        ("/v1/completions", lambda body: body | {"prompt": [-1], "logit_bias": {"x": 1}}),
+    ],
+)
+def test_where_the_router_reads_more_than_the_document_allows(
+    described: Description, path: str, change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    body = change(TEXT if path == "/v1/completions" else CHAT)
+    assert accepts(path, body)
+    assert described.body_errors(path, body) != []
+
+
+def test_an_integer_with_a_fraction_is_refused_although_json_schema_takes_it(described: Description) -> None:
+    body = TEXT | {"n": 1.0}
+    assert not accepts("/v1/completions", body)
+    assert described.body_errors("/v1/completions", body) == []
+    assert "1.0 is no integer here" in ABOUT
