@@ -49,7 +49,7 @@ class _Load(_Stored):
     queued_tokens: _Count = 0
     free_blocks: _Count = 0
     prefill_tokens_per_s: _Rate | None = None
-    prefill_tokens_per_s_while_decoding: _Rate | None = Field(None, alias=_WHILE_DECODING)
+    prefill_tokens_per_s_while_decoding: _Rate | None = Field(None, alias="prefill_tokens_per_s_beside_decoding")
 
 
 class _Transport(_Stored):

@@ -26,6 +26,7 @@ from pdserve.base.errors import (
     codes_of,
     error_classes,
 )
+from pdserve.base.grpc_server import grpc_server
 from pdserve.base.ids import Epoch, WorkerId
 from pdserve.base.logs import get_logger
 from pdserve.base.peer_tls import PeerTls
@@ -241,7 +242,7 @@ class GrpcPort:
         options = [option for option in _OPTIONS if option[0] != name] + [(name, self.max_request_bytes)]
         if self.max_calls_per_connection is not None:
             options.append(("grpc.max_concurrent_streams", self.max_calls_per_connection))
-        return grpc.aio.server(options=options, maximum_concurrent_rpcs=self.max_calls, interceptors=[MessageParser()])
+        return grpc_server(options=options, maximum_concurrent_rpcs=self.max_calls, interceptors=[MessageParser()])
 
     def bind(self, server: grpc.aio.Server) -> str:
         """Opens the port. Returns `host:port`. Raises `SetupError`."""

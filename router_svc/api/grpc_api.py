@@ -90,6 +90,7 @@ class InferenceServicer:
             self.Generate, response_serializer=pb.GenerateResponse.SerializeToString
         )
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, {"Generate": generate})])
+        server.add_registered_method_handlers(SERVICE, {"Generate": generate})
 
     @method
     async def Generate(  # noqa: N802 - the name is the protocol's

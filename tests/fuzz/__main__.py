@@ -7,9 +7,11 @@ What breaks something is kept in a directory, and printed with the command that 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import io
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -17,7 +19,7 @@ from pathlib import Path
 
 from pdserve.base.logs import JsonFormatter, _TextFormatter
 from tests.fuzz import area
-from tests.fuzz.area import Area
+from tests.fuzz.area import Area, running_inputs
 
 #: Areas in the order in which they run.
 AREAS = ("files", "http", "grpc", "internal", "records")
@@ -59,9 +61,14 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
     """An area in a process of its own, which may end in any way."""
     minutes = str(arguments.minutes / len(arguments.areas))
     options = ["--here", "--areas", name, "--seed", str(arguments.seed), "--found", str(arguments.found)]
-    status = subprocess.run([sys.executable, "-m", "tests.fuzz", minutes, *options], check=False).returncode
+    # grpc logs on its own what strangers send.
+    environment = {**os.environ, "GRPC_VERBOSITY": "NONE"}
+    command = [sys.executable, "-m", "tests.fuzz", minutes, *options]
+    status = subprocess.run(command, env=environment, check=False).returncode
     if status not in (0, 1):
-        print(f"FOUND by {name}: the process ended with status {status}", flush=True)
+        kept = running_inputs(arguments.found, name)
+        print(f"FOUND by {name}: the process ended with status {status}, in the last input of {kept}")
+        print(f"Repeat it: python -m tests.fuzz --again {name} {kept}", flush=True)
     return status
 
 
@@ -82,6 +89,7 @@ class _Formatted(logging.StreamHandler):  # type: ignore[type-arg]
 
 def _fuzz(name: str, seed: int, seconds: float, found: Path) -> int:
     until = time.monotonic() + seconds
+    faulthandler.enable()
     logging.getLogger().handlers[:] = [_Formatted()]
     logging.getLogger().setLevel(logging.INFO)
     if name == "files":

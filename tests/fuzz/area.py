@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
+import shutil
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -109,11 +111,17 @@ class _Run:
     async def batch(self, feeder: Feeder, inputs: Sequence[tuple[str, bytes]]) -> None:
         """Feeds all of them and checks. Raises on the first finding."""
         self.fed = []
+        running = running_inputs(self.found, self.area.name)
+        shutil.rmtree(running, ignore_errors=True)
+        running.mkdir(parents=True)
         for target, data in inputs:
+            # Kept before it is fed: it may end this process.
+            (running / f"{len(self.fed):03}.{target}.bin").write_bytes(data)
             self.fed.append((target, data))
             self.report.outcomes[await self._feed(feeder, target, data)] += 1
         async with asyncio.timeout(_INPUT_TIMEOUT_S):
             await feeder.check()
+        shutil.rmtree(running)
 
     async def _feed(self, feeder: Feeder, target: str, data: bytes) -> str:
         for _ in range(_TRIES):
@@ -138,6 +146,11 @@ class _Run:
         print(
             f"FOUND by {self.area.name}, in the last of {len(self.fed)} inputs\n{trace}Repeat it: {again}", flush=True
         )
+
+
+def running_inputs(found: Path, name: str) -> Path:
+    """The directory of the inputs since the last check of an area that runs."""
+    return found / f"{name}-running"
 
 
 def fuzz(area: Area, *, first_seed: int, until: float, found: Path, num_seeds: int | None = None) -> Report:
@@ -179,7 +192,8 @@ def again(area: Area, paths: Sequence[Path]) -> None:
         async with area.open() as feeder:
             with watched_callbacks() as longest:
                 inputs = [(file.name.split(".")[-2], file.read_bytes()) for file in files]
-                await _Run(area, report, Path(), longest).batch(feeder, inputs)
+                with tempfile.TemporaryDirectory() as found:
+                    await _Run(area, report, Path(found), longest).batch(feeder, inputs)
 
     asyncio.run(feed())
     print(report)
