@@ -68,6 +68,10 @@ else
 	$(BIN)/pytest $(ARGS)
 endif
 
+.PHONY: audit
+audit: install ## Known vulnerabilities of the pinned packages; needs an advisory service
+	@$(BIN)/python -m tests.dependencies.audit $(ARGS)
+
 .PHONY: fuzz
 fuzz: install ## Damaged and forged input for MINUTES=10 minutes
 	$(BIN)/python -m tests.fuzz $(or $(MINUTES),10)
