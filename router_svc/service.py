@@ -38,6 +38,7 @@ from router_svc.records.traces import Traces
 from router_svc.rehearsal import rehearsal, rehearse, unrecorded
 from router_svc.request.gate import Gate
 from router_svc.request.requests import Recorders, Requests
+from router_svc.request.shared_quarantine import SharedQuarantine
 from router_svc.routing.backlog import prefill_backlog_s
 from router_svc.routing.cluster import TIERS
 from router_svc.routing.incarnation import incarnation_of
@@ -84,6 +85,7 @@ class Router:
             model.tokenizer,
             by_priority=config.scheduling_policy == "priority",
         )
+        self._shared_quarantine = SharedQuarantine(self._requests.quarantine, store)
         self._traces = Traces(recent, self._request_store)
         self._model = model
         self._intake = Intake(model.threads)
@@ -153,6 +155,7 @@ class Router:
                 group.start(self._mirror.run(), name="prefix-mirror")
                 group.start(self._request_store.run(), name="request-store")
                 group.start(self._clock_skew.run(), name="clock-skew")
+                group.start(self._shared_quarantine.run(), name="quarantine")
                 group.start(self.metrics.loop_lag.run(), name="loop-lag")
                 group.start(self._follow_cluster(grpc_health), name="cluster")
                 group.start(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
@@ -27,7 +28,10 @@ MAX_MET_ALONE = 3
 #: Time for which a request is refused after it has ended so.
 REFUSED_S = 600.0
 #: Requests that are refused at a time, at most.
-_MAX_REFUSED = 1024
+MAX_REFUSED = 1024
+DIGEST_BYTES = 16
+#: Difference between two ends of the same refusal, as routers know it.
+_SAME_S = 5.0
 
 
 class Death(Enum):
@@ -92,16 +96,32 @@ class Deaths:
 class Quarantine:
     """Requests that are refused for a time. `now` is any monotonic clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: bytes = b"") -> None:
+        """`key`: of the digests, at most 64 bytes; with another one, a request has another digest."""
+        self._key = key
         #: End of the refusal by the request's digest, in order.
         self._until: OrderedDict[bytes, float] = OrderedDict()
+        #: Called with the digest of a request that is refused from now on, for the other routers.
+        self.on_add: Callable[[bytes], None] = lambda digest: None
 
     def add(self, generation: Generation, now: float) -> None:
         """Refuses the request from now on."""
-        digest = _digest(generation)
+        digest = self._digest(generation)
+        self._refuse(digest, now + REFUSED_S)
+        self.on_add(digest)
+
+    def merge(self, digest: bytes, left_s: float, now: float) -> None:
+        """Refuses a request that another router refuses, for as long as that one does."""
+        until = now + min(left_s, REFUSED_S)
+        if left_s <= 0 or abs(self._until.get(digest, 0.0) - until) < _SAME_S:
+            return
+        self._refuse(digest, until)
+        self._until = OrderedDict(sorted(self._until.items(), key=lambda item: item[1]))
+
+    def _refuse(self, digest: bytes, until: float) -> None:
         self._until.pop(digest, None)
-        self._until[digest] = now + REFUSED_S
-        if len(self._until) > _MAX_REFUSED:
+        self._until[digest] = until
+        if len(self._until) > MAX_REFUSED:
             self._until.popitem(last=False)
 
     def check(self, generation: Generation, now: float) -> None:
@@ -110,21 +130,20 @@ class Quarantine:
             self._until.popitem(last=False)
         if not self._until:  # The usual case: nothing is computed.
             return
-        until = self._until.get(_digest(generation))
+        until = self._until.get(self._digest(generation))
         if until is not None:
             raise Quarantined(
                 f"Workers have failed under this request, so it is refused for another {until - now:.0f} s "
                 f"(limit {REFUSED_S:.0f} s). Change it, or report the failure of the workers."
             )
 
+    def _digest(self, generation: Generation) -> bytes:
+        """Equal for equal requests of one tenant, whatever their ids and seeds."""
+        sampling = repr(replace(generation.sampling, seed=0)).encode()
+        digest = hashlib.blake2b(sampling, digest_size=DIGEST_BYTES, key=self._key)
+        digest.update(array("q", generation.prompt).tobytes())
+        digest.update(generation.cache_salt)
+        return digest.digest()
+
     def __len__(self) -> int:
         return len(self._until)
-
-
-def _digest(generation: Generation) -> bytes:
-    """Equal for equal requests of one tenant, whatever their ids and seeds."""
-    sampling = repr(replace(generation.sampling, seed=0)).encode()
-    digest = hashlib.blake2b(sampling, digest_size=16)
-    digest.update(array("q", generation.prompt).tobytes())
-    digest.update(generation.cache_salt)
-    return digest.digest()

@@ -28,6 +28,9 @@ from router_svc.request.quarantine import Quarantine
 from router_svc.request.stream import DeltaStream
 from router_svc.routing.cluster import Cluster, PrefixHashes
 
+#: What the key of the digests of refused requests is for.
+_REFUSED = "refused_requests"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorders:
@@ -61,7 +64,9 @@ class Requests:
         self._gate = gate
         self._recorders = recorders
         self._tokenizer = tokenizer
-        self._quarantine = Quarantine()
+        secret = cluster.seals.secret
+        #: Requests under which workers have died.
+        self.quarantine = Quarantine(b"" if secret is None else secret.mac(_REFUSED))
         self._is_draining = False
         self._num_open = 0
         self._idle = asyncio.Event()
@@ -119,7 +124,7 @@ class Requests:
                 async with service_group() as group:
                     for generation, hashes, journal, slot in zip(generations, prompts, journals, slots, strict=True):
                         task = PromptTask(generation, hashes, journal, self._gate, slot)
-                        running = task.run(self._cluster, self._tokenizer, stream, self._quarantine)
+                        running = task.run(self._cluster, self._tokenizer, stream, self.quarantine)
                         group.start(running, name=generation.request_id)
                     yield stream
             finally:
@@ -144,7 +149,7 @@ class Requests:
     def _refuse_quarantined(self, generations: Sequence[Generation]) -> None:
         try:
             for generation in generations:
-                self._quarantine.check(generation, time.monotonic())
+                self.quarantine.check(generation, time.monotonic())
         except Quarantined:
             self._recorders.metrics.rejected("quarantined")
             raise

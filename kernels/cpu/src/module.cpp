@@ -7,6 +7,7 @@
 
 #include "decoder.h"
 #include "dispatch.h"
+#include "fatal_signals.h"
 #include "ops.h"
 
 namespace nb = nanobind;
@@ -44,6 +45,7 @@ NB_MODULE(_native, module) {
   // A step thread that outlives the interpreter holds its decoder. That is no leak, and should not be logged as one.
   nb::set_leak_warnings(false);
   module.def("instruction_sets", &instruction_sets, "Instruction sets that were built and run here, best first.");
+  module.def("report_fatal_signals", &report_fatal_signals, "report_fd"_a, "answer_fd"_a, "wait_ms"_a);
   bind_ops(module);
 
   nb::class_<Decoder>(module, "Decoder")

@@ -32,6 +32,7 @@ from pdserve.worker.load.device import bind_thread
 from pdserve.worker.load.populate import populating
 from pdserve.worker.serve.announce import WorkerAddresses, announce, describe
 from pdserve.worker.serve.diagnostics import DiagnosticsService
+from pdserve.worker.serve.fatal_signals import reporting_fatal_signals
 from pdserve.worker.serve.last_exit import ExitNote, noting_exit
 from pdserve.worker.serve.loaded_model import LoadedModel, load_model
 from pdserve.worker.serve.message_limits import max_call_bytes
@@ -189,13 +190,18 @@ async def _served(
 
 async def _noting_death(worker: Worker, store: Store, work: Coroutine[object, object, None]) -> None:
     """Runs `work`. If the worker fails by itself, routers can read so before they lose their connections to it."""
-    try:
-        await work
-    except PeerLost:
-        raise  # A rank is gone, perhaps killed: nobody knows by whom.
-    except Exception:
+
+    async def note() -> None:
         await note_death(store, worker.worker_id, worker.epoch, worker.step_loop.requests)
-        raise
+
+    async with reporting_fatal_signals(note):
+        try:
+            await work
+        except PeerLost:
+            raise  # A rank is gone, perhaps killed: nobody knows by whom.
+        except Exception:
+            await note()
+            raise
 
 
 async def _unless_fatal(

@@ -12,9 +12,13 @@ from pdserve.base.ids import RequestId
 from pdserve.base.store import Store
 from pdserve.base.workers import Tier
 from pdserve.cli.private_redis import PrivateRedis
+from router_svc.request.quarantine import Quarantine
+from router_svc.request.shared_quarantine import KEY, SharedQuarantine
+from router_svc.service import Router
 from tests.integration.router_svc.conftest import ScriptedCluster, open_cluster
 from tests.integration.router_svc.request.support import TEXT
 from tests.integration.router_svc.script import Context, Fault, vanish
+from tests.support.redis import eventually
 
 TIERS: tuple[Tier, ...] = ("prefill", "decode")
 
@@ -110,3 +114,42 @@ async def test_a_worker_that_fails_in_a_step_of_other_requests_counts_like_a_kil
         assert text == TEXT
         assert [start.ref.alone for start in cluster.calls.decode_starts] == [False] * 3 + [True]
         assert len(cluster.calls.prefills) == 4
+
+
+async def test_a_request_that_one_router_refuses_is_refused_by_the_others_and_by_one_that_starts_later(
+    redis_server: PrivateRedis, model_dir: Path
+) -> None:
+    """Fails without `pd:refused`: each router would lose three workers to it."""
+
+    async def is_refused_by(router: Router) -> bool:
+        return len(router._requests.quarantine) == 1
+
+    async with open_cluster(redis_server, model_dir, workers(2, 5)) as first:
+        first.script.fail("decode_started", *[failing_by_itself(first, "decode")] * 3)
+        async with open_cluster(redis_server, model_dir, {}) as second:
+            assert (await first.complete())[0] == 500
+            await eventually(lambda: is_refused_by(second.router))
+        async with open_cluster(redis_server, model_dir, {}) as third:
+            await eventually(lambda: is_refused_by(third.router))
+            first.script.faults["decode_started"].clear()
+            for worker in first.workers.values():
+                first.router.cluster.directory.mark_alive(worker.record.worker_id, worker.record.epoch)
+            await third.knows(7)
+            status, body = await third.complete()
+            assert (status, "refused for another" in body["error"]["message"]) == (422, True)
+            assert (await third.complete(prompt="Say goodbye"))[0] == 200
+
+
+async def test_what_a_stranger_writes_there_refuses_nobody(redis_server: PrivateRedis, model_dir: Path) -> None:
+    quarantine = Quarantine()
+    async with Store(redis_server.url) as store:
+        shared = SharedQuarantine(quarantine, store)
+        await store.call("ZADD", store.key(KEY), 10**18, "no digest", 10**18, "abcd", "inf", "00" * 16, 1, "11" * 16)
+        await shared.exchange()
+        assert len(quarantine) <= 1
+        await store.call("SET", store.key(KEY), "text")
+        await shared.exchange()
+        quarantine.on_add(bytes(range(16)))
+        await shared.exchange()
+        assert await store.call("ZCARD", store.key(KEY)) == 1
+        await store.call("DEL", store.key(KEY))

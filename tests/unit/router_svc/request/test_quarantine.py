@@ -34,6 +34,33 @@ def test_the_same_request_is_refused_for_ten_minutes_whatever_its_id_and_seed() 
     assert len(quarantine) == 0
 
 
+def test_refusals_of_other_routers_end_when_theirs_do() -> None:
+    mine, theirs = Quarantine(b"key"), Quarantine(b"key")
+    shared: list[bytes] = []
+    theirs.on_add = shared.append
+    theirs.add(POISON, now=0.0)
+    [digest] = shared
+    mine.add(replace(POISON, prompt=(5,)), now=100.0)
+    mine.merge(digest, 60.0, now=100.0)
+    with pytest.raises(Quarantined, match="refused for another 50 s"):
+        mine.check(POISON, now=110.0)
+    mine.merge(digest, 49.0, now=111.0)
+    mine.check(POISON, now=160.0)
+    assert len(mine) == 1
+    mine.merge(digest, -1.0, now=161.0)
+    mine.merge(digest, 1e18, now=161.0)
+    mine.check(POISON, now=761.0)
+
+
+def test_digests_differ_by_key_so_that_no_stranger_can_make_or_guess_them() -> None:
+    digests: list[bytes] = []
+    for key in (b"", b"one", b"another"):
+        quarantine = Quarantine(key)
+        quarantine.on_add = digests.append
+        quarantine.add(POISON, now=0.0)
+    assert len(set(digests)) == 3
+
+
 def test_the_number_of_refused_requests_is_bounded() -> None:
     quarantine = Quarantine()
     for token in range(2000):

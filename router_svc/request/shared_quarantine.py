@@ -1,0 +1,95 @@
+"""Refused requests in Redis, so that a request which ended workers under one router does not end more under the next.
+
+Redis has digests with a key that follows from the cluster secret: they tell nothing about a prompt, and a stranger who
+writes to Redis can refuse no request that has harmed nobody. Ends are times of Redis, whatever the routers' clocks say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+
+from pdserve.base.errors import StoreError
+from pdserve.base.store import Reply, Store, as_bytes, as_list
+from router_svc.request.quarantine import DIGEST_BYTES, MAX_REFUSED, REFUSED_S, Quarantine
+
+KEY = "refused"
+#: Interval between two looks. Until then, another router may take the request.
+_INTERVAL_S = 1.0
+
+_NOW = "local time = redis.call('TIME') local now = time[1] * 1000 + math.floor(time[2] / 1000) "
+# A key of another type is not ours: it is replaced.
+_ADD = (
+    _NOW
+    + """
+if redis.call('TYPE', KEYS[1]).ok ~= 'zset' then redis.call('DEL', KEYS[1]) end
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
+redis.call('ZREMRANGEBYRANK', KEYS[1], 0, -1 - ARGV[3])
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+"""
+)
+_LIST = (
+    _NOW
+    + """
+if redis.call('TYPE', KEYS[1]).ok ~= 'zset' then return {} end
+local found = redis.call('ZREVRANGE', KEYS[1], 0, ARGV[1] - 1, 'WITHSCORES')
+for i = 2, #found, 2 do found[i] = string.format('%.0f', found[i] - now) end
+return found
+"""
+)
+
+
+class SharedQuarantine:
+    """Exchanges the refusals of one router with the others while `run` runs. Without Redis, each has its own."""
+
+    def __init__(
+        self,
+        quarantine: Quarantine,
+        store: Store,
+        *,
+        interval_s: float = _INTERVAL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Takes `Quarantine.on_add`. `clock`: that of the quarantine."""
+        self._quarantine = quarantine
+        self._store = store
+        self._interval_s = interval_s
+        self._clock = clock
+        self._unshared: deque[bytes] = deque(maxlen=MAX_REFUSED)
+        self._has_new = asyncio.Event()
+        quarantine.on_add = self._share
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        while True:
+            with contextlib.suppress(StoreError):  # The store logs outages.
+                await self.exchange()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._interval_s):
+                    await self._has_new.wait()
+            self._has_new.clear()
+
+    async def exchange(self) -> None:
+        """Writes new refusals, and reads those of all routers. Raises `StoreError`."""
+        key = self._store.key(KEY)
+        while self._unshared:
+            arguments = [self._unshared[0].hex(), int(REFUSED_S * 1000), MAX_REFUSED]
+            await self._store.script(_ADD, keys=[key], arguments=arguments)
+            self._unshared.popleft()
+        found = as_list(await self._store.script(_LIST, keys=[key], arguments=[MAX_REFUSED]))
+        for digest, left_ms in zip(found[::2], found[1::2], strict=False):
+            self._merge(digest, left_ms)
+
+    def _merge(self, digest: Reply, left_ms: Reply) -> None:
+        with contextlib.suppress(ValueError):  # Somebody else has written it.
+            name = bytes.fromhex(as_bytes(digest).decode())
+            if len(name) == DIGEST_BYTES:
+                self._quarantine.merge(name, int(as_bytes(left_ms)) / 1000, self._clock())
+
+    def _share(self, digest: bytes) -> None:
+        self._unshared.append(digest)
+        self._has_new.set()
