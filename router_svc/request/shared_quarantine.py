@@ -1,7 +1,7 @@
 """Refused requests in Redis, so that a request which ended workers under one router does not end more under the next.
 
-Redis has digests with a key that follows from the cluster secret: they tell nothing about a prompt, and a stranger who
-writes to Redis can refuse no request that has harmed nobody. Ends are times of Redis, whatever the routers' clocks say.
+Redis has digests with a key that follows from the cluster secret: they reveal no prompt, and a stranger who
+writes to Redis can have no other request refused. Ends are times of Redis, whatever the routers' clocks say.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from pdserve.base.errors import StoreError
-from pdserve.base.store import Reply, Store, as_bytes, as_list
+from pdserve.base.store import Argument, Reply, Store, as_bytes, as_list
 from router_svc.request.quarantine import DIGEST_BYTES, MAX_REFUSED, REFUSED_S, Quarantine
 
 KEY = "refused"
@@ -77,7 +77,7 @@ class SharedQuarantine:
         """Writes new refusals, and reads those of all routers. Raises `StoreError`."""
         key = self._store.key(KEY)
         while self._unshared:
-            arguments = [self._unshared[0].hex(), int(REFUSED_S * 1000), MAX_REFUSED]
+            arguments: list[Argument] = [self._unshared[0].hex(), int(REFUSED_S * 1000), MAX_REFUSED]
             await self._store.script(_ADD, keys=[key], arguments=arguments)
             self._unshared.popleft()
         found = as_list(await self._store.script(_LIST, keys=[key], arguments=[MAX_REFUSED]))

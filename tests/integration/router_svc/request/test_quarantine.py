@@ -140,7 +140,7 @@ async def test_a_request_that_one_router_refuses_is_refused_by_the_others_and_by
             assert (await third.complete(prompt="Say goodbye"))[0] == 200
 
 
-async def test_what_a_stranger_writes_there_refuses_nobody(redis_server: PrivateRedis, model_dir: Path) -> None:
+async def test_what_a_stranger_writes_there_refuses_no_request(redis_server: PrivateRedis, model_dir: Path) -> None:
     quarantine = Quarantine()
     async with Store(redis_server.url) as store:
         shared = SharedQuarantine(quarantine, store)
