@@ -16,6 +16,7 @@ from prometheus_client.exposition import choose_encoder
 from pdserve.base.errors import Forbidden, SetupError, codes_of
 from pdserve.base.hosts import AllowedHosts
 from pdserve.base.http_log import ServerLog
+from pdserve.base.silent_connections import FIRST_REQUEST_S, IDLE_S, SilentConnections
 
 
 @dataclass(slots=True)
@@ -117,17 +118,34 @@ def bound_socket(host: str, port: int, *, flag: str) -> socket.socket:
 
 @asynccontextmanager
 async def serve_http(
-    app: web.Application, listener: socket.socket, *, grace_s: float = 5.0, tls: ssl.SSLContext | None = None
+    app: web.Application,
+    listener: socket.socket,
+    *,
+    grace_s: float = 5.0,
+    tls: ssl.SSLContext | None = None,
+    first_request_s: float = FIRST_REQUEST_S,
 ) -> AsyncIterator[str]:
-    """Serves `app` on `listener` until the block ends; yields `host:port`."""
+    """Serves `app` on `listener` until the block ends; yields `host:port`.
+
+    A connection without a request is closed after `first_request_s`.
+    """
+    silent = SilentConnections(first_request_s)
+    silent.watch(app)
     runner = web.AppRunner(
-        app, access_log=None, logger=ServerLog(), handler_cancellation=True, shutdown_timeout=grace_s
+        app,
+        access_log=None,
+        logger=ServerLog(),
+        keepalive_timeout=IDLE_S,
+        handler_cancellation=True,
+        shutdown_timeout=grace_s,
     )
     await runner.setup()
     try:
         await web.SockSite(runner, listener, ssl_context=tls).start()
         host, port = listener.getsockname()[:2]
-        yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        assert runner.server is not None
+        with silent.swept(runner.server):
+            yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     finally:
         await runner.cleanup()
 
