@@ -21,11 +21,21 @@ from pdserve.base.logs import get_logger
 from pdserve.base.secret import ClusterSecret
 from pdserve.v1.common_pb2 import Sealed
 from pdserve.v1.decode_pb2 import CommitRequest, DecodeStart, Ticket
+from pdserve.v1.diagnostics_pb2 import DescribeRequest, ReceiveProbeRequest, SendProbeRequest
 from pdserve.v1.prefill_pb2 import PrefillRequest
 
 log = get_logger(__name__)
 
-Message = TypeVar("Message", DecodeStart, PrefillRequest, CommitRequest, Ticket)
+Message = TypeVar(
+    "Message",
+    DecodeStart,
+    PrefillRequest,
+    CommitRequest,
+    Ticket,
+    DescribeRequest,
+    ReceiveProbeRequest,
+    SendProbeRequest,
+)
 
 #: Time for which a message may be on its way, the difference of two clocks included.
 FRESH_S = 300.0
@@ -42,6 +52,8 @@ class Purpose(StrEnum):
     COMMIT = "commit"
     TICKET = "ticket"
     RECORD = "worker_record"
+    DESCRIBE = "describe_request"
+    PROBE = "test_transfer"
 
 
 class Refusal(StrEnum):

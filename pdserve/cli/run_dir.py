@@ -32,9 +32,8 @@ def private_directory() -> Iterator[Path]:
     """A new directory that only this user can open, in memory where possible; removed when the block ends."""
     # If this process is killed first, a later run removes it, or the system: a session's runtime directory when the
     # session ends, shared memory at the next boot.
-    runtime = Path(variable("XDG_RUNTIME_DIR") or _SHARED_MEMORY)
     try:
-        directory = Path(tempfile.mkdtemp(prefix=_PRIVATE_PREFIX, dir=runtime))
+        directory = Path(tempfile.mkdtemp(prefix=_PRIVATE_PREFIX, dir=_runtime()))
     except OSError:  # It does not exist, or this user may not write there.
         directory = Path(tempfile.mkdtemp(prefix=_PRIVATE_PREFIX))
     try:
@@ -43,6 +42,22 @@ def private_directory() -> Iterator[Path]:
             yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def private_directories() -> list[Path]:
+    """Those of this user's runs, the newest first; there may be some of runs that were killed."""
+    found = (path for root in (_runtime(), Path(tempfile.gettempdir())) for path in root.glob(f"{_PRIVATE_PREFIX}*"))
+    ages: dict[Path, float] = {}
+    for path in found:
+        with suppress(OSError):
+            status = path.stat()
+            if status.st_uid == os.getuid():
+                ages[path] = status.st_mtime
+    return sorted(ages, key=lambda path: ages[path], reverse=True)
+
+
+def _runtime() -> Path:
+    return Path(variable("XDG_RUNTIME_DIR") or _SHARED_MEMORY)
 
 
 @contextmanager

@@ -79,7 +79,7 @@ async def _run(config: UpConfig, console: UpConsole, hardware: Hardware, log_dir
             hostname=socket.gethostname(),
             run_dir=run_dir,
             log_dir=log_dir,
-            variables=child_environment(**own_secret(config)),
+            variables=child_environment(**own_secret(config, run_dir)),
             python_flags=python_flags(),
         )
         async with service_group() as tasks, supervising(console.on_event) as supervisor:

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from pdserve.v1 import common_pb2 as _common_pb2
 from pdserve.v1 import decode_pb2 as _decode_pb2
 import builtins as _builtins
 import sys
@@ -23,12 +24,17 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class DescribeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    SEALED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sealed(self) -> _common_pb2.Sealed: ...
     def __init__(
         self,
+        *,
+        sealed: _common_pb2.Sealed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sealed", b"sealed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sealed", b"sealed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -284,16 +290,20 @@ class ReceiveProbeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_BYTES_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
     num_bytes: _builtins.int
     """Rounded down to whole blocks, at least one; the worker has a limit of its own."""
+    @_builtins.property
+    def sealed(self) -> _common_pb2.Sealed: ...
     def __init__(
         self,
         *,
         num_bytes: _builtins.int = ...,
+        sealed: _common_pb2.Sealed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sealed", b"sealed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "sealed", b"sealed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -381,18 +391,22 @@ class SendProbeRequest(_message.Message):
 
     TICKET_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     @_builtins.property
     def ticket(self) -> _decode_pb2.Ticket: ...
+    @_builtins.property
+    def sealed(self) -> _common_pb2.Sealed: ...
     def __init__(
         self,
         *,
         ticket: _decode_pb2.Ticket | None = ...,
         request_id: _builtins.str = ...,
+        sealed: _common_pb2.Sealed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sealed", b"sealed", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "sealed", b"sealed", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,8 @@ if _version_not_supported:
 
 
 class DiagnosticsServiceStub:
-    """Facts and test transfers for `pdserve doctor`, on workers of both tiers.
+    """Facts and test transfers for `pdserve doctor`, on workers of both tiers. In a
+    cluster with a secret each request is sealed, and its other fields are empty.
     """
 
     def __init__(self, channel):
@@ -59,7 +60,8 @@ class DiagnosticsServiceStub:
 
 
 class DiagnosticsServiceServicer:
-    """Facts and test transfers for `pdserve doctor`, on workers of both tiers.
+    """Facts and test transfers for `pdserve doctor`, on workers of both tiers. In a
+    cluster with a secret each request is sealed, and its other fields are empty.
     """
 
     def Describe(self, request, context):
@@ -125,7 +127,8 @@ def add_DiagnosticsServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DiagnosticsService:
-    """Facts and test transfers for `pdserve doctor`, on workers of both tiers.
+    """Facts and test transfers for `pdserve doctor`, on workers of both tiers. In a
+    cluster with a secret each request is sealed, and its other fields are empty.
     """
 
     @staticmethod

@@ -28,7 +28,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class DiagnosticsServiceStub:
-    """Facts and test transfers for `pdserve doctor`, on workers of both tiers."""
+    """Facts and test transfers for `pdserve doctor`, on workers of both tiers. In a
+    cluster with a secret each request is sealed, and its other fields are empty.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -50,7 +52,9 @@ class DiagnosticsServiceStub:
 
 @_typing.type_check_only
 class DiagnosticsServiceAsyncStub(DiagnosticsServiceStub):
-    """Facts and test transfers for `pdserve doctor`, on workers of both tiers."""
+    """Facts and test transfers for `pdserve doctor`, on workers of both tiers. In a
+    cluster with a secret each request is sealed, and its other fields are empty.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Describe: _aio.UnaryUnaryMultiCallable[_diagnostics_pb2.DescribeRequest, _diagnostics_pb2.DescribeResponse]  # type: ignore[assignment]
@@ -68,7 +72,9 @@ class DiagnosticsServiceAsyncStub(DiagnosticsServiceStub):
     """The commit of a test transfer; called by the sender."""
 
 class DiagnosticsServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Facts and test transfers for `pdserve doctor`, on workers of both tiers."""
+    """Facts and test transfers for `pdserve doctor`, on workers of both tiers. In a
+    cluster with a secret each request is sealed, and its other fields are empty.
+    """
 
     @_abc_1.abstractmethod
     def Describe(

@@ -101,6 +101,20 @@ async def _probe(address: str) -> None:
             await stub.SendProbe(diagnostics_pb2.SendProbeRequest(ticket=_ticket(), request_id="r"), timeout=TIMEOUT_S)
 
 
+async def _describe(address: str, request: diagnostics_pb2.DescribeRequest) -> None:
+    async with open_channel(address) as channel:
+        with mapped_rpc_errors("the worker"):
+            await diagnostics_pb2_grpc.DiagnosticsServiceStub(channel).Describe(request, timeout=TIMEOUT_S)
+
+
+async def _receive(address: str) -> None:
+    async with open_channel(address) as channel:
+        with mapped_rpc_errors("the worker"):
+            stub = diagnostics_pb2_grpc.DiagnosticsServiceStub(channel)
+            async for event in stub.ReceiveProbe(diagnostics_pb2.ReceiveProbeRequest(num_bytes=1), timeout=TIMEOUT_S):
+                raise AssertionError(f"a stranger got {event}")
+
+
 def _attempts(prefill: WorkerStatus, decode: WorkerStatus, streams: str) -> dict[str, Attempt]:
     """Every message that a worker takes, without a MAC and with that of another cluster."""
     at_decode = receiver_name(WorkerId(decode.worker_id), Epoch(decode.epoch))
@@ -110,6 +124,7 @@ def _attempts(prefill: WorkerStatus, decode: WorkerStatus, streams: str) -> dict
     commit = decode_pb2.CommitRequest(
         ref=_start("c").ref, transfer_id=bytes(16), epoch=decode.epoch, first_tokens=[1], mac=bytes(32)
     )
+    facts = diagnostics_pb2.DescribeRequest()
     return {
         "start": lambda: _open_request(streams, _start("s")),
         "foreign start": lambda: _open_request(streams, FOREIGN.seal(Purpose.START, at_decode, _start("s"))),
@@ -117,6 +132,9 @@ def _attempts(prefill: WorkerStatus, decode: WorkerStatus, streams: str) -> dict
         "foreign prompt": lambda: _prefill(prefill.grpc_address, FOREIGN.seal(Purpose.PROMPT, at_prefill, prompt)),
         "commit": lambda: _commit(decode.grpc_address, commit),
         "foreign commit": lambda: _commit(decode.grpc_address, FOREIGN.seal(Purpose.COMMIT, at_decode, commit)),
+        "facts": lambda: _describe(decode.grpc_address, facts),
+        "foreign facts": lambda: _describe(decode.grpc_address, FOREIGN.seal(Purpose.DESCRIBE, at_decode, facts)),
+        "test transfer into": lambda: _receive(decode.grpc_address),
         "test transfer": lambda: _probe(prefill.grpc_address),
     }
 

@@ -12,6 +12,8 @@ from pdserve.base.facts.machine import machine_facts
 from pdserve.base.facts.redis import redis_facts
 from pdserve.base.peer_tls import peer_tls
 from pdserve.base.redis_keys import DEFAULT_PREFIX, parse_prefix
+from pdserve.base.seals import Seals
+from pdserve.base.secret import read_secret
 from pdserve.base.store import Store
 from pdserve.cli.doctor.cluster_checks import check_cluster, check_redis
 from pdserve.cli.doctor.facts import ClusterFacts
@@ -21,6 +23,7 @@ from pdserve.cli.doctor.machine_checks import check_machine
 from pdserve.cli.doctor.report import as_json, show
 from pdserve.cli.router_client import DEFAULT_BASE_URL, get_model, normal_base_url
 from pdserve.cli.status import ClusterStatus
+from pdserve.cli.up_secret import secret_of_run
 from pdserve.model.fetch.cache import default_cache_dir
 
 _HERE = "this machine"
@@ -43,6 +46,12 @@ class DoctorConfig:
         16, help="most pairs of workers between which a transfer is tested; 0: none", metavar="N", minimum=0
     )
     transfer_size: int = option(32 << 20, help="size of a test transfer, such as 32MiB", parse=parse_bytes)
+    cluster_secret_file: str | None = option(
+        None,
+        help="file with the cluster's secret; default: the variable PDSERVE_CLUSTER_SECRET, or that of the running "
+        "`pdserve up`",
+        metavar="FILE",
+    )
     peer_ssl_certfile: str | None = option(None, help="where workers speak TLS: own certificate", metavar="FILE")
     peer_ssl_keyfile: str | None = option(None, help="the certificate's private key", metavar="FILE")
     peer_ssl_ca_certs: str | None = option(None, help="certificates of the workers' CAs", metavar="FILE")
@@ -74,7 +83,12 @@ async def diagnose(config: DoctorConfig) -> tuple[list[Finding], ClusterFacts | 
     except PdserveError as failure:
         findings.append(_without_cluster(config, base_url, failure))
         return findings, None
-    plan = ProbePlan(max_pairs=config.max_pairs, num_bytes=config.transfer_size, tls=peer_tls(config))
+    plan = ProbePlan(
+        max_pairs=config.max_pairs,
+        num_bytes=config.transfer_size,
+        tls=peer_tls(config),
+        seals=Seals(read_secret(config.cluster_secret_file) or secret_of_run(base_url)),
+    )
     cluster = await cluster_facts(status, base_url, plan)
     return findings + check_cluster(cluster), cluster
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pdserve.base.facts.cluster import WorkerFacts
+from pdserve.base.ids import Epoch, WorkerId
+from pdserve.base.seals import receiver_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,7 @@ class SeenWorker:
     tier: str
     is_ready: bool
     grpc_address: str
+    epoch: int = 0
     #: None: it did not answer, or was not called because there are too many.
     facts: WorkerFacts | None = None
     #: Why it did not answer; empty when it did.
@@ -37,6 +40,11 @@ class SeenWorker:
     #: Seconds by which its clock is ahead of the one here, and how far that may be wrong.
     clock_skew_s: float = 0.0
     clock_error_s: float = 0.0
+
+    @property
+    def seal_name(self) -> bytes:
+        """This incarnation, as the seals of messages to it name it."""
+        return receiver_name(WorkerId(self.worker_id), Epoch(self.epoch))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

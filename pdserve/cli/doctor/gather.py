@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdserve.base.errors import Overloaded, PdserveError, PeerLost
 from pdserve.base.facts.wire import worker_from_proto
 from pdserve.base.peer_tls import PeerTls
 from pdserve.base.rpc import mapped_rpc_errors, open_channel
+from pdserve.base.seals import Purpose, Seals
 from pdserve.cli.doctor.facts import ClusterFacts, PairProbe, RouterFacts, SeenWorker, choose_pairs
 from pdserve.cli.status import ClusterStatus, WorkerStatus
 from pdserve.v1 import diagnostics_pb2 as pb
@@ -34,11 +35,13 @@ class ProbePlan:
     num_bytes: int
     #: Certificates for connections to the workers; None: they speak no TLS.
     tls: PeerTls | None = None
+    #: With the cluster's secret.
+    seals: Seals = field(default_factory=Seals)
 
 
 async def cluster_facts(status: ClusterStatus, base_url: str, plan: ProbePlan) -> ClusterFacts:
     """The facts about a cluster whose router answered `status`. Pairs are tested one after the other."""
-    described = await _described(status.workers, plan.tls)
+    described = await _described(status.workers, plan)
     by_id = {worker.worker_id: worker for worker in described}
     senders, receivers = (
         [worker.worker_id for worker in described if worker.tier == tier and worker.is_ready and not worker.error]
@@ -61,12 +64,12 @@ async def cluster_facts(status: ClusterStatus, base_url: str, plan: ProbePlan) -
     )
 
 
-async def _described(workers: Sequence[WorkerStatus], tls: PeerTls | None) -> list[SeenWorker]:
+async def _described(workers: Sequence[WorkerStatus], plan: ProbePlan) -> list[SeenWorker]:
     limit = asyncio.Semaphore(_CONCURRENT_CALLS)
 
     async def describe(worker: WorkerStatus) -> SeenWorker:
         async with limit:
-            return await _describe(worker, tls)
+            return await _describe(worker, plan)
 
     called = await asyncio.gather(*map(describe, workers[:MAX_DESCRIBED]))
     return [*called, *map(_listed, workers[MAX_DESCRIBED:])]
@@ -77,18 +80,20 @@ def _listed(worker: WorkerStatus, **more: object) -> SeenWorker:
         worker_id=worker.worker_id,
         tier=worker.tier,
         is_ready=worker.ready,
+        epoch=worker.epoch,
         grpc_address=worker.grpc_address,
         **more,  # type: ignore[arg-type] # the fields that describing adds
     )
 
 
-async def _describe(worker: WorkerStatus, tls: PeerTls | None) -> SeenWorker:
+async def _describe(worker: WorkerStatus, plan: ProbePlan) -> SeenWorker:
+    request = plan.seals.seal(Purpose.DESCRIBE, _listed(worker).seal_name, pb.DescribeRequest())
     try:
         with mapped_rpc_errors(f"worker {worker.worker_id}"):
-            async with open_channel(worker.grpc_address, tls) as channel:
+            async with open_channel(worker.grpc_address, plan.tls) as channel:
                 stub = pb_grpc.DiagnosticsServiceStub(channel)
                 started = time.time()
-                answer = await stub.Describe(pb.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S)
+                answer = await stub.Describe(request, timeout=_DESCRIBE_TIMEOUT_S)
                 ended = time.time()
     except PdserveError as error:
         return _listed(worker, error=str(error))
@@ -146,16 +151,16 @@ async def _round(sender: SeenWorker, receiver: SeenWorker, plan: ProbePlan) -> P
         open_channel(receiver.grpc_address, plan.tls) as to_receiver,
     ):
         receiving = pb_grpc.DiagnosticsServiceStub(to_receiver).ReceiveProbe(
-            pb.ReceiveProbeRequest(num_bytes=plan.num_bytes)
+            plan.seals.seal(Purpose.PROBE, receiver.seal_name, pb.ReceiveProbeRequest(num_bytes=plan.num_bytes))
         )
         try:
             with mapped_rpc_errors(f"worker {receiver.worker_id}"):
                 events = aiter(receiving)
                 granted = (await next_event(events, receiver)).ticket
             with mapped_rpc_errors(f"worker {sender.worker_id}"):
-                sent = await pb_grpc.DiagnosticsServiceStub(to_sender).SendProbe(
-                    pb.SendProbeRequest(ticket=granted.ticket, request_id=granted.request_id)
-                )
+                request = pb.SendProbeRequest(ticket=granted.ticket, request_id=granted.request_id)
+                sealed = plan.seals.seal(Purpose.PROBE, sender.seal_name, request)
+                sent = await pb_grpc.DiagnosticsServiceStub(to_sender).SendProbe(sealed)
             with mapped_rpc_errors(f"worker {receiver.worker_id}"):
                 received = (await next_event(events, receiver)).received
         finally:

@@ -58,6 +58,7 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:  # noqa: N802
         """The facts about this worker."""
         worker, kernels = self._worker, self._worker.model.kernels
+        worker.seals.open(Purpose.DESCRIBE, worker.seal_name, request)
         machine = await asyncio.to_thread(machine_facts, [default_cache_dir()])
         redis = await redis_facts(self._store)
         return worker_to_proto(
@@ -79,6 +80,7 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
     async def ReceiveProbe(self, request: pb.ReceiveProbeRequest, context: Any) -> None:  # noqa: N802
         """Receives one test transfer. However the call ends, its memory is quiet and freed."""
         worker, layout = self._worker, self._worker.model.layout
+        request = worker.seals.open(Purpose.PROBE, worker.seal_name, request)
         with self._admitted():
             blocks = await asyncio.to_thread(ProbeBlocks, layout, num_probe_blocks(layout, request.num_bytes))
             receiver = Receiver(
@@ -118,6 +120,7 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
     @rpc.method
     async def SendProbe(self, request: pb.SendProbeRequest, context: Any) -> pb.SendProbeResponse:  # noqa: N802
         """Sends one test transfer."""
+        request = self._worker.seals.open(Purpose.PROBE, self._worker.seal_name, request)
         if self._worker.tier != "prefill":
             raise RequestError("Decode workers send no blocks. Ask a prefill worker.")
         ticket = opened_ticket(request.ticket, RequestId(request.request_id), self._worker.seals)

@@ -138,12 +138,26 @@ async def test_a_prefill_worker_connects_to_no_address_that_no_decode_worker_gra
     """Not even for a router of the cluster, which may have been given it by an impostor."""
     with pytest.raises(PeerRefused):
         await cluster.request(PROMPT).prefill(_forged_ticket(cluster))
+    request = diagnostics_pb2.SendProbeRequest(ticket=_forged_ticket(cluster), request_id="r1")
+    sealed = cluster.seals.seal(Purpose.PROBE, cluster.prefill.seal_name, request)
     with pytest.raises(PeerRefused), mapped_rpc_errors("the prefill worker"):
-        await diagnostics_pb2_grpc.DiagnosticsServiceStub(cluster.prefill_channel).SendProbe(
-            diagnostics_pb2.SendProbeRequest(ticket=_forged_ticket(cluster), request_id="r1")
-        )
+        await diagnostics_pb2_grpc.DiagnosticsServiceStub(cluster.prefill_channel).SendProbe(sealed)
     assert _refused(cluster.prefill, Refusal.MISSING) == 2
     assert transport.connected == []
+
+
+async def test_a_stranger_gets_no_facts_and_no_test_transfer(cluster: LocalCluster, stranger: Refusal) -> None:
+    """Fails without the seals of these requests."""
+    stub = diagnostics_pb2_grpc.DiagnosticsServiceStub(cluster.decode_channel)
+    at_decode = cluster.decode.seal_name
+    describe = cluster.seals.seal(Purpose.DESCRIBE, at_decode, diagnostics_pb2.DescribeRequest())
+    receive = cluster.seals.seal(Purpose.PROBE, at_decode, diagnostics_pb2.ReceiveProbeRequest(num_bytes=1))
+    with pytest.raises(PeerRefused), mapped_rpc_errors("the decode worker"):
+        await stub.Describe(describe)
+    with pytest.raises(PeerRefused), mapped_rpc_errors("the decode worker"):
+        async for event in stub.ReceiveProbe(receive):
+            raise AssertionError(f"a stranger got {event}")
+    assert _refused(cluster.decode, stranger) == 2
 
 
 async def test_a_commit_of_a_stranger_who_knows_the_tickets_key_is_refused(cluster: LocalCluster) -> None:

@@ -13,10 +13,11 @@ from pdserve.base.config import add_options, from_arguments
 from pdserve.base.secret import SECRET_VARIABLE
 from pdserve.cli.cluster_plan import ClusterPlan
 from pdserve.cli.placement import CoreShare, GpuShare
+from pdserve.cli.run_dir import private_directory
 from pdserve.cli.services import router_spec, worker_specs
 from pdserve.cli.supervisor.spec import ProcessSpec
 from pdserve.cli.up_config import DEFAULT_MODEL, UpConfig
-from pdserve.cli.up_secret import own_secret
+from pdserve.cli.up_secret import own_secret, secret_of_run
 from pdserve.model import resolve
 from prefill_svc.config import PrefillConfig
 from router_svc.config import RouterConfig
@@ -172,9 +173,9 @@ def test_the_default_model_is_an_alias_that_needs_no_model_hub() -> None:
     assert DEFAULT_MODEL in resolve.ALIASES
 
 
-def test_the_cluster_secret_is_not_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cluster_secret_is_not_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
-    made = own_secret(UpConfig())
+    made = own_secret(UpConfig(), tmp_path)
     cluster = plan(environment={"PATH": "/bin", **made})
     for spec in (router_spec(cluster), *worker_specs(cluster)):
         assert spec.environment[SECRET_VARIABLE] == made[SECRET_VARIABLE]
@@ -185,10 +186,28 @@ def test_a_run_has_a_secret_of_its_own_unless_the_user_has_one_or_others_may_joi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
-    assert own_secret(UpConfig()) != own_secret(UpConfig())
-    assert own_secret(UpConfig(redis_url="redis://redis:6379")) == {}
+    assert own_secret(UpConfig(), tmp_path) != own_secret(UpConfig(), tmp_path)
+    assert own_secret(UpConfig(redis_url="redis://redis:6379"), tmp_path) == {}
     file = tmp_path / "secret"
     file.write_text("the-secret-of-this-cluster")
-    assert own_secret(UpConfig(cluster_secret_file=str(file))) == {}
+    assert own_secret(UpConfig(cluster_secret_file=str(file)), tmp_path) == {}
     monkeypatch.setenv(SECRET_VARIABLE, "the-secret-of-the-user")
-    assert own_secret(UpConfig()) == {}
+    assert own_secret(UpConfig(), tmp_path) == {}
+
+
+def test_doctor_finds_the_secret_of_this_users_run_on_this_machine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with private_directory() as other, private_directory() as mine:
+        own_secret(UpConfig(port=8001), other)
+        made = own_secret(UpConfig(), mine)
+        [file] = mine.glob("cluster-secret-*")
+        assert (file.stat().st_mode & 0o777, mine.stat().st_mode & 0o777) == (0o600, 0o700)
+        found = secret_of_run("http://127.0.0.1:8000")
+        assert found is not None
+        assert found.keys == (made[SECRET_VARIABLE].encode(),)
+        assert secret_of_run("http://10.0.0.1:8000") is None
+        assert secret_of_run("http://127.0.0.1:8002") is None
+    assert secret_of_run("http://127.0.0.1:8000") is None
