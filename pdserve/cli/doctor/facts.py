@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pdserve.base.facts.cluster import WorkerFacts
-from pdserve.base.ids import Epoch, WorkerId
-from pdserve.base.seals import receiver_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +38,6 @@ class SeenWorker:
     #: Seconds by which its clock is ahead of the one here, and how far that may be wrong.
     clock_skew_s: float = 0.0
     clock_error_s: float = 0.0
-
-    @property
-    def seal_name(self) -> bytes:
-        """This incarnation, as the seals of messages to it name it."""
-        return receiver_name(WorkerId(self.worker_id), Epoch(self.epoch))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 from pdserve.base.errors import Overloaded, PdserveError, PeerLost
 from pdserve.base.facts.wire import worker_from_proto
+from pdserve.base.ids import Epoch, WorkerId
 from pdserve.base.peer_tls import PeerTls
 from pdserve.base.rpc import mapped_rpc_errors, open_channel
-from pdserve.base.seals import Purpose, Seals
+from pdserve.base.seals import Purpose, Seals, receiver_name
 from pdserve.cli.doctor.facts import ClusterFacts, PairProbe, RouterFacts, SeenWorker, choose_pairs
 from pdserve.cli.status import ClusterStatus, WorkerStatus
 from pdserve.v1 import diagnostics_pb2 as pb
@@ -87,7 +88,7 @@ def _listed(worker: WorkerStatus, **more: object) -> SeenWorker:
 
 
 async def _describe(worker: WorkerStatus, plan: ProbePlan) -> SeenWorker:
-    request = plan.seals.seal(Purpose.DESCRIBE, _listed(worker).seal_name, pb.DescribeRequest())
+    request = plan.seals.seal(Purpose.DESCRIBE, _seal_name(worker), pb.DescribeRequest())
     try:
         with mapped_rpc_errors(f"worker {worker.worker_id}"):
             async with open_channel(worker.grpc_address, plan.tls) as channel:
@@ -104,6 +105,10 @@ async def _describe(worker: WorkerStatus, plan: ProbePlan) -> SeenWorker:
         clock_skew_s=facts.unix_time_s - (started + ended) / 2,
         clock_error_s=(ended - started) / 2,
     )
+
+
+def _seal_name(worker: WorkerStatus | SeenWorker) -> bytes:
+    return receiver_name(WorkerId(worker.worker_id), Epoch(worker.epoch))
 
 
 async def _probe(sender: SeenWorker, receiver: SeenWorker, plan: ProbePlan) -> PairProbe:
@@ -151,7 +156,7 @@ async def _round(sender: SeenWorker, receiver: SeenWorker, plan: ProbePlan) -> P
         open_channel(receiver.grpc_address, plan.tls) as to_receiver,
     ):
         receiving = pb_grpc.DiagnosticsServiceStub(to_receiver).ReceiveProbe(
-            plan.seals.seal(Purpose.PROBE, receiver.seal_name, pb.ReceiveProbeRequest(num_bytes=plan.num_bytes))
+            plan.seals.seal(Purpose.PROBE, _seal_name(receiver), pb.ReceiveProbeRequest(num_bytes=plan.num_bytes))
         )
         try:
             with mapped_rpc_errors(f"worker {receiver.worker_id}"):
@@ -159,7 +164,7 @@ async def _round(sender: SeenWorker, receiver: SeenWorker, plan: ProbePlan) -> P
                 granted = (await next_event(events, receiver)).ticket
             with mapped_rpc_errors(f"worker {sender.worker_id}"):
                 request = pb.SendProbeRequest(ticket=granted.ticket, request_id=granted.request_id)
-                sealed = plan.seals.seal(Purpose.PROBE, sender.seal_name, request)
+                sealed = plan.seals.seal(Purpose.PROBE, _seal_name(sender), request)
                 sent = await pb_grpc.DiagnosticsServiceStub(to_sender).SendProbe(sealed)
             with mapped_rpc_errors(f"worker {receiver.worker_id}"):
                 received = (await next_event(events, receiver)).received
