@@ -64,9 +64,9 @@ def test_no_id_beyond_the_vocabulary_is_sampled_however_wide_the_rows_in_memory_
     padded[:, :97] = torch.randn(4, 97, generator=torch.Generator().manual_seed(2))
     rows = [row(each, position=3) for each in (SOUND, SamplingParams(temperature=0.0), replace(SOUND, top_k=90))]
     for sampler in (cpu_sampler(isa), Sampler()):
-        for result in sampler.sample(padded[:, :97], rows, range(3)):
-            assert isinstance(result, Sampled)
-            assert result.token_id < 97
+        results = sampler.sample(padded[:, :97], rows, range(3))
+        assert results == sampler.sample(padded[:, :97].contiguous(), rows, range(3))
+        assert all(isinstance(result, Sampled) and result.token_id < 97 for result in results)
 
 
 @on_every_instruction_set
