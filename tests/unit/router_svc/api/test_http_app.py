@@ -38,9 +38,13 @@ async def _large(request: web.Request) -> web.Response:
     return web.Response(body=bytes(64 << 20))
 
 
+async def _broken(_: web.Request) -> web.Response:
+    raise ValueError("swordfish at 0x7f00")
+
+
 @asynccontextmanager
 async def _serving(**rules: object) -> AsyncIterator[str]:
-    routes = [web.post("/post", _post), web.get("/large", _large)]
+    routes = [web.post("/post", _post), web.get("/large", _large), web.get("/broken", _broken)]
     app = make_app([routes], HttpRules(**({"max_body_bytes": 1024} | rules)))  # type: ignore[arg-type]
     listener = bound_socket("127.0.0.1", 0, flag="--port")
     async with serve_http(app, listener) as address:
@@ -71,6 +75,18 @@ async def test_json_with_a_charset_is_taken() -> None:
         http.post(f"http://{address}/post", data=b'{"x": 1}', headers=headers) as response,
     ):
         assert (response.status, await response.json()) == (200, {"x": 1})
+
+
+async def test_an_unexpected_error_shows_nothing_of_the_process() -> None:
+    async with (
+        _serving() as address,
+        aiohttp.ClientSession() as http,
+        http.get(f"http://{address}/broken") as response,
+    ):
+        assert response.status == 500
+        text = await response.text()
+    assert "failed unexpectedly" in text
+    assert not any(word in text for word in ("swordfish", "0x", "Traceback", "ValueError", ".py"))
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
