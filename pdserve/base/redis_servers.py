@@ -12,11 +12,13 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qs, urlencode
 
 from redis.asyncio.connection import AbstractConnection, Connection, parse_url
 from redis.crc import key_slot
+from redis.credentials import CredentialProvider
 from redis.exceptions import (
     AskError,
     ClusterDownError,
@@ -174,9 +176,35 @@ class _Cluster(_Located):
         raise RedisError(f"no node of the cluster at {host} has hash slot {self._slot}, where our keys are")
 
 
+class _PasswordFile(CredentialProvider):
+    """A password that is read for each connection, so that a replaced one needs no restart."""
+
+    def __init__(self, path: str, username: str | None) -> None:
+        self._path, self._username = Path(path), username
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """User, if there is one, and password. Raises `RedisError` without either in its text."""
+        try:
+            password = self._path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8"
+            raise RedisError(f"the password in {self._path} cannot be read: {reason}") from error
+        return (password,) if self._username is None else (self._username, password)
+
+
 def _arguments(url: str) -> dict[str, Any]:
-    """Arguments of a connection class, which is itself one of them."""
+    """Arguments of a connection class, which is itself one of them. Raises ValueError."""
     arguments: dict[str, Any] = {"connection_class": Connection, **parse_url(url)}
+    path = arguments.pop("password_file", None)
+    if path is not None:
+        if "password" in arguments:
+            raise ValueError("it has both a password and a password_file")
+        provider = _PasswordFile(path, arguments.pop("username", None))
+        try:
+            provider.get_credentials()
+        except RedisError as error:
+            raise ValueError(error) from error
+        arguments["credential_provider"] = provider
     # Deadlines cover the whole call, in `Store.pipeline`. Replies are those of RESP2.
     return arguments | {"protocol": 2, "socket_timeout": None}
 

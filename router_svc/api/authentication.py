@@ -38,7 +38,8 @@ OPEN_ROUTES = frozenset(
     }
 )
 #: What shows the cluster, or the requests of all tenants.
-ADMIN_ROUTES = frozenset({"/metrics", "/v1/cluster", "/console/events"})
+METRICS_ROUTE = "/metrics"
+ADMIN_ROUTES = frozenset({METRICS_ROUTE, "/v1/cluster", "/console/events"})
 
 
 def authentication(access: Access) -> Middleware:
@@ -52,12 +53,20 @@ def authentication(access: Access) -> Middleware:
             headers = request.headers
             presented = credentials_of(headers.getall("Authorization", ()), headers.getall("x-api-key", ()))
             client = access.client(presented, request.remote or "")
-            if route in ADMIN_ROUTES and not client.is_admin:
-                raise Forbidden(f"The API key {client.id} may not read {request.path[:100]}. It takes an admin's key.")
+            _check_route(client, route, request.path)
             request[CLIENT] = client
         return await handler(request)
 
     return authenticated
+
+
+def _check_route(client: Client, route: str | None, path: str) -> None:
+    """Raises `Forbidden` for what this client may not use."""
+    if client.reads_metrics_only:
+        if route != METRICS_ROUTE:
+            raise Forbidden(f"The API key {client.id} may read {METRICS_ROUTE} and nothing else.")
+    elif route in ADMIN_ROUTES and not client.is_admin:
+        raise Forbidden(f"The API key {client.id} may not read {path[:100]}. It takes an admin's key.")
 
 
 def client_of(request: web.Request) -> Client:
@@ -70,7 +79,10 @@ def caller_of_rpc(context: grpc.aio.ServicerContext[Any, Any], access: Access) -
     """Who calls. Raises `Unauthorized` and `Forbidden`."""
     metadata = [(key, value) for key, value in context.invocation_metadata() or () if isinstance(value, str)]
     authorization, x_api_key = ([v for k, v in metadata if k == name] for name in ("authorization", "x-api-key"))
-    return access.client(credentials_of(authorization, x_api_key), host_of(context.peer()))
+    client = access.client(credentials_of(authorization, x_api_key), host_of(context.peer()))
+    if client.reads_metrics_only:
+        raise Forbidden(f"The API key {client.id} may read {METRICS_ROUTE} over HTTP and nothing else.")
+    return client
 
 
 def host_of(peer: str) -> str:

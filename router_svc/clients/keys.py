@@ -9,10 +9,10 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
-from typing import Annotated
+from typing import Annotated, Self
 
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
-from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints, ValidationError, model_validator
 
 from pdserve.base.errors import SetupError
 from router_svc.generation import MAX_PRIORITY
@@ -89,10 +89,17 @@ class _Entry(BaseModel):
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9A-Fa-f]{64}$")]
     tenant: _Name | None = None
     admin: bool = False
+    metrics: bool = False
     weight: Annotated[float, Gt(0), Le(1000)] = 1.0
     models: Annotated[list[Annotated[str, MinLen(1)]], MinLen(1)] | None = None
     priority_ceiling: Annotated[int, Ge(-MAX_PRIORITY), Le(MAX_PRIORITY)] = 0
     expires: Annotated[float, BeforeValidator(_unix_time)] | None = None
+
+    @model_validator(mode="after")
+    def _is_either(self) -> Self:
+        if self.admin and self.metrics:
+            raise ValueError("a key is either an admin's or for metrics")
+        return self
 
     def key(self) -> ApiKey:
         return ApiKey(
@@ -102,6 +109,7 @@ class _Entry(BaseModel):
                 weight=self.weight,
                 tenant=self.tenant or self.id,
                 is_admin=self.admin,
+                reads_metrics_only=self.metrics,
                 priority_ceiling=self.priority_ceiling,
             ),
             models=frozenset(self.models or ()),

@@ -17,6 +17,8 @@ class Client:
     tenant: str = ""
     #: Whether it sees the cluster, and the requests of all tenants.
     is_admin: bool = False
+    #: Whether it may read metrics and do nothing else.
+    reads_metrics_only: bool = False
     #: The lowest value, hence the most urgent, that its requests may have as `priority`; None: any.
     priority_ceiling: int | None = None
 

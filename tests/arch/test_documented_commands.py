@@ -25,6 +25,7 @@ from pdserve.cli.doctor import DoctorConfig
 from pdserve.cli.fetch import FetchConfig
 from pdserve.cli.health import HealthConfig
 from pdserve.cli.plan import PlanConfig
+from pdserve.cli.secrets import SecretsConfig
 from pdserve.cli.status import StatusConfig
 from pdserve.cli.trace import TraceConfig
 from pdserve.cli.up_config import UpConfig
@@ -46,6 +47,7 @@ CLI_CONFIGS: dict[str, type[Any]] = {
     "plan": PlanConfig,
     "fetch": FetchConfig,
     "health": HealthConfig,
+    "secrets": SecretsConfig,
     "bench serve": ServeConfig,
 }
 SERVICE_CONFIGS: dict[str, type[Any]] = {
@@ -80,6 +82,7 @@ def _documented_default(cell: str, field: dataclasses.Field[Any]) -> object:
         ("pdserve trace", TraceConfig, None),
         ("pdserve fetch", FetchConfig, None),
         ("pdserve health", HealthConfig, None),
+        ("pdserve secrets", SecretsConfig, None),
         ("pdserve doctor", DoctorConfig, None),
         ("pdserve plan", PlanConfig, None),
         ("pdserve bench serve", ServeConfig, None),

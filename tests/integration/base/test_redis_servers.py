@@ -12,6 +12,7 @@ from kvtransfer.index.kv_log import KvEventBatch, KvLog, StreamPosition
 from pdserve.base.block_hash import BlockHash
 from pdserve.base.errors import SetupError, StoreError
 from pdserve.base.ids import Epoch, RequestId, WorkerId
+from pdserve.base.redis_servers import parse_servers
 from pdserve.base.registry import Registrar, read_sightings
 from pdserve.base.store import Store, as_bytes, is_reachable
 from pdserve.cli.private_redis import PrivateRedis
@@ -62,6 +63,35 @@ async def test_a_user_needs_the_documented_rights_only(tmp_path: Path) -> None:
             with pytest.raises(StoreError, match=r"cannot be used: .*password"):
                 await store.call("PING")
             assert "wrong" not in store.address
+
+
+async def test_a_password_in_a_file_is_read_for_each_connection(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("first\n")
+    async with redis_process(tmp_path) as server:
+        async with Store(server.url) as admin:
+            await admin.call("CONFIG", "SET", "requirepass", "first")
+        async with Store(f"{server.url}?password_file={file}") as store:
+            await use(store)
+        file.write_text("second")
+        async with Store(f"{server.url}?password_file={file}") as store:
+            with pytest.raises(StoreError, match=r"cannot be used: .*password"):
+                await store.call("PING")
+            file.write_text("first")
+            assert await store.call("PING")
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("redis://host?password_file=/absent/file", "/absent/file cannot be read: No such file"),
+        ("redis://:secret@host?password_file=/absent/file", "both a password and a password_file"),
+    ],
+)
+def test_a_password_file_that_cannot_be_used_is_named(url: str, reason: str) -> None:
+    with pytest.raises(SetupError, match=reason) as refusal:
+        parse_servers(url, "pd")
+    assert "secret" not in str(refusal.value)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate with")

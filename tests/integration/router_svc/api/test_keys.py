@@ -30,8 +30,10 @@ def bearer(key: str) -> dict[str, str]:
 
 @pytest.fixture
 async def locked(redis_server: PrivateRedis, model_dir: Path, tmp_path: Path) -> AsyncIterator[ScriptedCluster]:
-    """A router with an operator's key, `root`, and the keys `a` and `b` of two tenants."""
-    keys = [{"id": name, "sha256": hashlib.sha256(name.encode()).hexdigest()} for name in ("a", "b")]
+    """A router with an operator's key, `root`, the keys `a` and `b` of two tenants, and `m` for metrics."""
+    keys: list[dict[str, object]] = [
+        {"id": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "metrics": name == "m"} for name in "abm"
+    ]
     path = tmp_path / "keys.json"
     path.write_text(json.dumps({"keys": keys}), encoding="utf-8")
     settings: dict[str, Any] = {"api_key": ("root",), "api_keys_file": str(path)}
@@ -97,6 +99,22 @@ async def test_the_cluster_is_for_admins(locked: ScriptedCluster) -> None:
         for key, expected in (("a", 403), ("root", 200)):
             async with locked.http.get(locked.base_url + path, headers=bearer(key)) as response:
                 assert response.status == expected, (path, key)
+
+
+async def test_a_key_for_metrics_reads_them_and_does_nothing_else(locked: ScriptedCluster) -> None:
+    async with locked.http.get(f"{locked.base_url}/metrics", headers=bearer("m")) as response:
+        assert response.status == 200
+    others = [each for each in routes_of(locked) if each[1].startswith("/v1") or each[1] == "/console/events"]
+    for method, path in others:
+        async with locked.http.request(method, locked.base_url + path, headers=bearer("m"), json=BODY) as response:
+            assert response.status == 403, (method, path)
+    async with locked.channel() as channel:
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
+            pb.GenerateRequest(), metadata=(("x-api-key", "m"),)
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.read()
+        assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
 async def test_traces_are_for_their_tenant_and_admins(locked: ScriptedCluster) -> None:

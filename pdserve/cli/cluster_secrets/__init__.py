@@ -1,0 +1,1 @@
+"""The secrets of a cluster: what they are, and where they are written."""

@@ -1,0 +1,70 @@
+"""Everything that keeps strangers out of a cluster, as files by name."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from pdserve.base.secret import new_secret
+from pdserve.cli.cluster_secrets.certificates import peer_certificates
+
+CLUSTER_SECRET = "cluster-secret"
+REDIS_PASSWORD = "redis-password"
+API_KEYS = "api-keys.toml"
+METRICS_KEY, SMOKE_TEST_KEY = "metrics-key", "smoke-test-key"
+PEER_CA, PEER_CERTIFICATE, PEER_KEY = "peer-ca.pem", "peer.pem", "peer-key.pem"
+
+_FIRST = "first"
+_HEADER = "# API keys as SHA-256 digests (docs/operations/keys.md). The router reads a changed file within a second.\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecretGroup:
+    """Files that belong together: all of them are made, or none."""
+
+    #: Contents by name. A group is complete when its last file is there.
+    files: Mapping[str, bytes]
+    #: An API key that is shown once and in no file; None: the group has none.
+    api_key: str | None = None
+
+
+def new_secrets(now: datetime) -> tuple[SecretGroup, ...]:
+    """All secrets of a cluster, new and random. `now` has a time zone."""
+    return (
+        SecretGroup(files={CLUSTER_SECRET: _line(new_secret())}),
+        SecretGroup(files={REDIS_PASSWORD: _line(new_secret())}),
+        SecretGroup(files=_peer_files(now)),
+        _api_keys(),
+    )
+
+
+def _peer_files(now: datetime) -> dict[str, bytes]:
+    made = peer_certificates(now)
+    return {PEER_CA: made.authority, PEER_KEY: made.key, PEER_CERTIFICATE: made.certificate}
+
+
+def _api_keys() -> SecretGroup:
+    """The operator's key, which is in no file; one for Prometheus, and one for the smoke test of Kubernetes."""
+    first, metrics, smoke_test = (secrets.token_urlsafe(32) for _ in range(3))
+    table = "\n".join(
+        [
+            _HEADER,
+            _entry(_FIRST, first, "admin = true"),
+            _entry("metrics", metrics, "metrics = true"),
+            _entry("smoke-test", smoke_test),
+        ]
+    )
+    files = {METRICS_KEY: metrics.encode(), SMOKE_TEST_KEY: smoke_test.encode(), API_KEYS: table.encode()}
+    return SecretGroup(files=files, api_key=first)
+
+
+def _entry(name: str, key: str, *settings: str) -> str:
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return "\n".join(["[[keys]]", f'id = "{name}"', f'sha256 = "{digest}"', *settings, ""])
+
+
+def _line(text: str) -> bytes:
+    return f"{text}\n".encode()

@@ -1,0 +1,77 @@
+"""Files of secrets: made once, complete or absent, and readable by their owner and its group alone."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from pdserve.base.errors import SetupError
+from pdserve.cli.__main__ import main
+from pdserve.cli.cluster_secrets.contents import SecretGroup
+from pdserve.cli.cluster_secrets.directory import write_missing
+
+GROUP = SecretGroup(files={"clear": b"one", "digest": b"two"}, api_key="KEY")
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if not path.name.startswith(".")}
+
+
+def test_what_is_there_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_bytes(b"kept")
+    shown: list[str] = []
+    groups = [SecretGroup(files={"mine": b"new"}), GROUP]
+    assert write_missing(tmp_path, groups, shown.append) == ["clear", "digest"]
+    assert write_missing(tmp_path, groups, shown.append) == []
+    assert contents(tmp_path) == {"mine": b"kept", "clear": b"one", "digest": b"two"}
+    assert shown == ["KEY"]
+
+
+def test_a_group_that_was_interrupted_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / "clear").write_bytes(b"of the first attempt")
+    (tmp_path / ".digest.new").write_bytes(b"of the first attempt")
+    shown: list[str] = []
+    write_missing(tmp_path, [GROUP], shown.append)
+    assert contents(tmp_path) == {"clear": b"one", "digest": b"two"}
+    assert shown == ["KEY"]
+
+
+def test_no_file_is_there_before_its_key_was_shown(tmp_path: Path) -> None:
+    def fail(_: str) -> None:
+        assert contents(tmp_path) == {}
+        raise BrokenPipeError
+
+    with pytest.raises(SetupError):
+        write_missing(tmp_path, [GROUP], fail)
+    assert contents(tmp_path) == {}
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+def test_others_cannot_read_and_the_group_can(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_missing(tmp_path, [GROUP], print)
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in GROUP.files} == {0o640}
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SetupError, match=f"Cannot write secrets to {tmp_path}/file/in"):
+        write_missing(tmp_path / "file" / "in", [GROUP], print)
+
+
+def test_the_command_prints_the_first_key_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["secrets", "--to", str(tmp_path / "new")]) == 0
+    out, err = capsys.readouterr()
+    key = out.split()[-1]
+    assert len(key) == 43
+    assert key not in err
+    assert main(["secrets", "--to", str(tmp_path / "new")]) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "all of it is there" in err
