@@ -73,7 +73,7 @@ audit: install ## Known vulnerabilities of the pinned packages; needs an advisor
 	@$(BIN)/python -m tests.dependencies.audit $(ARGS)
 
 .PHONY: fuzz
-fuzz: install ## Damaged and forged input for MINUTES=10 minutes
+fuzz: install ## Damaged and forged input of all kinds, for MINUTES=10 minutes
 	$(BIN)/python -m tests.fuzz $(or $(MINUTES),10)
 
 .PHONY: test-all

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from math import isnan
 
 from pdserve.base.errors import TransferError
 from pdserve.base.sampling import ChoiceTokens, FinishReason, TokenLogprobs
@@ -52,6 +53,7 @@ class Output:
     def __init__(self, generation: Generation, tokenizer: Tokenizer) -> None:
         self._choices = [_Choice(index, generation, tokenizer) for index in range(generation.sampling.n)]
         self._num_open = len(self._choices)
+        self._has_logprobs = generation.sampling.logprobs is not None
         #: Tokens of all choices so far.
         self.completion_tokens = 0
 
@@ -59,16 +61,32 @@ class Output:
         """Accepts tokens from any worker, in any order, repeated or not, and returns those new to the client."""
         deltas = []
         for chunk in tokens:
-            if chunk.choice_index >= len(self._choices):
-                raise TransferError(
-                    f"A worker sent tokens of choice {chunk.choice_index}, but there are {len(self._choices)}."
-                )
+            self._require_plausible(chunk)
             delta = self._choices[chunk.choice_index].push(chunk)
             if delta is not None:
                 deltas.append(delta)
                 self.completion_tokens += len(delta.token_ids)
                 self._num_open -= delta.finish_reason is not None
         return deltas
+
+    def _require_plausible(self, chunk: ChoiceTokens) -> None:
+        """Raises `TransferError` for tokens that no worker of ours sends."""
+        if chunk.choice_index >= len(self._choices):
+            raise TransferError(
+                f"A worker sent tokens of choice {chunk.choice_index}, but there are {len(self._choices)}."
+            )
+        if len(chunk.logprobs) != (len(chunk.token_ids) if self._has_logprobs else 0):
+            raise TransferError(
+                f"A worker sent {len(chunk.token_ids)} tokens with {len(chunk.logprobs)} log-probabilities, where "
+                f"{'each has' if self._has_logprobs else 'none has'} one."
+            )
+        for entry in chunk.logprobs:
+            if (
+                len(entry.top_ids) != len(entry.top_logprobs)
+                or isnan(entry.logprob)
+                or any(map(isnan, entry.top_logprobs))
+            ):
+                raise TransferError("A worker sent log-probabilities that are none.")
 
     def forget_early(self) -> None:
         """Drops tokens that wait for their first one. Call it when the decode worker that sent them has failed."""

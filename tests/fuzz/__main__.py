@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import importlib
+import importlib.util
 import io
 import logging
 import os
@@ -27,6 +27,11 @@ AREAS = ("files", "http", "grpc", "internal", "records")
 _FIRST_SEED = 1000
 
 
+def present() -> list[str]:
+    """The areas that this tree has."""
+    return [name for name in AREAS if importlib.util.find_spec(f"tests.fuzz.{name}") is not None]
+
+
 def area_of(name: str) -> Area:
     """The area of that name."""
     found: Area = importlib.import_module(f"tests.fuzz.{name}.area").AREA
@@ -38,7 +43,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("minutes", nargs="?", type=float, default=1.0)
     parser.add_argument(
-        "--areas", type=lambda text: text.split(","), default=list(AREAS), help="some of " + ",".join(AREAS)
+        "--areas", type=lambda text: text.split(","), default=present(), help="some of " + ",".join(AREAS)
     )
     parser.add_argument("--seed", type=int, default=_FIRST_SEED, help="first seed; those below 1000 run in make test")
     parser.add_argument("--found", type=Path, default=Path("fuzz-findings"), help="directory for what breaks something")

@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
+import logging
 import shutil
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -40,6 +41,35 @@ _MAX_FINDINGS = 10
 #: Inputs after which memory is looked at first, and the growth after that which is a leak.
 _WARM_UP = 1000
 _MAX_BLOCKS_PER_INPUT, _MAX_RSS = 25, 256 << 20
+
+
+class Complaints(logging.Handler):
+    """Errors that any module has logged: input has broken something, where it should have been refused."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self._logged: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps the line, with the traceback."""
+        fields = getattr(record, "fields", "")
+        trace = "".join(traceback.format_exception(record.exc_info[1])) if record.exc_info else ""
+        self._logged.append(f"{record.getMessage()} {fields} {trace}")
+
+    def require_none(self) -> None:
+        """Raises AssertionError with the first error since the last call."""
+        logged, self._logged = self._logged, []
+        assert not logged, f"an error was logged: {logged[0]}"
+
+    @contextmanager
+    def attached(self) -> Iterator[Complaints]:
+        """Listens during the block."""
+        root = logging.getLogger()
+        root.addHandler(self)
+        try:
+            yield self
+        finally:
+            root.removeHandler(self)
 
 
 class Feeder(Protocol):
@@ -106,6 +136,7 @@ class _Run:
     report: Report
     found: Path
     longest: Longest
+    complaints: Complaints
     fed: list[tuple[str, bytes]] = field(default_factory=list)
 
     async def batch(self, feeder: Feeder, inputs: Sequence[tuple[str, bytes]]) -> None:
@@ -121,6 +152,7 @@ class _Run:
             self.report.outcomes[await self._feed(feeder, target, data)] += 1
         async with asyncio.timeout(_INPUT_TIMEOUT_S):
             await feeder.check()
+        self.complaints.require_none()
         shutil.rmtree(running)
 
     async def _feed(self, feeder: Feeder, target: str, data: bytes) -> str:
@@ -128,6 +160,7 @@ class _Run:
             self.longest.reset()
             async with asyncio.timeout(_INPUT_TIMEOUT_S):
                 outcome = await feeder.feed(target, data)
+            self.complaints.require_none()
             if self.longest.seconds <= LIMIT_S:
                 return outcome
         raise AssertionError(f"the event loop was held for {self.longest.seconds:.3f} s by {self.longest.callback}")
@@ -166,8 +199,8 @@ async def _fuzz(area: Area, report: Report, found: Path, until: float, last: int
     """Until the time, or the first finding, after which everything starts again."""
     async with area.open() as feeder:
         memory = _Memory()
-        with watched_callbacks() as longest:
-            run = _Run(area, report, found, longest)
+        with watched_callbacks() as longest, Complaints().attached() as complaints:
+            run = _Run(area, report, found, longest, complaints)
             try:
                 await run.batch(
                     feeder, [(target, path.read_bytes()) for target in area.targets for path in area.kept(target)]
@@ -190,10 +223,10 @@ def again(area: Area, paths: Sequence[Path]) -> None:
 
     async def feed() -> None:
         async with area.open() as feeder:
-            with watched_callbacks() as longest:
+            with watched_callbacks() as longest, Complaints().attached() as complaints:
                 inputs = [(file.name.split(".")[-2], file.read_bytes()) for file in files]
                 with tempfile.TemporaryDirectory() as found:
-                    await _Run(area, report, Path(found), longest).batch(feeder, inputs)
+                    await _Run(area, report, Path(found), longest, complaints).batch(feeder, inputs)
 
     asyncio.run(feed())
     print(report)

@@ -174,7 +174,7 @@ class TorchDistributedTransport:
     # Calls of the control connections.
     def accept(self, control: asyncio.Transport) -> Pair | None:
         """Implements `Listener`."""
-        if self._closed or sum(not pair.formed.done() for pair in self._pairs) >= _MAX_FORMING:
+        if self._closed or sum(not pair.formed.done() for pair in self._pairs) + len(self._ending) >= _MAX_FORMING:
             control.abort()
             return None
         assert self._store is not None, "connections are accepted only while listening"

@@ -102,3 +102,8 @@ def test_text_stays_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     time, _, rest = capsys.readouterr().err.strip().partition(" ")
     assert time.endswith("Z")
     assert rest == "INFO    router_svc one ended at=0.25 why='two words' request_id=r1"
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J", "a\rb", "a\u2028b", "\x00", "\u202e"])
+def test_what_a_stranger_sends_moves_no_cursor_and_begins_no_line(text: str) -> None:
+    assert logs.quote(text).isprintable()

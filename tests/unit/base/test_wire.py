@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.base.errors import TransferError
 from pdserve.base.sampling import ChoiceTokens, FinishReason, SamplingParams, TokenLogprobs
-from pdserve.base.wire import sampling_from_wire, sampling_to_wire, tokens_from_wire, tokens_to_wire
+from pdserve.base.wire import reported_wait, sampling_from_wire, sampling_to_wire, tokens_from_wire, tokens_to_wire
 from pdserve.v1 import common_pb2 as pb
 
 ids = st.integers(0, 2**32 - 1)
@@ -64,3 +66,17 @@ def test_tokens_survive_a_round_trip(
         stop_token_id=stop_token_id,
     )
     assert tokens_from_wire(pb.ChoiceTokens.FromString(tokens_to_wire(tokens).SerializeToString())) == tokens
+
+
+def test_an_unknown_finish_reason_is_a_failed_transfer() -> None:
+    with pytest.raises(TransferError, match="finish reason 77"):
+        tokens_from_wire(pb.ChoiceTokens(finish_reason=77))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, 1e9, "", "x", "nan"])
+def test_a_wait_that_is_none_becomes_a_second(seconds: float | str) -> None:
+    assert reported_wait(seconds) == 1.0
+
+
+def test_a_wait_that_another_process_reports_is_taken() -> None:
+    assert (reported_wait("2.5"), reported_wait(0.0)) == (2.5, 0.0)

@@ -176,3 +176,29 @@ def test_a_digest_depends_on_every_byte_and_on_the_key() -> None:
 def test_tags_of_a_ticket_do_not_leave_its_range() -> None:
     ticket = replace(a_ticket(), tag_base=((1 << 44) - 1) << 20, num_blocks=MAX_MESSAGES // 2)
     assert ticket.tag(MAX_MESSAGES - 1) == (1 << 64) - 1
+
+
+@pytest.mark.parametrize("address", ["", "unix:/run/x", "dns:///x", "h", "h:", "h:x", "h:70000", "a b:1", "xds:///x:1"])
+def test_a_ticket_names_a_host_and_a_port_and_nothing_else_that_grpc_understands(address: str) -> None:
+    wire = ticket_to_proto(a_ticket())
+    wire.grpc_address = address
+    with pytest.raises(RequestError, match="grpc_address"):
+        ticket_from_proto(wire)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:1", "[::1]:50051", "[fe80::1%eth0]:1", "decode-0.decode_svc:7001"])
+def test_a_ticket_names_any_host(address: str) -> None:
+    wire = ticket_to_proto(a_ticket())
+    wire.grpc_address = address
+    assert ticket_from_proto(wire).grpc_address == address
+
+
+def test_a_ticket_covers_the_last_blocks_of_its_prompt() -> None:
+    """A prefill worker would wait for blocks that no prompt has."""
+    ticket = a_ticket()
+    end = (ticket.first_block + ticket.num_blocks) * ticket.layout.block_size
+    ticket.require_end_of(end)
+    ticket.require_end_of(end - 1)
+    for wrong in (end + 1, end - ticket.layout.block_size):
+        with pytest.raises(RequestError, match="ends at block"):
+            ticket.require_end_of(wrong)

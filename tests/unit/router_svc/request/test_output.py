@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,34 @@ def test_logprobs_stay_with_their_tokens_when_some_tokens_are_repeated(tokenizer
     out.push([ChoiceTokens(choice_index=0, first_index=0, token_ids=(65,), logprobs=entries[:1])])
     [delta] = out.push([ChoiceTokens(choice_index=0, first_index=0, token_ids=(65, 66, 67), logprobs=entries)])
     assert (delta.token_ids, delta.logprobs) == ((66, 67), entries[1:])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (ChoiceTokens(choice_index=1, first_index=0, token_ids=(5,)), "choice 1"),
+        (replace(chunk("x", 0), logprobs=(TokenLogprobs(logprob=-1, rank=1),)), "none has"),
+    ],
+)
+def test_tokens_that_no_worker_sends_are_a_failed_transfer(
+    tokenizer: Tokenizer, tokens: ChoiceTokens, words: str
+) -> None:
+    with pytest.raises(TransferError, match=words):
+        output(tokenizer).push([tokens])
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "words"),
+    [
+        ((), "each has"),
+        ((TokenLogprobs(logprob=float("nan"), rank=1),), "are none"),
+        ((TokenLogprobs(logprob=-1, rank=1, top_ids=(5,)),), "are none"),
+    ],
+)
+def test_log_probabilities_that_no_worker_sends_are_a_failed_transfer(
+    tokenizer: Tokenizer, logprobs: tuple[TokenLogprobs, ...], words: str
+) -> None:
+    with pytest.raises(TransferError, match=words):
+        output(tokenizer, logprobs=1).push(
+            [ChoiceTokens(choice_index=0, first_index=0, token_ids=(5,), logprobs=logprobs)]
+        )
