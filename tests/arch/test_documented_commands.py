@@ -59,6 +59,7 @@ SERVICE_CONFIGS: dict[str, type[Any]] = {
 FOREIGN_FLAGS = {
     *("--appendonly", "--cap-add", "--enable-feature", "--for", "--ipc", "--pid", "--save", "--shm-size", "--target"),
     *("--force-recreate", "--no-recreate", "--scale", "--timeout", "--ulimit", "--volumes"),
+    *("--again", "--areas"),  # python -m tests.fuzz
 }
 
 
