@@ -21,6 +21,8 @@ from pdserve.base.errors import SetupError
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PRIVATE_PREFIX = "pdserve-run-"
+#: Mode of directories that are for this user alone.
+_PRIVATE = 0o700
 #: Younger directories may belong to a run that has not marked them yet.
 _FRESH_S = 10.0
 #: Names of log directories that `pdserve up` chooses. Others are never removed.
@@ -87,14 +89,14 @@ def _new_directory(root: Path) -> Path:
     for number in range(1, 1000):
         path = root / (name if number == 1 else f"{name}-{number}")
         with suppress(FileExistsError):
-            _make(path, exist_ok=False)
+            _make(path, exist_ok=False, mode=_PRIVATE)
             return path
     raise SetupError(f"{root} has a thousand log directories of this second. Choose one with --log-dir.")
 
 
-def _make(path: Path, *, exist_ok: bool = True) -> None:
+def _make(path: Path, *, exist_ok: bool = True, mode: int = 0o777) -> None:
     try:
-        path.mkdir(parents=True, exist_ok=exist_ok)
+        path.mkdir(mode=mode, parents=True, exist_ok=exist_ok)
     except FileExistsError:
         if exist_ok:  # It is a file.
             raise SetupError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -53,6 +54,12 @@ def finished(root: Path, *names: str) -> None:
     for name in names:
         (root / name).mkdir(parents=True)
         (root / name / "router.log").write_text("text")
+
+
+def test_the_directories_of_a_run_are_for_its_user_alone(logs: Path) -> None:
+    """Who else is on the host sees neither addresses of clients nor the sockets. Fails with the mode of the umask."""
+    with log_directory(None, max_runs=1) as log_dir, private_directory() as private:
+        assert {stat.S_IMODE(path.stat().st_mode) for path in (log_dir, private)} == {0o700}
 
 
 def test_the_newest_runs_are_kept_and_nothing_else_is_touched(logs: Path) -> None:
