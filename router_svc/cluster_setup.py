@@ -12,6 +12,8 @@ from pdserve.base.rpc import ChannelPool
 from pdserve.base.seals import Seals
 from pdserve.base.secret import read_secret
 from pdserve.base.store import Store
+from pdserve.base.stream_pool import StreamPool
+from pdserve.v1.decode_pb2 import DecodeResponse
 from router_svc.config import RouterConfig
 from router_svc.records.metrics import RouterMetrics
 from router_svc.routing.cluster import Cluster, RoutingPolicy
@@ -30,6 +32,7 @@ def make_cluster(config: RouterConfig, store: Store, mirror: PrefixMirror, metri
         channels=ChannelPool(tls=tls),
         seals=seals,
         tls=tls,
+        streams=StreamPool(DecodeResponse.FromString, tls),
     )
 
 

@@ -133,6 +133,7 @@ class PeerTls:
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_cert_chain(self._paths[0], self._paths[1])
             context.load_verify_locations(self._paths[2])
+        server.num_tickets = 0  # Nobody resumes a session, and tickets cost a tenth of a handshake.
         return client, server
 
     def _read(self) -> _Files:

@@ -50,7 +50,8 @@ async def serve_streams(
     the connection counts as a newcomer, whose number and bytes are limited (`Newcomers`). One with a message beyond
     `max_message_bytes` is closed.
     """
-    newcomers = Newcomers(max_bytes=max(_NEWCOMER_BYTES, 2 * max_message_bytes))
+    # With TLS, a peer has shown a certificate of the cluster's CA before it is here.
+    newcomers = Newcomers(max_bytes=max(_NEWCOMER_BYTES, 2 * max_message_bytes)) if tls is None else None
     async with service_group() as group:
 
         def on_open(stream: MessageStream[Incoming]) -> None:

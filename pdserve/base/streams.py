@@ -77,6 +77,11 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
         #: Whether something was written since the last `keep_alive`.
         self._has_written = False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the peer has neither closed nor sent anything that is unread."""
+        return not self._ended and not self._inbox
+
     async def read(self, silence_s: float | None = None) -> Incoming | None:
         """The next message, or None once the peer has closed or is lost. Raises `TimeoutError` after `silence_s`."""
         while not self._inbox:

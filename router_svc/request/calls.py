@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 import grpc
 
 from pdserve.base.errors import PdserveError, PeerLost, TransferTimeout
-from pdserve.base.peer_tls import PeerTls
 from pdserve.base.rpc import mapped_rpc_errors, trace_metadata
 from pdserve.base.seals import Purpose
-from pdserve.base.streams import MessageStream, open_stream
+from pdserve.base.stream_pool import StreamPool
+from pdserve.base.streams import MessageStream
 from pdserve.base.tracing.context import TraceContext
 from pdserve.base.wire import error_from_wire
 from pdserve.base.workers import WorkerRecord
@@ -140,10 +140,12 @@ class DecodeCall:
 
 
 @asynccontextmanager
-async def decode_call(worker: WorkerRecord, tls: PeerTls | None = None) -> AsyncIterator[DecodeCall]:
+async def decode_call(
+    worker: WorkerRecord, streams: StreamPool[decode_pb2.DecodeResponse]
+) -> AsyncIterator[DecodeCall]:
     """Connects to the worker; leaving the block frees the blocks there. Raises `DecodeFailed` if it is unreachable."""
     try:
-        stream = await _connect(worker, tls)
+        stream = await _connect(worker, streams)
     except PeerLost as error:
         raise DecodeFailed(error, worker) from error
     try:
@@ -152,9 +154,11 @@ async def decode_call(worker: WorkerRecord, tls: PeerTls | None = None) -> Async
         stream.close()
 
 
-async def _connect(worker: WorkerRecord, tls: PeerTls | None) -> MessageStream[decode_pb2.DecodeResponse]:
+async def _connect(
+    worker: WorkerRecord, streams: StreamPool[decode_pb2.DecodeResponse]
+) -> MessageStream[decode_pb2.DecodeResponse]:
     try:
-        return await open_stream(worker.stream_address, decode_pb2.DecodeResponse.FromString, tls)
+        return await streams.open(worker.stream_address)
     except OSError as error:
         raise PeerLost(f"Lost {_name_of(worker)}: {error.strerror or 'it does not answer'}.") from error
 

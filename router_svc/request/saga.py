@@ -163,7 +163,7 @@ class Saga:
                     context.prompt.assigned(computing.worker, computing.uncached_tokens, is_sent=False)
                 )
             counted.enter_context(self._cluster.in_flight.decoding(worker.worker_id, context.generation.sampling.n))
-            async with decode_call(worker, self._cluster.tls) as call:
+            async with decode_call(worker, self._cluster.streams) as call:
                 await DecodeAttempt(context, call).run(start)
 
     def _plan_prefill(self, decode: Placement, remote: Placement | None) -> PrefillPlan:

@@ -13,7 +13,9 @@ from pdserve.base.peer_tls import PeerTls
 from pdserve.base.registry import WorkerDirectory
 from pdserve.base.rpc import ChannelPool
 from pdserve.base.seals import Message, Purpose, Seals, receiver_name
+from pdserve.base.stream_pool import StreamPool
 from pdserve.base.workers import Tier, WorkerRecord
+from pdserve.v1.decode_pb2 import DecodeResponse
 from router_svc.routing.in_flight import InFlight
 from router_svc.routing.placement import Demand, uncached_tokens
 from router_svc.routing.silence import SilenceLimits
@@ -70,6 +72,8 @@ class Cluster:
     channels: ChannelPool = field(default_factory=ChannelPool)
     #: Certificates for connections to the workers; None: no TLS.
     tls: PeerTls | None = None
+    #: Connections to decode workers.
+    streams: StreamPool[DecodeResponse] = field(default_factory=lambda: StreamPool(DecodeResponse.FromString))
     #: What goes to the workers.
     seals: Seals = field(default_factory=Seals)
     in_flight: InFlight = field(default_factory=lambda: InFlight(new_router_id()))

@@ -14,9 +14,10 @@ from typing import Any
 import grpc
 import pytest
 
-from pdserve.base import rpc
+from pdserve.base import rpc, stream_pool
 from pdserve.base.errors import PdserveError, SetupError
 from pdserve.base.peer_tls import PeerTls, peer_tls
+from pdserve.base.stream_pool import StreamPool
 from pdserve.base.stream_server import serve_streams
 from pdserve.base.streams import MessageStream, open_stream
 from pdserve.v1 import decode_pb2 as pb
@@ -203,3 +204,59 @@ async def test_a_handover_over_tls_gives_the_same_tokens(
 def _paths(settings: TlsSettings) -> list[Path]:
     named = (settings.peer_ssl_certfile, settings.peer_ssl_keyfile, settings.peer_ssl_ca_certs)
     return [Path(path) for path in named if path is not None]
+
+
+@asynccontextmanager
+async def pool_of(tls: PeerTls) -> AsyncIterator[StreamPool[pb.DecodeResponse]]:
+    pool = StreamPool(pb.DecodeResponse.FromString, tls)
+    async with asyncio.timeout(TIMEOUT_S):
+        running = asyncio.create_task(pool.run())
+        try:
+            yield pool
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+
+
+async def _answered(stream: MessageStream[pb.DecodeResponse]) -> bool:
+    await stream.write(pb.DecodeRequest(keep_lease=pb.KeepLease()))
+    return await stream.read() is not None
+
+
+async def _spare(pool: StreamPool[pb.DecodeResponse], address: str) -> MessageStream[pb.DecodeResponse]:
+    while not pool._spare.get(address):  # noqa: ASYNC110 - there is no event for it
+        await asyncio.sleep(0.001)
+    return pool._spare[address][0][1]
+
+
+async def test_the_next_request_finds_a_connection_whose_handshake_is_over(authority: Authority) -> None:
+    tls = credentials(authority)
+    async with serving(tls) as (_, address), pool_of(tls) as pool:
+        first = await pool.open(address)
+        spare = await _spare(pool, address)
+        second = await pool.open(address)
+        assert second is spare
+        assert await _answered(first)
+        assert await _answered(second)
+        first.close()
+        second.close()
+
+
+async def test_a_spare_connection_that_is_old_or_closed_by_the_worker_serves_no_request(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls = credentials(authority)
+    async with pool_of(tls) as pool:
+        async with serving(tls) as (_, address):
+            (await pool.open(address)).close()
+            old = await _spare(pool, address)
+            monkeypatch.setattr(stream_pool, "_MAX_AGE_S", 0.0)
+            fresh = await pool.open(address)
+            assert fresh is not old
+            assert not old.is_open
+            monkeypatch.setattr(stream_pool, "_MAX_AGE_S", 60.0)
+            fresh.close()
+            last = await _spare(pool, address)
+        assert await last.read() is None
+        with pytest.raises(OSError):
+            await pool.open(address)
