@@ -45,13 +45,12 @@ async def serve_streams(
     """Has `handle` serve each connection, in a task of its own, until the block ends. Yields `host:port`.
 
     A connection is closed when its handler returns, and immediately if it arrives while the block ends. If the handler
-    raises, the last message is the one that `failure` makes of the error. Errors other than `PdserveError` are logged
-    and replaced by one. `PeerLeft` is not a failure. `handle` calls `trust` when it knows who has connected: until then
-    the connection counts as a newcomer, whose number and bytes are limited (`Newcomers`). One with a message beyond
-    `max_message_bytes` is closed.
+    raises, the last message is the one that `failure` makes of the error; any but a `PdserveError` is logged and
+    replaced by one. `PeerLeft` is not a failure. `handle` calls `trust` when it knows who has connected: until then
+    the connection counts as a newcomer (`Newcomers`). One with a message beyond `max_message_bytes` is closed.
     """
-    # With TLS, a peer has shown a certificate of the cluster's CA before it is here.
-    newcomers = Newcomers(max_bytes=max(_NEWCOMER_BYTES, 2 * max_message_bytes)) if tls is None else None
+    # With TLS, a peer has shown a certificate before it is here.
+    newcomers = None if tls is not None else Newcomers(max_bytes=max(_NEWCOMER_BYTES, 2 * max_message_bytes))
     async with service_group() as group:
 
         def on_open(stream: MessageStream[Incoming]) -> None:
