@@ -13,6 +13,8 @@ from typing import Any
 import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined] # grpc's types lack it.
 
+from pdserve.base.grpc_log import keep_metadata_out_of_the_log
+
 #: What grpc calls these methods in its own log.
 _UNREGISTERED = "unregistered"
 
@@ -48,6 +50,7 @@ class _RegisteredMethodsOnly(cygrpc.AioServer):  # type: ignore[misc]
 
 def grpc_server(**settings: Any) -> grpc.aio.Server:
     """As `grpc.aio.server`."""
+    keep_metadata_out_of_the_log()
     original = cygrpc.AioServer
     # Earlier versions decode each name in a task of its own, and have no hook.
     if hasattr(original, "_make_request_call_future"):

@@ -164,7 +164,8 @@ class Store:
     async def _drop_idle(self) -> None:
         idle, self._idle = self._idle, []
         for connection in idle:
-            await connection.disconnect()
+            # Without waiting for its end: a hung server behind TLS has none, and the library raises an error for that.
+            await connection.disconnect(nowait=True)
 
 
 async def is_reachable(url: str, *, timeout_s: float = 0.5) -> bool:

@@ -119,7 +119,11 @@ def _damage(fields: dict[str, str], random: Random) -> None:
         del fields[name]
         fields["of_a_later_version"] = value
     elif value.startswith(("{", "[")) and random.random() < 0.8:
-        fields[name] = damaged_json(value.encode(), random).decode("latin-1")
+        try:
+            damaged = damaged_json(value.encode(), random)
+        except (ValueError, RecursionError):  # It is damaged already.
+            damaged = damaged_bytes(value.encode("latin-1", errors="replace"), random)
+        fields[name] = damaged.decode("latin-1")
     else:
         fields[name] = random.choice((*_NUMBERS, *_BYTES, value + "x", "127.0.0.1:99999", "h:x", "[::1]:1", "prefill"))
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from typing import cast
 
 import pytest
+import redis.exceptions
+from redis.asyncio.connection import AbstractConnection
 
 from pdserve.base.errors import SetupError, StoreError
 from pdserve.base.store import Reply, Store, as_bytes, as_fields, as_list
@@ -58,3 +61,26 @@ async def test_a_server_that_never_answers_costs_exactly_the_timeout() -> None:
             with pytest.raises(StoreError, match=r"no answer within 0\.2 s"):
                 await store.call("PING")
             assert loop.time() - started_at == pytest.approx(0.2)
+
+
+class Hung:
+    """An open connection to a server that neither answers nor lets it be closed."""
+
+    async def disconnect(self, nowait: bool = False) -> None:
+        if not nowait:
+            raise redis.exceptions.TimeoutError("Timed out closing connection after 5")
+
+    def pack_commands(self, commands: object) -> list[bytes]:
+        return []
+
+    async def send_packed_command(self, *_: object, **__: object) -> None:
+        raise ConnectionResetError
+
+
+async def test_a_server_that_hangs_while_connections_to_it_are_closed_is_a_store_error() -> None:
+    """Any other error would end the process: callers go on without Redis, and expect nothing else of it."""
+    store = Store("redis://127.0.0.1:9")
+    store._idle += cast(list[AbstractConnection], [Hung(), Hung()])
+    with pytest.raises(StoreError):
+        await store.call("PING")
+    assert store._idle == []

@@ -21,6 +21,7 @@ from pdserve.base.streams import MessageStream, PeerLeft, open_stream
 from pdserve.base.wire import error_from_wire, error_to_wire
 from pdserve.v1 import decode_pb2 as pb
 from router_svc.request.stream import WRITE_TIMEOUT_S
+from tests.support.callbacks import LIMIT_S, watched_callbacks
 
 WAIT_S = 10.0
 Server = MessageStream[pb.DecodeRequest]
@@ -379,3 +380,23 @@ async def test_strangers_that_say_nothing_keep_no_one_out_who_is_trusted(monkeyp
         for attempt, client in enumerate((friend, last, silent[-1])):
             await client.write(command(attempt))
             assert await client.read() == event(attempt)
+
+
+async def test_a_flood_of_tiny_messages_holds_no_event_loop() -> None:
+    """65,000 empty messages fit into one read of a socket."""
+    count = 60_000
+    ended = asyncio.Event()
+
+    async def take_all(stream: Server) -> None:
+        for _ in range(count):
+            assert await stream.read() is not None
+        ended.set()
+
+    async with serving(take_all) as address:
+        host, port = address.split(":")
+        with watched_callbacks() as longest:
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(bytes(4) * count)
+            await ended.wait()
+            writer.close()
+    assert longest.seconds < LIMIT_S, longest.callback
