@@ -58,7 +58,7 @@ SERVICE_CONFIGS: dict[str, type[Any]] = {
 #: Flags in our documents that belong to other programs.
 FOREIGN_FLAGS = {
     *("--appendonly", "--cap-add", "--enable-feature", "--for", "--ipc", "--pid", "--save", "--shm-size", "--target"),
-    *("--force-recreate", "--no-recreate", "--scale", "--timeout", "--ulimit", "--volumes"),
+    *("--entrypoint", "--force-recreate", "--no-recreate", "--rm", "--scale", "--timeout", "--ulimit", "--volumes"),
     *("--again", "--areas"),  # python -m tests.fuzz
 }
 

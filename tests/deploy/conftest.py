@@ -71,11 +71,12 @@ def stack(images: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> I
         "COMPOSE_PROJECT_NAME": PREFIX,
         "PDSERVE_PORT": str(port),
         "PDSERVE_GRPC_PORT": str(port + 1),
+        "PDSERVE_ADMIN_PORT": str(port + 2),
         "PDSERVE_CLAIM_WORKERS": _CLAIM_WORKERS,
         # Each worker of a tier that is scaled up has one.
         "PDSERVE_KV_CACHE_MEMORY": "512MiB",
     }
-    stack = Stack(port=port, variables=variables, overrides=(_override(work),))
+    stack = Stack(port=port, admin_port=port + 2, variables=variables, overrides=(_override(work),))
     stack.down()
     try:
         stack.up()

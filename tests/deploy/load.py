@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from pdserve.base.api_key import bearer
 from tests.support.cluster import MODEL
 
 _TIMEOUT_S = 120.0
@@ -39,6 +40,7 @@ class Load:
 
     port: int
     max_tokens: int
+    api_key: str | None = None
     answers: list[Answer] = field(default_factory=list)
     _stop: threading.Event = field(default_factory=threading.Event)
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -68,9 +70,10 @@ class Load:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        headers = {"Content-Type": "application/json", **bearer(self.api_key)}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_TIMEOUT_S)
         try:
-            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
             response = connection.getresponse()
             if response.status != http.client.OK:
                 answer.error = f"{response.status}: {response.read().decode(errors='replace')[:300]}"
@@ -134,9 +137,8 @@ class Load:
         return found
 
 
-def tokens_for(seconds: float, port: int, *, clients: int) -> int:
-    """How many tokens an answer needs to last this long beside `clients` - 1 others on this machine."""
-    probe = Load(port, max_tokens=96)
+def tokens_for(seconds: float, probe: Load, *, clients: int) -> int:
+    """How many tokens an answer needs to last this long beside `clients` - 1 others, by a short load."""
     with running(probe, clients=clients):
         probe.wait_running(clients)
         probe.stop()

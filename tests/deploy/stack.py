@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 import urllib.request
@@ -18,6 +19,7 @@ from pdserve.cli.router_client import get_model
 from pdserve.cli.status import ClusterStatus, WorkerStatus
 from tests.arch.documents import ROOT
 from tests.deploy.engine import compose_command, run
+from tests.deploy.load import Load
 
 READY_S = 300.0
 SETTLE_S = 120.0
@@ -31,6 +33,7 @@ class Stack:
     """A compose project with the CPU stack, at a port of its own."""
 
     port: int
+    admin_port: int
     variables: Mapping[str, str]
     #: Compose files besides ours.
     overrides: tuple[Path, ...] = ()
@@ -41,6 +44,16 @@ class Stack:
     def base_url(self) -> str:
         """The router's address."""
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def api_key(self) -> str:
+        """The first API key, as a user finds it."""
+        [key] = re.findall(r"shown this once: (\S+)$", self.logs("secrets"), re.MULTILINE)
+        return key
+
+    def load(self, *, max_tokens: int) -> Load:
+        """Clients of this stack."""
+        return Load(self.port, max_tokens, self.api_key)
 
     # Compose
     def compose(self, *arguments: str) -> str:
@@ -76,8 +89,10 @@ class Stack:
         return self.compose("logs", "--no-color", *services)
 
     def execute(self, service: str, *command: str) -> str:
-        """What a command prints in a service's first container."""
-        return run("docker", "exec", self.containers(service)[0]["Id"], *command)
+        """What a command prints in a service's first container, with the first API key in its environment."""
+        return run(
+            "docker", "exec", "-e", f"PDSERVE_API_KEY={self.api_key}", self.containers(service)[0]["Id"], *command
+        )
 
     def crash(self, service: str) -> None:
         """Kills the process of a service's first container, as the kernel does when memory runs out."""
@@ -86,7 +101,7 @@ class Stack:
     # Observations
     def view(self) -> ClusterStatus:
         """The data of `pdserve status`."""
-        return get_model(self.base_url, "/v1/cluster", ClusterStatus)
+        return get_model(f"http://127.0.0.1:{self.admin_port}", "/v1/cluster", ClusterStatus, self.api_key)
 
     def workers(self, tier: str) -> list[WorkerStatus]:
         """The ready workers of a tier."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ import yaml
 
 from decode_svc.config import DecodeConfig
 from pdserve.base.config import load as load_settings
+from pdserve.cli.cluster_secrets.certificates import PEER_NAME
+from pdserve.cli.cluster_secrets.contents import METRICS_KEY, new_secrets
 from pdserve.cli.fetch import FetchConfig
+from pdserve.cli.secrets import SecretsConfig
 from prefill_svc.config import PrefillConfig
 from router_svc.config import RouterConfig
 from tests.arch.documents import ROOT
@@ -57,7 +61,7 @@ def test_tiers_can_be_scaled(services: dict[str, Any]) -> None:
     for service in services.values():
         assert "container_name" not in service
         assert "hostname" not in service
-    for name in (*WORKERS, "pause", "redis", "model"):
+    for name in (*WORKERS, "pause", "redis", "model", "secrets"):
         assert "ports" not in services[name], name
 
 
@@ -83,8 +87,9 @@ def test_workers_share_pid_and_ipc_namespace_of_a_service_that_does_nothing_else
 
 def test_nothing_waits_for_a_service_that_loads_a_model(services: dict[str, Any]) -> None:
     for name in ("router", *WORKERS):
-        assert set(services[name]["depends_on"]) == {"redis", "model"}
-    assert services["model"]["restart"] == "no"
+        assert set(services[name]["depends_on"]) == {"redis", "model", "secrets"}
+    assert services["redis"]["depends_on"] == {"secrets": {"condition": "service_completed_successfully"}}
+    assert services["model"]["restart"] == services["secrets"]["restart"] == "no"
 
 
 def test_containers_have_no_rights_beyond_their_work(services: dict[str, Any]) -> None:
@@ -101,7 +106,39 @@ def test_containers_have_no_rights_beyond_their_work(services: dict[str, Any]) -
 def test_models_are_written_by_their_service_alone(services: dict[str, Any]) -> None:
     assert services["model"]["volumes"] == ["models:/models"]
     for name in ("router", *WORKERS):
-        assert services[name]["volumes"] == ["models:/models:ro"]
+        assert services[name]["volumes"] == ["models:/models:ro", "secrets:/secrets:ro"]
+
+
+def test_secrets_are_written_by_their_service_alone(services: dict[str, Any]) -> None:
+    assert services["secrets"]["volumes"] == ["secrets:/secrets"]
+    assert services["secrets"]["network_mode"] == "none"
+    assert load_settings(SecretsConfig, "secrets", services["secrets"]["command"]).to == "/secrets"
+    for name, service in services.items():
+        if name != "secrets":
+            mounts = [volume for volume in service.get("volumes", []) if volume.startswith("secrets:")]
+            assert mounts in ([], ["secrets:/secrets:ro"]), name
+
+
+def test_the_admin_port_is_published_on_loopback_whatever_else_is() -> None:
+    for stack in STACKS:
+        ports = load(*stack, variables={"PDSERVE_PUBLISH": "0.0.0.0"})["services"]["router"]["ports"]
+        assert [port for port in ports if port.endswith(":8002")] == ["127.0.0.1:8002:8002"]
+
+
+def test_no_service_runs_without_what_protects_it(services: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {f"/secrets/{name}" for group in new_secrets(datetime.now(UTC)) for name in group.files}
+    for name in ("router", *WORKERS):
+        config = _settings(services[name], monkeypatch)
+        files = [config.cluster_secret_file, config.peer_ssl_certfile, config.peer_ssl_keyfile]
+        files += [config.peer_ssl_ca_certs, config.redis_url.partition("?password_file=")[2]]
+        if name == "router":
+            files.append(config.api_keys_file)
+            assert config.admin_port == 8002
+        assert set(files) <= made, name
+        assert config.peer_ssl_server_name == PEER_NAME
+    redis = " ".join(services["redis"]["command"])
+    assert "requirepass $$(cat /secrets/redis-password)" in redis
+    assert "protected-mode" not in redis
 
 
 def test_the_grace_period_covers_drain_and_close_and_the_routers_the_workers(services: dict[str, Any]) -> None:
@@ -171,7 +208,15 @@ def _yaml(name: str) -> Any:
 def test_prometheus_scrapes_every_container_of_every_service_of_ours() -> None:
     jobs = _yaml("prometheus.yaml")["scrape_configs"]
     targets = {(job["dns_sd_configs"][0]["names"][0], job["dns_sd_configs"][0]["port"]) for job in jobs}
-    assert targets == {("router", 8000), ("prefill", 9100), ("decode", 9100)}
+    assert targets == {("router", 8002), ("prefill", 9100), ("decode", 9100)}
+
+
+def test_prometheus_has_a_key_for_metrics_and_may_read_it() -> None:
+    [router] = [job for job in _yaml("prometheus.yaml")["scrape_configs"] if job["job_name"] == "pdserve-router"]
+    assert router["authorization"] == {"credentials_file": f"/secrets/{METRICS_KEY}"}
+    prometheus = load(BASE, MONITORING)["services"]["prometheus"]
+    assert prometheus["user"].endswith(":0")
+    assert "secrets:/secrets:ro" in prometheus["volumes"]
 
 
 def test_addresses_in_the_monitoring_files_are_services_of_the_stack() -> None:

@@ -8,7 +8,11 @@ import urllib.request
 
 import pytest
 
-from tests.deploy.load import Answer, Load, running, tokens_for
+from pdserve.base.api_key import bearer
+from pdserve.base.errors import PdserveError
+from pdserve.cli.router_client import get
+from tests.deploy.engine import run
+from tests.deploy.load import Answer, running, tokens_for
 from tests.deploy.notes import note
 from tests.deploy.stack import Stack
 from tests.support.cluster import MODEL
@@ -29,7 +33,9 @@ def test_a_newcomer_gets_an_answer(stack: Stack) -> None:
         "max_tokens": 20,
     }
     request = urllib.request.Request(
-        f"{stack.base_url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"{stack.base_url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", **bearer(stack.api_key)},
     )
     with urllib.request.urlopen(request, timeout=60) as response:
         answer = json.load(response)
@@ -47,7 +53,7 @@ def test_containers_are_healthy_by_their_own_check(stack: Stack) -> None:
 
 
 def test_blocks_travel_between_containers_from_memory_to_memory(stack: Stack) -> None:
-    load = Load(stack.port, max_tokens=4)
+    load = stack.load(max_tokens=4)
     answers = [load.stream(number) for number in range(4)]
     assert load.failures() == []
     assert len(answers) == 4
@@ -67,6 +73,81 @@ def test_doctor_transfers_from_container_to_container(stack: Stack) -> None:
     line = re.search(r"^ok +\S+ to \S+: cma, [\d.]+ GB/s.*", found, re.MULTILINE)
     assert line, found
     note(f"doctor between containers: {line[0]}")
+
+
+STRANGER = r"""
+import http.client, json, socket, ssl, sys
+import grpc
+
+found = {}
+
+
+def ask(host, port, path, headers={}):
+    connection = http.client.HTTPConnection(host, port, timeout=10)
+    connection.request("GET", path, headers=headers)
+    return connection.getresponse().status
+
+
+for port, path in ((8000, "/v1/models"), (8002, "/metrics"), (8002, "/v1/cluster"), (8002, "/console/events")):
+    found[path] = ask("router", port, path)
+with socket.create_connection(("redis", 6379), timeout=10) as redis:
+    redis.sendall(b"HGETALL pd:workers\r\n")
+    found["redis"] = redis.recv(100).decode().split()[0]
+
+
+def listens_without_tls(host, port):
+    with grpc.insecure_channel(f"{host}:{port}") as channel:
+        try:
+            channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=5)
+        except grpc.RpcError as error:
+            return error.code().name
+    return "OK"
+
+
+def takes_strangers(host, port):
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection((host, port), timeout=10) as plain, context.wrap_socket(plain) as stream:
+            stream.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+            return bool(stream.recv(1))
+    except (OSError, ssl.SSLError):
+        return False
+
+
+for host, ports in (("prefill", (50051,)), ("decode", (50051, 50052))):
+    for port in ports:
+        found[f"{host}:{port}"] = takes_strangers(host, port)
+    found[f"{host} without TLS"] = listens_without_tls(host, 50051)
+print(json.dumps(found))
+"""
+
+
+def test_a_stranger_in_the_network_is_refused_everywhere(stack: Stack) -> None:
+    [network] = stack.containers("router")[0]["NetworkSettings"]["Networks"]
+    image = stack.variables["PDSERVE_ROUTER_IMAGE"]
+    entry = ("--entrypoint", "python", "--network", network)
+    found = json.loads(run("docker", "run", "--rm", *entry, image, "-c", STRANGER))
+    assert found == {
+        **dict.fromkeys(("/v1/models", "/metrics", "/v1/cluster", "/console/events"), 401),
+        "redis": "-NOAUTH",
+        **dict.fromkeys(("prefill:50051", "decode:50051", "decode:50052"), False),
+        **dict.fromkeys(("prefill without TLS", "decode without TLS"), "UNAVAILABLE"),
+    }
+
+
+def test_prometheus_key_reads_metrics_and_nothing_else(stack: Stack) -> None:
+    key = stack.execute("router", "cat", "/secrets/metrics-key")
+    assert "pdserve_" in get(f"http://127.0.0.1:{stack.admin_port}", "/metrics", key).decode()
+    with pytest.raises(PdserveError, match="nothing else"):
+        get(stack.base_url, "/v1/models", key)
+
+
+def test_a_second_start_keeps_the_secrets(stack: Stack) -> None:
+    key = stack.api_key
+    stack.compose("up", "-d", "--no-build")
+    assert stack.api_key == key
+    stack.wait_tiers()
 
 
 def test_workers_compute_on_cores_that_no_other_one_has(stack: Stack) -> None:
@@ -90,7 +171,7 @@ def _settle(stack: Stack) -> None:
 
 
 def test_a_prefill_worker_that_is_killed_costs_no_answer(stack: Stack) -> None:
-    load = Load(stack.port, max_tokens=32)
+    load = stack.load(max_tokens=32)
     [before] = stack.workers("prefill")
     with running(load, clients=CLIENTS):
         load.wait_running(1)
@@ -107,7 +188,7 @@ def test_a_prefill_worker_that_is_killed_costs_no_answer(stack: Stack) -> None:
 
 def test_after_a_killed_decode_worker_the_stack_answers_again_by_itself(stack: Stack) -> None:
     """The streams that it was writing break, as docs/operations/containers.md says."""
-    load = Load(stack.port, max_tokens=2000)
+    load = stack.load(max_tokens=2000)
     [before] = stack.workers("decode")
     with running(load, clients=1):
         load.wait_running(1)
@@ -119,7 +200,7 @@ def test_after_a_killed_decode_worker_the_stack_answers_again_by_itself(stack: S
         return any(worker.epoch != before.epoch for worker in stack.workers("decode"))
 
     stack.until(is_back, "the engine has restarted the worker")
-    after = Load(stack.port, max_tokens=8)
+    after = stack.load(max_tokens=8)
     after.stream(0)
     assert after.failures() == []
     _settle(stack)
@@ -134,7 +215,7 @@ def test_after_a_killed_pause_container_the_workers_come_back_to_its_namespaces(
         return len(found) == 2 and all(worker.epoch != before[worker.worker_id] for worker in found)
 
     stack.until(are_back, "the engine has restarted the workers")
-    load = Load(stack.port, max_tokens=4)
+    load = stack.load(max_tokens=4)
     load.stream(0)
     assert load.failures() == []
     paths = stack.samples("prefill", "pdserve_transport_path_info")
@@ -144,7 +225,7 @@ def test_after_a_killed_pause_container_the_workers_come_back_to_its_namespaces(
 
 @pytest.mark.parametrize("tier", ["prefill", "decode"])
 def test_a_tier_is_scaled_up_and_down_under_load_without_an_error(stack: Stack, tier: str) -> None:
-    load = Load(stack.port, max_tokens=tokens_for(ANSWER_S, stack.port, clients=CLIENTS))
+    load = stack.load(max_tokens=tokens_for(ANSWER_S, stack.load(max_tokens=96), clients=CLIENTS))
     under_way: list[Answer] = []
     with running(load, clients=CLIENTS):
         load.wait_running(CLIENTS)
@@ -176,4 +257,4 @@ def test_on_sigterm_everything_ends_by_itself(stack: Stack) -> None:
     }
     assert codes == dict.fromkeys(codes, 0)
     stack.down()
-    assert not any(stack.containers(service, stopped=True) for service in (*codes, "pause", "model"))
+    assert not any(stack.containers(service, stopped=True) for service in (*codes, "pause", "model", "secrets"))
