@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_protocol import RequestPayloadError
 
 from pdserve.base.logs import get_logger
 
@@ -19,6 +20,8 @@ log = get_logger(__name__)
 
 #: One line in this time stands for all requests that cannot be read.
 _LOG_EVERY_S = 10.0
+#: The second one is a body that cannot be decoded, and that no handler has read.
+_FAULTS_OF_CLIENTS = (HttpProcessingError, RequestPayloadError)
 
 
 class ServerLog(logging.Logger):
@@ -40,7 +43,7 @@ class ServerLog(logging.Logger):
         self._report(msg, exc_info)
 
     def _report(self, msg: object, error: object) -> None:
-        if not isinstance(error, HttpProcessingError):
+        if not isinstance(error, _FAULTS_OF_CLIENTS):
             log.error("http_server_broke", exc=error if isinstance(error, BaseException) else None, what=msg)
             return
         self._unlogged += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 
 from pydantic_core import from_json
@@ -24,12 +25,15 @@ class Traces:
         self._recent = recent
         self._store = store
 
-    def newest(self, limit: int, *, tenant: str | None = None) -> list[dict[str, Json]]:
-        """Briefs of at most `limit` requests in memory, the latest first; with `tenant`, of its own only."""
+    def newest(self, limit: int, *, tenant: str | None = None) -> Iterator[dict[str, Json]]:
+        """Briefs of at most `limit` requests in memory, the latest first; with `tenant`, of its own only.
+
+        Each is made when it is taken: a thousand of them take the event loop too long at once.
+        """
         if tenant is None:
-            return [brief_of(record) for record in self._recent.newest(limit)]
+            return map(brief_of, self._recent.newest(limit))
         own = (record for record in self._recent.newest() if record.tenant == tenant)
-        return [brief_of(record) for record in islice(own, limit)]
+        return map(brief_of, islice(own, limit))
 
     async def get(self, request_id: str, *, tenant: str | None = None) -> dict[str, Json] | None:
         """The record as JSON, or None when neither memory nor Redis has it. Raises `StoreError`.

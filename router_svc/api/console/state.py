@@ -67,7 +67,7 @@ class ClusterState:
         """The state as JSON; workers and requests are objects by id."""
         described = cast("dict[str, Json]", self._sources.operator.describe())
         router = cast("dict[str, Json]", described["router"])
-        requests = self._sources.traces.newest(NUM_REQUESTS)
+        requests = [*self._sources.traces.newest(NUM_REQUESTS)]
         tiers: dict[Tier, TierLoad] = {tier: load_of(self._workers_of(tier)) for tier in TIERS}
         problems = self._problems(router, tiers, requests)
         return {

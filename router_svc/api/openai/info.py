@@ -12,6 +12,7 @@ import pdserve
 from pdserve.base.admin import Health
 from pdserve.base.errors import NotFound, RequestError, TooLarge
 from pdserve.base.store import Store
+from pdserve.base.tasks import in_turns
 from pdserve.base.workers import WorkerRecord
 from router_svc.api.authentication import client_of
 from router_svc.api.generations import require_model
@@ -154,7 +155,9 @@ class OperatorApi:
 
     async def _requests(self, request: web.Request) -> web.Response:
         limit = _limit(request.query.get("limit"))
-        return _json({"requests": [*self._traces.newest(limit, tenant=_scope(request))]})
+        briefs = in_turns(self._traces.newest(limit, tenant=_scope(request)))
+        pieces = [to_json(brief) async for brief in briefs]
+        return web.Response(body=b'{"requests":[%b]}' % b",".join(pieces), content_type="application/json")
 
     async def _trace(self, request: web.Request) -> web.Response:
         request_id = request.match_info["id"]

@@ -65,7 +65,7 @@ the context. Both depend on the model, so this document cannot state them; the a
 OPTIONS answers the preflight requests of browsers with 204.
 
 **Errors** have the form of `Error`. A path that does not exist has 404 in the same form. What is no HTTP is answered \
-with 400 and plain text, and the connection is closed.
+with 400 and plain text, and the connection is closed; so is an unknown `Expect` header, with 417.
 """
 
 TAGS = {

@@ -155,6 +155,12 @@ class CallLog:
         self.commands.append(kind)
         self._note()
 
+    def forget(self) -> None:
+        """Drops what it has noted: a fuzzer makes calls without end."""
+        for noted in (self.decode_starts, self.commands, self.prefills, self.prefill_traces):
+            noted.clear()
+        self.commits.clear()
+
     def _note(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()

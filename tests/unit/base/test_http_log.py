@@ -61,3 +61,19 @@ def test_a_flood_of_what_cannot_be_read_is_one_line_in_ten_seconds(caplog: pytes
 def test_an_unexpected_error_keeps_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     ServerLog().exception("Unhandled exception", exc_info=ValueError("a bug"))
     assert "ValueError: a bug" in caplog.text
+
+
+async def test_a_body_that_cannot_be_decoded_is_no_error_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    """Found by fuzzing: a body that no handler reads was logged as an error, with its traceback, for each request."""
+    caplog.set_level(logging.INFO)
+    app = web.Application()
+    app.router.add_get("/", _answer)
+    with bound_socket("127.0.0.1", 0, flag="--port") as listener:
+        async with serve_http(app, listener) as address:
+            host, _, port = address.rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nContent-Encoding: gzip\r\nContent-Length: 9\r\n\r\nswordfish")
+            await reader.read()
+            writer.close()
+    assert SECRET.decode() not in caplog.text
+    assert [(record.message, record.levelname) for record in caplog.records] == [("http_unreadable", "INFO")]

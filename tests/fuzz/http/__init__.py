@@ -1,0 +1,1 @@
+"""HTTP of strangers: requests made from the OpenAPI document, and bytes that are hardly HTTP."""
