@@ -43,6 +43,8 @@ class ServerLog(logging.Logger):
         self._report(msg, exc_info)
 
     def _report(self, msg: object, error: object) -> None:
+        if isinstance(error, ConnectionError):
+            return  # The client left during the answer, as any may.
         if not isinstance(error, _FAULTS_OF_CLIENTS):
             log.error("http_server_broke", exc=error if isinstance(error, BaseException) else None, what=msg)
             return

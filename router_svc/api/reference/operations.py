@@ -27,6 +27,8 @@ class Answer:
 
     text: str
     media: str = JSON
+    #: Another media type of the same content, for those that ask for it.
+    other_media: str = ""
     schema: Any = None
     #: Type of the data of each event, for an answer that may be streamed.
     events: Any = None
@@ -130,6 +132,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
             200: Answer(
                 text="Metrics in the text format, or as OpenMetrics for those that ask for it in `Accept`.",
                 media="text/plain",
+                other_media="application/openmetrics-text",
                 schema={"type": "string"},
             )
         },

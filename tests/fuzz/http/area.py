@@ -7,6 +7,7 @@ refused as invalid, and what it forbids is not served.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -16,6 +17,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
 from pathlib import Path
 from random import Random
+from zlib import crc32
 
 import psutil
 
@@ -37,6 +39,8 @@ _SILENCE_S = 0.05
 _PLAIN = re.compile(rb"(GET|POST|HEAD) (/[A-Za-z0-9/_.-]*)(?:\?\S*)? HTTP/1\.1\r\n")
 #: In these two points the router takes more than the document allows.
 _LAXER = re.compile(r"does not match '\^\[A-Za-z_\]|is (greater|less) than the (maximum|minimum)")
+#: Bytes of an answer after which a client leaves, at most.
+_LONGEST_READ = 3000
 _REFUSED = range(400, 500)
 _INVALID = (400, 415, 422)
 
@@ -80,6 +84,8 @@ class HttpFeeder:
 
     async def feed(self, target: str, data: bytes) -> str:
         """One connection; returns the statuses of its answers."""
+        if target == "leave":
+            return await self._leave(data)
         waits = target == "connection"
         received = await self._exchange(data, is_endless=waits or b" /console/events" in data[:200])
         self._errors.raise_any()
@@ -96,7 +102,7 @@ class HttpFeeder:
         if target != "connection":
             assert len(answers) == 1, f"{len(answers)} answers"
             _check_agreement(target, data, answers[0])
-        return f"{target} {' '.join(str(answer.status) for answer in answers) or 'closed'}"
+        return f"{target} {answers[0].status if answers else 'closed'}"
 
     async def check(self) -> None:
         """The same answer as ever, nothing that is held, open or admitted, and no connection left."""
@@ -122,7 +128,9 @@ class HttpFeeder:
         reader, writer = await asyncio.open_connection(host, int(port))
         received = bytearray()
         try:
-            writer.write(data)
+            for piece in _pieces(data):
+                writer.write(piece)
+                await asyncio.sleep(0)
             while True:
                 async with asyncio.timeout(_SILENCE_S if is_endless else None):
                     piece = await reader.read(65_536)
@@ -138,6 +146,22 @@ class HttpFeeder:
         finally:
             writer.close()
         return bytes(received)
+
+    async def _leave(self, data: bytes) -> str:
+        """Leaves in the middle of an answer, at some byte of it."""
+        host, port = self._cluster.base_url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(data)
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            await reader.readexactly(crc32(data) % _LONGEST_READ)
+        writer.transport.abort()
+        return "left"
+
+
+def _pieces(data: bytes) -> list[bytes]:
+    """The bytes at once, or in pieces, which is as reproducible as they are."""
+    size = (max(1, len(data)), 1000, 7)[crc32(data) % 3]
+    return [data[start : start + size] for start in range(0, min(len(data), 20 * size), size)] + [data[20 * size :]]
 
 
 def _check_any(answer: Answer) -> None:
@@ -189,6 +213,12 @@ def _damaged(random: Random) -> bytes:
     return json_request(path, _maker().damaged(path, random))
 
 
+def _streamed(random: Random) -> bytes:
+    path = random.choice(("/v1/completions", "/v1/chat/completions"))
+    body = _maker().allowed(path, random) | {"stream": True, "n": random.choice((1, 4, 16))}
+    return json_request(path, json.dumps(body).encode())
+
+
 def _read(random: Random) -> bytes:
     """A GET of an operation, with parameters that its document allows."""
     path = random.choice([path for method, path in OPERATIONS if method == "GET"])
@@ -225,5 +255,6 @@ _TARGETS: dict[str, Callable[[Random], bytes]] = {
     "damaged": _damaged,
     "read": _read,
     "connection": connection,
+    "leave": _streamed,
 }
 AREA = Area(name="http", targets=_TARGETS, open=open_feeder)

@@ -77,3 +77,31 @@ async def test_a_body_that_cannot_be_decoded_is_no_error_of_the_server(caplog: p
             writer.close()
     assert SECRET.decode() not in caplog.text
     assert [(record.message, record.levelname) for record in caplog.records] == [("http_unreadable", "INFO")]
+
+
+async def test_a_client_that_leaves_during_a_stream_is_no_error_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    """Found by fuzzing: each was logged as an error with its traceback when a write noticed it first."""
+    caplog.set_level(logging.INFO)
+    ended = asyncio.Event()
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        assert request.transport is not None
+        request.transport.abort()
+        try:
+            await response.write(b"x")
+        finally:
+            ended.set()
+        return response
+
+    app = web.Application()
+    app.router.add_get("/", stream)
+    with bound_socket("127.0.0.1", 0, flag="--port") as listener:
+        async with serve_http(app, listener) as address:
+            host, _, port = address.rpartition(":")
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            await ended.wait()
+            writer.close()
+    assert caplog.records == []

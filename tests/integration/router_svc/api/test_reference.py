@@ -188,3 +188,12 @@ async def test_a_known_document_is_not_sent_again(small_cluster: ScriptedCluster
         tag = first.headers["ETag"]
     async with small_cluster.http.get(url, headers={"If-None-Match": tag}) as again:
         assert (again.status, await again.read()) == (304, b"")
+
+
+async def test_metrics_are_described_in_both_formats(small_cluster: ScriptedCluster) -> None:
+    """Found by fuzzing: the document had the text format only."""
+    described = await description_of(small_cluster.base_url)
+    for accept in ("text/plain", "application/openmetrics-text; version=1.0.0"):
+        async with small_cluster.http.get(f"{small_cluster.base_url}/metrics", headers={"Accept": accept}) as response:
+            assert response.content_type == accept.partition(";")[0]
+            described.check(("GET", "/metrics"), response.status, response.headers, await response.read())
