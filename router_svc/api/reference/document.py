@@ -102,9 +102,8 @@ def _answer(answer: Answer, schemas: Mapping[tuple[str, Any], Schema]) -> Schema
     shown: Schema = {"description": answer.text}
     content: Schema = {}
     if answer.schema is not None:
-        content |= {
-            media: {"schema": schema_of(answer.schema)} for media in (answer.media, answer.other_media) if media
-        }
+        medias = filter(None, (answer.media, answer.other_media))
+        content |= {media: {"schema": schema_of(answer.schema)} for media in medias}
     if answer.events is not None:
         content[EVENTS] = {"schema": _event(schema_of(answer.events), is_generation=answer.schema is not None)}
     if content:
