@@ -20,37 +20,31 @@ class Answer:
     is_head: bool
 
 
-class _Sent:
-    """Stands for a socket from which everything has been read."""
+class _Received(io.RawIOBase):
+    """Stands for a socket from which everything has been read. Only what is asked for is taken."""
 
-    def __init__(self, stream: io.BytesIO) -> None:
-        self._stream = stream
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.at = 0
 
     def makefile(self, *_: Any) -> _Unclosed:
-        return _Unclosed(self._stream)
-
-
-class _Unclosed(io.BufferedReader):
-    """A reader whose end leaves the stream open for the next response."""
-
-    def __init__(self, stream: io.BytesIO) -> None:
-        super().__init__(_Raw(stream), buffer_size=1)
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
-class _Raw(io.RawIOBase):
-    def __init__(self, stream: io.BytesIO) -> None:
-        self._stream = stream
+        return _Unclosed(self, buffer_size=1)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = self._stream.read(len(buffer))
+        data = self._data[self.at : self.at + len(buffer)]
         buffer[: len(data)] = data
+        self.at += len(data)
         return len(data)
+
+
+class _Unclosed(io.BufferedReader):
+    """A reader whose end leaves the connection open for the next response."""
+
+    def close(self) -> None:
+        """Does nothing."""
 
 
 def answers_of(received: bytes, sent: bytes) -> list[Answer]:
@@ -58,12 +52,13 @@ def answers_of(received: bytes, sent: bytes) -> list[Answer]:
 
     Raises `AssertionError` for bytes that are no response.
     """
-    stream, found = io.BytesIO(received), []
+    connection, found = _Received(received), []
     is_head = sent.lstrip(b"\r\n").startswith(b"HEAD ")
-    while stream.tell() < len(received):
+    while connection.at < len(received):
+        rest = received[connection.at :]
         # A request of version 0.9 has its own version in the answer.
-        assert re.match(rb"HTTP/(0\.9|1\.[01]) ", received[stream.tell() :]), f"no response: {received[:200]!r}"
-        response = http.client.HTTPResponse(_Sent(stream), method="HEAD" if is_head else "GET")  # type: ignore[arg-type]
+        assert re.match(rb"HTTP/(0\.9|1\.[01]) ", rest), f"no response: {rest[:200]!r}"
+        response = http.client.HTTPResponse(connection, method="HEAD" if is_head else "GET")  # type: ignore[arg-type]
         response.begin()
         try:
             content = response.read()
