@@ -9,25 +9,52 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pdserve.base.config import load, option
-from pdserve.cli.cluster_secrets.contents import new_secrets
+from pdserve.base.errors import SetupError
+from pdserve.cli.cluster_secrets.contents import SecretGroup, new_secrets
 from pdserve.cli.cluster_secrets.directory import write_missing
+from pdserve.cli.cluster_secrets.kubernetes import SERVICE_ACCOUNT, api_server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecretsConfig:
     """Settings of `pdserve secrets`."""
 
-    to: str = option(help="directory to write them to; what is there stays as it is", metavar="DIR")
+    to: str | None = option(None, help="directory to write them to; what is there stays as it is", metavar="DIR")
+    kubernetes_secret: str | None = option(
+        None, help="Secret to make, in a pod of Kubernetes; one that is there stays as it is", metavar="NAME"
+    )
+    service_account: str = option(
+        str(SERVICE_ACCOUNT), help="where that pod has its token, its namespace and the API server's CA", metavar="DIR"
+    )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the first API key when it makes one; returns 0. Raises `SetupError`."""
+    """Prints the first API key when it makes one; returns 0. Raises `PdserveError`."""
     config = load(SecretsConfig, "secrets", argv, description=__doc__)
-    directory = Path(config.to).expanduser()
-    made = write_missing(directory, new_secrets(datetime.now(UTC)), _show)
-    print(f"Made in {directory}: {', '.join(made) or 'nothing, all of it is there'}.", file=sys.stderr, flush=True)
+    if (config.to is None) == (config.kubernetes_secret is None):
+        raise SetupError("Give either --to DIR or --kubernetes-secret NAME.")
+    groups = new_secrets(datetime.now(UTC))
+    if config.kubernetes_secret is not None:
+        _make_secret(config.kubernetes_secret, Path(config.service_account), groups)
+        return 0
+    directory = Path(config.to or "").expanduser()
+    made = write_missing(directory, groups, _show)
+    _report(f"Made in {directory}: {', '.join(made) or 'nothing, all of it is there'}.")
     return 0
+
+
+def _make_secret(name: str, account: Path, groups: Sequence[SecretGroup]) -> None:
+    server = api_server(account)
+    is_made = server.create_secret(name, {key: content for group in groups for key, content in group.files.items()})
+    for group in groups:
+        if is_made and group.api_key is not None:
+            _show(group.api_key)
+    _report(f"The Secret {name} in the namespace {server.namespace} {'is made' if is_made else 'stays as it is'}.")
 
 
 def _show(api_key: str) -> None:
     print(f"The first API key, which is shown this once: {api_key}", flush=True)
+
+
+def _report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -27,6 +27,8 @@ NAMES = sorted(overlays())
 CONFIGS: dict[str, type[Any]] = {"router_svc": RouterConfig, "prefill_svc": PrefillConfig, "decode_svc": DecodeConfig}
 #: Values for what a pod knows only when it runs.
 _POD = {"metadata.name": "pod-0", "metadata.namespace": "ns", "status.podIP": "10.0.0.7"}
+#: The URL in a Secret of the user's own.
+_URL = "redis://:{password}@redis.example:6379"
 
 
 @cache
@@ -129,12 +131,16 @@ class Service:
 @cache
 def services(name: str) -> tuple[Service, ...]:
     """All containers of a render that run a service. Raises `SetupError` for settings that the service refuses."""
-    return tuple(
-        Service(workload=workload, container=container, module=module, config=_config(name, workload, container))
-        for workload in workloads(name)
+    return tuple(service for workload in workloads(name) for service in services_of(workload))
+
+
+def services_of(workload: Workload) -> list[Service]:
+    """The same for one workload."""
+    return [
+        Service(workload=workload, container=container, module=module, config=_config(workload, container))
         for container in workload.containers
         if (module := module_of(container)) in CONFIGS
-    )
+    ]
 
 
 def module_of(container: Object) -> str | None:
@@ -152,9 +158,9 @@ def config_map(name: str, config_name: str) -> dict[str, str]:
 
 def environment(name: str, container: Object) -> dict[str, str]:
     """The variables of a container, with values for what only a running pod knows."""
-    found = {}
+    found: dict[str, str] = {}
     for variable in container.get("env", ()):
-        found[variable["name"]] = _value(name, container, variable)
+        found[variable["name"]] = expanded(_value(name, container, variable), found)
     for source in container.get("envFrom", ()):
         found |= config_map(name, source["configMapRef"]["name"])
     return found
@@ -171,11 +177,17 @@ def _value(name: str, container: Object, variable: Object) -> str:
         case {"valueFrom": {"resourceFieldRef": {"resource": "limits.cpu", "containerName": owner}}}:
             assert owner == container["name"]
             return str(container["resources"]["limits"]["cpu"])
-        case {"valueFrom": {"secretKeyRef": {"name": "pdserve-redis", "key": "url"}}}:
-            return "redis://:secret@redis.example:6379"
         case {"valueFrom": {"secretKeyRef": {"optional": True}}}:
             return ""
+        case {"valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}:
+            value = secret_value(secret, key)
+            return _URL.format(password=value) if key == "url" else value
     raise AssertionError(f"{name}: {variable}")
+
+
+def secret_value(secret: str, key: str) -> str:
+    """What stands in tests for the value of a Secret's key."""
+    return f"{secret}.{key}"
 
 
 def expanded(text: str, variables: Mapping[str, str]) -> str:
@@ -183,9 +195,9 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
     return re.sub(r"\$\((\w+)\)", lambda match: variables[match[1]], text)
 
 
-def _config(name: str, workload: Workload, container: Object) -> Any:
+def _config(workload: Workload, container: Object) -> Any:
     """The settings from arguments, environment and config file, read by the service's own loader."""
-    module = module_of(container)
+    name, module = workload.render, module_of(container)
     assert module is not None
     variables = environment(name, container)
     parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
@@ -204,5 +216,9 @@ def _config(name: str, workload: Workload, container: Object) -> Any:
 
 def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
     """Whether a label selector matches; an empty one matches everything."""
-    assert selector.keys() <= {"matchLabels"}
-    return selector.get("matchLabels", {}).items() <= labels.items()
+    assert selector.keys() <= {"matchLabels", "matchExpressions"}
+    expressions = selector.get("matchExpressions", ())
+    assert all(each["operator"] == "In" for each in expressions)
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(each["key"]) in each["values"] for each in expressions
+    )

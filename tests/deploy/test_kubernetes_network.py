@@ -1,124 +1,178 @@
-"""Network policies deny by default, allow each connection that the services make, and open no other port."""
+"""Network policies: pods take the connections that services make and no other; the overlay limits both directions."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.deploy.manifests import Workload, documents, selects, services, workloads
+from tests.deploy.manifests import NAMES, Object, Workload, documents, of_kind, selects, services, workloads
 
-POLICIES = [document for document in documents("restricted") if document["kind"] == "NetworkPolicy"]
-PORTS = {service.module: service.ports for service in services("restricted")}
+PORTS = {service.module: service.ports for service in services("base")}
 [UCX_RANGE] = {
     variable["value"]
-    for service in services("restricted")
+    for name in NAMES
+    for service in services(name)
     for variable in service.container["env"]
     if variable["name"] == "UCX_TCP_PORT_RANGE"
 }
 UCX = tuple(map(int, UCX_RANGE.split("-")))
 WORKER, STREAM, HTTP = PORTS["decode_svc"]["grpc"], PORTS["decode_svc"]["stream"], PORTS["decode_svc"]["http"]
-FLOWS = [
-    *((client, "redis", 6379) for client in ("router", "prefill", "decode")),
+API, GRPC, ADMIN = (PORTS["router_svc"][name] for name in ("http", "grpc", "admin"))
+REDIS = 6379
+MONITORING = {"kubernetes.io/metadata.name": "monitoring"}
+
+_FLOWS = [
+    *((client, "redis", REDIS) for client in ("router", "prefill", "decode")),
     ("router", "prefill", WORKER),
     ("router", "decode", WORKER),
     ("router", "decode", STREAM),
     ("prefill", "decode", WORKER),
     *(flow for port in UCX for flow in (("prefill", "decode", port), ("decode", "prefill", port))),
-    ("smoke-test", "router", PORTS["router_svc"]["http"]),
+    ("smoke-test", "router", API),
+]
+_PAIR_FLOWS = [
+    *((client, "redis", REDIS) for client in ("router", "pair")),
+    *(("router", "pair", port) for port in (WORKER, STREAM, 50061)),
+    *(("pair", "pair", port) for port in (WORKER, *UCX)),
+    ("smoke-test", "router", API),
+]
+#: Connections that are needed, by render: client, server, port.
+FLOWS = [
+    *((name, *flow) for name in ("base", "restricted", "disaggregatedset") for flow in _FLOWS),
+    *(("same-pod", *flow) for flow in _PAIR_FLOWS),
 ]
 
 
-def pods(component: str) -> Workload:
-    [workload] = [each for each in workloads("restricted") if each.component == component]
+def pods(component: str, name: str = "base") -> Workload:
+    [workload] = [each for each in workloads(name) if each.component == component]
     return workload
 
 
-def _reaches(peer: dict[str, Any], labels: dict[str, str]) -> bool:
-    if peer == {"namespaceSelector": {}}:
-        return True
-    return "podSelector" in peer and "namespaceSelector" not in peer and selects(peer["podSelector"], labels)
+def _reaches(peer: Object, labels: dict[str, str], namespace: dict[str, str] | None) -> bool:
+    """Whether a peer of a rule covers a pod of another namespace with these labels; None: of the policy's own."""
+    if "namespaceSelector" in peer:
+        assert peer.keys() == {"namespaceSelector"}
+        return selects(peer["namespaceSelector"], namespace or {})
+    return namespace is None and "podSelector" in peer and selects(peer["podSelector"], labels)
 
 
-def _has_port(rule: dict[str, Any], port: int) -> bool:
+def _has_port(rule: Object, port: int) -> bool:
     return any(each["port"] <= port <= each.get("endPort", each["port"]) for each in rule["ports"])
 
 
-def allows(side: str, this: Workload, other: Workload, port: int) -> bool:
-    """Whether a policy of `this` lets traffic of one direction pass to or from `other`."""
+def _policies(side: str, this: Workload) -> Iterator[Object]:
+    """The policies that limit a direction of a pod."""
+    for policy in of_kind("base" if this.render == "next-release" else this.render, "NetworkPolicy"):
+        if side.title() in policy["spec"]["policyTypes"] and selects(policy["spec"]["podSelector"], this.labels):
+            yield policy
+
+
+def allows(
+    side: str, this: Workload, other: dict[str, str], port: int, namespace: dict[str, str] | None = None
+) -> bool:
+    """Whether traffic of one direction passes to or from a pod with the labels `other`."""
+    policies = list(_policies(side, this))
     key = {"ingress": "from", "egress": "to"}[side]
-    return any(
-        _has_port(rule, port) and any(_reaches(peer, dict(other.labels)) for peer in rule[key])
-        for policy in POLICIES
-        if selects(policy["spec"]["podSelector"], this.labels)
+    return not policies or any(
+        _has_port(rule, port) and (key not in rule or any(_reaches(peer, other, namespace) for peer in rule[key]))
+        for policy in policies
         for rule in policy["spec"].get(side, ())
     )
 
 
-def test_everything_is_denied_by_default() -> None:
-    [default] = [policy for policy in POLICIES if policy["spec"]["podSelector"] == {}]
-    assert sorted(default["spec"]["policyTypes"]) == ["Egress", "Ingress"]
-    assert not {"ingress", "egress"} & default["spec"].keys()
-
-
-@pytest.mark.parametrize(("client", "server", "port"), FLOWS)
-def test_a_connection_that_is_needed_is_allowed_on_both_sides(client: str, server: str, port: int) -> None:
-    assert allows("egress", pods(client), pods(server), port)
-    assert allows("ingress", pods(server), pods(client), port)
+@pytest.mark.parametrize(("name", "client", "server", "port"), FLOWS)
+def test_a_connection_that_is_needed_is_allowed_on_both_sides(name: str, client: str, server: str, port: int) -> None:
+    assert allows("egress", pods(client, name), dict(pods(server, name).labels), port)
+    assert allows("ingress", pods(server, name), dict(pods(client, name).labels), port)
 
 
 @pytest.mark.parametrize(
     ("client", "server", "port"),
     [
-        ("redis", "router", 8000),
-        ("prefill", "router", 8000),
         ("decode", "prefill", WORKER),
         ("router", "decode", UCX[0]),
         ("smoke-test", "decode", WORKER),
-        ("fetch-model", "redis", 6379),
+        ("smoke-test", "redis", REDIS),
+        ("smoke-test", "router", ADMIN),
+        ("fetch-model", "redis", REDIS),
+        ("secrets", "redis", REDIS),
+        ("prefill", "decode", STREAM),
         ("prefill", "decode", UCX[1] + 1),
     ],
 )
 def test_a_connection_that_nothing_needs_is_denied(client: str, server: str, port: int) -> None:
-    assert not (
-        allows("egress", pods(client), pods(server), port) and allows("ingress", pods(server), pods(client), port)
-    )
+    assert not allows("ingress", pods(server), dict(pods(client).labels), port)
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"monitoring"}))
+def test_strangers_reach_the_api_and_nothing_else(name: str) -> None:
+    """Fails if a policy of the base is left out, or selects other pods than it is for."""
+    numbers = {port for service in services(name) for port in service.ports.values()} | {REDIS, *UCX, 1, 65535}
+    strangers: list[dict[str, str] | None] = [{"kubernetes.io/metadata.name": "another"}, None]
+    for workload in workloads(name):
+        for namespace in strangers:
+            open_to = {port for port in numbers if allows("ingress", workload, {"app": "stranger"}, port, namespace)}
+            expected = {API, GRPC} if workload.component == "router" else set()
+            assert open_to == expected, f"{workload.title} from {namespace}"
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"monitoring"}))
+def test_prometheus_reaches_the_ports_of_metrics_and_the_admin_port_is_for_it_alone(name: str) -> None:
+    for service in services(name):
+        metrics = {ADMIN} if service.module == "router_svc" else {service.config.http_port}
+        reached = {port for port in service.ports.values() if allows("ingress", service.workload, {}, port, MONITORING)}
+        assert metrics <= reached
+        assert (reached - metrics) & {WORKER, STREAM, *UCX} == set()
+
+
+def test_the_ports_of_ucx_are_pinned_on_every_worker() -> None:
+    for name in NAMES:
+        for service in services(name):
+            variables = {each["name"]: each.get("value") for each in service.container["env"]}
+            if service.module != "router_svc":
+                assert variables["UCX_TCP_PORT_RANGE"] == UCX_RANGE
+
+
+def test_everything_is_denied_by_default() -> None:
+    [default] = [each for each in of_kind("restricted", "NetworkPolicy") if each["spec"]["podSelector"] == {}]
+    assert sorted(default["spec"]["policyTypes"]) == ["Egress", "Ingress"]
+    assert not {"ingress", "egress"} & default["spec"].keys()
+    # Without labels, as another application's pod is.
+    assert not allows("egress", pods("redis", "restricted"), {}, API)
+
+
+def test_clients_from_outside_of_the_cluster_are_shut_off_in_the_restricted_namespace_alone() -> None:
+    for name, expected in (("base", None), ("restricted", [{"namespaceSelector": {}}])):
+        [policy] = [each for each in of_kind(name, "NetworkPolicy") if each["metadata"]["name"] == "pdserve-router"]
+        [rule] = [each for each in policy["spec"]["ingress"] if _has_port(each, API)]
+        assert rule.get("from") == expected
 
 
 def test_every_open_port_is_one_of_a_container_or_of_ucx() -> None:
-    known = {port for ports in PORTS.values() for port in ports.values()} | {6379}
-    for policy in POLICIES:
-        for rule in policy["spec"].get("ingress", ()):
-            for each in rule["ports"]:
-                assert (each["port"], each.get("endPort")) == UCX or each["port"] in known, policy["metadata"]["name"]
+    known = {port for name in NAMES for service in services(name) for port in service.ports.values()} | {REDIS}
+    for name in NAMES:
+        for policy in of_kind(name, "NetworkPolicy"):
+            for rule in policy["spec"].get("ingress", ()):
+                for each in rule["ports"]:
+                    assert (each["port"], each.get("endPort")) == UCX or each["port"] in known, policy["metadata"]
 
 
-def test_names_models_and_metrics_are_reached() -> None:
-    def rules(component: str, side: str) -> list[dict[str, Any]]:
-        labels = pods(component).labels
-        matching = [each["spec"] for each in POLICIES if selects(each["spec"]["podSelector"], labels)]
-        return [rule for spec in matching for rule in spec.get(side, ())]
+def test_names_models_and_the_api_server_are_reached() -> None:
+    def rules(component: str) -> list[dict[str, Any]]:
+        policies = _policies("egress", pods(component, "restricted"))
+        return [rule for policy in policies for rule in policy["spec"].get("egress", ())]
 
     for workload in workloads("restricted"):
-        assert any(_has_port(rule, 53) for rule in rules(workload.component, "egress")), workload.title
-    assert any(_has_port(rule, 443) for rule in rules("fetch-model", "egress"))
-    monitoring = {"kubernetes.io/metadata.name": "monitoring"}
-    for component in ("prefill", "decode"):
-        scrapes = [
-            rule
-            for rule in rules(component, "ingress")
-            if any(
-                selects(peer.get("namespaceSelector", {"matchLabels": {"-": "-"}}), monitoring) for peer in rule["from"]
-            )
-        ]
-        assert any(_has_port(rule, HTTP) for rule in scrapes)
-    clients = [rule for rule in rules("router", "ingress") if {"namespaceSelector": {}} in rule["from"]]
-    assert all(_has_port(clients[0], port) for port in PORTS["router_svc"].values())
+        assert any(_has_port(rule, 53) for rule in rules(workload.component)), workload.title
+    assert any(_has_port(rule, 443) for rule in rules("fetch-model"))
+    assert any(_has_port(rule, 6443) and _has_port(rule, 443) for rule in rules("secrets"))
 
 
 def test_the_namespace_enforces_the_restricted_level_and_holds_everything() -> None:
-    [namespace] = [each for each in documents("restricted") if each["kind"] == "Namespace"]
+    [namespace] = of_kind("restricted", "Namespace")
     labels = namespace["metadata"]["labels"]
     assert {labels[f"pod-security.kubernetes.io/{mode}"] for mode in ("enforce", "audit", "warn")} == {"restricted"}
-    others = [each for each in documents("restricted") if each["kind"] != "Namespace"]
-    assert {each["metadata"]["namespace"] for each in others} == {namespace["metadata"]["name"]}
+    objects = [each for each in documents("restricted") if each["kind"] != "Namespace"]
+    assert {each["metadata"]["namespace"] for each in objects} == {namespace["metadata"]["name"]}

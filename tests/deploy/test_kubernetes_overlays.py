@@ -9,6 +9,7 @@ import yaml
 
 from tests.deploy.manifests import LOADER, Workload, config_map, documents, of_kind, selects, services, title, workloads
 from tests.deploy.render import MONITORING
+from tests.deploy.secret_policy import OWN_REDIS, PASSWORD_FILE
 
 
 def tier(name: str, component: str) -> Workload:
@@ -101,11 +102,12 @@ def test_gpu_workers_have_a_gpu_for_each_rank_and_shared_memory() -> None:
 def test_an_external_redis_replaces_ours() -> None:
     assert not [each for each in documents("external-redis") if "redis" in title(each)]
     configs = [service.config for service in services("external-redis")]
-    assert {config.redis_url for config in configs} == {"redis://:secret@redis.example:6379"}
+    assert {config.redis_url for config in configs} == {f"redis://:{OWN_REDIS}@redis.example:6379"}
     # Pods of two namespaces have the same names, so each namespace has keys of its own.
     assert {config.redis_prefix for config in configs} == {"ns"}
     [service] = [each for each in of_kind("base", "Service") if "redis" in title(each)]
-    expected = f"redis://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+    address = f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+    expected = f"redis://{address}?password_file={PASSWORD_FILE}"
     assert {each.config.redis_url for each in services("base")} == {expected}
 
 
@@ -135,11 +137,11 @@ def test_an_inference_pool_has_the_routers_and_their_port() -> None:
 
 
 def test_every_service_is_scraped_and_every_rule_is_in_the_overlay() -> None:
-    [monitor] = of_kind("monitoring", "PodMonitor")
-    ports = {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]}
+    monitors = [each["spec"] for each in of_kind("monitoring", "PodMonitor")]
     for name in ("base", "same-pod", "gpu", "disaggregatedset", "next-release"):
         for service in services(name):
-            assert selects(monitor["spec"]["selector"], service.workload.labels), service.title
+            [monitor] = [each for each in monitors if selects(each["selector"], service.workload.labels)]
+            ports = {each["port"] for each in monitor["podMetricsEndpoints"]}
             assert len(ports & service.ports.keys()) == 1, service.title
     files = {f"pdserve-{path.stem}": path for path in (MONITORING / "rules").glob("*.yaml")}
     rules = {each["metadata"]["name"]: each["spec"] for each in of_kind("monitoring", "PrometheusRule")}

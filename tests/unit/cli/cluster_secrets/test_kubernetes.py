@@ -1,0 +1,142 @@
+"""The Secret of a cluster on Kubernetes: made once, left alone when it is there, and never given to a false server."""
+
+from __future__ import annotations
+
+import base64
+import ssl
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from pdserve.base.errors import PdserveError, SetupError
+from pdserve.cli.cluster_secrets.contents import new_secrets
+from pdserve.cli.cluster_secrets.kubernetes import ApiServer, api_server
+from pdserve.cli.secrets import main
+from router_svc.clients.access import Access
+from tests.support.certificates import Authority
+from tests.support.kubernetes import PATH, FakeKubernetes, running_kubernetes, write_account
+
+FILES = {"cluster-secret": b"one secret\n", "peer.pem": b"a certificate"}
+OTHERS = {"cluster-secret": b"another", "peer.pem": b"another"}
+
+
+def encoded(files: dict[str, bytes]) -> dict[str, str]:
+    return {key: base64.b64encode(value).decode() for key, value in files.items()}
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("kubernetes") / "ca")
+
+
+@pytest.fixture
+def kubernetes(authority: Authority) -> Iterator[FakeKubernetes]:
+    with running_kubernetes(authority) as found:
+        yield found
+
+
+@pytest.fixture
+def account(tmp_path: Path, authority: Authority) -> Path:
+    return write_account(tmp_path, authority)
+
+
+@pytest.fixture
+def server(kubernetes: FakeKubernetes, account: Path, monkeypatch: pytest.MonkeyPatch) -> ApiServer:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(kubernetes.port))
+    return replace(api_server(account), pause_s=0)
+
+
+def test_a_secret_is_made_with_the_token_of_the_pod(server: ApiServer, kubernetes: FakeKubernetes) -> None:
+    assert server.create_secret("pdserve-secrets", FILES) is True
+    assert kubernetes.secrets == {"pdserve-secrets": encoded(FILES)}
+    [(method, path, headers, body)] = kubernetes.requests
+    assert (method, path, headers["Authorization"]) == ("POST", PATH, "Bearer the-token")
+    assert (body["apiVersion"], body["kind"], body["type"]) == ("v1", "Secret", "Opaque")
+
+
+def test_a_secret_that_exists_is_left_alone(server: ApiServer, kubernetes: FakeKubernetes) -> None:
+    """Fails if the Secret is replaced when it exists: every restart of the Job would end the cluster."""
+    kubernetes.secrets["pdserve-secrets"] = encoded(OTHERS)
+    assert server.create_secret("pdserve-secrets", FILES) is False
+    assert kubernetes.secrets == {"pdserve-secrets": encoded(OTHERS)}
+    assert {method for method, *_ in kubernetes.requests} == {"POST", "GET"}
+
+
+def test_a_secret_that_lacks_keys_is_an_error_with_their_names(server: ApiServer, kubernetes: FakeKubernetes) -> None:
+    kubernetes.secrets["pdserve-secrets"] = {"peer.pem": "YW5vdGhlcg=="}
+    with pytest.raises(SetupError, match=r"exists, but has no cluster-secret\. Add"):
+        server.create_secret("pdserve-secrets", FILES)
+
+
+def test_a_secret_whose_answer_was_lost_is_known_as_the_own_one(server: ApiServer, kubernetes: FakeKubernetes) -> None:
+    """Fails if 409 alone means that the Secret is another's: its key would be printed nowhere."""
+    kubernetes.loses_an_answer = True
+    assert server.create_secret("pdserve-secrets", FILES) is True
+    assert [method for method, *_ in kubernetes.requests] == ["POST", "POST", "GET"]
+
+
+def test_an_overloaded_server_gets_another_attempt(server: ApiServer, kubernetes: FakeKubernetes) -> None:
+    kubernetes.refusals = [503, 429]
+    assert server.create_secret("pdserve-secrets", FILES) is True
+    kubernetes.refusals = [503] * 9
+    with pytest.raises(PdserveError, match="does not answer POST"):
+        server.create_secret("another", FILES)
+
+
+def test_a_missing_right_is_an_error_with_the_servers_words(server: ApiServer, kubernetes: FakeKubernetes) -> None:
+    kubernetes.refusals = [403]
+    with pytest.raises(
+        SetupError, match=r"403: secrets is forbidden: User cannot create.*Role pdserve-secrets"
+    ) as error:
+        server.create_secret("pdserve-secrets", FILES)
+    assert not any(value in str(error.value) for value in encoded(FILES).values())
+    assert len(kubernetes.requests) == 1
+
+
+def test_neither_token_nor_secrets_go_to_a_server_of_another_authority(
+    server: ApiServer, kubernetes: FakeKubernetes, tmp_path: Path
+) -> None:
+    """Fails with a context that verifies nothing."""
+    stranger = Authority(tmp_path / "stranger")
+    context = ssl.create_default_context(cafile=str(stranger.certificate))
+    with pytest.raises(PdserveError, match="certificate verify failed"):
+        replace(server, context=context).create_secret("pdserve-secrets", FILES)
+    assert kubernetes.requests == []
+
+
+def test_outside_of_a_pod_files_are_the_way(account: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(SetupError, match="--to DIR"):
+        api_server(account)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
+    (account / "token").unlink()
+    with pytest.raises(SetupError, match="automountServiceAccountToken"):
+        api_server(account)
+
+
+def test_the_command_shows_the_first_key_once_and_puts_it_nowhere(
+    server: ApiServer, kubernetes: FakeKubernetes, account: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--kubernetes-secret", "pdserve-secrets", "--service-account", str(account)]
+    assert main(arguments) == 0
+    key = capsys.readouterr().out.split()[-1]
+    stored = dict(kubernetes.secrets["pdserve-secrets"])
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == ""
+    assert kubernetes.secrets == {"pdserve-secrets": stored}
+    values = {name: base64.b64decode(value) for name, value in stored.items()}
+    assert values.keys() == {name for group in new_secrets(datetime.now(UTC)) for name in group.files}
+    assert not any(key.encode() in value for value in values.values())
+    (account / "api-keys.toml").write_bytes(values["api-keys.toml"])
+    assert Access(path=account / "api-keys.toml").client([key], "").is_admin
+
+
+@pytest.mark.parametrize("arguments", [[], ["--to", "x", "--kubernetes-secret", "y"]])
+def test_one_destination_has_to_be_named(arguments: list[str]) -> None:
+    with pytest.raises(SetupError, match="either --to DIR or --kubernetes-secret NAME"):
+        main(arguments)
