@@ -23,7 +23,7 @@ CANARY = ("django", "1.2")
 SERVICES = ("osv", "pypi")
 #: Vulnerabilities that pdserve cannot meet, by id, with the reason. An entry is removed with the version that fixes it.
 ACCEPTED: Mapping[str, str] = {}
-_TIMEOUT_S = 300
+_TIMEOUT_S = 120
 
 
 class NotAudited(Exception):
