@@ -41,6 +41,11 @@ class ConnectionPool(Generic[Key, Connection]):
         self._is_open = is_open
         self._entries: OrderedDict[Key, _Entry[Connection]] = OrderedDict()
 
+    @property
+    def keys(self) -> list[Key]:
+        """The keys of all connections, the least recently used first."""
+        return list(self._entries)
+
     @asynccontextmanager
     async def use(self, key: Key, connect: Callable[[], Awaitable[Connection]]) -> AsyncIterator[Connection]:
         """The connection for `key`, open at least until the block ends, unless the peer closes it.

@@ -87,14 +87,15 @@ class ChannelPool:
     def __init__(self, *, max_kept: int | None = None, tls: PeerTls | None = None) -> None:
         """Beyond `max_kept` channels, the least recently used one without a call is closed; None: no limit."""
         self._tls = tls
-        self._pool: ConnectionPool[tuple[WorkerId, Epoch, int], grpc.aio.Channel] = ConnectionPool(
+        self._pool: ConnectionPool[tuple[WorkerId, Epoch, str, int], grpc.aio.Channel] = ConnectionPool(
             lambda channel: channel.close(), max_kept=max_kept
         )
 
     def use(self, worker_id: WorkerId, epoch: Epoch, address: str) -> AbstractAsyncContextManager[grpc.aio.Channel]:
         """The channel to that incarnation, which listens at `address`; open at least until the block ends.
 
-        A new channel starts to connect at once, without waiting for its first call.
+        A new channel starts to connect at once, without waiting for its first call. Another address is another
+        channel: a stranger's ticket may name any for a worker that others call, too.
         """
 
         async def connect() -> grpc.aio.Channel:
@@ -102,7 +103,7 @@ class ChannelPool:
             channel.get_state(try_to_connect=True)
             return channel
 
-        return self._pool.use((worker_id, epoch, self._generation), connect)
+        return self._pool.use((worker_id, epoch, address, self._generation), connect)
 
     async def open(self, worker_id: WorkerId, epoch: Epoch, address: str) -> None:
         """Opens the channel ahead of its first call, which then does not wait for the connection."""
@@ -111,7 +112,8 @@ class ChannelPool:
 
     async def sweep(self, current: Collection[tuple[WorkerId, Epoch]]) -> None:
         """Closes unused channels to incarnations that are not in `current`."""
-        await self._pool.sweep([(worker_id, epoch, self._generation) for worker_id, epoch in current])
+        kept = [key for key in self._pool.keys if key[:2] in current and key[3] == self._generation]
+        await self._pool.sweep(kept)
 
     async def close(self) -> None:
         """Closes all channels."""

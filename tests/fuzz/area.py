@@ -150,9 +150,11 @@ class _Run:
             (running / f"{len(self.fed):03}.{target}.bin").write_bytes(data)
             self.fed.append((target, data))
             self.report.outcomes[await self._feed(feeder, target, data)] += 1
-        async with asyncio.timeout(_INPUT_TIMEOUT_S):
-            await feeder.check()
-        self.complaints.require_none()
+        try:
+            async with asyncio.timeout(_INPUT_TIMEOUT_S):
+                await feeder.check()
+        finally:
+            self.complaints.require_none()  # What was logged says more than what the check saw of it.
         shutil.rmtree(running)
 
     async def _feed(self, feeder: Feeder, target: str, data: bytes) -> str:

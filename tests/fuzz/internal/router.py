@@ -17,7 +17,7 @@ from pdserve.base.errors import PeerLost
 from pdserve.base.frames import Frames
 from pdserve.v1 import prefill_pb2
 from tests.integration.router_svc.conftest import ScriptedCluster
-from tests.integration.router_svc.script import Context, Fault, Left
+from tests.integration.router_svc.script import Context, Fault, hang
 from tests.support.redis import eventually
 
 _MAX_MESSAGE = 1 << 20
@@ -37,10 +37,12 @@ class Routers:
         """The decode worker sends these bytes in place of everything."""
 
         async def send(context: Context) -> None:
-            transport = cast(Any, context)._transport
-            transport.write(data)
+            stream = cast(Any, context)
+            stream._transport.write(data)
             await asyncio.sleep(_PATIENCE_S)
-            raise Left
+            # Closed by this end: the fake worker ends this task when it notices.
+            stream.close()
+            await hang(context)
 
         return await self._ask("decode", send)
 

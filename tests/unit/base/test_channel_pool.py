@@ -24,3 +24,22 @@ async def test_an_opened_channel_connects_before_its_first_call() -> None:
     finally:
         await pool.close()
         server.close()
+
+
+async def test_another_address_for_a_worker_gets_another_channel() -> None:
+    """Tickets of strangers name any address: calls of others must not go there."""
+    pool, epoch = ChannelPool(), new_epoch()
+    async with (
+        pool.use(WorkerId("w"), epoch, "127.0.0.1:1") as first,
+        pool.use(WorkerId("w"), epoch, "127.0.0.1:2") as second,
+        pool.use(WorkerId("w"), epoch, "127.0.0.1:1") as again,
+    ):
+        assert first is again
+        assert first is not second
+    await pool.sweep([(WorkerId("w"), epoch)])
+    async with pool.use(WorkerId("w"), epoch, "127.0.0.1:1") as kept:
+        assert kept is first
+    await pool.sweep([])
+    async with pool.use(WorkerId("w"), epoch, "127.0.0.1:1") as new:
+        assert new is not first
+    await pool.close()
