@@ -17,6 +17,7 @@ from pdserve.base.config import child_environment
 from pdserve.base.errors import SetupError
 from pdserve.model.fetch.hub import HUB_FILES, hub_error
 from pdserve.model.fetch.progress import ProgressCallback
+from pdserve.model.fetch.snapshot import verify_snapshot
 
 _POLL_S = 0.2
 _COPY_BYTES = 1 << 20
@@ -111,7 +112,8 @@ def fetch_from_hub(
 ) -> Path:
     """The directory of a snapshot: weights, JSON and templates only. The hub's client shows progress per file itself.
 
-    `cache_dir` None: the hub client's own cache, shared with other tools. Raises `SetupError`.
+    Every file is compared with the hub's digest. `cache_dir` None: the hub client's own cache, shared with other tools.
+    Raises `SetupError`.
     """
     try:
         from huggingface_hub import snapshot_download
@@ -121,6 +123,8 @@ def fetch_from_hub(
         ) from error
     progress(f"Downloading {repo_id} from the model hub", 0, None)
     try:
-        return Path(snapshot_download(repo_id, cache_dir=cache_dir, endpoint=endpoint, allow_patterns=list(HUB_FILES)))
+        path = Path(snapshot_download(repo_id, cache_dir=cache_dir, endpoint=endpoint, allow_patterns=list(HUB_FILES)))
+        verify_snapshot(repo_id, path)
     except (OSError, ValueError) as error:
         raise hub_error(repo_id, error, otherwise="Use a local directory instead") from error
+    return path

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.base.errors import SetupError
-from pdserve.model.fetch.manifest import sha256_of
+from pdserve.model.fetch.manifest import git_blob_id, sha256_of
 from pdserve.model.fetch.progress import ProgressCallback
 
 #: Weights, JSON and templates.
@@ -97,10 +96,5 @@ def _damaged(directory: Path, files: list[HubFile]) -> Iterator[str]:
         if file.sha256 is not None:
             if sha256_of(path) != file.sha256:
                 yield file.name
-        elif file.blob_id is not None and _git_blob_id(path) != file.blob_id:
+        elif file.blob_id is not None and git_blob_id(path) != file.blob_id:
             yield file.name
-
-
-def _git_blob_id(path: Path) -> str:
-    content = path.read_bytes()
-    return hashlib.sha1(f"blob {len(content)}\0".encode() + content, usedforsecurity=False).hexdigest()

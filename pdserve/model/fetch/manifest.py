@@ -83,3 +83,9 @@ def damaged_files(directory: Path, manifest: Manifest, *, digests: bool) -> list
         elif digests and sha256_of(path) != entry.sha256:
             found.append(f"{name} has another SHA-256 than {entry.sha256}")
     return found
+
+
+def git_blob_id(path: Path) -> str:
+    """Git's name of a file: a SHA-1 over its header and content."""
+    content = path.read_bytes()
+    return hashlib.sha1(f"blob {len(content)}\0".encode() + content, usedforsecurity=False).hexdigest()

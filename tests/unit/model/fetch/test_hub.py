@@ -14,7 +14,8 @@ from pdserve.base.errors import SetupError
 from pdserve.model.fetch.download import fetch_from_hub
 from pdserve.model.fetch.hub import fill_from_hub
 from pdserve.model.fetch.progress import silent
-from tests.unit.model.fetch.fake_hub import FakeHub, serving
+from pdserve.model.fetch.snapshot import verify_snapshot
+from tests.unit.model.fetch.fake_hub import FakeHub, git_blob_id, serving
 
 WEIGHTS = bytes(range(256)) * 400
 
@@ -45,6 +46,32 @@ def test_a_damaged_file_is_refused_removed_and_downloaded_again(hub: FakeHub, tm
     hub.sent.clear()
     fill_from_hub("org/name", tmp_path, silent, endpoint=hub.url)
     assert (tmp_path / name).read_bytes() == hub.files[name]
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_damaged_file_of_a_snapshot_is_refused_and_downloaded_again(hub: FakeHub, tmp_path: Path, name: str) -> None:
+    """Fails without `verify_snapshot`: the hub's client compares sizes only."""
+    hub.sent[name] = hub.files[name][:-1] + b"?"
+    with pytest.raises(SetupError, match=rf"^{name} of org/name has another digest than the hub's\. Run it again"):
+        fetch_from_hub("org/name", silent, cache_dir=tmp_path, endpoint=hub.url)
+    hub.sent.clear()
+    path = fetch_from_hub("org/name", silent, cache_dir=tmp_path, endpoint=hub.url)
+    assert (path / name).read_bytes() == hub.files[name]
+
+
+def test_git_names_of_small_files_are_compared_too(tmp_path: Path) -> None:
+    content = b"{}"
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "1"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    blob = blobs / git_blob_id(content)
+    blob.write_bytes(content)
+    (snapshot / "config.json").symlink_to(blob)
+    verify_snapshot("org/name", snapshot)
+    blob.write_bytes(b"[]")
+    with pytest.raises(SetupError, match=r"config\.json of org/name"):
+        verify_snapshot("org/name", snapshot)
+    assert not blob.exists()
 
 
 def test_a_download_that_broke_off_goes_on_where_it_was(hub: FakeHub, tmp_path: Path) -> None:
