@@ -26,6 +26,8 @@ T = TypeVar("T")
 #: Innermost frames that `StepLoop.position` shows.
 _MAX_FRAMES = 8
 
+#: Time after which compiling is a hang, too.
+MAX_COMPILING_S = 3600.0
 #: Functions that compile kernels, by module.
 _COMPILERS = {("triton.compiler.compiler", "compile"), ("triton.runtime.build", "_build")}
 
@@ -91,6 +93,8 @@ class StepLoop:
         self._stopping = False
         #: Time from which on there has been work or a call; None while the thread sleeps or has ended.
         self._awake_since: float | None = None
+        #: When the thread was last seen compiling.
+        self._compiled_at = 0.0
         self._thread = threading.Thread(target=self._run, name=self._config.name, daemon=True)
 
     def start(self) -> None:
@@ -115,10 +119,16 @@ class StepLoop:
     def stalled_s(self) -> float:
         """Age of the running step or call, or of the last step that computed while there is work; 0 without any.
 
-        Steps that compute nothing do not count. Any thread may read it.
+        Steps that compute nothing do not count. It starts anew each time that it is read while the thread compiles, for
+        up to `MAX_COMPILING_S`. Any thread may read it.
         """
         since = self._awake_since
-        return 0.0 if since is None else max(0.0, perf_counter() - max(since, self._stepper.computed_at))
+        if since is None:
+            return 0.0
+        now, started_at = perf_counter(), max(since, self._stepper.computed_at)
+        if now - started_at < MAX_COMPILING_S and self.is_compiling:
+            self._compiled_at = now
+        return max(0.0, now - max(started_at, self._compiled_at))
 
     @property
     def is_compiling(self) -> bool:

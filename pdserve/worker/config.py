@@ -113,7 +113,7 @@ class WorkerConfig:
     )
     transport: str = option("ucx", help="transport of KV blocks", choices=TRANSPORTS)
     stall_timeout_s: float = option(
-        300.0, help="seconds that a step may take, compiling included, before /livez reports a hang", minimum=1
+        300.0, help="seconds that a step may take, compiling apart, before /livez reports a hang", minimum=1
     )
     drain_timeout_s: float = same_option(ServiceOptions, "drain_timeout_s")
     cluster_secret_file: str | None = same_option(ServiceOptions, "cluster_secret_file")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from types import FunctionType, SimpleNamespace
 
 import pytest
@@ -68,6 +69,51 @@ def test_a_thread_that_compiles_a_kernel_says_so() -> None:
         assert decoder.entered.wait(WAIT_S)
         assert not it.loop.is_compiling
         decoder.gate.set()
+
+
+def test_compiling_keeps_a_step_young_for_an_hour(clock: SimpleNamespace) -> None:
+    """Fails if the limit for a hang counts it: a worker that compiles for long would be restarted, again and again."""
+    compiling = FunctionType(_compile.__code__.replace(co_name="compile"), {"__name__": "triton.compiler.compiler"})
+    with rig() as it:
+        entered, gate = threading.Event(), threading.Event()
+        it.loop.call(lambda: compiling(entered, gate))
+        assert entered.wait(WAIT_S)
+        for _ in range(5):
+            clock.now += 700
+            assert it.loop.stalled_s < 1
+        clock.now += 700
+        assert round(it.loop.stalled_s) == 700
+        gate.set()
+
+
+def test_tritons_own_compiler_is_seen_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # What it is anyway, without a warning.
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.jit import JITFunction
+
+    entered, gate = threading.Event(), threading.Event()
+
+    def held(*arguments: object) -> None:
+        _compile(entered, gate)
+        raise InterruptedError("seen")
+
+    monkeypatch.setattr(CUDABackend, "add_stages", held)
+    # Not `triton.jit`, which interprets kernels in these tests.
+    source = triton.compiler.ASTSource(fn=JITFunction(_kernel), signature={"pointer": "*fp32"}, constexprs={})
+    with rig() as it:
+        called = it.loop.call(lambda: triton.compile(source, target=GPUTarget("cuda", 90, 32)))
+        assert entered.wait(WAIT_S)
+        assert it.loop.is_compiling
+        gate.set()
+        with pytest.raises(InterruptedError, match="seen"):
+            called.result(WAIT_S)
+
+
+def _kernel(pointer):  # type: ignore[no-untyped-def]
+    pass
 
 
 def _compile(entered: threading.Event, gate: threading.Event) -> None:

@@ -83,7 +83,7 @@ async def test_a_transport_gets_the_gpu_that_holds_its_buffers(
 async def test_a_worker_that_accepts_requests_is_watched_for_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     # What the tests of this process have made has to be collected.
     monkeypatch.setattr(process, "exempt_all", lambda: None)
-    loop = SimpleNamespace(stalled_s=0.0, is_compiling=False, position="forward (decoder.py:88)")
+    loop = SimpleNamespace(stalled_s=0.0, position="forward (decoder.py:88)")
     health, serving, announced = Health(), list[bool](), list[bool]()
 
     class Switch:

@@ -25,7 +25,6 @@ class Loop:
     """A step loop without progress for `stalled_s`."""
 
     stalled_s: float = 0.0
-    is_compiling: bool = False
     position: str = "forward (decoder.py:88)"
 
 
@@ -73,15 +72,6 @@ async def test_a_step_that_does_not_end_fails_the_liveness_probe_with_the_reason
         assert "--stall-timeout-s" in reason
         assert (await it.get("/readyz", stalled_s=400))[0] == 503
         assert it.published == [False]
-
-
-@pytest.mark.virtual_time
-async def test_compiling_within_the_limit_is_alive_and_ready() -> None:
-    async with watched() as it:
-        it.loop.is_compiling = True
-        assert await it.get("/livez", stalled_s=299) == (200, None)
-        assert await it.get("/readyz", stalled_s=299) == (200, None)
-        assert it.published == []
 
 
 @pytest.mark.virtual_time
