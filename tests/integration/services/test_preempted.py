@@ -1,4 +1,4 @@
-"""Real preemption: a sequence that waits for blocks keeps its stream alive, and gives the tokens it would have given."""
+"""Real preemption: a sequence that waits for blocks keeps its stream alive, and gives the same tokens as without."""
 
 from __future__ import annotations
 
