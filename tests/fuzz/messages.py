@@ -22,6 +22,8 @@ _FLOATS = (0.0, -0.0, -1.0, 0.5, 2.0, 1e308, 1e-320, float("nan"), float("inf"),
 _TEXTS = ("", "\x00", "\x1b[2J\nline", "a" * 300, "a" * 5000, "../../x", "%s", "\u202e\u0000", "0", "-1", "x y", "é")
 #: Copies of an item in a list that becomes long.
 _LONG = 3000
+#: Bytes or characters of an item that is not repeated so often.
+_LARGE = 40
 _MAX_CHANGES = 4
 
 
@@ -77,7 +79,10 @@ def _change_list(message: Message, field: FieldDescriptor, random: Random) -> No
     if kind == 0 and items:
         del items[random.randrange(len(items)) :]
     elif kind == 1:
-        items.extend([_value(field, items[0] if items else None, random)] * random.choice((1, 2, 130, _LONG)))
+        value = _value(field, items[0] if items else None, random)
+        # Many or large ones: a message of megabytes would only show how long it takes to make.
+        is_large = isinstance(value, bytes | str) and len(value) > _LARGE
+        items.extend([value] * (2 if is_large else random.choice((1, 2, 130, _LONG))))
     elif items:
         items[random.randrange(len(items))] = _value(field, items[0], random)
     else:
