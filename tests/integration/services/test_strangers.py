@@ -12,13 +12,15 @@ from kvtransfer.transport import Peer
 from kvtransfer.transport.inproc import InprocTransport
 from kvtransfer.transport.ucx_address import pack_address
 from pdserve.base.errors import PeerRefused, RequestError
+from pdserve.base.newcomers import Newcomers
 from pdserve.base.rpc import mapped_rpc_errors
 from pdserve.base.seals import Purpose, Refusal, Seals
 from pdserve.base.secret import parse_secret
+from pdserve.base.streams import open_stream
 from pdserve.base.wire import sampling_to_wire
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, diagnostics_pb2, diagnostics_pb2_grpc
 from pdserve.worker.serve.worker import Worker
-from tests.integration.services.local_cluster import ALWAYS_LOCAL, LocalCluster, running_cluster
+from tests.integration.services.local_cluster import ALWAYS_LOCAL, DEADLINE_S, LocalCluster, running_cluster
 from tests.support.own_task import in_own_task
 from tests.unit.model.tiny import save_model
 
@@ -238,3 +240,21 @@ async def test_a_command_on_another_connection_reaches_no_request(cluster: Local
         stranger.cancel()
     await request.prefill(ticket)
     assert await request.finish() == await cluster.local(PROMPT)
+
+
+async def test_silent_connections_close_no_request_that_has_started(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a connection stays a newcomer after a valid start."""
+    monkeypatch.setitem(Newcomers.__init__.__kwdefaults__, "max_connections", 2)
+    async with running_cluster(model) as cluster:
+        request = cluster.request(PROMPT)
+        await request.start()
+        ticket = await request.ticket()
+        silent = [await open_stream(cluster.decode_streams, decode_pb2.DecodeResponse.FromString) for _ in range(3)]
+        assert await silent[0].read(DEADLINE_S) is None
+        await request.prefill(ticket)
+        assert await request.finish() == await cluster.local(PROMPT)
+        for stream in silent:
+            stream.close()
+        await cluster.all_free()
