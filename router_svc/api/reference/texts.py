@@ -61,8 +61,8 @@ are valid Unicode, so the escape of half a surrogate pair is refused. A body has
 **Limits of the model.** Token ids are below the size of the vocabulary, and prompt and completion together fit into \
 the context. Both depend on the model, so this document cannot state them; the answer is then 400.
 
-**Methods.** What answers GET answers HEAD, too, without a body. Another method gets 405. With `--allowed-origins`, \
-OPTIONS answers the preflight requests of browsers with 204.
+**Methods.** What answers GET answers HEAD, too, without a body; only the console's events do not. Another method \
+gets 405. With `--allowed-origins`, OPTIONS answers the preflight requests of browsers with 204.
 
 **Errors** have the form of `Error`. A path that does not exist has 404 in the same form. What is no HTTP is answered \
 with 400 and plain text, and the connection is closed; so is an unknown `Expect` header, with 417.

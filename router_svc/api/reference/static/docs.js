@@ -66,13 +66,14 @@ function fieldRow(name, schema, required) {
     h("dd", {}, h("span", { class: "kind" }, ...kind(schema)), ...(schema.description ? paragraphs(schema.description) : [])));
 }
 
-/** Fields without effect come last, and closed: nobody looks for them first. */
+/** Required fields come first. Those without effect come last, and closed: nobody looks for them first. */
 function fields(schema) {
-  const rows = (names) => h("dl", { class: "fields" }, names.map((name) =>
-    fieldRow(name, schema.properties[name], schema.required?.includes(name))));
-  const names = Object.keys(schema.properties ?? {});
-  const idle = names.filter((name) => /^(Accepted without effect|Not supported)/.test(schema.properties[name].description ?? ""));
-  const used = names.filter((name) => !idle.includes(name));
+  const isRequired = (name) => schema.required?.includes(name) ?? false;
+  const isIdle = (name) => /^(Accepted without effect|Not supported)/.test(schema.properties[name].description ?? "");
+  const rows = (names) => h("dl", { class: "fields" }, names.map((name) => fieldRow(name, schema.properties[name], isRequired(name))));
+  const names = Object.keys(schema.properties ?? {}).sort((a, b) => isRequired(b) - isRequired(a));
+  const idle = names.filter(isIdle);
+  const used = names.filter((name) => !isIdle(name));
   return [
     used.length ? rows(used) : null,
     idle.length ? h("details", {}, h("summary", {}, `${idle.length} fields that are not supported or have no effect`), rows(idle)) : null,
