@@ -26,6 +26,7 @@ import psutil
 
 from benchmarks.environment import describe, heading
 from benchmarks.result_files import write_results
+from pdserve.base.api_key import bearer
 from pdserve.cli.bench.run import run_workload
 from pdserve.cli.bench.workload import BenchRequest, Target
 from tests.support.cluster import MODEL, running_cluster
@@ -65,7 +66,8 @@ def run_window(system: str, base_url: str, number: int, *, requests: int, concur
         )
         for _ in range(requests)
     ]
-    target = Target(base_url=base_url, model=MODEL, fields={"temperature": 0, "ignore_eos": True})
+    fields = {"temperature": 0, "ignore_eos": True}
+    target = Target(base_url=base_url, model=MODEL, fields=fields, headers=bearer(None))
     result = asyncio.run(run_workload(target, workload, [0.0] * requests, max_concurrency=concurrency))
     if result.failures:
         raise SystemExit(f"A request to {system} failed: {result.failures[0]}")
