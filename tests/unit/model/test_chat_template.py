@@ -252,6 +252,12 @@ def test_a_template_that_doubles_its_text_reaches_the_limit(monkeypatch: pytest.
             render(source)
 
 
+def test_many_texts_below_the_limit_of_one_are_limited_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "_MAX_TOTAL_CHARS", 100_000)
+    with pytest.raises(RequestError, match="all texts together are longer than 100000"):
+        render("{% for i in range(300) %}{% set x = 'a' * 1000 %}{% endfor %}")
+
+
 def test_a_prompt_longer_than_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_limits, "MAX_RENDERED_CHARS", 1000)
     with pytest.raises(RequestError, match="longer than 1000"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -84,7 +84,8 @@ async def test_prompts_after_one_that_is_too_long_are_not_tokenized(model: Serve
     assert counting.characters == len(texts[0])
 
 
-async def test_what_a_template_prints_of_its_variables_is_tokenized_in_a_thread(model: ServedModel) -> None:
+@pytest.mark.parametrize("times", [300, 100], ids=["much", "little for much"])
+async def test_what_a_template_prints_of_its_variables_is_tokenized_in_a_thread(model: ServedModel, times: int) -> None:
     template = ChatTemplate("{% for message in messages %}{{ mood * 100 }}{% endfor %}", {})
     watched = WatchedTokenizer(model.tokenizer, asyncio.get_running_loop())
     roomy = replace(model, template=template, tokenizer=cast(Tokenizer, watched), max_position_embeddings=10**6)
@@ -92,9 +93,27 @@ async def test_what_a_template_prints_of_its_variables_is_tokenized_in_a_thread(
         [{"role": "user", "content": ""}],
         add_generation_prompt=True,
         add_special_tokens=False,
-        template_kwargs={"mood": "a b " * 300},
+        template_kwargs={"mood": "a b " * times},
     )
     assert watched.loop_has_run
+
+
+async def test_long_variables_are_rendered_in_a_thread(model: ServedModel) -> None:
+    threads: list[threading.Thread] = []
+
+    class WatchedTemplate(ChatTemplate):
+        def render(self, *args: Any, **kwargs: Any) -> str:
+            threads.append(threading.current_thread())
+            return super().render(*args, **kwargs)
+
+    await replace(model, template=WatchedTemplate("x", {})).encode_chat(
+        [{"role": "user", "content": ""}],
+        add_generation_prompt=True,
+        add_special_tokens=False,
+        template_kwargs={"mood": "a b " * 300},
+    )
+    assert threads
+    assert threads[0] is not threading.current_thread()
 
 
 def test_a_text_that_cannot_fit_is_refused_without_tokenizing_it(model: ServedModel) -> None:
