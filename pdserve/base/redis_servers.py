@@ -191,6 +191,10 @@ class _PasswordFile(CredentialProvider):
             raise RedisError(f"the password in {self._path} cannot be read: {reason}") from error
         return (password,) if self._username is None else (self._username, password)
 
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        """The same. Without it, redis-py logs a warning for each connection."""
+        return self.get_credentials()
+
 
 def _arguments(url: str) -> dict[str, Any]:
     """Arguments of a connection class, which is itself one of them. Raises ValueError."""

@@ -19,11 +19,14 @@ from typing import Any
 
 import psutil
 
-from tests.deploy.manifests import Object, config_map, environment, expanded, workloads
+from pdserve.base.api_key import bearer
+from pdserve.cli.private_redis import find_redis_server, wait_until_ready
+from tests.deploy.manifests import Object, Workload, config_map, environment, expanded, workloads
 
 _START_S = 240
 _POLL_S = 0.2
 _UNITS = {"Mi": 2**20, "Gi": 2**30}
+_REDIS = "pdserve-redis:6379"
 
 
 @dataclass(kw_only=True)
@@ -35,6 +38,8 @@ class Pod:
     container: Object
     process: subprocess.Popen[bytes]
     log: Path
+    #: The first API key of the cluster.
+    api_key: str
 
     def probe(self, kind: str) -> int:
         """The status of a probe; 0 without an answer."""
@@ -70,50 +75,94 @@ class Pod:
 
 
 class Node:
-    """A directory with the volumes of all pods, and the pods that run."""
+    """A directory with the volumes of all pods, the secrets that `pdserve secrets` makes, and the pods that run."""
 
-    def __init__(self, directory: Path, redis_url: str) -> None:
+    def __init__(self, directory: Path) -> None:
         self.models = directory / "models"
         self.models.mkdir()
+        self.secrets = directory / "secrets"
+        words = [str(Path(sys.executable).parent / "pdserve"), "secrets", "--to", str(self.secrets)]
+        made = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True, timeout=60)
+        self.api_key = made.stdout.split()[-1]
         self._directory = directory
         self._pods: list[Pod] = []
-        self._redis_url = redis_url
+        #: Directories and addresses of the manifests, and what they are here.
+        self._here = {"/models": str(self.models)}
 
     def command(self, render: str, container: Object, **pod: str) -> list[str]:
         """The container's command line, with this machine's paths."""
         variables = environment(render, container) | pod
         words = [expanded(word, variables) for word in [*container["command"], *container.get("args", ())]]
-        words[0] = sys.executable if words[0] == "python" else str(Path(sys.executable).parent / words[0])
-        paths = {"/etc/pdserve": str(self._directory / render), "/models": str(self.models)}
-        for there, here in paths.items():
-            words = [word.replace(there, here) for word in words]
-        # A router listens on all addresses, of which other programs of this machine need some.
-        return [word.replace("=0.0.0.0", f"={pod.get('POD_IP')}") for word in words]
+        own = {"python": sys.executable, "pdserve": str(Path(sys.executable).parent / "pdserve")}
+        words[0] = own.get(words[0], words[0])
+        # A service listens on all addresses, of which other programs of this machine need some.
+        words = [word.replace("=0.0.0.0", f"={pod.get('POD_IP')}") for word in words]
+        words = [word.replace("redis-server ", f"redis-server --bind {pod.get('POD_IP')} ") for word in words]
+        return [self._translated(word) for word in words]
+
+    def variables(self, container: Object) -> dict[str, str]:
+        """The container's variables that are written out or from the Secret."""
+        found = {each["name"]: self._translated(each["value"]) for each in container.get("env", ()) if "value" in each}
+        for each in container.get("env", ()):
+            match each:
+                case {"name": name, "valueFrom": {"secretKeyRef": {"name": "pdserve-secrets", "key": key}}}:
+                    found[name] = (self.secrets / key).read_text()
+        return found
+
+    async def start_redis(self) -> None:
+        """Runs Redis, which the pods that start later use."""
+        redis = self.start("base", "redis")
+        self._here[_REDIS] = f"{redis.address}:6379"
+        password_file = self._translated("/run/secrets/pdserve/redis-password")
+        await wait_until_ready(
+            f"redis://{redis.address}:6379?password_file={password_file}",
+            has_ended=lambda: redis.process.poll() is not None,
+        )
 
     def start(self, render: str, component: str, number: int = 0, **settings: str) -> Pod:
         """Runs a pod of a tier. `settings` are variables of its service."""
-        container = container_of(render, component)
+        [workload] = [each for each in workloads(render) if each.component == component]
+        [container] = workload.containers
+        self._mount_secrets(workload, container)
         self._write_config(render)
         address = f"127.{os.getpid() >> 8 & 127}.{os.getpid() & 255}.{len(self._pods) + 2}"
         name = f"{render}-{component}-{number}"
         log = self._directory / f"{name}.log"
-        variables = {each["name"]: each["value"] for each in container.get("env", ()) if "value" in each}
-        # The environment wins over the config file, whose Redis is elsewhere here.
-        own = {"redis_url": self._redis_url, **settings}
-        variables |= {f"PDSERVE_{component.upper()}__{key.upper()}": value for key, value in own.items()}
+        variables = self.variables(container)
+        variables |= {f"PDSERVE_{component.upper()}__{key.upper()}": value for key, value in settings.items()}
+        variables["PATH"] = f"{find_redis_server().parent}{os.pathsep}{os.environ['PATH']}"
         words = self.command(render, container, POD_NAME=name, POD_IP=address)
         with log.open("wb") as output:
             process = subprocess.Popen(words, env=os.environ | variables, stdout=output, stderr=subprocess.STDOUT)
-        self._pods.append(Pod(name=name, address=address, container=container, process=process, log=log))
+        self._pods.append(
+            Pod(name=name, address=address, container=container, process=process, log=log, api_key=self.api_key)
+        )
         return self._pods[-1]
+
+    def _translated(self, text: str) -> str:
+        for there in sorted(self._here, key=len, reverse=True):
+            text = text.replace(there, self._here[there])
+        return text
+
+    def _mount_secrets(self, workload: Workload, container: Object) -> None:
+        """Directories with the keys of the Secret that the pod's volumes have."""
+        volumes = {each["name"]: each["secret"] for each in workload.spec.get("volumes", ()) if "secret" in each}
+        for mount in container.get("volumeMounts", ()):
+            if mount["name"] in volumes:
+                folder = self._directory / f"{workload.component}-{mount['name']}"
+                folder.mkdir(exist_ok=True)
+                for item in volumes[mount["name"]]["items"]:
+                    (folder / item["path"]).write_bytes((self.secrets / item["key"]).read_bytes())
+                self._here[mount["mountPath"]] = str(folder)
 
     def _write_config(self, render: str) -> None:
         folder = self._directory / render
         folder.mkdir(exist_ok=True)
+        self._here["/etc/pdserve"] = str(folder)
         volumes = [each for workload in workloads(render) for each in workload.spec.get("volumes", ())]
         for name in {each["configMap"]["name"] for each in volumes if "configMap" in each}:
             for file, text in config_map(render, name).items():
-                (folder / file).write_text(text, encoding="utf-8")
+                (folder / file).write_text(self._translated(text), encoding="utf-8")
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -128,7 +177,7 @@ class Node:
 
     def wait_until_ready(self) -> None:
         """Returns once the probes of all pods succeed that were started so far."""
-        for pod in self._pods:
+        for pod in (each for each in self._pods if "startupProbe" in each.container):
             pod.wait_for("startup")
             pod.wait_for("readiness")
             assert pod.probe("liveness") == 200
@@ -151,12 +200,12 @@ class Answer:
 
 async def ask(router: Pod, prompt: str, *, max_tokens: int, started: asyncio.Event | None = None) -> Answer:
     """A streamed answer, which fails if it is cut off. Sets `started` with its first token."""
-    loop, url = asyncio.get_running_loop(), f"http://{router.address}:8000/v1"
+    loop, url, key = asyncio.get_running_loop(), f"http://{router.address}:8000/v1", bearer(router.api_key)
     body = {"model": "smollm2-135m-instruct", "prompt": prompt, "max_tokens": max_tokens}
     body |= {"stream": True, "ignore_eos": True, "temperature": 0}
 
     def read() -> Answer:
-        data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
+        data, kind = json.dumps(body).encode(), {"Content-Type": "application/json", **key}
         text, last, request_id = "", b"", ""
         with urllib.request.urlopen(urllib.request.Request(f"{url}/completions", data, kind), timeout=300) as response:
             for line in filter(None, map(bytes.strip, response)):
@@ -169,7 +218,8 @@ async def ask(router: Pod, prompt: str, *, max_tokens: int, started: asyncio.Eve
                     if started is not None:
                         loop.call_soon_threadsafe(started.set)
         assert last == b"[DONE]", "the stream was cut off"
-        with urllib.request.urlopen(f"{url}/requests/{request_id}/trace", timeout=20) as response:
+        trace = f"http://{router.address}:9000/v1/requests/{request_id}/trace"
+        with urllib.request.urlopen(urllib.request.Request(trace, headers=key), timeout=20) as response:
             record: dict[str, Any] = json.loads(response.read())
         return Answer(text=text, workers=tuple((each["tier"], each["worker"]) for each in record["decisions"]))
 

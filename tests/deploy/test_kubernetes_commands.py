@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import socket
+import ssl
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from pdserve.cli.private_redis import PrivateRedis
+from pdserve.base.api_key import bearer
+from tests.deploy.manifests import Object
 from tests.deploy.pods import Answer, Node, Pod, ask, container_of
 
 pytestmark = [
@@ -26,13 +32,29 @@ UCX_PORTS = set(range(19600, 19620))
 
 @asynccontextmanager
 async def node_with_the_model(directory: Path) -> AsyncIterator[Node]:
-    """A node whose volume has the model, fetched by the Job's command."""
-    async with PrivateRedis() as redis:
-        node = Node(directory, redis.url)
-        fetch = node.command("base", container_of("base", "fetch-model"))
-        await asyncio.to_thread(subprocess.run, fetch, check=True, stdout=subprocess.DEVNULL, timeout=300)
-        with node.running():
-            yield node
+    """A node with the base's Redis, whose volume has the model, fetched by the Job's command."""
+    node = Node(directory)
+    fetch = node.command("base", container_of("base", "fetch-model"))
+    await asyncio.to_thread(subprocess.run, fetch, check=True, stdout=subprocess.DEVNULL, timeout=300)
+    with node.running():
+        await node.start_redis()
+        yield node
+
+
+async def run_in(node: Node, container: Object, words: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a command with the variables of a container, as the kubelet and `kubectl exec` do."""
+    environment = os.environ | node.variables(container)
+    return await asyncio.to_thread(subprocess.run, words, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def status_of(url: str, key: str | None = None) -> int:
+    """The HTTP status of `GET url` with this key."""
+    headers = {} if key is None else bearer(key)
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
 class Crowd:
@@ -92,9 +114,9 @@ async def test_the_base_serves_and_loses_no_answer_when_pods_of_both_tiers_end(t
         router, prefill = node.start("base", "router"), node.start("base", "prefill")
         decode = [node.start("base", "decode", number) for number in range(2)]
         await asyncio.to_thread(node.wait_until_ready)
-        smoke_test = node.command("base", container_of("base", "smoke-test"))
-        words = [word.replace("pdserve-router", router.address) for word in smoke_test]
-        answer = await asyncio.to_thread(subprocess.run, words, capture_output=True, text=True, timeout=120)
+        smoke_test = container_of("base", "smoke-test")
+        words = [word.replace("pdserve-router", router.address) for word in node.command("base", smoke_test)]
+        answer = await run_in(node, smoke_test, words)
         assert answer.returncode == 0, answer.stderr
         assert "Paris" in answer.stdout
         crowd = Crowd(router)
@@ -111,6 +133,47 @@ async def test_the_base_serves_and_loses_no_answer_when_pods_of_both_tiers_end(t
         last = await (await crowd.grow(1))[0]
         assert last.workers == (("decode", decode[0].name),)
         assert len(await crowd.answers()) == 9
+
+
+async def test_what_the_base_starts_wants_a_key_and_answers_operators_and_prometheus(tmp_path: Path) -> None:
+    async with node_with_the_model(tmp_path) as node:
+        router, prefill, decode = (node.start("base", tier) for tier in ("router", "prefill", "decode"))
+        await asyncio.to_thread(node.wait_until_ready)
+        api, admin = (f"http://{router.address}:{port}" for port in (8000, 9000))
+        metrics = (node.secrets / "metrics-key").read_text()
+        expected = {
+            (f"{api}/v1/models", None): 401,
+            (f"{api}/v1/models", node.api_key): 200,
+            (f"{api}/metrics", node.api_key): 404,
+            (f"{admin}/metrics", None): 401,
+            (f"{admin}/metrics", metrics): 200,
+            (f"{admin}/v1/cluster", metrics): 403,
+            (f"{admin}/v1/cluster", node.api_key): 200,
+            (f"http://{decode.address}:9100/metrics", None): 200,
+        }
+        assert {key: await asyncio.to_thread(status_of, *key) for key in expected} == expected
+        for command in ("status", "doctor"):
+            words = [str(Path(sys.executable).parent / "pdserve"), command, "--base-url", admin]
+            refused = await run_in(node, router.container, words)
+            assert "API key" in refused.stderr + refused.stdout
+            answer = await run_in(node, router.container, [*words, "--api-key", node.api_key])
+            assert prefill.name in answer.stdout
+            assert decode.name in answer.stdout
+            assert answer.returncode < 2, answer.stdout
+        # A port of a worker speaks to none without a certificate of the cluster.
+        stranger = ssl.create_default_context()
+        stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
+        certificate = ssl.PEM_cert_to_DER_cert((node.secrets / "peer.pem").read_text())
+        for port in (50051, 50052):
+            with (
+                socket.create_connection((decode.address, port), timeout=20) as plain,
+                stranger.wrap_socket(plain) as tls,
+            ):
+                assert tls.getpeercert(binary_form=True) == certificate
+                # The refusal of a client without a certificate comes after its handshake.
+                with suppress(ssl.SSLError, ConnectionError):
+                    tls.sendall(b"x")
+                    assert tls.recv(1) == b""
 
 
 async def test_a_release_with_another_kv_layout_takes_over_without_losing_an_answer(tmp_path: Path) -> None:

@@ -65,7 +65,9 @@ async def test_a_user_needs_the_documented_rights_only(tmp_path: Path) -> None:
             assert "wrong" not in store.address
 
 
-async def test_a_password_in_a_file_is_read_for_each_connection(tmp_path: Path) -> None:
+async def test_a_password_in_a_file_is_read_for_each_connection_and_nothing_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "password"
     file.write_text("first\n")
     async with redis_process(tmp_path) as server:
@@ -79,6 +81,8 @@ async def test_a_password_in_a_file_is_read_for_each_connection(tmp_path: Path) 
                 await store.call("PING")
             file.write_text("first")
             assert await store.call("PING")
+    # redis-py warns of what it finds deprecated, for each connection.
+    assert [record for record in caplog.records if record.name.startswith("redis")] == []
 
 
 @pytest.mark.parametrize(
