@@ -160,6 +160,8 @@ async def test_what_the_base_starts_wants_a_key_and_answers_operators_and_promet
             assert prefill.name in answer.stdout
             assert decode.name in answer.stdout
             assert answer.returncode < 2, answer.stdout
+        # Facts and a test transfer, which workers give to processes with the cluster secret and a certificate alone.
+        assert f"{prefill.name} to {decode.name}: " in answer.stdout
         # A port of a worker speaks to none without a certificate of the cluster.
         stranger = ssl.create_default_context()
         stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
