@@ -65,7 +65,7 @@ async def test_a_user_needs_the_documented_rights_only(tmp_path: Path) -> None:
             assert "wrong" not in store.address
 
 
-async def test_a_password_in_a_file_is_read_for_each_connection_and_nothing_logged(
+async def test_a_password_in_a_file_is_read_for_each_connection(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "password"
