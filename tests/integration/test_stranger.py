@@ -25,6 +25,7 @@ from pdserve.base.seals import Purpose, Seals, receiver_name
 from pdserve.base.secret import new_secret, parse_secret
 from pdserve.base.streams import open_stream
 from pdserve.base.wire import error_from_wire, sampling_to_wire
+from pdserve.cli.doctor import DoctorConfig, diagnose
 from pdserve.cli.status import WorkerStatus
 from pdserve.v1 import common_pb2, decode_pb2, decode_pb2_grpc, diagnostics_pb2, diagnostics_pb2_grpc, prefill_pb2
 from pdserve.v1 import prefill_pb2_grpc as prefill_grpc
@@ -209,3 +210,10 @@ def test_the_secret_of_a_run_is_seen_in_no_process_arguments_and_no_log(cluster:
     assert secret
     assert not any(secret in word for process in processes.values() for word in process.cmdline())
     assert not any(secret in log.read_text() for log in cluster.log_dir.glob("*.log"))
+
+
+def test_doctor_of_the_same_user_finds_the_secret_of_the_run(cluster: Cluster) -> None:
+    """Otherwise every worker would refuse it."""
+    _, facts = asyncio.run(diagnose(DoctorConfig(base_url=cluster.base_url, max_pairs=0)))
+    assert facts is not None
+    assert {worker.tier for worker in facts.workers if worker.facts is not None} == {"prefill", "decode"}
