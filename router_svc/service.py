@@ -37,6 +37,7 @@ from router_svc.records.request_store import RequestStore
 from router_svc.records.traces import Traces
 from router_svc.rehearsal import rehearsal, rehearse, unrecorded
 from router_svc.request.gate import Gate
+from router_svc.request.limiter import Limiter
 from router_svc.request.requests import Recorders, Requests
 from router_svc.request.shared_quarantine import SharedQuarantine
 from router_svc.routing.backlog import prefill_backlog_s
@@ -71,20 +72,17 @@ class Router:
         self._directory = self.cluster.directory
         self._gate = Gate(max_waiting=config.max_num_queued_reqs, max_wait_s=config.queue_timeout_s)
         recent = RecentRecords(config.trace_capacity)
+        self._limiter = Limiter(store)
         recorders = Recorders(
             metrics=self.metrics,
             recent=recent,
             store=self._request_store,
             tracer=tracer,
             model_name=config.model_name,
+            limiter=self._limiter,
         )
-        self._requests = Requests(
-            self.cluster,
-            self._gate,
-            recorders,
-            model.tokenizer,
-            by_priority=config.scheduling_policy == "priority",
-        )
+        by_priority = config.scheduling_policy == "priority"
+        self._requests = Requests(self.cluster, self._gate, recorders, model.tokenizer, by_priority=by_priority)
         self._shared_quarantine = SharedQuarantine(self._requests.quarantine, store)
         self._traces = Traces(recent, self._request_store)
         self._model = model
@@ -136,8 +134,7 @@ class Router:
     async def serving(self) -> AsyncIterator[Addresses]:
         """Serves until the block ends. The router is ready while a decode worker is."""
         port = public_port(self.config, None if self._tls is None else self._tls.credentials)
-        guards = Guards(access=self._access, intake=self._intake, refusals=self._refusals)
-        inference = InferenceServicer(self._model, self._requests, self._max_model_len, guards, self._tracer)
+        inference = InferenceServicer(self._model, self._requests, self._max_model_len, self._guards(), self._tracer)
         try:
             async with (
                 service_group() as group,
@@ -155,6 +152,7 @@ class Router:
                 group.start(self._directory.run(), name="directory")
                 group.start(self._mirror.run(), name="prefix-mirror")
                 group.start(self._request_store.run(), name="request-store")
+                group.start(self._limiter.run(), name="limits")
                 group.start(self._clock_skew.run(), name="clock-skew")
                 group.start(self._shared_quarantine.run(), name="quarantine")
                 group.start(self.metrics.loop_lag.run(), name="loop-lag")
@@ -171,6 +169,11 @@ class Router:
             self._refusals.flush()
             await self.cluster.channels.close()
             self._model.threads.close()
+
+    def _guards(self) -> Guards:
+        return Guards(
+            access=self._access, intake=self._intake, refusals=self._refusals, limit_headers=self._limiter.headers
+        )
 
     @property
     def num_open(self) -> int:
@@ -197,6 +200,7 @@ class Router:
             health=self.health,
             registry=self.metrics.registry,
             access=self._access,
+            limit_headers=self._limiter.headers,
             tls=self._tls,
             refusals=self._refusals,
             tracer=self._tracer,

@@ -75,6 +75,14 @@ class Displaced(Overloaded):
     """The request lost its place in a full queue to clients that have fewer requests there."""
 
 
+class RateLimited(Overloaded):
+    """The API key has used what it may use at present."""
+
+
+class QuotaExceeded(RateLimited):
+    """The API key has used its budget."""
+
+
 class NoWorkers(CapacityError):
     """No worker of the needed tier is ready."""
 
@@ -183,6 +191,12 @@ _TABLE: dict[type[PdserveError], Codes] = {
     CapacityError: Codes(http=503, openai_type="overloaded_error", grpc="RESOURCE_EXHAUSTED"),
     Overloaded: Codes(http=429, openai_type="rate_limit_error", grpc="RESOURCE_EXHAUSTED"),
     Displaced: Codes(http=429, openai_type="rate_limit_error", grpc="RESOURCE_EXHAUSTED"),
+    RateLimited: Codes(
+        http=429, openai_type="rate_limit_error", grpc="RESOURCE_EXHAUSTED", openai_code="rate_limit_exceeded"
+    ),
+    QuotaExceeded: Codes(
+        http=429, openai_type="rate_limit_error", grpc="RESOURCE_EXHAUSTED", openai_code="insufficient_quota"
+    ),
     NoWorkers: Codes(http=503, openai_type="overloaded_error", grpc="UNAVAILABLE"),
     NoFreeBlocks: Codes(http=503, openai_type="overloaded_error", grpc="RESOURCE_EXHAUSTED"),
     Draining: Codes(http=503, openai_type="overloaded_error", grpc="UNAVAILABLE"),

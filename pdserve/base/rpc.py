@@ -143,6 +143,8 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: Pdserve
         metadata.append((_PARAM_KEY, error.param))
     if isinstance(error, Overloaded):
         metadata.append((_RETRY_AFTER_KEY, str(error.retry_after_s)))
+    # What the method has set stays.
+    metadata = [*(context.trailing_metadata() or ()), *metadata]
     await context.abort(grpc.StatusCode[codes_of(error).grpc], str(error), trailing_metadata=tuple(metadata))
 
 

@@ -6,6 +6,7 @@ endpoint needs a key unless it is listed here.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -18,6 +19,8 @@ from router_svc.api.guards import Handler
 from router_svc.clients.access import Access, credentials_of
 from router_svc.request.client import Client
 
+#: What a client has left of its limits, as headers.
+LimitHeaders = Callable[[Client], Mapping[str, str]]
 #: Key of the client that was found.
 CLIENT = web.RequestKey("client", Client)
 
@@ -67,6 +70,22 @@ def _check_route(client: Client, route: str | None, path: str) -> None:
             raise Forbidden(f"The API key {client.id} may read {METRICS_ROUTE} and nothing else.")
     elif route in ADMIN_ROUTES and not client.is_admin:
         raise Forbidden(f"The API key {client.id} may not read {path[:100]}. It takes an admin's key.")
+
+
+def no_limit_headers(client: Client) -> Mapping[str, str]:
+    """No client has limits."""
+    return {}
+
+
+def add_limit_headers(app: web.Application, limit_headers: LimitHeaders) -> None:
+    """Tells clients with limits in every answer what they have left."""
+
+    async def add(request: web.Request, response: web.StreamResponse) -> None:
+        client = request.get(CLIENT)
+        if client is not None and client.limits is not None:
+            response.headers.update(limit_headers(client))
+
+    app.on_response_prepare.append(add)
 
 
 def client_of(request: web.Request) -> Client:

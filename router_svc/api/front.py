@@ -14,6 +14,7 @@ from pdserve.base.audit import Refusals
 from pdserve.base.errors import NotFound
 from pdserve.base.hosts import AllowedHosts
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
+from router_svc.api.authentication import LimitHeaders, no_limit_headers
 from router_svc.api.console.console import Console
 from router_svc.api.http_app import HttpRules, make_app
 from router_svc.api.openai.generation_api import GenerationApi
@@ -49,6 +50,7 @@ class Front:
     health: Health
     registry: CollectorRegistry
     access: Access
+    limit_headers: LimitHeaders = no_limit_headers
     tls: ClientTls | None = None
     refusals: Refusals
     tracer: Tracer = NO_TRACER
@@ -88,6 +90,7 @@ class Front:
             hosts=AllowedHosts.of_listener(host, self.config.allowed_hosts),
             origins=self.config.allowed_origins,
             access=self.access,
+            limit_headers=self.limit_headers,
         )
         return make_app([routes, elsewhere], rules, refusals=self.refusals, tracer=self.tracer)
 

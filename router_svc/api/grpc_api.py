@@ -18,7 +18,7 @@ from pdserve.base.tracing.context import TraceContext
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from pdserve.base.wire import logprobs_to_wire
 from pdserve.v1 import inference_pb2 as pb
-from router_svc.api.authentication import caller_of_rpc, host_of
+from router_svc.api.authentication import LimitHeaders, caller_of_rpc, host_of, no_limit_headers
 from router_svc.api.body import CACHE_SALT, SamplingFields
 from router_svc.api.generations import DEFAULT_MAX_TOKENS, GRPC, GenerationFactory, require_model
 from router_svc.api.grpc_message import parse_request
@@ -63,6 +63,7 @@ class Guards:
     access: Access
     intake: Intake
     refusals: Refusals
+    limit_headers: LimitHeaders = no_limit_headers
 
 
 class InferenceServicer:
@@ -77,6 +78,7 @@ class InferenceServicer:
         tracer: Tracer = NO_TRACER,
     ) -> None:
         self._access = guards.access
+        self._limit_headers = guards.limit_headers
         self._refusals = guards.refusals
         self._intake = guards.intake
         self._tracer = tracer
@@ -108,7 +110,11 @@ class InferenceServicer:
                 span.attributes |= {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": "Generate"}
                 generation = await self._generation(request)
                 hold.release()
-                await self._generate(generation, context, client, span.context)
+                try:
+                    await self._generate(generation, context, client, span.context)
+                finally:
+                    if client.limits is not None:
+                        context.set_trailing_metadata(tuple(self._limit_headers(client).items()))
 
     async def _generate(
         self,

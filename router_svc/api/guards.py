@@ -15,7 +15,11 @@ _METHODS = "GET, POST"
 #: Seconds for which a browser remembers what it may send.
 _PREFLIGHT_AGE_S = 600
 #: What scripts of other origins may read besides the body.
-_EXPOSED = "X-Request-Id, Retry-After"
+_EXPOSED = (
+    "X-Request-Id, Retry-After, "
+    "x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
+    "x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
+)
 
 
 def known_hosts(allowed: AllowedHosts) -> Middleware:

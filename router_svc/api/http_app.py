@@ -14,7 +14,7 @@ from pdserve.base.errors import PdserveError, RequestError
 from pdserve.base.hosts import AllowedHosts
 from pdserve.base.logs import get_logger
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
-from router_svc.api.authentication import authentication
+from router_svc.api.authentication import LimitHeaders, add_limit_headers, authentication, no_limit_headers
 from router_svc.api.guards import add_cross_origin, known_hosts
 from router_svc.api.http_request import IDS, REQUEST_ID_HEADER, caller_of
 from router_svc.api.openai.errors import error_response, from_http_exception
@@ -34,6 +34,8 @@ class HttpRules:
     #: Origins of the web pages that may call it.
     origins: Collection[str] = ()
     access: Access = field(default_factory=Access)
+    #: What a client has left of its limits.
+    limit_headers: LimitHeaders = no_limit_headers
     write_timeout_s: float = WRITE_TIMEOUT_S
 
 
@@ -52,6 +54,7 @@ def make_app(
     )
     add_cross_origin(app, rules.origins)
     app.middlewares.append(authentication(rules.access))
+    add_limit_headers(app, rules.limit_headers)
     for group in routes:
         app.add_routes(group)
     return app

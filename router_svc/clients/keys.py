@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints, 
 from pdserve.base.errors import SetupError
 from router_svc.generation import MAX_PRIORITY
 from router_svc.request.client import Client
+from router_svc.request.limits import Limits, Period
 
 #: Tenant of the keys that are given as a flag.
 FLAG_TENANT = "default"
@@ -82,6 +83,10 @@ def _unix_time(value: object) -> object:
 _Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
 
+#: Exact as a number of Lua. 0 is no limit.
+_Limit = Annotated[int, Ge(0), Le(10**12)]
+
+
 class _Entry(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -94,6 +99,11 @@ class _Entry(BaseModel):
     models: Annotated[list[Annotated[str, MinLen(1)]], MinLen(1)] | None = None
     priority_ceiling: Annotated[int, Ge(-MAX_PRIORITY), Le(MAX_PRIORITY)] = 0
     expires: Annotated[float, BeforeValidator(_unix_time)] | None = None
+    requests_per_minute: _Limit = 0
+    tokens_per_minute: _Limit = 0
+    parallel: _Limit = 0
+    budget: _Limit = 0
+    budget_period: Period = "month"
 
     @model_validator(mode="after")
     def _is_either(self) -> Self:
@@ -102,6 +112,13 @@ class _Entry(BaseModel):
         return self
 
     def key(self) -> ApiKey:
+        limits = Limits(
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
+            parallel=self.parallel,
+            budget=self.budget,
+            budget_period=self.budget_period,
+        )
         return ApiKey(
             sha256=bytes.fromhex(self.sha256),
             client=Client(
@@ -111,6 +128,7 @@ class _Entry(BaseModel):
                 is_admin=self.admin,
                 reads_metrics_only=self.metrics,
                 priority_ceiling=self.priority_ceiling,
+                limits=limits if limits.any else None,
             ),
             models=frozenset(self.models or ()),
             expires_at=self.expires,

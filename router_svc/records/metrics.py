@@ -33,7 +33,7 @@ from router_svc.routing.local_prefill import LocalPrefillReason
 DEGRADABLE = ("redis", "prefill", "layout", "transport")
 TIERS = ("prefill", "decode")
 
-REJECTIONS = ("queue_full", "no_decode_worker", "draining", "queue_timeout", "displaced")
+REJECTIONS = ("queue_full", "no_decode_worker", "draining", "queue_timeout", "displaced", "rate_limited")
 OUTCOMES = (RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED)
 FINISH_REASONS = tuple(reason.value for reason in FinishReason)
 #: Errors after which a request may be tried again.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+from router_svc.request.limits import Limits
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
@@ -21,6 +23,8 @@ class Client:
     reads_metrics_only: bool = False
     #: The lowest value, hence the most urgent, that its requests may have as `priority`; None: any.
     priority_ceiling: int | None = None
+    #: What it may use; None: all it wants.
+    limits: Limits | None = None
 
     def salt(self, cache_salt: bytes) -> bytes:
         """What isolates its prefixes, from the salt of the request: other tenants get another one from the same."""

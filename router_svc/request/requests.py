@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
-from pdserve.base.errors import Draining, Forbidden, NoWorkers, Overloaded, Quarantined, RequestError
+from pdserve.base.errors import Draining, Forbidden, NoWorkers, Overloaded, Quarantined, RateLimited, RequestError
 from pdserve.base.tasks import in_turns, service_group
 from pdserve.base.tracing.context import TraceContext
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
@@ -16,13 +16,15 @@ from pdserve.model.tokenizer import Tokenizer
 from router_svc.generation import Generation
 from router_svc.records.journal import Journal
 from router_svc.records.metrics import RouterMetrics
-from router_svc.records.record import RecentRecords, Record
+from router_svc.records.record import RecentRecords, Record, TracePhase
 from router_svc.records.request_store import RequestStore
 from router_svc.records.spans import RequestTrace
 from router_svc.request.admission import Entrant
 from router_svc.request.client import ANONYMOUS, Client
 from router_svc.request.fair_order import QueueSlot
 from router_svc.request.gate import Gate
+from router_svc.request.limiter import Limiter
+from router_svc.request.limits import size
 from router_svc.request.prompt_task import PromptTask
 from router_svc.request.quarantine import Quarantine
 from router_svc.request.stream import DeltaStream
@@ -41,6 +43,8 @@ class Recorders:
     store: RequestStore
     tracer: Tracer = NO_TRACER
     model_name: str = ""
+    #: None: keys have no limits.
+    limiter: Limiter | None = None
 
     def open_journal(self, generation: Generation, accepted_at: float, trace: TraceContext | None) -> Journal:
         """The journal of a prompt that is accepted now, which is `accepted_at` in Unix time.
@@ -99,7 +103,7 @@ class Requests:
         `trace` is the request's span.
 
         Raises:
-            Overloaded, NoWorkers, Draining, Quarantined: the request was refused at once.
+            Overloaded, RateLimited, NoWorkers, Draining, Quarantined: the request was refused at once.
             RequestError: it has a priority, and this router does not take any.
             PdserveError: a later failure, raised by `DeltaStream.write_to`.
         """
@@ -117,7 +121,7 @@ class Requests:
             for generation, uncached in zip(generations, uncached_tokens, strict=True)
         ]
         stream = DeltaStream(journals, self._recorders.metrics.wrote_first_token)
-        with self._counted(), self._queue_slots(entrants, client) as slots:
+        async with self._entered(generations, journals, entrants, client) as slots:
             for journal in journals:
                 self._recorders.recent.add(journal.record)
             try:
@@ -130,6 +134,41 @@ class Requests:
             finally:
                 for journal in journals:
                     journal.cancelled()
+
+    @asynccontextmanager
+    async def _entered(
+        self,
+        generations: Sequence[Generation],
+        journals: Sequence[Journal],
+        entrants: Sequence[Entrant],
+        client: Client,
+    ) -> AsyncIterator[list[QueueSlot]]:
+        """The request in the queue, within its key's limits. Raises `RateLimited`, `Overloaded`."""
+        with self._counted():
+            async with self._within_limits(generations, client, journals):
+                with self._queue_slots(entrants, client) as slots:
+                    yield slots
+
+    @asynccontextmanager
+    async def _within_limits(
+        self, generations: Sequence[Generation], client: Client, journals: Sequence[Journal]
+    ) -> AsyncIterator[None]:
+        """Reserves what the request may use of its key's limits, and settles what it has used. Raises `RateLimited`."""
+        limiter = self._recorders.limiter
+        if limiter is None or client.limits is None:
+            yield
+            return
+        prompt_tokens = sum(len(generation.prompt) for generation in generations)
+        completion = sum(each.sampling.max_tokens * each.sampling.n for each in generations)
+        try:
+            reservation = await limiter.reserve(client, size(prompt_tokens, completion))
+        except RateLimited:
+            self._recorders.metrics.rejected("rate_limited")
+            raise
+        try:
+            yield
+        finally:
+            limiter.settle(reservation, sum(_tokens_used(journal.record) for journal in journals))
 
     def _require_priority_allowed(self, generations: Sequence[Generation], client: Client) -> None:
         priority = next((generation.priority for generation in generations if generation.priority), 0)
@@ -194,3 +233,10 @@ class Requests:
 def _owned(generation: Generation, client: Client) -> Generation:
     """The generation as its client's: apart from those of other tenants."""
     return replace(generation, tenant=client.tenant, cache_salt=client.salt(generation.cache_salt))
+
+
+def _tokens_used(record: Record) -> int:
+    """Tokens that a prompt has cost its client: none before the first token."""
+    if TracePhase.FIRST_TOKEN not in record.phases:
+        return 0
+    return record.prompt_tokens + record.completion_tokens

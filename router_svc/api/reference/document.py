@@ -9,7 +9,7 @@ from typing import Any
 from pdserve.base.errors import classes_of_status
 from router_svc.api.authentication import ADMIN_ROUTES, OPEN_ROUTES
 from router_svc.api.reference.operations import ALWAYS, EVENTS, JSON, OPERATIONS, Answer, Operation
-from router_svc.api.reference.parameters import HEADERS
+from router_svc.api.reference.parameters import HEADERS, RATE_LIMITS
 from router_svc.api.reference.schemas import Schema, error_schema, schemas_of
 from router_svc.api.reference.texts import ABOUT, TAGS
 
@@ -23,7 +23,7 @@ _KEYS = {
 }
 _ERRORS = "Error"
 #: Besides the request's id, which an error has as soon as the request has one.
-_HEADERS_OF_ERRORS = {401: ("WWW-Authenticate",), 429: ("Retry-After",), 503: ("Retry-After",)}
+_HEADERS_OF_ERRORS = {401: ("WWW-Authenticate",), 429: ("Retry-After", *RATE_LIMITS), 503: ("Retry-After",)}
 
 
 def make_document(routes: Collection[Route]) -> dict[str, Any]:

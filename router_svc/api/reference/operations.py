@@ -10,7 +10,16 @@ from router_svc.api import operator_answers as operator
 from router_svc.api.body import Body
 from router_svc.api.openai import answers
 from router_svc.api.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from router_svc.api.reference.parameters import ETAG, GENERATION, LIMIT, MODEL_NAME, NAME, RECORD_ID, Parameter
+from router_svc.api.reference.parameters import (
+    ETAG,
+    GENERATION,
+    LIMIT,
+    MODEL_NAME,
+    NAME,
+    RATE_LIMITS,
+    RECORD_ID,
+    Parameter,
+)
 
 #: Statuses of errors that any request may have. 401 comes with the key.
 ALWAYS = (400, 403, 500)
@@ -72,7 +81,7 @@ def _generation(summary: str, body: type[Body], whole: Any, chunk: Any) -> Opera
         text="The answer; with `stream`, server-sent events as tokens come.",
         schema=whole,
         events=chunk,
-        headers=("X-Request-Id",),
+        headers=("X-Request-Id", *RATE_LIMITS),
     )
     return Operation(
         tag="Generation",

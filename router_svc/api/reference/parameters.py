@@ -72,6 +72,11 @@ ETAG = Parameter(
     schema={"type": "string"},
 )
 
+#: What a key with limits gets with every answer.
+RATE_LIMITS = tuple(
+    f"x-ratelimit-{word}-{unit}" for unit in ("requests", "tokens") for word in ("limit", "remaining", "reset")
+)
+
 #: Headers of answers.
 HEADERS: Mapping[str, Mapping[str, Any]] = {
     "X-Request-Id": {
@@ -81,6 +86,18 @@ HEADERS: Mapping[str, Mapping[str, Any]] = {
     "Retry-After": {
         "description": "Seconds after which another try may succeed.",
         "schema": {"type": "integer", "minimum": 0},
+    },
+    **{
+        f"x-ratelimit-{word}-{unit}": {
+            "description": f"Of a key with a limit of {unit} per minute: {text}.",
+            "schema": {"type": "string", "pattern": pattern},
+        }
+        for unit in ("requests", "tokens")
+        for word, text, pattern in (
+            ("limit", "the limit", "^[0-9]+$"),
+            ("remaining", "what is left", "^[0-9]+$"),
+            ("reset", "time until all of it is back, such as `6m0s`", "^([0-9]+m)?[0-9]+(s|ms)$"),
+        )
     },
     "WWW-Authenticate": {"description": "The scheme of keys.", "schema": {"const": "Bearer"}},
     "Location": {"description": "A relative address.", "schema": {"type": "string"}},

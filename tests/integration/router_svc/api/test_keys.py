@@ -34,6 +34,8 @@ async def locked(redis_server: PrivateRedis, model_dir: Path, tmp_path: Path) ->
     keys: list[dict[str, object]] = [
         {"id": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "metrics": name == "m"} for name in "abm"
     ]
+    limited = {"id": "limited", "sha256": hashlib.sha256(b"limited").hexdigest()}
+    keys.append({**limited, "requests_per_minute": 2, "tokens_per_minute": 5000})
     path = tmp_path / "keys.json"
     path.write_text(json.dumps({"keys": keys}), encoding="utf-8")
     settings: dict[str, Any] = {"api_key": ("root",), "api_keys_file": str(path)}
@@ -181,3 +183,56 @@ async def test_grpc_wants_the_same_keys(locked: ScriptedCluster) -> None:
     salts = {start.cache_salt for start in locked.calls.decode_starts}
     assert len(salts) == 1
     assert salts != {b""}
+
+
+async def rate_limited(cluster: ScriptedCluster) -> float:
+    async with cluster.http.get(f"{cluster.base_url}/metrics", headers=bearer("m")) as response:
+        [line] = [
+            each
+            for each in (await response.text()).splitlines()
+            if "rejections_total" in each and 'reason="rate_limited"' in each
+        ]
+    return float(line.split()[-1])
+
+
+async def test_every_answer_of_a_key_with_limits_says_what_is_left(locked: ScriptedCluster) -> None:
+    async def post(**fields: object) -> tuple[int, dict[str, str], str]:
+        url = f"{locked.base_url}/v1/completions"
+        async with locked.http.post(url, json=BODY | fields, headers=bearer("limited")) as response:
+            headers = {name.lower(): value for name, value in response.headers.items()}
+            return response.status, headers, await response.text()
+
+    async with locked.http.get(f"{locked.base_url}/v1/models", headers=bearer("limited")) as response:
+        assert response.headers["x-ratelimit-remaining-requests"] == "2"
+    async with locked.http.get(f"{locked.base_url}/v1/models", headers=bearer("a")) as response:
+        assert "x-ratelimit-limit-requests" not in response.headers
+    status, headers, _ = await post()
+    assert (status, headers["x-ratelimit-limit-requests"], headers["x-ratelimit-remaining-requests"]) == (200, "2", "1")
+    assert 4900 < int(headers["x-ratelimit-remaining-tokens"]) <= 5000
+    status, headers, _ = await post(stream=True)
+    assert (status, headers["x-ratelimit-remaining-requests"]) == (200, "0")
+    status, headers, text = await post()
+    error = json.loads(text)["error"]
+    assert (status, error["code"], error["type"]) == (429, "rate_limit_exceeded", "rate_limit_error")
+    assert 1 <= int(headers["retry-after"]) <= 30
+    assert (headers["x-ratelimit-remaining-requests"], headers["x-ratelimit-limit-tokens"]) == ("0", "5000")
+    status, headers, _ = await post(n=0)
+    assert (status, headers["x-ratelimit-remaining-requests"]) == (400, "0")
+    assert await rate_limited(locked) == 1
+
+
+async def test_limits_hold_over_grpc_and_are_in_the_trailing_metadata(locked: ScriptedCluster) -> None:
+    request = pb.GenerateRequest(model=NAME, text="Say hello", sampling=pb.ClientSampling(max_tokens=50))
+    async with grpc.aio.insecure_channel(locked.grpc_address) as channel:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        for left in ("1", "0"):
+            call = stub.Generate(request, metadata=[("x-api-key", "limited")])
+            assert [answer async for answer in call]
+            assert dict(await call.trailing_metadata())["x-ratelimit-remaining-requests"] == left
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            async for _ in stub.Generate(request, metadata=[("x-api-key", "limited")]):
+                pass
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    trailing = dict(refused.value.trailing_metadata() or ())
+    assert trailing["x-ratelimit-remaining-requests"] == "0"
+    assert "RateLimited" in trailing.values()
