@@ -31,7 +31,7 @@ MAX_BATCH = 512
 # Whoever writes to Redis may have left anything under these keys: scripts replace or skip what is not theirs.
 _CHECKS = """
 local function is_number(text)
-  return type(text) == 'string' and #text <= 19 and string.match(text, '^%d+$') ~= nil
+  return text == '0' or type(text) == 'string' and #text <= 19 and string.match(text, '^[1-9]%d*$') ~= nil
 end
 local function epoch_of(stored)
   local epoch, resync = string.match(stored or '', '^(%d+) (%d+)$')

@@ -83,6 +83,8 @@ def _llama3(rope: Fields, theta: float, original: int) -> RopeConfig:
 
 
 def _yarn(rope: Fields, theta: float, original: int, max_position_embeddings: int) -> RopeConfig:
+    if theta == 1.0:
+        raise SetupError(f"{rope.where}: rope_theta is 1, with which no frequency differs; yarn needs another one.")
     return RopeConfig(
         rope_type="yarn",
         theta=theta,

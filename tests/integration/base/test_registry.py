@@ -271,7 +271,13 @@ async def test_a_worker_registers_over_whatever_a_stranger_left(
         await worker_store.call("DEL", command[1])
         await worker_store.call(*command)
         await eventually(lambda: _is_registered(router_store))
+        beats = registrar._beats
+        await eventually(lambda: _has_beaten(registrar, beats + 2))
         assert registrar.failures == 0
+
+
+async def _has_beaten(registrar: Registrar, beats: int) -> bool:
+    return registrar._beats >= beats
 
 
 async def _is_registered(store: Store) -> bool:

@@ -359,6 +359,7 @@ async def _is_true(value: bool) -> bool:
         [("HSET", "pd:kv-workers", b"\xff", "9" * 5000)],
         [("DEL", "pd:kv-workers"), ("SET", "pd:kv-workers", "x")],
         [("HSET", "pd:kv-head", "generation", "x")],
+        [("HSET", "pd:kv-head", "sequence", "01")],
         [("DEL", "pd:kv-head"), ("SET", "pd:kv-head", "x")],
         [("DEL", "pd:kv-events"), ("SET", "pd:kv-events", "x")],
         [("XADD", "pd:kv-events", "99999999999999-1", "worker", "a")],
