@@ -148,6 +148,8 @@ class Router:
                 if self.cluster.tls is not None:
                     group.start(self.cluster.tls.run(), name="peer-certificates")
                     group.start(self.cluster.streams.run(), name="spare-streams")
+                if self._tls is not None:
+                    group.start(self._tls.run(), name="certificates")
                 group.start(self._access.run(), name="api-keys")
                 group.start(self._directory.run(), name="directory")
                 group.start(self._mirror.run(), name="prefix-mirror")

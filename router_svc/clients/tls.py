@@ -1,23 +1,93 @@
-"""TLS towards clients, for HTTP and gRPC. The files are read once, when the router starts."""
+"""TLS towards clients, for HTTP and gRPC. The files are read again when they change."""
 
 from __future__ import annotations
 
+import asyncio
 import ssl
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
 from pdserve.base.errors import SetupError
+from pdserve.base.logs import get_logger
 from router_svc.config import RouterConfig
 
+log = get_logger(__name__)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+#: Interval at which the files are looked at.
+_POLL_S = 1.0
+
+
 class ClientTls:
-    """What the listeners of a router need."""
+    """What the listeners of a router need. New connections get the certificate of the time; others keep theirs."""
 
-    context: ssl.SSLContext
-    credentials: grpc.ServerCredentials
+    def __init__(self, config: RouterConfig, certificate: str) -> None:
+        """Raises: OSError, ssl.SSLError: a file cannot be used."""
+        key, authorities = config.ssl_keyfile or certificate, config.ssl_ca_certs
+        self._verify = ssl.VerifyMode(config.ssl_cert_reqs)
+        self._pair = Path(certificate), Path(key)
+        self._authorities = None if authorities is None else Path(authorities)
+        self._seen = self._state()
+        self._grpc = self._read()
+        #: For HTTP. It is the same object for as long as the process runs.
+        self.context = self._make_context()
+        is_required = self._verify is ssl.CERT_REQUIRED
+        #: For gRPC.
+        self.credentials = grpc.dynamic_ssl_server_credentials(
+            self._grpc, lambda: self._grpc, require_client_authentication=is_required
+        )
+
+    async def run(self) -> None:
+        """Follows the files until cancelled."""
+        while True:
+            await asyncio.sleep(_POLL_S)
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Reads the files if they have changed. Keeps what it has while they do not fit, as between two writes."""
+        if (state := self._state()) == self._seen:
+            return
+        try:
+            # Before the context of the listeners is touched: a wrong key would break it.
+            self._make_context()
+            found = self._read()
+            self._load(self.context)
+        except (OSError, ssl.SSLError) as error:
+            log.warning("certificates_unreadable", reason=error)
+            return
+        self._grpc, self._seen = found, state
+        log.info("certificates_reloaded")
+
+    def _make_context(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self._load(context)
+        context.verify_mode = self._verify
+        return context
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        context.load_cert_chain(*self._pair)
+        if self._authorities is not None:
+            context.load_verify_locations(self._authorities)
+
+    def _read(self) -> grpc.ServerCertificateConfiguration:
+        certificate, key = (path.read_bytes() for path in self._pair)
+        verifies = self._authorities is not None and self._verify is not ssl.CERT_NONE
+        roots = self._authorities.read_bytes() if verifies and self._authorities is not None else None
+        return grpc.ssl_server_certificate_configuration([(key, certificate)], roots)
+
+    def _state(self) -> list[tuple[int, int, int] | None]:
+        """What differs when a file was written or replaced."""
+        paths = [*self._pair, *([] if self._authorities is None else [self._authorities])]
+        return [_state_of(path) for path in paths]
+
+
+def _state_of(path: Path) -> tuple[int, int, int] | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 def client_tls(config: RouterConfig) -> ClientTls | None:
@@ -32,18 +102,9 @@ def client_tls(config: RouterConfig) -> ClientTls | None:
         return None
     if verify is not ssl.CERT_NONE and authorities is None:
         raise SetupError(f"--ssl-cert-reqs is {verify.value}, but there is no --ssl-ca-certs to check clients with.")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
-        context.load_cert_chain(certificate, key)
-        if authorities is not None:
-            context.load_verify_locations(authorities)
-        pair = (Path(key or certificate).read_bytes(), Path(certificate).read_bytes())
-        roots = None if authorities is None or verify is ssl.CERT_NONE else Path(authorities).read_bytes()
+        return ClientTls(config, certificate)
     except (OSError, ssl.SSLError) as error:
         raise SetupError(
             f"The certificate {certificate} or its key cannot be used: {error}. Check the --ssl-* flags."
         ) from error
-    context.verify_mode = verify
-    required = verify is ssl.CERT_REQUIRED
-    return ClientTls(context=context, credentials=grpc.ssl_server_credentials([pair], roots, required))

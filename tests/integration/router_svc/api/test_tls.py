@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from pathlib import Path
 from typing import Any
@@ -76,3 +77,39 @@ async def test_http_and_grpc_speak_tls_and_want_a_clients_certificate(
 def test_settings_that_would_protect_nothing_stop_the_start(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(SetupError, match=words):
         client_tls(RouterConfig(model="m", redis_url="redis://", **settings))
+
+
+async def test_a_certificate_that_changes_is_in_force_for_new_connections(
+    redis_server: PrivateRedis, model_dir: Path, tmp_path: Path
+) -> None:
+    """Fails when HTTP or gRPC keeps the files of its start, or when a broken pair of files replaces a good one."""
+    authority = Authority(tmp_path)
+    served = {name: tmp_path / f"served-{name}.pem" for name in ("certfile", "keyfile")}
+
+    def serve(name: str) -> bytes:
+        own = authority.sign(name)
+        certificate, key = contents(str(own.peer_ssl_certfile), str(own.peer_ssl_keyfile))
+        served["certfile"].write_bytes(certificate)
+        served["keyfile"].write_bytes(key)
+        return ssl.PEM_cert_to_DER_cert(certificate.decode()[: certificate.decode().index("-----END") + 26])
+
+    settings: dict[str, Any] = {f"ssl_{name}": str(path) for name, path in served.items()}
+    first = serve("router")
+    async with open_cluster(redis_server, model_dir, ONE_OF_EACH, **settings) as cluster:  # type: ignore[arg-type]
+
+        def shown(address: str) -> bytes:
+            host, port = address.removeprefix("http://").split(":")
+            return ssl.PEM_cert_to_DER_cert(ssl.get_server_certificate((host, int(port))))
+
+        async def both() -> set[bytes]:
+            return {await asyncio.to_thread(shown, each) for each in (cluster.base_url, cluster.grpc_address)}
+
+        assert cluster.router._tls is not None
+        assert await both() == {first}
+        second = serve("renewed")
+        cluster.router._tls.refresh()
+        assert second != first
+        assert await both() == {second}
+        served["keyfile"].write_bytes(b"broken")
+        cluster.router._tls.refresh()
+        assert await both() == {second}
