@@ -104,7 +104,7 @@ class Limiter:
             self._seen[client] = settled(bucket, reservation.limits, reservation.tokens, used)
         if reservation.lease:
             del self._leases[reservation.lease]
-            del self._unsettled[: len(self._unsettled) + 1 - _MAX_UNSETTLED]
+            del self._unsettled[: max(len(self._unsettled) + 1 - _MAX_UNSETTLED, 0)]
             self._unsettled.append(_Settlement(reservation=reservation, used=used))
             self._due.set()
 

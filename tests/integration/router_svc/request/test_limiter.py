@@ -166,3 +166,13 @@ async def test_what_strangers_write_there_costs_no_request(store: Store) -> None
     limiter = Limiter(store)
     assert await limiter.reserve(client(requests_per_minute=1), 1) is not None
     assert limiter.decided_alone == 1
+
+
+async def test_no_settlement_is_dropped_below_the_bound(store: Store) -> None:
+    limiter, key = Limiter(store), client(budget=10**6)
+    reservations = [await limiter.reserve(key, 1)]
+    limiter._unsettled *= 0
+    limiter.settle(reservations[0], 1)
+    limiter._unsettled *= 6000
+    limiter.settle(await limiter.reserve(key, 1), 1)
+    assert len(limiter._unsettled) == 6001
