@@ -17,6 +17,7 @@ COMMANDS = {
     "status": "show the workers of a running cluster, their load and their health",
     "fetch": "download and convert a model into a directory",
     "secrets": "make the secrets, certificates and first API key of a cluster",
+    "key": "make an API key, and show it once",
     "health": "ask a router or worker whether it is ready",
     "doctor": "check this machine and a running cluster, and say what to do about each finding",
     "plan": "compute what a model takes, what fits, and how many workers a load needs",

@@ -24,6 +24,7 @@ from pdserve.cli.chat import ChatConfig
 from pdserve.cli.doctor import DoctorConfig
 from pdserve.cli.fetch import FetchConfig
 from pdserve.cli.health import HealthConfig
+from pdserve.cli.key import KeyConfig
 from pdserve.cli.plan import PlanConfig
 from pdserve.cli.secrets import SecretsConfig
 from pdserve.cli.status import StatusConfig
@@ -48,6 +49,7 @@ CLI_CONFIGS: dict[str, type[Any]] = {
     "fetch": FetchConfig,
     "health": HealthConfig,
     "secrets": SecretsConfig,
+    "key": KeyConfig,
     "bench serve": ServeConfig,
 }
 SERVICE_CONFIGS: dict[str, type[Any]] = {
@@ -84,6 +86,7 @@ def _documented_default(cell: str, field: dataclasses.Field[Any]) -> object:
         ("pdserve fetch", FetchConfig, None),
         ("pdserve health", HealthConfig, None),
         ("pdserve secrets", SecretsConfig, None),
+        ("pdserve key", KeyConfig, None),
         ("pdserve doctor", DoctorConfig, None),
         ("pdserve plan", PlanConfig, None),
         ("pdserve bench serve", ServeConfig, None),

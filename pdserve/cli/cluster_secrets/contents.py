@@ -52,16 +52,17 @@ def _api_keys() -> SecretGroup:
     table = "\n".join(
         [
             _HEADER,
-            _entry(_FIRST, first, "admin = true"),
-            _entry("metrics", metrics, "metrics = true"),
-            _entry("smoke-test", smoke_test),
+            key_table(_FIRST, first, "admin = true"),
+            key_table("metrics", metrics, "metrics = true"),
+            key_table("smoke-test", smoke_test),
         ]
     )
     files = {METRICS_KEY: metrics.encode(), SMOKE_TEST_KEY: smoke_test.encode(), API_KEYS: table.encode()}
     return SecretGroup(files=files, api_key=first)
 
 
-def _entry(name: str, key: str, *settings: str) -> str:
+def key_table(name: str, key: str, *settings: str) -> str:
+    """A key's table for the file of keys, with its digest and these lines."""
     digest = hashlib.sha256(key.encode()).hexdigest()
     return "\n".join(["[[keys]]", f'id = "{name}"', f'sha256 = "{digest}"', *settings, ""])
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.descriptor_pool import Default
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from pdserve.cli.private_redis import PrivateRedis
 from pdserve.v1 import inference_pb2 as pb
@@ -236,3 +238,22 @@ async def test_limits_hold_over_grpc_and_are_in_the_trailing_metadata(locked: Sc
     trailing = dict(refused.value.trailing_metadata() or ())
     assert trailing["x-ratelimit-remaining-requests"] == "0"
     assert "RateLimited" in trailing.values()
+
+
+async def test_every_grpc_method_but_those_of_health_and_reflection_wants_a_key(locked: ScriptedCluster) -> None:
+    """Fails when a service is added without a check of the key."""
+    async with locked.channel() as channel:
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        listing = reflection_pb2.ServerReflectionRequest(list_services="")
+        [answer] = [each async for each in reflection.ServerReflectionInfo(iter([listing]))]
+        services = {each.name for each in answer.list_services_response.service}
+        anonymous = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+        assert anonymous < services
+        found = {}
+        for service in services - anonymous:
+            for method in Default().FindServiceByName(service).methods:
+                call = channel.unary_stream(f"/{service}/{method.name}")(b"")
+                found[method.full_name] = await call.code()
+        unknown = channel.unary_unary("/pdserve.v1.InferenceService/Other")(b"")
+        assert await unknown.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert found == {"pdserve.v1.InferenceService.Generate": grpc.StatusCode.UNAUTHENTICATED}
