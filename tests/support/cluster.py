@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import queue
+import random
 import re
 import signal
 import socket
@@ -35,15 +37,22 @@ _POLL_INTERVAL_S = 0.05
 T = TypeVar("T")
 
 
+#: Not the generator that tests seed.
+_RANDOM = random.SystemRandom()
+
+
 def free_port() -> int:
-    """A free port whose successor is free too."""
+    """A free port whose two successors are free too.
+
+    Below the ports that the kernel gives to connections, so that none of them takes it before it is used.
+    """
     while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
+        port = _RANDOM.randrange(20_000, 32_700, 4)
+        with contextlib.ExitStack() as sockets:
             try:
-                second.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
+                for number in range(port, port + 3):
+                    sockets.enter_context(socket.socket()).bind(("127.0.0.1", number))
+            except OSError:
                 continue
             return port
 
