@@ -27,6 +27,7 @@ from router_svc.api.intake import Intake
 from router_svc.api.openai.generation_api import GenerationApi
 from router_svc.api.openai.info import ModelApi, OperatorApi
 from router_svc.api.served_model import ServedModel
+from router_svc.api.usage_api import UsageApi
 from router_svc.clients.access import access_of
 from router_svc.clients.tls import client_tls
 from router_svc.cluster_setup import make_cluster
@@ -35,6 +36,7 @@ from router_svc.records.metrics import RouterMetrics
 from router_svc.records.record import RecentRecords
 from router_svc.records.request_store import RequestStore
 from router_svc.records.traces import Traces
+from router_svc.records.usage_store import UsageStore
 from router_svc.rehearsal import rehearsal, rehearse, unrecorded
 from router_svc.request.gate import Gate
 from router_svc.request.limiter import Limiter
@@ -73,6 +75,8 @@ class Router:
         self._gate = Gate(max_waiting=config.max_num_queued_reqs, max_wait_s=config.queue_timeout_s)
         recent = RecentRecords(config.trace_capacity)
         self._limiter = Limiter(store)
+        self._usage = UsageStore(store)
+        self.metrics.tenants.known = self._access.tenants
         recorders = Recorders(
             metrics=self.metrics,
             recent=recent,
@@ -80,6 +84,7 @@ class Router:
             tracer=tracer,
             model_name=config.model_name,
             limiter=self._limiter,
+            usage=self._usage,
         )
         by_priority = config.scheduling_policy == "priority"
         self._requests = Requests(self.cluster, self._gate, recorders, model.tokenizer, by_priority=by_priority)
@@ -116,7 +121,7 @@ class Router:
                 value=lambda: self._request_store.dropped,
             ),
         )
-        self.metrics.read(*span_counters(self._tracer), *self._intake.counters())
+        self.metrics.read(*span_counters(self._tracer), *self._intake.counters(), *self._usage.counters())
         self.metrics.num_requests_running.set_function(lambda: self._gate.num_admitted)
         self.metrics.num_requests_waiting.set_function(lambda: self._gate.num_waiting)
         self.metrics.queued_uncached_tokens.set_function(lambda: self._gate.uncached_tokens)
@@ -139,11 +144,7 @@ class Router:
             async with (
                 service_group() as group,
                 self._front().serving() as (http_address, admin_address),
-                serve_grpc_at(
-                    inference.register,
-                    [SERVICE],
-                    port,
-                ) as (grpc_address, grpc_health),
+                serve_grpc_at(inference.register, [SERVICE], port) as (grpc_address, grpc_health),
             ):
                 if self.cluster.tls is not None:
                     group.start(self.cluster.tls.run(), name="peer-certificates")
@@ -155,6 +156,7 @@ class Router:
                 group.start(self._mirror.run(), name="prefix-mirror")
                 group.start(self._request_store.run(), name="request-store")
                 group.start(self._limiter.run(), name="limits")
+                group.start(self._usage.run(), name="usage")
                 group.start(self._clock_skew.run(), name="clock-skew")
                 group.start(self._shared_quarantine.run(), name="quarantine")
                 group.start(self.metrics.loop_lag.run(), name="loop-lag")
@@ -198,6 +200,7 @@ class Router:
             generation=GenerationApi(self._model, self._requests, self._max_model_len, self._intake),
             model=ModelApi(self._model, self._max_model_len, self._intake),
             operator=self._operator,
+            usage=UsageApi(self._usage),
             console=self._console,
             health=self.health,
             registry=self.metrics.registry,
@@ -233,7 +236,7 @@ class Router:
             self.health.watch("prefill")(NO_PREFILL_WORKER if missing_prefill else None)
             unpaired = self.cluster.unpaired_decode
             self.health.watch("layout")(UNPAIRED.format(", ".join(unpaired)) if unpaired else None)
-            self.health.watch("transport")(self._slow_path())
+            self.health.watch("transport")(self.cluster.slow_path)
             for tier, count in ready.items():
                 self.metrics.set_workers(tier, count)
             workers = [worker for tier in TIERS for worker in self._directory.workers_of(tier)]
@@ -243,15 +246,6 @@ class Router:
             for worker in workers:
                 await self.cluster.channels.open(worker.worker_id, worker.epoch, worker.grpc_address)
             await self._directory.wait_for_change(version)
-
-    def _slow_path(self) -> str | None:
-        """Why blocks take a slower path than expected, for the first worker that reports one; None: none does."""
-        workers = [worker for tier in TIERS for worker in self._directory.workers_of(tier)]
-        slow = [worker for worker in workers if worker.transport.degraded is not None]
-        if not slow:
-            return None
-        others = f" ({len(slow) - 1} more workers)" if len(slow) > 1 else ""
-        return f"{slow[0].worker_id}{others} {slow[0].transport.degraded}"
 
     def _update_readiness(self, *, is_ready: bool) -> None:
         if self._requests.is_draining or is_ready == self.health.is_ready:

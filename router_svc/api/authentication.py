@@ -94,6 +94,12 @@ def client_of(request: web.Request) -> Client:
     return client
 
 
+def scope_of(request: web.Request) -> str | None:
+    """The tenant whose requests and usage the caller may see; None: all."""
+    client = client_of(request)
+    return None if client.is_admin else client.tenant
+
+
 def caller_of_rpc(context: grpc.aio.ServicerContext[Any, Any], access: Access) -> Client:
     """Who calls. Raises `Unauthorized` and `Forbidden`."""
     metadata = [(key, value) for key, value in context.invocation_metadata() or () if isinstance(value, str)]

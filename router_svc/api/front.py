@@ -20,6 +20,7 @@ from router_svc.api.http_app import HttpRules, make_app
 from router_svc.api.openai.generation_api import GenerationApi
 from router_svc.api.openai.info import ModelApi, OperatorApi
 from router_svc.api.reference.page import Reference
+from router_svc.api.usage_api import UsageApi
 from router_svc.clients.access import Access
 from router_svc.clients.tls import ClientTls
 from router_svc.config import RouterConfig
@@ -45,6 +46,7 @@ class Front:
     generation: GenerationApi
     model: ModelApi
     operator: OperatorApi
+    usage: UsageApi
     #: None: the router has no console.
     console: Console | None
     health: Health
@@ -95,7 +97,7 @@ class Front:
         return make_app([routes, elsewhere], rules, refusals=self.refusals, tracer=self.tracer)
 
     def _client_routes(self) -> Routes:
-        return [*self.generation.routes(), *self.model.routes(), *probe_routes(self.health)]
+        return [*self.generation.routes(), *self.model.routes(), *self.usage.routes(), *probe_routes(self.health)]
 
     def _operator_routes(self) -> Routes:
         console = [] if self.console is None else self.console.routes()

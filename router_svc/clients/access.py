@@ -67,6 +67,10 @@ class Access:
         else:
             log.info("api_keys_reloaded", keys=len(self._table))
 
+    def tenants(self) -> Sequence[str]:
+        """Those who may send requests, in the order of their keys."""
+        return self._table.tenants
+
     def client(self, credentials: Sequence[str], address: str) -> Client:
         """Who presents these keys from this address.
 

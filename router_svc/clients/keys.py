@@ -41,6 +41,9 @@ class KeyTable:
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         self._keys = {key.sha256: key for key in keys}
+        senders = (key.client for key in self._keys.values() if not key.client.reads_metrics_only)
+        #: Tenants of those who may send requests, in the order of their keys.
+        self.tenants = tuple(dict.fromkeys(client.tenant for client in senders))
 
     def __len__(self) -> int:
         return len(self._keys)

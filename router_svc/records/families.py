@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from router_svc.records.usage import TenantTotals
 
 
 class CounterBy:
@@ -81,3 +85,29 @@ class Families:
 
     def _values(self, label: str) -> tuple[str, ...]:
         return tuple(value for name, value in self.common.items() if name != label)
+
+
+class TenantReader(Collector):
+    """Reads the usage of tenants at each scrape."""
+
+    def __init__(self, families: Families, totals: TenantTotals) -> None:
+        self._common = families.common
+        self._totals = totals
+        families.registry.register(self)
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """The present totals."""
+        common = [*self._common.values()]
+        requests = CounterMetricFamily(
+            "pdserve_tenant_requests", "Client requests ended, by tenant", labels=[*self._common, "tenant"]
+        )
+        tokens = CounterMetricFamily(
+            "pdserve_tenant_tokens", "Tokens of client requests, by tenant", labels=[*self._common, "tenant", "kind"]
+        )
+        for tenant, usage in self._totals.by_label().items():
+            requests.add_metric([*common, tenant], usage.requests)
+            kinds = {"input": usage.input_tokens, "cached": usage.cached_tokens, "output": usage.output_tokens}
+            for kind, count in kinds.items():
+                tokens.add_metric([*common, tenant, kind], count)
+        yield requests
+        yield tokens

@@ -23,10 +23,11 @@ from pdserve.base.metrics import (
 )
 from pdserve.base.sampling import FinishReason
 from pdserve.base.seals import Refusal
-from router_svc.records.families import Families
+from router_svc.records.families import Families, TenantReader
 from router_svc.records.record import Record, TracePhase
 from router_svc.records.request_state import RequestState
 from router_svc.records.timeline import Phase
+from router_svc.records.usage import TenantTotals
 from router_svc.routing.local_prefill import LocalPrefillReason
 
 #: Subjects of degraded service.
@@ -75,6 +76,8 @@ class RouterMetrics:
         self._time_to_first_token = families.histogram(
             "time_to_first_token_seconds", "Time from accepting a request to writing its first token", _TTFT_BUCKETS
         )
+        self.tenants = TenantTotals()
+        TenantReader(families, self.tenants)
         self.loop_lag = LoopLag(self.registry, self._labels)
         self.inter_token_latency = TokenHistogram(_TOKEN_TIME_BUCKETS, self._labels)
         HistogramReader(

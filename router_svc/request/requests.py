@@ -16,9 +16,11 @@ from pdserve.model.tokenizer import Tokenizer
 from router_svc.generation import Generation
 from router_svc.records.journal import Journal
 from router_svc.records.metrics import RouterMetrics
-from router_svc.records.record import RecentRecords, Record, TracePhase
+from router_svc.records.record import RecentRecords, Record
 from router_svc.records.request_store import RequestStore
 from router_svc.records.spans import RequestTrace
+from router_svc.records.usage import Account, Usage, usage_of
+from router_svc.records.usage_store import UsageStore
 from router_svc.request.admission import Entrant
 from router_svc.request.client import ANONYMOUS, Client
 from router_svc.request.fair_order import QueueSlot
@@ -45,6 +47,8 @@ class Recorders:
     model_name: str = ""
     #: None: keys have no limits.
     limiter: Limiter | None = None
+    #: None: usage is not kept.
+    usage: UsageStore | None = None
 
     def open_journal(self, generation: Generation, accepted_at: float, trace: TraceContext | None) -> Journal:
         """The journal of a prompt that is accepted now, which is `accepted_at` in Unix time.
@@ -54,6 +58,14 @@ class Recorders:
         record = Record.new(generation, accepted_at=accepted_at, clock=time.monotonic)
         request_trace = RequestTrace(tracer=self.tracer, parent=trace, model_name=self.model_name)
         return Journal(record, self.metrics, self.store, request_trace)
+
+    def ended(self, client: Client, journals: Sequence[Journal]) -> None:
+        """Counts what a request of a tenant has used."""
+        if not client.tenant or self.usage is None:
+            return
+        used = sum((usage_of(journal.record) for journal in journals), start=Usage(requests=1))
+        self.metrics.tenants.add(client.tenant, used)
+        self.usage.add(Account(tenant=client.tenant, key_id=client.id, model=self.model_name), used)
 
 
 class Requests:
@@ -134,6 +146,7 @@ class Requests:
             finally:
                 for journal in journals:
                     journal.cancelled()
+                self._recorders.ended(client, journals)
 
     @asynccontextmanager
     async def _entered(
@@ -236,7 +249,6 @@ def _owned(generation: Generation, client: Client) -> Generation:
 
 
 def _tokens_used(record: Record) -> int:
-    """Tokens that a prompt has cost its client: none before the first token."""
-    if TracePhase.FIRST_TOKEN not in record.phases:
-        return 0
-    return record.prompt_tokens + record.completion_tokens
+    """Tokens that count for the key's limits."""
+    usage = usage_of(record)
+    return usage.input_tokens + usage.output_tokens

@@ -97,6 +97,16 @@ class Cluster:
         return [worker.worker_id for worker in self.ready("decode") if layouts and worker.layout not in layouts]
 
     @property
+    def slow_path(self) -> str | None:
+        """Why blocks take a slower path than expected, for the first worker that reports one; None: none does."""
+        workers = [worker for tier in TIERS for worker in self.directory.workers_of(tier)]
+        slow = [worker for worker in workers if worker.transport.degraded is not None]
+        if not slow:
+            return None
+        others = f" ({len(slow) - 1} more workers)" if len(slow) > 1 else ""
+        return f"{slow[0].worker_id}{others} {slow[0].transport.degraded}"
+
+    @property
     def decode_capacity(self) -> int:
         """Sequences that the decode tier can run concurrently."""
         return sum(worker.max_num_seqs for worker in self.ready("decode"))

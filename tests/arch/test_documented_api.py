@@ -58,7 +58,12 @@ def _sources(path: str) -> dict[str, str]:
         (
             "Router",
             RouterMetrics(model_name="m"),
-            ("router_svc/service.py", "router_svc/api/intake.py", "pdserve/base/tracing/setup.py"),
+            (
+                "router_svc/service.py",
+                "router_svc/api/intake.py",
+                "router_svc/records/usage_store.py",
+                "pdserve/base/tracing/setup.py",
+            ),
         ),
         (
             "Workers",

@@ -14,7 +14,7 @@ from pdserve.base.errors import NotFound, RequestError, TooLarge
 from pdserve.base.store import Store
 from pdserve.base.tasks import in_turns
 from pdserve.base.workers import WorkerRecord
-from router_svc.api.authentication import client_of
+from router_svc.api.authentication import scope_of
 from router_svc.api.generations import require_model
 from router_svc.api.http_request import read_body
 from router_svc.api.ids import is_traceable_id
@@ -155,7 +155,7 @@ class OperatorApi:
 
     async def _requests(self, request: web.Request) -> web.Response:
         limit = _limit(request.query.get("limit"))
-        briefs = in_turns(self._traces.newest(limit, tenant=_scope(request)))
+        briefs = in_turns(self._traces.newest(limit, tenant=scope_of(request)))
         pieces = [to_json(brief) async for brief in briefs]
         return web.Response(body=b'{"requests":[%b]}' % b",".join(pieces), content_type="application/json")
 
@@ -167,16 +167,10 @@ class OperatorApi:
                 "further prompts end with ':' and a number.",
                 param="id",
             )
-        record = await self._traces.get(request_id, tenant=_scope(request))
+        record = await self._traces.get(request_id, tenant=scope_of(request))
         if record is None:
             raise NotFound(f"Request {request_id} is unknown. Only recent requests are kept.")
         return _json(record)
-
-
-def _scope(request: web.Request) -> str | None:
-    """The tenant whose requests the caller may see; None: all."""
-    client = client_of(request)
-    return None if client.is_admin else client.tenant
 
 
 def _limit(text: str | None) -> int:

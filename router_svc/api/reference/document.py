@@ -102,8 +102,9 @@ def _answer(answer: Answer, schemas: Mapping[tuple[str, Any], Schema]) -> Schema
     shown: Schema = {"description": answer.text}
     content: Schema = {}
     if answer.schema is not None:
-        medias = filter(None, (answer.media, answer.other_media))
-        content |= {media: {"schema": schema_of(answer.schema)} for media in medias}
+        content[answer.media] = {"schema": schema_of(answer.schema)}
+        if answer.other_media:
+            content[answer.other_media] = {"schema": schema_of(answer.other_schema or answer.schema)}
     if answer.events is not None:
         content[EVENTS] = {"schema": _event(schema_of(answer.events), is_generation=answer.schema is not None)}
     if content:

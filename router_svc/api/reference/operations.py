@@ -18,8 +18,10 @@ from router_svc.api.reference.parameters import (
     NAME,
     RATE_LIMITS,
     RECORD_ID,
+    USAGE,
     Parameter,
 )
+from router_svc.api.usage_api import CSV, UsageReport
 
 #: Statuses of errors that any request may have. 401 comes with the key.
 ALWAYS = (400, 403, 500)
@@ -39,6 +41,8 @@ class Answer:
     #: Another media type of the same content, for those that ask for it.
     other_media: str = ""
     schema: Any = None
+    #: The schema of the other media type; None: the same.
+    other_schema: Any = None
     #: Type of the data of each event, for an answer that may be streamed.
     events: Any = None
     headers: tuple[str, ...] = ()
@@ -163,6 +167,21 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         answers=_json("The record; of a request whose router was lost, only its history.", operator.AnyRecord),
         parameters=(RECORD_ID,),
         errors=(404, 503),
+    ),
+    ("GET", "/v1/usage"): Operation(
+        tag="Usage",
+        summary="What tenants have used, by day and key",
+        answers={
+            200: Answer(
+                text="Usage of the caller's tenant, or with an admin's key of all, by day of UTC. "
+                "As CSV it has a line of names first.",
+                schema=UsageReport,
+                other_media=CSV,
+                other_schema={"type": "string"},
+            )
+        },
+        parameters=USAGE,
+        errors=(413, 429, 503),
     ),
     ("GET", "/console"): Operation(tag="Console", summary="Leads to the console's page", answers=_REDIRECT),
     ("GET", "/console/"): Operation(

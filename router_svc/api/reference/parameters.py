@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from router_svc.api.openai.info import DEFAULT_REQUESTS, MAX_REQUESTS
+from router_svc.api.usage_api import DEFAULT_DAYS
+from router_svc.records.usage_store import RETENTION_DAYS
 
 Schema = Mapping[str, Any]
 
@@ -64,6 +66,22 @@ LIMIT = Parameter(
     where="query",
     text="How many requests to list.",
     schema={"type": "integer", "minimum": 1, "maximum": MAX_REQUESTS, "default": DEFAULT_REQUESTS},
+)
+_DAY = {"type": "string", "format": "date", "pattern": "^[0-9]{4}-[0-9]{2}-[0-9]{2}$"}
+USAGE = (
+    Parameter(
+        name="from",
+        where="query",
+        text=f"The first day. Default: {DEFAULT_DAYS} days, with `to`. There are at most {RETENTION_DAYS}.",
+        schema=_DAY,
+    ),
+    Parameter(name="to", where="query", text="The last day. Default: today, in UTC.", schema=_DAY),
+    Parameter(
+        name="format",
+        where="query",
+        text="The form of the answer.",
+        schema={"type": "string", "enum": ["json", "csv"], "default": "json"},
+    ),
 )
 ETAG = Parameter(
     name="If-None-Match",

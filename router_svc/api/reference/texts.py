@@ -71,6 +71,7 @@ with 400 and plain text, and the connection is closed; so is an unknown `Expect`
 TAGS = {
     "Generation": "Completions and chats, whole or streamed.",
     "Model": "The served model and its tokenizer.",
+    "Usage": "Tokens of tenants, as routers with API keys count them. An unknown parameter is refused.",
     "Probes": "What orchestrators and load balancers ask. They need no key.",
     "Operators": "The cluster and its requests. With `--admin-port`, these paths are on that port only.",
     "Console": "The page about the cluster. With `--admin-port`, it is on that port only.",
