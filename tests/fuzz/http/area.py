@@ -231,7 +231,9 @@ def _read(random: Random) -> bytes:
     ids = ("cmpl-x", "x", "0" * 128, "chatcmpl-a.b_c-d:17")
     names = (NAME, "docs.js", "main.js", "a/b", "x")
     filled = path.replace("{id}", random.choice(ids)).replace("{name}", random.choice(names))
-    query = f"?limit={random.choice((1, 5, 999, 1000))}" if random.random() < 0.5 else ""
+    query = random.choice(("", f"?limit={random.choice((1, 5, 999, 1000))}"))
+    if path == "/v1/usage":
+        query = random.choice(("", "?format=csv", "?from=2026-11-01&to=2026-11-30", "?from=2026-11-30&to=2026-11-01"))
     return get_request(filled + query)
 
 

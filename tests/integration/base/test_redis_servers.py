@@ -19,6 +19,11 @@ from pdserve.cli.private_redis import PrivateRedis
 from pdserve.worker.serve.last_exit import ExitNote, Reason
 from router_svc.records.request_state import RequestProgress
 from router_svc.records.request_store import RequestStore
+from router_svc.records.usage import Account, Usage
+from router_svc.records.usage_store import UsageStore
+from router_svc.request.client import Client
+from router_svc.request.limiter import Limiter
+from router_svc.request.limits import Limits
 from tests.support.records import worker_record
 from tests.support.redis import eventually, running
 from tests.support.redis_processes import NUM_SLOTS, redis_cluster, redis_process, replicated, tls_proxy
@@ -31,7 +36,7 @@ RIGHTS = ("~pd:*", "+@read", "+@write", "+@scripting", "+@connection", "+time", 
 
 
 async def use(store: Store) -> None:
-    """Everything that services keep in Redis: a worker, its blocks, how its process ended, and a request."""
+    """Everything that services keep in Redis: a worker, its blocks, how its process ended, a request, limits, usage."""
     async with running(Registrar(store, worker_record).run()):
         await eventually(lambda: _has_worker(store))
     log = KvLog(store)
@@ -47,6 +52,14 @@ async def use(store: Store) -> None:
     await requests.write(RequestProgress.new(REQUEST, at=1.0))
     assert await requests.get(REQUEST) is not None
     assert len(await requests.newest(1)) == 1
+    limiter = Limiter(store)
+    limiter.settle(await limiter.reserve(Client(id="k", limits=Limits(parallel=1)), 1), 1)
+    await limiter._settle_all()
+    assert (limiter.decided_alone, limiter._unsettled) == (0, [])
+    usage = UsageStore(store)
+    usage.add(Account(tenant="t", key_id="k", model="m"), Usage(requests=1))
+    await usage.flush()
+    assert len(await usage.read(usage.today(), usage.today(), "t")) == 1
 
 
 async def test_a_user_needs_the_documented_rights_only(tmp_path: Path) -> None:
