@@ -33,7 +33,7 @@ _BATCH_ROWS = 200
 _PAGE_FIELDS = 200
 #: Fifteen digits are exact as a number of Lua.
 _VALUE = re.compile(rb"(\d{1,15}) (\d{1,15}) (\d{1,15}) (\d{1,15})")
-_FIELD = re.compile(r"([A-Za-z0-9._-]+):([A-Za-z0-9._-]+):(.+)", re.DOTALL)
+_FIELD = re.compile(r"([A-Za-z0-9._-]{1,64}):([A-Za-z0-9._-]{1,64}):(.{1,1000})", re.DOTALL)
 
 # KEYS: the day. ARGV: the router's field, sequence, TTL in s, then field and four numbers of each row. Returns whether
 # they were added: 0 if they had been before. What is there and is no usage is replaced.
@@ -42,12 +42,10 @@ local kind = redis.call('TYPE', KEYS[1]).ok
 if kind ~= 'hash' and kind ~= 'none' then redis.call('DEL', KEYS[1]) end
 if (tonumber(redis.call('HGET', KEYS[1], ARGV[1]) or 0) or 0) >= tonumber(ARGV[2]) then return 0 end
 for i = 4, #ARGV, 5 do
-  local sums = {}
-  for number in string.gmatch(redis.call('HGET', KEYS[1], ARGV[i]) or '', '%d+') do
-    sums[#sums + 1] = tonumber(number)
-  end
-  for j = 1, 4 do sums[j] = string.format('%.0f', (sums[j] or 0) + tonumber(ARGV[i + j])) end
-  redis.call('HSET', KEYS[1], ARGV[i], table.concat(sums, ' ', 1, 4))
+  local had = redis.call('HGET', KEYS[1], ARGV[i]) or ''
+  local sums = {string.match(#had < 64 and had or '', '^(%d+) (%d+) (%d+) (%d+)$')}
+  for j = 1, 4 do sums[j] = string.format('%.0f', (tonumber(sums[j]) or 0) + tonumber(ARGV[i + j])) end
+  redis.call('HSET', KEYS[1], ARGV[i], table.concat(sums, ' '))
 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 redis.call('EXPIRE', KEYS[1], ARGV[3])

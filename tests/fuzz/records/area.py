@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import datetime
 from pathlib import Path
 
 from kvtransfer.index.kv_events import KvEventPublisher, PublishPolicy
@@ -15,6 +16,7 @@ from pdserve.base.ids import Epoch, WorkerId
 from pdserve.base.store import Store
 from pdserve.cli.private_redis import PrivateRedis
 from pdserve.worker.serve.last_exit import ExitNote
+from router_svc.records.usage import Account, Usage
 from tests.fuzz.area import Area, Feeder
 from tests.fuzz.records import inputs
 from tests.integration.router_svc.conftest import ScriptedCluster, open_cluster
@@ -62,6 +64,8 @@ class RecordFeeder:
         assert status in (200, 404, 503), f"{status} {answer}"
         status, _ = await self._cluster.get("/v1/cluster")
         assert status == 200
+        status, answer = await self._cluster.get(f"/v1/usage?from={inputs.USAGE_DAY}&to={inputs.USAGE_DAY}")
+        assert status in (200, 503), f"{status} {answer}"
         async with self._cluster.http.get(self._cluster.admin_url + "/metrics") as response:
             assert response.status == 200, await response.text()
         await self._delete(commands)
@@ -88,6 +92,8 @@ class RecordFeeder:
         await asyncio.sleep(0)
         for worker in self._cluster.workers.values():
             await worker.registrar._beat()
+        noon = datetime.fromisoformat(f"{inputs.USAGE_DAY}T12:00Z").timestamp()
+        router._usage._pending.add(Account(tenant="t", key_id="k", model="m"), Usage(requests=1), noon)
         await ExitNote(self._store, "decode-0").exchange()
         await requests_of_death(self._store, WorkerId("decode-0"), Epoch(1))
         self._publisher.publish(block_hashes(1, start=9), block_hashes(1, start=9))
@@ -131,6 +137,12 @@ async def open_feeder() -> AsyncIterator[Feeder]:
 
 AREA = Area(
     name="records",
-    targets={"worker": inputs.worker, "request": inputs.request, "index": inputs.index, "note": inputs.note},
+    targets={
+        "worker": inputs.worker,
+        "request": inputs.request,
+        "index": inputs.index,
+        "note": inputs.note,
+        "usage": inputs.usage,
+    },
     open=open_feeder,
 )

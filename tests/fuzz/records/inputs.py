@@ -19,6 +19,8 @@ Commands = list[list[str]]
 STRANGER, WORKERS = "stranger", ("prefill-0", "decode-0")
 #: The request of damaged state, also as a client asks for it.
 REQUEST = "gen-fuzzed"
+#: The day of damaged usage, when the router also has some.
+USAGE_DAY = "2026-11-23"
 _SHAPES: tuple[Callable[[str], Commands], ...] = (
     lambda key: [["SET", key, "x"]],
     lambda key: [["RPUSH", key, "x", "\xff\xfe", ""]],
@@ -110,6 +112,17 @@ def note(random: Random) -> bytes:
         return encode(other_shape(random, key))
     text = random.choice((*_BYTES, "killed serving", "killed \xff", "gen-1\ngen-2", "\n" * 5000))
     return encode([["SET", key, damaged_bytes(text.encode("latin-1"), random).decode("latin-1")]])
+
+
+def usage(random: Random) -> bytes:
+    """What keys have used on a day. The router adds to the first field."""
+    key = f"pd:usage:{USAGE_DAY}"
+    if random.random() < 0.2:
+        return encode(other_shape(random, key))
+    name = random.choice(("t:k:m", "t:k:m", "t:k:", "t:k", "@0", ":" * 9, "\xff:k:m", "t:k:" + "m" * 20_000))
+    numbers = [random.choice((*_NUMBERS, "1", "7")) for _ in range(random.choice((4, 4, 4, 3, 5)))]
+    value = " ".join(numbers) if random.random() < 0.8 else random.choice(_BYTES)
+    return encode([["HSET", key, name, value]])
 
 
 def _damage(fields: dict[str, str], random: Random) -> None:

@@ -141,3 +141,8 @@ async def test_what_strangers_write_there_is_no_usage(store: Unreliable) -> None
     for field, value in (("a:k:m", "1 2 3"), ("no-usage", "1 2 3 4"), ("a:k:m2", b"\xff"), ("a:k:m3", "9" * 400)):
         await store.call("HSET", key, field, value)
     assert await read(store) == {A: ONE}
+    for value in ("inf 1 1 1", "1 2 3 4 5", "9" * 5000):
+        await store.call("HSET", key, "a:a-1:org/m:1", value)
+        usage.add(A, ONE)
+        await usage.flush()
+        assert await read(store) == {A: ONE}
