@@ -69,6 +69,8 @@ def rows() -> list[Row]:
                 "tests/property/model",
                 "tests/unit/kernels",
                 "tests/unit/benchmarks/test_gpu.py",
+                "tests/golden/test_default_model.py",
+                "tests/integration/services/test_ranks.py",
                 *ANSWERS,
                 "tests/integration/test_equivalence.py",
             ),

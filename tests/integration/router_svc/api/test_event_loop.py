@@ -25,6 +25,8 @@ from tests.support.tiny_model import NAME
 Result = TypeVar("Result")
 
 MAX_BODY = 8 * 1024**2
+#: Pause of a client between two streams.
+THINK_S = 0.2
 USER = {"role": "user", "content": "x"}
 COMPLETION: dict[str, Any] = {"model": NAME, "prompt": "x", "max_tokens": 50}
 CHAT: dict[str, Any] = {"model": NAME, "messages": [USER], "max_tokens": 8}
@@ -134,6 +136,9 @@ async def test_no_legal_body_holds_the_event_loop(cluster: ScriptedCluster) -> N
     async def stream() -> None:
         while not stop.is_set():
             await cluster.stream()
+            # A client that reads an answer sends nothing. Without the pause, streams would take half of this test's time.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), THINK_S)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(8):
