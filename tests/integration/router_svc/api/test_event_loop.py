@@ -136,7 +136,7 @@ async def test_no_legal_body_holds_the_event_loop(cluster: ScriptedCluster) -> N
     async def stream() -> None:
         while not stop.is_set():
             await cluster.stream()
-            # A client that reads an answer sends nothing. Without the pause, streams would take half of this test's time.
+            # A client that reads an answer sends nothing. Without the pause, streams take half of the test's time.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), THINK_S)
 
