@@ -253,7 +253,9 @@ def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
     promtool = tool("promtool")
     text = (COMPOSE / "monitoring/prometheus.yaml").read_text(encoding="utf-8")
     config = tmp_path / "prometheus.yaml"
-    config.write_text(text.replace("/etc/prometheus/rules", str(ROOT / "k8s/monitoring/rules")), encoding="utf-8")
+    text = text.replace("/etc/prometheus/rules", str(ROOT / "k8s/monitoring/rules"))
+    (tmp_path / METRICS_KEY).touch()
+    config.write_text(text.replace("/secrets/", f"{tmp_path}/"), encoding="utf-8")
     checked = subprocess.run([promtool, "check", "config", config], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
 
