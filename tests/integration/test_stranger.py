@@ -1,18 +1,21 @@
 """A process that reaches every port of a cluster and lacks its secret: it reads no prompt, changes no answer, stops
 nothing.
 
-The ports of UCX are the exception: they authenticate nobody (docs/operations/peers.md), and are left alone here.
+The ports of UCX are the exception: they authenticate nobody (docs/operations/peers.md). Garbage there may end that
+worker, but no router, and no token is wrong.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import openai
 import psutil
 import pytest
 
@@ -30,6 +33,7 @@ from pdserve.cli.status import WorkerStatus
 from pdserve.v1 import common_pb2, decode_pb2, decode_pb2_grpc, diagnostics_pb2, diagnostics_pb2_grpc, prefill_pb2
 from pdserve.v1 import prefill_pb2_grpc as prefill_grpc
 from tests.support.cluster import MODEL, Cluster
+from tests.support.ucx_garbage import send_garbage
 
 Attempt = Callable[[], Coroutine[Any, Any, None]]
 
@@ -145,7 +149,7 @@ def _ports(process: psutil.Process) -> set[int]:
 
 
 def _stream_address(cluster: Cluster, decode: WorkerStatus) -> str:
-    """A stranger finds it by trying: it answers a start, and the ports of UCX are left alone."""
+    """A stranger finds it by trying: it answers a start, and the ports of UCX do not."""
     known = {int(address.rpartition(":")[2]) for address in (decode.grpc_address, decode.http_address)}
     text = (cluster.log_dir / f"{decode.worker_id}.log").read_text()
     port = int(text.rpartition(" streams=127.0.0.1:")[2].split()[0])
@@ -201,6 +205,75 @@ def _try_to_change(address: str) -> None:
             assert answer.code in (404, 405)
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=TIMEOUT_S) as answer:
         assert b"Germany" not in answer.read()
+
+
+def _ucx_ports(cluster: Cluster) -> dict[str, set[int]]:
+    """Ports by worker: those it listens on that are none of ours."""
+    found = {}
+    for worker in (*cluster.workers("prefill"), *cluster.workers("decode")):
+        ours = {worker.grpc_address, worker.http_address}
+        if worker.tier == "decode":
+            ours.add(_stream_address(cluster, worker))
+        ports = _ports(cluster.processes()[worker.worker_id])
+        found[worker.worker_id] = ports - {int(address.rpartition(":")[2]) for address in ours}
+    return found
+
+
+async def _stream(cluster: Cluster, number: int, salt: str, started: asyncio.Semaphore) -> str | openai.APIError:
+    """The text of an answer whose blocks are handed over, or the error that it ended with."""
+    text = ""
+    try:
+        async with cluster.async_client() as client:
+            async for chunk in await client.completions.create(
+                model=MODEL,
+                prompt=f"{number}. {PROMPT}",
+                max_tokens=24,
+                temperature=0,
+                stream=True,
+                # Another salt, so that no block of an earlier answer is found in a cache.
+                extra_body={"ignore_eos": True, "cache_salt": salt},
+            ):
+                text += chunk.choices[0].text
+                started.release()
+    except openai.APIError as error:
+        return error
+    return text
+
+
+async def _streams(cluster: Cluster, salt: str, started: asyncio.Semaphore) -> list[str | openai.APIError]:
+    return await asyncio.gather(*(_stream(cluster, number, salt, started) for number in range(3)))
+
+
+async def _streams_beside_garbage(cluster: Cluster, ports: set[int]) -> list[str | openai.APIError]:
+    """Answers during which all ports get garbage, and answers that start while silent connections are open."""
+    started = asyncio.Semaphore(0)
+    with contextlib.ExitStack() as silent:
+        running = asyncio.create_task(_streams(cluster, "running", started))
+        await asyncio.wait_for(started.acquire(), TIMEOUT_S)
+        for port in ports:
+            await asyncio.to_thread(send_garbage, port, silent)
+        return [*await running, *await _streams(cluster, "after", started)]
+
+
+async def test_garbage_at_the_ports_of_ucx_ends_no_router_and_makes_no_token_wrong(cluster: Cluster) -> None:
+    """It may end the worker, which is started again then; the answers that it had may end with an error."""
+    before = {name: each.pid for name, each in cluster.processes().items()}
+    expected = await _streams(cluster, "before", asyncio.Semaphore(0))
+    assert all(isinstance(answer, str) and answer for answer in expected)
+    ports = _ucx_ports(cluster)
+    assert set(ports) == {"prefill-0", "decode-0"}
+    assert all(ports.values())
+
+    answers = await _streams_beside_garbage(cluster, set().union(*ports.values()))
+    for answer, right in zip(answers, [*expected, *expected], strict=True):
+        assert answer == right or isinstance(answer, openai.APIError)
+
+    cluster.wait_tiers(prefill=1, decode=1)
+    after = {name: each.pid for name, each in cluster.processes().items()}
+    assert after["router"] == before["router"]
+    # An answer is lost with its worker only.
+    assert after != before or answers == [*expected, *expected]
+    assert await _streams(cluster, "at last", asyncio.Semaphore(0)) == expected
 
 
 def test_the_secret_of_a_run_is_seen_in_no_process_arguments_and_no_log(cluster: Cluster) -> None:
