@@ -244,7 +244,7 @@ async def _streams(cluster: Cluster, salt: str, started: asyncio.Semaphore) -> l
     return await asyncio.gather(*(_stream(cluster, number, salt, started) for number in range(3)))
 
 
-async def _streams_beside_garbage(cluster: Cluster, ports: set[int]) -> list[str | openai.APIError]:
+async def _streams_during_garbage(cluster: Cluster, ports: set[int]) -> list[str | openai.APIError]:
     """Answers during which all ports get garbage, and answers that start while silent connections are open."""
     started = asyncio.Semaphore(0)
     with contextlib.ExitStack() as silent:
@@ -264,7 +264,7 @@ async def test_garbage_at_the_ports_of_ucx_ends_no_router_and_makes_no_token_wro
     assert set(ports) == {"prefill-0", "decode-0"}
     assert all(ports.values())
 
-    answers = await _streams_beside_garbage(cluster, set().union(*ports.values()))
+    answers = await _streams_during_garbage(cluster, set().union(*ports.values()))
     for answer, right in zip(answers, [*expected, *expected], strict=True):
         assert answer == right or isinstance(answer, openai.APIError)
 
