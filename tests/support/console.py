@@ -21,6 +21,7 @@ from router_svc.api.console.page import ConsolePage
 from router_svc.api.console.state import ClusterState, Sources
 from router_svc.api.http_app import HttpRules, make_app
 from router_svc.api.openai.info import OperatorApi
+from router_svc.clients.access import Access
 from router_svc.records.record import RecentRecords, Record, TracePhase
 from router_svc.records.request_state import RequestProgress, RequestState
 from router_svc.records.timeline import Phase, Timeline
@@ -199,13 +200,15 @@ def many_workers(prefill: int, decode: int) -> list[WorkerRecord]:
 async def serving(fake: FakeCluster, **options: Any) -> AsyncIterator[tuple[str, Feed]]:
     """The console of a cluster, with its operator's endpoints; yields the base URL and the feed.
 
-    Options are those of `Feed`, `write_timeout_s` and `max_age_s` of the stream, and further `routes`.
+    Options are those of `Feed`, `write_timeout_s` and `max_age_s` of the stream, further `routes`, and the `access`
+    of a router with keys.
     """
     routes = options.pop("routes", [])
+    access = options.pop("access", Access())
     limits = {name: options.pop(name) for name in ("write_timeout_s", "max_age_s") if name in options}
     feed = Feed(fake.state(), **({"max_readers": 4, "interval_s": 0.05} | options))
     groups = [fake.operator.routes(), ConsoleEvents(feed, **limits).routes(), ConsolePage().routes(), routes]
-    app = make_app(groups, HttpRules(max_body_bytes=1024))
+    app = make_app(groups, HttpRules(max_body_bytes=1024, access=access))
     app.on_shutdown.append(lambda _: _close(feed))
     listener = bound_socket("127.0.0.1", 0, flag="--port")
     try:

@@ -1,6 +1,6 @@
 // The state of the cluster, kept current by the router's stream. Reconnects with growing pauses.
 
-import { ApiError, events, request } from "./sse.js";
+import { ApiError, asksForKey, events, request } from "./sse.js";
 
 const FIRST_PAUSE_S = 1;
 const LONGEST_PAUSE_S = 15;
@@ -16,7 +16,8 @@ export class Feed extends EventTarget {
     super();
     this.state = null;
     this.history = { columns: [], rows: [] };
-    /** What the page says about the connection: { kind: connecting | live | lost, message, status, retryAt }. */
+    /** What the page says about the connection: { kind: connecting | live | lost, message, status, retryAt }.
+     * Without `retryAt` it is for the reader to do something. */
     this.connection = { kind: "connecting" };
     /** Server time minus the page's clock, in seconds. */
     this.offsetS = 0;
@@ -102,6 +103,8 @@ export class Feed extends EventTarget {
       return;
     }
     const isAnswer = error instanceof ApiError;
+    // The same key gets the same answer, and each try is a line of the router's audit log.
+    const retries = !(isAnswer && asksForKey(error.status));
     const pause = isAnswer && error.retryAfterS ? error.retryAfterS : Math.min(FIRST_PAUSE_S * 2 ** this.failures, LONGEST_PAUSE_S);
     const pauseS = pause * (1 + Math.random() / 4);
     this.failures += 1;
@@ -109,9 +112,9 @@ export class Feed extends EventTarget {
       kind: "lost",
       status: isAnswer ? error.status : null,
       message: isAnswer ? error.message : null,
-      retryAt: performance.now() + pauseS * 1000,
+      retryAt: retries ? performance.now() + pauseS * 1000 : null,
     };
-    this.retryTimer = setTimeout(() => this.connect(), pauseS * 1000);
+    if (retries) this.retryTimer = setTimeout(() => this.connect(), pauseS * 1000);
     this.changed();
   }
 
@@ -119,7 +122,7 @@ export class Feed extends EventTarget {
     clearTimeout(this.hiddenTimer);
     if (document.hidden) {
       this.hiddenTimer = setTimeout(() => this.rest(), HIDDEN_S * 1000);
-    } else if (!this.abort) {
+    } else if (!this.abort && this.connection.retryAt !== null) {
       this.connect();
     }
   }

@@ -8,7 +8,7 @@ import { duration } from "./format.js";
 import { FINAL_STATES } from "./phases.js";
 import { playgroundView } from "./playground.js";
 import { RequestList, listHead, newest, requestsPane } from "./requests.js";
-import { useApiKey } from "./sse.js";
+import { asksForKey, hasApiKey, useApiKey } from "./sse.js";
 import { TracePane } from "./trace.js";
 
 const VIEWS = { cluster: "Cluster", requests: "Requests", playground: "Playground" };
@@ -99,12 +99,16 @@ function drawConnection() {
   const problems = [...connectionProblems(), ...(feed.state?.problems ?? [])];
   const level = levelOf();
   attribute(element("health"), "data-level", level);
-  text(element("health").lastElementChild, LEVELS[level]);
+  const isRefused = level === "lost" && asksForKey(feed.connection.status);
+  text(element("health").lastElementChild, isRefused ? "No access" : LEVELS[level]);
   const age = feed.ageS();
   const isStale = feed.connection.kind !== "live" || age > STALE_S;
   document.body.classList.toggle("stale", feed.state !== null && isStale);
   text(element("age"), age === null ? "" : isStale ? `as of ${duration(Math.floor(age))} ago` : "live");
-  reconcile(element("problems"), problems, (problem) => problem.title, makeProblem, updateProblem);
+  const hadFocus = element("problems").contains(document.activeElement);
+  reconcile(element("problems"), problems, (problem) => problem.key ?? problem.title, makeProblem, updateProblem);
+  // What was used is gone with its problem: the keyboard goes on where the content is.
+  if (hadFocus && document.activeElement === document.body) element("main").focus();
 }
 
 function levelOf() {
@@ -118,14 +122,20 @@ function levelOf() {
 function connectionProblems() {
   const { connection } = feed;
   if (connection.kind !== "lost") return [];
+  if (asksForKey(connection.status)) return [keyProblem(connection)];
   const waitS = Math.max(0, Math.ceil((connection.retryAt - performance.now()) / 1000));
   const next = `The next try is in ${waitS} s.`;
-  if (connection.status === 401 || connection.status === 403) {
-    return [{ severity: "critical", title: "This router asks for an API key", text: `${connection.message} ${next}`, asksKey: true }];
-  }
   const title = connection.message ? "The router refuses this console" : "The router does not answer";
   const old = feed.state ? "What you see is old." : "Check its address, and that it runs.";
   return [{ severity: "critical", title, text: `${connection.message ?? old} ${next}`, retries: true }];
+}
+
+function keyProblem({ status, message }) {
+  const problem = { key: "api-key", severity: "critical", asksKey: true, text: message };
+  if (status === 403) return { ...problem, title: "This API key does not open the console" };
+  if (hasApiKey()) return { ...problem, title: "The API key was refused" };
+  const ask = "Enter the key of an admin. This page keeps it until it is closed or loaded again.";
+  return { ...problem, title: "This router asks for an API key", text: ask };
 }
 
 function makeProblem(problem) {
@@ -142,13 +152,14 @@ function updateProblem(row, problem) {
 }
 
 function keyForm() {
-  const input = h("input", { type: "password", autocomplete: "off", "aria-label": "API key", placeholder: "API key" });
+  const input = h("input", { type: "password", autocomplete: "off" });
   const onSubmit = (event) => {
     event.preventDefault();
     useApiKey(input.value);
     feed.connect();
+    trace.open(selected); // A request that was refused before.
   };
-  return h("form", { class: "key", on: { submit: onSubmit } }, input, h("button", { type: "submit" }, "Use"));
+  return h("form", { class: "key", on: { submit: onSubmit } }, h("label", {}, h("span", {}, "API key"), input), h("button", { type: "submit" }, "Use"));
 }
 
 let isDue = false;

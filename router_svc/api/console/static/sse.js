@@ -9,15 +9,26 @@ export class ApiError extends Error {
   }
 }
 
+/** What a header can carry as a key. */
+const SENDABLE = /^[\x20-\x7e]*$/;
+
 let apiKey = "";
 
 /** The key for further requests. It stays in this page's memory. */
 export function useApiKey(key) {
-  apiKey = key;
+  apiKey = key.trim();
 }
+
+/** Whether requests have a key. */
+export const hasApiKey = () => apiKey !== "";
+
+/** Whether an answer asks for a key, or for another one. */
+export const asksForKey = (status) => status === 401 || status === 403;
 
 /** Fetches a path below the router's root. Throws `ApiError` for any status that is not a success. */
 export async function request(path, options = {}) {
+  // `fetch` would fail as if the router did not answer.
+  if (!SENDABLE.test(apiKey)) throw new ApiError(401, "The API key has characters that keys do not have. Enter it again.");
   const headers = { ...options.headers };
   if (apiKey) headers.Authorization = `Bearer ${apiKey}`;
   const response = await fetch(new URL(`../${path}`, import.meta.url), { cache: "no-store", ...options, headers });
