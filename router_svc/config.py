@@ -87,6 +87,9 @@ class RouterConfig:
         choices=SCHEDULING_POLICIES,
     )
     max_body: int = option(8 * 1024**2, help="largest request body, such as 8MiB", parse=parse_bytes, minimum=1024)
+    special_tokens_in_text: bool = option(
+        True, help="a text of a client that spells a special token of the model has that token, as in vLLM"
+    )
     queue_timeout_s: float = option(120.0, help="seconds a request may wait in the queue", minimum=0.1)
     reserve_timeout_s: float = option(
         600.0, help="seconds a request may wait for blocks on decode workers", minimum=0.1

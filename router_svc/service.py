@@ -274,7 +274,9 @@ async def serve(config: RouterConfig) -> None:
         tracing(config, "pdserve-router") as tracer,
         Store(config.redis_url, prefix=config.redis_prefix, on_change=health.watch("redis")) as store,
     ):
-        model = ServedModel.load(config.model_dir, config.model_name)
+        model = ServedModel.load(
+            config.model_dir, config.model_name, special_tokens_in_text=config.special_tokens_in_text
+        )
         router = Router(config, model, store, health, tracer)
         exempt_all()
         async with router.serving() as addresses:

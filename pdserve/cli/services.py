@@ -46,6 +46,7 @@ def router_spec(plan: ClusterPlan) -> ProcessSpec:
         "trace-sample-ratio": config.trace_sample_ratio,
         "local-prefill-threshold": config.local_prefill_threshold,
         "local-prefill": config.local_prefill,
+        "special-tokens-in-text": config.special_tokens_in_text,
         "console": config.console,
         "scheduling-policy": config.scheduling_policy,
     }

@@ -142,6 +142,7 @@ class UpConfig:
         choices=HANDOVER_MEMORIES,
     )
     scheduling_policy: str = same_option(RouterConfig, "scheduling_policy")
+    special_tokens_in_text: bool = same_option(RouterConfig, "special_tokens_in_text")
     console: bool = same_option(RouterConfig, "console")
     redis_url: str | None = option(None, help="URL of Redis; default: start a private one", metavar="URL")
     redis_prefix: str = option(

@@ -18,6 +18,7 @@ from pdserve.base.errors import RequestError, SetupError
 from pdserve.model.end_of_text import MAX_TOKENIZER_BYTES, end_of_text_ids
 from pdserve.model.fields import Fields, read_text
 from pdserve.model.library_errors import library_errors
+from pdserve.model.literal_text import LiteralText
 from pdserve.model.token_bytes import token_decoder
 
 #: Texts are counted in pieces of this size.
@@ -27,11 +28,18 @@ _PIECE_CHARACTERS = 65_536
 class Tokenizer:
     """The tokenizer of one model; immutable, safe to use from several threads."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, eos_token_ids: tuple[int, ...] = (), where: str = "") -> None:
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        eos_token_ids: tuple[int, ...] = (),
+        where: str = "",
+        literal: LiteralText | None = None,
+    ) -> None:
         """Raises `SetupError` when the tokenizer's decoder is not supported."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._literal = literal
         #: Token ids that end a completion.
         self.eos_token_ids = eos_token_ids
         self._bytes_of, self._strips_first_space = token_decoder(_decoder_of(tokenizer, where))
@@ -40,14 +48,21 @@ class Tokenizer:
         self._special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
 
     @classmethod
-    def from_dir(cls, model_dir: Path) -> Tokenizer:
-        """Read `tokenizer.json`, and the end-of-text tokens from the config files. Raises `SetupError`."""
+    def from_dir(cls, model_dir: Path, *, special_tokens_in_text: bool = True) -> Tokenizer:
+        """Read `tokenizer.json`, and the end-of-text tokens from the config files. Raises `SetupError`.
+
+        `special_tokens_in_text`: whether texts of users that spell a special token have it (`literal`).
+        """
         path = model_dir / "tokenizer.json"
         text = read_text(path, MAX_TOKENIZER_BYTES)
-        with library_errors(lambda reason: SetupError(f"{path} is not a valid tokenizer: {reason}.")):
-            tokenizer = tokenizers.Tokenizer.from_str(text)
         ids = end_of_text_ids(model_dir, Fields.read_optional(model_dir / "config.json"))
-        return cls(tokenizer, ids, str(path))
+        literal = None
+        with library_errors(lambda reason: SetupError(f"{path} is not a valid tokenizer: {reason}.")):
+            if not special_tokens_in_text:
+                literal, prepared = LiteralText.prepare(json.loads(text), ids, str(path))
+                text = json.dumps(prepared)
+            tokenizer = tokenizers.Tokenizer.from_str(text)
+        return cls(tokenizer, ids, str(path), literal)
 
     @property
     def vocab_size(self) -> int:
@@ -65,6 +80,13 @@ class Tokenizer:
         with library_errors(_unsplit):
             [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
+
+    def literal(self, text: str, *, param: str) -> str:
+        """A user's text as it has to be encoded, or put into a chat template: where needed, no spelling is a token.
+
+        Raises `RequestError` for a text that cannot be kept so.
+        """
+        return text if self._literal is None else self._literal.keep(text, param=param)
 
     def count_up_to(self, text: str, limit: int) -> int:
         """About how many tokens a text has; the count stops soon after `limit`. Takes little memory.

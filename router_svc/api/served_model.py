@@ -65,12 +65,12 @@ class ServedModel:
     threads: TextThreads = field(default_factory=TextThreads)
 
     @classmethod
-    def load(cls, model_dir: Path, name: str) -> ServedModel:
+    def load(cls, model_dir: Path, name: str, *, special_tokens_in_text: bool = True) -> ServedModel:
         """Reads tokenizer, chat template and configs. Raises `SetupError`."""
         config = ModelConfig.from_dir(model_dir)
         return cls(
             name=name,
-            tokenizer=Tokenizer.from_dir(model_dir),
+            tokenizer=Tokenizer.from_dir(model_dir, special_tokens_in_text=special_tokens_in_text),
             template=ChatTemplate.from_dir(model_dir),
             defaults=SamplingDefaults.from_dir(model_dir),
             vocab_size=config.vocab_size,
@@ -110,7 +110,8 @@ class ServedModel:
             encoded = []
             for text in texts:
                 self.require_plausible(text, param="prompt")
-                encoded.append(self.tokenizer.encode(text, add_special_tokens))
+                literal = self.tokenizer.literal(text, param="prompt")
+                encoded.append(self.tokenizer.encode(literal, add_special_tokens))
                 if max_model_len is not None:
                     require_fits(len(encoded[-1]), max_model_len, param="prompt")
             return encoded
@@ -128,7 +129,9 @@ class ServedModel:
         """Token ids of a conversation. Raises `RequestError` if the template refuses it, or if there is no template."""
 
         def render() -> str:
-            return self.template.render(messages, add_generation_prompt=add_generation_prompt, **template_kwargs)
+            kept = [{name: self._literal(text, "messages") for name, text in each.items()} for each in messages]
+            kwargs = {name: self._literal(value, "chat_template_kwargs") for name, value in template_kwargs.items()}
+            return self.template.render(kept, add_generation_prompt=add_generation_prompt, **kwargs)
 
         def encode(text: str) -> list[int]:
             self.require_plausible(text, param="messages")
@@ -140,6 +143,9 @@ class ServedModel:
         # A template may print much for little, so the size of its output decides again.
         text = render()
         return await self.threads.run(len(text), lambda: encode(text))
+
+    def _literal(self, value: object, param: str) -> object:
+        return self.tokenizer.literal(value, param=param) if isinstance(value, str) else value
 
     async def check_prompts(self, prompts: Sequence[Sequence[int]], max_model_len: int) -> None:
         """Raises `RequestError` for token ids that do not fit into the context, or are not in the vocabulary."""

@@ -30,6 +30,7 @@ class WatchedTokenizer:
         self._loop = loop
         self.loop_has_run = False
         self.max_token_bytes = tokenizer.max_token_bytes
+        self.literal = tokenizer.literal
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         has_run = threading.Event()
@@ -45,6 +46,7 @@ class CountingTokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.max_token_bytes = tokenizer.max_token_bytes
+        self.literal = tokenizer.literal
         self.characters = 0
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
