@@ -87,9 +87,6 @@ class RouterConfig:
         choices=SCHEDULING_POLICIES,
     )
     max_body: int = option(8 * 1024**2, help="largest request body, such as 8MiB", parse=parse_bytes, minimum=1024)
-    special_tokens_in_text: bool = option(
-        True, help="a text of a client that spells a special token of the model has that token, as in vLLM"
-    )
     queue_timeout_s: float = option(120.0, help="seconds a request may wait in the queue", minimum=0.1)
     reserve_timeout_s: float = option(
         600.0, help="seconds a request may wait for blocks on decode workers", minimum=0.1
@@ -102,6 +99,9 @@ class RouterConfig:
     )
     drain_timeout_s: float = same_option(ServiceOptions, "drain_timeout_s")
     trace_capacity: int = option(1000, help="number of requests whose records are kept in memory", minimum=1)
+    special_tokens_in_text: bool = option(
+        True, help="a text of a client that spells a special token of the model has that token, as in vLLM"
+    )
     console: bool = option(True, help="serve the console, a page that shows the cluster and its requests, at /console")
     console_clients: int = option(32, help="number of consoles that may be open at the same time", minimum=1)
     cluster_secret_file: str | None = same_option(ServiceOptions, "cluster_secret_file")
