@@ -95,7 +95,7 @@ class GrpcFeeder:
             while await reader.read(65_536):
                 pass
             return "closed"
-        except ConnectionError:
+        except OSError:  # the half-close of a connection that the server ended already is ENOTCONN
             return "reset"
         finally:
             writer.close()

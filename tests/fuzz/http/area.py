@@ -142,8 +142,8 @@ class HttpFeeder:
         except TimeoutError:
             # Half-closed: the router is not to wait for the rest of a request. It may not notice while it holds back a
             # body that nothing reads; then the client leaves, which it has to notice.
-            writer.write_eof()
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, OSError):
+                writer.write_eof()
                 async with asyncio.timeout(_LEAVE_S):
                     received += await reader.read()
             writer.transport.abort()
