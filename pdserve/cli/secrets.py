@@ -23,6 +23,9 @@ class SecretsConfig:
     kubernetes_secret: str | None = option(
         None, help="Secret to make, in a pod of Kubernetes; one that is there stays as it is", metavar="NAME"
     )
+    by_reader: bool = option(
+        False, help="with --to: a directory in it for each kind of reader: metrics, peers, redis, router"
+    )
     service_account: str = option(
         str(SERVICE_ACCOUNT), help="where that pod has its token, its namespace and the API server's CA", metavar="DIR"
     )
@@ -33,23 +36,35 @@ def main(argv: Sequence[str]) -> int:
     config = load(SecretsConfig, "secrets", argv, description=__doc__)
     if (config.to is None) == (config.kubernetes_secret is None):
         raise SetupError("Give either --to DIR or --kubernetes-secret NAME.")
+    if config.by_reader and config.to is None:
+        raise SetupError(
+            "--by-reader needs --to DIR. In Kubernetes, volumes name the keys of the Secret that a pod gets."
+        )
     groups = new_secrets(datetime.now(UTC))
     if config.kubernetes_secret is not None:
         _make_secret(config.kubernetes_secret, Path(config.service_account), groups)
         return 0
     directory = Path(config.to or "").expanduser()
-    made = write_missing(directory, groups, _show)
+    made = write_missing(directory, groups, _show, by_reader=config.by_reader)
     _report(f"Made in {directory}: {', '.join(made) or 'nothing, all of it is there'}.")
     return 0
 
 
 def _make_secret(name: str, account: Path, groups: Sequence[SecretGroup]) -> None:
     server = api_server(account)
-    is_made = server.create_secret(name, {key: content for group in groups for key, content in group.files.items()})
-    for group in groups:
-        if is_made and group.api_key is not None:
-            _show(group.api_key)
+    files = {key: content for group in groups for key, content in group.files.items()}
+    shown: list[str] = []
+
+    def show() -> None:
+        for group in groups:
+            if group.api_key is not None:
+                _show(group.api_key)
+                shown.append(group.api_key)
+
+    is_made = server.create_secret(name, files, show)
     _report(f"The Secret {name} in the namespace {server.namespace} {'is made' if is_made else 'stays as it is'}.")
+    if shown and not is_made:
+        _report("The key above is not in it: it was made elsewhere in this moment, where its key was shown.")
 
 
 def _show(api_key: str) -> None:

@@ -15,7 +15,7 @@ import yaml
 from decode_svc.config import DecodeConfig
 from pdserve.base.config import load as load_settings
 from pdserve.cli.cluster_secrets.certificates import PEER_NAME
-from pdserve.cli.cluster_secrets.contents import METRICS_KEY, new_secrets
+from pdserve.cli.cluster_secrets.contents import METRICS_KEY, READERS, new_secrets
 from pdserve.cli.fetch import FetchConfig
 from pdserve.cli.secrets import SecretsConfig
 from prefill_svc.config import PrefillConfig
@@ -106,17 +106,30 @@ def test_containers_have_no_rights_beyond_their_work(services: dict[str, Any]) -
 def test_models_are_written_by_their_service_alone(services: dict[str, Any]) -> None:
     assert services["model"]["volumes"] == ["models:/models"]
     for name in ("router", *WORKERS):
-        assert services[name]["volumes"] == ["models:/models:ro", "secrets:/secrets:ro"]
+        assert "models:/models:ro" in services[name]["volumes"]
 
 
 def test_secrets_are_written_by_their_service_alone(services: dict[str, Any]) -> None:
-    assert services["secrets"]["volumes"] == ["secrets:/secrets"]
+    readers = sorted(set(READERS.values()))
+    assert services["secrets"]["volumes"] == [f"secrets-{reader}:/secrets/{reader}" for reader in readers]
     assert services["secrets"]["network_mode"] == "none"
-    assert load_settings(SecretsConfig, "secrets", services["secrets"]["command"]).to == "/secrets"
-    for name, service in services.items():
+    settings = load_settings(SecretsConfig, "secrets", services["secrets"]["command"])
+    assert (settings.to, settings.by_reader) == ("/secrets", True)
+
+
+def test_a_service_reads_the_secrets_that_it_needs_and_no_others() -> None:
+    """Fails when a volume is mounted in one more service, or without `:ro`."""
+    needed = {
+        "redis": ["redis"],
+        "router": ["peers", "redis", "router"],
+        "prefill": ["peers", "redis"],
+        "decode": ["peers", "redis"],
+        "prometheus": ["metrics"],
+    }
+    for name, service in load(BASE, MONITORING)["services"].items():
         if name != "secrets":
-            mounts = [volume for volume in service.get("volumes", []) if volume.startswith("secrets:")]
-            assert mounts in ([], ["secrets:/secrets:ro"]), name
+            mounts = [volume for volume in service.get("volumes", []) if volume.startswith("secrets")]
+            assert mounts == [f"secrets-{reader}:/secrets/{reader}:ro" for reader in needed.get(name, [])], name
 
 
 def test_the_admin_port_is_published_on_loopback_whatever_else_is() -> None:
@@ -126,7 +139,7 @@ def test_the_admin_port_is_published_on_loopback_whatever_else_is() -> None:
 
 
 def test_no_service_runs_without_what_protects_it(services: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    made = {f"/secrets/{name}" for group in new_secrets(datetime.now(UTC)) for name in group.files}
+    made = {f"/secrets/{READERS[name]}/{name}" for group in new_secrets(datetime.now(UTC)) for name in group.files}
     for name in ("router", *WORKERS):
         config = _settings(services[name], monkeypatch)
         files = [config.cluster_secret_file, config.peer_ssl_certfile, config.peer_ssl_keyfile]
@@ -137,7 +150,7 @@ def test_no_service_runs_without_what_protects_it(services: dict[str, Any], monk
         assert set(files) <= made, name
         assert config.peer_ssl_server_name == PEER_NAME
     redis = " ".join(services["redis"]["command"])
-    assert "requirepass $$(cat /secrets/redis-password)" in redis
+    assert "requirepass $$(cat /secrets/redis/redis-password)" in redis
     assert "protected-mode" not in redis
 
 
@@ -213,10 +226,10 @@ def test_prometheus_scrapes_every_container_of_every_service_of_ours() -> None:
 
 def test_prometheus_has_a_key_for_metrics_and_may_read_it() -> None:
     [router] = [job for job in _yaml("prometheus.yaml")["scrape_configs"] if job["job_name"] == "pdserve-router"]
-    assert router["authorization"] == {"credentials_file": f"/secrets/{METRICS_KEY}"}
+    assert router["authorization"] == {"credentials_file": f"/secrets/metrics/{METRICS_KEY}"}
     prometheus = load(BASE, MONITORING)["services"]["prometheus"]
     assert prometheus["user"].endswith(":0")
-    assert "secrets:/secrets:ro" in prometheus["volumes"]
+    assert "secrets-metrics:/secrets/metrics:ro" in prometheus["volumes"]
 
 
 def test_addresses_in_the_monitoring_files_are_services_of_the_stack() -> None:
@@ -255,7 +268,7 @@ def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
     config = tmp_path / "prometheus.yaml"
     text = text.replace("/etc/prometheus/rules", str(ROOT / "k8s/monitoring/rules"))
     (tmp_path / METRICS_KEY).touch()
-    config.write_text(text.replace("/secrets/", f"{tmp_path}/"), encoding="utf-8")
+    config.write_text(text.replace("/secrets/metrics/", f"{tmp_path}/"), encoding="utf-8")
     checked = subprocess.run([promtool, "check", "config", config], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
 

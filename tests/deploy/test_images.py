@@ -58,10 +58,10 @@ def test_a_worker_runs_as_any_user_with_a_root_that_is_read_only(images: dict[st
 
 @pytest.mark.parametrize("image", LIMITS)
 def test_group_0_may_write_where_pdserve_writes_and_nowhere_else(images: dict[str, str], image: str) -> None:
-    paths = "('/models', '/secrets', '/var/cache/pdserve', '/opt/pdserve', '/etc')"
+    paths = "('/models', '/secrets', '/secrets/peers', '/var/cache/pdserve', '/opt/pdserve', '/etc')"
     program = f"import os; print([path for path in {paths} if os.access(path, os.W_OK)])"
     found = python(images[image], program, "--user", ARBITRARY_USER, "--cap-drop", "ALL")
-    assert found == "['/models', '/secrets', '/var/cache/pdserve']"
+    assert found == "['/models', '/secrets', '/secrets/peers', '/var/cache/pdserve']"
 
 
 @pytest.mark.parametrize("image", LIMITS)

@@ -137,7 +137,9 @@ def test_a_stranger_in_the_network_is_refused_everywhere(stack: Stack) -> None:
 
 
 def test_prometheus_key_reads_metrics_and_nothing_else(stack: Stack) -> None:
-    key = stack.execute("router", "cat", "/secrets/metrics-key")
+    key = stack.compose(
+        "run", "--rm", "-T", "--no-deps", "--entrypoint", "cat", "secrets", "/secrets/metrics/metrics-key"
+    )
     assert "pdserve_" in get(f"http://127.0.0.1:{stack.admin_port}", "/metrics", key).decode()
     with pytest.raises(PdserveError, match="nothing else"):
         get(stack.base_url, "/v1/models", key)

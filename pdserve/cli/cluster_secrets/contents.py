@@ -17,6 +17,18 @@ API_KEYS = "api-keys.toml"
 METRICS_KEY, SMOKE_TEST_KEY = "metrics-key", "smoke-test-key"
 PEER_CA, PEER_CERTIFICATE, PEER_KEY = "peer-ca.pem", "peer.pem", "peer-key.pem"
 
+#: Who reads a file, as the directory that has it under `--by-reader`. The router has what clients could need, too.
+READERS: Mapping[str, str] = {
+    CLUSTER_SECRET: "peers",
+    PEER_CA: "peers",
+    PEER_CERTIFICATE: "peers",
+    PEER_KEY: "peers",
+    REDIS_PASSWORD: "redis",
+    API_KEYS: "router",
+    SMOKE_TEST_KEY: "router",
+    METRICS_KEY: "metrics",
+}
+
 _FIRST = "first"
 _HEADER = "# API keys as SHA-256 digests (docs/operations/keys.md). The router reads a changed file within a second.\n"
 

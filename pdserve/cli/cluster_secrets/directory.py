@@ -4,48 +4,61 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from pdserve.base.errors import SetupError
-from pdserve.cli.cluster_secrets.contents import SecretGroup
+from pdserve.cli.cluster_secrets.contents import READERS, SecretGroup
 
 #: Read by the owner and its group, which is 0 for containers of any user.
 _FILE_MODE, _DIRECTORY_MODE = 0o640, 0o750
 
 
-def write_missing(directory: Path, groups: Sequence[SecretGroup], show: Callable[[str], None]) -> list[str]:
+def write_missing(
+    directory: Path, groups: Sequence[SecretGroup], show: Callable[[str], None], *, by_reader: bool = False
+) -> list[str]:
     """Writes the groups that are not complete there; returns the names of their files.
 
+    With `by_reader`, each file is in a directory of its reader, so that a service can be given that directory alone.
     A file is complete or absent. The last one of a group is renamed last, after `show` was called with the group's API
     key: whatever interrupts this, a key that works has been shown.
 
     Raises:
         SetupError: the directory cannot be written.
     """
+    readers = {name: READERS[name] if by_reader else "." for group in groups for name in group.files}
+    paths = {name: directory / reader / name for name, reader in readers.items()}
+    directories = sorted({path.parent for path in paths.values()})
     try:
-        directory.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
-        with _locked(directory):
-            return [name for group in groups for name in _write(directory, group, show)]
+        for each in directories:
+            each.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
+        # The directory above those of the readers may be read-only, as in a container in which each is a volume.
+        with _locked(directories[0]):
+            return [name for group in groups if _write(group, paths, show) for name in group.files]
     except OSError as error:
         raise SetupError(
             f"Cannot write secrets to {directory}: {error.strerror}. Name a directory that this user may write."
         ) from error
 
 
-def _write(directory: Path, group: SecretGroup, show: Callable[[str], None]) -> list[str]:
+def _write(group: SecretGroup, paths: Mapping[str, Path], show: Callable[[str], None]) -> bool:
     *_, last = group.files
-    if (directory / last).exists():
-        return []
+    if paths[last].exists():
+        return False
     for name, content in group.files.items():
-        _store(directory / f".{name}.new", content)
+        _store(_unfinished(paths[name]), content)
     if group.api_key is not None:
         show(group.api_key)
     for name in group.files:
-        (directory / f".{name}.new").rename(directory / name)
-    _sync(directory)
-    return list(group.files)
+        _unfinished(paths[name]).rename(paths[name])
+    for directory in {paths[name].parent for name in group.files}:
+        _sync(directory)
+    return True
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name}.new")
 
 
 def _store(path: Path, content: bytes) -> None:

@@ -10,7 +10,7 @@ import http.client
 import json
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from pdserve.base.errors import PdserveError, SetupError
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TIMEOUT_S = 15.0
 _ATTEMPTS, _PAUSE_S = 5, 2.0
+_ANSWERS = (http.client.OK, http.client.CREATED, http.client.CONFLICT, http.client.NOT_FOUND)
 _LABELS = {"app.kubernetes.io/name": "pdserve", "app.kubernetes.io/part-of": "pdserve"}
 
 
@@ -50,15 +51,21 @@ class ApiServer:
     context: ssl.SSLContext
     pause_s: float = _PAUSE_S
 
-    def create_secret(self, name: str, files: Mapping[str, bytes]) -> bool:
+    def create_secret(self, name: str, files: Mapping[str, bytes], show: Callable[[], None]) -> bool:
         """Makes the Secret with these contents by key; False if it exists, with all of these keys.
+
+        `show` is called before the contents are sent, and not when the Secret is there: whatever interrupts this, an
+        API key in the Secret has been shown.
 
         Raises:
             SetupError: the API server refuses, or the Secret that exists lacks keys, for which pods would wait forever.
             PdserveError: the API server does not answer.
         """
         data = {key: base64.b64encode(content).decode() for key, content in files.items()}
-        stored = self._posted_or_found(name, data)
+        stored = self._found(name)
+        if stored is None:
+            show()
+            stored = self._posted_or_found(name, data)
         missing = sorted(data.keys() - stored.data.keys())
         if missing:
             raise SetupError(
@@ -68,21 +75,36 @@ class ApiServer:
         # The answer to an earlier attempt may have been lost, so the contents say whose Secret it is.
         return stored.data == data
 
-    def _posted_or_found(self, name: str, data: dict[str, str]) -> _Secret:
-        metadata = {"name": name, "labels": _LABELS}
-        secret = {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": metadata, "data": data}
-        path = f"/api/v1/namespaces/{self.namespace}/secrets"
-        status, _ = self._ask("POST", path, json.dumps(secret).encode())
-        if status == http.client.CREATED:
-            return _Secret(data=data)
-        _, body = self._ask("GET", f"{path}/{name}")
+    @property
+    def _path(self) -> str:
+        return f"/api/v1/namespaces/{self.namespace}/secrets"
+
+    def _found(self, name: str) -> _Secret | None:
+        status, body = self._ask("GET", f"{self._path}/{name}")
+        if status == http.client.NOT_FOUND:
+            return None
         try:
             return _Secret.model_validate_json(body)
         except ValidationError as error:
-            raise PdserveError(f"{self.host}:{self.port}{path}/{name} does not answer like Kubernetes.") from error
+            raise PdserveError(
+                f"{self.host}:{self.port}{self._path}/{name} does not answer like Kubernetes."
+            ) from error
+
+    def _posted_or_found(self, name: str, data: dict[str, str]) -> _Secret:
+        metadata = {"name": name, "labels": _LABELS}
+        secret = {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": metadata, "data": data}
+        status, body = self._ask("POST", self._path, json.dumps(secret).encode())
+        if status == http.client.CREATED:
+            return _Secret(data=data)
+        stored = self._found(name) if status == http.client.CONFLICT else None
+        if stored is None:
+            raise PdserveError(
+                f"Kubernetes did not make the Secret {name}: {status}: {_message(body)}. Run this again."
+            )
+        return stored
 
     def _ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        """Status and body; asks again while the server does not answer or is overloaded. 409 is an answer."""
+        """Status and body; asks again while the server does not answer or is overloaded. 404 and 409 are answers."""
         for attempt in range(_ATTEMPTS):
             if attempt:
                 time.sleep(self.pause_s)
@@ -91,7 +113,7 @@ class ApiServer:
             except (OSError, http.client.HTTPException) as error:
                 reason = f"{error or type(error).__name__}"
                 continue
-            if status in (http.client.OK, http.client.CREATED, http.client.CONFLICT):
+            if status in _ANSWERS:
                 return status, answer
             reason = f"{status}: {_message(answer)}"
             if status != http.client.TOO_MANY_REQUESTS and status < http.client.INTERNAL_SERVER_ERROR:

@@ -49,6 +49,18 @@ def test_no_file_is_there_before_its_key_was_shown(tmp_path: Path) -> None:
     assert contents(tmp_path) == {}
 
 
+def test_each_reader_has_a_directory_of_its_own(tmp_path: Path) -> None:
+    """Fails when a new secret has no reader, or one of another reader lands in a directory that it is given."""
+    assert main(["secrets", "--to", str(tmp_path), "--by-reader"]) == 0
+    found = {path.name: sorted(contents(path)) for path in tmp_path.iterdir()}
+    assert found == {
+        "metrics": ["metrics-key"],
+        "peers": ["cluster-secret", "peer-ca.pem", "peer-key.pem", "peer.pem"],
+        "redis": ["redis-password"],
+        "router": ["api-keys.toml", "smoke-test-key"],
+    }
+
+
 @pytest.mark.parametrize("umask", [0o000, 0o077])
 def test_others_cannot_read_and_the_group_can(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,10 @@ OTHERS = {"cluster-secret": b"another", "peer.pem": b"another"}
 
 def encoded(files: dict[str, bytes]) -> dict[str, str]:
     return {key: base64.b64encode(value).decode() for key, value in files.items()}
+
+
+def no_key() -> None:
+    """Shows nothing: these files have no API key."""
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +56,10 @@ def server(kubernetes: FakeKubernetes, account: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_secret_is_made_with_the_token_of_the_pod(server: ApiServer, kubernetes: FakeKubernetes) -> None:
-    assert server.create_secret("pdserve-secrets", FILES) is True
+    assert server.create_secret("pdserve-secrets", FILES, no_key) is True
     assert kubernetes.secrets == {"pdserve-secrets": encoded(FILES)}
-    [(method, path, headers, body)] = kubernetes.requests
+    [(_, asked, _, _), (method, path, headers, body)] = kubernetes.requests
+    assert asked == f"{PATH}/pdserve-secrets"
     assert (method, path, headers["Authorization"]) == ("POST", PATH, "Bearer the-token")
     assert (body["apiVersion"], body["kind"], body["type"]) == ("v1", "Secret", "Opaque")
 
@@ -61,30 +67,64 @@ def test_a_secret_is_made_with_the_token_of_the_pod(server: ApiServer, kubernete
 def test_a_secret_that_exists_is_left_alone(server: ApiServer, kubernetes: FakeKubernetes) -> None:
     """Fails if the Secret is replaced when it exists: every restart of the Job would end the cluster."""
     kubernetes.secrets["pdserve-secrets"] = encoded(OTHERS)
-    assert server.create_secret("pdserve-secrets", FILES) is False
+    assert server.create_secret("pdserve-secrets", FILES, no_key) is False
     assert kubernetes.secrets == {"pdserve-secrets": encoded(OTHERS)}
-    assert {method for method, *_ in kubernetes.requests} == {"POST", "GET"}
+    assert {method for method, *_ in kubernetes.requests} == {"GET"}
 
 
 def test_a_secret_that_lacks_keys_is_an_error_with_their_names(server: ApiServer, kubernetes: FakeKubernetes) -> None:
     kubernetes.secrets["pdserve-secrets"] = {"peer.pem": "YW5vdGhlcg=="}
     with pytest.raises(SetupError, match=r"exists, but has no cluster-secret\. Add"):
-        server.create_secret("pdserve-secrets", FILES)
+        server.create_secret("pdserve-secrets", FILES, no_key)
 
 
 def test_a_secret_whose_answer_was_lost_is_known_as_the_own_one(server: ApiServer, kubernetes: FakeKubernetes) -> None:
     """Fails if 409 alone means that the Secret is another's: its key would be printed nowhere."""
-    kubernetes.loses_an_answer = True
-    assert server.create_secret("pdserve-secrets", FILES) is True
-    assert [method for method, *_ in kubernetes.requests] == ["POST", "POST", "GET"]
+
+    def lose_the_next_answer() -> None:
+        kubernetes.loses_an_answer = True
+
+    assert server.create_secret("pdserve-secrets", FILES, lose_the_next_answer) is True
+    assert [method for method, *_ in kubernetes.requests] == ["GET", "POST", "POST", "GET"]
+
+
+def test_the_key_is_shown_before_anything_has_it(server: ApiServer, kubernetes: FakeKubernetes) -> None:
+    """Fails if the key is shown afterwards: a Job that ends in between makes a cluster that no key opens."""
+
+    def end() -> None:
+        assert kubernetes.secrets == {}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        server.create_secret("pdserve-secrets", FILES, end)
+    assert kubernetes.secrets == {}
+
+
+def test_a_secret_that_was_made_in_this_moment_by_another_is_said(
+    server: ApiServer,
+    kubernetes: FakeKubernetes,
+    account: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answer = kubernetes.answer
+
+    def answer_late(method: str, path: str, body: Any) -> tuple[int, dict[str, Any]]:
+        if method == "POST":
+            kubernetes.secrets["pdserve-secrets"] = dict.fromkeys(body["data"], "b3RoZXI=")
+        return answer(method, path, body)
+
+    monkeypatch.setattr(kubernetes, "answer", answer_late)
+    assert main(["--kubernetes-secret", "pdserve-secrets", "--service-account", str(account)]) == 0
+    assert "The key above is not in it" in capsys.readouterr().err
 
 
 def test_an_overloaded_server_gets_another_attempt(server: ApiServer, kubernetes: FakeKubernetes) -> None:
     kubernetes.refusals = [503, 429]
-    assert server.create_secret("pdserve-secrets", FILES) is True
+    assert server.create_secret("pdserve-secrets", FILES, no_key) is True
     kubernetes.refusals = [503] * 9
-    with pytest.raises(PdserveError, match="does not answer POST"):
-        server.create_secret("another", FILES)
+    with pytest.raises(PdserveError, match="does not answer GET"):
+        server.create_secret("another", FILES, no_key)
 
 
 def test_a_missing_right_is_an_error_with_the_servers_words(server: ApiServer, kubernetes: FakeKubernetes) -> None:
@@ -92,9 +132,15 @@ def test_a_missing_right_is_an_error_with_the_servers_words(server: ApiServer, k
     with pytest.raises(
         SetupError, match=r"403: secrets is forbidden: User cannot create.*Role pdserve-secrets"
     ) as error:
-        server.create_secret("pdserve-secrets", FILES)
+        server.create_secret("pdserve-secrets", FILES, no_key)
     assert not any(value in str(error.value) for value in encoded(FILES).values())
     assert len(kubernetes.requests) == 1
+
+
+def test_a_namespace_that_is_not_there_is_an_error(server: ApiServer, kubernetes: FakeKubernetes) -> None:
+    kubernetes.refusals = [404, 404]
+    with pytest.raises(PdserveError, match="did not make the Secret pdserve-secrets: 404"):
+        server.create_secret("pdserve-secrets", FILES, no_key)
 
 
 def test_neither_token_nor_secrets_go_to_a_server_of_another_authority(
@@ -104,7 +150,7 @@ def test_neither_token_nor_secrets_go_to_a_server_of_another_authority(
     stranger = Authority(tmp_path / "stranger")
     context = ssl.create_default_context(cafile=str(stranger.certificate))
     with pytest.raises(PdserveError, match="certificate verify failed"):
-        replace(server, context=context).create_secret("pdserve-secrets", FILES)
+        replace(server, context=context).create_secret("pdserve-secrets", FILES, no_key)
     assert kubernetes.requests == []
 
 
