@@ -64,7 +64,7 @@ def _make_secret(name: str, account: Path, groups: Sequence[SecretGroup]) -> Non
     is_made = server.create_secret(name, files, show)
     _report(f"The Secret {name} in the namespace {server.namespace} {'is made' if is_made else 'stays as it is'}.")
     if shown and not is_made:
-        _report("The key above is not in it: it was made elsewhere in this moment, where its key was shown.")
+        _report("The key above is not in it: it was made elsewhere at the same time, where its key was shown.")
 
 
 def _show(api_key: str) -> None:

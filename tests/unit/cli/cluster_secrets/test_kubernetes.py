@@ -58,8 +58,8 @@ def server(kubernetes: FakeKubernetes, account: Path, monkeypatch: pytest.Monkey
 def test_a_secret_is_made_with_the_token_of_the_pod(server: ApiServer, kubernetes: FakeKubernetes) -> None:
     assert server.create_secret("pdserve-secrets", FILES, no_key) is True
     assert kubernetes.secrets == {"pdserve-secrets": encoded(FILES)}
-    [(_, asked, _, _), (method, path, headers, body)] = kubernetes.requests
-    assert asked == f"{PATH}/pdserve-secrets"
+    [(_, looked_up, _, _), (method, path, headers, body)] = kubernetes.requests
+    assert looked_up == f"{PATH}/pdserve-secrets"
     assert (method, path, headers["Authorization"]) == ("POST", PATH, "Bearer the-token")
     assert (body["apiVersion"], body["kind"], body["type"]) == ("v1", "Secret", "Opaque")
 
@@ -100,7 +100,7 @@ def test_the_key_is_shown_before_anything_has_it(server: ApiServer, kubernetes: 
     assert kubernetes.secrets == {}
 
 
-def test_a_secret_that_was_made_in_this_moment_by_another_is_said(
+def test_a_secret_that_another_made_at_the_same_time_is_said(
     server: ApiServer,
     kubernetes: FakeKubernetes,
     account: Path,
