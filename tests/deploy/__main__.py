@@ -13,26 +13,35 @@ from tests.deploy.engine import why_no_engine
 
 #: For one test with what it prepares; the first one with containers builds the images.
 _TIMEOUT_S = 1200
+#: More failures than this are a fault and no stall.
+_MOST_REPEATED = 3
 _WITH_CONTAINERS = {"test_images.py", "test_stack.py"}
 
 
 @dataclass(eq=False)  # pytest keeps plugins in sets.
 class Outcomes:
-    """Which files had a test that passed, and why tests were skipped."""
+    """Which files had a test that passed, which tests failed, and why tests were skipped."""
 
     passed: set[str] = field(default_factory=set)
+    failed: list[str] = field(default_factory=list)
+    #: Tests that failed at first, and passed when they were repeated.
+    repeated: list[str] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A hook of pytest, called for each phase of each test."""
         if report.passed and report.when == "call":
             self.passed.add(Path(report.fspath).name)
+        if report.failed and report.nodeid not in self.failed:
+            self.failed.append(report.nodeid)
         if report.skipped and isinstance(report.longrepr, tuple):
             self.skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
 
     def verdict(self, no_engine: str) -> str:
         """The last line of a run. `no_engine`: why there is none; empty: there is one."""
-        reasons = "; ".join(f"{count} skipped: {reason}" for reason, count in self.skipped.items())
+        notes = [f"{count} skipped: {reason}" for reason, count in self.skipped.items()]
+        notes += [f"passed only when repeated: {name}" for name in self.repeated]
+        reasons = "; ".join(notes)
         if self.passed >= _WITH_CONTAINERS:
             return f"deploy: run ({reasons})" if reasons else "deploy: run"
         return f"deploy: skipped ({no_engine or reasons or 'no container was asked for'}; what needs none has run)"
@@ -41,11 +50,19 @@ class Outcomes:
 def main(arguments: list[str]) -> int:
     """Runs pytest with these arguments, by default all tests marked `deploy`. Returns the exit status.
 
-    The last line says whether containers were run.
+    Up to three tests that failed are repeated, since the grace times and deadlines of whole deployments are real time,
+    and a shared machine can stall for seconds. The last line names those that needed it, and says whether containers
+    were run.
     """
     outcomes = Outcomes()
     options = ["-m", "deploy", "--timeout", str(_TIMEOUT_S), "--durations", "15"]
     status = pytest.main([*options, *(arguments or ["tests"])], plugins=[outcomes])
+    failed = outcomes.failed.copy()
+    if status == pytest.ExitCode.TESTS_FAILED and len(failed) <= _MOST_REPEATED:
+        print(f"Repeating what failed: {', '.join(failed)}", flush=True)
+        outcomes.failed.clear()
+        status = pytest.main([*options, *failed], plugins=[outcomes])
+        outcomes.repeated = [name for name in failed if name not in outcomes.failed]
     print(outcomes.verdict(why_no_engine()))
     return 0 if status == pytest.ExitCode.NO_TESTS_COLLECTED else int(status)
 
