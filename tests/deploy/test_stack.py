@@ -20,8 +20,9 @@ from tests.support.cluster import MODEL
 pytestmark = pytest.mark.deploy
 
 CLIENTS = 3
-#: Answers under which tiers are scaled last longer than ten seconds, and less than the drain.
-ANSWER_S = 20.0
+#: Answers under which tiers are scaled last longer than ten seconds, and less than the drain. Two decode workers read
+#: weights in turns on the same cores: with them answers last more than twice as long as they were measured before.
+ANSWER_S = 13.0
 LONG_S, DRAIN_S = 10.0, 45.0
 
 
