@@ -14,7 +14,7 @@ from tests.deploy.engine import why_no_engine
 #: For one test with what it prepares; the first one with containers builds the images.
 _TIMEOUT_S = 1200
 #: More failures than this are a fault and no stall.
-_MOST_REPEATED = 3
+_MAX_REPEATED = 3
 _WITH_CONTAINERS = {"test_images.py", "test_stack.py"}
 
 
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
     options = ["-m", "deploy", "--timeout", str(_TIMEOUT_S), "--durations", "15"]
     status = pytest.main([*options, *(arguments or ["tests"])], plugins=[outcomes])
     failed = outcomes.failed.copy()
-    if status == pytest.ExitCode.TESTS_FAILED and len(failed) <= _MOST_REPEATED:
+    if status == pytest.ExitCode.TESTS_FAILED and len(failed) <= _MAX_REPEATED:
         print(f"Repeating what failed: {', '.join(failed)}", flush=True)
         outcomes.failed.clear()
         status = pytest.main([*options, *failed], plugins=[outcomes])
