@@ -34,6 +34,7 @@ from router_svc.cluster_setup import make_cluster
 from router_svc.config import RouterConfig
 from router_svc.records.metrics import RouterMetrics
 from router_svc.records.record import RecentRecords
+from router_svc.records.redis_memory import RedisMemory
 from router_svc.records.request_store import RequestStore
 from router_svc.records.traces import Traces
 from router_svc.records.usage_store import UsageStore
@@ -70,6 +71,7 @@ class Router:
         self._mirror = PrefixMirror(store)
         self._request_store = RequestStore(store)
         self._clock_skew = ClockSkew(store)
+        self._redis_memory = RedisMemory(store)
         self.cluster = make_cluster(config, store, self._mirror, self.metrics)
         self._directory = self.cluster.directory
         self._gate = Gate(max_waiting=config.max_num_queued_reqs, max_wait_s=config.queue_timeout_s)
@@ -126,13 +128,14 @@ class Router:
         self.metrics.num_requests_waiting.set_function(lambda: self._gate.num_waiting)
         self.metrics.queued_uncached_tokens.set_function(lambda: self._gate.uncached_tokens)
         self.metrics.read_gauges(
+            *self._redis_memory.gauges(),
             GaugeSource(
                 name="prefill_backlog_seconds",
                 text="Time that one worker of the prefill tier would need for the prompts in the admission queue",
                 value=lambda: prefill_backlog_s(
                     self._gate.uncached_tokens, self.cluster.ready("prefill") or self.cluster.ready("decode")
                 ),
-            )
+            ),
         )
 
     @asynccontextmanager
@@ -158,6 +161,7 @@ class Router:
                 group.start(self._limiter.run(), name="limits")
                 group.start(self._usage.run(), name="usage")
                 group.start(self._clock_skew.run(), name="clock-skew")
+                group.start(self._redis_memory.run(), name="redis-memory")
                 group.start(self._shared_quarantine.run(), name="quarantine")
                 group.start(self.metrics.loop_lag.run(), name="loop-lag")
                 group.start(self._follow_cluster(grpc_health), name="cluster")

@@ -1,8 +1,8 @@
 """`python -m tests.machines [NAME...]`: suites that a machine can affect, under the settings of other machines.
 
 Each row is one setting with the suites it can affect. The settings stand for other machines: libraries without
-AVX-512, each instruction set of the kernels, one core, half a core, and steps that take next to no time. One more row
-runs the model's exactness at full depth, which takes too long for `make test`.
+AVX-512, each instruction set of the kernels, one core, half a core, and steps that take next to no time. More rows run
+what takes too long for `make test`: the model's exactness at full depth, and a router that is killed.
 """
 
 from __future__ import annotations
@@ -74,6 +74,11 @@ def rows() -> list[Row]:
                 *ANSWERS,
                 "tests/integration/test_equivalence.py",
             ),
+            environment={"PDSERVE_TEST_DEPTH": "full"},
+        ),
+        Row(
+            name="killed-router",
+            suites=("tests/integration/router_svc/test_killed_router.py",),
             environment={"PDSERVE_TEST_DEPTH": "full"},
         ),
         Row(

@@ -7,7 +7,9 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date, timedelta
 from operator import itemgetter
@@ -19,7 +21,7 @@ from aiohttp import web
 from typing_extensions import TypedDict
 
 from pdserve.base.errors import Overloaded, RequestError
-from router_svc.api.authentication import scope_of
+from router_svc.api.authentication import client_of, scope_of
 from router_svc.records.usage import UsageRow
 from router_svc.records.usage_store import RETENTION_DAYS, UsageStore
 
@@ -28,8 +30,8 @@ CSV = "text/csv"
 DEFAULT_DAYS = 30
 PARAMETERS = ("from", "to", "format")
 _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
-#: Requests that are answered or wait at a time. They read one after the other.
-_MAX_OPEN = 16
+#: Requests of a tenant that are answered or wait at a time. All read one after the other, so none can wait for long.
+_MAX_OPEN = 2
 _RETRY_S = 1.0
 
 
@@ -64,7 +66,8 @@ class UsageApi:
 
     def __init__(self, usage: UsageStore) -> None:
         self._usage = usage
-        self._num_open = 0
+        #: Requests by tenant. A tenant without any has no entry.
+        self._open: Counter[str] = Counter()
         self._reading = asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
@@ -73,23 +76,33 @@ class UsageApi:
 
     async def _answer(self, request: web.Request) -> web.Response:
         span = parse_span([*request.query.items()], self._usage.today())
-        if self._num_open >= _MAX_OPEN:
-            raise Overloaded(
-                f"{self._num_open} requests for usage are open, which is the limit. Retry in a second.",
-                retry_after_s=_RETRY_S,
-            )
-        self._num_open += 1
-        try:
+        client = client_of(request)
+        with self._counted(client.tenant or client.id):
             async with self._reading:
                 await self._usage.flush()
                 rows = await self._usage.read(span.first, span.last, scope_of(request))
                 # Sorting and writing 20,000 rows takes some 70 ms.
                 body = await asyncio.to_thread(render, span, rows)
-        finally:
-            self._num_open -= 1
         return web.Response(
             body=body, content_type="application/json" if span.format == "json" else CSV, charset="utf-8"
         )
+
+    @contextmanager
+    def _counted(self, tenant: str) -> Iterator[None]:
+        """Raises `Overloaded`. Counted by tenant: one of them cannot keep the others out."""
+        if self._open[tenant] >= _MAX_OPEN:
+            raise Overloaded(
+                f"{self._open[tenant]} requests for usage of the tenant {tenant} are open, which is the limit. "
+                "Retry in a second.",
+                retry_after_s=_RETRY_S,
+            )
+        self._open[tenant] += 1
+        try:
+            yield
+        finally:
+            self._open[tenant] -= 1
+            if not self._open[tenant]:
+                del self._open[tenant]
 
 
 def parse_span(query: Iterable[tuple[str, str]], today: date) -> Span:

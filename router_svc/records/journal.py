@@ -126,6 +126,7 @@ class Journal:
         if progress.queued:
             return
         self.record.mark(TracePhase.PREFILL_START, ago_s=progress.computing_s)
+        self.record.cached_tokens = progress.cached_tokens
         if progress.computed_tokens:
             self.record.add_chunk(progress.computed_tokens)
 

@@ -7,6 +7,7 @@ from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
 
 from router_svc.records.record import Record, TracePhase
+from router_svc.records.request_state import RequestState
 
 #: Tenants with a series of their own. The others share one.
 MAX_LABELS = 100
@@ -37,7 +38,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Whose usage it is. Names of tenants and keys have no colon; that of a model may have any character."""
+    """Whose usage it is. Names of tenants and keys have no colon; that of a model may have any character.
+
+    What exceeds the rows of a day is counted for the tenant and the key `*`, which no tenant or key is named.
+    """
 
     tenant: str
     key_id: str
@@ -63,8 +67,8 @@ class Batch:
 
 
 def usage_of(record: Record) -> Usage:
-    """What a prompt has cost its client: nothing before the first token, and each token once, whatever was retried."""
-    if TracePhase.FIRST_TOKEN not in record.phases:
+    """What a prompt has cost its client: nothing before its prefill, and each token once, whatever was retried."""
+    if not _prefill_has_started(record):
         return Usage()
     return Usage(
         input_tokens=record.prompt_tokens,
@@ -73,9 +77,36 @@ def usage_of(record: Record) -> Usage:
     )
 
 
+def tokens_charged(record: Record) -> int:
+    """Tokens that count for the limits of the client's key.
+
+    Those of its usage. A client that leaves before pays for its prompt once a worker was chosen: that one may be
+    computing it, since workers report a step at its end. Otherwise leaving early would make prefill free.
+    """
+    usage = usage_of(record)
+    if usage == Usage() and record.state is RequestState.CANCELLED and record.decisions:
+        return record.prompt_tokens
+    return usage.input_tokens + usage.output_tokens
+
+
+def _prefill_has_started(record: Record) -> bool:
+    """Whether a worker has reported that it computes the prompt."""
+    return TracePhase.PREFILL_START in record.phases or record.prefilled_by is not None
+
+
 def day_of(now: float) -> str:
     """The day in UTC of a Unix time."""
     return datetime.fromtimestamp(now, UTC).date().isoformat()
+
+
+def days_beyond(days: Iterable[tuple[str, int]], max_rows: int) -> list[str]:
+    """The days, given from the latest to the oldest with their rows, that exceed `max_rows`. Never the latest."""
+    beyond, rows = [], 0
+    for number, (day, size) in enumerate(days):
+        rows += size
+        if number and size and rows > max_rows:
+            beyond.append(day)
+    return beyond
 
 
 class PendingUsage:

@@ -2,7 +2,8 @@
 
 `usage:{day}` is a hash with a field `{tenant}:{key id}:{model}` for each key that was used: requests, input, cached
 and output tokens. Its fields `@{router}` have the last batch of each router, so that one whose reply was lost is not
-added twice.
+added twice. What is kept is bounded, so that usage cannot fill Redis: beyond `MAX_DAY_ROWS` a day adds to the field
+`*:*:{model}`, and beyond `MAX_KEPT_ROWS` the oldest days are deleted.
 """
 
 from __future__ import annotations
@@ -16,16 +17,25 @@ from collections.abc import Callable
 from datetime import date, timedelta
 
 from pdserve.base.errors import StoreError, TooLarge
+from pdserve.base.logs import get_logger
 from pdserve.base.metrics import CounterSource
 from pdserve.base.store import Argument, Reply, Store, as_bytes, as_fields, as_list
-from router_svc.records.usage import Account, Batch, PendingUsage, Usage, UsageRow, day_of
+from router_svc.records.usage import Account, Batch, PendingUsage, Usage, UsageRow, day_of, days_beyond
+
+log = get_logger(__name__)
 
 USAGE_KEY = "usage:"
 RETENTION_DAYS = 400
 #: Rows of an answer.
 MAX_ROWS = 20_000
+#: Rows of a day. A day fits into an answer, with a row for the rest of each model.
+MAX_DAY_ROWS = 19_000
+#: Rows of all days, some 60 MB: 1,000 keys for 400 days, or 10,000 keys for 40.
+MAX_KEPT_ROWS = 400_000
 #: Seconds of usage that a killed router loses.
 FLUSH_S = 5.0
+#: Seconds between two looks at how much is kept.
+_TRIM_S = 600.0
 #: Rows that wait for Redis: some days of 10,000 keys.
 _MAX_PENDING = 100_000
 #: Rows of one script, which takes some 1 ms of Redis, and 2 ms of the event loop.
@@ -33,19 +43,26 @@ _BATCH_ROWS = 200
 _PAGE_FIELDS = 200
 #: Fifteen digits are exact as a number of Lua.
 _VALUE = re.compile(rb"(\d{1,15}) (\d{1,15}) (\d{1,15}) (\d{1,15})")
-_FIELD = re.compile(r"([A-Za-z0-9._-]{1,64}):([A-Za-z0-9._-]{1,64}):(.{1,1000})", re.DOTALL)
+_FIELD = re.compile(r"([A-Za-z0-9._-]{1,64}|\*):([A-Za-z0-9._-]{1,64}|\*):(.{1,1000})", re.DOTALL)
 
-# KEYS: the day. ARGV: the router's field, sequence, TTL in s, then field and four numbers of each row. Returns whether
-# they were added: 0 if they had been before. What is there and is no usage is replaced.
+# KEYS: the day. ARGV: the router's field, sequence, TTL in s, the most rows, then field and four numbers of each row.
+# Returns whether they were added: 0 if they had been before. What is there and is no usage is replaced.
 _ADD = """
 local kind = redis.call('TYPE', KEYS[1]).ok
 if kind ~= 'hash' and kind ~= 'none' then redis.call('DEL', KEYS[1]) end
 if (tonumber(redis.call('HGET', KEYS[1], ARGV[1]) or 0) or 0) >= tonumber(ARGV[2]) then return 0 end
-for i = 4, #ARGV, 5 do
-  local had = redis.call('HGET', KEYS[1], ARGV[i]) or ''
+local rows = redis.call('HLEN', KEYS[1])
+for i = 5, #ARGV, 5 do
+  local field = ARGV[i]
+  local had = redis.call('HGET', KEYS[1], field)
+  if not had and rows >= tonumber(ARGV[4]) then
+    field = string.gsub(field, '^[^:]*:[^:]*', '*:*')
+    had = redis.call('HGET', KEYS[1], field)
+  end
+  if not had then rows, had = rows + 1, '' end
   local sums = {string.match(#had < 64 and had or '', '^(%d+) (%d+) (%d+) (%d+)$')}
   for j = 1, 4 do sums[j] = string.format('%.0f', (tonumber(sums[j]) or 0) + tonumber(ARGV[i + j])) end
-  redis.call('HSET', KEYS[1], ARGV[i], table.concat(sums, ' '))
+  redis.call('HSET', KEYS[1], field, table.concat(sums, ' '))
 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 redis.call('EXPIRE', KEYS[1], ARGV[3])
@@ -73,6 +90,7 @@ class UsageStore:
         #: What has been sent and not been confirmed. It is sent again as it is.
         self._unconfirmed: Batch | None = None
         self._flushing = asyncio.Lock()
+        self._days_dropped = 0
 
     def counters(self) -> tuple[CounterSource, ...]:
         """For the router's metrics."""
@@ -81,6 +99,11 @@ class UsageStore:
                 name="usage_requests_dropped",
                 text="Requests not counted in the usage of tenants in Redis",
                 value=lambda: self._pending.dropped,
+            ),
+            CounterSource(
+                name="usage_days_dropped",
+                text="Days of usage that this router deleted from Redis, because there was too much",
+                value=lambda: self._days_dropped,
             ),
         )
 
@@ -93,11 +116,16 @@ class UsageStore:
         self._pending.add(account, usage, self._clock())
 
     async def run(self) -> None:
-        """Adds to Redis every few seconds until cancelled, then the rest."""
+        """Adds to Redis every few seconds until cancelled, then the rest. Deletes what is too much."""
+        loop = asyncio.get_running_loop()
+        trim_at = loop.time()
         try:
             while True:
                 await asyncio.sleep(self._flush_s)
                 await self.flush()
+                if loop.time() >= trim_at:
+                    trim_at = loop.time() + _TRIM_S
+                    await self.trim()
         finally:
             await self.flush()
 
@@ -109,6 +137,17 @@ class UsageStore:
                     self._unconfirmed = batch
                     await self._store.script(_ADD, keys=[self._key(batch.day)], arguments=self._arguments(batch))
                     self._unconfirmed = None
+
+    async def trim(self) -> None:
+        """Deletes the oldest days beyond `MAX_KEPT_ROWS`. Does nothing while Redis is away."""
+        days = [(self.today() - timedelta(days=age)).isoformat() for age in range(RETENTION_DAYS + 1)]
+        with contextlib.suppress(StoreError):
+            sizes = await self._store.pipeline([["HLEN", self._key(day)] for day in days])
+            rows = [(day, size) for day, size in zip(days, sizes, strict=True) if isinstance(size, int)]
+            for day in days_beyond(rows, MAX_KEPT_ROWS):
+                if await self._store.call("UNLINK", self._key(day)):
+                    self._days_dropped += 1
+                    log.warning("usage_day_dropped", day=day, max_rows=MAX_KEPT_ROWS)
 
     async def read(self, first: date, last: date, tenant: str | None) -> list[UsageRow]:
         """Usage of these days, the days in order; of one tenant, or of all.
@@ -150,7 +189,7 @@ class UsageStore:
         rows: list[Argument] = []
         for account, usage in batch.rows.items():
             rows += [f"{account.tenant}:{account.key_id}:{account.model}", *usage.values()]
-        return [self._router, batch.sequence, RETENTION_DAYS * 86_400, *rows]
+        return [self._router, batch.sequence, RETENTION_DAYS * 86_400, MAX_DAY_ROWS, *rows]
 
 
 def _page(reply: Reply) -> tuple[bytes, dict[str, bytes]]:

@@ -59,8 +59,8 @@ redis.call('PEXPIRE', KEYS[2], string.format('%.0f', math.max(ttl, 2 * lease)))
 return {reason, text(wait), text(requests), text(tokens), text(budget - used), string.format('%.0f', period)}
 """
 
-# KEYS: state, leases. ARGV: tokens per minute, lease's name, tokens reserved, tokens used, period, 1 if this may have
-# been done before. A lease that is gone has been given back, so all that was used is charged.
+# KEYS: state, leases. ARGV: tokens per minute, lease's name, tokens reserved, tokens used, period, 1 if it counts only
+# while the lease is there. A lease that is gone has been given back, so all that was used is charged otherwise.
 SETTLE = """
 local had = redis.call('ZREM', KEYS[2], ARGV[2])
 if had == 0 and ARGV[6] == '1' then return 0 end

@@ -1,17 +1,19 @@
 """Enforces the limits of keys: shared by all routers in Redis, by this router alone while Redis is away.
 
-A request reserves before it is admitted, in one round trip, and settles after its end in the background. A reservation
-is a lease: that of a router which was killed is given back when it ends. Keys without limits cost nothing.
+A request reserves before it is admitted, in one round trip. After its end the limiter's own task settles it: requests
+come and go with their clients, and one that is cancelled must not leave a settlement half done. A reservation is a
+lease: that of a router which was killed is given back when it ends. Keys without limits cost nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from pdserve.base.errors import QuotaExceeded, RateLimited, StoreError
 from pdserve.base.store import Argument, Reply, Store, as_bytes, as_list, script_command
@@ -34,7 +36,11 @@ STATE_KEY = "limits:"
 LEASES_KEY = "leases:"
 #: Requests that wait to be settled. Beyond it the oldest are left to the end of their leases.
 _MAX_UNSETTLED = 10_000
+#: Settlements in one round trip, which take some 10 ms of Redis.
+_BATCH = 500
 _RENEWALS_PER_LEASE = 3
+#: Time that a request may wait until the one before it is settled: that of two calls to Redis.
+_SETTLE_WAIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +58,10 @@ class Reservation:
 class _Settlement:
     reservation: Reservation
     used: int
-    #: Whether it may have been done: a reply was lost.
-    is_retry: bool = False
+    #: Whether it counts only while the lease is there: it may have been done, or the lease may never have been made.
+    needs_lease: bool = False
+    #: Redis has it, or has failed to take it.
+    tried: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Limiter:
@@ -68,9 +76,10 @@ class Limiter:
         self._seen: dict[str, Bucket] = {}
         self._running: Counter[str] = Counter()
         self._leases: dict[str, Reservation] = {}
-        self._unsettled: list[_Settlement] = []
+        self._unsettled: deque[_Settlement] = deque()
+        #: Settlements on their way to Redis. Only `run` sends them.
+        self._sent: list[_Settlement] = []
         self._due = asyncio.Event()
-        self._settling = asyncio.Lock()
         #: Requests that were decided without Redis.
         self.decided_alone = 0
 
@@ -80,9 +89,10 @@ class Limiter:
         if limits is None:
             return None
         reservation, verdict = await self._decide(client, limits, tokens)
-        if verdict.refused_by is Limit.PARALLEL and (self._unsettled or self._settling.locked()):
-            # The request before it may have ended just now.
-            await self._settle_all()
+        if verdict.refused_by is Limit.PARALLEL and (ended := self._ended(client)) is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_SETTLE_WAIT_S):
+                    await ended.tried.wait()
             reservation, verdict = await self._decide(client, limits, tokens)
         self._seen[client.id] = verdict.bucket
         if verdict.refused_by is not None:
@@ -104,9 +114,7 @@ class Limiter:
             self._seen[client] = settled(bucket, reservation.limits, reservation.tokens, used)
         if reservation.lease:
             del self._leases[reservation.lease]
-            del self._unsettled[: max(len(self._unsettled) + 1 - _MAX_UNSETTLED, 0)]
-            self._unsettled.append(_Settlement(reservation=reservation, used=used))
-            self._due.set()
+            self._put(_Settlement(reservation=reservation, used=used))
 
     def headers(self, client: Client) -> dict[str, str]:
         """What the client has left, for its next answer: as this router last saw it."""
@@ -123,16 +131,30 @@ class Limiter:
         renew_at = loop.time() + interval_s
         try:
             while True:
-                try:
+                with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(renew_at):
                         await self._due.wait()
-                except TimeoutError:
+                self._due.clear()
+                if await self._settle_batch():
+                    self._due.set()
+                # Also while requests end all the time.
+                if loop.time() >= renew_at:
                     renew_at = loop.time() + interval_s
                     await self._renew()
-                self._due.clear()
-                await self._settle_all()
         finally:
-            await self._settle_all()
+            while await self._settle_batch():
+                pass
+
+    def _put(self, settlement: _Settlement) -> None:
+        if len(self._unsettled) >= _MAX_UNSETTLED:
+            self._unsettled.popleft().tried.set()
+        self._unsettled.append(settlement)
+        self._due.set()
+
+    def _ended(self, client: Client) -> _Settlement | None:
+        """The first request of the client that has ended and of which Redis may not know yet."""
+        waiting = (*self._sent, *self._unsettled)
+        return next((each for each in waiting if each.reservation.client.id == client.id), None)
 
     async def _decide(self, client: Client, limits: Limits, tokens: int) -> tuple[Reservation, Verdict]:
         if self._store.available:
@@ -148,6 +170,7 @@ class Limiter:
 
     async def _decide_in_redis(self, client: Client, limits: Limits, tokens: int) -> tuple[Reservation, Verdict]:
         name = uuid.uuid4().hex
+        starts = period_starts(limits.budget_period, self._clock())
         arguments: list[Argument] = [
             limits.requests_per_minute,
             limits.tokens_per_minute,
@@ -156,31 +179,45 @@ class Limiter:
             self._lease_ms,
             name,
             tokens,
-            *period_starts(limits.budget_period, self._clock()),
+            *starts,
         ]
-        reply = await self._store.script(RESERVE, keys=self._keys(client), arguments=arguments)
+        reserved = Reservation(client=client, limits=limits, tokens=tokens)
+        try:
+            reply = await self._store.script(RESERVE, keys=self._keys(client), arguments=arguments)
+        except BaseException:
+            # The client has left, or Redis was too slow: the lease may be there, in the period that Redis chose.
+            for start in starts:
+                self._put(_Settlement(reservation=_leased(reserved, name, str(start * 1000)), used=0, needs_lease=True))
+            raise
         verdict, period = _verdict(reply, self._clock())
-        lease = f"{name}:{tokens}:{period}"
-        return Reservation(client=client, limits=limits, tokens=tokens, lease=lease, period=period), verdict
+        return _leased(reserved, name, period), verdict
 
     def _keys(self, client: Client) -> list[str]:
         return [self._store.key(STATE_KEY + client.id), self._store.key(LEASES_KEY + client.id)]
 
-    async def _settle_all(self) -> None:
-        """Settles what is due. While Redis is away it stays due, until the next renewal."""
-        async with self._settling:
-            batch, self._unsettled = self._unsettled, []
-            if not batch:
-                return
-            try:
-                await self._store.pipeline([self._settle_command(each) for each in batch])
-            except StoreError:
-                for each in batch:
-                    each.is_retry = True
-                self._unsettled[:0] = batch
-            except BaseException:
-                self._unsettled[:0] = batch
-                raise
+    async def _settle_batch(self) -> bool:
+        """Settles what is due longest. Returns whether more is due that Redis may take now.
+
+        While Redis is away it stays due, until the next request ends or leases are renewed.
+        """
+        batch = [self._unsettled.popleft() for _ in range(min(len(self._unsettled), _BATCH))]
+        if not batch:
+            return False
+        self._sent = batch
+        try:
+            await self._store.pipeline([self._settle_command(each) for each in batch])
+        except BaseException as error:
+            for each in batch:
+                each.needs_lease = True
+            self._unsettled.extendleft(reversed(batch))
+            if isinstance(error, StoreError):
+                return False
+            raise
+        finally:
+            self._sent = []
+            for each in batch:
+                each.tried.set()
+        return bool(self._unsettled)
 
     def _settle_command(self, settlement: _Settlement) -> list[Argument]:
         reservation = settlement.reservation
@@ -193,7 +230,7 @@ class Limiter:
                 reservation.tokens,
                 settlement.used,
                 reservation.period,
-                int(settlement.is_retry),
+                int(settlement.needs_lease),
             ],
         )
 
@@ -211,6 +248,11 @@ class Limiter:
                 await self._store.pipeline(commands)
             except StoreError:
                 return
+
+
+def _leased(reservation: Reservation, name: str, period: str) -> Reservation:
+    """The reservation with its lease, which is counted in the period that starts at `period`, in ms."""
+    return replace(reservation, lease=f"{name}:{reservation.tokens}:{period}", period=period)
 
 
 def _verdict(reply: Reply, now: float) -> tuple[Verdict, str]:

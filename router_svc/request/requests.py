@@ -19,7 +19,7 @@ from router_svc.records.metrics import RouterMetrics
 from router_svc.records.record import RecentRecords, Record
 from router_svc.records.request_store import RequestStore
 from router_svc.records.spans import RequestTrace
-from router_svc.records.usage import Account, Usage, usage_of
+from router_svc.records.usage import Account, Usage, tokens_charged, usage_of
 from router_svc.records.usage_store import UsageStore
 from router_svc.request.admission import Entrant
 from router_svc.request.client import ANONYMOUS, Client
@@ -181,7 +181,7 @@ class Requests:
         try:
             yield
         finally:
-            limiter.settle(reservation, sum(_tokens_used(journal.record) for journal in journals))
+            limiter.settle(reservation, sum(tokens_charged(journal.record) for journal in journals))
 
     def _require_priority_allowed(self, generations: Sequence[Generation], client: Client) -> None:
         priority = next((generation.priority for generation in generations if generation.priority), 0)
@@ -246,9 +246,3 @@ class Requests:
 def _owned(generation: Generation, client: Client) -> Generation:
     """The generation as its client's: apart from those of other tenants."""
     return replace(generation, tenant=client.tenant, cache_salt=client.salt(generation.cache_salt))
-
-
-def _tokens_used(record: Record) -> int:
-    """Tokens that count for the key's limits."""
-    usage = usage_of(record)
-    return usage.input_tokens + usage.output_tokens

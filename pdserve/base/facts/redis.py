@@ -18,7 +18,7 @@ async def redis_facts(store: Store) -> RedisFacts:
     except StoreError as error:
         return RedisFacts(address=store.address, error=str(error))
     try:
-        info = _parse(as_bytes(await store.call("INFO")))
+        info = parse_info(as_bytes(await store.call("INFO")))
     except StoreError:
         info = {}
     return RedisFacts(
@@ -37,6 +37,7 @@ async def _ping_s(store: Store) -> float:
     return time.perf_counter() - started
 
 
-def _parse(info: bytes) -> dict[str, str]:
+def parse_info(info: bytes) -> dict[str, str]:
+    """The answer to `INFO`."""
     lines = info.decode(errors="replace").splitlines()
     return {name: value for name, found, value in (line.partition(":") for line in lines) if found}

@@ -33,6 +33,10 @@ _FIRST = "first"
 _HEADER = "# API keys as SHA-256 digests (docs/operations/keys.md). The router reads a changed file within a second.\n"
 
 
+#: Enough for the Job and its repetitions. Who takes this key from its pod cannot use the cluster with it.
+_SMOKE_TEST_LIMITS = ("requests_per_minute = 12", "tokens_per_minute = 4096", "parallel = 2")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecretGroup:
     """Files that belong together: all of them are made, or none."""
@@ -66,7 +70,7 @@ def _api_keys() -> SecretGroup:
             _HEADER,
             key_table(_FIRST, first, "admin = true"),
             key_table("metrics", metrics, "metrics = true"),
-            key_table("smoke-test", smoke_test),
+            key_table("smoke-test", smoke_test, *_SMOKE_TEST_LIMITS),
         ]
     )
     files = {METRICS_KEY: metrics.encode(), SMOKE_TEST_KEY: smoke_test.encode(), API_KEYS: table.encode()}

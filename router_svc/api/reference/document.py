@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from pdserve.base.errors import classes_of_status
-from router_svc.api.authentication import ADMIN_ROUTES, OPEN_ROUTES
+from router_svc.api.authentication import ADMIN_ROUTES, METRICS_ROUTE, OPEN_ROUTES
 from router_svc.api.reference.operations import ALWAYS, EVENTS, JSON, OPERATIONS, Answer, Operation
 from router_svc.api.reference.parameters import HEADERS, RATE_LIMITS
 from router_svc.api.reference.schemas import Schema, error_schema, schemas_of
@@ -67,15 +67,15 @@ def _answers(operations: Iterable[Operation]) -> list[Any]:
 
 
 def _operation(method: str, path: str, operation: Operation, schemas: Mapping[tuple[str, Any], Schema]) -> Schema:
-    is_open, is_admins = path in OPEN_ROUTES, path in ADMIN_ROUTES
     shown: Schema = {
         "operationId": _id_of(method, path),
         "tags": [operation.tag],
         "summary": operation.summary,
     }
-    if is_admins:
-        shown["description"] = "Of a router with API keys, it needs an admin's key; with another one the answer is 403."
-    if is_open:
+    if path in ADMIN_ROUTES:
+        needed = "an admin's key, or one with `metrics = true`" if path == METRICS_ROUTE else "an admin's key"
+        shown["description"] = f"Of a router with API keys, it needs {needed}; with another one the answer is 403."
+    if path in OPEN_ROUTES:
         shown["security"] = []
     if operation.parameters:
         shown["parameters"] = [parameter.as_json() for parameter in operation.parameters]
@@ -85,7 +85,7 @@ def _operation(method: str, path: str, operation: Operation, schemas: Mapping[tu
             "content": {JSON: {"schema": schemas["body", operation.body]}},
         }
     responses = {str(status): _answer(answer, schemas) for status, answer in operation.answers.items()}
-    errors = {*_error_statuses(operation), *(() if is_open else (401,))} - set(operation.answers)
+    errors = {*_error_statuses(operation), *(() if path in OPEN_ROUTES else (401,))} - set(operation.answers)
     for status in sorted(errors):
         responses[str(status)] = {"$ref": f"#/components/responses/{_name_of(status)}"}
     return {**shown, "responses": responses}

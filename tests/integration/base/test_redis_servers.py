@@ -17,6 +17,7 @@ from pdserve.base.registry import Registrar, read_sightings
 from pdserve.base.store import Store, as_bytes, is_reachable
 from pdserve.cli.private_redis import PrivateRedis
 from pdserve.worker.serve.last_exit import ExitNote, Reason
+from router_svc.records.redis_memory import RedisMemory
 from router_svc.records.request_state import RequestProgress
 from router_svc.records.request_store import RequestStore
 from router_svc.records.usage import Account, Usage
@@ -32,7 +33,7 @@ A = WorkerId("a")
 HASH = BlockHash(b"0123456789abcdef")
 REQUEST = RequestId("r")
 #: docs/operations/redis.md has the same.
-RIGHTS = ("~pd:*", "+@read", "+@write", "+@scripting", "+@connection", "+time", "-@dangerous")
+RIGHTS = ("~pd:*", "+@read", "+@write", "+@scripting", "+@connection", "+time", "-@dangerous", "+info")
 
 
 async def use(store: Store) -> None:
@@ -54,12 +55,16 @@ async def use(store: Store) -> None:
     assert len(await requests.newest(1)) == 1
     limiter = Limiter(store)
     limiter.settle(await limiter.reserve(Client(id="k", limits=Limits(parallel=1)), 1), 1)
-    await limiter._settle_all()
-    assert (limiter.decided_alone, limiter._unsettled) == (0, [])
+    await limiter._settle_batch()
+    assert (limiter.decided_alone, len(limiter._unsettled)) == (0, 0)
     usage = UsageStore(store)
     usage.add(Account(tenant="t", key_id="k", model="m"), Usage(requests=1))
     await usage.flush()
     assert len(await usage.read(usage.today(), usage.today(), "t")) == 1
+    await usage.trim()
+    memory = RedisMemory(store)
+    await memory.measure()
+    assert memory.used_bytes
 
 
 async def test_a_user_needs_the_documented_rights_only(tmp_path: Path) -> None:

@@ -15,9 +15,12 @@ import pytest
 
 from pdserve.base.errors import PeerLost
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.v1 import inference_pb2 as pb
+from pdserve.v1 import inference_pb2_grpc
+from router_svc.records.record import TracePhase
 from tests.integration.router_svc.conftest import ScriptedCluster, in_own_task, open_cluster
-from tests.integration.router_svc.script import failing
-from tests.support.redis import eventually
+from tests.integration.router_svc.script import failing, hang
+from tests.support.redis import DEADLINE_S, eventually
 from tests.support.tiny_model import NAME
 
 ONE_OF_EACH = {"prefill-0": "prefill", "decode-0": "decode"}
@@ -30,12 +33,13 @@ def bearer(key: str) -> dict[str, str]:
 
 @pytest.fixture
 async def locked(redis_server: PrivateRedis, model_dir: Path, tmp_path: Path) -> AsyncIterator[ScriptedCluster]:
-    """A router with an operator's key, `root`, the keys `a1` and `a2` of a tenant, `b` of another, `m` for metrics."""
-    tenants = {"a1": "team-a", "a2": "team-a", "b": "team-b", "m": "prometheus"}
-    keys = [
+    """A router with the operator's key `root`, `a1` and `a2` of a tenant, `b`, `c` with limits, and `m` for metrics."""
+    tenants = {"a1": "team-a", "a2": "team-a", "b": "team-b", "c": "team-c", "m": "prometheus"}
+    keys: list[dict[str, Any]] = [
         {"id": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "tenant": tenant, "metrics": name == "m"}
         for name, tenant in tenants.items()
     ]
+    keys[3] |= {"tokens_per_minute": 1000, "budget": 1000}
     path = tmp_path / "keys.json"
     path.write_text(json.dumps({"keys": keys}), encoding="utf-8")
     settings: dict[str, Any] = {"api_key": ("root",), "api_keys_file": str(path), "admin_port": 0}
@@ -48,6 +52,13 @@ async def usage(cluster: ScriptedCluster, key: str, *, url: str = "") -> list[di
         assert response.status == 200, await response.text()
         rows: list[dict[str, Any]] = (await response.json())["data"]
         return rows
+
+
+async def is_charged(cluster: ScriptedCluster, key: str, tokens: int) -> bool:
+    store = cluster.router._store
+    state = await store.call("HGET", store.key(f"limits:{key}"), "b")
+    # What is open is reserved, too.
+    return state == str(tokens).encode() and not await store.call("ZCARD", store.key(f"leases:{key}"))
 
 
 def counts(row: dict[str, Any]) -> tuple[object, ...]:
@@ -110,6 +121,74 @@ async def test_what_was_computed_counts_once_when_a_worker_fails_or_the_client_l
     [row] = await usage(locked, "b")
     assert (row["requests"], row["input_tokens"]) == (1, tokens["prompt_tokens"])
     assert 1 <= row["output_tokens"] < tokens["completion_tokens"]
+
+
+@pytest.mark.parametrize(("point", "counted"), [("prefill_queued", 0), ("prefill_started", 9)])
+async def test_a_client_that_leaves_before_its_first_token_pays_for_its_prompt(
+    locked: ScriptedCluster, redis_server: PrivateRedis, point: str, counted: int
+) -> None:
+    """Fails if limits and usage begin with the first token: prefill would be free for those who leave in time.
+
+    A prompt that a worker has and has not reported yet counts for the limits alone: it may be computed by now.
+    """
+    locked.script.cached_tokens = 4
+    locked.script.fail(point, hang)
+
+    async def has_started() -> bool:
+        [record] = locked.router._traces._recent.newest()
+        return bool(record.decisions) and (TracePhase.PREFILL_START in record.phases) == bool(counted)
+
+    async with asyncio.TaskGroup() as tasks:
+        leaving = tasks.create_task(locked.post("/v1/completions", BODY, headers=bearer("c")))
+        await locked.calls.until(lambda: bool(locked.calls.prefills))
+        await eventually(has_started)
+        leaving.cancel()
+
+    async def is_counted() -> bool:
+        return bool(await usage(locked, "c"))
+
+    await eventually(is_counted)
+    [row] = await usage(locked, "c")
+    assert counts(row)[2:] == (1, counted, 4 if counted else 0, 0)
+    await eventually(lambda: is_charged(locked, "c", 9))
+
+
+async def test_a_request_over_grpc_is_charged_and_counted_like_one_over_http(locked: ScriptedCluster) -> None:
+    """Fails if the servicer runs requests without their client."""
+    request = pb.GenerateRequest(model=NAME, text="Say hello", sampling=pb.ClientSampling(max_tokens=50))
+    async with locked.channel() as channel:
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, metadata=[("x-api-key", "c")])
+        answer = [message async for message in call][-1].usage
+        trailing = dict(await call.trailing_metadata())
+    tokens = answer.prompt_tokens + answer.completion_tokens
+    assert trailing["x-ratelimit-remaining-tokens"] == str(1000 - 9 - 50)
+    assert [counts(row) for row in await usage(locked, "c")] == [
+        ("team-c", "c", 1, answer.prompt_tokens, 0, answer.completion_tokens)
+    ]
+    await eventually(lambda: is_charged(locked, "c", tokens))
+    assert (await locked.post("/v1/completions", BODY, headers=bearer("c")))[0] == 200
+    assert [counts(row) for row in await usage(locked, "c")] == [
+        ("team-c", "c", 2, 2 * answer.prompt_tokens, 0, 2 * answer.completion_tokens)
+    ]
+    await eventually(lambda: is_charged(locked, "c", 2 * tokens))
+
+
+async def test_a_tenant_that_asks_for_usage_all_the_time_does_not_keep_others_out(locked: ScriptedCluster) -> None:
+    """Fails if open requests are counted for all tenants together."""
+
+    async def status(key: str) -> int:
+        async with locked.http.get(f"{locked.base_url}/v1/usage", headers=bearer(key)) as response:
+            return response.status
+
+    answered: list[asyncio.Task[int]] = []
+    async with asyncio.TaskGroup() as tasks, asyncio.timeout(DEADLINE_S), locked.router._usage._flushing:
+        # While this is held, all who ask wait.
+        for keys in (("a1", "a2", "a1"), ("b", "b", "b")):
+            asking = [tasks.create_task(status(key)) for key in keys]
+            done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+            assert [task.result() for task in done] == [429]
+            answered += asking
+    assert sorted(task.result() for task in answered) == [200] * 4 + [429] * 2
 
 
 async def test_refused_requests_and_routers_without_keys_have_no_usage(

@@ -14,7 +14,7 @@ from pdserve.cli.private_redis import PrivateRedis
 from router_svc.records import usage_store
 from router_svc.records.usage import Account, Usage
 from router_svc.records.usage_store import UsageStore
-from tests.support.redis import redis_server, running
+from tests.support.redis import eventually, redis_server, running
 
 __all__ = ["redis_server"]
 
@@ -104,7 +104,7 @@ async def test_usage_waits_while_redis_is_away(store: Unreliable) -> None:
     store.is_away = False
     await usage.flush()
     assert await read(store) == {A: ONE + ONE + ONE}
-    [dropped] = usage.counters()
+    dropped, _ = usage.counters()
     assert dropped.value() == 1
 
 
@@ -129,6 +129,45 @@ async def test_an_answer_is_bounded(store: Unreliable, monkeypatch: pytest.Monke
     assert await read(store, tenant="b") == {B: ONE}
     monkeypatch.setattr(usage_store, "MAX_ROWS", 2000)
     assert len(await read(store)) == 1201
+
+
+async def test_keys_beyond_the_rows_of_a_day_share_one_and_known_keys_keep_theirs(
+    store: Unreliable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage_store, "MAX_DAY_ROWS", 3)
+    usage = router(store)
+    keys = [Account(tenant=f"t{number}", key_id="k", model="org/m:1") for number in range(6)]
+    for account in (*keys, keys[0], keys[5]):
+        usage.add(account, ONE)
+        await usage.flush()
+    # The mark of the router is one of the three.
+    rest = Account(tenant="*", key_id="*", model="org/m:1")
+    assert await read(store) == {keys[0]: ONE + ONE, keys[1]: ONE, rest: ONE + ONE + ONE + ONE + ONE}
+    assert await read(store, tenant="t5") == {}
+
+
+async def test_the_oldest_days_are_deleted_when_too_much_is_kept(
+    store: Unreliable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if usage is kept for 400 days whatever it takes: it would fill Redis, which then refuses all writes."""
+    monkeypatch.setattr(usage_store, "MAX_KEPT_ROWS", 7)
+    now = NOON
+    usage = UsageStore(store, clock=lambda: now, flush_s=0.001)
+    days = [date.fromordinal(DAY.toordinal() - age) for age in (3, 2, 1, 0)]
+    for day in days:
+        now = NOON - (DAY - day).days * 86_400
+        for account in (A, B):
+            usage.add(account, ONE)
+        await usage.flush()
+    # Two rows a day, and the mark of the router.
+    async with running(usage.run()):
+
+        async def is_trimmed() -> bool:
+            [_, dropped] = usage.counters()
+            return dropped.value() == 2
+
+        await eventually(is_trimmed)
+    assert [bool(await usage.read(day, day, None)) for day in days] == [False, False, True, True]
 
 
 async def test_what_strangers_write_there_is_no_usage(store: Unreliable) -> None:

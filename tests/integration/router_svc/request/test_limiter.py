@@ -2,34 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
 from pdserve.base.errors import QuotaExceeded, RateLimited, StoreError
-from pdserve.base.store import Store, as_bytes
+from pdserve.base.store import Argument, Reply, Store, as_bytes
 from pdserve.cli.private_redis import PrivateRedis
+from router_svc.request import limiter as limiter_module
 from router_svc.request.client import Client
+from router_svc.request.limit_scripts import RESERVE, SETTLE
 from router_svc.request.limiter import Limiter
 from router_svc.request.limits import Limits
-from tests.support.redis import eventually, redis_server
+from tests.support.redis import eventually, redis_server, running
 
 __all__ = ["redis_server"]
 
 
-def client(**limits: int) -> Client:
-    return Client(id="team", tenant="team", limits=Limits(**limits))  # type: ignore[arg-type]
+def client(name: str = "team", **limits: int) -> Client:
+    return Client(id=name, tenant=name, limits=Limits(**limits))  # type: ignore[arg-type]
+
+
+class Slow(Store):
+    """A Redis that runs the scripts in `held`, and confirms them only when they are released."""
+
+    held: tuple[str, ...] = ()
+
+    def __init__(self, url: str, *, prefix: str) -> None:
+        super().__init__(url, prefix=prefix)
+        self.has_run = asyncio.Event()
+        self.release = asyncio.Event()
+
+    async def pipeline(self, commands: Sequence[Sequence[Argument]], *, block_s: float = 0.0) -> list[Reply]:
+        replies = await super().pipeline(commands, block_s=block_s)
+        if any(command[0] == "EVAL" and command[1] in self.held for command in commands):
+            self.has_run.set()
+            await self.release.wait()
+        return replies
 
 
 @pytest.fixture
-async def store(redis_server: PrivateRedis) -> AsyncIterator[Store]:
-    async with Store(redis_server.url, prefix="limits-test") as store:
+async def store(redis_server: PrivateRedis) -> AsyncIterator[Slow]:
+    async with Slow(redis_server.url, prefix="limits-test") as store:
         await store.call("FLUSHALL")
         yield store
 
 
 async def settled(limiter: Limiter) -> None:
-    await limiter._settle_all()
+    while await limiter._settle_batch():
+        pass
+
+
+async def budget_used(store: Store, name: str = "team") -> int:
+    return int(as_bytes(await store.call("HGET", store.key(f"limits:{name}"), "b")))
 
 
 async def test_two_routers_share_a_limit(store: Store) -> None:
@@ -85,8 +111,77 @@ async def test_a_router_that_lives_keeps_its_leases(store: Store) -> None:
 
 async def test_the_next_request_may_run_where_one_has_just_ended(store: Store) -> None:
     limiter, key = Limiter(store), client(parallel=1)
-    for _ in range(3):
-        limiter.settle(await limiter.reserve(key, 1), 1)
+    async with running(limiter.run()):
+        for _ in range(3):
+            limiter.settle(await limiter.reserve(key, 1), 1)
+
+
+async def test_a_settlement_cut_off_before_its_reply_charges_each_tenant_once(store: Slow) -> None:
+    """Fails if only an error of Redis, and not a cancellation, marks what may have been settled."""
+    limiter = Limiter(store)
+    for name in ("a", "b"):
+        limiter.settle(await limiter.reserve(client(name, budget=10**6), 300), 100)
+    store.held = (SETTLE,)
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(limiter.run())
+        await store.has_run.wait()
+        store.held = ()
+        task.cancel()
+    assert [await budget_used(store, name) for name in ("a", "b")] == [100, 100]
+
+
+async def test_a_request_does_not_settle_others_by_itself_since_its_client_may_leave(store: Slow) -> None:
+    """Fails if a request that waits for its predecessor sends the settlements: nobody would own them."""
+    limiter, key = Limiter(store), client(parallel=1, budget=10**6)
+    limiter.settle(await limiter.reserve(client("other", budget=10**6), 300), 100)
+    limiter.settle(await limiter.reserve(key, 300), 100)
+    store.held = (SETTLE,)
+    async with asyncio.TaskGroup() as tasks:
+        refused = tasks.create_task(limiter.reserve(key, 1))
+
+        async def waits() -> bool:
+            return store.has_run.is_set() or bool(limiter._unsettled[1].tried._waiters)
+
+        await eventually(waits)
+        assert not store.has_run.is_set()
+        refused.cancel()
+    store.held = ()
+    await settled(limiter)
+    assert [await budget_used(store, name) for name in ("team", "other")] == [100, 100]
+
+
+@pytest.mark.parametrize("period", ["day", "month", "total"])
+async def test_a_client_that_leaves_while_it_reserves_leaves_no_lease(store: Slow, period: str) -> None:
+    """Fails if a reservation whose reply nobody waits for is left to the end of its lease."""
+    limiter, key = Limiter(store), client(parallel=1, tokens_per_minute=1000, budget=1000, budget_period=period)  # type: ignore[arg-type]
+    store.held = (RESERVE,)
+    async with asyncio.TaskGroup() as tasks:
+        leaving = tasks.create_task(limiter.reserve(key, 900))
+        await store.has_run.wait()
+        assert await store.call("ZCARD", store.key("leases:team")) == 1
+        leaving.cancel()
+    store.held = ()
+    async with running(limiter.run()):
+        assert await limiter.reserve(key, 900) is not None
+    assert await budget_used(store) == 900
+
+
+async def test_after_an_outage_all_that_waits_is_settled_in_batches(
+    store: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a turn of the task sends all at once, or only the first batch."""
+    monkeypatch.setattr(limiter_module, "_BATCH", 2)
+    limiter, key = Limiter(store), client(budget=10**6)
+    for reservation in [await limiter.reserve(key, 10) for _ in range(5)]:
+        limiter.settle(reservation, 3)
+    assert await limiter._settle_batch()
+    assert len(limiter._unsettled) == 3
+    async with running(limiter.run()):
+
+        async def is_settled() -> bool:
+            return await budget_used(store) == 15
+
+        await eventually(is_settled)
 
 
 async def test_a_budget_counts_what_was_used_and_ends_with_its_period(store: Store) -> None:
@@ -109,7 +204,7 @@ async def test_settling_twice_charges_once_and_a_lost_reservation_charges_all(st
     limiter.settle(reservation, 100)
     [settlement] = limiter._unsettled
     await settled(limiter)
-    settlement.is_retry = True
+    settlement.needs_lease = True
     limiter._unsettled.append(settlement)
     await settled(limiter)
     assert as_bytes(await store.call("HGET", store.key("limits:team"), "b")) == b"100"
@@ -171,8 +266,8 @@ async def test_what_strangers_write_there_costs_no_request(store: Store) -> None
 async def test_no_settlement_is_dropped_below_the_bound(store: Store) -> None:
     limiter, key = Limiter(store), client(budget=10**6)
     reservations = [await limiter.reserve(key, 1)]
-    limiter._unsettled *= 0
+    limiter._unsettled.clear()
     limiter.settle(reservations[0], 1)
-    limiter._unsettled *= 6000
+    limiter._unsettled.extend([limiter._unsettled[0]] * 5999)
     limiter.settle(await limiter.reserve(key, 1), 1)
     assert len(limiter._unsettled) == 6001

@@ -49,6 +49,18 @@ def test_the_other_keys_are_those_of_the_files_and_of_no_admin() -> None:
     assert not smoke_test.client.is_admin
 
 
+def test_the_key_of_the_smoke_test_suffices_for_its_job_and_for_little_else() -> None:
+    made = files()
+    smoke_test = KeyTable(parse_keys(made[API_KEYS].decode(), API_KEYS)).find(made[SMOKE_TEST_KEY].decode())
+    assert smoke_test is not None
+    limits = smoke_test.client.limits
+    assert limits is not None
+    # The Job has one question of 32 tokens and is repeated 4 times.
+    assert 5 <= limits.requests_per_minute <= 20
+    assert 5 * 200 <= limits.tokens_per_minute <= 10_000
+    assert limits.parallel
+
+
 def test_the_cluster_secret_is_one_that_services_take() -> None:
     assert parse_secret(files()[CLUSTER_SECRET].decode(), where="test").signs
 

@@ -9,8 +9,19 @@ import pytest
 from pdserve.base.ids import RequestId
 from router_svc.records.metrics import RouterMetrics
 from router_svc.records.record import Record, TracePhase
-from router_svc.records.request_state import RequestProgress
-from router_svc.records.usage import MAX_LABELS, Account, PendingUsage, TenantTotals, Usage, day_of, usage_of
+from router_svc.records.request_state import RequestProgress, RequestState
+from router_svc.records.usage import (
+    MAX_LABELS,
+    Account,
+    PendingUsage,
+    TenantTotals,
+    Usage,
+    day_of,
+    days_beyond,
+    tokens_charged,
+    usage_of,
+)
+from tests.support.records import worker_record
 
 
 def account(tenant: str = "team", key_id: str = "k") -> Account:
@@ -38,17 +49,34 @@ def unix(text: str) -> float:
     return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
 
 
-def test_a_prompt_costs_nothing_before_its_first_token() -> None:
+def test_a_prompt_costs_nothing_before_its_prefill_and_all_of_it_from_then_on() -> None:
+    """Fails if usage begins with the first token: a client that leaves before would compute for nothing."""
     ended = record(cached=4)
     assert usage_of(ended) == Usage()
-    ended.mark(TracePhase.FIRST_TOKEN)
+    ended.mark(TracePhase.PREFILL_START)
     assert usage_of(ended) == Usage(input_tokens=10, cached_tokens=4)
+    local = record()
+    local.prefilled_by = "decode"
+    assert usage_of(local) == Usage(input_tokens=10)
+
+
+def test_a_client_that_leaves_pays_for_its_prompt_once_a_worker_may_compute_it() -> None:
+    queued, failed, left = record(), record(), record()
+    for ended in (failed, left):
+        ended.add_decision(worker_record(), why="idle")
+    queued.move(RequestState.CANCELLED)
+    failed.move(RequestState.FAILED)
+    left.move(RequestState.CANCELLED)
+    assert [tokens_charged(ended) for ended in (queued, failed, left)] == [0, 0, 10]
+    assert usage_of(left) == Usage()
+    left.prefilled_by, left.completion_tokens = "prefill", 3
+    assert tokens_charged(left) == 13
 
 
 def test_cached_tokens_are_among_those_of_the_prompt() -> None:
     """After a failure the decode worker may have more cached than the prompt: what was generated before."""
     ended = record(cached=16, completion=7)
-    ended.mark(TracePhase.FIRST_TOKEN)
+    ended.prefilled_by = "decode"
     assert usage_of(ended) == Usage(input_tokens=10, cached_tokens=10, output_tokens=7)
 
 
@@ -87,6 +115,14 @@ def test_beyond_the_bound_new_rows_are_dropped_and_known_ones_still_grow() -> No
     assert batch.rows == {account(): Usage(requests=2)}
     pending.add(account(key_id="other"), Usage(requests=1), 0.0)
     assert pending.dropped == 1
+
+
+def test_the_oldest_days_go_first_and_the_latest_stays_however_large_it_is() -> None:
+    days = [("23", 3), ("22", 2), ("21", 0), ("20", 1), ("19", 4)]
+    assert days_beyond(days, 10) == []
+    assert days_beyond(days, 9) == ["19"]
+    assert days_beyond(days, 5) == ["20", "19"]
+    assert days_beyond(days, 1) == ["22", "20", "19"]
 
 
 def test_the_labels_of_tenants_are_bounded_and_the_others_share_one() -> None:

@@ -10,7 +10,7 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from pdserve.base.errors import RequestError
-from router_svc.api.authentication import ADMIN_ROUTES, OPEN_ROUTES
+from router_svc.api.authentication import ADMIN_ROUTES, METRICS_ROUTE, OPEN_ROUTES
 from router_svc.api.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router_svc.api.parse import parse_body
 from router_svc.api.reference.document import make_document
@@ -45,6 +45,8 @@ def test_keys_are_needed_where_the_router_asks_for_them(described: Description) 
         assert (operation.get("security") == []) == (path in OPEN_ROUTES)
         assert ("401" in operation["responses"]) == (path not in OPEN_ROUTES)
         assert ("admin's key" in operation.get("description", "")) == (path in ADMIN_ROUTES)
+        # The only thing that such a key may read.
+        assert ("`metrics = true`" in operation.get("description", "")) == (path == METRICS_ROUTE)
 
 
 def test_every_field_of_a_body_is_explained(described: Description) -> None:
