@@ -14,6 +14,7 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from pdserve.base.errors import QuotaExceeded, RateLimited, StoreError
 from pdserve.base.store import Argument, Reply, Store, as_bytes, as_list, script_command
@@ -88,8 +89,10 @@ class Limiter:
         limits = client.limits
         if limits is None:
             return None
+        ended = self._ended(client)
         reservation, verdict = await self._decide(client, limits, tokens)
-        if verdict.refused_by is Limit.PARALLEL and (ended := self._ended(client)) is not None:
+        ended = ended or self._ended(client)
+        if verdict.refused_by is Limit.PARALLEL and ended is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_SETTLE_WAIT_S):
                     await ended.tried.wait()
@@ -153,7 +156,7 @@ class Limiter:
 
     def _ended(self, client: Client) -> _Settlement | None:
         """The first request of the client that has ended and of which Redis may not know yet."""
-        waiting = (*self._sent, *self._unsettled)
+        waiting = chain(self._sent, self._unsettled)
         return next((each for each in waiting if each.reservation.client.id == client.id), None)
 
     async def _decide(self, client: Client, limits: Limits, tokens: int) -> tuple[Reservation, Verdict]:
@@ -209,7 +212,8 @@ class Limiter:
         except BaseException as error:
             for each in batch:
                 each.needs_lease = True
-            self._unsettled.extendleft(reversed(batch))
+            # Behind the others, which what Redis refuses must not hold up.
+            self._unsettled.extend(batch)
             if isinstance(error, StoreError):
                 return False
             raise

@@ -161,7 +161,8 @@ async def test_a_request_over_grpc_is_charged_and_counted_like_one_over_http(loc
         answer = [message async for message in call][-1].usage
         trailing = dict(await call.trailing_metadata())
     tokens = answer.prompt_tokens + answer.completion_tokens
-    assert trailing["x-ratelimit-remaining-tokens"] == str(1000 - 9 - 50)
+    # What was used since then may have come back in part.
+    assert 1000 - tokens <= int(trailing["x-ratelimit-remaining-tokens"]) < 1000
     assert [counts(row) for row in await usage(locked, "c")] == [
         ("team-c", "c", 1, answer.prompt_tokens, 0, answer.completion_tokens)
     ]

@@ -166,6 +166,19 @@ async def test_a_client_that_leaves_while_it_reserves_leaves_no_lease(store: Slo
     assert await budget_used(store) == 900
 
 
+async def test_what_redis_refuses_does_not_hold_up_the_others(store: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a refused batch is tried again before the others."""
+    monkeypatch.setattr(limiter_module, "_BATCH", 1)
+    limiter, broken, key = Limiter(store), client("broken", parallel=1), client(budget=10**6)
+    reservations = [await limiter.reserve(broken, 10), await limiter.reserve(key, 10)]
+    await store.call("SET", store.key("leases:broken"), "x")
+    for reservation in reservations:
+        limiter.settle(reservation, 3)
+    for _ in range(2):
+        await limiter._settle_batch()
+    assert await budget_used(store) == 3
+
+
 async def test_after_an_outage_all_that_waits_is_settled_in_batches(
     store: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,7 +241,7 @@ async def test_without_redis_each_router_keeps_the_limit_alone_and_then_shares_i
                 raise StoreError("away")
             return await super().pipeline(*arguments, **more)  # type: ignore[arg-type, return-value]
 
-    key = client(requests_per_minute=3, parallel=3)
+    key = client(requests_per_minute=3, parallel=9)
     async with Away(redis_server.url) as away:
         limiter = Limiter(away)
         reservation = await limiter.reserve(key, 1)
