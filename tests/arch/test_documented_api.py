@@ -62,6 +62,7 @@ def _sources(path: str) -> dict[str, str]:
                 "router_svc/service.py",
                 "router_svc/api/intake.py",
                 "router_svc/records/usage_store.py",
+                "router_svc/records/redis_memory.py",
                 "pdserve/base/tracing/setup.py",
             ),
         ),
