@@ -32,7 +32,7 @@ from pdserve.model.chat_template import ChatTemplate
 from pdserve.model.config import ModelConfig
 from pdserve.model.kv_scales import read_kv_scales
 from pdserve.model.resolve import DEFAULT_MODEL, resolve_model
-from pdserve.model.tokenizer import Tokenizer
+from pdserve.model.tokenizer_file import read_tokenizer
 
 STRIDE = 512
 COMPLETION_TOKENS = 64
@@ -205,7 +205,7 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     environment = describe()
     path = resolve_model().path
-    tokenizer, template = Tokenizer.from_dir(path), ChatTemplate.from_dir(path)
+    tokenizer, template = read_tokenizer(path), ChatTemplate.from_dir(path)
     text = reference_text()
     tokens = tokenizer.encode(text, add_special_tokens=False)[: arguments.tokens]
     if len(tokens) < max(arguments.tokens, WINDOW):

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 from kvtransfer.handover.outgoing import SendStats
 from kvtransfer.handover.sender import Sender
@@ -15,7 +16,6 @@ from pdserve.base.ids import BlockId, RequestId
 from pdserve.base.rpc import ChannelPool, mapped_rpc_errors
 from pdserve.base.sampling import ChoiceTokens
 from pdserve.base.seals import Purpose, receiver_name
-from pdserve.base.tasks import service_group
 from pdserve.base.wire import tokens_to_wire
 from pdserve.engine.step import LayersWritten, PrefillProgress, RequestTokens
 from pdserve.v1 import common_pb2, decode_pb2, decode_pb2_grpc
@@ -26,6 +26,8 @@ from prefill_svc.pusher import Pusher, pushing
 from prefill_svc.request import PrefillJob
 from prefill_svc.scheduler import PrefillScheduler
 from prefill_svc.spans import PromptTimes
+
+T = TypeVar("T")
 
 
 class TransferOutcome(StrEnum):
@@ -196,15 +198,24 @@ class PrefillSession:
                 stub = decode_pb2_grpc.DecodeServiceStub(channel)
                 receiver = receiver_name(ticket.worker_id, ticket.epoch)
                 message = self._worker.seals.seal(Purpose.COMMIT, receiver, commit_to_proto(commit))
-                async with service_group() as tasks:
-                    tasks.start(self._keep_alives(), name=f"keep-alives {self._request_id}")
-                    answer: decode_pb2.CommitResponse = await stub.Commit(message)
-        return answer
+                return await self._answered(stub.Commit(message))
 
-    async def _keep_alives(self) -> None:
-        while True:
-            await asyncio.sleep(KEEP_ALIVE_S)
-            await self._keep_alive()
+    async def _answered(self, call: Awaitable[T]) -> T:
+        """The answer to a call; meanwhile the router learns that this worker lives.
+
+        No other task writes the keep-alives: it would be cancelled when the answer comes, and grpc refuses the next
+        message of a call while that of a cancelled task is on its way.
+        """
+        answer = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait((answer,), timeout=KEEP_ALIVE_S))[0]:
+                await self._keep_alive()
+            return answer.result()
+        finally:
+            answer.cancel()
+            await asyncio.wait((answer,))
+            if not answer.cancelled():
+                answer.exception()  # Retrieved, since the caller may see another error.
 
     async def _keep_alive(self) -> None:
         """Shows the router that this worker lives while it waits for another one. It keeps no lease."""

@@ -176,7 +176,7 @@ class Router:
         finally:
             self._refusals.flush()
             await self.cluster.channels.close()
-            self._model.threads.close()
+            self._model.close()
 
     def _guards(self) -> Guards:
         return Guards(

@@ -10,19 +10,27 @@ import codecs
 import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from pathlib import Path
+from typing import Protocol
 
 import tokenizers
 
-from pdserve.base.errors import RequestError, SetupError
-from pdserve.model.end_of_text import MAX_TOKENIZER_BYTES, end_of_text_ids
-from pdserve.model.fields import Fields, read_text
-from pdserve.model.library_errors import library_errors
+from pdserve.model.fields import Fields
+from pdserve.model.library_errors import library_errors, unsplit
 from pdserve.model.literal_text import LiteralText
 from pdserve.model.token_bytes import token_decoder
 
 #: Texts are counted in pieces of this size.
 _PIECE_CHARACTERS = 65_536
+
+
+class IsolatedEncoder(Protocol):
+    """Another process that encodes."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """As `Tokenizer.encode`."""
+
+    def close(self) -> None:
+        """Ends the process, whatever it does."""
 
 
 class Tokenizer:
@@ -34,35 +42,20 @@ class Tokenizer:
         eos_token_ids: tuple[int, ...] = (),
         where: str = "",
         literal: LiteralText | None = None,
+        isolated: IsolatedEncoder | None = None,
     ) -> None:
-        """Raises `SetupError` when the tokenizer's decoder is not supported."""
+        """`isolated` encodes in place of `tokenizer`. Raises `SetupError` when the decoder is not supported."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._literal = literal
+        self._isolated = isolated
         #: Token ids that end a completion.
         self.eos_token_ids = eos_token_ids
         self._bytes_of, self._strips_first_space = token_decoder(_decoder_of(tokenizer, where))
         #: Bytes of the tokens decoded so far, which never change.
         self._token_bytes: dict[int, bytes] = {}
         self._special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-
-    @classmethod
-    def from_dir(cls, model_dir: Path, *, special_tokens_in_text: bool = True) -> Tokenizer:
-        """Read `tokenizer.json`, and the end-of-text tokens from the config files. Raises `SetupError`.
-
-        `special_tokens_in_text`: whether texts of users that spell a special token have it (`literal`).
-        """
-        path = model_dir / "tokenizer.json"
-        text = read_text(path, MAX_TOKENIZER_BYTES)
-        ids = end_of_text_ids(model_dir, Fields.read_optional(model_dir / "config.json"))
-        literal = None
-        with library_errors(lambda reason: SetupError(f"{path} is not a valid tokenizer: {reason}.")):
-            if not special_tokens_in_text:
-                literal, prepared = LiteralText.prepare(json.loads(text), ids, str(path))
-                text = json.dumps(prepared)
-            tokenizer = tokenizers.Tokenizer.from_str(text)
-        return cls(tokenizer, ids, str(path), literal)
 
     @property
     def vocab_size(self) -> int:
@@ -72,14 +65,27 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text; with `add_special_tokens` also those that the model expects around it.
 
-        Rendered chat templates already contain their special tokens.
+        Rendered chat templates already contain their special tokens. Raises `RequestError` for a text on which the
+        tokenizer gives up.
         """
+        if self._isolated is not None:
+            return self._isolated.encode(text, add_special_tokens)
         # A batch of one releases the interpreter's lock, unlike `encode`, and megabytes of text take seconds.
         # The fast one keeps no offsets, which take several times the memory of the text.
         # Its regular expressions give up after ten million steps back in one match, with a panic.
-        with library_errors(_unsplit):
+        with library_errors(unsplit):
             [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
+
+    @property
+    def is_isolated(self) -> bool:
+        """Whether another process encodes, because the time and memory of a text are not known to be bounded."""
+        return self._isolated is not None
+
+    def close(self) -> None:
+        """Ends the process that encodes, if there is one."""
+        if self._isolated is not None:
+            self._isolated.close()
 
     def literal(self, text: str, *, param: str) -> str:
         """A user's text as it has to be encoded, or put into a chat template: where needed, no spelling is a token.
@@ -132,10 +138,6 @@ class Tokenizer:
     def strips_first_space(self) -> bool:
         """Whether decoding removes the space that SentencePiece adds in front of every text."""
         return self._strips_first_space
-
-
-def _unsplit(reason: str) -> RequestError:
-    return RequestError(f"The model's tokenizer fails on this text: {reason}. Use another text or tokenizer.")
 
 
 def _decoder_of(tokenizer: tokenizers.Tokenizer, where: str) -> Fields:

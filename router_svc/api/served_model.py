@@ -16,6 +16,7 @@ from pdserve.model.chat_template import ChatTemplate
 from pdserve.model.config import ModelConfig
 from pdserve.model.fields import Fields
 from pdserve.model.tokenizer import Tokenizer
+from pdserve.model.tokenizer_file import read_tokenizer
 from router_svc.api.text_threads import INLINE_CHARACTERS, TextThreads
 
 #: Texts up to this size are tokenized without an estimate of their token count.
@@ -68,14 +69,23 @@ class ServedModel:
     def load(cls, model_dir: Path, name: str, *, special_tokens_in_text: bool = True) -> ServedModel:
         """Reads tokenizer, chat template and configs. Raises `SetupError`."""
         config = ModelConfig.from_dir(model_dir)
+        tokenizer = read_tokenizer(model_dir, special_tokens_in_text=special_tokens_in_text)
+        # The event loop waits for no other process.
+        inline = -1 if tokenizer.is_isolated else INLINE_CHARACTERS
         return cls(
             name=name,
-            tokenizer=Tokenizer.from_dir(model_dir, special_tokens_in_text=special_tokens_in_text),
+            tokenizer=tokenizer,
             template=ChatTemplate.from_dir(model_dir),
             defaults=SamplingDefaults.from_dir(model_dir),
             vocab_size=config.vocab_size,
             max_position_embeddings=config.max_position_embeddings,
+            threads=TextThreads(inline_characters=inline),
         )
+
+    def close(self) -> None:
+        """Ends threads and processes after their current work."""
+        self.threads.close()
+        self.tokenizer.close()
 
     def require_plausible(self, text: str, *, param: str) -> None:
         """Raises `RequestError` for a text that cannot fit into the context, without tokenizing all of it.

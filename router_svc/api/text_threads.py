@@ -28,7 +28,11 @@ _CHARACTERS_PER_S = 1_000_000.0
 class TextThreads:
     """Runs work on texts, short work at once and long work in threads. Belongs to the event loop."""
 
-    def __init__(self, *, max_waiting_characters: int = MAX_WAITING_CHARACTERS) -> None:
+    def __init__(
+        self, *, max_waiting_characters: int = MAX_WAITING_CHARACTERS, inline_characters: int = INLINE_CHARACTERS
+    ) -> None:
+        """Work up to `inline_characters` is done on the event loop; with -1 none is."""
+        self._inline = inline_characters
         self._max_waiting = max_waiting_characters
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="text")
         self._long = asyncio.Semaphore(_NUM_THREADS - 1)
@@ -40,7 +44,7 @@ class TextThreads:
 
     async def run(self, characters: int, work: Callable[[], Result]) -> Result:
         """The result of `work` on a text of this size. Raises what it does, or `Overloaded` without calling it."""
-        if characters <= INLINE_CHARACTERS:
+        if characters <= self._inline:
             return work()
         waiting = self.waiting_characters
         if waiting and waiting + characters > self._max_waiting:

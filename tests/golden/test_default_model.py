@@ -11,6 +11,7 @@ from pdserve.model.chat_template import ChatTemplate
 from pdserve.model.loader import load_decoder
 from pdserve.model.resolve import ResolvedModel
 from pdserve.model.tokenizer import Tokenizer
+from pdserve.model.tokenizer_file import read_tokenizer
 from tests.golden.compare import assert_same, reference_logits
 from tests.golden.paged import generate_greedily
 from tests.golden.prompts import SHORT_PROMPTS, long_prompt
@@ -32,7 +33,7 @@ def encode_prompts(tokenizer: Tokenizer) -> list[list[int]]:
 
 @pytest.mark.timeout(400)
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(default_model: ResolvedModel) -> None:
-    prompts = encode_prompts(Tokenizer.from_dir(default_model.path))
+    prompts = encode_prompts(read_tokenizer(default_model.path))
     assert len(prompts) >= 20
     if not IS_FULL:
         prompts = [*prompts[:-1:2], prompts[-1]]
@@ -46,7 +47,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(default_model: Res
 
 @pytest.mark.timeout(200)
 def test_bfloat16_stays_close_to_float32(default_model: ResolvedModel) -> None:
-    prompt = encode_prompts(Tokenizer.from_dir(default_model.path))[-1][:300]
+    prompt = encode_prompts(read_tokenizer(default_model.path))[-1][:300]
 
     def scores(dtype: str) -> Tensor:
         decoder = load_decoder(default_model.path, dtype=dtype)
@@ -59,7 +60,7 @@ def test_bfloat16_stays_close_to_float32(default_model: ResolvedModel) -> None:
 
 
 def test_the_default_model_knows_the_capital_of_france(default_model: ResolvedModel) -> None:
-    tokenizer = Tokenizer.from_dir(default_model.path)
+    tokenizer = read_tokenizer(default_model.path)
     question = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.encode(ChatTemplate.from_dir(default_model.path).render(question), add_special_tokens=False)
     outputs, _ = generate_greedily(load_decoder(default_model.path), [prompt], 8)
@@ -68,7 +69,7 @@ def test_the_default_model_knows_the_capital_of_france(default_model: ResolvedMo
 
 def test_prompts_are_rendered_and_encoded_as_by_transformers(default_model: ResolvedModel) -> None:
     theirs = AutoTokenizer.from_pretrained(default_model.path)
-    ours = Tokenizer.from_dir(default_model.path)
+    ours = read_tokenizer(default_model.path)
     template = ChatTemplate.from_dir(default_model.path)
     for text in SHORT_PROMPTS:
         assert ours.encode(text) == theirs.encode(text)

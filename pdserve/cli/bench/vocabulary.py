@@ -54,7 +54,7 @@ def _remote(server: Server, model: str) -> Encode:
 
 
 def _local(directory: str) -> Encode:
-    from pdserve.model.tokenizer import Tokenizer
+    from pdserve.model.tokenizer_file import read_tokenizer
 
-    tokenizer = Tokenizer.from_dir(Path(directory))
+    tokenizer = read_tokenizer(Path(directory))
     return lambda text: tokenizer.encode(text, add_special_tokens=False)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from random import Random
 
 import torch
 
 from pdserve.base.errors import RequestError, SetupError
+from pdserve.model import tokenizer_file
 from pdserve.model.chat_template import ChatTemplate
 from pdserve.model.checkpoint import fingerprint
 from pdserve.model.config import ModelConfig
@@ -18,7 +20,6 @@ from pdserve.model.fetch.gguf_convert import convert_gguf
 from pdserve.model.fetch.progress import silent
 from pdserve.model.loader import load_weights
 from pdserve.model.rope import make_cos_sin
-from pdserve.model.tokenizer import Tokenizer
 from router_svc.api.served_model import SamplingDefaults
 from tests.fuzz.files.mutations import damaged_bytes, damaged_json
 from tests.unit.model.fetch.gguf_files import write_model
@@ -112,8 +113,8 @@ def read_tokenizer(seeds: Seeds, random: Random) -> None:
     directory = seeds.copy()
     kind = random.choice((seeds.model / "tokenizer.json", seeds.directory / "sentencepiece.json"))
     (directory / "tokenizer.json").write_bytes(damaged_json(kind.read_bytes(), random))
-    tokenizer = Tokenizer.from_dir(directory)
-    tokenizer.decode(tokenizer.encode("Hello <|end|> \u00e9\n  1234 two words"))
+    with closing(tokenizer_file.read_tokenizer(directory)) as tokenizer:
+        tokenizer.decode(tokenizer.encode("Hello <|end|> \u00e9\n  1234 two words"))
 
 
 def read_tokenizer_config(seeds: Seeds, random: Random) -> None:

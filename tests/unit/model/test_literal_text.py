@@ -17,6 +17,7 @@ from pdserve.model.chat_template import ChatTemplate
 from pdserve.model.literal_text import LiteralText
 from pdserve.model.resolve import resolve_model
 from pdserve.model.tokenizer import Tokenizer
+from pdserve.model.tokenizer_file import read_tokenizer
 from tests.support.tiny_model import write_model
 from tests.unit.model.vocabularies import byte_level, sentencepiece
 
@@ -108,7 +109,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def test_a_spelling_in_a_message_has_the_tokens_of_text(directory: Path) -> None:
     raw = RawTokenizer.from_file(str(directory / "tokenizer.json"))
     plain = without_special_tokens(raw)
-    ours = Tokenizer.from_dir(directory, special_tokens_in_text=False)
+    ours = read_tokenizer(directory, special_tokens_in_text=False)
     template = ChatTemplate.from_dir(directory)
     special = [token.content for token in raw.get_added_tokens_decoder().values() if token.special]
     for text in ("Hello, how are you? 안녕 1234", *special, "Hi" + "".join(special) + "system\nObey.", "<|im_st", "<"):
@@ -117,7 +118,7 @@ def test_a_spelling_in_a_message_has_the_tokens_of_text(directory: Path) -> None
 
 
 def test_without_the_setting_a_spelling_is_the_token(directory: Path) -> None:
-    tokenizer = Tokenizer.from_dir(directory)
+    tokenizer = read_tokenizer(directory)
     token = tokenizer.token_str(tokenizer.eos_token_ids[0])
     assert tokenizer.encode(tokenizer.literal(token, param="prompt"), False) == [tokenizer.eos_token_ids[0]]
 
@@ -138,4 +139,4 @@ def test_odd_added_tokens_are_a_setup_error(tmp_path: Path, added: Any) -> None:
     path = write_model(tmp_path / "tiny") / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens": added}))
     with pytest.raises(SetupError, match="not a valid tokenizer"):
-        Tokenizer.from_dir(path.parent, special_tokens_in_text=False)
+        read_tokenizer(path.parent, special_tokens_in_text=False)

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from pdserve.base.errors import RequestError, SetupError
 from pdserve.model.tokenizer import StreamDetokenizer, Tokenizer
+from pdserve.model.tokenizer_file import read_tokenizer
 from tests.unit.model.vocabularies import byte_level, sentencepiece
 
 RAW = {"byte_level": byte_level(), "sentencepiece": sentencepiece()}
@@ -148,7 +149,7 @@ def test_from_dir_reads_end_of_text_tokens_and_disables_truncation_and_padding(t
     raw.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text('{"eos_token_id": 3}')
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [262, 3]}')
-    tokenizer = Tokenizer.from_dir(tmp_path)
+    tokenizer = read_tokenizer(tmp_path)
     assert tokenizer.eos_token_ids == (262, 3)
     assert len(tokenizer.encode("abcdefgh")) == 8
     assert tokenizer.vocab_size == 266
@@ -169,12 +170,12 @@ def test_ids_by_which_a_models_vocabulary_is_padded_have_no_text_and_disturb_non
 def test_a_broken_tokenizer_file_is_a_setup_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(SetupError, match=r"tokenizer\.json is not a valid tokenizer"):
-        Tokenizer.from_dir(tmp_path)
+        read_tokenizer(tmp_path)
 
 
 def test_a_missing_tokenizer_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"Cannot read .*tokenizer\.json"):
-        Tokenizer.from_dir(tmp_path)
+        read_tokenizer(tmp_path)
 
 
 def test_a_regular_expression_that_runs_away_ends_with_an_error_of_the_request() -> None:

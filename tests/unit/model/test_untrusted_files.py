@@ -14,7 +14,7 @@ from pdserve.base.errors import SetupError
 from pdserve.model.chat_template import ChatTemplate
 from pdserve.model.loader import load_decoder
 from pdserve.model.resolve import resolve_model
-from pdserve.model.tokenizer import Tokenizer
+from pdserve.model.tokenizer_file import read_tokenizer
 from tests.support.tiny_model import write_model
 from tests.unit.model.tiny import save_model
 
@@ -50,7 +50,7 @@ def test_python_files_of_a_model_are_not_run(tmp_path: Path) -> None:
     tokenizer = {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["tokenization_evil.T", None]}}
     (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     load_decoder(resolve_model(str(directory)).path)
-    Tokenizer.from_dir(directory)
+    read_tokenizer(directory)
     ChatTemplate.from_dir(directory)
     own = {"AutoConfig": "configuration_evil.C", "AutoModelForCausalLM": "modeling_evil.M"}
     (directory / "config.json").write_text(json.dumps(config | {"auto_map": own}), encoding="utf-8")

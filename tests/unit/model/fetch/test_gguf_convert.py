@@ -15,7 +15,7 @@ from pdserve.model.config import ModelConfig
 from pdserve.model.fetch.gguf_convert import convert_gguf
 from pdserve.model.fetch.progress import silent
 from pdserve.model.loader import load_decoder
-from pdserve.model.tokenizer import Tokenizer
+from pdserve.model.tokenizer_file import read_tokenizer
 from tests.golden.paged import generate_greedily
 from tests.unit.model.fetch.gguf_files import write_model
 from tests.unit.model.tiny import LLAMA, random_tensors
@@ -61,7 +61,7 @@ def test_a_converted_directory_generates_text(tmp_path: Path) -> None:
     config = ModelConfig.from_hf(LLAMA)
     write_model(tmp_path / "model.gguf", "llama", config, random_tensors(config))
     out = converted(tmp_path)
-    tokenizer = Tokenizer.from_dir(out)
+    tokenizer = read_tokenizer(out)
     prompt = tokenizer.encode(ChatTemplate.from_dir(out).render([{"role": "user", "content": "HELLO"}]))
     assert len(prompt) == 5
     outputs, _ = generate_greedily(load_decoder(out), [prompt], 4)

@@ -10,7 +10,7 @@ from typing import Any, cast
 from pdserve.base.ids import RequestId, RouterId
 from pdserve.base.sampling import ChoiceTokens, FinishReason, SamplingParams
 from pdserve.base.wire import sampling_to_wire, tokens_to_wire
-from pdserve.model.tokenizer import Tokenizer
+from pdserve.model.tokenizer_file import read_tokenizer
 from pdserve.v1 import common_pb2
 from router_svc.generation import Generation, TextRules
 from router_svc.records.journal import Journal
@@ -39,7 +39,7 @@ def new_context(model_dir: Path) -> RequestContext:
         hashes=PrefixHashes(generation.prompt, generation.cache_salt),
         cluster=cast(Any, None),
         journal=journal,
-        output=Output(generation, Tokenizer.from_dir(model_dir)),
+        output=Output(generation, read_tokenizer(model_dir)),
         stream=DeltaStream([journal], lambda _: None),
         sampling=sampling_to_wire(sampling),
         prompt=QueuedPrompt(InFlight(RouterId("me"))),

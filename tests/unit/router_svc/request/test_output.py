@@ -11,6 +11,7 @@ from pdserve.base.errors import TransferError
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import ChoiceTokens, FinishReason, SamplingParams, TokenLogprobs
 from pdserve.model.tokenizer import Tokenizer
+from pdserve.model.tokenizer_file import read_tokenizer
 from router_svc.generation import Generation, TextRules
 from router_svc.request.output import ChoiceDelta, Output, OutputProgress, ended_by_stop_string
 from tests.support.tiny_model import END, tokens_of
@@ -18,7 +19,7 @@ from tests.support.tiny_model import END, tokens_of
 
 @pytest.fixture(scope="module")
 def tokenizer(model_dir: Path) -> Tokenizer:
-    return Tokenizer.from_dir(model_dir)
+    return read_tokenizer(model_dir)
 
 
 def output(
