@@ -34,6 +34,7 @@ from pdserve.engine.step import LayersWritten, StepOutput
 from pdserve.v1 import common_pb2
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.v1 import decode_pb2_grpc as pb_grpc
+from pdserve.worker.serve import introducing
 from pdserve.worker.serve.inboxes import Failed, Inboxes
 from pdserve.worker.serve.message_limits import max_start_bytes
 from pdserve.worker.serve.worker import KEEP_ALIVE_S, Worker
@@ -215,6 +216,11 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         transport = self._worker.transport.name
         metrics.received(received.received_bytes, received.received_blocks, received.receive_s, transport)
         return pb.CommitResponse(receive_s=received.receive_s)
+
+    @rpc.method
+    async def Introduce(self, request: pb.IntroduceRequest, context: Any) -> pb.IntroduceResponse:  # noqa: N802
+        """Takes data from the connections that a prefill worker names."""
+        return await introducing.answer(self._worker, request)
 
     @property
     def receiver(self) -> Receiver:

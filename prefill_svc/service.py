@@ -6,9 +6,11 @@ import asyncio
 
 import grpc
 
+from kvtransfer.handover.introduction import Introduction
 from kvtransfer.handover.sealed_ticket import opened_ticket
 from kvtransfer.handover.sender import Sender
 from kvtransfer.handover.ticket import Ticket
+from kvtransfer.transport.own_sockets import Connection
 from pdserve.base import rpc
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import PdserveError, reason_of
@@ -21,6 +23,7 @@ from pdserve.engine.step import LayersWritten, StepOutput
 from pdserve.v1 import prefill_pb2 as pb
 from pdserve.v1 import prefill_pb2_grpc as pb_grpc
 from pdserve.worker.serve.inboxes import Failed, Inboxes
+from pdserve.worker.serve.introducing import introduce
 from pdserve.worker.serve.worker import Worker
 from prefill_svc.config import PrefillConfig
 from prefill_svc.request import PrefillJob, PrefillSchedulerConfig
@@ -54,6 +57,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
             memory=worker.blocks,
             layout=worker.model.layout,
             on_peer=worker.paths.observe,
+            introduce=self._introduce,
         )
         self._channels = rpc.ChannelPool(max_kept=_MAX_DECODE_CHANNELS, tls=worker.tls)
 
@@ -122,6 +126,10 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
                         self._worker.metrics.ended(failure or session.outcome)
                     attributes = self._attributes(request, session.outcome)
                     trace.end(session.times, attributes, ticket=ticket, sent=session.sent, error=failure)
+
+    async def _introduce(self, ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
+        async with self._channels.use(ticket.worker_id, ticket.epoch, ticket.grpc_address) as channel:
+            return await introduce(self._worker, channel, ticket, introduction)
 
     def _attributes(self, request: pb.PrefillRequest, outcome: str) -> dict[str, Attribute]:
         return {

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 
 from kvtransfer.transport import Peer, Transport
 from pdserve.base.connection_pool import ConnectionPool
@@ -23,13 +22,15 @@ class PeerTable:
         )
 
     @asynccontextmanager
-    async def use(self, address: bytes, *, deadline: float) -> AsyncIterator[Peer]:
+    async def use(
+        self, address: bytes, connect: Callable[[], Awaitable[Peer]], *, deadline: float
+    ) -> AsyncIterator[Peer]:
         """A connected peer, kept connected until the block ends. `deadline` is in event loop time, in seconds.
 
         Raises: PeerLost, TransferTimeout.
         """
         async with AsyncExitStack() as stack:
-            connecting = self._pool.use(address, partial(self._transport.connect, address))
+            connecting = self._pool.use(address, connect)
             try:
                 async with asyncio.timeout_at(deadline):
                     peer = await stack.enter_async_context(connecting)

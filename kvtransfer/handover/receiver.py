@@ -8,7 +8,7 @@ from kvtransfer.handover.layer_groups import TransferShape
 from kvtransfer.handover.memory import BlockMemory
 from kvtransfer.handover.reservation import Received, ReceiverIdentity, Reservation
 from kvtransfer.handover.ticket import MAX_MESSAGES, Commit, Ticket, new_key, new_tag_base
-from kvtransfer.transport import Transport
+from kvtransfer.transport import GuardedTransport, Transport
 from pdserve.base.ids import TransferId, new_transfer_id
 from pdserve.base.tasks import ServiceGroup
 
@@ -131,4 +131,11 @@ class Receiver:
             bundle_blocks=shape.bundle_blocks,
             digest=self._memory.digest,
             data_endpoint=self._identity.data_endpoint,
+            guarded_addresses=self._guarded_addresses(),
         )
+
+    def _guarded_addresses(self) -> tuple[str, ...]:
+        transport = self._transport
+        if isinstance(transport, GuardedTransport) and transport.door.is_shut:
+            return tuple(sorted(transport.door.addresses))
+        return ()

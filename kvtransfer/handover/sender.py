@@ -5,20 +5,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 from kvtransfer.handover import transfer_errors
+from kvtransfer.handover.introduction import Introduce, Introduction, Introductions
 from kvtransfer.handover.memory import BlockMemory
 from kvtransfer.handover.outgoing import OutgoingTransfer, SendPath
 from kvtransfer.handover.peers import PeerTable
 from kvtransfer.handover.send_machine import SendMachine
 from kvtransfer.handover.ticket import Ticket
 from kvtransfer.transport import Peer, Transport
+from kvtransfer.transport.own_sockets import Connection
 from pdserve.base.ids import RequestId
 from pdserve.base.layout import KvLayout
 
 #: Share of the memory lent to all transfers that one transfer may take, so that a peer that stops reading leaves the
 #: rest to others.
 _MEMORY_SHARE = 1 / 4
+
+
+async def _to_nobody(ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
+    return ()
 
 
 class Sender:
@@ -32,10 +39,12 @@ class Sender:
         layout: KvLayout,
         max_outstanding_bytes: int | None = None,
         on_peer: Callable[[Ticket, Peer], None] = lambda ticket, peer: None,
+        introduce: Introduce = _to_nobody,
     ) -> None:
         """`max_outstanding_bytes`: per transfer; None: the memory's window.
 
-        `on_peer` is called before each transfer with the connection that it takes, which may be an old one.
+        `on_peer` is called before each transfer with the connection that it takes, which may be an old one. `introduce`
+        names connections to the workers that granted tickets.
         """
         self._transport = transport
         self._memory = memory
@@ -43,6 +52,9 @@ class Sender:
         self._max_outstanding_bytes = max_outstanding_bytes or memory.window_bytes
         self._peers = PeerTable(transport)
         self._on_peer = on_peer
+        self._introductions = Introductions(transport, introduce)
+        #: The peer of each data address over which blocks have left: it needs no more introductions.
+        self._settled: dict[bytes, Peer] = {}
 
     def close_unused(self) -> None:
         """From now on a connection ends with the last transfer over it."""
@@ -57,7 +69,8 @@ class Sender:
         """
         self.require_compatible(ticket)
         machine = SendMachine(shape=ticket.shape, lease_s=ticket.lease_s, now=asyncio.get_running_loop().time())
-        async with self._peers.use(ticket.data_address, deadline=machine.deadline) as peer:
+        connect = partial(self._introductions.connect, ticket)
+        async with self._peers.use(ticket.data_address, connect, deadline=machine.deadline) as peer:
             self._on_peer(ticket, peer)
             path = SendPath(
                 memory=self._memory,
@@ -66,10 +79,20 @@ class Sender:
                 max_outstanding=self._max_outstanding(ticket),
             )
             transfer = OutgoingTransfer(ticket, request_id, machine, path)
+            callbacks = self._answering_callbacks(ticket, peer)
             try:
                 yield transfer
             finally:
+                if callbacks is not None:
+                    callbacks.cancel()
                 await transfer.close()
+                if transfer.stats.sent_bytes:
+                    self._settled[ticket.data_address] = peer
+
+    def _answering_callbacks(self, ticket: Ticket, peer: Peer) -> asyncio.Task[None] | None:
+        if not ticket.guarded_addresses or self._settled.get(ticket.data_address) is peer:
+            return None
+        return asyncio.create_task(self._introductions.answer_callbacks(ticket), name="answers to callbacks")
 
     def require_compatible(self, ticket: Ticket) -> None:
         """Raises: LayoutMismatch, TransferError when the ticket is for another transport or kind of digest."""

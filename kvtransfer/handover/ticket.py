@@ -30,6 +30,7 @@ MAX_FIRST_TOKENS = 128
 _MAX_DIMENSION = 1 << 20
 _MAX_EPOCH = (1 << 63) - 1
 _MAX_FIRST_BLOCK = (1 << 31) - 1
+_MAX_GUARDED = 64
 _DTYPES = ("float32", "bfloat16", "float16", "fp8_e4m3")
 
 
@@ -58,6 +59,8 @@ class Ticket:
     digest: str = HOST_DIGEST
     #: Where the decode worker runs; None: it does not report it.
     data_endpoint: DataEndpoint | None = None
+    #: Addresses at which data comes only from connections that were introduced; empty: from everybody.
+    guarded_addresses: tuple[str, ...] = ()
     #: Span of the reception; None without a trace.
     trace: TraceContext | None = None
 
@@ -144,6 +147,7 @@ def ticket_to_proto(ticket: Ticket) -> decode_pb2.Ticket:
         digest=ticket.digest,
         data_endpoint=None if ticket.data_endpoint is None else endpoint_to_proto(ticket.data_endpoint),
         traceparent=traceparent_of(ticket.trace),
+        guarded_addresses=ticket.guarded_addresses,
     )
 
 
@@ -163,6 +167,7 @@ def ticket_from_proto(message: decode_pb2.Ticket) -> Ticket:
     _require_between("num_blocks", message.num_blocks, 0, MAX_MESSAGES // message.layer_groups)
     _require_between("bundle_blocks", message.bundle_blocks, 1, max(1, MAX_BLOCK_BYTES // layout.block_bytes))
     _require_one_of("digest", message.digest, DIGESTS)
+    _require_between("number of guarded_addresses", len(message.guarded_addresses), 0, _MAX_GUARDED)
     return Ticket(
         transfer_id=TransferId(message.transfer_id),
         attempt=message.attempt,
@@ -182,6 +187,7 @@ def ticket_from_proto(message: decode_pb2.Ticket) -> Ticket:
         digest=message.digest,
         data_endpoint=endpoint_from_proto(message.data_endpoint) if message.HasField("data_endpoint") else None,
         trace=parse_traceparent(message.traceparent),
+        guarded_addresses=tuple(message.guarded_addresses),
     )
 
 

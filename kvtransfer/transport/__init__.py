@@ -4,23 +4,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtransfer.transport.base import Buffer, LaneReporter, Operation, Peer, Transport
+from kvtransfer.transport.base import Buffer, GuardedTransport, LaneReporter, Operation, Peer, Transport
 from pdserve.base.config import set_default_variable
 from pdserve.base.errors import SetupError
 
 if TYPE_CHECKING:
     from kvtransfer.transport.torch_distributed.pair_link import PairLinks
 
-__all__ = ["TRANSPORTS", "Buffer", "LaneReporter", "Operation", "Peer", "Transport", "open_transport"]
+__all__ = [
+    "TRANSPORTS",
+    "Buffer",
+    "GuardedTransport",
+    "LaneReporter",
+    "Operation",
+    "Peer",
+    "Transport",
+    "open_transport",
+]
 
 TRANSPORTS = ("ucx", "nccl", "inproc")
 
 
-def open_transport(name: str, *, host: str = "127.0.0.1", device: str | None = None) -> Transport:
+def open_transport(
+    name: str, *, host: str = "127.0.0.1", device: str | None = None, guarded: bool = False
+) -> Transport:
     """The transport of that name.
 
     `host` is the address at which peers reach this process, for transports that open a port. Buffers are in the memory
-    of the GPU `device` ("cuda" or "cuda:1", for UCX and NCCL); None: in host memory.
+    of the GPU `device` ("cuda" or "cuda:1", for UCX and NCCL); None: in host memory. `guarded`: whether a
+    `GuardedTransport` keeps strangers out.
     Raises: SetupError when it is unknown, its library is not installed, or the machine lacks what it needs.
     """
     # Imported on use: the router imports kvtransfer without having ucxx or torch.
@@ -30,7 +42,7 @@ def open_transport(name: str, *, host: str = "127.0.0.1", device: str | None = N
             set_default_variable("UCX_MEMTYPE_CACHE", "n")
             from kvtransfer.transport.ucx import UcxTransport
 
-            return UcxTransport(host=host, device_memory=device is not None)
+            return UcxTransport(host=host, device_memory=device is not None, guarded=guarded)
         if name == "nccl":
             from kvtransfer.transport.torch_distributed.transport import TorchDistributedTransport
 

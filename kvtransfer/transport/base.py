@@ -6,12 +6,14 @@ Everything belongs to the event loop that opened the transport; nothing here is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
+from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtransfer.transport.own_sockets import Connection
 from pdserve.base.errors import PdserveError
 
 #: The bytes of a message: a contiguous, one-dimensional array, writable for receives. UCX and NCCL also take memory of
@@ -166,4 +168,50 @@ class LaneReporter(Protocol):
 
     def lanes(self, peer: Peer) -> tuple[str, ...]:
         """What the connection to the peer uses, by the library's names; empty when it is unknown."""
+        ...
+
+
+class Door(Protocol):
+    """What lets data into a process from connections that a peer has named as its own, and from no others."""
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether strangers are kept out. Otherwise everybody is let in."""
+        ...
+
+    @property
+    def addresses(self) -> frozenset[str]:
+        """Addresses at which the library accepts connections. They may change with the data address."""
+        ...
+
+    def introducing(self, targets: Collection[str]) -> AbstractContextManager[list[Connection]]:
+        """The connections that were opened to these addresses, to be named to the process that listens there.
+
+        Use it at once after `connect`. Within the block the library sends nothing, for a bounded time.
+        """
+        ...
+
+    def confirm(self, connections: Collection[Connection]) -> None:
+        """The process at the other end knows these connections: data is let in from there."""
+        ...
+
+    async def admit(self, connections: Collection[Connection]) -> None:
+        """A peer has named these connections to this process as its own: data is let in.
+
+        Raises: PeerLost when one of them does not arrive.
+        """
+        ...
+
+    def strangers(self) -> list[Connection]:
+        """Connections to this process that nobody has named."""
+        ...
+
+
+@runtime_checkable
+class GuardedTransport(Protocol):
+    """A transport whose library authenticates nobody, so that there is a door before it: UCX."""
+
+    @property
+    def door(self) -> Door:
+        """The door of this process."""
         ...

@@ -22,10 +22,10 @@ from ucxx.exceptions import UCXError
 from kvtransfer.transport.base import Buffer, Operation, Peer
 from kvtransfer.transport.tag_matcher import TagMatcher
 from kvtransfer.transport.ucx_address import unpack_address
-from kvtransfer.transport.ucx_devices import devices_of
+from kvtransfer.transport.ucx_door import UcxDoor
 from kvtransfer.transport.ucx_lanes import lanes_of, offered_lanes
+from kvtransfer.transport.ucx_options import options_for
 from kvtransfer.transport.ucx_worker import UcxPeer, UcxWorker
-from pdserve.base.config import variable
 from pdserve.base.errors import PdserveError, PeerLost, SetupError, TransferError
 from pdserve.base.logs import get_logger
 
@@ -36,23 +36,6 @@ _SLICE_S = 0.001
 #: Limit for closing an endpoint. With error handling UCX closes it at once.
 _CLOSE_PERIOD_NS = 100_000_000
 _ANY_TAG = (ucx.UCXXTag(0), ucx.UCXXTagMask(0))
-#: Options of the UCX context. A variable UCX_<name> of the environment overrides each.
-_DEFAULTS = {
-    # Everything but shared memory, whose queue a killed peer can jam for all others. Control then goes over TCP.
-    "TLS": "^posix,sysv",
-    # UCX uses CMA with error handling only if memory can be invalidated for a reader, which this option claims. It
-    # cannot: a receiver that still reads a block its sender gave up gets wrong bytes, which the digests detect.
-    "CMA_MEMORY_INVALIDATE": "y",
-    "KEEPALIVE_INTERVAL": "1s",
-}
-#: Further options for buffers in a GPU's memory. UCX accepts them only where its CUDA module could be loaded.
-_CUDA_DEFAULTS = {
-    # Receivers read from the sender's memory, as with CMA. By default UCX does so only over NVLink, which two
-    # processes on one GPU do not need.
-    "CUDA_IPC_ENABLE_GET_ZCOPY": "on",
-    # Unwanted messages are drained to host memory; UCX would take 512 MiB of the GPU to copy them through.
-    "RNDV_FRAG_MEM_TYPES": "host",
-}
 #: Bytes of early messages that are kept. Handovers post first, so early messages are strays.
 _MAX_EARLY_BYTES = 64 << 20
 #: Memory for unwanted messages, which overwrite each other. Of a larger one, UCX takes no more and ends it.
@@ -70,16 +53,25 @@ class UcxTransport:
 
     name = "ucx"
 
-    def __init__(self, *, host: str = "127.0.0.1", drain_timeout_s: float = 5.0, device_memory: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        drain_timeout_s: float = 5.0,
+        device_memory: bool = False,
+        guarded: bool = False,
+    ) -> None:
         """`host`: the address on whose network device UCX listens, unless UCX_NET_DEVICES names others.
 
-        `device_memory`: whether buffers are in the memory of this process's GPU.
+        `device_memory`: whether buffers are in the memory of this process's GPU. `guarded`: whether strangers are kept
+        out of UCX.
         """
         self._host = host
         self._drain_timeout_s = drain_timeout_s
         self._device_memory = device_memory
-        self._defaults = _DEFAULTS | _CUDA_DEFAULTS if device_memory else _DEFAULTS
+        self.door = UcxDoor(is_shut=guarded, pause=self._pause, resume=self._resume)
         self._worker: UcxWorker | None = None
+        self._is_paused = False
         self._matcher: TagMatcher[ucx.TagProbeResult] = TagMatcher(self._drain, max_early_bytes=_MAX_EARLY_BYTES)
         self._discarded: Buffer | None = None
         self._scheduled_poll: asyncio.Handle | None = None
@@ -171,26 +163,18 @@ class UcxTransport:
     def _up(self) -> UcxWorker:
         if self._worker is not None:
             return self._worker
-        options = self._options()
+        options = options_for(self._host, device_memory=self._device_memory)
         try:
-            worker = UcxWorker.start(options)
+            with self.door.listening():
+                worker = UcxWorker.start(options)
         except UCXError as error:
             advice = _CUDA_ADVICE if self._device_memory else ""
             raise SetupError(f"UCX does not start with options {options}: {error}.{advice}") from error
+        self.door.require_found(offered_lanes(worker.context.info))
         self._worker = worker
         asyncio.get_running_loop().add_reader(worker.handle.epoll_file_descriptor, self._progress)
         self._schedule_poll()
         return worker
-
-    def _options(self) -> dict[str, str]:
-        """Settings of the UCX context that the user has not made."""
-        defaults = dict(self._defaults)
-        devices = devices_of(self._host)
-        if devices is not None:
-            defaults["NET_DEVICES"] = devices
-        elif variable("UCX_NET_DEVICES") is None:
-            log.warning("ucx_listens_everywhere", host=self._host, remedy="set UCX_NET_DEVICES")
-        return {name: value for name, value in defaults.items() if variable(f"UCX_{name}") is None}
 
     def _down(self, reason: PdserveError) -> None:
         worker, self._worker = self._worker, None
@@ -215,9 +199,24 @@ class UcxTransport:
         for operation in operations:
             operation.fail(reason)
 
+    def _pause(self) -> None:
+        """Stops polling UCX, which then neither sends nor reads."""
+        self._is_paused = True
+        if self._scheduled_poll is not None:
+            self._scheduled_poll.cancel()
+            self._scheduled_poll = None
+        if self._worker is not None:
+            asyncio.get_running_loop().remove_reader(self._worker.handle.epoll_file_descriptor)
+
+    def _resume(self) -> None:
+        self._is_paused = False
+        if self._worker is not None:
+            asyncio.get_running_loop().add_reader(self._worker.handle.epoll_file_descriptor, self._progress)
+            self._schedule_poll()
+
     # Polling. Completed operations call back, and callbacks may post or disconnect.
     def _schedule_poll(self) -> None:
-        if self._scheduled_poll is None and self._worker is not None:
+        if self._scheduled_poll is None and self._worker is not None and not self._is_paused:
             self._scheduled_poll = asyncio.get_running_loop().call_soon(self._progress)
 
     def _progress(self) -> None:

@@ -20,7 +20,7 @@ from pdserve.base.ids import Epoch, WorkerId
 from pdserve.base.logs import get_logger
 from pdserve.base.secret import ClusterSecret
 from pdserve.v1.common_pb2 import Sealed
-from pdserve.v1.decode_pb2 import CommitRequest, DecodeStart, Ticket
+from pdserve.v1.decode_pb2 import CommitRequest, DecodeStart, IntroduceRequest, IntroduceResponse, Ticket
 from pdserve.v1.diagnostics_pb2 import DescribeRequest, ReceiveProbeRequest, SendProbeRequest
 from pdserve.v1.prefill_pb2 import PrefillRequest
 
@@ -32,6 +32,8 @@ Message = TypeVar(
     PrefillRequest,
     CommitRequest,
     Ticket,
+    IntroduceRequest,
+    IntroduceResponse,
     DescribeRequest,
     ReceiveProbeRequest,
     SendProbeRequest,
@@ -51,6 +53,8 @@ class Purpose(StrEnum):
     PROMPT = "prefill_request"
     COMMIT = "commit"
     TICKET = "ticket"
+    INTRODUCTION = "introduction"
+    INTRODUCED = "answer_to_introduction"
     RECORD = "worker_record"
     DESCRIBE = "describe_request"
     PROBE = "test_transfer"

@@ -395,6 +395,7 @@ class Ticket(_message.Message):
     DATA_ENDPOINT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SEALED_FIELD_NUMBER: _builtins.int
+    GUARDED_ADDRESSES_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     """16 random bytes."""
     attempt: _builtins.int
@@ -438,6 +439,12 @@ class Ticket(_message.Message):
         them. Routers read those above.
         """
 
+    @_builtins.property
+    def guarded_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """HOST:PORT of the data address at which data is taken only from connections that
+        were introduced; empty: from everybody.
+        """
+
     def __init__(
         self,
         *,
@@ -460,10 +467,11 @@ class Ticket(_message.Message):
         data_endpoint: Global___DataEndpoint | None = ...,
         traceparent: _builtins.str = ...,
         sealed: _common_pb2.Sealed | None = ...,
+        guarded_addresses: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data_endpoint", b"data_endpoint", "layout", b"layout", "sealed", b"sealed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bundle_blocks", b"bundle_blocks", "data_address", b"data_address", "data_endpoint", b"data_endpoint", "digest", b"digest", "epoch", b"epoch", "first_block", b"first_block", "grpc_address", b"grpc_address", "key", b"key", "layer_groups", b"layer_groups", "layout", b"layout", "lease_s", b"lease_s", "num_blocks", b"num_blocks", "sealed", b"sealed", "tag_base", b"tag_base", "traceparent", b"traceparent", "transfer_id", b"transfer_id", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bundle_blocks", b"bundle_blocks", "data_address", b"data_address", "data_endpoint", b"data_endpoint", "digest", b"digest", "epoch", b"epoch", "first_block", b"first_block", "grpc_address", b"grpc_address", "guarded_addresses", b"guarded_addresses", "key", b"key", "layer_groups", b"layer_groups", "layout", b"layout", "lease_s", b"lease_s", "num_blocks", b"num_blocks", "sealed", b"sealed", "tag_base", b"tag_base", "traceparent", b"traceparent", "transfer_id", b"transfer_id", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -638,6 +646,98 @@ class CommitRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CommitRequest: _TypeAlias = CommitRequest  # noqa: Y015
+
+@_typing.final
+class DataConnection(_message.Message):
+    """A TCP connection between two data addresses, HOST:PORT each."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """The end that connected."""
+    target: _builtins.str
+    """The end that listened."""
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        target: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DataConnection: _TypeAlias = DataConnection  # noqa: Y015
+
+@_typing.final
+class IntroduceRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWN_FIELD_NUMBER: _builtins.int
+    UNKNOWN_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
+    nonce: _builtins.bytes
+    """16 random bytes. The answer is sealed for them."""
+    @_builtins.property
+    def own(self) -> _containers.RepeatedCompositeFieldContainer[Global___DataConnection]:
+        """Opened by the caller."""
+
+    @_builtins.property
+    def unknown(self) -> _containers.RepeatedCompositeFieldContainer[Global___DataConnection]:
+        """Opened to the caller by a process that it does not know."""
+
+    @_builtins.property
+    def sealed(self) -> _common_pb2.Sealed:
+        """In a cluster with a secret: the whole message; the other fields are empty."""
+
+    def __init__(
+        self,
+        *,
+        own: _abc.Iterable[Global___DataConnection] | None = ...,
+        unknown: _abc.Iterable[Global___DataConnection] | None = ...,
+        nonce: _builtins.bytes = ...,
+        sealed: _common_pb2.Sealed | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sealed", b"sealed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nonce", b"nonce", "own", b"own", "sealed", b"sealed", "unknown", b"unknown"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IntroduceRequest: _TypeAlias = IntroduceRequest  # noqa: Y015
+
+@_typing.final
+class IntroduceResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KNOWN_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def known(self) -> _containers.RepeatedCompositeFieldContainer[Global___DataConnection]:
+        """The unknown ones that this worker has opened."""
+
+    @_builtins.property
+    def sealed(self) -> _common_pb2.Sealed:
+        """In a cluster with a secret: the whole message; the other fields are empty."""
+
+    def __init__(
+        self,
+        *,
+        known: _abc.Iterable[Global___DataConnection] | None = ...,
+        sealed: _common_pb2.Sealed | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sealed", b"sealed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known", b"known", "sealed", b"sealed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IntroduceResponse: _TypeAlias = IntroduceResponse  # noqa: Y015
 
 @_typing.final
 class CommitResponse(_message.Message):

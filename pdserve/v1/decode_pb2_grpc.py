@@ -41,6 +41,11 @@ class DecodeServiceStub:
                 request_serializer=pdserve_dot_v1_dot_decode__pb2.CommitRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_decode__pb2.CommitResponse.FromString,
                 _registered_method=True)
+        self.Introduce = channel.unary_unary(
+                '/pdserve.v1.DecodeService/Introduce',
+                request_serializer=pdserve_dot_v1_dot_decode__pb2.IntroduceRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_decode__pb2.IntroduceResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServiceServicer:
@@ -57,6 +62,14 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Introduce(self, request, context):
+        """Names connections between the caller's and this worker's data addresses, which
+        this worker then takes data from; called by prefill workers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -64,6 +77,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Commit,
                     request_deserializer=pdserve_dot_v1_dot_decode__pb2.CommitRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_decode__pb2.CommitResponse.SerializeToString,
+            ),
+            'Introduce': grpc.unary_unary_rpc_method_handler(
+                    servicer.Introduce,
+                    request_deserializer=pdserve_dot_v1_dot_decode__pb2.IntroduceRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_decode__pb2.IntroduceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -95,6 +113,33 @@ class DecodeService:
             '/pdserve.v1.DecodeService/Commit',
             pdserve_dot_v1_dot_decode__pb2.CommitRequest.SerializeToString,
             pdserve_dot_v1_dot_decode__pb2.CommitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Introduce(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.DecodeService/Introduce',
+            pdserve_dot_v1_dot_decode__pb2.IntroduceRequest.SerializeToString,
+            pdserve_dot_v1_dot_decode__pb2.IntroduceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,10 @@ class DecodeServiceStub:
     once every block was received and verified and the sequences are queued to
     run.
     """
+    Introduce: _grpc.UnaryUnaryMultiCallable[_decode_pb2.IntroduceRequest, _decode_pb2.IntroduceResponse]
+    """Names connections between the caller's and this worker's data addresses, which
+    this worker then takes data from; called by prefill workers.
+    """
 
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
@@ -52,6 +56,10 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     """Declares a transfer complete; called by the prefill worker. The answer comes
     once every block was received and verified and the sequences are queued to
     run.
+    """
+    Introduce: _aio.UnaryUnaryMultiCallable[_decode_pb2.IntroduceRequest, _decode_pb2.IntroduceResponse]  # type: ignore[assignment]
+    """Names connections between the caller's and this worker's data addresses, which
+    this worker then takes data from; called by prefill workers.
     """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -68,6 +76,16 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         """Declares a transfer complete; called by the prefill worker. The answer comes
         once every block was received and verified and the sequences are queued to
         run.
+        """
+
+    @_abc_1.abstractmethod
+    def Introduce(
+        self,
+        request: _decode_pb2.IntroduceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.IntroduceResponse, _abc.Awaitable[_decode_pb2.IntroduceResponse]]:
+        """Names connections between the caller's and this worker's data addresses, which
+        this worker then takes data from; called by prefill workers.
         """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

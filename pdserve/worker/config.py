@@ -112,6 +112,9 @@ class WorkerConfig:
         choices=HANDOVER_MEMORIES,
     )
     transport: str = option("ucx", help="transport of KV blocks", choices=TRANSPORTS)
+    guard_transport: bool = option(
+        True, help="in a cluster with a secret or TLS between peers: keep strangers out of the ports of UCX"
+    )
     stall_timeout_s: float = option(
         300.0, help="seconds that a step may take, compiling apart, before /livez reports a hang", minimum=1
     )

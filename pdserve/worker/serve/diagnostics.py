@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from kvtransfer.handover.introduction import Introduction
 from kvtransfer.handover.memory import InPlaceMemory
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import Received, ReceiverIdentity, Reservation
 from kvtransfer.handover.sealed_ticket import opened_ticket, sealed_ticket
 from kvtransfer.handover.sender import Sender
 from kvtransfer.handover.ticket import Commit, Ticket, commit_from_proto, commit_to_proto
+from kvtransfer.transport.own_sockets import Connection
 from kvtransfer.transport.path import TransportPath
 from pdserve.base import rpc
 from pdserve.base.errors import Overloaded, PdserveError, RequestError, StaleError
@@ -29,6 +31,7 @@ from pdserve.model.fetch.cache import default_cache_dir
 from pdserve.v1 import decode_pb2
 from pdserve.v1 import diagnostics_pb2 as pb
 from pdserve.v1 import diagnostics_pb2_grpc as pb_grpc
+from pdserve.worker.serve.introducing import introduce
 from pdserve.worker.serve.probe_memory import ProbeBlocks, num_probe_blocks
 from pdserve.worker.serve.worker import Worker
 
@@ -139,6 +142,7 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
             memory=InPlaceMemory(blocks, worker.model.layout.num_layers),
             layout=worker.model.layout,
             on_peer=lambda ticket, peer: paths.append(worker.paths.path_to(ticket, peer)),
+            introduce=self._introduce,
         )
         sender.close_unused()
         async with sender.open(ticket, request_id=request_id) as transfer:
@@ -160,6 +164,10 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
                 stub = pb_grpc.DiagnosticsServiceStub(channel)
                 answer: decode_pb2.CommitResponse = await stub.CommitProbe(message, timeout=ticket.lease_s)
                 return answer
+
+    async def _introduce(self, ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
+        async with rpc.open_channel(ticket.grpc_address, self._worker.tls) as channel:
+            return await introduce(self._worker, channel, ticket, introduction)
 
     def _identity(self) -> ReceiverIdentity:
         worker = self._worker

@@ -17,7 +17,7 @@ from pdserve.base.deaths import note_death
 from pdserve.base.errors import PeerLost
 from pdserve.base.ids import WorkerId, new_epoch
 from pdserve.base.logs import get_logger
-from pdserve.base.peer_tls import peer_tls
+from pdserve.base.peer_tls import PeerTls, peer_tls
 from pdserve.base.registry import Registrar, Tier
 from pdserve.base.rpc import GrpcHealth, GrpcPort, serve_grpc_at
 from pdserve.base.seals import Seals
@@ -63,7 +63,7 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
         note = await stack.enter_async_context(_exit_note(config, store, metrics))
         model = await asyncio.to_thread(load_model, config)
         stack.callback(model.close)
-        transport = await stack.enter_async_context(_opened_transport(config))
+        transport = await stack.enter_async_context(_opened_transport(config, seals, tls))
         tasks = await stack.enter_async_context(service_group())
         worker = await _make_worker(config, tier, model, transport, metrics, tasks)
         worker.tracer, worker.seals, worker.tls = tracer, seals, tls
@@ -148,11 +148,17 @@ async def _publish_readiness(health: Health, grpc_health: GrpcHealth, registrar:
     registrar.announce()
 
 
+def _keeps_strangers_out(config: WorkerConfig, seals: Seals, tls: PeerTls | None) -> bool:
+    """Whether peers can prove who they are, and have to."""
+    return config.guard_transport and (tls is not None or (seals.secret is not None and not seals.accepts_strangers))
+
+
 @asynccontextmanager
-async def _opened_transport(config: WorkerConfig) -> AsyncIterator[Transport]:
+async def _opened_transport(config: WorkerConfig, seals: Seals, tls: PeerTls | None) -> AsyncIterator[Transport]:
     bind_thread(config)
     device = config.device if config.handover_memory == "device" else None
-    transport = open_transport(config.transport, host=config.host, device=device)
+    guarded = _keeps_strangers_out(config, seals, tls)
+    transport = open_transport(config.transport, host=config.host, device=device, guarded=guarded)
     try:
         # Listening now makes a machine that lacks what the transport needs fail at start, not at the first request.
         await transport.listen()

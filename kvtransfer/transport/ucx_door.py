@@ -1,0 +1,141 @@
+"""The door of a UCX worker: the kernel drops what strangers send to its TCP sockets, before UCX can read it.
+
+UCX authenticates nobody, and one of its messages writes to an address of the sender's choice. Its sockets therefore get
+a socket filter that drops every segment with data. Connections that UCX accepts inherit it from the listening socket.
+It is taken off one connection at a time, when a peer of this cluster has named the connection as its own (decision 37).
+From then on the connection is an ordinary one, at no cost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+
+from kvtransfer.transport.own_sockets import Connection, tcp_sockets
+from kvtransfer.transport.socket_filter import is_shut, open_to_data, shut
+from pdserve.base.errors import PeerLost, SetupError
+
+#: Time for which UCX is not polled while a new connection is named to its other end.
+_PAUSE_S = 0.05
+#: Time within which a connection that was named must have arrived, and the interval of looking for it.
+_ARRIVAL_S, _LOOK_S = 5.0, 0.002
+
+
+class UcxDoor:
+    """The TCP sockets of one UCX worker. A door that is not shut changes nothing."""
+
+    def __init__(self, *, is_shut: bool, pause: Callable[[], None], resume: Callable[[], None]) -> None:
+        """`pause` and `resume`: stop and continue polling UCX."""
+        self._is_shut = is_shut
+        self._pause, self._resume = pause, resume
+        self._introductions = 0
+        self._addresses: frozenset[str] = frozenset()
+        #: Connections of this worker to others that the door has seen, by inode number.
+        self._outgoing: set[int] = set()
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether strangers are kept out of UCX."""
+        return self._is_shut
+
+    @property
+    def addresses(self) -> frozenset[str]:
+        """The TCP addresses at which UCX listens."""
+        return self._addresses
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Finds the sockets at which UCX starts to listen within the block. A shut door lets no data into them.
+
+        Raises: SetupError when the kernel has no socket filters.
+        """
+        before = tcp_sockets()
+        yield
+        opened = [each for inode, each in tcp_sockets().items() if inode not in before]
+        listeners = [each for each in opened if each.listens]
+        self._addresses = frozenset(each.local for each in listeners)
+        if self._is_shut:
+            # Others of this process may open sockets at this moment, too: those stay as they are.
+            for each in (*listeners, *(each for each in tcp_sockets().values() if not each.listens)):
+                if each.local in self._addresses:
+                    shut(each)
+
+    def require_found(self, lanes: Collection[str]) -> None:
+        """Raises: SetupError when UCX has TCP among its lanes, and where it listens could not be found out."""
+        if self._is_shut and "tcp" in lanes and not self._addresses:
+            raise SetupError(
+                "The TCP sockets of UCX are not in /proc/self/net/tcp, so strangers cannot be kept out. If nobody but "
+                "workers reaches its ports, start with --no-guard-transport."
+            )
+
+    @contextlib.contextmanager
+    def introducing(self, targets: Collection[str]) -> Iterator[list[Connection]]:
+        """The connections of this worker to these addresses. No data is let into new ones until they are confirmed.
+
+        UCX is not polled meanwhile. It would send at once, the other end would drop that, and the kernel sends it again
+        after 200 ms. It is polled again after 50 ms in any case, for the sake of other peers.
+        """
+        connections = self._outgoing_to(targets)
+        loop = asyncio.get_running_loop()
+        self._introductions += 1
+        self._pause()
+        ended = False
+
+        def end() -> None:
+            nonlocal ended
+            if not ended:
+                ended = True
+                self._introductions -= 1
+                if not self._introductions:
+                    self._resume()
+
+        timer = loop.call_later(_PAUSE_S, end)
+        try:
+            yield connections
+        finally:
+            timer.cancel()
+            end()
+
+    def _outgoing_to(self, targets: Collection[str]) -> list[Connection]:
+        found = [each for each in tcp_sockets().values() if each.remote in targets and not each.listens]
+        for each in found:
+            if self._is_shut and each.inode not in self._outgoing:
+                shut(each)
+        self._outgoing.update(each.inode for each in found)
+        return [Connection(each.local, each.remote) for each in found]
+
+    def confirm(self, connections: Collection[Connection]) -> None:
+        """Lets data into these connections of this worker."""
+        for each in tcp_sockets().values():
+            if Connection(each.local, each.remote) in connections and not each.listens:
+                open_to_data(each)
+
+    async def admit(self, connections: Collection[Connection]) -> None:
+        """Lets data into these connections to this worker. UCX accepts them in a thread of its own, and tells nobody.
+
+        Raises: PeerLost when one of them does not arrive.
+        """
+        loop = asyncio.get_running_loop()
+        until, missing = loop.time() + _ARRIVAL_S, set(connections)
+        while missing := missing - self._admitted(missing):
+            if loop.time() >= until:
+                listed = ", ".join(sorted(each.source for each in missing))
+                raise PeerLost(
+                    f"No connection from {listed} reached UCX within {_ARRIVAL_S:g} s. Addresses must not be "
+                    "translated between workers. Where they are, close the network, and use --no-guard-transport."
+                )
+            await asyncio.sleep(_LOOK_S)
+
+    def _admitted(self, connections: Collection[Connection]) -> set[Connection]:
+        """Those of these connections that have arrived; data is let in."""
+        arrived = {Connection(each.remote, each.local): each for each in tcp_sockets().values() if not each.listens}
+        for connection in arrived.keys() & set(connections):
+            if connection.target in self._addresses:
+                open_to_data(arrived[connection])
+        return arrived.keys() & set(connections)
+
+    def strangers(self) -> list[Connection]:
+        """Connections to this worker into which no data is let."""
+        incoming = (each for each in tcp_sockets().values() if each.local in self._addresses and not each.listens)
+        return [Connection(each.remote, each.local) for each in incoming if is_shut(each)]
