@@ -183,6 +183,6 @@ def _let_ucx_reach() -> None:
     if importlib.util.find_spec("ucxx") is None:
         return
     set_default_variable("UCX_MEMTYPE_CACHE", "n")
-    from kvtransfer.transport import ucx
+    from kvtransfer.transport import ucx_options
 
-    ucx._CUDA_DEFAULTS.clear()
+    ucx_options._CUDA_DEFAULTS.clear()

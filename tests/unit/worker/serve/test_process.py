@@ -11,14 +11,19 @@ import pytest
 from kvtransfer.transport.inproc import InprocTransport
 from pdserve.base.admin import Health
 from pdserve.base.errors import PeerLost
+from pdserve.base.peer_tls import PeerTls
 from pdserve.base.registry import Registrar
 from pdserve.base.rpc import GrpcHealth
+from pdserve.base.seals import Seals
+from pdserve.base.secret import parse_secret
 from pdserve.base.tasks import service_group
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.serve import process
 from pdserve.worker.serve.active_calls import ActiveCalls
-from pdserve.worker.serve.process import _drain, _opened_transport, _start_accepting
+from pdserve.worker.serve.process import _drain, _keeps_strangers_out, _opened_transport, _start_accepting
 from pdserve.worker.serve.worker import Worker
+
+SECRET = "the-secret-of-this-cluster"
 
 
 class Draining:
@@ -68,15 +73,36 @@ async def test_a_transport_gets_the_gpu_that_holds_its_buffers(
 ) -> None:
     devices: list[str | None] = []
 
-    def open_transport(name: str, *, host: str, device: str | None) -> InprocTransport:
+    def open_transport(name: str, *, host: str, device: str | None, guarded: bool) -> InprocTransport:
         devices.append(device)
         return InprocTransport()
 
     monkeypatch.setattr(process, "open_transport", open_transport)
     monkeypatch.setattr(process, "bind_thread", lambda config: None)
     config = WorkerConfig(model="m", redis_url="", device="cuda:1", transport="nccl", handover_memory=memory)
-    async with _opened_transport(config):
+    async with _opened_transport(config, Seals(), None):
         assert devices == [device]
+
+
+@pytest.mark.parametrize(
+    ("words", "has_tls", "guard_transport", "guarded"),
+    [
+        (None, False, True, False),
+        (None, True, True, True),
+        (SECRET, False, True, True),
+        (SECRET, False, False, False),
+        # On the way to a secret, workers without it are let in.
+        (f"{SECRET} open", False, True, False),
+        (f"{SECRET} open", True, True, True),
+    ],
+)
+def test_strangers_are_kept_out_where_peers_can_prove_who_they_are(
+    words: str | None, has_tls: bool, guard_transport: bool, guarded: bool
+) -> None:
+    config = WorkerConfig(model="m", redis_url="", guard_transport=guard_transport)
+    seals = Seals(None if words is None else parse_secret(words, where="test"))
+    tls = cast(PeerTls, object()) if has_tls else None
+    assert _keeps_strangers_out(config, seals, tls) is guarded
 
 
 @pytest.mark.virtual_time

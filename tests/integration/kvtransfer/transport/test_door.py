@@ -1,0 +1,154 @@
+"""Strangers at the TCP port of UCX: nothing that they send is read by UCX, and peers that introduce themselves work.
+
+A stranger here is a socket that speaks UCX's protocol. Two transports of this process stand for two workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import itertools
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import numpy as np
+import pytest
+
+from kvtransfer.transport.own_sockets import Connection, tcp_sockets
+from kvtransfer.transport.ucx import UcxTransport
+from pdserve.base.errors import PeerLost
+from tests.support.ucx_messages import CONNECT, put
+
+TIMEOUT_S = 30.0
+_BYTES_UNACKNOWLEDGED = 0x5411
+
+
+@contextlib.asynccontextmanager
+async def _open(*, guarded: bool) -> AsyncIterator[UcxTransport]:
+    transport = UcxTransport(guarded=guarded)
+    await transport.listen()
+    try:
+        yield transport
+    finally:
+        await transport.close()
+
+
+def _connected(transport: UcxTransport) -> socket.socket:
+    [address] = transport.door.addresses
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
+
+
+def _unread(stranger: socket.socket) -> int:
+    """Bytes that the other end's kernel has not taken."""
+    return int(struct.unpack("i", fcntl.ioctl(stranger, _BYTES_UNACKNOWLEDGED, b"\0" * 4))[0])
+
+
+async def _transfer(sender: UcxTransport, receiver: UcxTransport, tag: int) -> None:
+    """Connects as the handover does, and sends a message large enough to be read from the sender's memory."""
+    address, targets = await receiver.listen(), receiver.door.addresses
+    peer = await sender.connect(address)
+    with sender.door.introducing(targets) as own:
+        assert own
+        await receiver.door.admit(own)
+    sender.door.confirm(own)
+    receive = receiver.post_receive(tag, np.zeros(1 << 20, np.uint8))
+    async with asyncio.timeout(TIMEOUT_S):
+        await sender.post_send(peer, tag, np.full(1 << 20, tag, np.uint8))
+        await receive
+    assert (receive.buffer == tag).all()
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    """Lets UCX be polled until the condition holds."""
+    async with asyncio.timeout(TIMEOUT_S):
+        for _ in itertools.takewhile(lambda _: not condition(), itertools.count()):
+            await asyncio.sleep(0.001)
+
+
+async def test_ucx_itself_lets_a_stranger_write_to_its_memory() -> None:
+    """What the door is for: one message of UCX's protocol writes to any address, and nothing proves who sends it."""
+    buffer = np.zeros(16, np.uint8)
+    async with _open(guarded=False) as receiver:
+        with _connected(receiver) as stranger:
+            stranger.sendall(CONNECT + put(buffer.ctypes.data, b"Z" * 16))
+            await _until(lambda: bool(buffer.any()))
+    assert bytes(buffer) == b"Z" * 16
+
+
+async def test_a_stranger_writes_to_no_memory() -> None:
+    """Fails without the filter on the listening socket."""
+    buffer = np.zeros(16, np.uint8)
+    data = CONNECT + put(buffer.ctypes.data, b"Z" * 16)
+    async with _open(guarded=True) as receiver, _open(guarded=True) as sender:
+        with _connected(receiver) as stranger:
+            stranger.sendall(data)
+            await _transfer(sender, receiver, 1)
+            await _transfer(sender, receiver, 2)
+            assert _unread(stranger) == len(data)
+    assert not buffer.any()
+
+
+async def test_a_stranger_writes_to_no_memory_over_a_connection_that_ucx_opened() -> None:
+    """It listens where a worker did, for which a ticket is still valid. Fails without the filter on own connections."""
+    buffer = np.zeros(16, np.uint8)
+    data = CONNECT[8:] + put(buffer.ctypes.data, b"Z" * 16)
+    async with _open(guarded=True) as sender:
+        async with _open(guarded=True) as gone:
+            address, targets = await gone.listen(), gone.door.addresses
+        [host, _, port] = next(iter(targets)).rpartition(":")
+        with socket.create_server((host, int(port))) as impostor:
+            await sender.connect(address)
+            with sender.door.introducing(targets) as own:
+                connection, _ = impostor.accept()
+                with connection:
+                    connection.sendall(data)
+                    # Nobody confirms: UCX is polled, and its first bytes leave.
+                    await asyncio.to_thread(connection.recv, 8)
+                    assert _unread(connection) == len(data)
+            assert [each.target for each in own] == list(targets)
+    assert not buffer.any()
+
+
+async def test_blocks_pass_between_peers_that_are_guarded_or_not() -> None:
+    for guarded in (False, True):
+        async with _open(guarded=True) as receiver, _open(guarded=guarded) as sender:
+            await _transfer(sender, receiver, 1)
+            assert "tcp" in sender.offered_lanes()
+            assert receiver.door.strangers() == []
+
+
+async def test_a_connection_that_nobody_named_is_a_stranger() -> None:
+    async with _open(guarded=True) as receiver:
+        with _connected(receiver) as stranger:
+            host, port = stranger.getsockname()
+            expected = Connection(f"{host}:{port}", *receiver.door.addresses)
+            await _until(lambda: receiver.door.strangers() == [expected])
+
+
+async def test_a_connection_that_does_not_arrive_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a translation of addresses."""
+    monkeypatch.setattr("kvtransfer.transport.ucx_door._ARRIVAL_S", 0.0)
+    async with _open(guarded=True) as receiver:
+        [target] = receiver.door.addresses
+        with pytest.raises(PeerLost, match=r"No connection from 192\.0\.2\.1:9 reached UCX"):
+            await receiver.door.admit([Connection("192.0.2.1:9", target)])
+
+
+async def test_other_sockets_of_the_process_stay_as_they_are() -> None:
+    """Fails if every socket that appears while UCX starts is shut."""
+    with socket.create_server(("127.0.0.1", 0)) as server, _pair(server) as (client, accepted):
+        async with _open(guarded=True):
+            client.sendall(b"hello")
+            assert accepted.recv(5) == b"hello"
+        assert any(each.listens for each in tcp_sockets().values())
+
+
+@contextlib.contextmanager
+def _pair(server: socket.socket) -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_connection(server.getsockname(), timeout=TIMEOUT_S) as client:
+        accepted, _ = server.accept()
+        with accepted:
+            yield client, accepted
