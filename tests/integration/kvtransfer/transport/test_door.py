@@ -12,13 +12,18 @@ import itertools
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from kvtransfer.handover.introduction import Introduction, Introductions, answered
+from kvtransfer.handover.ticket import Ticket
+from kvtransfer.transport import Peer
 from kvtransfer.transport.own_sockets import Connection, tcp_sockets
 from kvtransfer.transport.ucx import UcxTransport
 from pdserve.base.errors import PeerLost
+from tests.support.handover import worker_pair
 from tests.support.ucx_messages import CONNECT, put
 
 TIMEOUT_S = 30.0
@@ -54,6 +59,10 @@ async def _transfer(sender: UcxTransport, receiver: UcxTransport, tag: int) -> N
         assert own
         await receiver.door.admit(own)
     sender.door.confirm(own)
+    await _send(sender, peer, receiver, tag)
+
+
+async def _send(sender: UcxTransport, peer: Peer, receiver: UcxTransport, tag: int) -> None:
     receive = receiver.post_receive(tag, np.zeros(1 << 20, np.uint8))
     async with asyncio.timeout(TIMEOUT_S):
         await sender.post_send(peer, tag, np.full(1 << 20, tag, np.uint8))
@@ -118,6 +127,33 @@ async def test_blocks_pass_between_peers_that_are_guarded_or_not() -> None:
             await _transfer(sender, receiver, 1)
             assert "tcp" in sender.offered_lanes()
             assert receiver.door.strangers() == []
+
+
+async def test_a_worker_that_starts_again_at_its_address_is_called_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX then answers over a connection of its own. Fails without `answer_callbacks`, by its timeout."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    async with _open(guarded=True) as receiver:
+        monkeypatch.setenv("UCX_TCP_PORT_RANGE", str(port))
+        async with _open(guarded=True) as sender:
+            await _transfer(sender, receiver, 1)
+        async with _open(guarded=True) as sender, worker_pair() as pair:
+            assert sender.door.addresses == {f"127.0.0.1:{port}"}
+            address, guarded = await receiver.listen(), tuple(receiver.door.addresses)
+            ticket = replace(await pair.grant([0]), data_address=address, guarded_addresses=guarded)
+            called_back = list[Connection]()
+
+            async def introduce(ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
+                known = await answered(introduction, receiver.door)
+                called_back.extend(known)
+                return known
+
+            introductions = Introductions(sender, introduce)
+            peer = await introductions.connect(ticket)
+            answering = asyncio.create_task(introductions.answer_callbacks(ticket))
+            await _send(sender, peer, receiver, 2)
+            answering.cancel()
+            assert [each.target for each in called_back] == [f"127.0.0.1:{port}"]
 
 
 async def test_a_connection_that_nobody_named_is_a_stranger() -> None:
