@@ -78,6 +78,13 @@ def open_to_data(each: TcpSocket) -> None:
             handle.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 
+def end(each: TcpSocket) -> None:
+    """Ends a connection, as its other end could: the library reads the end of it, and closes it."""
+    with _handle(each) as handle, contextlib.suppress(OSError):
+        if handle is not None:
+            handle.shutdown(socket.SHUT_RDWR)
+
+
 def is_shut(each: TcpSocket) -> bool:
     """Whether data is dropped."""
     with _handle(each) as handle:

@@ -72,6 +72,7 @@ class UcxTransport:
         self.door = UcxDoor(is_shut=guarded, pause=self._pause, resume=self._resume)
         self._worker: UcxWorker | None = None
         self._is_paused = False
+        self._sweeper: asyncio.Task[None] | None = None
         self._matcher: TagMatcher[ucx.TagProbeResult] = TagMatcher(self._drain, max_early_bytes=_MAX_EARLY_BYTES)
         self._discarded: Buffer | None = None
         self._scheduled_poll: asyncio.Handle | None = None
@@ -173,6 +174,8 @@ class UcxTransport:
         self.door.require_found(offered_lanes(worker.context.info))
         self._worker = worker
         asyncio.get_running_loop().add_reader(worker.handle.epoll_file_descriptor, self._progress)
+        if self.door.is_shut:
+            self._sweeper = asyncio.create_task(self.door.end_strangers(), name="strangers at UCX")
         self._schedule_poll()
         return worker
 
@@ -181,6 +184,8 @@ class UcxTransport:
         if worker is None:
             return
         asyncio.get_running_loop().remove_reader(worker.handle.epoll_file_descriptor)
+        if self._sweeper is not None:
+            self._sweeper.cancel()
         if self._scheduled_poll is not None:
             self._scheduled_poll.cancel()
             self._scheduled_poll = None

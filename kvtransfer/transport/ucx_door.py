@@ -12,14 +12,16 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Iterator
 
-from kvtransfer.transport.own_sockets import Connection, tcp_sockets
-from kvtransfer.transport.socket_filter import is_shut, open_to_data, shut
+from kvtransfer.transport.own_sockets import Connection, TcpSocket, tcp_sockets
+from kvtransfer.transport.socket_filter import end, is_shut, open_to_data, shut
 from pdserve.base.errors import PeerLost, SetupError
 
 #: Time for which UCX is not polled while a new connection is named to its other end.
 _PAUSE_S = 0.05
 #: Time within which a connection that was named must have arrived, and the interval of looking for it.
 _ARRIVAL_S, _LOOK_S = 5.0, 0.002
+#: Time for which a connection may be unnamed; at most twice that.
+_NAMED_WITHIN_S = 5.0
 
 
 class UcxDoor:
@@ -82,7 +84,7 @@ class UcxDoor:
         self._pause()
         ended = False
 
-        def end() -> None:
+        def continue_polling() -> None:
             nonlocal ended
             if not ended:
                 ended = True
@@ -90,12 +92,12 @@ class UcxDoor:
                 if not self._introductions:
                     self._resume()
 
-        timer = loop.call_later(_PAUSE_S, end)
+        timer = loop.call_later(_PAUSE_S, continue_polling)
         try:
             yield connections
         finally:
             timer.cancel()
-            end()
+            continue_polling()
 
     def _outgoing_to(self, targets: Collection[str]) -> list[Connection]:
         found = [each for each in tcp_sockets().values() if each.remote in targets and not each.listens]
@@ -135,7 +137,25 @@ class UcxDoor:
                 open_to_data(arrived[connection])
         return arrived.keys() & set(connections)
 
+    async def end_strangers(self) -> None:
+        """Ends connections that nobody names, until cancelled: they hold descriptors and memory."""
+        before = frozenset[int]()
+        while True:
+            await asyncio.sleep(_NAMED_WITHIN_S)
+            # In a thread: the kernel's list may be long.
+            before = await asyncio.to_thread(self._end_all_of, before)
+
+    def _end_all_of(self, before: Collection[int]) -> frozenset[int]:
+        """Ends the unnamed connections that were there before. Returns the inode numbers of the others."""
+        unnamed = {each.inode: each for each in self._unnamed()}
+        for inode in unnamed.keys() & before:
+            end(unnamed.pop(inode))
+        return frozenset(unnamed)
+
     def strangers(self) -> list[Connection]:
         """Connections to this worker into which no data is let."""
+        return [Connection(each.remote, each.local) for each in self._unnamed()]
+
+    def _unnamed(self) -> list[TcpSocket]:
         incoming = (each for each in tcp_sockets().values() if each.local in self._addresses and not each.listens)
-        return [Connection(each.remote, each.local) for each in incoming if is_shut(each)]
+        return [each for each in incoming if is_shut(each)]

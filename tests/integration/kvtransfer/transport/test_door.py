@@ -1,6 +1,6 @@
 """Strangers at the TCP port of UCX: nothing that they send is read by UCX, and peers that introduce themselves work.
 
-A stranger here is a socket that speaks UCX's protocol. Two transports of this process stand for two workers.
+Strangers speak UCX's protocol. Two transports of this process stand for two workers.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kvtransfer.transport.ucx import UcxTransport
 from pdserve.base.errors import PeerLost
 from tests.support.handover import worker_pair
 from tests.support.ucx_messages import CONNECT, put
+from tests.support.ucx_stranger import stranger_at
 
 TIMEOUT_S = 30.0
 _BYTES_UNACKNOWLEDGED = 0x5411
@@ -38,12 +39,6 @@ async def _open(*, guarded: bool) -> AsyncIterator[UcxTransport]:
         yield transport
     finally:
         await transport.close()
-
-
-def _connected(transport: UcxTransport) -> socket.socket:
-    [address] = transport.door.addresses
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
 
 
 def _unread(stranger: socket.socket) -> int:
@@ -81,8 +76,7 @@ async def test_ucx_itself_lets_a_stranger_write_to_its_memory() -> None:
     """What the door is for: one message of UCX's protocol writes to any address, and nothing proves who sends it."""
     buffer = np.zeros(16, np.uint8)
     async with _open(guarded=False) as receiver:
-        with _connected(receiver) as stranger:
-            stranger.sendall(CONNECT + put(buffer.ctypes.data, b"Z" * 16))
+        with stranger_at(*receiver.door.addresses, CONNECT + put(buffer.ctypes.data, b"Z" * 16)):
             await _until(lambda: bool(buffer.any()))
     assert bytes(buffer) == b"Z" * 16
 
@@ -92,11 +86,11 @@ async def test_a_stranger_writes_to_no_memory() -> None:
     buffer = np.zeros(16, np.uint8)
     data = CONNECT + put(buffer.ctypes.data, b"Z" * 16)
     async with _open(guarded=True) as receiver, _open(guarded=True) as sender:
-        with _connected(receiver) as stranger:
-            stranger.sendall(data)
+        with stranger_at(*receiver.door.addresses, data) as stranger:
             await _transfer(sender, receiver, 1)
             await _transfer(sender, receiver, 2)
-            assert _unread(stranger) == len(data)
+            assert stranger.num_unread == len(data)
+            assert [each.source for each in receiver.door.strangers()] == [stranger.address]
     assert not buffer.any()
 
 
@@ -158,10 +152,23 @@ async def test_a_worker_that_starts_again_at_its_address_is_called_back(monkeypa
 
 async def test_a_connection_that_nobody_named_is_a_stranger() -> None:
     async with _open(guarded=True) as receiver:
-        with _connected(receiver) as stranger:
-            host, port = stranger.getsockname()
-            expected = Connection(f"{host}:{port}", *receiver.door.addresses)
+        with stranger_at(*receiver.door.addresses, b"") as stranger:
+            expected = Connection(stranger.address, *receiver.door.addresses)
             await _until(lambda: receiver.door.strangers() == [expected])
+
+
+async def test_a_connection_that_nobody_names_is_ended_and_one_that_was_named_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also when it is not ended at its other end, where sent data waits. Fails without the sweep."""
+    monkeypatch.setattr("kvtransfer.transport.ucx_door._NAMED_WITHIN_S", 0.02)
+    async with _open(guarded=True) as receiver, _open(guarded=True) as sender:
+        address = await receiver.listen()
+        with stranger_at(*receiver.door.addresses, CONNECT) as stranger:
+            await _transfer(sender, receiver, 1)
+            await _until(lambda: stranger.address not in {each.remote for each in tcp_sockets().values()})
+            await _transfer(sender, receiver, 2)
+            assert await receiver.listen() == address
 
 
 async def test_a_connection_that_does_not_arrive_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
