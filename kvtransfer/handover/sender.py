@@ -24,7 +24,7 @@ from pdserve.base.layout import KvLayout
 _MEMORY_SHARE = 1 / 4
 
 
-async def _to_nobody(ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
+async def _no_introduction(ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
     return ()
 
 
@@ -39,7 +39,7 @@ class Sender:
         layout: KvLayout,
         max_outstanding_bytes: int | None = None,
         on_peer: Callable[[Ticket, Peer], None] = lambda ticket, peer: None,
-        introduce: Introduce = _to_nobody,
+        introduce: Introduce = _no_introduction,
     ) -> None:
         """`max_outstanding_bytes`: per transfer; None: the memory's window.
 

@@ -11,7 +11,7 @@ CONNECT = bytes.fromhex("78563412bebafeca201d00000001000000000000000000000000020
 MAGIC = CONNECT[:8]
 #: Kinds of messages: below `CONNECTS` those of transports above, and then UCX's own for TCP.
 CONNECTS, PUTS, PUT_DONE, LIVES = 32, 33, 34, 35
-#: Of the protocol above: wireup, tags (eager and rendezvous), remote memory access, atomics, active messages.
+#: Those of the protocol above: wireup, tags (eager and rendezvous), remote memory access, atomics, active messages.
 NUM_KINDS = 36
 
 

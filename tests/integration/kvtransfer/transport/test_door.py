@@ -150,14 +150,14 @@ async def test_a_worker_that_starts_again_at_its_address_is_called_back(monkeypa
             assert [each.target for each in called_back] == [f"127.0.0.1:{port}"]
 
 
-async def test_a_connection_that_nobody_named_is_a_stranger() -> None:
+async def test_a_connection_without_an_introduction_is_a_stranger() -> None:
     async with _open(guarded=True) as receiver:
         with stranger_at(*receiver.door.addresses, b"") as stranger:
             expected = Connection(stranger.address, *receiver.door.addresses)
             await _until(lambda: receiver.door.strangers() == [expected])
 
 
-async def test_a_connection_that_nobody_names_is_ended_and_one_that_was_named_is_not(
+async def test_a_connection_is_ended_unless_it_was_introduced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also when it is not ended at its other end, where sent data waits. Fails without the sweep."""

@@ -109,11 +109,11 @@ async def test_without_a_guard_at_the_other_end_nothing_is_named() -> None:
 @pytest.mark.virtual_time
 async def test_connections_of_the_other_worker_are_let_in_and_those_of_strangers_are_not() -> None:
     """One failed call ends nothing. Fails if unknown connections are let in without being asked about."""
-    transport, asked = Guarded(), list[tuple[Connection, ...]]()
+    transport, requested = Guarded(), list[tuple[Connection, ...]]()
 
     async def introduce(ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
-        asked.append(introduction.unknown)
-        if len(asked) == 1:
+        requested.append(introduction.unknown)
+        if len(requested) == 1:
             raise PeerLost("The worker does not answer.")
         return (THEIRS,) if THEIRS in introduction.unknown else ()
 
@@ -121,8 +121,8 @@ async def test_connections_of_the_other_worker_are_let_in_and_those_of_strangers
     answering = asyncio.create_task(Introductions(transport, introduce).answer_callbacks(ticket))
     await asyncio.sleep(2.5)
     answering.cancel()
-    assert asked[:3] == [(THEIRS, STRANGERS), (THEIRS, STRANGERS), (STRANGERS,)]
-    assert set(asked[2:]) == {(STRANGERS,)}
+    assert requested[:3] == [(THEIRS, STRANGERS), (THEIRS, STRANGERS), (STRANGERS,)]
+    assert set(requested[2:]) == {(STRANGERS,)}
     assert {event for event in transport.events if event != ("admitted",)} == {("admitted", THEIRS)}
 
 
