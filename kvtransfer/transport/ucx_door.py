@@ -2,7 +2,7 @@
 
 UCX authenticates nobody, and one of its messages writes to an address of the sender's choice. Its sockets therefore get
 a socket filter that drops every segment with data. Connections that UCX accepts inherit it from the listening socket.
-It is taken off one connection at a time, when a peer of this cluster has named the connection as its own (decision 37).
+It is taken off one connection at a time, when a peer of this cluster has named the connection as its own (decision 38).
 From then on the connection is an ordinary one, at no cost.
 """
 
