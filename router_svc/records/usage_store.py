@@ -30,7 +30,7 @@ RETENTION_DAYS = 400
 MAX_ROWS = 20_000
 #: Rows of a day. A day fits into an answer, with a row for the rest of each model.
 MAX_DAY_ROWS = 19_000
-#: Rows of all days, some 60 MB: 1,000 keys for 400 days, or 10,000 keys for 40.
+#: Rows of all days, 60 to 70 MB: 1,000 keys for 400 days, or 10,000 keys for 40.
 MAX_KEPT_ROWS = 400_000
 #: Seconds of usage that a killed router loses.
 FLUSH_S = 5.0
