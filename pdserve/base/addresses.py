@@ -7,14 +7,36 @@ import re
 import socket
 
 AUTO = "auto"
-_HOST_PORT = re.compile(r"(?:[A-Za-z0-9_.-]{1,255}|\[[A-Za-z0-9:.%]{2,60}\]):(?P<port>[0-9]{1,5})")
+_HOST_PORT = re.compile(
+    r"(?:(?P<name>[A-Za-z0-9_.-]{1,254})|\[(?P<ipv6>[A-Za-z0-9:.%_-]{2,60})\]):(?P<port>[0-9]{1,5})"
+)
 _MAX_PORT = 65_535
+#: Bytes of a name, and of each part between its dots. Python raises `UnicodeError` where it connects beyond that.
+_MAX_NAME, _MAX_LABEL = 253, 63
 
 
 def is_host_port(text: str) -> bool:
     """Whether this is `host:port`, and nothing else that a library would understand: no path, no other scheme."""
     match = _HOST_PORT.fullmatch(text)
-    return match is not None and int(match["port"]) <= _MAX_PORT
+    if match is None or int(match["port"]) > _MAX_PORT:
+        return False
+    if match["name"] is not None:
+        name = match["name"].removesuffix(".")
+        return len(name) <= _MAX_NAME and _has_labels(name)
+    return _is_ipv6(match["ipv6"])
+
+
+def _is_ipv6(text: str) -> bool:
+    """With a zone or without one, whose dots count as those of a name where Python connects."""
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return _has_labels(text)
+
+
+def _has_labels(name: str) -> bool:
+    return all(1 <= len(label) <= _MAX_LABEL for label in name.split("."))
 
 
 def parse_host(text: str) -> str:

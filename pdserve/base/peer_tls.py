@@ -13,6 +13,7 @@ import grpc
 
 from pdserve.base.errors import SetupError
 from pdserve.base.logs import get_logger
+from pdserve.base.replaced_tls import ReplacedContext
 
 log = get_logger(__name__)
 
@@ -68,9 +69,10 @@ class PeerTls:
         self._seen = self._state()
         try:
             self._files = self._read()
-            self._client, self._server = self._contexts()
+            self._client, server = self._contexts()
         except (OSError, ssl.SSLError) as error:
             raise SetupError(f"Cannot read the certificates of {_FLAGS}: {error}.") from error
+        self._server = ReplacedContext(server)
 
     @property
     def client_context(self) -> ssl.SSLContext:
@@ -109,15 +111,12 @@ class PeerTls:
         if state == self._seen:
             return
         try:
-            # Before the server's context is touched, which stays, as the port has it: a wrong key would break it.
-            client, _ = self._contexts()
+            client, server = self._contexts()
             files = self._read()
-            self._server.load_cert_chain(self._paths[0], self._paths[1])
-            self._server.load_verify_locations(self._paths[2])
         except (OSError, ssl.SSLError) as error:
             log.warning("peer_certificates_unreadable", reason=error)
             return
-        self._client, self._files, self._seen = client, files, state
+        self._client, self._server.current, self._files, self._seen = client, server, files, state
         self.generation += 1
         log.info("peer_certificates_reloaded", generation=self.generation)
 

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from pdserve.base.errors import PdserveError
 from pdserve.base.logs import get_logger
-from pdserve.base.newcomers import Newcomers
+from pdserve.base.newcomers import SWEEP_S, Newcomers
 from pdserve.base.peer_tls import PeerTls
 from pdserve.base.rpc import MAX_MESSAGE_BYTES
 from pdserve.base.streams import CONNECT_TIMEOUT_S, MessageStream, PeerLeft
@@ -28,8 +28,12 @@ _LINGER_S = 10.0
 #: Time a server allows a peer that does not read: longer than a router waits for a client that does not. The kernel
 #: cannot distinguish a full window from a dead host.
 _STALLED_AFTER_S = 75
-#: Bytes that all newcomers together may have sent, or two messages of the largest size.
-_NEWCOMER_BYTES = 16 << 20
+#: Memory for the first messages of newcomers: enough turns for bursts, and little beside a model.
+_NEWCOMER_BYTES = 64 << 20
+#: Bytes that asyncio reads at a time, which may be beyond a message.
+_READ_BYTES = 256 << 10
+#: Turns of newcomers, at least. One stranger does not block a worker with very long prompts.
+_MIN_TURNS = 8
 
 
 @asynccontextmanager
@@ -47,11 +51,14 @@ async def serve_streams(
     A connection is closed when its handler returns, and immediately if it arrives while the block ends. If the handler
     raises, the last message is the one that `failure` makes of the error; any but a `PdserveError` is logged and
     replaced by one. `PeerLeft` is not a failure. `handle` calls `trust` when it knows who has connected: until then
-    the connection counts as a newcomer (`Newcomers`). One with a message beyond `max_message_bytes` is closed.
+    the connection counts as a newcomer, which may have to wait before it is read (`Newcomers`). One with a message
+    beyond `max_message_bytes` is closed.
     """
     # With TLS, a peer has shown a certificate before it is here.
-    newcomers = None if tls is not None else Newcomers(max_bytes=max(_NEWCOMER_BYTES, 2 * max_message_bytes))
+    newcomers = None if tls is not None else Newcomers(max_turns=_max_turns(max_message_bytes))
     async with service_group() as group:
+        if newcomers is not None:
+            group.start(_sweep(newcomers), name="newcomers")
 
         def on_open(stream: MessageStream[Incoming]) -> None:
             if group.stopping:
@@ -62,17 +69,23 @@ async def serve_streams(
             serving.add_done_callback(lambda _: stream.close())
 
         def connection() -> MessageStream[Incoming]:
-            return MessageStream(
-                parse,
-                on_open,
-                lost_after_s=_STALLED_AFTER_S,
-                max_message_bytes=max_message_bytes,
-                newcomers=newcomers,
-            )
+            limits = {"lost_after_s": _STALLED_AFTER_S, "max_message_bytes": max_message_bytes}
+            return MessageStream(parse, on_open, **limits, newcomers=newcomers)
 
         async with _listening(listener, connection, tls):
             host, port = listener.getsockname()[:2]
             yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _max_turns(max_message_bytes: int) -> int:
+    return max(_MIN_TURNS, _NEWCOMER_BYTES // (max_message_bytes + _READ_BYTES))
+
+
+async def _sweep(newcomers: Newcomers) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        newcomers.sweep(loop.time())
+        await asyncio.sleep(SWEEP_S)
 
 
 @asynccontextmanager

@@ -8,6 +8,7 @@ connection cancels the call, and TCP's window holds back a sender whose peer doe
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -16,7 +17,7 @@ from google.protobuf.message import DecodeError, Message
 
 from pdserve.base.dead_hosts import notice_dead_hosts
 from pdserve.base.frames import Frames, framed
-from pdserve.base.newcomers import Newcomers
+from pdserve.base.newcomers import Newcomers, host_of
 from pdserve.base.no_delay import send_at_once
 from pdserve.base.peer_tls import PeerTls
 from pdserve.base.rpc import MAX_MESSAGE_BYTES
@@ -54,7 +55,7 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
         `lost_after_s`: time the peer may acknowledge no data, or accept none, before it counts as lost.
         """
         self._lost_after_s = lost_after_s
-        #: Where the stream counts until `trust` is called.
+        #: Where the stream counts until `trust` is called. It is open once it has its turn there.
         self._newcomers = newcomers
         self._loop = asyncio.get_running_loop()
         self._parse = parse
@@ -127,10 +128,10 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
             self._transport.abort()
 
     def trust(self) -> None:
-        """The peer is one of the cluster: the stream is no newcomer any more."""
-        if self._newcomers is not None:
-            self._newcomers.remove(self)
-            self._newcomers = None
+        """The peer is one of the cluster: the stream is no newcomer any more. Its turn goes to the next one."""
+        newcomers, self._newcomers = self._newcomers, None
+        if newcomers is not None:
+            newcomers.remove(self, self._loop.time())
 
     def _send(self, message: Message) -> None:
         assert self._transport is not None, "a stream is written to once it is open"
@@ -144,13 +145,22 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
 
     # asyncio.Protocol
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The stream is open."""
+        """The stream is open, or waits for its turn."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         send_at_once(transport.get_extra_info("socket"))
         notice_dead_hosts(transport.get_extra_info("socket"), self._lost_after_s)
-        if self._newcomers is not None:
-            self._newcomers.add(self)
+        if self._newcomers is None:
+            self._on_open(self)
+        else:
+            transport.pause_reading()
+            peer = transport.get_extra_info("peername")  # None: it has left already.
+            self._newcomers.add(self, "" if peer is None else host_of(peer[0]), self._loop.time())
+
+    def begin_turn(self) -> None:
+        """The stream is open, after it has waited among the newcomers."""
+        assert self._transport is not None, "a stream waits for its turn once it is connected"
+        self._transport.resume_reading()
         self._on_open(self)
 
     def data_received(self, data: bytes) -> None:
@@ -159,7 +169,7 @@ class MessageStream(asyncio.Protocol, Generic[Incoming]):
         self._waiting_bytes += len(data)
         self._parse_some()
         if self._newcomers is not None:
-            self._newcomers.hold(self, len(self._received) + self._waiting_bytes)
+            self._newcomers.heard(self, self._loop.time())
         if self._inbox:
             self._wake_reader()
         is_full = len(self._inbox) >= _MAX_WAITING or (self._inbox and self._waiting_bytes >= _MAX_WAITING_BYTES)
@@ -220,12 +230,17 @@ async def open_stream(
     """Connects to `host:port`. The caller closes the stream. Raises `OSError`, of which `TimeoutError` is one."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
-    async with asyncio.timeout(CONNECT_TIMEOUT_S):
-        _, stream = await asyncio.get_running_loop().create_connection(
-            lambda: MessageStream(parse),
-            host,
-            int(port),
-            ssl=None if tls is None else tls.client_context,
-            server_hostname=None if tls is None else tls.server_name or host,
-        )
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, stream = await asyncio.get_running_loop().create_connection(
+                lambda: MessageStream(parse),
+                host,
+                int(port),
+                ssl=None if tls is None else tls.client_context,
+                server_hostname=None if tls is None else tls.server_name or host,
+            )
+    except OSError:
+        raise
+    except (ValueError, OverflowError) as error:  # No name or port that Python would connect to, or name over TLS.
+        raise OSError(errno.EINVAL, f"{address[:100]!r} is no address ({error})") from error
     return stream

@@ -10,6 +10,7 @@ import grpc
 
 from pdserve.base.errors import SetupError
 from pdserve.base.logs import get_logger
+from pdserve.base.replaced_tls import ReplacedContext
 from router_svc.config import RouterConfig
 
 log = get_logger(__name__)
@@ -30,7 +31,7 @@ class ClientTls:
         self._seen = self._state()
         self._grpc = self._read()
         #: For HTTP. It is the same object for as long as the process runs.
-        self.context = self._make_context()
+        self.context = ReplacedContext(self._make_context())
         is_required = self._verify is ssl.CERT_REQUIRED
         #: For gRPC.
         self.credentials = grpc.dynamic_ssl_server_credentials(
@@ -48,27 +49,21 @@ class ClientTls:
         if (state := self._state()) == self._seen:
             return
         try:
-            # Before the context of the listeners is touched: a wrong key would break it.
-            self._make_context()
-            found = self._read()
-            self._load(self.context)
+            context, found = self._make_context(), self._read()
         except (OSError, ssl.SSLError) as error:
             log.warning("certificates_unreadable", reason=error)
             return
-        self._grpc, self._seen = found, state
+        self.context.current, self._grpc, self._seen = context, found, state
         log.info("certificates_reloaded")
 
     def _make_context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self._load(context)
-        context.verify_mode = self._verify
-        return context
-
-    def _load(self, context: ssl.SSLContext) -> None:
         context.load_cert_chain(*self._pair)
         if self._authorities is not None:
             context.load_verify_locations(self._authorities)
+        context.verify_mode = self._verify
+        return context
 
     def _read(self) -> grpc.ServerCertificateConfiguration:
         certificate, key = (path.read_bytes() for path in self._pair)

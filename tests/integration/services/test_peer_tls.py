@@ -149,6 +149,23 @@ async def test_changed_certificates_are_used_without_a_restart(authority: Author
         kept.close()
 
 
+async def test_an_authority_that_was_removed_is_trusted_no_longer(authority: Authority, other: Authority) -> None:
+    """A context that loads its file again still trusts what was in it before."""
+    both = authority.certificate.read_bytes() + other.certificate.read_bytes()
+    ours, alone = authority.certificate, authority.certificate.read_bytes()
+    theirs = PeerTls(replace(other.sign("router"), peer_ssl_ca_certs=str(ours)))
+    ours.write_bytes(both)
+    worker = credentials(authority, "worker")
+    async with serving(worker) as (address, streams):
+        assert await call(address, theirs) == 1.0
+        assert await talk(streams, theirs) == 7
+        ours.write_bytes(alone)
+        worker.refresh()
+        assert worker.generation == 1
+        assert await refused(address, streams, theirs)
+        assert await talk(streams, credentials(authority, "router")) == 7
+
+
 async def test_half_written_certificates_change_nothing(authority: Authority) -> None:
     worker = credentials(authority, "worker")
     router = credentials(authority, "router")
@@ -185,7 +202,8 @@ def test_incomplete_or_wrong_files_are_refused_at_start(authority: Authority, tm
     for change in ({"peer_ssl_keyfile": str(tmp_path / "absent")}, {"peer_ssl_keyfile": settings.peer_ssl_certfile}):
         with pytest.raises(SetupError, match="Cannot read the certificates"):
             peer_tls(replace(settings, **change))
-    assert credentials(authority).server_context.minimum_version is ssl.TLSVersion.TLSv1_3
+    contexts = credentials(authority)._contexts()
+    assert {context.minimum_version for context in contexts} == {ssl.TLSVersion.TLSv1_3}
 
 
 async def test_a_handover_over_tls_gives_the_same_tokens(
@@ -240,6 +258,17 @@ async def test_the_next_request_finds_a_connection_whose_handshake_is_over(autho
         assert await _answered(second)
         first.close()
         second.close()
+
+
+async def test_an_address_that_no_name_can_have_ends_no_pool(authority: Authority) -> None:
+    """Python raises `UnicodeError` for it, which ended the router that opens connections ahead of requests."""
+    tls = credentials(authority)
+    async with serving(tls) as (_, address), pool_of(tls) as pool:
+        for wrong in ("a..b:7001", "a" * 64 + ":7001"):
+            with pytest.raises(OSError, match="is no address"):
+                await pool.open(wrong)
+        (await pool.open(address)).close()
+        await _spare(pool, address)
 
 
 async def test_a_spare_connection_that_is_old_or_closed_by_the_worker_serves_no_request(

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from pdserve.base import newcomers, stream_server
 from pdserve.base.admin import bound_socket
 from pdserve.base.errors import NoFreeBlocks, PdserveError
 from pdserve.base.newcomers import Newcomers
@@ -363,13 +364,6 @@ async def test_a_message_beyond_the_servers_limit_closes_the_connection_before_i
 async def test_strangers_that_say_nothing_keep_no_one_out_who_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(Newcomers.__init__.__kwdefaults__, "max_connections", 4)
 
-    async def trusting(stream: Server) -> None:
-        first = await stream.read()
-        stream.trust()
-        assert first is not None
-        await stream.write(event(first.renew_ticket.attempt))
-        await echo(stream)
-
     async with serving(trusting) as address, contextlib.AsyncExitStack() as stack:
         friend = await stack.enter_async_context(connected(address))
         await friend.write(command(1))
@@ -380,6 +374,97 @@ async def test_strangers_that_say_nothing_keep_no_one_out_who_is_trusted(monkeyp
         for attempt, client in enumerate((friend, last, silent[-1])):
             await client.write(command(attempt))
             assert await client.read() == event(attempt)
+
+
+async def trusting(stream: Server) -> None:
+    first = await stream.read()
+    stream.trust()
+    if first is not None:
+        await stream.write(event(first.renew_ticket.attempt))
+        await echo(stream)
+
+
+async def test_prompts_of_the_largest_size_are_all_served_however_many_come_at_once() -> None:
+    """The oldest connections were reset: all first messages shared 16 MiB, and each byte counted twice."""
+    size, count = 380_000, 64
+    start = pb.DecodeRequest(start=pb.DecodeStart(cache_salt=bytes(size - 16)))
+
+    async def ask(address: str) -> pb.DecodeResponse | None:
+        async with connected(address) as client:
+            await client.write(start)
+            return await client.read()
+
+    async with serving(trusting, max_message_bytes=size) as address:
+        assert await asyncio.gather(*(ask(address) for _ in range(count))) == [event(0)] * count
+
+
+async def test_prompts_beyond_the_turns_of_newcomers_wait_and_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_server, "_max_turns", lambda size: 2)
+    size, count = 100_000, 24
+    start = pb.DecodeRequest(start=pb.DecodeStart(cache_salt=bytes(size)))
+    reading, longest = 0, 0
+
+    async def counting(stream: Server) -> None:
+        nonlocal reading, longest
+        reading += 1
+        longest = max(longest, reading)
+        assert await stream.read() is not None
+        reading -= 1
+        stream.trust()
+        await stream.write(event(1))
+
+    async def ask(address: str) -> pb.DecodeResponse | None:
+        async with connected(address) as client:
+            await client.write(start)
+            return await client.read()
+
+    async with serving(counting) as address:
+        assert await asyncio.gather(*(ask(address) for _ in range(count))) == [event(1)] * count
+    assert longest == 2
+
+
+async def test_strangers_that_leave_messages_unfinished_hold_little_memory_and_no_prompt_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fails if newcomers without a turn are read, or if a turn never ends."""
+    monkeypatch.setattr(stream_server, "_max_turns", lambda size: 3)
+    monkeypatch.setattr(newcomers, "QUIET_S", 0.05)
+    monkeypatch.setattr(stream_server, "SWEEP_S", 0.02)
+    size = 200_000
+    every: list[Server] = []
+
+    class Seen(MessageStream[pb.DecodeRequest]):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            every.append(self)
+            super().connection_made(transport)
+
+    monkeypatch.setattr(stream_server, "MessageStream", Seen)
+    async with serving(trusting, max_message_bytes=size) as address, contextlib.AsyncExitStack() as stack:
+        host, _, port = address.rpartition(":")
+        for _ in range(30):
+            _, writer = await asyncio.open_connection(host, int(port))
+            stack.callback(writer.close)
+            writer.write(struct.pack(">I", size) + bytes(size - 1))
+        held: list[int] = []
+        for attempt in range(4):
+            client = await stack.enter_async_context(connected(address))
+            await client.write(pb.DecodeRequest(start=pb.DecodeStart(cache_salt=bytes(size - 16))))
+            assert await client.read() == event(0), attempt
+            held.append(sum(len(each._received) for each in every))
+        assert len(every) == 34
+        assert max(held) <= 3 * (size + 4), held
+
+
+async def test_a_server_that_stops_closes_connections_that_wait_for_their_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream_server, "_max_turns", lambda size: 1)
+    async with contextlib.AsyncExitStack() as stack:
+        async with serving(trusting) as address:
+            clients = [await stack.enter_async_context(connected(address)) for _ in range(300)]
+            await clients[-1].write(command(1))
+            await asyncio.sleep(0)
+        assert [await client.read() for client in clients[:-1]] == [None] * 299
 
 
 async def test_a_flood_of_tiny_messages_holds_no_event_loop() -> None:

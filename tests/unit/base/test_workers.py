@@ -125,6 +125,8 @@ def test_fields_that_a_newer_worker_adds_are_ignored() -> None:
         ("max_model_len", b"1_0"),
         ("grpc_address", b"unix:/run/x"),
         ("stream_address", b"d:http"),
+        ("stream_address", b"a..b:7001"),
+        ("stream_address", b"%b:7001" % (64 * b"a")),
         ("http_address", b"d:70000"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from pdserve.v1 import inference_pb2_grpc
 from router_svc.clients.tls import client_tls
 from router_svc.config import RouterConfig
 from tests.integration.router_svc.conftest import open_cluster
-from tests.support.certificates import Authority
+from tests.support.certificates import Authority, TlsSettings
 from tests.support.tiny_model import NAME
 
 ONE_OF_EACH = {"prefill-0": "prefill", "decode-0": "decode"}
@@ -113,3 +114,68 @@ async def test_a_certificate_that_changes_is_in_force_for_new_connections(
         served["keyfile"].write_bytes(b"broken")
         cluster.router._tls.refresh()
         assert await both() == {second}
+
+
+async def test_an_authority_that_was_removed_is_trusted_no_longer(
+    redis_server: PrivateRedis, model_dir: Path, tmp_path: Path
+) -> None:
+    """HTTP went on trusting it: a context that loads its file again still has what was in it before."""
+    old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")
+    own, trusted = old.sign("router"), tmp_path / "trusted.pem"
+    trusted.write_bytes(old.certificate.read_bytes())
+    settings: dict[str, Any] = {
+        "ssl_certfile": own.peer_ssl_certfile,
+        "ssl_keyfile": own.peer_ssl_keyfile,
+        "ssl_ca_certs": str(trusted),
+        "ssl_cert_reqs": 2,
+        "admin_port": 0,
+    }
+    clients = {each: each.sign("client") for each in (old, new)}
+    async with open_cluster(redis_server, model_dir, ONE_OF_EACH, **settings) as cluster:  # type: ignore[arg-type]
+        urls = [url.replace("http://", "https://") + "/livez" for url in (cluster.base_url, cluster.admin_url)]
+
+        async def answers(client: TlsSettings) -> list[bool]:
+            """Of HTTP, the admin port and gRPC, over new connections."""
+            context = ssl.create_default_context(cafile=str(old.certificate))
+            context.load_cert_chain(str(client.peer_ssl_certfile), client.peer_ssl_keyfile)
+            found = []
+            for url in urls:
+                try:
+                    async with aiohttp.ClientSession() as http, http.get(url, ssl=context) as response:
+                        found.append(response.status == 200)
+                except (aiohttp.ClientError, OSError):
+                    found.append(False)
+            key, chain = contents(str(client.peer_ssl_keyfile), str(client.peer_ssl_certfile))
+            pair = grpc.ssl_channel_credentials(old.certificate.read_bytes(), key, chain)
+            async with grpc.aio.secure_channel(cluster.grpc_address, pair) as channel:
+                try:
+                    call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(GENERATE)
+                    return [*found, bool([_ async for _ in call])]
+                except grpc.aio.AioRpcError:
+                    return [*found, False]
+
+        context = ssl.create_default_context(cafile=str(old.certificate))
+        context.load_cert_chain(str(clients[old].peer_ssl_certfile), clients[old].peer_ssl_keyfile)
+        context.maximum_version = ssl.TLSVersion.TLSv1_2  # Sessions are there when a handshake is over.
+        context.set_alpn_protocols(["h2", "http/1.1"])
+
+        def shaken(url: str, session: ssl.SSLSession | None) -> tuple[ssl.SSLSession | None, bool]:
+            """The session of a connection, and whether that is the one that was given."""
+            host, port = url.removeprefix("https://").removesuffix("/livez").split(":")
+            with (
+                socket.create_connection((host, int(port))) as plain,
+                context.wrap_socket(plain, server_hostname=host, session=session) as connection,
+            ):
+                return connection.session, bool(connection.session_reused)
+
+        assert cluster.router._tls is not None
+        assert [await answers(clients[each]) for each in (old, new)] == [[True] * 3, [False] * 3]
+        everywhere = [*urls, cluster.grpc_address]
+        sessions = [(await asyncio.to_thread(shaken, url, None))[0] for url in everywhere]
+        assert (await asyncio.to_thread(shaken, urls[0], sessions[0]))[1], "sessions of HTTP can be resumed"
+        trusted.write_bytes(new.certificate.read_bytes() + b"\n")
+        cluster.router._tls.refresh()
+        assert [await answers(clients[each]) for each in (old, new)] == [[False] * 3, [True] * 3]
+        for url, session in zip(everywhere, sessions, strict=True):
+            with pytest.raises(OSError, match=r"alert|reset|EOF|closed"):
+                await asyncio.to_thread(shaken, url, session)
