@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
@@ -27,7 +27,7 @@ MAX_OWN_ALONE = 1
 MAX_MET_ALONE = 3
 #: Time for which a request is refused after it has ended so.
 REFUSED_S = 600.0
-#: Requests that are refused at a time, at most.
+#: Requests that are refused at a time, at most: of one router, and of all others together.
 MAX_REFUSED = 1024
 DIGEST_BYTES = 16
 #: Difference between two ends of the same refusal, as routers know it.
@@ -99,39 +99,44 @@ class Quarantine:
     def __init__(self, key: bytes = b"") -> None:
         """`key`: of the digests, at most 64 bytes; with another one, a request has another digest."""
         self._key = key
-        #: End of the refusal by the request's digest, in order.
-        self._until: OrderedDict[bytes, float] = OrderedDict()
+        #: Ends of this router's refusals by the requests' digests, in order. No refusal of another router evicts one.
+        self._own: OrderedDict[bytes, float] = OrderedDict()
+        #: Those of other routers, in order.
+        self._shared: OrderedDict[bytes, float] = OrderedDict()
         #: Called with the digest of a request that is refused from now on, for the other routers.
         self.on_add: Callable[[bytes], None] = lambda digest: None
 
     def add(self, generation: Generation, now: float) -> None:
         """Refuses the request from now on."""
         digest = self._digest(generation)
-        self._refuse(digest, now + REFUSED_S)
+        self._own.pop(digest, None)
+        self._own[digest] = now + REFUSED_S
+        if len(self._own) > MAX_REFUSED:
+            self._own.popitem(last=False)
         self.on_add(digest)
 
-    def merge(self, digest: bytes, left_s: float, now: float) -> None:
-        """Refuses a request that another router refuses, for as long as that one does."""
-        until = now + min(left_s, REFUSED_S)
-        if left_s <= 0 or abs(self._until.get(digest, 0.0) - until) < _SAME_S:
-            return
-        self._refuse(digest, until)
-        self._until = OrderedDict(sorted(self._until.items(), key=lambda item: item[1]))
-
-    def _refuse(self, digest: bytes, until: float) -> None:
-        self._until.pop(digest, None)
-        self._until[digest] = until
-        if len(self._until) > MAX_REFUSED:
-            self._until.popitem(last=False)
+    def merge(self, refusals: Iterable[tuple[bytes, float]], now: float) -> None:
+        """Refuses requests that other routers refuse: digests, and seconds until each refusal ends."""
+        found = dict[bytes, float]()
+        for digest, left_s in refusals:
+            until = now + min(left_s, REFUSED_S)
+            known = self._own.get(digest) or self._shared.get(digest, 0.0)
+            if left_s > 0 and abs(known - until) >= _SAME_S:
+                found[digest] = until
+        if found:
+            ends = sorted((self._shared | found).items(), key=lambda item: item[1])
+            self._shared = OrderedDict(ends[-MAX_REFUSED:])
 
     def check(self, generation: Generation, now: float) -> None:
         """Raises `Quarantined` for a request that is refused."""
-        while self._until and next(iter(self._until.values())) <= now:
-            self._until.popitem(last=False)
-        if not self._until:  # The usual case: nothing is computed.
+        for ends in (self._own, self._shared):
+            while ends and next(iter(ends.values())) <= now:
+                ends.popitem(last=False)
+        if not self._own and not self._shared:  # The usual case: nothing is computed.
             return
-        until = self._until.get(self._digest(generation))
-        if until is not None:
+        digest = self._digest(generation)
+        until = max(self._own.get(digest, now), self._shared.get(digest, now))
+        if until > now:
             raise Quarantined(
                 f"Workers have failed under this request, so it is refused for another {until - now:.0f} s "
                 f"(limit {REFUSED_S:.0f} s). Change it, or report the failure of the workers."
@@ -146,4 +151,4 @@ class Quarantine:
         return digest.digest()
 
     def __len__(self) -> int:
-        return len(self._until)
+        return len(self._own.keys() | self._shared.keys())

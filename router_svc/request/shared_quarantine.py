@@ -81,15 +81,19 @@ class SharedQuarantine:
             await self._store.script(_ADD, keys=[key], arguments=arguments)
             self._unshared.popleft()
         found = as_list(await self._store.script(_LIST, keys=[key], arguments=[MAX_REFUSED]))
-        for digest, left_ms in zip(found[::2], found[1::2], strict=False):
-            self._merge(digest, left_ms)
-
-    def _merge(self, digest: Reply, left_ms: Reply) -> None:
-        with contextlib.suppress(ValueError):  # Somebody else has written it.
-            name = bytes.fromhex(as_bytes(digest).decode())
-            if len(name) == DIGEST_BYTES:
-                self._quarantine.merge(name, int(as_bytes(left_ms)) / 1000, self._clock())
+        pairs = zip(found[::2], found[1::2], strict=False)
+        refusals = [refusal for pair in pairs if (refusal := _refusal(*pair)) is not None]
+        self._quarantine.merge(refusals, self._clock())
 
     def _share(self, digest: bytes) -> None:
         self._unshared.append(digest)
         self._has_new.set()
+
+
+def _refusal(digest: Reply, left_ms: Reply) -> tuple[bytes, float] | None:
+    """Digest and seconds; None: somebody else has written it."""
+    try:
+        name, left_s = bytes.fromhex(as_bytes(digest).decode()), int(as_bytes(left_ms)) / 1000
+    except (ValueError, OverflowError):
+        return None
+    return (name, left_s) if len(name) == DIGEST_BYTES else None

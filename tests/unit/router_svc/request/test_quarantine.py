@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,8 @@ from pdserve.base.errors import Quarantined
 from pdserve.base.ids import RequestId
 from pdserve.base.sampling import SamplingParams
 from router_svc.generation import Generation, TextRules
-from router_svc.request.quarantine import Death, Deaths, Quarantine
+from router_svc.request.quarantine import DIGEST_BYTES, MAX_REFUSED, Death, Deaths, Quarantine
+from tests.support.callbacks import LIMIT_S
 
 POISON = Generation(
     request_id=RequestId("cmpl-1"),
@@ -41,15 +43,41 @@ def test_refusals_of_other_routers_end_when_theirs_do() -> None:
     theirs.add(POISON, now=0.0)
     [digest] = shared
     mine.add(replace(POISON, prompt=(5,)), now=100.0)
-    mine.merge(digest, 60.0, now=100.0)
+    mine.merge([(digest, 60.0)], now=100.0)
     with pytest.raises(Quarantined, match="refused for another 50 s"):
         mine.check(POISON, now=110.0)
-    mine.merge(digest, 49.0, now=111.0)
+    mine.merge([(digest, 49.0)], now=111.0)
     mine.check(POISON, now=160.0)
     assert len(mine) == 1
-    mine.merge(digest, -1.0, now=161.0)
-    mine.merge(digest, 1e18, now=161.0)
+    mine.merge([(digest, -1.0)], now=161.0)
+    mine.merge([(digest, 1e18)], now=161.0)
     mine.check(POISON, now=761.0)
+
+
+def test_refusals_of_other_routers_take_the_place_of_none_of_its_own() -> None:
+    """Whoever writes to Redis could fill it with refusals that last longer, or let one end early."""
+    digests: list[bytes] = []
+    quarantine = Quarantine()
+    quarantine.on_add = digests.append
+    for token in range(MAX_REFUSED):
+        quarantine.add(replace(POISON, prompt=(token,)), now=100.0)
+    strangers = [(index.to_bytes(DIGEST_BYTES, "big"), 600.0) for index in range(1, 2 * MAX_REFUSED)]
+    quarantine.merge([*strangers, (digests[0], 0.5)], now=110.0)
+    assert len(quarantine) == 2 * MAX_REFUSED
+    for token in range(MAX_REFUSED):
+        with pytest.raises(Quarantined):
+            quarantine.check(replace(POISON, prompt=(token,)), now=120.0)
+
+
+def test_a_full_list_of_other_routers_refusals_holds_no_event_loop() -> None:
+    """Each one was sorted in by itself, in 100 ms for all."""
+    quarantine = Quarantine()
+    for shift in (0, 1):
+        page = [((index + shift).to_bytes(DIGEST_BYTES, "big"), 590.0 - index / 2) for index in range(MAX_REFUSED)]
+        start = time.thread_time()
+        quarantine.merge(page, now=100.0 * (1 + shift))
+        assert time.thread_time() - start < LIMIT_S
+    assert len(quarantine) == MAX_REFUSED
 
 
 def test_digests_differ_by_key_so_that_no_stranger_can_make_or_guess_them() -> None:
