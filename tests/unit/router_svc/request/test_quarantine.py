@@ -54,7 +54,7 @@ def test_refusals_of_other_routers_end_when_theirs_do() -> None:
     mine.check(POISON, now=761.0)
 
 
-def test_refusals_of_other_routers_take_the_place_of_none_of_its_own() -> None:
+def test_refusals_of_other_routers_evict_none_of_its_own() -> None:
     """Whoever writes to Redis could fill it with refusals that last longer, or let one end early."""
     digests: list[bytes] = []
     quarantine = Quarantine()
