@@ -13,6 +13,7 @@ from pdserve.base.seals import Seals
 from pdserve.base.secret import read_secret
 from pdserve.base.store import Store
 from pdserve.base.stream_pool import StreamPool
+from pdserve.model.revision import revision_of
 from pdserve.v1.decode_pb2 import DecodeResponse
 from router_svc.config import RouterConfig
 from router_svc.records.metrics import RouterMetrics
@@ -39,6 +40,7 @@ def make_cluster(config: RouterConfig, store: Store, mirror: PrefixMirror, metri
 def _routing_policy(config: RouterConfig) -> RoutingPolicy:
     return RoutingPolicy(
         model_name=config.model_name,
+        model_revision=revision_of(config.model_dir),
         local_prefill_threshold=config.local_prefill_threshold,
         # A threshold of 0 keeps all prompts away from decode workers, regardless of the load.
         local_prefill_by_load=config.local_prefill == "auto" and config.local_prefill_threshold > 0,

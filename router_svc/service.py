@@ -284,7 +284,8 @@ async def serve(config: RouterConfig) -> None:
         router = Router(config, model, store, health, tracer)
         exempt_all()
         async with router.serving() as addresses:
-            more = {} if addresses.admin is None else {"admin": addresses.admin}
+            more: dict[str, str | None] = {} if addresses.admin is None else {"admin": addresses.admin}
+            more["revision"] = router.cluster.policy.model_revision
             log.info("router_listening", http=addresses.http, grpc=addresses.grpc, model=config.model_name, **more)
             notify.status(NO_DECODE_WORKER)
             await stop.wait()

@@ -17,6 +17,8 @@ _PATH = "/v1/cluster"
 _BAR_CELLS = 5
 #: Width from which the table shows the workers' addresses.
 _WIDE_CELLS = 90
+#: Enough of a commit to know it by.
+_COMMIT_DIGITS = 12
 _TIERS = ("prefill", "decode")
 
 
@@ -37,6 +39,7 @@ class RouterStatus(BaseModel):
     degraded: dict[str, str] = {}
     version: str = ""
     model: str = ""
+    model_revision: str | None = None
     running: int = 0
     queued: int = 0
 
@@ -119,7 +122,8 @@ def _headline(cluster: ClusterStatus, base_url: str) -> list[Text]:
         first.append("degraded" if router.degraded else "healthy", style="yellow" if router.degraded else "green")
     else:
         first.append(f"not serving ({router.reason or 'no decode worker is ready'})", style="red")
-    first.append(f"  {router.model}  pdserve {router.version}")
+    revision = "" if router.model_revision is None else f"@{router.model_revision[:_COMMIT_DIGITS]}"
+    first.append(f"  {router.model}{revision}  pdserve {router.version}")
     second = Text(f"requests: {router.running} running, {router.queued} queued   redis: ")
     second.append("available" if cluster.redis.available else "unreachable", "" if cluster.redis.available else "red")
     return [first, second, *(Text(f"{what}: {why}", style="yellow") for what, why in router.degraded.items())]

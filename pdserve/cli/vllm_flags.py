@@ -62,7 +62,7 @@ FLAGS: Mapping[str, Renamed | Accepted | Refused] = {
     "--no-enable-prefix-caching": Refused(f"{_ALWAYS_CACHED}. Omit it"),
     "--no-enable-chunked-prefill": Refused(f"{_ALWAYS_CHUNKED}. Omit it"),
     "--kv-transfer-config": Refused("the tiers hand KV over by themselves. Use --prefill, --decode and --transport"),
-    "--revision": Refused("pdserve takes a model's newest revision. Download another one and give its directory"),
+    "--revision": Refused("the revision is a part of the model's name. Write ORG/NAME@REVISION"),
     "--tokenizer": Refused("the tokenizer is the model's own. Put tokenizer.json into the model's directory"),
     "--chat-template": Refused("the template is the model's own. Put chat_template.jinja into the model's directory"),
     "--cpu-offload-gb": Refused("weights stay on the device. Use --quantization int8 or --tensor-parallel-size"),

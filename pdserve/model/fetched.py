@@ -11,6 +11,7 @@ from pdserve.base.errors import SetupError
 from pdserve.model.fetch.cache import locked, sync
 from pdserve.model.fetch.gguf_convert import convert_gguf
 from pdserve.model.fetch.hub import fill_from_hub
+from pdserve.model.fetch.hub_name import hub_name
 from pdserve.model.fetch.manifest import damaged_files, read_manifest, sha256_of, write_manifest
 from pdserve.model.fetch.progress import ProgressCallback
 from pdserve.model.resolve import (
@@ -18,12 +19,13 @@ from pdserve.model.resolve import (
     ResolvedModel,
     checked_model,
     fill_from_alias,
-    is_hub_id,
     unknown_model,
 )
+from pdserve.model.revision import revision_of
 from pdserve.model.weight_digest import is_kept_digest
 
-Fill = Callable[[Path, ProgressCallback], None]
+#: Returns the commit of what a hub has sent.
+Fill = Callable[[Path, ProgressCallback], str | None]
 
 
 def fetch_model(model: str, target: Path, progress: ProgressCallback, *, verify: bool = False) -> ResolvedModel:
@@ -73,8 +75,8 @@ def _source(model: str) -> Fill:
         return lambda directory, progress: _copy(path, directory, progress)
     if path.is_file() and path.suffix == ".gguf":
         return lambda directory, progress: convert_gguf(path, directory, progress)
-    if is_hub_id(model):
-        return lambda directory, progress: fill_from_hub(model, directory, progress)
+    if (hub := hub_name(model)) is not None:
+        return lambda directory, progress: fill_from_hub(hub, directory, progress)
     raise unknown_model(model)
 
 
@@ -83,9 +85,9 @@ def _fill(model: str, target: Path, fill: Fill, progress: ProgressCallback) -> N
     prefix = f".{target.name}.partial-"
     partial = target.parent / f"{prefix}{hashlib.sha256(model.encode()).hexdigest()[:12]}"
     partial.mkdir(exist_ok=True)
-    fill(partial, progress)
+    commit = fill(partial, progress)
     checked_model(partial, target.name)
-    write_manifest(partial, model, progress)
+    write_manifest(partial, model, progress, revision=commit)
     for path in (*partial.iterdir(), partial):
         sync(path)
     partial.chmod(0o755)
@@ -95,8 +97,8 @@ def _fill(model: str, target: Path, fill: Fill, progress: ProgressCallback) -> N
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _copy(source: Path, directory: Path, progress: ProgressCallback) -> None:
-    """Copies the files of a model; those that an earlier try copied whole stay."""
+def _copy(source: Path, directory: Path, progress: ProgressCallback) -> str | None:
+    """Copies the files of a model; those that an earlier try copied whole stay. Returns its commit at the hub."""
     paths = sorted(path for path in source.iterdir() if path.is_file() and not is_kept_digest(path.name))
     total, done = sum(path.stat().st_size for path in paths), 0
     for path in paths:
@@ -113,3 +115,4 @@ def _copy(source: Path, directory: Path, progress: ProgressCallback) -> None:
         done += path.stat().st_size
     for unfinished in directory.glob(".*.unfinished"):
         unfinished.unlink()
+    return revision_of(source)

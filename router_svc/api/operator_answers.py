@@ -26,10 +26,11 @@ class HealthState(TypedDict):
 
 
 class RouterState(HealthState):
-    """The state of this router. `running` and `queued` count prompts."""
+    """The state of this router. `running` and `queued` count prompts; `model_revision` is the commit at a hub."""
 
     version: str
     model: str
+    model_revision: str | None
     running: int
     queued: int
 

@@ -30,6 +30,8 @@ class RoutingPolicy:
     """Settings that decide where requests go and how long they may wait for workers."""
 
     model_name: str
+    #: Commit of the model's repository; None for a model that is of no hub.
+    model_revision: str | None = None
     local_prefill_threshold: int
     #: Whether decode workers also prefill longer prompts when that is clearly sooner.
     local_prefill_by_load: bool

@@ -8,8 +8,9 @@ from pdserve.base.errors import SetupError
 from pdserve.model.config import ModelConfig
 from pdserve.model.fetch.gguf_config import hf_config
 from pdserve.model.fetch.gguf_file import GgufFile
+from pdserve.model.fetch.hub_name import HubName, hub_name
 from pdserve.model.fetch.progress import ProgressCallback
-from pdserve.model.resolve import ALIASES, is_hub_id, resolve_model
+from pdserve.model.resolve import ALIASES, resolve_model
 
 
 def config_of(model: str, *, cache_dir: Path | None, progress: ProgressCallback) -> ModelConfig:
@@ -27,26 +28,26 @@ def config_of(model: str, *, cache_dir: Path | None, progress: ProgressCallback)
         return ModelConfig.from_hf(hf_config(GgufFile(path)))
     if path.name == "config.json" and path.is_file():
         return ModelConfig.from_dir(path.parent)
-    if is_hub_id(model):
-        return ModelConfig.from_dir(_config_from_hub(model, cache_dir).parent)
+    if (hub := hub_name(model)) is not None:
+        return ModelConfig.from_dir(_config_from_hub(hub, cache_dir).parent)
     raise SetupError(
         f"Model {model!r} is not a directory, a config.json, a .gguf file or a hub id (org/name); known aliases: "
         f"{', '.join(ALIASES)}."
     )
 
 
-def _config_from_hub(repo_id: str, cache_dir: Path | None) -> Path:
+def _config_from_hub(model: HubName, cache_dir: Path | None) -> Path:
     try:
         from huggingface_hub import hf_hub_download
     except ImportError as error:
         raise SetupError(
-            f"Cannot get {repo_id} from the model hub without the package huggingface_hub. Install it with pip."
+            f"Cannot get {model} from the model hub without the package huggingface_hub. Install it with pip."
         ) from error
     hub_dir = None if cache_dir is None else cache_dir / "hub"
     try:
-        return Path(hf_hub_download(repo_id, "config.json", cache_dir=hub_dir))
+        return Path(hf_hub_download(model.repo_id, "config.json", revision=model.revision, cache_dir=hub_dir))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise SetupError(
-            f"Cannot get the config of {repo_id} from the model hub: {reason}. Use a local config.json instead."
+            f"Cannot get the config of {model} from the model hub: {reason}. Use a local config.json instead."
         ) from error

@@ -16,6 +16,7 @@ from pathlib import Path
 from pdserve.base.config import child_environment
 from pdserve.base.errors import SetupError
 from pdserve.model.fetch.hub import HUB_FILES, hub_error
+from pdserve.model.fetch.hub_name import HubName
 from pdserve.model.fetch.progress import ProgressCallback
 from pdserve.model.fetch.snapshot import verify_snapshot
 
@@ -108,7 +109,7 @@ def _size(directory: Path) -> int:
 
 
 def fetch_from_hub(
-    repo_id: str, progress: ProgressCallback, *, cache_dir: Path | None, endpoint: str | None = None
+    model: HubName, progress: ProgressCallback, *, cache_dir: Path | None, endpoint: str | None = None
 ) -> Path:
     """The directory of a snapshot: weights, JSON and templates only. The hub's client shows progress per file itself.
 
@@ -119,12 +120,20 @@ def fetch_from_hub(
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise SetupError(
-            f"Cannot get {repo_id} from the model hub without the package huggingface_hub. Install it with pip."
+            f"Cannot get {model} from the model hub without the package huggingface_hub. Install it with pip."
         ) from error
-    progress(f"Downloading {repo_id} from the model hub", 0, None)
+    progress(f"Downloading {model} from the model hub", 0, None)
     try:
-        path = Path(snapshot_download(repo_id, cache_dir=cache_dir, endpoint=endpoint, allow_patterns=list(HUB_FILES)))
-        verify_snapshot(repo_id, path)
+        found = snapshot_download(
+            model.repo_id,
+            revision=model.revision,
+            cache_dir=cache_dir,
+            endpoint=endpoint,
+            allow_patterns=list(HUB_FILES),
+        )
+        path = Path(found)
+        model.require(path.name)
+        verify_snapshot(str(model), path)
     except (OSError, ValueError) as error:
-        raise hub_error(repo_id, error, otherwise="Use a local directory instead") from error
+        raise hub_error(model, error, otherwise="Use a local directory instead") from error
     return path

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.base.errors import SetupError
+from pdserve.model.fetch.hub_name import HubName
 from pdserve.model.fetch.manifest import git_blob_id, sha256_of
 from pdserve.model.fetch.progress import ProgressCallback
 
@@ -28,8 +29,8 @@ class HubFile:
     blob_id: str | None
 
 
-def fill_from_hub(repo_id: str, directory: Path, progress: ProgressCallback, *, endpoint: str | None = None) -> None:
-    """Fills `directory`, in which an earlier try may have left files. Raises `SetupError`.
+def fill_from_hub(model: HubName, directory: Path, progress: ProgressCallback, *, endpoint: str | None = None) -> str:
+    """Fills `directory`, in which an earlier try may have left files. Returns the commit. Raises `SetupError`.
 
     A file whose digest is wrong is removed, so that the next try downloads it again.
     """
@@ -38,19 +39,20 @@ def fill_from_hub(repo_id: str, directory: Path, progress: ProgressCallback, *, 
         from huggingface_hub.hf_api import RepoFile
     except ImportError as error:
         raise SetupError(
-            f"Cannot get {repo_id} from the model hub without the package huggingface_hub. Install it with pip."
+            f"Cannot get {model} from the model hub without the package huggingface_hub. Install it with pip."
         ) from error
-    progress(f"Downloading {repo_id} from the model hub", 0, None)
+    progress(f"Downloading {model} from the model hub", 0, None)
     # A name that the client's module of errors has for whichever HTTP library the client uses.
     http_error: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
     try:
-        commit = HfApi(endpoint=endpoint).model_info(repo_id).sha
+        repo_id = model.repo_id
+        commit = model.require(HfApi(endpoint=endpoint).model_info(repo_id, revision=model.revision).sha)
         snapshot_download(
             repo_id, revision=commit, local_dir=directory, endpoint=endpoint, allow_patterns=list(HUB_FILES)
         )
         tree = list(HfApi(endpoint=endpoint).list_repo_tree(repo_id, revision=commit, recursive=True))
     except (OSError, ValueError, http_error) as error:
-        raise hub_error(repo_id, error, otherwise="Run it again to resume, or use a local directory") from error
+        raise hub_error(model, error, otherwise="Run it again to resume, or use a local directory") from error
     files = [
         HubFile(name=file.path, sha256=None if file.lfs is None else file.lfs.sha256, blob_id=file.blob_id)
         for file in tree
@@ -61,31 +63,37 @@ def fill_from_hub(repo_id: str, directory: Path, progress: ProgressCallback, *, 
         (directory / name).unlink()
     if damaged:
         raise SetupError(
-            f"{', '.join(damaged)} of {repo_id} arrived with another digest than the hub's. Run it again: what was "
+            f"{', '.join(damaged)} of {model} arrived with another digest than the hub's. Run it again: what was "
             "damaged is downloaded anew."
         )
     shutil.rmtree(directory / _CLIENT_FILES, ignore_errors=True)
+    return commit
 
 
-def hub_error(repo_id: str, error: Exception, *, otherwise: str) -> SetupError:
+def hub_error(model: HubName, error: Exception, *, otherwise: str) -> SetupError:
     """What the user can do about an error of the hub's client; `otherwise` if it has no cause known here."""
     from huggingface_hub import constants, errors
 
-    page = f"{constants.ENDPOINT}/{repo_id}"
+    page = f"{constants.ENDPOINT}/{model.repo_id}"
     token = "give an access token in HF_TOKEN, or name its file in HF_TOKEN_PATH"
     if isinstance(error, errors.GatedRepoError):
-        return SetupError(f"{repo_id} is gated. Accept its terms on {page}, then {token}.")
+        return SetupError(f"{model} is gated. Accept its terms on {page}, then {token}.")
     if isinstance(error, errors.RepositoryNotFoundError):
         return SetupError(
-            f"The model hub has no {repo_id}, or does not show it to you. Check {page}; if it is private, {token}."
+            f"The model hub has no {model}, or does not show it to you. Check {page}; if it is private, {token}."
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return SetupError(
+            f"{model.repo_id} has no revision {model.revision} on the model hub. Name a branch, a tag or a commit of "
+            f"{page}."
         )
     if isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
         return SetupError(
-            f"{repo_id} is not on this machine, and HF_HUB_OFFLINE keeps it from being downloaded. Run pdserve fetch "
+            f"{model} is not on this machine, and HF_HUB_OFFLINE keeps it from being downloaded. Run pdserve fetch "
             "where the hub can be reached, and give the directory."
         )
     reason = str(error).strip().splitlines()[0].rstrip(".")
-    return SetupError(f"Cannot get {repo_id} from the model hub: {reason}. {otherwise}.")
+    return SetupError(f"Cannot get {model} from the model hub: {reason}. {otherwise}.")
 
 
 def _damaged(directory: Path, files: list[HubFile]) -> Iterator[str]:

@@ -29,6 +29,8 @@ class Manifest:
 
     #: The name that was fetched: an alias, a hub id or a path.
     model: str
+    #: Commit of the hub's repository; None for other models.
+    revision: str | None = None
     #: By the file's name.
     files: dict[str, FileEntry]
 
@@ -42,7 +44,7 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_manifest(directory: Path, model: str, progress: ProgressCallback) -> None:
+def write_manifest(directory: Path, model: str, progress: ProgressCallback, *, revision: str | None = None) -> None:
     """Reads every file of the directory and writes their list into it."""
     others = (path for path in directory.iterdir() if path.is_file() and not is_kept_digest(path.name))
     paths = sorted(path for path in others if path.name != MANIFEST)
@@ -54,7 +56,7 @@ def write_manifest(directory: Path, model: str, progress: ProgressCallback) -> N
         entries[path.name] = {"size_bytes": size, "sha256": sha256_of(path)}
         done += size
     progress("Computing digests", total, total)
-    content = {"model": model, "files": entries}
+    content = {"model": model, "revision": revision, "files": entries}
     (directory / MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -64,7 +66,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
-        return Manifest(model=content["model"], files=files)
+        return Manifest(model=content["model"], revision=content.get("revision"), files=files)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -12,7 +12,7 @@ from pdserve.model.weight_digest import weight_digest
 _SHA256_DIGITS, _SHA1_DIGITS = 64, 40
 
 
-def verify_snapshot(repo_id: str, directory: Path) -> None:
+def verify_snapshot(model: str, directory: Path) -> None:
     """Raises `SetupError` for a file with another digest than the hub's, and removes it from the cache.
 
     A snapshot has links to files whose names are digests: SHA-256 of large files, and git's of others. Where the cache
@@ -25,9 +25,7 @@ def verify_snapshot(repo_id: str, directory: Path) -> None:
         path.unlink()
     if damaged:
         names = ", ".join(str(path.relative_to(directory)) for path in damaged)
-        raise SetupError(
-            f"{names} of {repo_id} has another digest than the hub's. Run it again: it is downloaded anew."
-        )
+        raise SetupError(f"{names} of {model} has another digest than the hub's. Run it again: it is downloaded anew.")
 
 
 def _damaged(directory: Path) -> Iterator[Path]:

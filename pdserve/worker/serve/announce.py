@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvtransfer.index.kv_events import KvEventPublisher
 from pdserve import __version__
@@ -15,6 +16,7 @@ from pdserve.base.registry import Registrar, WorkerLoad, WorkerRecord
 from pdserve.base.store import Store
 from pdserve.engine.pace import Pace
 from pdserve.engine.step import Load
+from pdserve.model.revision import revision_of
 from pdserve.worker.serve.worker import KEEP_ALIVE_S, TierService, Worker
 
 log = get_logger(__name__)
@@ -148,6 +150,7 @@ def describe(worker: Worker, addresses: WorkerAddresses) -> None:
         streams=addresses.streams or None,
         blocks=model.pool.num_blocks,
         max_model_len=model.limits.max_model_len,
+        revision=revision_of(Path(config.model)),
         borrow_cpus=",".join(map(str, kernels.borrow_cpus)),
         **identity,
         **chosen,

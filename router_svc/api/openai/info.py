@@ -146,6 +146,7 @@ class OperatorApi:
             **self._health.describe(),
             "version": pdserve.__version__,
             "model": self._cluster.policy.model_name,
+            "model_revision": self._cluster.policy.model_revision,
             "running": self._gate.num_admitted,
             "queued": self._gate.num_waiting,
         }

@@ -83,6 +83,11 @@ def test_the_headline_shows_health_and_load() -> None:
     assert "3 running, 1 queued   redis: available" in text
 
 
+def test_the_headline_shows_the_commit_of_a_hubs_model() -> None:
+    assert "  tiny@0123456789ab  pdserve" in text_of(changed(router={"model_revision": "0123456789abcdef" * 3}))
+    assert "  tiny  pdserve" in text_of(CLUSTER)
+
+
 def test_a_tier_without_workers_is_named() -> None:
     text = text_of(changed(workers=[CLUSTER["workers"][0]]))
     assert ["-", "prefill", "no", "worker"] in [line.split() for line in text.splitlines()]

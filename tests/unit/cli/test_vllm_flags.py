@@ -84,7 +84,7 @@ def test_a_flag_that_changes_nothing_is_noted() -> None:
     ("argv", "advice"),
     [
         (["--kv-transfer-config", "{}"], "--prefill, --decode and --transport"),
-        (["--revision=secret"], "newest revision"),
+        (["--revision=secret"], "ORG/NAME@REVISION"),
         (["--pipeline-parallel-size", "2"], "--tensor-parallel-size"),
         (["--load-format", "dummy"], "auto, safetensors, gguf"),
         (["--seed"], "needs a value"),

@@ -13,9 +13,11 @@ from pdserve.model import fetched, resolve
 from pdserve.model.checkpoint import fingerprint
 from pdserve.model.config import ModelConfig
 from pdserve.model.fetch.download import WheelModel
+from pdserve.model.fetch.hub_name import HubName
 from pdserve.model.fetch.manifest import MANIFEST, sha256_of
 from pdserve.model.fetch.progress import silent
 from pdserve.model.fetched import fetch_model
+from pdserve.model.revision import revision_of
 from pdserve.model.weight_digest import is_kept_digest
 from tests.unit.model.fetch.gguf_files import write_model
 from tests.unit.model.tiny import LLAMA, random_tensors, save_model
@@ -175,3 +177,25 @@ def test_a_gguf_file_that_was_downloaded_before_an_interruption_is_used(
     assert downloads == 1
     assert not list(target.glob("*.gguf"))
     assert json.loads((target / "generation_config.json").read_text())["temperature"] == 0.5
+
+
+def test_the_commit_of_a_hubs_model_is_in_its_list_and_in_that_of_a_copy(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "1" * 40
+
+    def fill(model: HubName, directory: Path, progress: object) -> str:
+        for path in source.iterdir():
+            if path.is_file():
+                (directory / path.name).write_bytes(path.read_bytes())
+        return commit
+
+    monkeypatch.setattr(fetched, "fill_from_hub", fill)
+    fetch_model("org/name@main", target, silent)
+    assert json.loads((target / MANIFEST).read_text())["revision"] == revision_of(target) == commit
+    with pytest.raises(SetupError, match=r"holds org/name@main, not org/name\."):
+        fetch_model("org/name", target, silent)
+    copy = target.with_name("copy")
+    fetch_model(str(target), copy, silent)
+    assert revision_of(copy) == commit
+    assert revision_of(source) is None

