@@ -18,7 +18,7 @@ RANKS = 3
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A prefill worker of one rank, and a decode worker of three ranks, which also computes small prompts."""
-    flags = ("--dtype", "float32", "--kv-cache-memory", "256MiB", "--decode-tensor-parallel-size", str(RANKS))
+    flags = ("--dtype", "float32", "--kv-cache-memory", "64MiB", "--decode-tensor-parallel-size", str(RANKS))
     with running_cluster(tmp_path_factory.mktemp("split"), *flags) as cluster:
         yield cluster
 

@@ -13,6 +13,9 @@ from tests.support.cluster import MODEL, Cluster, running_cluster
 
 pytestmark = pytest.mark.timeout(300)
 
+#: Pause of a client between two answers, which leaves the cores to other tests.
+THINK_S = 0.5
+
 
 def _answer(cluster: Cluster, number: int) -> int:
     """The number of tokens of a short answer."""
@@ -26,7 +29,7 @@ def _answer(cluster: Cluster, number: int) -> int:
 
 async def test_serving_goes_on_while_redis_is_away_and_the_registry_comes_back(tmp_path: Path, model: str) -> None:
     async with PrivateRedis() as redis:
-        with running_cluster(tmp_path, "--kv-cache-memory", "512MiB", "--redis-url", redis.url, model=model) as cluster:
+        with running_cluster(tmp_path, "--kv-cache-memory", "64MiB", "--redis-url", redis.url, model=model) as cluster:
 
             async def answers(number: int) -> int:
                 return await asyncio.to_thread(_answer, cluster, number)
@@ -41,6 +44,7 @@ async def test_serving_goes_on_while_redis_is_away_and_the_registry_comes_back(t
             while asyncio.get_running_loop().time() < lost_at + RECORD_TTL_S + 1:
                 assert await answers(number) == 4
                 number += 1
+                await asyncio.sleep(THINK_S)
             await redis.start()
             await cluster.until_async(lambda: cluster.view().redis.available, "the router is back at Redis")
             await cluster.until_async(lambda: not cluster.view().router.degraded, "no longer degraded")

@@ -5,7 +5,8 @@ requests then arrive all at once, at workers with warm or cold caches, without a
 threads and other chunk sizes, streamed instead of whole, and at a worker that runs out of blocks. Every byte stays the
 same except ids, times and the number of cached tokens.
 
-Only the full depth sends 50 requests instead of 20, which combine prompts and options in more ways.
+Only the full depth serves all layers of the default model instead of the first four, and sends 50 requests instead of
+20, which combine prompts and options in more ways.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import pytest
 from kernels.choice import instruction_sets
 from tests.support import depth
 from tests.support.answers import COMPLETIONS, Call, differences, make_calls, send_all
-from tests.support.cluster import Cluster, running_cluster
+from tests.support.cluster import MODEL, Cluster, running_cluster
+from tests.support.short_model import write_short_model
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,8 +33,9 @@ pytestmark = [
 #: 20 requests have every prompt, every option, both endpoints and both ways of sending; 50 also have more combinations.
 CALLS = make_calls(50 if depth.IS_FULL else 20)
 BLOCK_SIZE = 16
+NUM_LAYERS = 30 if depth.IS_FULL else 4
 #: 42 blocks: enough for the longest request alone, too few for a crowd.
-SCARCE = "15MiB"
+SCARCE, ROOMY = (str(NUM_LAYERS * (size << 20) // 30) for size in (15, 256))
 #: Eight sequences of 112 new tokens, 7 blocks each. Any one of them fits into those 42 blocks, all eight never do.
 CHOICES = Call(
     path=COMPLETIONS,
@@ -42,25 +45,34 @@ CHOICES = Call(
 
 
 @pytest.fixture(scope="module")
-def disaggregated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the clusters serve."""
+    if depth.IS_FULL:
+        return MODEL
+    return str(write_short_model(tmp_path_factory.mktemp("model"), num_layers=NUM_LAYERS))
+
+
+@pytest.fixture(scope="module")
+def disaggregated(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cluster]:
     """One prefill and one decode worker that share the cores."""
-    with running_cluster(tmp_path_factory.mktemp("disaggregated"), "--kv-cache-memory", "256MiB") as cluster:
+    flags = ("--kv-cache-memory", ROOMY)
+    with running_cluster(tmp_path_factory.mktemp("disaggregated"), *flags, model=model) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
-def monolithic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def monolithic(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cluster]:
     """A decode worker alone, with all cores and another chunk size."""
-    flags = ("--prefill", "0", "--max-num-batched-tokens", "200", "--kv-cache-memory", "256MiB")
-    with running_cluster(tmp_path_factory.mktemp("monolithic"), *flags) as cluster:
+    flags = ("--prefill", "0", "--max-num-batched-tokens", "200", "--kv-cache-memory", ROOMY)
+    with running_cluster(tmp_path_factory.mktemp("monolithic"), *flags, model=model) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
-def scarce(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def scarce(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cluster]:
     """A cluster with too few blocks, in which the prefill worker computes every prompt."""
     flags = ("--kv-cache-memory", SCARCE, "--local-prefill-threshold", "0")
-    with running_cluster(tmp_path_factory.mktemp("scarce"), *flags) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("scarce"), *flags, model=model) as cluster:
         yield cluster
 
 

@@ -46,7 +46,7 @@ def collector() -> Iterator[Collector]:
 def cluster(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Cluster]:
     """A cluster in which a prefill worker computes every prompt, and only sampled contexts of clients are traced."""
     flags = ("--otlp-endpoint", collector.url, "--trace-sample-ratio", "0", "--log-format", "json")
-    flags += ("--local-prefill-threshold", "0", "--dtype", "float32", "--kv-cache-memory", "256MiB")
+    flags += ("--local-prefill-threshold", "0", "--dtype", "float32", "--kv-cache-memory", "64MiB")
     with running_cluster(tmp_path_factory.mktemp("traced"), *flags) as started:
         yield started
 
