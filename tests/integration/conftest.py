@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.cluster import Cluster, Footprint, running_cluster
 
-#: float32 is exact even without the C++ kernels. The caches are small enough for several clusters on one machine.
-_FLAGS = ("--dtype", "float32", "--kv-cache-memory", "192MiB")
+#: float32 is exact even without the C++ kernels. The caches are just large enough for the longest context.
+_FLAGS = ("--dtype", "float32", "--kv-cache-memory", "384MiB")
 #: Connections that a process may keep open for later requests: to clients, other processes and Redis.
 _FD_SLACK = 16
 #: Threads of pools that grow to a fixed size as they are used: gRPC, the event loop's executor.
