@@ -39,12 +39,13 @@ class Outcomes:
 
     def verdict(self, no_engine: str) -> str:
         """The last line of a run. `no_engine`: why there is none; empty: there is one."""
-        notes = [f"{count} skipped: {reason}" for reason, count in self.skipped.items()]
-        notes += [f"passed only when repeated: {name}" for name in self.repeated]
-        reasons = "; ".join(notes)
+        skipped = [f"{count} skipped: {reason}" for reason, count in self.skipped.items()]
+        repeated = [f"passed only when repeated: {name}" for name in self.repeated]
         if self.passed >= _WITH_CONTAINERS:
-            return f"deploy: run ({reasons})" if reasons else "deploy: run"
-        return f"deploy: skipped ({no_engine or reasons or 'no container was asked for'}; what needs none has run)"
+            notes = "; ".join(skipped + repeated)
+            return f"deploy: run ({notes})" if notes else "deploy: run"
+        reason = no_engine or "; ".join(skipped) or "no container was asked for"
+        return f"deploy: skipped ({'; '.join([reason, 'what needs none has run', *repeated])})"
 
 
 def main(arguments: list[str]) -> int:
