@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from aiohttp import web
+from aiohttp import web, web_response
 from aiohttp.typedefs import Middleware
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -17,6 +17,9 @@ from pdserve.base.errors import Forbidden, SetupError, codes_of
 from pdserve.base.hosts import AllowedHosts
 from pdserve.base.http_log import ServerLog
 from pdserve.base.silent_connections import FIRST_REQUEST_S, IDLE_S, SilentConnections
+
+# Not in each application: aiohttp answers broken HTTP without one. Its own header has versions of it and of Python.
+web_response.SERVER_SOFTWARE = "pdserve"  # type: ignore[attr-defined]
 
 
 @dataclass(slots=True)

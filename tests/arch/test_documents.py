@@ -119,6 +119,13 @@ def test_prose_is_wrapped(path: Path) -> None:
     assert lines == []
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=path_id)
+def test_a_html_tag_is_on_one_line(path: Path) -> None:
+    """Wrapping the prose must not wrap it, because some renderers then show it as text."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    assert [line for line in text.splitlines() if re.match(r"<\w", line) and ">" not in line] == []
+
+
 def test_every_dependency_has_a_reason() -> None:
     project: Mapping[str, Any] = tomllib.loads(read("pyproject.toml"))["project"]
     requirements = [*project["dependencies"]]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+
 import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, Histogram
@@ -29,6 +32,23 @@ async def test_a_worker_is_alive_while_loading_and_ready_after() -> None:
         health.dead = "the step loop failed"
         assert (await _get(address, "/livez"))[0] == 503
         assert "the step loop failed" in (await _get(address, "/health"))[1]
+
+
+async def test_no_answer_says_which_versions_of_libraries_run() -> None:
+    """Fails without `SERVER_SOFTWARE` of its own: aiohttp's names its version and that of Python.
+
+    The second answer is to broken HTTP, which reaches no application.
+    """
+    with bound_socket("127.0.0.1", 0, flag="--http-port") as listener:
+        async with serve_admin(Health(), CollectorRegistry(), listener) as address:
+            for sent in (b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n", b"GET\x01\r\n\r\n"):
+                host, _, port = address.rpartition(":")
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(sent)
+                answer = await reader.read()
+                writer.close()
+                assert re.findall(rb"(?im)^server: (.*?)\r$", answer) == [b"pdserve"]
+                assert not re.search(rb"(?i)aiohttp|python", answer)
 
 
 async def test_metrics_are_served_in_prometheus_text_format() -> None:

@@ -106,11 +106,17 @@ async def test_a_decode_worker_that_refuses_is_replaced(cluster: ScriptedCluster
     assert [retry["reason"] for retry in record["retries"]] == ["no_free_blocks"]
 
 
-async def test_when_all_decode_workers_are_full_the_request_waits_for_capacity(cluster: ScriptedCluster) -> None:
-    cluster.script.fail("decode", *[failing(NoFreeBlocks("full"))] * 4)
-    text, _ = await cluster.stream()
-    assert text == TEXT
-    assert len(cluster.calls.decode_starts) == 5
+async def test_when_all_decode_workers_are_full_the_request_waits_for_capacity(
+    redis_server: PrivateRedis, model_dir: Path
+) -> None:
+    # No limit of this request may pass while the test waits for a processor.
+    async with open_cluster(
+        redis_server, model_dir, TWO_OF_EACH, reserve_timeout_s=600, token_timeout_s=600, silence_timeout_s=600
+    ) as cluster:
+        cluster.script.fail("decode", *[failing(NoFreeBlocks("full"))] * 4)
+        text, _ = await cluster.stream()
+        assert text == TEXT
+        assert len(cluster.calls.decode_starts) == 5
 
 
 async def test_a_request_that_waits_too_long_for_capacity_fails(redis_server: PrivateRedis, model_dir: Path) -> None:
