@@ -1,10 +1,12 @@
 """Transfer rate of KV blocks between two processes: complete handovers with digests and commit.
 
-    python -m benchmarks.transfer [--transport ucx] [--blocks 250] [--rounds 40] [--block-bytes 368640] [--output FILE]
+    python -m benchmarks.transfer [--transport ucx] [--guard] [--blocks 250] [--rounds 40] [--block-bytes 368640]
+        [--output FILE]
 
 Runs two asyncio processes on this host. In a round, a ticket is received, every block pushed and digested, and the
 commit verified. Before each round one process copies as many bytes within its memory. The ratio of the two rates is
-comparable between machines, and least affected by other load.
+comparable between machines, and least affected by other load. `--guard` keeps strangers out of UCX, as in a cluster
+with a secret; the first round then has the introduction, without gRPC and seal.
 """
 
 from __future__ import annotations
@@ -26,18 +28,34 @@ from pathlib import Path
 
 import numpy as np
 
+from kvtransfer.handover.introduction import (
+    Introduction,
+    answered,
+    introduction_from_proto,
+    introduction_to_proto,
+)
 from kvtransfer.handover.memory import InPlaceMemory
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import ReceiverIdentity, Reservation
 from kvtransfer.handover.sender import Sender
-from kvtransfer.handover.ticket import Commit, commit_from_proto, commit_to_proto, ticket_from_proto, ticket_to_proto
-from kvtransfer.transport import Buffer, open_transport
+from kvtransfer.handover.ticket import (
+    Commit,
+    Ticket,
+    commit_from_proto,
+    commit_to_proto,
+    ticket_from_proto,
+    ticket_to_proto,
+)
+from kvtransfer.transport import Buffer, GuardedTransport, Transport, open_transport
+from kvtransfer.transport.own_sockets import Connection
 from pdserve.base.ids import BlockId, RequestId, WorkerId, new_epoch
 from pdserve.base.layout import KvLayout
 from pdserve.base.tasks import service_group
 from pdserve.v1 import decode_pb2
 
 REQUEST = RequestId("bench")
+#: Beginning of an introduction on the link, and the whole answer to it.
+INTRODUCES = b"introduces "
 #: The first rounds connect, and touch memory for the first time.
 WARM_UP_ROUNDS = 3
 #: Prefixes of package names to record; ucxx has one per CUDA version.
@@ -48,6 +66,7 @@ PACKAGES = ("libucx", "ucxx", "torch", "numpy", "xxhash")
 class Round:
     """One handover. Rates count the blocks' bytes; processor time is that of the two whole processes."""
 
+    wall_ms: float
     gb_per_s: float
     memcpy_gb_per_s: float
     prefill_cpu_ms: float
@@ -89,7 +108,7 @@ def layout_of(block_bytes: int) -> KvLayout:
 
 
 async def decode(link: Link, args: argparse.Namespace) -> None:
-    transport, layout = open_transport(args.transport), layout_of(args.block_bytes)
+    transport, layout = open_transport(args.transport, guarded=args.guard), layout_of(args.block_bytes)
     identity = ReceiverIdentity(worker_id=WorkerId("d"), epoch=new_epoch(), grpc_address="none:1", layout=layout)
     async with service_group() as tasks:
         memory = InPlaceMemory(Memory(args.blocks, layout, 1), layout.num_layers)
@@ -105,17 +124,36 @@ async def decode(link: Link, args: argparse.Namespace) -> None:
             )
             ticket = await receiver.grant(reservation, attempt=attempt)
             link.write(ticket_to_proto(ticket).SerializeToString())
-            await receiver.commit(commit_from_proto(decode_pb2.CommitRequest.FromString(await link.read())))
+            message = await link.read()
+            while message.startswith(INTRODUCES):
+                await answer(transport, message.removeprefix(INTRODUCES))
+                link.write(INTRODUCES)
+                message = await link.read()
+            await receiver.commit(commit_from_proto(decode_pb2.CommitRequest.FromString(message)))
             link.write(str(time.process_time()).encode())
         await link.read()
         await receiver.close()
     await transport.close()
 
 
+async def answer(transport: Transport, message: bytes) -> None:
+    assert isinstance(transport, GuardedTransport)
+    introduction = introduction_from_proto(decode_pb2.IntroduceRequest.FromString(message))
+    await answered(introduction, transport.door)
+
+
 async def prefill(link: Link, args: argparse.Namespace) -> None:
-    transport, layout = open_transport(args.transport), layout_of(args.block_bytes)
+    transport, layout = open_transport(args.transport, guarded=args.guard), layout_of(args.block_bytes)
+
+    async def introduce(ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
+        link.write(INTRODUCES + introduction_to_proto(introduction).SerializeToString())
+        await link.read()
+        return ()
+
     memory = Memory(args.blocks, layout, 2)
-    sender = Sender(transport=transport, memory=InPlaceMemory(memory, layout.num_layers), layout=layout)
+    sender = Sender(
+        transport=transport, memory=InPlaceMemory(memory, layout.num_layers), layout=layout, introduce=introduce
+    )
     copy = np.ones_like(memory.blocks)
     gigabytes = args.blocks * layout.block_bytes / 1e9
     loop = asyncio.get_running_loop()
@@ -136,7 +174,8 @@ async def prefill(link: Link, args: argparse.Namespace) -> None:
             decode_cpu_before, decode_cpu_s = decode_cpu_s, await transfer.finish([1], commit)
         rounds.append(
             Round(
-                gb_per_s=gigabytes / (loop.time() - started_at),
+                wall_ms=1e3 * (wall_s := loop.time() - started_at),
+                gb_per_s=gigabytes / wall_s,
                 memcpy_gb_per_s=gigabytes / (started_at - copy_started_at),
                 prefill_cpu_ms=1e3 * (time.process_time() - cpu_started_at),
                 decode_cpu_ms=1e3 * (decode_cpu_s - decode_cpu_before),
@@ -144,14 +183,18 @@ async def prefill(link: Link, args: argparse.Namespace) -> None:
         )
     link.write(b"bye")
     await transport.close()
-    report(rounds[WARM_UP_ROUNDS:], args)
+    report(rounds, args)
 
 
-def report(rounds: Sequence[Round], args: argparse.Namespace) -> None:
+def report(all_rounds: Sequence[Round], args: argparse.Namespace) -> None:
     """Prints a summary; appends all rounds and the environment to the runs in the `--output` file."""
+    rounds = all_rounds[WARM_UP_ROUNDS:]
     rates = [each.gb_per_s for each in rounds]
     summary = {
         "transport": args.transport,
+        "guard": args.guard,
+        "first_round_ms": all_rounds[0].wall_ms,
+        "wall_ms_median": statistics.median(each.wall_ms for each in rounds),
         "blocks": args.blocks,
         "block_bytes": args.block_bytes,
         "rounds": len(rounds),
@@ -199,6 +242,7 @@ async def run(side: socket.socket, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transport", default="ucx")
+    parser.add_argument("--guard", action="store_true", help="keep strangers out of UCX")
     parser.add_argument("--blocks", type=int, default=250)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--block-bytes", type=int, default=368_640)

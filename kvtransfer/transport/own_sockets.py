@@ -1,18 +1,20 @@
-"""The TCP sockets of this process, as the kernel lists them: also those that a library opened by itself."""
+"""The TCP sockets of this process: also those that a library opened by itself."""
 
 from __future__ import annotations
 
 import os
 import socket
+import stat
 import struct
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _PROC = Path("/proc/self")
-_LISTENS = 0x0A
-_SOCKET = "socket:["
+#: The kernel's numbers of a TCP connection's states.
+_CONNECTING, _LISTENS = 2, 10
 
 
 class Connection(NamedTuple):
@@ -32,20 +34,26 @@ class TcpSocket:
     #: The kernel's number of the socket. A descriptor is used again for another one, this number is not.
     inode: int
     local: str
+    #: Empty without a connection.
     remote: str
     listens: bool
 
 
-def tcp_sockets(proc: Path = _PROC) -> dict[int, TcpSocket]:
-    """The sockets by inode number. Empty where the kernel does not list them."""
-    own = dict(_own_inodes(proc / "fd"))
+def tcp_sockets() -> dict[int, TcpSocket]:
+    """The sockets by inode number. Empty where /proc is missing."""
     found = {}
-    for table in ("tcp", "tcp6"):
-        try:
-            lines = (proc / "net" / table).read_text().splitlines()[1:]
-        except OSError:
-            continue
-        found.update({each.inode: each for each in parse_table(lines, own)})
+    connecting = []
+    for fd in _descriptors():
+        seen = _looked_at(fd)
+        if seen is not None:
+            each, state = seen
+            found[each.inode] = each
+            if state == _CONNECTING:
+                connecting.append(each.inode)
+    # The call for the other end's address fails while a connection is being made. The kernel's table has it, which
+    # takes milliseconds to read.
+    for inode, remote in _remotes(connecting).items() if connecting else ():
+        found[inode] = replace(found[inode], remote=remote)
     return found
 
 
@@ -55,35 +63,59 @@ def own_connections(candidates: Iterable[Connection]) -> list[Connection]:
     return [each for each in candidates if each in opened]
 
 
-def parse_table(lines: Iterable[str], own: Mapping[int, int]) -> Iterator[TcpSocket]:
-    """The sockets in lines of /proc/net/tcp that are in `own`: descriptors by inode number."""
+def _descriptors() -> Iterator[int]:
+    with suppress(OSError):
+        yield from map(int, os.listdir(_PROC / "fd"))
+
+
+def _looked_at(fd: int) -> tuple[TcpSocket, int] | None:
+    """The TCP socket of a descriptor and its state; None for anything else, and if it was closed meanwhile."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return None
+        with duplicate(fd) as each:
+            if each.family not in (socket.AF_INET, socket.AF_INET6) or each.type != socket.SOCK_STREAM:
+                return None
+            state = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+            local, remote = _text(each.getsockname()), ""
+            with suppress(OSError):
+                remote = _text(each.getpeername())
+            return TcpSocket(fd, os.fstat(each.fileno()).st_ino, local, remote, listens=state == _LISTENS), state
+    except OSError:
+        return None
+
+
+def duplicate(fd: int) -> socket.socket:
+    """Another handle of the socket of a descriptor; making it changes nothing. Raises: OSError when there is none."""
+    descriptor = os.dup(fd)
+    try:
+        return socket.socket(fileno=descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise
+
+
+def _remotes(inodes: Collection[int]) -> dict[int, str]:
+    found = {}
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            found.update(remotes_in((_PROC / "net" / table).read_text().splitlines()[1:], inodes))
+    return found
+
+
+def remotes_in(lines: Iterable[str], inodes: Collection[int]) -> Iterator[tuple[int, str]]:
+    """Inode number and other end of these sockets, from lines of /proc/net/tcp."""
     for line in lines:
         fields = line.split()
-        fd = own.get(int(fields[9]))
-        if fd is not None:
-            local, remote = _address(fields[1]), _address(fields[2])
-            yield TcpSocket(fd, int(fields[9]), local, remote, listens=int(fields[3], 16) == _LISTENS)
+        if int(fields[9]) in inodes:
+            host, _, port = fields[2].partition(":")
+            # Words of 32 bits, in the order of this machine.
+            words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
+            packed = struct.pack(f"={len(words)}I", *words)
+            family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
+            yield int(fields[9]), _text((socket.inet_ntop(family, packed), int(port, 16)))
 
 
-def _own_inodes(directory: Path) -> Iterator[tuple[int, int]]:
-    try:
-        names = os.listdir(directory)
-    except OSError:
-        return
-    for name in names:
-        try:
-            target = os.readlink(directory / name)
-        except OSError:
-            continue  # It was closed meanwhile.
-        if target.startswith(_SOCKET):
-            yield int(target[len(_SOCKET) : -1]), int(name)
-
-
-def _address(text: str) -> str:
-    """HOST:PORT of an address in the kernel's table, whose words of 32 bits have the order of this machine."""
-    host, _, port = text.partition(":")
-    words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
-    packed = struct.pack(f"={len(words)}I", *words)
-    if len(packed) == 4:
-        return f"{socket.inet_ntop(socket.AF_INET, packed)}:{int(port, 16)}"
-    return f"[{socket.inet_ntop(socket.AF_INET6, packed)}]:{int(port, 16)}"
+def _text(address: tuple[Any, ...]) -> str:
+    host, port = address[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -13,7 +13,7 @@ import socket
 import struct
 from collections.abc import Iterator
 
-from kvtransfer.transport.own_sockets import TcpSocket
+from kvtransfer.transport.own_sockets import TcpSocket, duplicate
 from pdserve.base.errors import SetupError
 
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
@@ -102,16 +102,9 @@ def is_shut(each: TcpSocket) -> bool:
 def _handle(of: TcpSocket) -> Iterator[socket.socket | None]:
     """The socket for as long as the block runs; None: it was closed meanwhile."""
     try:
-        duplicate = os.dup(of.fd)
+        handle = duplicate(of.fd)
     except OSError:
-        yield None
-        return
-    try:
-        # Nothing is read from or written to it but by the calls below: UCX's own settings of it stay.
-        handle = socket.socket(fileno=duplicate)
-    except OSError:
-        os.close(duplicate)
         yield None
         return
     with handle:
-        yield handle if os.fstat(duplicate).st_ino == of.inode else None
+        yield handle if os.fstat(handle.fileno()).st_ino == of.inode else None

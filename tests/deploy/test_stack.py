@@ -77,7 +77,7 @@ def test_doctor_transfers_from_container_to_container(stack: Stack) -> None:
 
 
 STRANGER = r"""
-import http.client, json, socket, ssl, sys
+import fcntl, http.client, json, socket, ssl, struct, sys, time
 import grpc
 
 found = {}
@@ -116,6 +116,29 @@ def takes_strangers(host, port):
         return False
 
 
+# What every UCX reads as the beginning of a connection, and a message that writes to an address.
+CONNECT = "78563412bebafeca201d000000010000000000000000000000000200e1977f0000010000000000000000"
+PUT = struct.pack("<BIQQI", 33, 20, 16, 64, 1) + b"x" * 64
+
+
+def taken_by_ucx(host):
+    # Ports of UCX, and the bytes of a stranger that the worker's kernel took there.
+    open_ones, ports = [], 0
+    for port in range(19600, 19620):
+        try:
+            connection = socket.create_connection((host, port), timeout=10)
+        except ConnectionRefusedError:
+            continue
+        connection.sendall(bytes.fromhex(CONNECT) + PUT)
+        open_ones.append(connection)
+        ports += 1
+    time.sleep(2)
+    sent = len(bytes.fromhex(CONNECT) + PUT)
+    return [ports, sum(sent - struct.unpack("i", fcntl.ioctl(each, 0x5411, b"0000"))[0] for each in open_ones)]
+
+
+for host in ("prefill", "decode"):
+    found[f"{host}: ports of UCX, bytes taken"] = taken_by_ucx(host)
 for host, ports in (("prefill", (50051,)), ("decode", (50051, 50052))):
     for port in ports:
         found[f"{host}:{port}"] = takes_strangers(host, port)
@@ -125,6 +148,7 @@ print(json.dumps(found))
 
 
 def test_a_stranger_in_the_network_is_refused_everywhere(stack: Stack) -> None:
+    epochs = {worker.epoch for tier in ("prefill", "decode") for worker in stack.workers(tier)}
     [network] = stack.containers("router")[0]["NetworkSettings"]["Networks"]
     image = stack.variables["PDSERVE_ROUTER_IMAGE"]
     entry = ("--entrypoint", "python", "--network", network)
@@ -134,7 +158,11 @@ def test_a_stranger_in_the_network_is_refused_everywhere(stack: Stack) -> None:
         "redis": "-NOAUTH",
         **dict.fromkeys(("prefill:50051", "decode:50051", "decode:50052"), False),
         **dict.fromkeys(("prefill without TLS", "decode without TLS"), "UNAVAILABLE"),
+        **{f"{tier}: ports of UCX, bytes taken": [1, 0] for tier in ("prefill", "decode")},
     }
+    # No worker ended.
+    stack.wait_tiers()
+    assert {worker.epoch for tier in ("prefill", "decode") for worker in stack.workers(tier)} == epochs
 
 
 def test_prometheus_key_reads_metrics_and_nothing_else(stack: Stack) -> None:

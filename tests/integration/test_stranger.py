@@ -15,7 +15,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import openai
-import psutil
 import pytest
 
 from kvtransfer.handover.introduction import Introduction, introduction_to_proto
@@ -34,11 +33,11 @@ from pdserve.cli.status import WorkerStatus
 from pdserve.v1 import common_pb2, decode_pb2, decode_pb2_grpc, diagnostics_pb2, diagnostics_pb2_grpc, prefill_pb2
 from pdserve.v1 import prefill_pb2_grpc as prefill_grpc
 from tests.support.cluster import MODEL, Cluster
+from tests.support.exposed import PROMPT, stream_address, streams, ucx_ports
 from tests.support.ucx_garbage import send_garbage
 
 Attempt = Callable[[], Coroutine[Any, Any, None]]
 
-PROMPT = "The capital of France is Paris. The capital of Spain is Madrid. " * 12 + "The capital of Germany is"
 TIMEOUT_S = 20.0
 #: UCX aborts the process that connects to this address.
 CRASHING = pack_address(b"\xff" * 64)
@@ -155,19 +154,6 @@ def _attempts(prefill: WorkerStatus, decode: WorkerStatus, streams: str) -> dict
     }
 
 
-def _ports(process: psutil.Process) -> set[int]:
-    return {each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
-
-
-def _stream_address(cluster: Cluster, decode: WorkerStatus) -> str:
-    """A stranger finds it by trying: it answers a start, and the ports of UCX do not."""
-    known = {int(address.rpartition(":")[2]) for address in (decode.grpc_address, decode.http_address)}
-    text = (cluster.log_dir / f"{decode.worker_id}.log").read_text()
-    port = int(text.rpartition(" streams=127.0.0.1:")[2].split()[0])
-    assert port in _ports(cluster.processes()[decode.worker_id]) - known
-    return f"127.0.0.1:{port}"
-
-
 def _answer(cluster: Cluster) -> str:
     with cluster.client() as client:
         answer = client.completions.create(
@@ -179,7 +165,7 @@ def _answer(cluster: Cluster) -> str:
 def test_a_stranger_reads_no_prompt_changes_no_answer_and_stops_nothing(cluster: Cluster) -> None:
     before, expected = {name: each.pid for name, each in cluster.processes().items()}, _answer(cluster)
     [prefill], [decode] = cluster.workers("prefill"), cluster.workers("decode")
-    streams = _stream_address(cluster, decode)
+    streams = stream_address(cluster, decode)
     for name, attempt in _attempts(prefill, decode, streams).items():
         with pytest.raises(PeerRefused):
             asyncio.run(attempt())
@@ -218,52 +204,15 @@ def _try_to_change(address: str) -> None:
         assert b"Germany" not in answer.read()
 
 
-def _ucx_ports(cluster: Cluster) -> dict[str, set[int]]:
-    """Ports by worker: those it listens on that are none of ours."""
-    found = {}
-    for worker in (*cluster.workers("prefill"), *cluster.workers("decode")):
-        ours = {worker.grpc_address, worker.http_address}
-        if worker.tier == "decode":
-            ours.add(_stream_address(cluster, worker))
-        ports = _ports(cluster.processes()[worker.worker_id])
-        found[worker.worker_id] = ports - {int(address.rpartition(":")[2]) for address in ours}
-    return found
-
-
-async def _stream(cluster: Cluster, number: int, salt: str, started: asyncio.Semaphore) -> str | openai.APIError:
-    """The text of an answer whose blocks are handed over, or the error that it ended with."""
-    text = ""
-    try:
-        async with cluster.async_client() as client:
-            async for chunk in await client.completions.create(
-                model=MODEL,
-                prompt=f"{number}. {PROMPT}",
-                max_tokens=24,
-                temperature=0,
-                stream=True,
-                # Another salt, so that no block of an earlier answer is found in a cache.
-                extra_body={"ignore_eos": True, "cache_salt": salt},
-            ):
-                text += chunk.choices[0].text
-                started.release()
-    except openai.APIError as error:
-        return error
-    return text
-
-
-async def _streams(cluster: Cluster, salt: str, started: asyncio.Semaphore) -> list[str | openai.APIError]:
-    return await asyncio.gather(*(_stream(cluster, number, salt, started) for number in range(3)))
-
-
 async def _streams_during_garbage(cluster: Cluster, ports: set[int]) -> list[str | openai.APIError]:
     """Answers during which all ports get garbage, and answers that start while those connections are open."""
     started, taken = asyncio.Semaphore(0), list[int]()
     with contextlib.ExitStack() as open_ones:
-        running = asyncio.create_task(_streams(cluster, "running", started))
+        running = asyncio.create_task(streams(cluster, "running", started))
         await asyncio.wait_for(started.acquire(), TIMEOUT_S)
         for port in ports:
             taken += await asyncio.to_thread(send_garbage, port, open_ones)
-        answers = [*await running, *await _streams(cluster, "after", started)]
+        answers = [*await running, *await streams(cluster, "after", started)]
     assert set(taken) == {0}
     return answers
 
@@ -271,9 +220,9 @@ async def _streams_during_garbage(cluster: Cluster, ports: set[int]) -> list[str
 async def test_garbage_at_the_ports_of_ucx_ends_no_process_and_changes_no_answer(cluster: Cluster) -> None:
     """No kernel takes a byte of it. Fails with --no-guard-transport: there it ends workers."""
     before = {name: each.pid for name, each in cluster.processes().items()}
-    expected = await _streams(cluster, "before", asyncio.Semaphore(0))
+    expected = await streams(cluster, "before", asyncio.Semaphore(0))
     assert all(isinstance(answer, str) and answer for answer in expected)
-    ports = _ucx_ports(cluster)
+    ports = ucx_ports(cluster)
     assert set(ports) == {"prefill-0", "decode-0"}
     assert all(ports.values())
     assert await _streams_during_garbage(cluster, set().union(*ports.values())) == [*expected, *expected]

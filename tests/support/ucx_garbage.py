@@ -44,7 +44,8 @@ def send_garbage(port: int, silent: contextlib.ExitStack, *, seed: int = 13) -> 
     bytes the other end's kernel has taken.
     """
     for _ in range(_NUM_SILENT):
-        silent.enter_context(_connection(port))
+        with contextlib.suppress(ConnectionError):
+            silent.enter_context(_connection(port))
     senders = [(_sent(port, data, silent), len(data)) for data in (*kinds().values(), *mutants(seed, _NUM_MUTANTS))]
     for _ in range(_NUM_SHORT):
         # One that came at a bad moment is ended by a worker that starts again.

@@ -1,0 +1,50 @@
+"""Garbage at the ports of UCX without the guard: it ends workers, which start again. No router ends, no token is wrong.
+
+With the guard nothing of it arrives (tests/integration/test_stranger.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.support.cluster import Cluster, running_cluster
+from tests.support.exposed import streams, ucx_ports
+from tests.support.ucx_garbage import send_garbage
+
+pytestmark = pytest.mark.timeout(600)
+
+ROUNDS = 4
+FLAGS = ("--dtype", "float32", "--kv-cache-memory", "512MiB")
+WITHOUT_GUARD = {"PDSERVE_PREFILL__GUARD_TRANSPORT": "0", "PDSERVE_DECODE__GUARD_TRANSPORT": "0"}
+
+
+async def _answers_during_garbage(cluster: Cluster, seed: int) -> list[str | openai.APIError]:
+    started = asyncio.Semaphore(0)
+    with contextlib.ExitStack() as open_ones:
+        running = asyncio.create_task(streams(cluster, f"running {seed}", started))
+        await asyncio.wait_for(started.acquire(), 60)
+        for port in set().union(*ucx_ports(cluster).values()):
+            await asyncio.to_thread(send_garbage, port, open_ones, seed=seed)
+        return [*await running, *await streams(cluster, f"after {seed}", started)]
+
+
+async def test_without_the_guard_garbage_ends_no_router_and_makes_no_token_wrong(tmp_path: Path, model: str) -> None:
+    with running_cluster(tmp_path, *FLAGS, model=model, **WITHOUT_GUARD) as cluster:
+        before = {name: each.pid for name, each in cluster.processes().items()}
+        expected = await streams(cluster, "before", asyncio.Semaphore(0))
+        assert all(isinstance(answer, str) and answer for answer in expected)
+        for seed in range(ROUNDS):
+            answers = await _answers_during_garbage(cluster, seed)
+            for answer, right in zip(answers, [*expected, *expected], strict=True):
+                assert answer == right or isinstance(answer, openai.APIError)
+            await asyncio.to_thread(cluster.wait_tiers, prefill=1, decode=1)
+        after = {name: each.pid for name, each in cluster.processes().items()}
+        assert after["router"] == before["router"]
+        # What was sent was worth sending.
+        assert after["decode-0"] != before["decode-0"]
+        assert await streams(cluster, "at last", asyncio.Semaphore(0)) == expected
