@@ -82,6 +82,11 @@ def rows() -> list[Row]:
             environment={"PDSERVE_TEST_DEPTH": "full"},
         ),
         Row(
+            name="ucx-without-guard",
+            suites=("tests/chaos/test_ucx_without_guard.py",),
+            environment={"PDSERVE_TEST_DEPTH": "full"},
+        ),
+        Row(
             name="full-depth-gpu",
             suites=("tests/integration/services/test_on_gpu.py",),
             environment={"PDSERVE_TEST_DEPTH": "full", "PDSERVE_TEST_GPU": "simulated"},

@@ -13,10 +13,14 @@ import openai
 import pytest
 
 from tests.support.cluster import Cluster, running_cluster
+from tests.support.depth import IS_FULL
 from tests.support.exposed import streams, ucx_ports
 from tests.support.ucx_garbage import send_garbage
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not IS_FULL, reason="takes a minute: `make test-all ARGS=ucx-without-guard` runs it"),
+]
 
 ROUNDS = 4
 FLAGS = ("--dtype", "float32", "--kv-cache-memory", "512MiB")
