@@ -96,7 +96,7 @@ def duplicate(fd: int) -> socket.socket:
 
 
 def _remotes(inodes: Collection[int]) -> dict[int, str]:
-    found = {}
+    found = dict[int, str]()
     for table in ("tcp", "tcp6"):
         with suppress(OSError):
             found.update(remotes_in((_PROC / "net" / table).read_text().splitlines()[1:], inodes))
