@@ -24,6 +24,7 @@ from benchmarks.result_files import write_results
 
 MAX_BODY = 8 * 1024**2
 _LAG = "pdserve_event_loop_lag_seconds_bucket"
+_SEED = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,8 @@ class Result:
     #: Timers of the router's event loop, and those of them that were more than 20 ms late.
     timers: int
     late_timers: int
+    #: Processor time of the router per second, which other processes of the machine do not lengthen.
+    router_cpu_share: float
 
 
 def bodies(model: str) -> dict[str, tuple[str, bytes] | None]:
@@ -63,16 +66,26 @@ def bodies(model: str) -> dict[str, tuple[str, bytes] | None]:
     }
 
 
-async def _lag(http: aiohttp.ClientSession, url: str) -> tuple[int, int]:
-    """Timers so far, and those within 20 ms."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Totals:
+    """What the router has counted so far."""
+
+    at: float
+    timers: int
+    timers_in_time: int
+    cpu_s: float
+
+
+async def _totals(http: aiohttp.ClientSession, url: str) -> _Totals:
     async with http.get(f"{url}/metrics") as response:
         lines = (await response.text()).splitlines()
     buckets = {line.partition('le="')[2].partition('"')[0]: float(line.split()[-1]) for line in lines if _LAG in line}
-    return int(buckets["+Inf"]), int(buckets["0.02"])
+    [cpu_s] = [float(line.split()[-1]) for line in lines if line.startswith("process_cpu_seconds_total")]
+    return _Totals(at=time.monotonic(), timers=int(buckets["+Inf"]), timers_in_time=int(buckets["0.02"]), cpu_s=cpu_s)
 
 
 async def _stream(http: aiohttp.ClientSession, url: str, model: str, until: float, gaps: list[float]) -> None:
-    body = {"model": model, "prompt": "Count:", "max_tokens": 256, "ignore_eos": True, "stream": True}
+    body = {"model": model, "prompt": "Count:", "max_tokens": 256, "ignore_eos": True, "stream": True, "seed": _SEED}
     while time.monotonic() < until:
         async with http.post(f"{url}/v1/completions", json=body) as response:
             response.raise_for_status()
@@ -87,7 +100,7 @@ async def _stream(http: aiohttp.ClientSession, url: str, model: str, until: floa
 async def _measure(url: str, model: str, kind: str, args: argparse.Namespace) -> Result:
     worst, gaps, statuses, posts = bodies(model)[kind], [0.0], set[int](), 0
     async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as group:
-        timers, in_time = await _lag(http, url)
+        before = await _totals(http, url)
         until = time.monotonic() + args.seconds
         streams = [group.create_task(_stream(http, url, model, until, gaps)) for _ in range(args.streams)]
         while worst is not None and time.monotonic() < until:
@@ -98,7 +111,7 @@ async def _measure(url: str, model: str, kind: str, args: argparse.Namespace) ->
                 statuses.add(response.status)
                 posts += 1
         await asyncio.wait(streams)
-        timers_after, in_time_after = await _lag(http, url)
+        after = await _totals(http, url)
     gaps.sort()
     return Result(
         kind=kind,
@@ -107,30 +120,36 @@ async def _measure(url: str, model: str, kind: str, args: argparse.Namespace) ->
         median_gap_ms=gaps[len(gaps) // 2] * 1e3,
         p99_gap_ms=gaps[int(len(gaps) * 0.99)] * 1e3,
         longest_gap_ms=gaps[-1] * 1e3,
-        timers=timers_after - timers,
-        late_timers=timers_after - timers - (in_time_after - in_time),
+        timers=after.timers - before.timers,
+        late_timers=after.timers - before.timers - (after.timers_in_time - before.timers_in_time),
+        router_cpu_share=(after.cpu_s - before.cpu_s) / (after.at - before.at),
     )
 
 
-def _page(about: dict[str, object], results: list[Result]) -> str:
+def _page(about: dict[str, object], workload: dict[str, object], results: list[Result]) -> str:
     rows = "\n".join(
         f"| {each.kind} | {each.posts} | {', '.join(map(str, each.statuses))} | {each.median_gap_ms:.1f} "
-        f"| {each.p99_gap_ms:.1f} | {each.longest_gap_ms:.1f} | {each.late_timers} of {each.timers} |"
+        f"| {each.p99_gap_ms:.1f} | {each.longest_gap_ms:.1f} | {each.late_timers} of {each.timers} "
+        f"| {each.router_cpu_share:.2f} |"
         for each in results
     )
-    head = environment.heading(about, "ms")
-    columns = "| body | posts | status | median gap | p99 gap | longest gap | timers later than 20 ms |"
-    return f"# Lag of the router's event loop\n\n{head}\n\n{columns}\n|{' --- |' * 7}\n{rows}\n"
+    head = environment.heading(about, "ms").rstrip() + "\n\n"
+    columns = (
+        "| body | posts | status | median gap | p99 gap | longest gap | timers later than 20 ms | router's cores |"
+    )
+    note = f"{workload['streams']} streams of {workload['model']}, {workload['seconds']:g} s for each body."
+    return f"# Lag of the router's event loop\n\n{head}{note}\n\n{columns}\n|{' --- |' * 8}\n{rows}\n"
 
 
 async def _main(args: argparse.Namespace) -> None:
     results = [await _measure(args.url, args.model, kind, args) for kind in bodies(args.model)]
     about = environment.describe()
-    page = _page(about, results)
+    workload = {"model": args.model, "streams": args.streams, "seconds": args.seconds, "seed": _SEED}
+    page = _page(about, workload, results)
     print(page)
     if args.out is not None:
-        raw = {"environment": about, "results": [asdict(each) for each in results]}
-        write_results(args.out, "loop-lag", raw, page)
+        raw = {"environment": about, "workload": workload, "results": [asdict(each) for each in results]}
+        write_results(args.out, f"loop-lag-{about['date']}", raw, page)
 
 
 if __name__ == "__main__":

@@ -141,6 +141,8 @@ async def serve_http(
         keepalive_timeout=IDLE_S,
         handler_cancellation=True,
         shutdown_timeout=grace_s,
+        # It would also unpack the rest of a body that was refused: gigabytes of a megabyte.
+        auto_decompress=False,
     )
     await runner.setup()
     try:

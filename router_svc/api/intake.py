@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from pdserve.base.errors import Overloaded, RequestError
 from pdserve.base.metrics import CounterSource
+from pdserve.base.tasks import in_turns
 from router_svc.api.body import Body
 from router_svc.api.parse import parse_body
 from router_svc.api.text_threads import TextThreads
+from router_svc.api.unpack import Unpacker
 
 #: Bodies up to this size are parsed on the event loop, and may take the whole budget. Larger ones leave some of it.
 SMALL_BODY_BYTES = 64 * 1024
@@ -109,21 +111,32 @@ class Intake:
     async def _receive(self, request: web.Request, hold: Hold) -> bytes:
         # Announced by the client: refused before a byte of it is read.
         announced = request.content_length or 0
-        if announced > request.client_max_size:
-            raise web.HTTPRequestEntityTooLarge(max_size=request.client_max_size, actual_size=announced)
+        _require_size(request, announced)
         self.require_room(announced, announced)
+        unpacker = Unpacker(request.headers.getall(hdrs.CONTENT_ENCODING, ()))
         pieces: list[bytes] = []
+        received = 0
         try:
             async with asyncio.timeout(self._timeout_s):
-                async for piece in request.content.iter_any():
+                async for data in request.content.iter_any():
+                    received += len(data)
+                    _require_size(request, received)
+                    async for piece in in_turns(unpacker.take(data)):
+                        hold.add(len(piece))
+                        _require_size(request, hold.num_bytes)
+                        pieces.append(piece)
+                for piece in unpacker.finish():
                     hold.add(len(piece))
-                    if hold.num_bytes > request.client_max_size:
-                        raise web.HTTPRequestEntityTooLarge(
-                            max_size=request.client_max_size, actual_size=hold.num_bytes
-                        )
+                    _require_size(request, hold.num_bytes)
                     pieces.append(piece)
         except TimeoutError:
             raise RequestError(
                 f"The request body did not arrive within {self._timeout_s:g} s. Send it faster, or send less."
             ) from None
         return b"".join(pieces)
+
+
+def _require_size(request: web.Request, num_bytes: int) -> None:
+    """Raises `HTTPRequestEntityTooLarge` for a body with so many bytes, packed or not."""
+    if num_bytes > request.client_max_size:
+        raise web.HTTPRequestEntityTooLarge(max_size=request.client_max_size, actual_size=num_bytes)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import tracemalloc
 import zlib
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -26,7 +28,12 @@ class _Fields(Body):
     x: int
 
 
+#: Requests that were posted, the last one last.
+_POSTED: deque[web.Request] = deque(maxlen=1)
+
+
 async def _post(request: web.Request) -> web.Response:
+    _POSTED.append(request)
     return web.json_response({"x": (await read_body(request, _Fields, Intake(TextThreads()))).x})
 
 
@@ -104,6 +111,96 @@ async def test_a_compressed_body_counts_as_what_it_unpacks_to(encoding: str) -> 
         finally:
             tracemalloc.stop()
     assert peak < 8 << 20
+
+
+async def test_the_rest_of_a_compressed_body_that_is_refused_is_not_unpacked() -> None:
+    """Fails when aiohttp unpacks: until the end of the body, it goes on after the answer."""
+    data = zlib.compress(b" " * (64 << 20))
+    headers = {"Content-Type": "application/json", "Content-Encoding": "deflate"}
+    async with _serving(max_body_bytes=1 << 20) as address, aiohttp.ClientSession() as http:
+        async with http.post(f"http://{address}/post", data=data, headers=headers) as response:
+            assert response.status == 413
+        content = _POSTED[-1].content
+        await content.wait_eof()
+    assert content.total_bytes <= len(data)
+
+
+@pytest.mark.parametrize("encoding", ["br", "zstd", "compress", "gzip, gzip"])
+async def test_an_encoding_that_is_not_known_is_refused(encoding: str) -> None:
+    """Whatever packages for it are installed."""
+    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+    async with (
+        _serving() as address,
+        aiohttp.ClientSession() as http,
+        http.post(f"http://{address}/post", data=b'{"x": 1}', headers=headers) as response,
+    ):
+        assert response.status == 415
+        assert "Send gzip, deflate, or a plain body." in (await response.json())["error"]["message"]
+
+
+_BODY = b'{"x": 1}' + b" " * 900
+
+
+@pytest.mark.parametrize(
+    ("encoding", "data"),
+    [
+        ("identity", _BODY),
+        ("gzip", gzip.compress(_BODY)),
+        ("X-GZIP", gzip.compress(_BODY)),
+        ("deflate", zlib.compress(_BODY)),
+        ("deflate", zlib.compress(_BODY, wbits=-15)),
+    ],
+)
+async def test_a_compressed_body_is_read_however_it_is_cut(encoding: str, data: bytes) -> None:
+    async def cut() -> AsyncIterator[bytes]:
+        for index in range(len(data)):
+            yield data[index : index + 1]
+
+    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+    async with (
+        _serving() as address,
+        aiohttp.ClientSession() as http,
+        http.post(f"http://{address}/post", data=cut(), headers=headers) as response,
+    ):
+        assert (response.status, await response.json()) == (200, {"x": 1})
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (gzip.compress(_BODY)[:-9], "ends too early"),
+        (gzip.compress(_BODY) * 2, "goes on behind the end"),
+        (b"\x1f\x8b\x08" + b"?" * 40, "cannot be unpacked"),
+        (_BODY, "cannot be unpacked"),
+    ],
+)
+async def test_a_damaged_compressed_body_is_refused(data: bytes, message: str) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    async with (
+        _serving() as address,
+        aiohttp.ClientSession() as http,
+        http.post(f"http://{address}/post", data=data, headers=headers) as response,
+    ):
+        assert response.status == 400
+        assert message in (await response.json())["error"]["message"]
+
+
+async def test_compressed_bytes_that_unpack_to_nothing_count() -> None:
+    """Empty blocks: as many as one likes, without a byte of a body."""
+    packer = zlib.compressobj()
+    data = b"".join(packer.flush(zlib.Z_FULL_FLUSH) for _ in range(1000))
+
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield data
+
+    headers = {"Content-Type": "application/json", "Content-Encoding": "deflate"}
+    async with (
+        _serving() as address,
+        aiohttp.ClientSession() as http,
+        http.post(f"http://{address}/post", data=endless(), headers=headers) as response,
+    ):
+        assert response.status == 413
 
 
 @pytest.mark.parametrize("path", ["/post", "/nowhere", "http://rebound.example/post"])
