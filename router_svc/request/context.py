@@ -92,7 +92,11 @@ class RequestContext:
             return
         requests = await self.cluster.requests_of_death(worker.worker_id, worker.epoch)
         is_own = requests is not None and self.generation.worker_request_id in requests
+        alone = self.deaths.is_alone
         self.deaths = self.deaths.after(Death.OWN if is_own else Death.MET, worker.tier)
+        if is_own:
+            name = f"{worker.worker_id}:{worker.epoch}"
+            self.deaths = await self.quarantine.shared(self.generation, self.deaths, name, alone=alone)
         self.journal.lost_worker(worker, self.deaths.remark)
         if self.deaths.is_over:
             self.quarantine.add(self.generation, time.monotonic())

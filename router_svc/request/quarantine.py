@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
@@ -69,6 +69,10 @@ class Deaths:
             is_in_both_tiers=self.is_in_both_tiers or self.tier not in (None, tier),
         )
 
+    def known(self, *, own: int, own_alone: int) -> Deaths:
+        """The deaths where equal requests, of all routers, have met so many of the first kind together."""
+        return replace(self, own=max(self.own, own), own_alone=max(self.own_alone, own_alone))
+
     @property
     def is_alone(self) -> bool:
         """Whether workers compute the request in steps of its own."""
@@ -93,6 +97,10 @@ class Deaths:
         return f"{self.own} failed by themselves while they computed it, {self.met} were lost for other reasons"
 
 
+async def _of_one_router(digest: bytes, worker: str, alone: bool) -> tuple[int, int]:
+    return 0, 0
+
+
 class Quarantine:
     """Requests that are refused for a time. `now` is any monotonic clock."""
 
@@ -105,6 +113,14 @@ class Quarantine:
         self._shared: OrderedDict[bytes, float] = OrderedDict()
         #: Called with the digest of a request that is refused from now on, for the other routers.
         self.on_add: Callable[[bytes], None] = lambda digest: None
+        #: Called with a digest, the name of a worker that has failed by itself under an equal request, and whether in a
+        #: step of its own. Returns how many have, and how many of them in such steps, as far as routers know together.
+        self.on_own_death: Callable[[bytes, str, bool], Awaitable[tuple[int, int]]] = _of_one_router
+
+    async def shared(self, generation: Generation, deaths: Deaths, worker: str, *, alone: bool) -> Deaths:
+        """The deaths under this request, with those under equal ones. The last was `worker`'s, of the first kind."""
+        own, own_alone = await self.on_own_death(self._digest(generation), worker, alone)
+        return deaths.known(own=own, own_alone=own_alone)
 
     def add(self, generation: Generation, now: float) -> None:
         """Refuses the request from now on."""

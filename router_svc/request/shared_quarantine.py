@@ -1,5 +1,7 @@
 """Refused requests in Redis, so that a request which ended workers under one router does not end more under the next.
 
+So are the workers that have failed by themselves under equal requests: their number bounds what routers lose together.
+
 Redis has digests with a key that follows from the cluster secret: they reveal no prompt, and a stranger who
 writes to Redis can have no other request refused. Ends are times of Redis, whatever the routers' clocks say.
 """
@@ -17,6 +19,10 @@ from pdserve.base.store import Argument, Reply, Store, as_bytes, as_list
 from router_svc.request.quarantine import DIGEST_BYTES, MAX_REFUSED, REFUSED_S, Quarantine
 
 KEY = "refused"
+#: Prefix of a digest's key with the workers that failed by themselves: fields are their names.
+DEATHS_KEY = "deaths:"
+#: More are not needed to end a request.
+_MAX_DEATHS = 16
 #: Interval between two looks. Until then, another router may take the request.
 _INTERVAL_S = 1.0
 
@@ -41,6 +47,20 @@ for i = 2, #found, 2 do found[i] = string.format('%.0f', found[i] - now) end
 return found
 """
 )
+# Counts workers, not requests: one that fails has many equal requests in its step, perhaps.
+_DEATH = """
+if redis.call('TYPE', KEYS[1]).ok ~= 'hash' or redis.call('HLEN', KEYS[1]) > tonumber(ARGV[4]) then
+  redis.call('DEL', KEYS[1])
+end
+if redis.call('HLEN', KEYS[1]) < tonumber(ARGV[4]) then redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+local own, alone = 0, 0
+for _, was_alone in ipairs(redis.call('HVALS', KEYS[1])) do
+  own = own + 1
+  if was_alone == '1' then alone = alone + 1 end
+end
+return own .. ' ' .. alone
+"""
 
 
 class SharedQuarantine:
@@ -54,7 +74,7 @@ class SharedQuarantine:
         interval_s: float = _INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Takes `Quarantine.on_add`. `clock`: that of the quarantine."""
+        """Takes `Quarantine.on_add` and `Quarantine.on_own_death`. `clock`: that of the quarantine."""
         self._quarantine = quarantine
         self._store = store
         self._interval_s = interval_s
@@ -62,6 +82,7 @@ class SharedQuarantine:
         self._unshared: deque[bytes] = deque(maxlen=MAX_REFUSED)
         self._has_new = asyncio.Event()
         quarantine.on_add = self._share
+        quarantine.on_own_death = self._count
 
     async def run(self) -> None:
         """Runs until cancelled."""
@@ -84,6 +105,17 @@ class SharedQuarantine:
         pairs = zip(found[::2], found[1::2], strict=False)
         refusals = [refusal for pair in pairs if (refusal := _refusal(*pair)) is not None]
         self._quarantine.merge(refusals, self._clock())
+
+    async def _count(self, digest: bytes, worker: str, alone: bool) -> tuple[int, int]:
+        """Workers that have failed by themselves under this request, and of them those that computed nothing else."""
+        arguments: list[Argument] = [worker, int(alone), int(REFUSED_S * 1000), _MAX_DEATHS]
+        try:
+            key = self._store.key(DEATHS_KEY + digest.hex())
+            counts = as_bytes(await self._store.script(_DEATH, keys=[key], arguments=arguments))
+        except StoreError:  # The store logs outages. The router's own count remains.
+            return 0, 0
+        own, own_alone = map(int, counts.split())
+        return own, own_alone
 
     def _share(self, digest: bytes) -> None:
         self._unshared.append(digest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +28,8 @@ FOLLOWER_MODULE = "pdserve.worker.ranks.follower"
 END_S = 10.0
 #: A follower that knows why start-up failed says so within this time.
 REASON_S = 2.0
+#: Signals that a process causes itself, by a fault or a failed check.
+_OWN_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 
 
 class RankProcess:
@@ -151,6 +154,19 @@ class RankProcesses:
         """Raises `PeerLost` as soon as one is known to have ended."""
         if self._lost is not None:
             raise self._lost
+
+    def were_ended(self) -> bool:
+        """Whether one was ended from outside, so that the failure of others is a consequence. Blocks, perhaps for 2 s.
+
+        To be called after a rank has failed. An exception on one rank ends the others with exceptions, too.
+        """
+        deadline = time.monotonic() + REASON_S
+        for follower in self._all:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = follower.process.wait(max(0.0, deadline - time.monotonic()))
+                if code < 0 and -code not in _OWN_SIGNALS:
+                    return True
+        return False
 
     async def request_copy(self, request: bytes) -> None:
         """Returns when every follower has made the copy, or never will. Raises `PeerLost`."""

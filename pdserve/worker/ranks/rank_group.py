@@ -97,6 +97,10 @@ class RankGroup:
         if self._lost is not None:
             on_lost(self._lost)
 
+    def was_ended(self) -> bool:
+        """Whether another rank was ended from outside. To be called once the step loop has failed; may take seconds."""
+        return self._followers.were_ended()
+
     def close(self) -> None:
         """Ends the other ranks. The last step and the last copy must have ended."""
         self._followers.close()

@@ -14,7 +14,6 @@ from pdserve.base import audit, notify
 from pdserve.base.admin import Health, bound_socket, serve_admin
 from pdserve.base.collector import exempt_all
 from pdserve.base.deaths import note_death
-from pdserve.base.errors import PeerLost
 from pdserve.base.ids import WorkerId, new_epoch
 from pdserve.base.logs import get_logger
 from pdserve.base.peer_tls import PeerTls, peer_tls
@@ -203,10 +202,11 @@ async def _noting_death(worker: Worker, store: Store, work: Coroutine[object, ob
     async with reporting_fatal_signals(note):
         try:
             await work
-        except PeerLost:
-            raise  # A rank is gone, perhaps killed: nobody knows by whom.
         except Exception:
-            await note()
+            # Rank 0 sees the end of another rank as an error of its own, or is notified of it, whichever comes first.
+            ranks = worker.model.rank_group
+            if ranks is None or not await asyncio.to_thread(ranks.was_ended):
+                await note()
             raise
 
 

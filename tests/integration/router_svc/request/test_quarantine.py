@@ -12,13 +12,14 @@ from pdserve.base.ids import RequestId
 from pdserve.base.store import Store
 from pdserve.base.workers import Tier
 from pdserve.cli.private_redis import PrivateRedis
-from router_svc.request.quarantine import Quarantine
-from router_svc.request.shared_quarantine import KEY, SharedQuarantine
+from router_svc.request.quarantine import Death, Deaths, Quarantine
+from router_svc.request.shared_quarantine import DEATHS_KEY, KEY, SharedQuarantine
 from router_svc.service import Router
 from tests.integration.router_svc.conftest import ScriptedCluster, open_cluster
 from tests.integration.router_svc.request.support import TEXT
 from tests.integration.router_svc.script import Context, Fault, vanish
 from tests.support.redis import eventually
+from tests.unit.router_svc.request.test_quarantine import POISON
 
 TIERS: tuple[Tier, ...] = ("prefill", "decode")
 
@@ -138,6 +139,41 @@ async def test_a_request_that_one_router_refuses_is_refused_by_the_others_and_by
             status, body = await third.complete()
             assert (status, "refused for another" in body["error"]["message"]) == (422, True)
             assert (await third.complete(prompt="Say goodbye"))[0] == 200
+
+
+async def test_two_routers_that_get_one_poison_request_lose_three_workers_together(redis_server: PrivateRedis) -> None:
+    """Fails without `on_own_death`: each router would lose three.
+
+    Many equal requests in one step lose one worker, not many. While Redis is away, each router counts for itself.
+    """
+    async with Store(redis_server.url) as store:
+        routers = [Quarantine(b"key") for _ in range(2)]
+        for router in routers:
+            SharedQuarantine(router, store)
+        lost: list[str] = []
+
+        async def lose(router: Quarantine, deaths: Deaths, *, in_step_of: str | None = None) -> Deaths:
+            if in_step_of is None:
+                lost.append(f"decode-{len(lost)}:1")
+            after = deaths.after(Death.OWN, "decode")
+            return await router.shared(POISON, after, in_step_of or lost[-1], alone=deaths.is_alone)
+
+        first = await lose(routers[0], Deaths())
+        equal = await lose(routers[0], Deaths(), in_step_of=lost[0])
+        assert (first.is_alone, equal.is_alone) == (False, False)
+        second = await lose(routers[1], Deaths())
+        assert second.is_alone
+        assert (await lose(routers[1], second)).is_over
+        assert len(lost) == 3
+        # The other router has lost no other worker in between. Its next one is the last, in company or not.
+        assert (await lose(routers[0], first)).is_over
+        key = store.key(f"{DEATHS_KEY}{routers[0]._digest(POISON).hex()}")
+        assert 0 < int(str(await store.call("PTTL", key))) <= 600_000
+        await store.call("SET", key, "what a stranger left")
+        assert (await lose(routers[0], Deaths())).own == 1
+        await redis_server.stop(kill=True)
+        assert (await lose(routers[0], Deaths())).own == 1
+        await redis_server.start()
 
 
 async def test_what_a_stranger_writes_there_refuses_no_request(redis_server: PrivateRedis, model_dir: Path) -> None:

@@ -26,22 +26,31 @@ async def _ends_with(error: Exception) -> None:
     raise error
 
 
+def worker(epoch: Epoch, *, rank_was_ended: bool | None = None) -> Worker:
+    """A worker of one rank, or with other ranks."""
+    ranks = None if rank_was_ended is None else SimpleNamespace(was_ended=lambda: rank_was_ended)
+    model, loop = SimpleNamespace(rank_group=ranks), SimpleNamespace(requests=REQUESTS)
+    return cast(Worker, SimpleNamespace(worker_id=W, epoch=epoch, step_loop=loop, model=model))
+
+
 async def test_a_failed_step_is_noted_before_the_error_goes_on(redis_server: PrivateRedis) -> None:
-    worker = cast(Worker, SimpleNamespace(worker_id=W, epoch=EPOCH, step_loop=SimpleNamespace(requests=REQUESTS)))
     async with Store(redis_server.url) as store:
         with pytest.raises(ValueError, match="a defect"):
-            await _noting_death(worker, store, _ends_with(ValueError("a defect")))
+            await _noting_death(worker(EPOCH), store, _ends_with(ValueError("a defect")))
         assert await requests_of_death(store, W, EPOCH) == REQUESTS
         assert await requests_of_death(store, W, Epoch(8)) is None
 
 
-async def test_the_loss_of_a_rank_is_not_noted_as_the_worker_s_own_failure(redis_server: PrivateRedis) -> None:
-    epoch = Epoch(9)
-    worker = cast(Worker, SimpleNamespace(worker_id=W, epoch=epoch, step_loop=SimpleNamespace(requests=REQUESTS)))
+@pytest.mark.parametrize("error", [PeerLost("rank 1 is lost"), RuntimeError("Connection closed by peer")])
+async def test_a_rank_that_fails_by_itself_is_noted_and_one_that_is_killed_is_not(
+    redis_server: PrivateRedis, error: Exception
+) -> None:
+    """Rank 0 may see it as an error of its own first. Without `was_ended`, the order decided whether it was noted."""
     async with Store(redis_server.url) as store:
-        with pytest.raises(PeerLost):
-            await _noting_death(worker, store, _ends_with(PeerLost("rank 1 is lost")))
-        assert await requests_of_death(store, W, epoch) is None
+        for epoch, was_ended, noted in ((Epoch(9), True, None), (Epoch(10), False, REQUESTS)):
+            with pytest.raises(type(error)):
+                await _noting_death(worker(epoch, rank_was_ended=was_ended), store, _ends_with(error))
+            assert await requests_of_death(store, W, epoch) == noted
 
 
 async def test_without_redis_it_is_unknown_how_a_worker_died() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import cast
 
 import psutil
 import pytest
@@ -20,6 +23,7 @@ from pdserve.engine.graphs import DeviceDecoder
 from pdserve.worker.ranks import processes
 from pdserve.worker.ranks import rank_group as rank_groups
 from pdserve.worker.ranks.messages import MessageKind, encode
+from pdserve.worker.ranks.processes import RankProcess, RankProcesses
 from pdserve.worker.ranks.rank_group import RankGroup
 from pdserve.worker.ranks.shared_stage import make_stage
 from pdserve.worker.ranks.startup import RankSetup, SetupState
@@ -138,7 +142,37 @@ def test_a_lost_rank_is_reported_to_present_and_later_watchers(tmp_path: Path) -
     assert str(error) == "rank 1 (cpu) of this worker ended with exit code -9"
     loaded.rank_group.watch(reported.put)
     assert reported.get(timeout=0) is error
+    assert loaded.rank_group.was_ended()
     loaded.close()
+
+
+@pytest.mark.parametrize(
+    ("codes", "was_ended"),
+    [
+        ([-9, 1], True),
+        ([1, -9], True),
+        ([-15, None], True),
+        ([-11, 1], False),
+        ([1, -6], False),
+        ([1, 1], False),
+        ([None, None], False),
+    ],
+)
+def test_a_signal_of_its_own_or_an_exception_is_a_rank_s_own_failure(codes: list[int | None], was_ended: bool) -> None:
+    """Exit codes of ranks 1 and 2; None: it still runs. An exception may follow from the end of another rank."""
+
+    class Process:
+        def __init__(self, code: int | None) -> None:
+            self.code = code
+
+        def wait(self, timeout: float) -> int:
+            if self.code is None:
+                raise subprocess.TimeoutExpired("rank", timeout)
+            return self.code
+
+    ranks = RankProcesses.__new__(RankProcesses)
+    ranks._all = [cast(RankProcess, SimpleNamespace(process=Process(code))) for code in codes]
+    assert ranks.were_ended() is was_ended
 
 
 class StuckGroup:
