@@ -11,6 +11,7 @@ from pdserve.base import logs, notify
 from pdserve.base.audit import audit_file
 from pdserve.base.config import load
 from pdserve.base.errors import SetupError
+from pdserve.base.open_files import AcceptErrors, raise_limit
 
 log = logs.get_logger(__name__)
 
@@ -48,6 +49,7 @@ def run_service(
         logs.configure(service, config.log_level, config.log_format)
         is_json = config.log_format == "json"
         with audit_file(config.audit_log, service):
+            raise_limit()
             asyncio.run(_main(serve(config)))
     except SetupError as error:
         notify.notify(f"STATUS=error: {error}")
@@ -63,4 +65,5 @@ def run_service(
 
 
 async def _main(work: Awaitable[None]) -> None:
+    asyncio.get_running_loop().set_exception_handler(AcceptErrors())
     await work

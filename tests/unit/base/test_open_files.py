@@ -1,0 +1,129 @@
+"""What a process does that runs out of open files."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from pdserve.base import open_files
+
+WAIT_S = 60.0
+#: A service with few files, which strangers take all of. It prints what became of it.
+_SERVICE = """
+    import asyncio, resource, socket, sys
+    from aiohttp import web
+    from pdserve.base import logs, open_files
+    from pdserve.base.admin import bound_socket, serve_http
+    from pdserve.base.service import _main
+    from pdserve.base.stream_server import serve_streams
+    from pdserve.v1 import decode_pb2 as pb
+
+    turns = 0
+    run_once = asyncio.BaseEventLoop._run_once
+
+    def counted(loop):
+        global turns
+        turns += 1
+        run_once(loop)
+
+    asyncio.BaseEventLoop._run_once = counted
+
+    async def handle(stream):
+        await stream.read()
+        await stream.write(pb.DecodeResponse(ended=pb.DecodeEnded()))
+
+    async def serve():
+        listener = bound_socket("127.0.0.1", 0, flag="--stream-port")
+        http = bound_socket("127.0.0.1", 0, flag="--port")
+        ports = listener.getsockname()[1], http.getsockname()[1]
+        async with (
+            serve_streams(listener, pb.DecodeRequest.FromString, handle, lambda error: pb.DecodeResponse()),
+            serve_http(web.Application(), http, grace_s=0.1),
+        ):
+            print(*ports, flush=True)
+            loop, taken = asyncio.get_running_loop(), asyncio.Event()
+            handler, before = loop.get_exception_handler(), turns
+
+            def seen(loop, context):
+                handler(loop, context)
+                exhausted.add(context["socket"].fileno())
+                taken.set()
+
+            exhausted = set()
+            loop.set_exception_handler(seen)
+            while len(exhausted) < 2:
+                taken.clear()
+                await taken.wait()
+            print("exhausted", flush=True)
+            await asyncio.sleep(1.5)
+            spun = turns - before
+            print("turns", spun, flush=True)
+            await loop.run_in_executor(None, sys.stdin.read)
+
+    logs.configure("test", "info", "text")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+    asyncio.run(_main(serve()))
+"""
+
+
+def test_a_process_without_free_files_does_not_spin_and_serves_again_when_some_are_free(tmp_path: Path) -> None:
+    """asyncio logs a hundred tracebacks a second for each listener."""
+    log = tmp_path / "log"
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(_SERVICE)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        ) as service,
+    ):
+        try:
+            assert service.stdout is not None
+            ports = [int(port) for port in service.stdout.readline().split()]
+            assert len(ports) == 2, log.read_text()
+            assert is_served(*ports)
+            strangers = [socket.create_connection(("127.0.0.1", port)) for port in ports * 60]
+            assert service.stdout.readline() == "exhausted\n"
+            turns = int(service.stdout.readline().split()[1])
+            for each in strangers:
+                each.close()
+            assert is_served(*ports)
+            service.communicate(timeout=WAIT_S)
+            assert service.returncode == 0, log.read_text()
+        finally:
+            service.kill()
+    errors = log.read_text()
+    assert turns < 2000
+    assert errors.count("cannot_accept_connections") == 1
+    assert "max_open_files=40" in errors
+    assert "Traceback" not in errors
+
+
+def is_served(streams: int, http: int) -> bool:
+    """Whether both ports answer: to an empty message, and to a request."""
+    answers = []
+    for port, request in ((streams, bytes(4)), (http, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")):
+        with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as connection:
+            connection.sendall(request)
+            answers.append(connection.recv(4))
+    return all(answers)
+
+
+def test_the_soft_limit_is_raised_and_never_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(1024, 524_288), (256, 4096), (1_048_576, 1_048_576), (1024, resource.RLIM_INFINITY)]
+    limits.append((resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    changes: list[tuple[int, int] | None] = []
+    for limit in limits:
+        changes.append(None)
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: limit)
+        monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: changes.__setitem__(-1, wanted))
+        open_files.raise_limit()
+    assert changes == [(65_536, 524_288), (4096, 4096), None, (65_536, resource.RLIM_INFINITY), None]
