@@ -22,6 +22,8 @@ from pdserve.base.layout import KvLayout
 #: Share of the memory lent to all transfers that one transfer may take, so that a peer that stops reading leaves the
 #: rest to others.
 _MEMORY_SHARE = 1 / 4
+#: Peers that are known to need no more introductions. One that was forgotten is only looked at once more.
+_MAX_SETTLED = 256
 
 
 async def _no_introduction(ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
@@ -87,12 +89,17 @@ class Sender:
                     callbacks.cancel()
                 await transfer.close()
                 if transfer.stats.sent_bytes:
-                    self._settled[ticket.data_address] = peer
+                    self._settle(ticket.data_address, peer)
 
     def _answering_callbacks(self, ticket: Ticket, peer: Peer) -> asyncio.Task[None] | None:
         if not ticket.guarded_addresses or self._settled.get(ticket.data_address) is peer:
             return None
         return asyncio.create_task(self._introductions.answer_callbacks(ticket), name="answers to callbacks")
+
+    def _settle(self, address: bytes, peer: Peer) -> None:
+        self._settled[address] = peer
+        while len(self._settled) > _MAX_SETTLED:
+            del self._settled[next(iter(self._settled))]
 
     def require_compatible(self, ticket: Ticket) -> None:
         """Raises: LayoutMismatch, TransferError when the ticket is for another transport or kind of digest."""

@@ -185,7 +185,7 @@ class Door(Protocol):
         ...
 
     def introducing(self, targets: Collection[str]) -> AbstractContextManager[list[Connection]]:
-        """The connections that were opened to these addresses, to be named to the process that listens there.
+        """The connections that were just opened to these addresses, to be named to the process that listens there.
 
         Use it at once after `connect`. Within the block the library sends nothing, for a bounded time.
         """

@@ -18,8 +18,8 @@ from pdserve.base.errors import PeerLost, SetupError
 
 #: Time for which UCX is not polled while a new connection is named to its other end.
 _PAUSE_S = 0.05
-#: Time within which a connection that was named must have arrived, and the interval of looking for it.
-_ARRIVAL_S, _LOOK_S = 5.0, 0.002
+#: Time within which a connection that was named must have arrived, and the first and longest pause between two looks.
+_ARRIVAL_S, _LOOK_S, _MAX_LOOK_S = 5.0, 0.002, 0.1
 #: Time for which a connection may be unnamed; at most twice that.
 _NAMED_WITHIN_S = 5.0
 
@@ -73,7 +73,7 @@ class UcxDoor:
 
     @contextlib.contextmanager
     def introducing(self, targets: Collection[str]) -> Iterator[list[Connection]]:
-        """The connections of this worker to these addresses. No data is let into new ones until they are confirmed.
+        """The new connections of this worker to these addresses. No data is let into them until they are confirmed.
 
         UCX is not polled meanwhile. It would send at once, the other end would drop that, and the kernel sends it again
         after 200 ms. It is polled again after 50 ms in any case, for the sake of other peers.
@@ -101,11 +101,13 @@ class UcxDoor:
 
     def _outgoing_to(self, targets: Collection[str]) -> list[Connection]:
         found = [each for each in tcp_sockets().values() if each.remote in targets and not each.listens]
-        for each in found:
-            if self._is_shut and each.inode not in self._outgoing:
+        # An older one may have ended at the other end, which would wait for it in vain.
+        new = [each for each in found if each.inode not in self._outgoing]
+        if self._is_shut:
+            for each in new:
                 shut(each)
-        self._outgoing.update(each.inode for each in found)
-        return [Connection(each.local, each.remote) for each in found]
+        self._outgoing.update(each.inode for each in new)
+        return [Connection(each.local, each.remote) for each in new]
 
     def confirm(self, connections: Collection[Connection]) -> None:
         """Lets data into these connections of this worker."""
@@ -119,7 +121,7 @@ class UcxDoor:
         Raises: PeerLost when one of them does not arrive.
         """
         loop = asyncio.get_running_loop()
-        until, missing = loop.time() + _ARRIVAL_S, set(connections)
+        until, missing, pause = loop.time() + _ARRIVAL_S, set(connections), _LOOK_S
         while missing := missing - self._admitted(missing):
             if loop.time() >= until:
                 listed = ", ".join(sorted(each.source for each in missing))
@@ -127,7 +129,8 @@ class UcxDoor:
                     f"No connection from {listed} reached UCX within {_ARRIVAL_S:g} s. Addresses must not be "
                     "translated between workers. Where they are, close the network, and use --no-guard-transport."
                 )
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _MAX_LOOK_S)
 
     def _admitted(self, connections: Collection[Connection]) -> set[Connection]:
         """Those of these connections that have arrived; data is let in."""

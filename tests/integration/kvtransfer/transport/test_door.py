@@ -117,6 +117,19 @@ async def test_blocks_pass_between_peers_that_are_guarded_or_not() -> None:
             assert receiver.door.strangers() == []
 
 
+async def test_only_the_new_connection_to_a_worker_is_named() -> None:
+    """One that ended at the other end is listed here for a while. Fails if all are named: the worker waits in vain."""
+    async with _open(guarded=True) as receiver, _open(guarded=True) as sender:
+        await _transfer(sender, receiver, 1)
+        address, targets = await receiver.listen(), receiver.door.addresses
+        opened = [each for each in tcp_sockets().values() if each.remote in targets]
+        [old] = [Connection(each.local, each.remote) for each in opened]
+        await sender.connect(address)
+        with sender.door.introducing(targets) as own:
+            assert len(own) == 1
+            assert old not in own
+
+
 async def test_a_worker_that_starts_again_at_its_address_is_called_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """UCX then answers over a connection of its own. Fails without `answer_callbacks`, by its timeout."""
     with socket.create_server(("127.0.0.1", 0)) as free:
