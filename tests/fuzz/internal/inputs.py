@@ -55,6 +55,11 @@ _LOCAL = decode_pb2.DecodeStart(
 )
 _PROMPT = prefill_pb2.PrefillRequest(ref=_REF, prompt_token_ids=PROMPT, sampling=_SAMPLING)
 _HANDED_OVER = prefill_pb2.PrefillRequest(ref=_REF, prompt_token_ids=PROMPT, sampling=_SAMPLING, ticket=TICKET)
+_INTRODUCTION = decode_pb2.IntroduceRequest(
+    own=[decode_pb2.DataConnection(source="127.0.0.1:40000", target="127.0.0.1:19600")],
+    unknown=[decode_pb2.DataConnection(source="127.0.0.1:40001", target="127.0.0.1:19601")],
+    nonce=b"the nonce, 16 by",
+)
 _COMMIT = decode_pb2.CommitRequest(
     ref=_REF, transfer_id=TICKET.transfer_id, epoch=TICKET.epoch, digests=[b"d" * 16] * 12, first_tokens=[5], mac=SIGNED
 )
@@ -122,6 +127,11 @@ def prompt(random: Random) -> bytes:
 def commit(random: Random) -> bytes:
     """A commit of a transfer."""
     return _sent(random, _COMMIT)
+
+
+def introduction(random: Random) -> bytes:
+    """An introduction of connections."""
+    return _sent(random, _INTRODUCTION)
 
 
 def probe(random: Random) -> bytes:

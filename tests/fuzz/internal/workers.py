@@ -39,9 +39,14 @@ _EXPECTED = {
 _FOREIGN = Seals(parse_secret("the-secret-of-another-cluster", where="fuzzing"))
 _PREFILL = "/pdserve.v1.PrefillService/Prefill"
 _COMMIT = "/pdserve.v1.DecodeService/Commit"
+_INTRODUCE = "/pdserve.v1.DecodeService/Introduce"
+#: Fields of tickets that are left as they are: the rest of the message decides what they can be.
+_NOT_LIVE = ("first_block", "num_blocks", "sealed", "guarded_addresses")
 _PROBES = ("ReceiveProbe", "SendProbe", "CommitProbe")
 
-M = TypeVar("M", decode_pb2.DecodeStart, prefill_pb2.PrefillRequest, decode_pb2.CommitRequest)
+M = TypeVar(
+    "M", decode_pb2.DecodeStart, prefill_pb2.PrefillRequest, decode_pb2.CommitRequest, decode_pb2.IntroduceRequest
+)
 
 
 class Workers:
@@ -96,6 +101,11 @@ class Workers:
                 if message.mac == inputs.SIGNED:
                     message.mac = _signed(message, ticket)
             return await self._call(cluster, cluster.decode_channel, _COMMIT, message)
+
+    async def introduction(self, data: bytes) -> str:
+        """An introduction, which the transport of these workers has no use for."""
+        cluster, message = self._from(data, decode_pb2.IntroduceRequest, Purpose.INTRODUCTION, "decode")
+        return await self._call(cluster, cluster.decode_channel, _INTRODUCE, message)
 
     async def probe(self, data: bytes) -> str:
         """A test transfer."""
@@ -193,7 +203,7 @@ async def _granted(cluster: LocalCluster) -> Any:
 def _put_live(message: Message, ticket: decode_pb2.Ticket) -> None:
     """Replaces the values of `TICKET` by those of the ticket."""
     for field in message.DESCRIPTOR.fields:
-        if field.name not in TICKET.DESCRIPTOR.fields_by_name or field.name in ("first_block", "num_blocks", "sealed"):
+        if field.name not in TICKET.DESCRIPTOR.fields_by_name or field.name in _NOT_LIVE:
             continue
         present, template, live = (getattr(each, field.name) for each in (message, TICKET, ticket))
         if present != template:
