@@ -14,7 +14,8 @@ def fork_choices(
 ) -> list[Sequence]:
     """A sequence for each choice, behind its first token, unless the choice was stopped or ends with that token.
 
-    The prompt's own sequence becomes the first of them; the others share its blocks.
+    A choice that another worker has begun is behind all tokens that the client has of it: they are computed again, as
+    after a preemption. The prompt's own sequence becomes the first of them; the others share its blocks.
     """
     prompt = request.prompt_sequence
     going_on = [
@@ -29,6 +30,6 @@ def fork_choices(
     sequences = [prompt, *(blocks.fork(prompt, choice) for choice in going_on[1:])]
     prompt.choice_index = going_on[0]
     for sequence in sequences:
-        sequence.tokens.append(first_tokens[sequence.choice_index])
+        sequence.tokens.extend(request.job.output.get(sequence.choice_index, (first_tokens[sequence.choice_index],)))
         sequence.sampling = limits.sample_row(sequence, sequence.choice_index)
     return sequences

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pdserve.base.errors import InvalidTransition
+from pdserve.base.errors import InvalidTransition, RequestError
 from pdserve.base.ids import BlockId, RequestId
+from pdserve.base.sampling import check_vocabulary
 from pdserve.engine.job import PromptJob
 from pdserve.engine.sequence import SampleRow, Sequence, SequenceLimits
 from pdserve.engine.step import Grant, PrefillChunk, PrefillProgress, RequestStarted
@@ -19,6 +21,29 @@ class DecodeJob(PromptJob):
     #: Maximum number of uncached prompt tokens with which the prompt is computed here, without a grant; 0 for never.
     #: A prompt that misses more blocks than can be received is computed here in any case.
     local_prefill_threshold: int = 0
+    #: Tokens that the client has already of choices that go on, by choice: another worker has sampled them.
+    output: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    #: Choices that are over.
+    over: frozenset[int] = frozenset()
+
+    def require_continuable(self, limits: SequenceLimits) -> None:
+        """Raises `RequestError` unless the output so far is one that this request can have."""
+        listed = [*self.output, *self.over]
+        if len(set(listed)) < len(listed) or not all(0 <= choice < self.params.n for choice in listed):
+            raise RequestError(
+                f"output lists the choices {listed}, but must have each once, and only from 0 to {self.params.n - 1}.",
+                param="output",
+            )
+        if len(self.over) == self.params.n:
+            raise RequestError("All choices are over. Send no request for which nothing is left.", param="output")
+        room = min(self.params.max_tokens, limits.max_model_len - len(self.prompt_token_ids))
+        for choice, tokens in self.output.items():
+            if not 0 < len(tokens) < room:
+                raise RequestError(
+                    f"output has {len(tokens)} tokens of choice {choice}; one that goes on has 1 to {room - 1}.",
+                    param="output",
+                )
+            check_vocabulary("output", tokens, limits.vocab_size)
 
 
 class DecodePhase(Enum):
@@ -131,7 +156,13 @@ class ScheduledRequest:
         """Choices whose first token is to be sampled here."""
         if self.forced_first_tokens:
             return ()
-        return tuple(choice for choice in range(self.job.params.n) if choice not in self.stopped)
+        known = self.stopped | self.job.output.keys()
+        return tuple(choice for choice in range(self.job.params.n) if choice not in known)
+
+    def first_tokens(self, found: Mapping[int, int]) -> dict[int, int]:
+        """The first token of each choice: the client's where it has one, else that of `found`."""
+        known = {choice: tokens[0] for choice, tokens in self.job.output.items()}
+        return dict(sorted({**found, **known}.items()))
 
     # Events.
     def granted(self, block_table: tuple[BlockId, ...], block_size: int) -> Grant:

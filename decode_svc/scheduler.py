@@ -59,7 +59,8 @@ class DecodeScheduler:
         if job.request_id in self._requests:
             raise InvalidTransition(f"Request {job.request_id} is already on this worker.")
         job.require_servable(self._model_limits, self._pool, num_output_tokens=1)
-        request = ScheduledRequest(job=job, prompt_sequence=job.new_sequence())
+        job.require_continuable(self._limits)
+        request = ScheduledRequest(job=job, prompt_sequence=job.new_sequence(), stopped=set(job.over))
         self._requests[job.request_id] = request
         self._reservations.add(request)
         self._must_rescan_waiting = True
@@ -77,7 +78,7 @@ class DecodeScheduler:
         self._must_rescan_waiting = True
         self._unstarted[request_id] = request
         self._blocks.advance(request.prompt_sequence, request.prompt_sequence.num_prompt)
-        self._run_choices(request, dict(enumerate(first_tokens)))
+        self._run_choices(request, request.first_tokens(dict(enumerate(first_tokens))))
 
     def prefill_locally(self, request_id: RequestId, forced_first_tokens: Items[int] = ()) -> None:
         """Compute the missing part of the prompt here, then sample the first tokens or take those a client has seen.
@@ -283,14 +284,13 @@ class DecodeScheduler:
         if prompt.num_pending:
             return
         first_tokens = dict(enumerate(request.forced_first_tokens))
-        if not first_tokens:
-            sampled = dict(zip(request.sampled_choices(), tokens, strict=True))
+        if sampled := dict(zip(request.sampled_choices(), tokens, strict=True)):
             reported = [self._limits.choice_tokens(prompt, choice, token) for choice, token in sampled.items()]
             self._events.tokens[request.request_id] = reported
             first_tokens = {choice: token.token_id for choice, token in sampled.items()}
         self._running.detach(prompt)
         request.advance(DecodeMove.RUN)
-        self._run_choices(request, first_tokens)
+        self._run_choices(request, request.first_tokens(first_tokens))
 
     def _take_token(self, request: ScheduledRequest, sequence: Sequence, sampled: Sampled) -> None:
         tokens = self._limits.choice_tokens(sequence, sequence.choice_index, sampled)

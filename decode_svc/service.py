@@ -241,6 +241,8 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             hash_key=key,
             hashes=hash_blocks(key, prompt, layout.block_size),
             local_prefill_threshold=start.local_prefill_threshold,
+            output={each.choice_index: tuple(each.token_ids) for each in start.output if not each.is_over},
+            over=frozenset(each.choice_index for each in start.output if each.is_over),
             router_id=RouterId(start.ref.router_id),
             is_alone=start.ref.alone,
         )

@@ -46,5 +46,6 @@ def _routing_policy(config: RouterConfig) -> RoutingPolicy:
         local_prefill_by_load=config.local_prefill == "auto" and config.local_prefill_threshold > 0,
         expects_prefill=config.prefill_expected > 0,
         reserve_timeout_s=config.reserve_timeout_s,
+        worker_return_timeout_s=config.worker_return_timeout_s,
         silence=SilenceLimits(silence_timeout_s=config.silence_timeout_s, token_timeout_s=config.token_timeout_s),
     )

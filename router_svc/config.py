@@ -91,6 +91,9 @@ class RouterConfig:
     reserve_timeout_s: float = option(
         600.0, help="seconds a request may wait for blocks on decode workers", minimum=0.1
     )
+    worker_return_timeout_s: float = option(
+        60.0, help="seconds a request waits for a decode worker while none is ready, if one was lately", minimum=0.0
+    )
     silence_timeout_s: float = option(
         10.0, help="seconds without any message, not even a keep-alive, after which a worker counts as lost", minimum=1
     )

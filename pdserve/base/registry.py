@@ -239,6 +239,11 @@ class WorkerDirectory:
             log.info("worker_alive", worker=worker_id, epoch=epoch)
             self._changes.bump()
 
+    def was_ready_within(self, tier: Tier, model: str, within_s: float) -> bool:
+        """Whether a worker of the tier that serves the model was ready in the last seconds."""
+        ready_at = self._view.ready_at(tier, model)
+        return ready_at is not None and self._clock() - ready_at <= within_s
+
     async def wait_for_change(self, since: int | None = None) -> int:
         """Returns the version once it differs from `since`, which is by default the present one."""
         return await self._changes.wait(self.version if since is None else since)

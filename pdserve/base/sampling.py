@@ -10,6 +10,8 @@ from pdserve.base.errors import RequestError
 
 #: Limits on what a request can make a worker allocate.
 MAX_N = 128
+#: Output that a request may bring to the worker that goes on with it, over all choices.
+MAX_CONTINUED_TOKENS = 262_144
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKEN_IDS = 64

@@ -78,6 +78,8 @@ class Sighting:
 
 #: Time for which a worker that appeared to be dead is excluded while no heartbeat can be read. It doubles each time.
 SUSPICION_S, MAX_SUSPICION_S = 5.0, 60.0
+#: Time for which it is known when a tier was last ready.
+_READY_KEPT_S = 3600.0
 
 
 @dataclass(slots=True)
@@ -106,6 +108,8 @@ class WorkerView:
         self._suspicions: dict[WorkerId, _Suspicion] = {}
         self._degraded = False
         self._keep_until = float("-inf")
+        #: When a worker of a tier and a model was last known to be ready.
+        self._ready_at: dict[tuple[Tier, str], float] = {}
 
     @property
     def degraded(self) -> bool:
@@ -123,6 +127,10 @@ class WorkerView:
         """The worker, unless it is unknown or lost."""
         record = self._known.get(worker_id)
         return None if record is None or self._is_lost(record) else record
+
+    def ready_at(self, tier: Tier, model: str) -> float | None:
+        """When a worker of the tier that serves the model was last known to be ready; None: not in the last hour."""
+        return self._ready_at.get((tier, model))
 
     def registry_lost(self, *, now: float) -> bool:
         """The registry is unreadable, or may have lost its contents. Returns whether anything visible changed.
@@ -148,7 +156,9 @@ class WorkerView:
             known = self._known | known
         changed |= known != self._known
         self._known = known
-        return self._clear_suspicions(seen, read_at) or changed
+        changed = self._clear_suspicions(seen, read_at) or changed
+        self._note_ready(read_at)
+        return changed
 
     def mark_lost(self, worker_id: WorkerId, epoch: Epoch, *, now: float) -> bool:
         """Excludes this incarnation until it proves to be alive. Returns False when it is not the known one.
@@ -173,6 +183,14 @@ class WorkerView:
             return False
         del self._suspicions[worker_id]
         return not suspicion.is_over
+
+    def _note_ready(self, now: float) -> None:
+        ready = {(record.tier, record.model): now for record in self._known.values() if self._is_ready(record)}
+        kept = {key: at for key, at in self._ready_at.items() if now - at < _READY_KEPT_S}
+        self._ready_at = kept | ready
+
+    def _is_ready(self, record: WorkerRecord) -> bool:
+        return record.ready and not self._is_lost(record)
 
     def _is_lost(self, record: WorkerRecord) -> bool:
         suspicion = self._suspicions.get(record.worker_id)

@@ -85,6 +85,7 @@ class DecodeStart(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SEALED_FIELD_NUMBER: _builtins.int
+    OUTPUT_FIELD_NUMBER: _builtins.int
     local_prefill_threshold: _builtins.int
     """The worker computes the prompt by itself, without a ticket, when at most this
     many prompt tokens are not in its cache. 0: never; 2^32 - 1: always.
@@ -102,6 +103,12 @@ class DecodeStart(_message.Message):
     def sealed(self) -> _common_pb2.Sealed:
         """In a cluster with a secret: the whole message; the other fields are empty."""
 
+    @_builtins.property
+    def output(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceOutput]:
+        """What the client has already, of a request that another worker has begun. The
+        worker goes on behind it. A choice that is not listed has no token yet.
+        """
+
     def __init__(
         self,
         *,
@@ -112,14 +119,44 @@ class DecodeStart(_message.Message):
         cache_salt: _builtins.bytes = ...,
         traceparent: _builtins.str = ...,
         sealed: _common_pb2.Sealed | None = ...,
+        output: _abc.Iterable[Global___ChoiceOutput] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "sampling", b"sampling", "sealed", b"sealed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "local_prefill_threshold", b"local_prefill_threshold", "prompt_token_ids", b"prompt_token_ids", "ref", b"ref", "sampling", b"sampling", "sealed", b"sealed", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "local_prefill_threshold", b"local_prefill_threshold", "output", b"output", "prompt_token_ids", b"prompt_token_ids", "ref", b"ref", "sampling", b"sampling", "sealed", b"sealed", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeStart: _TypeAlias = DecodeStart  # noqa: Y015
+
+@_typing.final
+class ChoiceOutput(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICE_INDEX_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    IS_OVER_FIELD_NUMBER: _builtins.int
+    choice_index: _builtins.int
+    is_over: _builtins.bool
+    """The choice is over: no token of it is needed any more."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """From the first token on. Empty if the choice is over."""
+
+    def __init__(
+        self,
+        *,
+        choice_index: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        is_over: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "is_over", b"is_over", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChoiceOutput: _TypeAlias = ChoiceOutput  # noqa: Y015
 
 @_typing.final
 class RenewTicket(_message.Message):

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from math import isnan
 
 from pdserve.base.errors import TransferError
-from pdserve.base.sampling import ChoiceTokens, FinishReason, TokenLogprobs
+from pdserve.base.sampling import MAX_CONTINUED_TOKENS, ChoiceTokens, FinishReason, TokenLogprobs
 from pdserve.model.tokenizer import StreamDetokenizer, Tokenizer
 from router_svc.generation import Generation
 from router_svc.request.stop_strings import StopScanner
@@ -28,6 +28,15 @@ class ChoiceDelta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceSoFar:
+    """A choice that another decode worker goes on with, or leaves alone because it is over."""
+
+    choice_index: int
+    token_ids: tuple[int, ...]
+    is_over: bool
 
 
 class OutputProgress(Enum):
@@ -112,6 +121,20 @@ class Output:
     def first_tokens(self) -> list[int]:
         """The first token of every choice, with which a retry must start. Empty while one is unknown."""
         return [choice.token_ids[0] for choice in self._choices] if self.progress.has_first_tokens else []
+
+    @property
+    def continuation(self) -> list[ChoiceSoFar]:
+        """What another decode worker goes on behind: tokens of open choices, and the choices that are over.
+
+        Without tokens when there are very many: the worker then samples them again, and `push` drops them.
+        """
+        begun = [(index, choice) for index, choice in enumerate(self._choices) if choice.token_ids]
+        has_room = sum(len(choice.token_ids) for _, choice in begun if not choice.finished) <= MAX_CONTINUED_TOKENS
+        return [
+            ChoiceSoFar(index, () if choice.finished else tuple(choice.token_ids), choice.finished)
+            for index, choice in begun
+            if choice.finished or has_room
+        ]
 
     @property
     def finish_reasons(self) -> list[str]:

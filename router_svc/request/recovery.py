@@ -1,13 +1,14 @@
 """What happens to a request after a worker has failed it. Pure policy, as a table; the saga executes the steps.
 
-A decode worker failed       no token sent      first tokens sent    later tokens, or only some first tokens
---------------------------   ----------------   ------------------   ---------------------------------------
-refused: no capacity         another, or wait   another, once        fail
-lost                         another            another              fail
-any other error              another, once      another, once        fail
-the prefill worker failed    the same, or       the same, or         fail
-                             another            another
-the request is wrong         fail               fail                 fail
+A decode worker failed       another one is ready     none is, but one is expected     none is expected
+--------------------------   ----------------------   -----------------------------   ----------------------------
+refused: no capacity         another                  wait                            wait
+lost, or gone                another                  wait                            fail
+any other error              another, once            wait, once                      fail
+the prefill worker failed    the same, or another     wait                            fail
+the request is wrong         fail                     fail                            fail
+
+How many tokens the client has makes no difference: the next decode worker goes on behind them.
 
 A prefill worker failed      decode has not started                  decode has started
 --------------------------   -------------------------------------   ---------------------------------------
@@ -16,7 +17,6 @@ any error                    renew the ticket for another, else      nothing, if
 the request is wrong         fail                                    fail
 
 `quarantine` bounds how many workers a request may lose, and to which tier recovery may take it.
-"Another" decode worker gets first tokens that were sent already only through a prefill worker, so one must be ready.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ class Failure(Enum):
         """Whether the worker gets no further attempt of this request."""
         return self not in (Failure.TRANSFER, Failure.PREFILL)
 
-    def is_loss(self, progress: OutputProgress) -> bool:
+    @property
+    def is_loss(self) -> bool:
         """Whether it counts as the loss of a decode worker."""
-        return self is not Failure.PREFILL and not is_refusal(self, progress)
+        return self not in (Failure.PREFILL, Failure.CAPACITY)
 
 
 class NextStep(Enum):
@@ -64,8 +65,8 @@ class NextStep(Enum):
     FAIL = auto()
     #: A new attempt starts on another decode worker.
     RETRY = auto()
-    #: The request waits until a decode worker has capacity.
-    WAIT_FOR_CAPACITY = auto()
+    #: The request waits until a decode worker has capacity, or is ready again.
+    WAIT = auto()
     #: The decode worker issues a ticket for a new attempt, and another prefill worker gets the prompt.
     RENEW_TICKET = auto()
     #: The decode worker prefills.
@@ -87,28 +88,19 @@ def failure_of(error: PdserveError, *, is_reported: bool) -> Failure:
     return Failure.WORKER
 
 
-def is_refusal(failure: Failure, progress: OutputProgress) -> bool:
-    """Whether a decode worker merely refused the request, which counts as no loss."""
-    return failure is Failure.CAPACITY and progress is OutputProgress.NOTHING
-
-
-def after_decode_failure(
-    failure: Failure, progress: OutputProgress, *, failures: int, has_other_decode: bool, has_prefill: bool
-) -> NextStep:
+def after_decode_failure(failure: Failure, *, failures: int, has_other_decode: bool, is_expected: bool) -> NextStep:
     """The step after a decode worker has failed.
 
     Args:
         failures: decode workers that have failed this request without being lost, this one included.
         has_other_decode: another decode worker can take the request.
-        has_prefill: a prefill worker is ready. Only those can be given first tokens that the client already has.
+        is_expected: a decode worker is expected back.
     """
-    if is_refusal(failure, progress):
-        return NextStep.RETRY if has_other_decode else NextStep.WAIT_FOR_CAPACITY
-    if failure is Failure.REQUEST or failures > MAX_DECODE_FAILURES or not has_other_decode:
+    if failure is Failure.REQUEST or (failure is not Failure.CAPACITY and failures > MAX_DECODE_FAILURES):
         return NextStep.FAIL
-    if progress is OutputProgress.NOTHING or (progress is OutputProgress.FIRST_TOKENS and has_prefill):
+    if has_other_decode:
         return NextStep.RETRY
-    return NextStep.FAIL
+    return NextStep.WAIT if failure is Failure.CAPACITY or is_expected else NextStep.FAIL
 
 
 def after_prefill_failure(

@@ -214,7 +214,7 @@ class Requests:
         if self._is_draining:
             self._recorders.metrics.rejected("draining")
             raise Draining("The router is shutting down. Retry: another router will answer.")
-        if not self._cluster.ready("decode"):
+        if not self._cluster.ready("decode") and not self._cluster.expects("decode"):
             self._recorders.metrics.rejected("no_decode_worker")
             raise NoWorkers("No decode worker is ready. Retry in a few seconds.")
 

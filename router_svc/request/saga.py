@@ -7,7 +7,8 @@
           P sends the first tokens, its progress keeps D's lease
           P lost: a renewed ticket and another P, else D prefills          RETRYING -> RESERVED ...
         P has committed, D decodes                                         DECODING
-      D lost: again on another D, if the client has no tokens of D         RETRYING -> RESERVED ...
+      D lost: another D goes on behind the tokens that the client has      RETRYING -> RESERVED ...
+      no D is ready, and one is expected back: a pause
 
 `recovery` decides what follows a failure, `quarantine` how many workers a request may lose, and the journal records
 every step.
@@ -77,10 +78,11 @@ class Saga:
         return False
 
     async def _run_with_decode(self) -> None:
-        deadline = asyncio.get_running_loop().time() + self._policy.reserve_timeout_s
-        placement = self._choose_decode()
-        if placement is None:
-            raise NoWorkers("No decode worker is ready. Retry in a few seconds.")
+        deadline = self._deadline(self._policy.reserve_timeout_s)
+        placement = self._choose_decode() or await self._wait_for_decode(
+            self._deadline(self._policy.worker_return_timeout_s),
+            NoWorkers("No decode worker is ready. Retry in a few seconds."),
+        )
         while True:
             try:
                 await self._run_on(placement)
@@ -94,7 +96,13 @@ class Saga:
                 raise error
             self._journal.retry(error, worker)
             self._output.forget_early()
-            placement = self._choose_decode() or await self._wait_for_capacity(deadline, error)
+            if failure_of(error, is_reported=is_reported(error)) is not Failure.CAPACITY:
+                deadline = self._deadline(self._policy.worker_return_timeout_s)
+            placement = self._choose_decode() or await self._wait_for_decode(deadline, error)
+
+    @staticmethod
+    def _deadline(timeout_s: float) -> float:
+        return asyncio.get_running_loop().time() + timeout_s
 
     def _next_step(self, placement: Placement, worker: WorkerRecord, error: PdserveError) -> NextStep:
         """`worker` is the one at fault, which may be a prefill worker."""
@@ -103,15 +111,13 @@ class Saga:
             failure = Failure.PREFILL
         if failure.excludes_worker:
             self._failed_decode.add(placement.incarnation)
-        if failure.is_loss(self._output.progress) and not is_gone(error):
+        if failure.is_loss and not is_gone(error):
             self._decode_failures += 1
         return after_decode_failure(
             failure,
-            self._output.progress,
             failures=self._decode_failures,
             has_other_decode=self._choose_decode() is not None,
-            # A request that stays in the decode tier gets them with the command to prefill there.
-            has_prefill=bool(self._cluster.ready("prefill", self._layout)) or self._deaths.tier == "decode",
+            is_expected=self._cluster.expects("decode"),
         )
 
     @property
@@ -123,10 +129,10 @@ class Saga:
         is_new = self._output.progress is OutputProgress.NOTHING
         return self._context.choose("decode", self._failed_decode, None if is_new else self._layout)
 
-    async def _wait_for_capacity(self, deadline: float, refusal: PdserveError) -> Placement:
+    async def _wait_for_decode(self, deadline: float, refusal: PdserveError) -> Placement:
         """A decode worker to ask again, after each heartbeat until the deadline. Raises `refusal` then.
 
-        A heartbeat may bring capacity even where the reported load looks the same.
+        A heartbeat may bring a worker back, or capacity even where the reported load looks the same.
         """
         placement = None
         while placement is None:
@@ -154,6 +160,10 @@ class Saga:
             local_prefill_threshold=plan.threshold,
             cache_salt=context.generation.cache_salt,
             traceparent=traceparent_of(trace),
+            output=[
+                decode_pb2.ChoiceOutput(choice_index=each.choice_index, token_ids=each.token_ids, is_over=each.is_over)
+                for each in self._output.continuation
+            ],
         )
         with contextlib.ExitStack() as counted:
             # Other requests see the prompt's tokens in the queue of the worker that will probably compute them.
@@ -168,7 +178,7 @@ class Saga:
 
     def _plan_prefill(self, decode: Placement, remote: Placement | None) -> PrefillPlan:
         """Where the prompt should be prefilled: on the decode worker or on `remote`, a prefill worker."""
-        if self._output.progress is not OutputProgress.NOTHING or self._deaths.tier is not None:
+        if self._deaths.tier is not None:
             return plan_by_length(0)
         if not self._cluster.ready("prefill", decode.worker.layout):
             return plan_without_prefill(

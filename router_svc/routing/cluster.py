@@ -38,6 +38,8 @@ class RoutingPolicy:
     #: Whether the cluster is configured with prefill workers.
     expects_prefill: bool
     reserve_timeout_s: float
+    #: Time for which a tier without a ready worker is expected to have one again.
+    worker_return_timeout_s: float = 60.0
     silence: SilenceLimits
 
 
@@ -87,6 +89,10 @@ class Cluster:
             for worker in self.directory.workers_of(tier)
             if worker.ready and worker.model == self.policy.model_name and layout in (None, worker.layout)
         ]
+
+    def expects(self, tier: Tier) -> bool:
+        """Whether a worker of the tier is expected to be ready soon, because one was a short time ago."""
+        return self.directory.was_ready_within(tier, self.policy.model_name, self.policy.worker_return_timeout_s)
 
     def sealed(self, purpose: Purpose, worker: WorkerRecord, message: Message) -> Message:
         """The message to send to this worker in place of `message`."""

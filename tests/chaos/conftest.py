@@ -34,7 +34,7 @@ def shared_fragile(
     tmp_path_factory: pytest.TempPathFactory, prefill_gate: PrefillGate, model: str
 ) -> Iterator[Cluster]:
     """Small chunks, so that faults occur between chunks of a long prompt; a short lease, so that tests end soon."""
-    flags = ("--dtype", "float32", "--kv-cache-memory", "128MiB", "--prefill", "2", "--max-num-batched-tokens", "64")
+    flags = ("--dtype", "float32", "--kv-cache-memory", "256MiB", "--prefill", "2", "--max-num-batched-tokens", "64")
     environment = {"PDSERVE_DECODE__LEASE_S": "5", **prefill_gate.environment()}
     with running_cluster(tmp_path_factory.mktemp("fragile"), *flags, model=model, **environment) as cluster:
         yield cluster

@@ -217,23 +217,16 @@ def test_a_prefill_worker_that_is_killed_costs_no_answer(stack: Stack) -> None:
     _settle(stack)
 
 
-def test_after_a_killed_decode_worker_the_stack_answers_again_by_itself(stack: Stack) -> None:
-    """The streams that it was writing break, as docs/operations/containers.md says."""
-    load = stack.load(max_tokens=2000)
+def test_a_stream_outlives_the_only_decode_worker(stack: Stack) -> None:
+    load = stack.load(max_tokens=1000)
     [before] = stack.workers("decode")
     with running(load, clients=1):
         load.wait_running(1)
         load.stop()
         stack.crash("decode")
-    assert len(load.failures()) == 1
-
-    def is_back() -> bool:
-        return any(worker.epoch != before.epoch for worker in stack.workers("decode"))
-
-    stack.until(is_back, "the engine has restarted the worker")
-    after = stack.load(max_tokens=8)
-    after.stream(0)
-    assert after.failures() == []
+    assert load.failures() == []
+    [after] = stack.workers("decode")
+    assert after.epoch != before.epoch
     _settle(stack)
 
 

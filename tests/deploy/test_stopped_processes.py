@@ -103,10 +103,9 @@ async def stopped(process: psutil.Process, seconds: float) -> None:
         process.send_signal(signal.SIGCONT)
 
 
-async def test_streams_of_a_stopped_decode_worker_end_soon_and_new_requests_go_to_the_other_one(
-    cluster: Cluster,
-) -> None:
-    async with streams(cluster, 3000, max_tokens=1500) as running:
+async def test_streams_of_a_stopped_decode_worker_go_on_with_the_other_one(cluster: Cluster) -> None:
+    expected = await answers(cluster, 3000)
+    async with streams(cluster, 3000) as running:
         process = cluster.kill("decode-0", signal.SIGSTOP)
         try:
             # Longer than the silence, shorter than the hang that `up` ends: the router alone has noticed.
@@ -120,10 +119,8 @@ async def test_streams_of_a_stopped_decode_worker_end_soon_and_new_requests_go_t
             assert process.status() == psutil.STATUS_STOPPED
         finally:
             process.send_signal(signal.SIGCONT)
-    failed = [stream.error for stream in running if stream.error]
-    assert failed
-    assert all("decode-0" in error.message for error in failed)
-    assert any(stream.error is None for stream in running)
+    assert [stream.error for stream in running] == [None] * len(running)
+    assert [stream.text for stream in running] == expected
 
 
 async def test_a_stopped_prefill_worker_costs_no_request(cluster: Cluster) -> None:

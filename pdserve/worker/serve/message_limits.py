@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdserve.base.sampling import MAX_CONTINUED_TOKENS, MAX_N
 from pdserve.worker.serve.loaded_model import LoadedModel
 
 #: Bytes of an encoded token id, at most.
@@ -13,8 +14,9 @@ _OTHER_BYTES = 256 * 1024
 
 
 def max_start_bytes(model: LoadedModel) -> int:
-    """Bytes of a request with the longest prompt."""
-    return _BYTES_PER_ID * model.limits.max_model_len + _OTHER_BYTES
+    """Bytes of a request with the longest prompt, and the output with which it may come from another worker."""
+    output = min(MAX_N * model.limits.max_model_len, MAX_CONTINUED_TOKENS)
+    return _BYTES_PER_ID * (model.limits.max_model_len + output) + _OTHER_BYTES
 
 
 def max_call_bytes(model: LoadedModel) -> int:

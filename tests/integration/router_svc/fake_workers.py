@@ -64,7 +64,7 @@ class _DecodeSession:
         self._start = start
         self._stream = stream
         self._attempt = start.ref.attempt
-        self._stopped: set[int] = set()
+        self._stopped = {each.choice_index for each in start.output if each.is_over}
         self._ready = asyncio.Event()
         self._local: decode_pb2.PrefillLocally | None = None
 
@@ -102,8 +102,9 @@ class _DecodeSession:
 
     async def _send_tokens(self) -> None:
         script, sampling = self._calls.script, self._start.sampling
+        begun = {each.choice_index: len(each.token_ids) for each in self._start.output}
         first = 0 if self._local is not None else 1
-        queues = [deque(script.messages(choice, first, sampling)) for choice in range(sampling.n)]
+        queues = [deque(script.messages(choice, begun.get(choice, first), sampling)) for choice in range(sampling.n)]
         while any(queues):
             if script.pace is not None:
                 await script.pace.acquire()

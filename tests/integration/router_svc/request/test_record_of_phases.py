@@ -66,13 +66,13 @@ async def test_the_phases_of_a_request_add_up_to_its_latency(cluster: ScriptedCl
     assert sum(seconds.values()) == pytest.approx(await cluster.metric("e2e_request_latency_seconds_sum"), abs=1e-5)
 
 
-async def test_the_phases_of_a_request_that_was_retried_and_failed_add_up(cluster: ScriptedCluster) -> None:
+async def test_the_phases_of_a_request_that_was_retried_twice_add_up(cluster: ScriptedCluster) -> None:
     cluster.script.fail("prefill", vanish)
     cluster.script.fail("decode_token", None, after_first_token(cluster, vanish))
     status, _ = await cluster.complete()
-    assert status == 502
+    assert status == 200
     record = await cluster.only_trace()
-    assert record["retries"]
+    assert len(record["retries"]) == 2
     await _adds_up(cluster, record)
 
 

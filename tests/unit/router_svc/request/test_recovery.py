@@ -26,14 +26,13 @@ from router_svc.request.recovery import (
     after_decode_failure,
     after_prefill_failure,
     failure_of,
-    is_refusal,
 )
 
 NOTHING, INCOMPLETE = OutputProgress.NOTHING, OutputProgress.INCOMPLETE
 FIRST_TOKENS, BEYOND = OutputProgress.FIRST_TOKENS, OutputProgress.BEYOND
 REQUEST, CAPACITY, TRANSFER, WORKER = Failure.REQUEST, Failure.CAPACITY, Failure.TRANSFER, Failure.WORKER
 PREFILL = Failure.PREFILL
-FAIL, RETRY, WAIT = NextStep.FAIL, NextStep.RETRY, NextStep.WAIT_FOR_CAPACITY
+FAIL, RETRY, WAIT = NextStep.FAIL, NextStep.RETRY, NextStep.WAIT
 RENEW, LOCAL = NextStep.RENEW_TICKET, NextStep.PREFILL_LOCALLY
 CARRY_ON, FAIL_ATTEMPT = NextStep.CARRY_ON, NextStep.FAIL_ATTEMPT
 
@@ -67,60 +66,33 @@ def test_only_a_worker_that_is_not_at_fault_may_get_the_request_again() -> None:
 
 
 def test_neither_a_refusal_nor_a_lost_prefill_worker_counts_as_a_lost_decode_worker() -> None:
-    cases = itertools.product(Failure, OutputProgress)
-    assert {(failure, progress) for failure, progress in cases if not failure.is_loss(progress)} == {
-        (CAPACITY, NOTHING),
-        *((PREFILL, progress) for progress in OutputProgress),
-    }
+    assert [failure for failure in Failure if not failure.is_loss] == [CAPACITY, PREFILL]
 
 
-#: The step after a decode worker has failed, by failure and output, for:
-#:   another decode worker and prefill workers, only another decode worker, only prefill workers, neither.
-AFTER_DECODE: dict[tuple[Failure, OutputProgress], tuple[NextStep, NextStep, NextStep, NextStep]] = {
-    (CAPACITY, NOTHING): (RETRY, RETRY, WAIT, WAIT),
-    (CAPACITY, INCOMPLETE): (FAIL, FAIL, FAIL, FAIL),
-    (CAPACITY, FIRST_TOKENS): (RETRY, FAIL, FAIL, FAIL),
-    (CAPACITY, BEYOND): (FAIL, FAIL, FAIL, FAIL),
-    (TRANSFER, NOTHING): (RETRY, RETRY, FAIL, FAIL),
-    (TRANSFER, INCOMPLETE): (FAIL, FAIL, FAIL, FAIL),
-    (TRANSFER, FIRST_TOKENS): (RETRY, FAIL, FAIL, FAIL),
-    (TRANSFER, BEYOND): (FAIL, FAIL, FAIL, FAIL),
-    (WORKER, NOTHING): (RETRY, RETRY, FAIL, FAIL),
-    (WORKER, INCOMPLETE): (FAIL, FAIL, FAIL, FAIL),
-    (WORKER, FIRST_TOKENS): (RETRY, FAIL, FAIL, FAIL),
-    (WORKER, BEYOND): (FAIL, FAIL, FAIL, FAIL),
-    (PREFILL, NOTHING): (RETRY, RETRY, FAIL, FAIL),
-    (PREFILL, INCOMPLETE): (FAIL, FAIL, FAIL, FAIL),
-    (PREFILL, FIRST_TOKENS): (RETRY, FAIL, FAIL, FAIL),
-    (PREFILL, BEYOND): (FAIL, FAIL, FAIL, FAIL),
-    (REQUEST, NOTHING): (FAIL, FAIL, FAIL, FAIL),
-    (REQUEST, INCOMPLETE): (FAIL, FAIL, FAIL, FAIL),
-    (REQUEST, FIRST_TOKENS): (FAIL, FAIL, FAIL, FAIL),
-    (REQUEST, BEYOND): (FAIL, FAIL, FAIL, FAIL),
+#: The step after a decode worker has failed, when another one is ready; none is, but one is expected; none is expected.
+AFTER_DECODE: dict[Failure, tuple[NextStep, NextStep, NextStep]] = {
+    CAPACITY: (RETRY, WAIT, WAIT),
+    TRANSFER: (RETRY, WAIT, FAIL),
+    WORKER: (RETRY, WAIT, FAIL),
+    PREFILL: (RETRY, WAIT, FAIL),
+    REQUEST: (FAIL, FAIL, FAIL),
 }
-WORKERS = [(True, True), (True, False), (False, True), (False, False)]
+TIERS = [(True, True), (False, True), (False, False)]
 
 
-@pytest.mark.parametrize(("failure", "progress"), [*itertools.product(Failure, OutputProgress)])
-def test_after_a_decode_worker_has_failed(failure: Failure, progress: OutputProgress) -> None:
+@pytest.mark.parametrize("failure", Failure)
+def test_after_a_decode_worker_has_failed(failure: Failure) -> None:
     steps = tuple(
-        after_decode_failure(failure, progress, failures=1, has_other_decode=other, has_prefill=prefill)
-        for other, prefill in WORKERS
+        after_decode_failure(failure, failures=MAX_DECODE_FAILURES, has_other_decode=other, is_expected=expected)
+        for other, expected in TIERS
     )
-    assert steps == AFTER_DECODE[failure, progress]
+    assert steps == AFTER_DECODE[failure]
 
 
-@pytest.mark.parametrize(("failure", "progress"), [*itertools.product(Failure, OutputProgress)])
-def test_after_too_many_failures_only_a_refusal_is_retried(failure: Failure, progress: OutputProgress) -> None:
-    step = after_decode_failure(
-        failure, progress, failures=MAX_DECODE_FAILURES + 1, has_other_decode=True, has_prefill=True
-    )
-    assert step is (RETRY if is_refusal(failure, progress) else FAIL)
-
-
-def test_a_refusal_is_a_lack_of_capacity_before_any_token() -> None:
-    refusals = [case for case in itertools.product(Failure, OutputProgress) if is_refusal(*case)]
-    assert refusals == [(CAPACITY, NOTHING)]
+@pytest.mark.parametrize("failure", Failure)
+def test_after_too_many_failures_only_a_refusal_is_retried(failure: Failure) -> None:
+    step = after_decode_failure(failure, failures=MAX_DECODE_FAILURES + 1, has_other_decode=True, is_expected=True)
+    assert step is (RETRY if failure is CAPACITY else FAIL)
 
 
 #: The step after a prefill worker has failed, by output, once the decode worker has started.
