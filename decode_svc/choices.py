@@ -14,7 +14,7 @@ def fork_choices(
 ) -> list[Sequence]:
     """A sequence for each choice, behind its first token, unless the choice was stopped or ends with that token.
 
-    A choice that another worker has begun is behind all tokens that the client has of it: they are computed again, as
+    A choice that another worker has started is behind all tokens that the client has of it: they are computed again, as
     after a preemption. The prompt's own sequence becomes the first of them; the others share its blocks.
     """
     prompt = request.prompt_sequence

@@ -20,6 +20,7 @@ from pdserve.base.record_fields import (
     require_small,
     worker_id_from,
 )
+from pdserve.base.registry_scripts import LIST, REGISTER, REMOVE
 from pdserve.base.sealed_record import RecordChecks, sealed_record
 from pdserve.base.seals import Seals
 from pdserve.base.secret import ClusterSecret
@@ -39,42 +40,6 @@ log = get_logger(__name__)
 WORKER_KEY = "worker:"
 WORKERS_KEY = "workers"
 RECORD_TTL_S = 5.0
-
-# KEYS: record, ids. ARGV: TTL in ms, id, field, value, ... Returns the previous epoch. Replaces whatever else is there.
-_REGISTER = """
-local before = redis.pcall('HGET', KEYS[1], 'epoch')
-if type(before) ~= 'string' then before = '' end
-redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[1], unpack(ARGV, 3))
-redis.call('PEXPIRE', KEYS[1], ARGV[1])
-local added = redis.pcall('SADD', KEYS[2], ARGV[2])
-if type(added) == 'table' then redis.call('DEL', KEYS[2]); redis.call('SADD', KEYS[2], ARGV[2]) end
-return before
-"""
-
-# KEYS: record, ids. ARGV: epoch, id. Keeps the record of a later incarnation.
-_REMOVE = """
-if redis.call('HGET', KEYS[1], 'epoch') == ARGV[1] then
-  redis.call('DEL', KEYS[1])
-  redis.call('SREM', KEYS[2], ARGV[2])
-end
-return ''
-"""
-
-# KEYS: ids. ARGV: prefix of the records' keys. Returns {id, {field, value, ...}} for each, and removes ids without a
-# record: it has expired, or something else is there.
-_LIST = """
-local workers = {}
-for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
-  local fields = redis.pcall('HGETALL', ARGV[1] .. id)
-  if not fields.err and #fields > 0 then
-    workers[#workers + 1] = {id, fields}
-  else
-    redis.call('SREM', KEYS[1], id)
-  end
-end
-return workers
-"""
 
 
 class Registrar:
@@ -144,7 +109,7 @@ class Registrar:
         fields = sealed_record(self.secret, record.worker_id, fields, now=time.time())
         try:
             before = await self._store.script(
-                _REGISTER,
+                REGISTER,
                 keys=[self._store.key(WORKER_KEY + record.worker_id), self._store.key(WORKERS_KEY)],
                 arguments=[
                     int(RECORD_TTL_S * 1000),
@@ -174,7 +139,7 @@ class Registrar:
         record = self._current()
         try:
             await self._store.script(
-                _REMOVE,
+                REMOVE,
                 keys=[self._store.key(WORKER_KEY + record.worker_id), self._store.key(WORKERS_KEY)],
                 arguments=[record.epoch, record.worker_id],
             )
@@ -273,7 +238,7 @@ class WorkerDirectory:
 async def read_sightings(store: Store, checks: RecordChecks | None = None) -> list[Sighting]:
     """The readable records of all registered workers that `checks` accepts, unordered. Raises `StoreError`."""
     checks = checks or RecordChecks(Seals())
-    reply = await store.script(_LIST, keys=[store.key(WORKERS_KEY)], arguments=[store.key(WORKER_KEY)])
+    reply = await store.script(LIST, keys=[store.key(WORKERS_KEY)], arguments=[store.key(WORKER_KEY)])
     sightings = []
     for entry in as_list(reply):
         worker_id, fields = as_list(entry)

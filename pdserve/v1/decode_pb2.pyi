@@ -105,7 +105,7 @@ class DecodeStart(_message.Message):
 
     @_builtins.property
     def output(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceOutput]:
-        """What the client has already, of a request that another worker has begun. The
+        """What the client has already, of a request that another worker has started. The
         worker goes on behind it. A choice that is not listed has no token yet.
         """
 

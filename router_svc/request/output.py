@@ -128,11 +128,11 @@ class Output:
 
         Without tokens when there are very many: the worker then samples them again, and `push` drops them.
         """
-        begun = [(index, choice) for index, choice in enumerate(self._choices) if choice.token_ids]
-        has_room = sum(len(choice.token_ids) for _, choice in begun if not choice.finished) <= MAX_CONTINUED_TOKENS
+        started = [(index, choice) for index, choice in enumerate(self._choices) if choice.token_ids]
+        has_room = sum(len(choice.token_ids) for _, choice in started if not choice.finished) <= MAX_CONTINUED_TOKENS
         return [
             ChoiceSoFar(index, () if choice.finished else tuple(choice.token_ids), choice.finished)
-            for index, choice in begun
+            for index, choice in started
             if choice.finished or has_room
         ]
 

@@ -102,9 +102,9 @@ class _DecodeSession:
 
     async def _send_tokens(self) -> None:
         script, sampling = self._calls.script, self._start.sampling
-        begun = {each.choice_index: len(each.token_ids) for each in self._start.output}
+        known = {each.choice_index: len(each.token_ids) for each in self._start.output}
         first = 0 if self._local is not None else 1
-        queues = [deque(script.messages(choice, begun.get(choice, first), sampling)) for choice in range(sampling.n)]
+        queues = [deque(script.messages(choice, known.get(choice, first), sampling)) for choice in range(sampling.n)]
         while any(queues):
             if script.pace is not None:
                 await script.pace.acquire()

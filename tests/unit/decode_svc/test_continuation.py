@@ -1,4 +1,4 @@
-"""A request that another worker has begun goes on behind the tokens that its client has, with the same tokens."""
+"""A request that another worker has continued goes on behind the tokens that its client has, with the same tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHOICES = 3
 SAMPLED = SamplingParams(n=CHOICES, seed=7, temperature=0.9, max_tokens=9, ignore_eos=True, repetition_penalty=1.2)
 
 
-def begun(original: DecodeJob, lengths: list[int], over: frozenset[int] = frozenset()) -> DecodeJob:
+def continued(original: DecodeJob, lengths: list[int], over: frozenset[int] = frozenset()) -> DecodeJob:
     """The job as the next worker gets it, with so many tokens of each choice."""
     output = {
         choice: tuple(oracle(list(original.prompt_token_ids), original.params, choice)[:length])
@@ -40,7 +40,7 @@ def test_the_rest_of_each_choice_is_that_of_an_undisturbed_run(
     """Fails when a choice is sampled from another position, or without the penalties of what it has."""
     prompt = PROMPT[:prompt_length]
     worker = decode(num_blocks)
-    going_on = begun(job(A, prompt, SAMPLED, threshold=0 if is_received else ALWAYS), lengths, over)
+    going_on = continued(job(A, prompt, SAMPLED, threshold=0 if is_received else ALWAYS), lengths, over)
     other = job(B, [9, 8, 7], GREEDY, threshold=ALWAYS)
     worker.scheduler.reserve(other)
     if is_received:
@@ -60,7 +60,7 @@ def test_the_rest_of_each_choice_is_that_of_an_undisturbed_run(
 def test_the_tokens_are_computed_in_chunks_and_not_one_by_one() -> None:
     worker = decode()
     params = replace(GREEDY, max_tokens=30)
-    worker.scheduler.reserve(begun(job(A, PROMPT, params, threshold=ALWAYS), [25]))
+    worker.scheduler.reserve(continued(job(A, PROMPT, params, threshold=ALWAYS), [25]))
     steps = len(worker.run())
     assert worker.tokens(A) == oracle(PROMPT, params)[25:]
     assert steps <= 2 + (30 - 25)

@@ -59,14 +59,14 @@ async def test_a_stream_goes_on_when_its_decode_worker_is_lost(cluster: Scripted
     assert "error" not in events[-1]
     first, second = cluster.calls.decode_starts
     assert not first.output
-    [begun] = second.output
-    assert (begun.choice_index, list(begun.token_ids), begun.is_over) == (0, TOKENS[:3], False)
+    [continued] = second.output
+    assert (continued.choice_index, list(continued.token_ids), continued.is_over) == (0, TOKENS[:3], False)
     record = await cluster.only_trace()
     assert record["state"] == "finished"
     assert [retry["reason"] for retry in record["retries"]] == ["peer_lost"]
 
 
-async def test_choices_that_are_over_are_not_begun_again(cluster: ScriptedCluster) -> None:
+async def test_choices_that_are_over_are_not_decoded_again(cluster: ScriptedCluster) -> None:
     cluster.script.replies = [[*TOKENS[:1], END], TOKENS]
     cluster.script.fail("decode_token", None, None, None, after_first_token(cluster, vanish))
     status, body = await cluster.complete(n=2)
