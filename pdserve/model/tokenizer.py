@@ -71,7 +71,7 @@ class Tokenizer:
         if self._isolated is not None:
             return self._isolated.encode(text, add_special_tokens)
         # A batch of one releases the interpreter's lock, unlike `encode`, and megabytes of text take seconds.
-        # The fast one keeps no offsets, which take several times the memory of the text.
+        # The fast one computes no offsets, which saves a quarter of the time. Its memory is nearly the same.
         # Its regular expressions give up after ten million steps back in one match, with a panic.
         with library_errors(unsplit):
             [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)

@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 
 from pdserve.base.audit import Caller, Refusals
-from pdserve.base.errors import RequestError, TooLarge, TransferTimeout
+from pdserve.base.errors import RequestError, TransferTimeout
 from pdserve.base.rpc import GrpcPort, method, trace_of
-from pdserve.base.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from pdserve.base.sampling import MAX_LOGPROBS
 from pdserve.base.tracing.context import TraceContext
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from pdserve.base.wire import logprobs_to_wire
@@ -27,7 +27,7 @@ from router_svc.api.intake import Intake
 from router_svc.api.parse import validate
 from router_svc.api.request_span import request_span
 from router_svc.api.sampling import EndpointFields
-from router_svc.api.served_model import ServedModel, require_fits
+from router_svc.api.served_model import ServedModel
 from router_svc.clients.access import Access
 from router_svc.config import RouterConfig
 from router_svc.generation import Generation
@@ -172,7 +172,6 @@ class InferenceServicer:
             texts = [request.text]
             [prompt] = await self._model.encode(texts, add_special_tokens=True, max_model_len=max_model_len)
         else:
-            require_fits(len(request.token_ids.ids), max_model_len, param="prompt")
             prompt = list(request.token_ids.ids)
             await self._model.check_prompts([prompt], max_model_len)
         if not prompt:
@@ -193,12 +192,7 @@ async def _write_usage(context: grpc.aio.ServicerContext[Any, Any], request_id: 
 
 
 def _sampling_fields(sampling: pb.ClientSampling) -> SamplingFields:
-    """The fields that the client has set, validated as those of the HTTP API."""
-    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
-        raise TooLarge(
-            f"`logit_bias` has {len(sampling.logit_bias)} entries (limit {MAX_LOGIT_BIAS}). Remove some.",
-            param="logit_bias",
-        )
+    """The fields that the client has set, validated as those of the HTTP API. Their size was, before parsing."""
     fields: dict[str, object] = {descriptor.name: value for descriptor, value in sampling.ListFields()}
     fields |= {
         "logit_bias": {str(token_id): bias for token_id, bias in sampling.logit_bias.items()},

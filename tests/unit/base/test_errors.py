@@ -90,6 +90,7 @@ async def test_an_error_raised_in_a_worker_arrives_as_the_same_error(cls: type[e
 
 
 async def test_an_unexpected_exception_reveals_no_details() -> None:
+    """CVE-2026-22778. Fails where `_abort_unexpected` sends the text of the exception."""
     for received in await _call(ValueError("secret address 0x7f")):
         assert type(received) is errors.PdserveError
         assert "secret" not in str(received)

@@ -196,6 +196,7 @@ async def test_null_is_the_default_of_every_field(small_cluster: ScriptedCluster
 
 
 def test_what_multiplies_is_bounded_as_a_whole() -> None:
+    """Finding 3. Fails without the limit on entries in `require_bounded`."""
     wide = SamplingParams(n=2, max_tokens=1000, logprobs=20)
     require_bounded([wide])
     with pytest.raises(TooLarge, match="prompts \\* n \\* max_tokens") as refusal:

@@ -122,6 +122,7 @@ async def test_a_key_for_metrics_reads_them_and_does_nothing_else(locked: Script
 
 
 async def test_traces_are_for_their_tenant_and_admins(locked: ScriptedCluster) -> None:
+    """GHSA-84j6-jc92-77jm. Fails where `OperatorApi` asks for records of every tenant."""
     _, answer = await locked.post("/v1/completions", BODY, headers=bearer("a"))
     path = f"{locked.base_url}/v1/requests/{answer['id']}/trace"
     for key, expected in (("a", 200), ("b", 404), ("root", 200)):
@@ -132,6 +133,7 @@ async def test_traces_are_for_their_tenant_and_admins(locked: ScriptedCluster) -
 
 
 async def test_a_trace_in_redis_is_for_its_tenant_too(locked: ScriptedCluster) -> None:
+    """GHSA-84j6-jc92-77jm. Fails where a record of Redis is not compared with the tenant."""
     _, answer = await locked.post("/v1/completions", BODY, headers=bearer("a"))
     traces = locked.router._traces
     traces._recent._records.clear()
@@ -146,6 +148,7 @@ async def test_a_trace_in_redis_is_for_its_tenant_too(locked: ScriptedCluster) -
 
 
 async def test_tenants_and_salts_share_no_cached_blocks(locked: ScriptedCluster) -> None:
+    """CVE-2025-46570, finding 16. Fails where `_owned` leaves the cache salt as the client sent it."""
     requests = [("a", {}), ("b", {}), ("a", {}), ("a", {"cache_salt": "s"}), ("b", {"cache_salt": "s"})]
     for key, more in requests:
         assert (await locked.post("/v1/completions", BODY | more, headers=bearer(key)))[0] == 200

@@ -94,6 +94,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_damage_anywhere_in_the_header_is_either_harmless_or_refused(
     intact: Path, tmp_path: Path, data: st.DataObject
 ) -> None:
+    """CVE-2026-7482. Fails where `_located` lets a tensor end beyond the end of the file."""
     content = bytearray(intact.read_bytes())
     position = data.draw(st.integers(0, 6000))
     content[position] = data.draw(st.integers(0, 255))

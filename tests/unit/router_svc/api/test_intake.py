@@ -57,6 +57,7 @@ def test_large_bodies_leave_room_for_small_ones(threads: TextThreads) -> None:
 
 
 async def test_a_body_beyond_the_budget_is_refused_before_it_is_read(threads: TextThreads) -> None:
+    """Finding 4. Fails without `require_room` for the announced size in `Intake._receive`."""
     # Nothing of the body is sent: only an answer that comes before it can arrive.
     intake = Intake(threads, max_bytes=100_000)
     head = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 200000\r\n\r\n"
@@ -93,6 +94,7 @@ async def test_bytes_that_have_arrived_count_until_the_body_is_complete(threads:
 
 
 async def test_a_body_that_does_not_arrive_in_time_is_refused(threads: TextThreads) -> None:
+    """Finding 4. Fails without the timeout of `Intake._receive`."""
     never = asyncio.Event()
 
     async def stuck() -> AsyncIterator[bytes]:

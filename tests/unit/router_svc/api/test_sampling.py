@@ -15,7 +15,7 @@ from router_svc.api.body import SamplingFields
 from router_svc.api.generations import COMPLETIONS, GenerationFactory
 from router_svc.api.ids import Ids
 from router_svc.api.parse import validate
-from router_svc.api.sampling import EndpointFields
+from router_svc.api.sampling import MAX_LOGPROB_ENTRIES, EndpointFields
 from router_svc.api.served_model import SamplingDefaults, ServedModel
 
 
@@ -29,6 +29,18 @@ async def made(model: ServedModel, fields: dict[str, object]) -> SamplingParams:
     own = EndpointFields(max_tokens=4, default_max_tokens=None)
     [generation] = await factory.make(validate(SamplingFields, fields), own, [[1, 2, 3]])
     return generation.sampling
+
+
+async def test_without_max_tokens_log_probabilities_get_as_many_tokens_as_their_bound_allows(
+    model: ServedModel,
+) -> None:
+    """Finding 3. Fails without the bound in `_limit`: a request with defaults is then refused for its size."""
+    factory = GenerationFactory(model=model, max_model_len=8000, ids=Ids.make("cmpl-", None), endpoint=COMPLETIONS)
+    fields = validate(SamplingFields, {"n": 10})
+    for logprobs, max_tokens in ((20, MAX_LOGPROB_ENTRIES // 210), (0, MAX_LOGPROB_ENTRIES // 10), (None, 7997)):
+        own = EndpointFields(max_tokens=None, default_max_tokens=None, logprobs=logprobs)
+        [generation] = await factory.make(fields, own, [[1, 2, 3]])
+        assert generation.sampling.max_tokens == max_tokens
 
 
 @pytest.mark.parametrize("top_k", [2**31, 3_000_000_000, 2**32 - 1])

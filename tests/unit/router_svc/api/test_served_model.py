@@ -68,6 +68,10 @@ async def test_the_event_loop_runs_while_a_long_text_is_tokenized(model: ServedM
 
 
 async def test_a_text_of_short_tokens_is_refused_after_a_piece_of_it_is_tokenized(model: ServedModel) -> None:
+    """Finding 2. Fails without the count in pieces of `require_plausible`.
+
+    `encode_batch_fast` is no guard: with `encode_batch`, long texts take a third more time and as much memory.
+    """
     # By its bytes it could fit: the longest token has 162 bytes. Each of its tokens has two.
     text = " a" * (40 * model.max_position_embeddings)
     counting = CountingTokenizer(model.tokenizer)
@@ -77,6 +81,7 @@ async def test_a_text_of_short_tokens_is_refused_after_a_piece_of_it_is_tokenize
 
 
 async def test_prompts_after_one_that_is_too_long_are_not_tokenized(model: ServedModel) -> None:
+    """Finding 4. Fails without `require_fits` in the loop of `encode`."""
     texts = ["a " * 20_000] * 50
     counting = CountingTokenizer(model.tokenizer)
     with pytest.raises(RequestError, match="but the context holds 8192"):
@@ -86,8 +91,15 @@ async def test_prompts_after_one_that_is_too_long_are_not_tokenized(model: Serve
     assert counting.characters == len(texts[0])
 
 
+async def test_too_many_token_ids_are_refused_before_their_values_are_read(model: ServedModel) -> None:
+    """Finding 8. Fails without `require_fits` in `check_prompts`: what is refused is then the last id."""
+    with pytest.raises(RequestError, match="9001 tokens, but the context holds 8192"):
+        await model.check_prompts([[1] * 9000 + [10**9]], 8192)
+
+
 @pytest.mark.parametrize("times", [300, 100], ids=["much", "little for much"])
 async def test_what_a_template_prints_of_its_variables_is_tokenized_in_a_thread(model: ServedModel, times: int) -> None:
+    """Finding 9. Fails where the size of the text that a template made does not decide again."""
     template = ChatTemplate("{% for message in messages %}{{ mood * 100 }}{% endfor %}", {})
     watched = WatchedTokenizer(model.tokenizer, asyncio.get_running_loop())
     roomy = replace(model, template=template, tokenizer=cast(Tokenizer, watched), max_position_embeddings=10**6)

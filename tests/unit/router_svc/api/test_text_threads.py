@@ -22,6 +22,7 @@ async def threads() -> AsyncIterator[TextThreads]:
 async def test_text_beyond_the_limit_is_refused_with_a_time_and_accepted_when_the_queue_is_empty(
     threads: TextThreads,
 ) -> None:
+    """Finding 4. Fails without the limit on waiting characters of `TextThreads.run`."""
     go_on = threading.Event()
     running = asyncio.create_task(threads.run(900_000, go_on.wait))
     await asyncio.sleep(0)
@@ -36,6 +37,7 @@ async def test_text_beyond_the_limit_is_refused_with_a_time_and_accepted_when_th
 
 
 async def test_two_long_texts_leave_a_thread_to_short_ones(threads: TextThreads) -> None:
+    """Finding 4. Fails without the semaphore for long texts of `TextThreads.run`."""
     go_on = threading.Event()
     long = [asyncio.create_task(threads.run(200_000, go_on.wait)) for _ in range(2)]
     await asyncio.sleep(0)

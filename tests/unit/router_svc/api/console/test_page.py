@@ -69,6 +69,7 @@ async def test_a_known_file_is_not_sent_again() -> None:
 
 
 async def test_no_other_file_is_served() -> None:
+    """CVE-2026-7302. Fails where a name is looked up below `STATIC`, not among the files in memory."""
     async with session() as get:
         for name in ("nothing.js", "..%2fpage.py", "%2e%2e%2fpage.py", "..", "../page.py", "page.py", "static"):
             assert (await get(f"/console/{name}")).status == 404, name
