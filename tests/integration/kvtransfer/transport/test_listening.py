@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import psutil
@@ -32,6 +35,58 @@ async def test_a_transport_listens_on_loopback_only(name: str, monkeypatch: pyte
         assert "127.0.0.1" in listening()
     finally:
         await transport.close()
+
+
+async def test_a_connected_pair_over_gloo_listens_at_its_host_only() -> None:
+    """Control connection, torch's store, and gloo itself, which opens a port per pair when two processes connect.
+
+    Fails where `create_device` of gloo gets another host name, and where the store gets no listener of ours.
+    """
+    before = listening()
+    sender, receiver = (open_transport("nccl", host="127.0.0.2") for _ in range(2))
+    try:
+        await _still_works(sender, receiver)
+        assert listening() - before == {"127.0.0.2"}
+    finally:
+        await sender.close()
+        await receiver.close()
+
+
+#: Pins the ports of its own network, then prints those on which a connected pair listens.
+_PINNED = """
+import asyncio, fcntl, socket, struct
+from pathlib import Path
+UP, SET_FLAGS = 1, 0x8914
+with socket.socket() as any_socket:
+    fcntl.ioctl(any_socket, SET_FLAGS, struct.pack("16sh", b"lo", UP))
+Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("19700 19739")
+import psutil
+from kvtransfer.transport import open_transport
+from tests.integration.kvtransfer.transport.test_listening import _still_works
+
+async def main():
+    sender, receiver = open_transport("nccl"), open_transport("nccl")
+    await _still_works(sender, receiver)
+    found = psutil.Process().net_connections("tcp")
+    print(*sorted(each.laddr.port for each in found if each.status == psutil.CONN_LISTEN))
+    await sender.close()
+    await receiver.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_the_range_of_the_system_pins_every_port_of_torch() -> None:
+    """Gloo takes no port from its caller: `net.ipv4.ip_local_port_range` of the network's namespace is the way."""
+    unshare = ["unshare", "--user", "--map-root-user", "--net"]
+    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], check=False).returncode != 0:
+        pytest.skip("this machine does not allow namespaces to its users")
+    command = [*unshare, sys.executable, "-c", _PINNED]
+    ports = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout.split()
+    # Of both ends: control connection and store, and one port of gloo each at least.
+    assert len(ports) >= 4
+    assert all(19700 <= int(port) <= 19739 for port in ports), ports
 
 
 async def _sent(sender: Transport, receiver: Transport, size: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,6 +23,8 @@ from router_svc.request.stream import TokenUsage
 
 METHOD = f"/{grpc_api.SERVICE}/Generate"
 DEADLINE_S = 20.0
+#: A setting of HTTP/2.
+MAX_CONCURRENT_STREAMS = 3
 Handler = Callable[[bytes, Any], Awaitable[bytes]]
 
 
@@ -61,50 +64,46 @@ async def test_a_message_larger_than_a_body_may_be_reaches_no_handler(config: Ro
     assert arrived == [100_000]
 
 
-@pytest.mark.parametrize("per_connection", [1, 3])
-async def test_calls_at_a_time_are_bounded_for_all_clients_and_for_each(
-    config: RouterConfig, per_connection: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Finding 8. The queue has one place here, and two more calls are allowed.
-
-    Fails without `max_calls` and without `max_calls_per_connection` in `public_port`.
-    """
+async def test_calls_at_a_time_are_bounded(config: RouterConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding 8. One place in the queue and one call beyond it are two. Fails without `max_calls` in `public_port`."""
     monkeypatch.setattr(grpc_api, "_CALLS_BEYOND_QUEUE", 1)
-    monkeypatch.setattr(grpc_api, "_CALLS_PER_CONNECTION", per_connection)
-    running, may_end, has_more = 0, asyncio.Event(), asyncio.Condition()
+    may_end = asyncio.Event()
 
     async def handler(data: bytes, _: object) -> bytes:
-        nonlocal running
-        async with has_more:
-            running += 1
-            has_more.notify_all()
         await may_end.wait()
         return data
 
     async with (
         served(public_port(config, None), handler) as address,
         asyncio.timeout(DEADLINE_S),
-        open_channel(address) as one,
-        open_channel(address) as other,
+        open_channel(address) as channel,
     ):
-        calls = [one.unary_unary(METHOD)(b"") for _ in range(3)]
-        ended = [asyncio.ensure_future(call.code()) for call in calls]
-        if per_connection == 1:
-            # The others wait in the client, so another one gets the second place.
-            calls.append(other.unary_unary(METHOD)(b""))
-            async with has_more:
-                await has_more.wait_for(lambda: running == 2)
-            assert not any(code.done() for code in ended)
-        else:
-            [refused], _ = await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
-            assert refused.result() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert running == 2
+        ended = [asyncio.ensure_future(channel.unary_unary(METHOD)(b"").code()) for _ in range(3)]
+        [refused], others = await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+        assert refused.result() is grpc.StatusCode.RESOURCE_EXHAUSTED
         may_end.set()
-        await asyncio.gather(*ended)
+        assert await asyncio.gather(*others) == [grpc.StatusCode.OK] * 2
+
+
+async def test_a_connection_is_granted_a_bounded_number_of_calls(config: RouterConfig) -> None:
+    """Finding 8. Fails without `max_calls_per_connection` in `public_port`: the server then grants any number."""
+
+    async def handler(data: bytes, _: object) -> bytes:
+        return data
+
+    async with served(public_port(config, None), handler) as address, asyncio.timeout(DEADLINE_S):
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))
+        head = await reader.readexactly(9)
+        assert head[3] == 4  # SETTINGS: pairs of 16 and 32 bits.
+        settings = await reader.readexactly(int.from_bytes(head[:3], "big"))
+        writer.close()
+    granted = dict(struct.iter_unpack(">HI", settings))
+    assert granted[MAX_CONCURRENT_STREAMS] == 1024
 
 
 def test_more_biases_than_over_http_are_refused() -> None:
-    """Finding 8. Fails without the limit of `SamplingFields.logit_bias`; a message of 64 KiB is not parsed at all."""
+    """Finding 8. Fails without the count of `logit_bias` in `validate`. A message of 64 KiB is not parsed at all."""
     for count in (MAX_LOGIT_BIAS, MAX_LOGIT_BIAS + 1):
         biased = pb.ClientSampling(logit_bias=dict.fromkeys(range(count), 1.0))
         if count == MAX_LOGIT_BIAS:

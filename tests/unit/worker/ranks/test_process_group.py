@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -24,6 +25,21 @@ def test_ranks_agree_on_the_smallest_budget(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor() as threads:
         assert list(threads.map(budget, range(2))) == [KvBudget(num_blocks=5, max_model_len=8)] * 2
+
+
+def test_ranks_listen_on_loopback_only(tmp_path: Path) -> None:
+    """They meet through a file: torch's store, which listens, is not used. Fails with another host name for gloo."""
+
+    def listening() -> list[tuple[str, int]]:
+        found = psutil.Process().net_connections("tcp")
+        return [tuple(each.laddr) for each in found if each.status == psutil.CONN_LISTEN]
+
+    before = listening()
+    with ThreadPoolExecutor() as threads:
+        groups = list(threads.map(lambda rank: form_group(tmp_path / "rendezvous", rank, 2, CPU), range(2)))
+    opened = [address for address in listening() if address not in before]
+    assert len(groups) == 2
+    assert {host for host, _ in opened} == {"127.0.0.1"}
 
 
 def test_a_rank_that_ends_before_it_connects_is_noticed(tmp_path: Path) -> None:
