@@ -67,6 +67,7 @@ def rows() -> list[Row]:
             name="full-depth",
             suites=(
                 "tests/property/model",
+                "tests/property/engine",
                 "tests/unit/kernels",
                 "tests/unit/benchmarks/test_gpu.py",
                 "tests/golden/test_default_model.py",

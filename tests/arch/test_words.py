@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 import tokenize
@@ -58,6 +59,7 @@ OF_LIBRARIES = {
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
+@functools.cache
 def _retired(identifier: str) -> set[str]:
     bare = identifier
     for name in OTHERS:

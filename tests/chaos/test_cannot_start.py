@@ -76,9 +76,9 @@ def test_an_unsupported_architecture_is_named_with_the_supported_ones(tmp_path: 
     ],
 )
 def test_an_impossible_setting_is_named_with_its_limit(
-    tmp_path: Path, flags: tuple[str, ...], needles: tuple[str, ...]
+    tmp_path: Path, model: str, flags: tuple[str, ...], needles: tuple[str, ...]
 ) -> None:
-    code, line = _up(tmp_path, MODEL, "--prefill", "0", *flags)
+    code, line = _up(tmp_path, model, "--prefill", "0", *flags)
     assert code != 0
     for needle in needles:
         assert needle in line

@@ -1,4 +1,7 @@
-"""`python -m tests.unit.worker.ranks.failing_follower STEPS COPIES STAGE`: fails in the way the model's name says."""
+"""`python -m tests.unit.worker.ranks.failing_follower STEPS COPIES STAGE`: fails in the way the model's name says.
+
+It imports torch, which takes a second, only for the ways that need it.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,6 @@ import socket
 import sys
 from pathlib import Path
 
-import torch
-
-from pdserve.worker.ranks.messages import MessageKind, MessageReader, encode
-from pdserve.worker.ranks.process_group import form_group
 from pdserve.worker.ranks.startup import RankSetup, SetupReply, SetupState, receive_line, send_line
 
 
@@ -41,10 +40,16 @@ def main() -> None:
         if how == "last-fails":
             signal.pause()
         if how == "replies-to-another":
+            from pdserve.worker.ranks.messages import MessageKind, MessageReader, encode
+
             request = MessageReader(stream).receive()
             assert request is not None
             stream.sendall(encode(MessageKind.DONE, request.number + 1))
             signal.pause()
+        import torch
+
+        from pdserve.worker.ranks.process_group import form_group
+
         form_group(Path(setup.rendezvous), setup.rank, setup.config.tensor_parallel_size, torch.device("cpu"))
         if how == "cannot-agree":
             # The others only see its consequence.
