@@ -84,6 +84,9 @@ async def service_group() -> AsyncIterator[ServiceGroup]:
 
     A single failing task surfaces as its own exception instead of a group of one.
     """
+    task = asyncio.current_task()
+    assert task is not None
+    cancelling = task.cancelling()
     try:
         async with asyncio.TaskGroup() as tasks:
             group = ServiceGroup(tasks)
@@ -98,6 +101,10 @@ async def service_group() -> AsyncIterator[ServiceGroup]:
         if len(errors.exceptions) == 1:
             raise errors.exceptions[0] from None
         raise
+    # A `TaskGroup` that ends while it waits for its tasks cancels this one, and, before Python 3.13, does not take that
+    # back: the next timeout around this block would end it with CancelledError instead of TimeoutError.
+    if task.cancelling() > cancelling:
+        task.uncancel()
 
 
 async def run_to_completion(work: Awaitable[T]) -> T:

@@ -48,7 +48,8 @@ def _tokenizers_id(model_dir: Path) -> int | None:
     added = Fields.read(path, MAX_TOKENIZER_BYTES).raw("added_tokens")
     entries = added if isinstance(added, list) else []
     found = [entry for entry in entries if isinstance(entry, dict) and entry.get("content") == token]
-    return Fields(found[0], f"{path}: added_tokens").token_ids("id")[0] if found and "id" in found[0] else None
+    ids = Fields(found[0], f"{path}: added_tokens").token_ids("id") if found else ()
+    return ids[0] if ids else None
 
 
 def _in_config(added: Fields, token: str) -> int | None:

@@ -117,6 +117,16 @@ async def test_a_task_cancelled_before_its_first_turn_leaves_no_coroutine_behind
     assert inspect.getcoroutinestate(work) == inspect.CORO_CLOSED
 
 
+async def test_a_timeout_around_a_group_that_has_ended_is_a_timeout_error() -> None:
+    """Fails without `uncancel`, before Python 3.13: the group's own cancellation counted as the caller's."""
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(None) as timeout:
+            async with service_group() as group:
+                group.start(_forever([], "a"), name="a")
+            timeout.reschedule(asyncio.get_running_loop().time())
+            await asyncio.Event().wait()
+
+
 async def test_a_cancellation_waits_for_the_work_to_end() -> None:
     may_end, ended = asyncio.Event(), []
 

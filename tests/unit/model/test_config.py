@@ -163,6 +163,14 @@ def test_the_tokenizers_own_eos_token_ends_a_text(tmp_path: Path, where: str) ->
     assert ModelConfig.from_dir(tmp_path).eos_token_ids == (2, 7)
 
 
+@pytest.mark.parametrize("entry", [{}, {"id": None}, {"id": []}])
+def test_an_eos_token_without_an_id_ends_no_text(tmp_path: Path, entry: dict[str, object]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"content": "<|end|>", **entry}]}))
+    assert ModelConfig.from_dir(tmp_path).eos_token_ids == (2,)
+
+
 def test_an_end_of_text_beyond_the_vocabulary_is_dropped_because_no_worker_can_generate_it() -> None:
     assert ModelConfig.from_hf(LLAMA | {"eos_token_id": [2, 97, 2**31 - 1]}).eos_token_ids == (2,)
 
