@@ -42,6 +42,8 @@ class AcceptErrors:
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Handles an error that no task raises."""
         error = context.get("exception")
+        if isinstance(error, (ValueError, OSError)) and "_start_serving" in repr(context.get("handle")):
+            return  # A listener was closed before asyncio could have it accept again.
         if not isinstance(error, OSError) or error.errno not in _EXHAUSTED or "socket" not in context:
             loop.default_exception_handler(context)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import socket
 import subprocess
@@ -52,8 +53,9 @@ _SERVICE = """
 
             def seen(loop, context):
                 handler(loop, context)
-                exhausted.add(context["socket"].fileno())
-                taken.set()
+                if "socket" in context:
+                    exhausted.add(context["socket"].fileno())
+                    taken.set()
 
             exhausted = set()
             loop.set_exception_handler(seen)
@@ -127,3 +129,21 @@ def test_the_soft_limit_is_raised_and_never_lowered(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: changes.__setitem__(-1, wanted))
         open_files.raise_limit()
     assert changes == [(65_536, 524_288), (4096, 4096), None, (65_536, resource.RLIM_INFINITY), None]
+
+
+async def test_a_listener_that_was_closed_while_it_could_not_accept_is_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """asyncio has it listen again after a second, whether or not it is still open."""
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(open_files.AcceptErrors())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+    loop.call_soon(loop._start_serving, asyncio.Protocol, listener)  # type: ignore[attr-defined]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not caplog.records
+    loop.call_soon(int, "no number")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert [record.name for record in caplog.records] == ["asyncio"]
