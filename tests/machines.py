@@ -74,6 +74,8 @@ def rows() -> list[Row]:
                 "tests/integration/services/test_ranks.py",
                 *ANSWERS,
                 "tests/integration/test_equivalence.py",
+                "tests/integration/test_tracing.py",
+                *ANY_MODEL,
             ),
             environment={"PDSERVE_TEST_DEPTH": "full"},
         ),

@@ -21,8 +21,8 @@ import pytest
 from kernels.choice import instruction_sets
 from tests.support import depth
 from tests.support.answers import COMPLETIONS, Call, differences, make_calls, send_all
-from tests.support.cluster import MODEL, Cluster, running_cluster
-from tests.support.short_model import write_short_model
+from tests.support.cluster import Cluster, running_cluster
+from tests.support.short_model import model_for_depth
 
 pytestmark = [
     pytest.mark.slow,
@@ -47,9 +47,7 @@ CHOICES = Call(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the clusters serve."""
-    if depth.IS_FULL:
-        return MODEL
-    return str(write_short_model(tmp_path_factory.mktemp("model"), num_layers=NUM_LAYERS))
+    return model_for_depth(tmp_path_factory.mktemp("model"), num_layers=NUM_LAYERS)
 
 
 @pytest.fixture(scope="module")

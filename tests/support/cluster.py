@@ -66,6 +66,22 @@ class Footprint:
     children: int
 
 
+class Metrics:
+    """The metrics that a process has at this moment."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
+            text = response.read().decode()
+        self._families = {family.name: family for family in text_string_to_metric_families(text)}
+
+    def value(self, name: str, **labels: str) -> float:
+        """Sum of a metric's samples with these labels; 0 without samples."""
+        family = self._families.get(name.removesuffix("_total"))
+        assert family is not None, f"{self._address} has no metric {name}"
+        return sum(s.value for s in family.samples if s.name == name and labels.items() <= s.labels.items())
+
+
 class Cluster:
     """A running `pdserve up`."""
 
@@ -99,12 +115,7 @@ class Cluster:
 
     def metric(self, address: str, name: str, **labels: str) -> float:
         """Sum of a metric's samples with these labels, from one process; 0 without samples."""
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
-            text = response.read().decode()
-        families = list(text_string_to_metric_families(text))
-        assert name.removesuffix("_total") in {family.name for family in families}, f"{address} has no metric {name}"
-        samples = [sample for family in families for sample in family.samples]
-        return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
+        return Metrics(address).value(name, **labels)
 
     def worker_metric(self, tier: str, name: str, **labels: str) -> float:
         """Sum over all workers of a tier."""
@@ -166,11 +177,11 @@ class Cluster:
         )
 
     def _is_idle(self, worker: WorkerStatus) -> bool:
-        def value(name: str) -> float:
-            return self.metric(worker.http_address, name)
-
         # The router's view counts, too, because it decides where the next prompt goes.
-        return worker.running == worker.waiting == worker.queued_tokens == 0 and (
+        if not worker.running == worker.waiting == worker.queued_tokens == 0:
+            return False
+        value = Metrics(worker.http_address).value
+        return (
             value("pdserve_kv_blocks_free") == value("pdserve_kv_blocks")
             and value("pdserve_kv_transfers_active") == 0
             and value("pdserve_num_requests_running") == value("pdserve_num_requests_waiting") == 0

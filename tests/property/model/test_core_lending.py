@@ -4,12 +4,13 @@ The tests use CPU numbers that no machine has. Threads cannot be pinned to them 
 leases works the same.
 
 Only `PDSERVE_TEST_DEPTH=full` runs all examples of the first test on all instruction sets. Without it, sets between the
-best one and `portable` get 5 examples, because all sets share the code that divides work among threads.
+best one and `portable` get 5 examples and `portable` 10, because all sets share the code that divides work.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -83,15 +84,25 @@ def lease_file(tmp_path: Path) -> LeaseFile:
 
 
 @pytest.fixture(scope="module")
-def restless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LeaseFile]:
-    """A file in which another process constantly marks the owners of lent cores busy and idle."""
+def owners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LeaseFile, subprocess.Popen[bytes]]]:
+    """Another process, stopped, and the file in which it constantly marks the owners of lent cores busy and idle."""
     path = tmp_path_factory.mktemp("restless") / "cores"
     command = [sys.executable, "-m", "tests.property.model.restless_owners", str(path), *map(str, THEIRS)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as owners:
         assert owners.stdout is not None
         assert owners.stdout.readline() == b"ready\n"
-        yield LeaseFile(path)
+        owners.send_signal(signal.SIGSTOP)
+        yield LeaseFile(path), owners
         owners.kill()
+
+
+@pytest.fixture
+def restless(owners: tuple[LeaseFile, subprocess.Popen[bytes]]) -> Iterator[LeaseFile]:
+    """The file while that process runs, which takes a whole core from other tests."""
+    file, process = owners
+    process.send_signal(signal.SIGCONT)
+    yield file
+    process.send_signal(signal.SIGSTOP)
 
 
 def borrowed_seconds(decoder: Decoder) -> float:

@@ -5,8 +5,8 @@ batches, in chunks, step by step, on more threads, in other blocks and with garb
 logits and of the stored KV must be equal.
 
 Only `PDSERVE_TEST_DEPTH=full` runs all examples of each property on all instruction sets. Without it, sets between the
-best one and `portable` get 5 examples, because all sets share the code above the headers of `kernels/cpu/src/isa`. That
-AVX2 and AVX-512 compute the same bits is a test of its own, always with all examples.
+best one and `portable` get 5 examples and `portable` 10, because all sets share the code above the headers of
+`kernels/cpu/src/isa`. That AVX2 and AVX-512 compute the same bits is a test of its own, always with all examples.
 """
 
 from __future__ import annotations

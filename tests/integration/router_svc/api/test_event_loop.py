@@ -25,8 +25,8 @@ from tests.support.tiny_model import NAME
 Result = TypeVar("Result")
 
 MAX_BODY = 8 * 1024**2
-#: Pause of a client between two streams.
-THINK_S = 0.2
+#: Clients that stream meanwhile, and the pause of each between two streams.
+NUM_STREAMS, THINK_S = 3, 0.2
 USER = {"role": "user", "content": "x"}
 COMPLETION: dict[str, Any] = {"model": NAME, "prompt": "x", "max_tokens": 50}
 CHAT: dict[str, Any] = {"model": NAME, "messages": [USER], "max_tokens": 8}
@@ -141,7 +141,7 @@ async def test_no_legal_body_holds_the_event_loop(cluster: ScriptedCluster) -> N
                 await asyncio.wait_for(stop.wait(), THINK_S)
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(8):
+        for _ in range(NUM_STREAMS):
             group.create_task(stream())
         for name, (path, data, _) in WORST.items():
             statuses[name], longest = await longest_callback(partial(post, cluster.base_url, path, data))
