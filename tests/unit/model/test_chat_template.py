@@ -170,6 +170,7 @@ HOSTILE = {
     "filter sum": "{{ ([[1] * 1000] * 100000) | sum(start=[]) }}",
     "filter tojson": "{{ [1] | tojson(indent=300000000) }}",
     "strftime_now": "{{ strftime_now('%Y' * 2000000) }}",
+    "strftime_now with a width": "{{ strftime_now('%999Y' * 40000) }}",
     "bytes of a number": "{{ (1).to_bytes(300000000, 'big') }}",
     "lipsum": "{{ lipsum(1000000) }}",
     "slices": "{% set x = 'a' * 15000000 %}" + "".join(f"{{% set a{i} = x[{i}:] %}}" for i in range(100)),
@@ -186,7 +187,7 @@ HOSTILE = {
 def test_an_operation_that_grows_its_result_is_refused_before_it_takes_memory(
     operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Finding 17. The case of a date fails without the limit on the format of `_strftime_now`."""
+    """Finding 17. The width of a date fails without the limit on the format of `_strftime_now`."""
     if operation in ("lists of lists", "hashes of tuples", "attributes of a namespace", "dicts"):
         monkeypatch.setattr(template_limits, "MAX_RENDERED_CHARS", 100_000)  # Reached sooner.
     tracemalloc.start()

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.base.deaths import note_death
 from pdserve.base.ids import RequestId
-from pdserve.base.store import Store
+from pdserve.base.store import Store, as_bytes, as_list
 from pdserve.base.workers import Tier
 from pdserve.cli.private_redis import PrivateRedis
 from router_svc.request.quarantine import Death, Deaths, Quarantine
@@ -130,6 +130,10 @@ async def test_a_request_that_one_router_refuses_is_refused_by_the_others_and_by
         async with open_cluster(redis_server, model_dir, {}) as second:
             assert (await first.complete())[0] == 500
             await eventually(lambda: is_refused_by(second.router))
+        async with Store(redis_server.url) as store:
+            [key] = as_list(await store.call("KEYS", f"pd:{DEATHS_KEY}*"))
+            # Three workers have failed, the last one alone. `RequestContext.note_failure` has written them.
+            assert sorted(map(as_bytes, as_list(await store.call("HVALS", as_bytes(key))))) == [b"0", b"0", b"1"]
         async with open_cluster(redis_server, model_dir, {}) as third:
             await eventually(lambda: is_refused_by(third.router))
             first.script.faults["decode_started"].clear()
