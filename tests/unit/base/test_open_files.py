@@ -47,8 +47,9 @@ _SERVICE = """
             serve_streams(listener, pb.DecodeRequest.FromString, handle, lambda error: pb.DecodeResponse()),
             serve_http(web.Application(), http, grace_s=0.1),
         ):
-            print(*ports, flush=True)
             loop, taken = asyncio.get_running_loop(), asyncio.Event()
+            end = loop.run_in_executor(None, sys.stdin.read)  # Later, there may be no file left to start a thread with.
+            print(*ports, flush=True)
             handler, before = loop.get_exception_handler(), turns
 
             def seen(loop, context):
@@ -66,7 +67,7 @@ _SERVICE = """
             await asyncio.sleep(1.5)
             spun = turns - before
             print("turns", spun, flush=True)
-            await loop.run_in_executor(None, sys.stdin.read)
+            await end
 
     logs.configure("test", "info", "text")
     resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
