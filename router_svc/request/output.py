@@ -184,7 +184,7 @@ class _Choice:
             return None
         gained = _Gained()
         self._take(chunk, gained)
-        while self.early and gained.ended is None:
+        while self.early and gained.ended is None and self.early[0].first_index <= len(self.token_ids):
             self._take(self.early.pop(0), gained)
         if gained.ended is not None:
             self.finish_reason = gained.ended.finish_reason

@@ -74,6 +74,13 @@ def test_tokens_that_overtake_the_first_token_wait_for_it(tokenizer: Tokenizer) 
     assert text_of(out.push([chunk("H", 0)])) == "Hello"
 
 
+def test_early_tokens_wait_on_behind_a_message_without_tokens(tokenizer: Tokenizer) -> None:
+    """They were taken at once, the last of them as the first token."""
+    out = output(tokenizer)
+    assert out.push([chunk("ello", 1)]) == out.push([chunk("", 0)]) == []
+    assert text_of(out.push([chunk("H", 0)])) == "Hello"
+
+
 def test_early_tokens_are_forgotten_with_the_worker_that_sent_them(tokenizer: Tokenizer) -> None:
     out = output(tokenizer)
     out.push([chunk("XX", 1)])
