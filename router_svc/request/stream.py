@@ -19,6 +19,9 @@ from router_svc.request.output import ChoiceDelta
 #: A client that reads nothing for this long is disconnected. Otherwise it would hold its queue slot forever.
 WRITE_TIMEOUT_S = 60.0
 
+#: A response that has started is not silent for longer, so that no proxy ends it while a worker is replaced.
+KEEP_ALIVE_S = 10.0
+
 Write = Callable[[list[ChoiceDelta]], Awaitable[None]]
 
 
@@ -49,29 +52,49 @@ class DeltaStream:
         self._write: Write | None = None
         #: Held during a write. asyncio's locks are fair, so deltas are written in the order of `put`.
         self._writing = asyncio.Lock()
-        #: Start of the current write, on the event loop's clock.
+        #: Start of the current write, and end of the last one, on the event loop's clock.
         self._writing_since: float | None = None
+        self._wrote_at = 0.0
         self._has_written = False
         self._ended = asyncio.Event()
         self._error: Exception | None = None
 
-    async def write_to(self, write: Write) -> None:
+    async def write_to(self, write: Write, keep_alive: Callable[[], Awaitable[None]] | None = None) -> None:
         """Passes all deltas to `write`, one call at a time, and returns when every prompt is complete.
 
-        Call it before any saga runs. Raises the error that ended the request, the error of `write`, or
-        `ConnectionResetError` for a client that reads nothing within the write timeout.
+        `keep_alive` is called whenever there was nothing to write for `KEEP_ALIVE_S`. Call this before any saga runs.
+        Raises the error that ended the request, the error of `write`, or `ConnectionResetError` for a client that reads
+        nothing within the write timeout.
         """
         self._write = write
         now = asyncio.get_running_loop().time
+        self._wrote_at = now()
         while not self._ended.is_set():
-            since = now() if self._writing_since is None else self._writing_since
-            if now() >= since + self._write_timeout_s:
-                raise ConnectionResetError(f"the client has read nothing for {self._write_timeout_s:g} s")
+            if self._writing_since is not None:
+                until = self._writing_since + self._write_timeout_s
+                if now() >= until:
+                    raise ConnectionResetError(f"the client has read nothing for {self._write_timeout_s:g} s")
+            elif keep_alive is None:
+                until = now() + self._write_timeout_s
+            elif now() < self._wrote_at + KEEP_ALIVE_S:
+                until = self._wrote_at + KEEP_ALIVE_S
+            else:
+                await self._keep_alive(keep_alive)
+                continue
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(since + self._write_timeout_s):
+                async with asyncio.timeout_at(until):
                     await self._ended.wait()
         if self._error is not None:
             raise self._error
+
+    async def _keep_alive(self, keep_alive: Callable[[], Awaitable[None]]) -> None:
+        try:
+            async with asyncio.timeout(self._write_timeout_s), self._writing:
+                await keep_alive()
+        except TimeoutError:
+            raise ConnectionResetError(f"the client has read nothing for {self._write_timeout_s:g} s") from None
+        finally:
+            self._wrote_at = asyncio.get_running_loop().time()
 
     async def put(self, deltas: list[ChoiceDelta], *, first_choice: int = 0) -> None:
         """Writes deltas, and waits while the client is behind. In the response, choice i is `first_choice + i`."""
@@ -88,6 +111,7 @@ class DeltaStream:
                 self._set_ended(error)
             finally:
                 self._writing_since = None
+                self._wrote_at = asyncio.get_running_loop().time()
 
     async def end(self, error: PdserveError | None = None) -> None:
         """One prompt is complete, or the whole request fails. Writes in progress come first."""

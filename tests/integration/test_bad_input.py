@@ -93,7 +93,10 @@ def test_an_unknown_path_and_a_wrong_method_have_the_same_error_shape(cluster: C
 
 
 def test_bad_input_does_not_disturb_another_stream(cluster: Cluster) -> None:
-    """Nor does it make any process start anew, as one request did to a peer's engine (CVE-2026-9540)."""
+    """Nor does it make any process start anew, as one request did to a peer's engine (CVE-2026-9540).
+
+    Fails when the router ends with the answer to a request that it refuses.
+    """
     before = {name: each.pid for name, each in cluster.processes().items()}
     options: dict[str, Any] = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 40, "temperature": 0}
     with cluster.client() as client:

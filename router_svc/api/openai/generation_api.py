@@ -24,6 +24,8 @@ from router_svc.request.requests import Requests
 from router_svc.request.stream import WRITE_TIMEOUT_S, DeltaStream
 
 _DONE = b"data: [DONE]\n\n"
+#: A comment of server-sent events, which clients ignore.
+_KEEP_ALIVE = b": the next token is awaited\n\n"
 
 
 class GenerationApi:
@@ -107,8 +109,12 @@ async def _send_stream(
             await sse.write(events)
             stream.first_write()
 
+    async def keep_alive() -> None:
+        if sse.prepared:
+            await sse.write(_KEEP_ALIVE)
+
     try:
-        await stream.write_to(write)
+        await stream.write_to(write, keep_alive)
         last = formatter.closing(stream.usage)
     except PdserveError as error:
         if not sse.prepared:

@@ -52,7 +52,7 @@ def array(item_type: int, count: int) -> bytes:
         (header(values=1) + text("a") + struct.pack("<I", 99), "type 99, which is not in the specification"),
         (header(values=1) + struct.pack("<Q", 2) + b"\xff\xfe" + struct.pack("<IB", 0, 1), "not UTF-8"),
         (header(tensors=1) + tensor("x", [2**40, 2**40]), "each dimension must be between 1 and 2147483647"),
-        # 8 elements to a reader that keeps 32 bits of it, as of CVE-2026-53923.
+        # 8 elements to a reader that keeps 32 bits of it, as of CVE-2026-53923. Fails with such a reader.
         (header(tensors=1) + tensor("x", [2**32 + 8]) + bytes(64), "each dimension must be between 1 and 2147483647"),
         (header(tensors=1) + tensor("x", [2**31 - 1] * 4), "beyond the end of the file"),
         (header(tensors=1) + tensor("x", [0]), r"shape \[0\], but each dimension must be"),

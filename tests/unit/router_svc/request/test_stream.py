@@ -11,7 +11,7 @@ import pytest
 from pdserve.base.errors import PeerLost
 from router_svc.records.journal import Journal
 from router_svc.request.output import ChoiceDelta
-from router_svc.request.stream import WRITE_TIMEOUT_S, DeltaStream, Write
+from router_svc.request.stream import KEEP_ALIVE_S, WRITE_TIMEOUT_S, DeltaStream, Write
 
 pytestmark = pytest.mark.virtual_time
 
@@ -139,3 +139,37 @@ async def test_a_client_that_waits_long_for_its_tokens_is_not_disconnected() -> 
         await stream.put(delta("a"))
         await stream.end()
     assert written == ["a"]
+
+
+async def test_a_stream_without_new_tokens_is_kept_alive() -> None:
+    """Fails when a write does not count as life, or nothing is written while a worker is replaced."""
+    stream = new_stream()
+    now = asyncio.get_running_loop().time
+    first, alive = now(), list[float]()
+
+    async def write(_: list[ChoiceDelta]) -> None:
+        pass
+
+    async def keep_alive() -> None:
+        alive.append(now() - first)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(stream.write_to(write, keep_alive))
+        await asyncio.sleep(0.6 * KEEP_ALIVE_S)
+        await stream.put(delta("a"))
+        await asyncio.sleep(2.5 * KEEP_ALIVE_S)
+        await stream.end()
+    assert alive == pytest.approx([1.6 * KEEP_ALIVE_S, 2.6 * KEEP_ALIVE_S], abs=0.01)
+
+
+async def test_a_client_that_does_not_read_what_keeps_it_alive_is_disconnected() -> None:
+    stream = new_stream()
+
+    async def write(_: list[ChoiceDelta]) -> None:
+        pass
+
+    async def keep_alive() -> None:
+        await asyncio.sleep(10 * WRITE_TIMEOUT_S)
+
+    with pytest.raises(ConnectionResetError):
+        await stream.write_to(write, keep_alive)
