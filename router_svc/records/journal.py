@@ -36,6 +36,8 @@ class Journal:
         self._store = store
         self._last_tokens_s: float | None = None
         self._has_decoded = False
+        #: Whether the request was retried after its last tokens.
+        self._goes_on = False
         #: What the loss of workers means for later decisions.
         self._remark = ""
         #: Reason for a local prefill, should the decode worker do one.
@@ -71,6 +73,7 @@ class Journal:
         reason = reason_of(error)
         self.record.retries.append(self.record.incident(reason, worker.worker_id, error))
         self._metrics.retried(reason)
+        self._goes_on = self.record.completion_tokens > 0
         self.record.timeline.restart(self.record.elapsed_s())
         if self.record.state is _S.RETRYING:
             # The previous attempt was refused before it reached a state of its own.
@@ -162,6 +165,9 @@ class Journal:
             self.record.mark(TracePhase.FIRST_TOKEN)
         else:
             self._metrics.inter_token_latency.observe(now - self._last_tokens_s)
+            if self._goes_on:
+                self._metrics.stream_pause.observe(now - self._last_tokens_s)
+                self._goes_on = False
         self._last_tokens_s = now
 
     def first_written(self) -> None:

@@ -76,6 +76,11 @@ class RouterMetrics:
         self._time_to_first_token = families.histogram(
             "time_to_first_token_seconds", "Time from accepting a request to writing its first token", _TTFT_BUCKETS
         )
+        self.stream_pause = families.histogram(
+            "stream_pause_seconds",
+            "Time between two messages with tokens of one request between which it was retried",
+            _TTFT_BUCKETS,
+        )
         self.tenants = TenantTotals()
         TenantReader(families, self.tenants)
         self.loop_lag = LoopLag(self.registry, self._labels)

@@ -120,10 +120,15 @@ async def _send_stream(
         if not sse.prepared:
             raise
         last = b"data: %b\n\n" % to_json(error_body(error))
+    await _end(sse, last + _DONE)
+    return sse
+
+
+async def _end(sse: web.StreamResponse, last: bytes) -> None:
+    """Sends the last events. Raises `ConnectionResetError` for a client that reads nothing."""
     try:
         async with asyncio.timeout(WRITE_TIMEOUT_S):
-            await sse.write(last + _DONE)
+            await sse.write(last)
             await sse.write_eof()
     except TimeoutError:
         raise ConnectionResetError(f"the client has read nothing for {WRITE_TIMEOUT_S:g} s") from None
-    return sse

@@ -50,7 +50,7 @@ def test_parameters_that_the_api_refuses_end_no_worker(isa: str, params: Samplin
 
 @on_every_instruction_set
 def test_ids_beyond_the_vocabulary_are_ignored(isa: str) -> None:
-    """vllm#44968: ids outside of the vocabulary changed rows of others. Fails when `is_token` takes every id for one."""
+    """vllm#44968: ids outside of the vocabulary changed rows of others. Fails when `is_token` takes any id."""
     params = replace(
         SOUND, temperature=0.0, logit_bias={1: 5.0, 900: 1.0}, repetition_penalty=2.0, presence_penalty=1.0
     )

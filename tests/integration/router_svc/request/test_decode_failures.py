@@ -61,6 +61,7 @@ async def test_a_stream_goes_on_when_its_decode_worker_is_lost(cluster: Scripted
     assert not first.output
     [continued] = second.output
     assert (continued.choice_index, list(continued.token_ids), continued.is_over) == (0, TOKENS[:3], False)
+    assert await cluster.metric("stream_pause_seconds_count") == 1
     record = await cluster.only_trace()
     assert record["state"] == "finished"
     assert [retry["reason"] for retry in record["retries"]] == ["peer_lost"]
