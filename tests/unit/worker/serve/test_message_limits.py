@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import cast
 
-from pdserve.base.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from pdserve.base.sampling import MAX_CONTINUED_TOKENS, MAX_LOGIT_BIAS, MAX_N, MAX_STOP_TOKEN_IDS, SamplingParams
 from pdserve.base.wire import sampling_to_wire
 from pdserve.v1 import common_pb2, decode_pb2, prefill_pb2
 from pdserve.worker.serve.loaded_model import LoadedModel
@@ -27,8 +27,12 @@ SAMPLING = sampling_to_wire(
 REF = common_pb2.RequestRef(request_id="r" * 300, attempt=LARGEST, router_id="x" * 16)
 
 
-def test_the_longest_prompt_is_within_the_limit() -> None:
-    start = decode_pb2.DecodeStart(ref=REF, prompt_token_ids=[LARGEST] * MAX_LEN, sampling=SAMPLING)
+def test_the_longest_prompt_with_the_longest_output_is_within_the_limit() -> None:
+    output = [
+        decode_pb2.ChoiceOutput(choice_index=choice, token_ids=[LARGEST] * (MAX_CONTINUED_TOKENS // MAX_N))
+        for choice in range(MAX_N)
+    ]
+    start = decode_pb2.DecodeStart(ref=REF, prompt_token_ids=[LARGEST] * MAX_LEN, sampling=SAMPLING, output=output)
     sealed = decode_pb2.DecodeStart(sealed=common_pb2.Sealed(payload=start.SerializeToString(), mac=bytes(32)))
     assert 0.6 * max_start_bytes(MODEL) < sealed.ByteSize() < max_start_bytes(MODEL)
 
