@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 from kvtransfer.transport.own_sockets import TcpSocket, duplicate
 from pdserve.base.errors import SetupError
+from pdserve.base.tcp_filter import SO_ATTACH_FILTER, SO_DETACH_FILTER
 
-_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 #: A classic BPF program. It sees a segment from its TCP header on, and keeps the segment if nothing follows the header.
 _PROGRAM = (
     (0x80, 0, 0, 0),  # A = length of the segment
@@ -39,17 +39,17 @@ _READ_AT_ONCE = 1 << 16
 def shut(each: TcpSocket) -> None:
     """Drops whatever data comes to this socket, or waits in it. Connections inherit that from a listening socket.
 
-    Raises: SetupError when the kernel has no socket filters.
+    Raises: SetupError when the kernel refuses it, which `pdserve.base.tcp_filter.filter_refusal` finds out before.
     """
     with _handle(each) as handle:
         if handle is None:
             return
         try:
-            handle.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _FILTER)
+            handle.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, _FILTER)
         except OSError as error:
             raise SetupError(
-                f"This kernel has no socket filters ({error}), which keep strangers from UCX. If nobody but workers "
-                "reaches its ports, start with --no-guard-transport."
+                f"The kernel refuses filters on TCP sockets ({error}), which keep strangers from UCX. Use "
+                "--guard-transport off, and let only workers reach its ports."
             ) from error
         if each.listens:
             _refuse_waiting(handle)
@@ -75,7 +75,7 @@ def open_to_data(each: TcpSocket) -> None:
     """Lets data in again."""
     with _handle(each) as handle, contextlib.suppress(OSError):
         if handle is not None:
-            handle.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+            handle.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
 
 
 def end(each: TcpSocket) -> None:
@@ -92,7 +92,7 @@ def is_shut(each: TcpSocket) -> bool:
             return False
         try:
             # The kernel answers with the number of instructions, as the length of the answer.
-            found = handle.getsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, 1024)
+            found = handle.getsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, 1024)
         except OSError:
             return False
     return len(found) == len(_PROGRAM)

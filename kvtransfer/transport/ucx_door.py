@@ -50,7 +50,7 @@ class UcxDoor:
     def listening(self) -> Iterator[None]:
         """Finds the sockets at which UCX starts to listen within the block. A shut door lets no data into them.
 
-        Raises: SetupError when the kernel has no socket filters.
+        Raises: SetupError when the kernel refuses filters.
         """
         before = tcp_sockets()
         yield
@@ -67,8 +67,8 @@ class UcxDoor:
         """Raises: SetupError when UCX has TCP among its lanes, and where it listens could not be found out."""
         if self._is_shut and "tcp" in lanes and not self._addresses:
             raise SetupError(
-                "The TCP sockets of UCX are not in /proc/self/net/tcp, so strangers cannot be kept out. If nobody but "
-                "workers reaches its ports, start with --no-guard-transport."
+                "The TCP sockets of UCX are not in /proc/self/net/tcp, so strangers cannot be kept out. Use "
+                "--guard-transport off, and let only workers reach its ports."
             )
 
     @contextlib.contextmanager
@@ -127,7 +127,7 @@ class UcxDoor:
                 listed = ", ".join(sorted(each.source for each in missing))
                 raise PeerLost(
                     f"No connection from {listed} reached UCX within {_ARRIVAL_S:g} s. Addresses must not be "
-                    "translated between workers. Where they are, close the network, and use --no-guard-transport."
+                    "translated between workers. Where they are, close the network, and use --guard-transport off."
                 )
             await asyncio.sleep(pause)
             pause = min(2 * pause, _MAX_LOOK_S)

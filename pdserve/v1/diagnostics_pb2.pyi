@@ -158,6 +158,7 @@ class MachineFacts(_message.Message):
     PTRACE_SCOPE_FIELD_NUMBER: _builtins.int
     UCX_VARIABLES_FIELD_NUMBER: _builtins.int
     PACKAGES_FIELD_NUMBER: _builtins.int
+    FILTER_REFUSAL_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     python: _builtins.str
     kernel: _builtins.str
@@ -175,6 +176,8 @@ class MachineFacts(_message.Message):
     read_refusal: _builtins.int
     """The errno of process_vm_readv on the process itself; 0: it is allowed."""
     ptrace_scope: _builtins.int
+    filter_refusal: _builtins.int
+    """The errno of SO_ATTACH_FILTER on a TCP socket; 0: it is allowed."""
     @_builtins.property
     def host(self) -> _decode_pb2.HostIdentity: ...
     @_builtins.property
@@ -212,10 +215,11 @@ class MachineFacts(_message.Message):
         ptrace_scope: _builtins.int = ...,
         ucx_variables: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         packages: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        filter_refusal: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cuda_visible_devices", b"_cuda_visible_devices", "cuda_visible_devices", b"cuda_visible_devices", "host", b"host"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cuda_visible_devices", b"_cuda_visible_devices", "architecture", b"architecture", "available_memory_bytes", b"available_memory_bytes", "cpu_features", b"cpu_features", "cuda_visible_devices", b"cuda_visible_devices", "folders", b"folders", "has_native_kernels", b"has_native_kernels", "host", b"host", "kernel", b"kernel", "memlock_bytes", b"memlock_bytes", "num_cores", b"num_cores", "num_gpu_nodes", b"num_gpu_nodes", "num_gpus", b"num_gpus", "open_files", b"open_files", "packages", b"packages", "ptrace_scope", b"ptrace_scope", "python", b"python", "rdma_devices", b"rdma_devices", "read_refusal", b"read_refusal", "shm_bytes", b"shm_bytes", "total_memory_bytes", b"total_memory_bytes", "ucx_variables", b"ucx_variables", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cuda_visible_devices", b"_cuda_visible_devices", "architecture", b"architecture", "available_memory_bytes", b"available_memory_bytes", "cpu_features", b"cpu_features", "cuda_visible_devices", b"cuda_visible_devices", "filter_refusal", b"filter_refusal", "folders", b"folders", "has_native_kernels", b"has_native_kernels", "host", b"host", "kernel", b"kernel", "memlock_bytes", b"memlock_bytes", "num_cores", b"num_cores", "num_gpu_nodes", b"num_gpu_nodes", "num_gpus", b"num_gpus", "open_files", b"open_files", "packages", b"packages", "ptrace_scope", b"ptrace_scope", "python", b"python", "rdma_devices", b"rdma_devices", "read_refusal", b"read_refusal", "shm_bytes", b"shm_bytes", "total_memory_bytes", b"total_memory_bytes", "ucx_variables", b"ucx_variables", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cuda_visible_devices: _TypeAlias = _typing.Literal["cuda_visible_devices"]  # noqa: Y015
     _WhichOneofArgType__cuda_visible_devices: _TypeAlias = _typing.Literal["_cuda_visible_devices", b"_cuda_visible_devices"]  # noqa: Y015

@@ -16,6 +16,7 @@ KV_CACHE_DTYPES = ("auto", FP8_KV)
 #: Default number of layer groups of decode workers on a GPU: the last message is a quarter, and copies stay few.
 GPU_LAYER_GROUPS = 4
 HANDOVER_MEMORIES = ("host", "device")
+TRANSPORT_GUARDS = ("auto", "require", "off")
 TRANSPORTS = ("ucx", "nccl")
 KERNELS = ("auto", "cpu", "triton", "reference")
 QUANTIZATIONS = ("int8",)
@@ -112,8 +113,10 @@ class WorkerConfig:
         choices=HANDOVER_MEMORIES,
     )
     transport: str = option("ucx", help="transport of KV blocks", choices=TRANSPORTS)
-    guard_transport: bool = option(
-        True, help="in a cluster with a secret or TLS between peers: keep strangers out of the ports of UCX"
+    guard_transport: str = option(
+        "auto",
+        help="in a cluster with a secret or TLS between peers: keep strangers out of the ports of UCX",
+        choices=TRANSPORT_GUARDS,
     )
     stall_timeout_s: float = option(
         300.0, help="seconds that a step may take, compiling apart, before /livez reports a hang", minimum=1

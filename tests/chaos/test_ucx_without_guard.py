@@ -24,7 +24,7 @@ pytestmark = [
 
 ROUNDS = 4
 FLAGS = ("--dtype", "float32", "--kv-cache-memory", "512MiB")
-WITHOUT_GUARD = {"PDSERVE_PREFILL__GUARD_TRANSPORT": "0", "PDSERVE_DECODE__GUARD_TRANSPORT": "0"}
+WITHOUT_GUARD = {"PDSERVE_PREFILL__GUARD_TRANSPORT": "off", "PDSERVE_DECODE__GUARD_TRANSPORT": "off"}
 
 
 async def _answers_during_garbage(cluster: Cluster, seed: int) -> list[str | openai.APIError]:

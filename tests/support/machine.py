@@ -40,6 +40,7 @@ MACHINE = MachineFacts(
     cuda_visible_devices=None,
     rdma_devices=(),
     read_refusal=0,
+    filter_refusal=0,
     ptrace_scope=0,
     ucx_variables={},
     packages={"torch": "2.13.0+cpu", "ucxx-cu13": "0.52.0", "libucx-cu13": "1.21.0"},

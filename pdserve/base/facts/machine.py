@@ -20,6 +20,7 @@ from pdserve.base.config import child_environment, variable
 from pdserve.base.host_identity import HostIdentity, own_host_identity
 from pdserve.base.machine import available_memory_bytes
 from pdserve.base.process_memory import ptrace_scope, read_refusal
+from pdserve.base.tcp_filter import filter_refusal
 
 #: Features of x86 processors for which there are kernels, and the AMX that they do not use yet.
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
@@ -66,6 +67,8 @@ class MachineFacts:
     #: The errno with which the kernel refuses `process_vm_readv`, which CMA needs; 0: it does not.
     read_refusal: int
     ptrace_scope: int
+    #: The errno with which the kernel refuses filters on TCP sockets, which guard UCX; 0: it does not.
+    filter_refusal: int
     #: UCX_* variables of the environment.
     ucx_variables: Mapping[str, str]
     #: Versions of the installed packages that matter here.
@@ -94,6 +97,7 @@ def machine_facts(folders: Sequence[Path] = ()) -> MachineFacts:
         cuda_visible_devices=variable("CUDA_VISIBLE_DEVICES"),
         rdma_devices=_names(Path("/sys/class/infiniband")),
         read_refusal=read_refusal(os.getpid()),
+        filter_refusal=filter_refusal(),
         ptrace_scope=ptrace_scope(),
         ucx_variables={name: value for name, value in child_environment().items() if name.startswith("UCX_")},
         packages=_versions(),

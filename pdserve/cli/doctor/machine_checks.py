@@ -145,6 +145,19 @@ def _memory_access(facts: MachineFacts, subject: str) -> Iterator[Finding]:
         yield ok("memory_access", subject, "processes of one user may read each other's memory (CMA)")
 
 
+def _guard(facts: MachineFacts, subject: str) -> Iterator[Finding]:
+    if facts.filter_refusal:
+        name = errno.errorcode.get(facts.filter_refusal, str(facts.filter_refusal))
+        yield warning(
+            "transport_guard",
+            subject,
+            f"filters on TCP sockets are refused ({name}): who reaches the ports of UCX can run code in a worker",
+            "Let only workers reach them (docs/operations/transports.md), or give workers the capability NET_ADMIN.",
+        )
+    else:
+        yield ok("transport_guard", subject, "the kernel can keep strangers out of the ports of UCX")
+
+
 def _ucx_variables(facts: MachineFacts, subject: str) -> Iterator[Finding]:
     tls = facts.ucx_variables.get("UCX_TLS", "")
     listed = set() if tls.startswith("^") else set(tls.split(","))
@@ -229,6 +242,7 @@ _WORKER_CHECKS: tuple[Callable[[MachineFacts, str], Iterator[Finding]], ...] = (
     _rdma,
     _shared_memory,
     _memory_access,
+    _guard,
     _ucx_variables,
     _gpus,
     _kernels,

@@ -142,6 +142,7 @@ class WorkerMetrics:
             "actual",
         )
         self.transport_degraded = self._gauge("transport_degraded", "1 while a path is slower than expected")
+        self.transport_guarded = self._gauge("transport_guarded", "1 if strangers are kept out of UCX's ports")
 
     def set_transport_paths(self, paths: Mapping[str, tuple[str, str, bool]]) -> None:
         """Replaces the paths: expected, actual and whether it is degraded, by peer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -14,6 +15,7 @@ from pdserve.base import audit, notify
 from pdserve.base.admin import Health, bound_socket, serve_admin
 from pdserve.base.collector import exempt_all
 from pdserve.base.deaths import note_death
+from pdserve.base.errors import SetupError
 from pdserve.base.ids import WorkerId, new_epoch
 from pdserve.base.logs import get_logger
 from pdserve.base.peer_tls import PeerTls, peer_tls
@@ -23,6 +25,7 @@ from pdserve.base.seals import Seals
 from pdserve.base.secret import read_secret
 from pdserve.base.store import Store
 from pdserve.base.tasks import ServiceGroup, service_group, stop_event_on_signals
+from pdserve.base.tcp_filter import filter_refusal
 from pdserve.base.tracing.setup import span_counters, tracing
 from pdserve.v1 import diagnostics_pb2_grpc
 from pdserve.worker.config import WorkerConfig
@@ -62,7 +65,7 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
         note = await stack.enter_async_context(_exit_note(config, store, metrics))
         model = await asyncio.to_thread(load_model, config)
         stack.callback(model.close)
-        transport = await stack.enter_async_context(_opened_transport(config, seals, tls))
+        transport = await stack.enter_async_context(_opened_transport(config, seals, tls, metrics))
         tasks = await stack.enter_async_context(service_group())
         worker = await _make_worker(config, tier, model, transport, metrics, tasks)
         worker.tracer, worker.seals, worker.tls = tracer, seals, tls
@@ -148,15 +151,33 @@ async def _publish_readiness(health: Health, grpc_health: GrpcHealth, registrar:
 
 
 def _keeps_strangers_out(config: WorkerConfig, seals: Seals, tls: PeerTls | None) -> bool:
-    """Whether peers can prove who they are, and have to."""
-    return config.guard_transport and (tls is not None or (seals.secret is not None and not seals.accepts_strangers))
+    """Whether UCX is guarded: peers can prove who they are and have to, and the kernel allows it.
+
+    Raises: SetupError when it does not, and the guard is required.
+    """
+    has_peers_known = tls is not None or (seals.secret is not None and not seals.accepts_strangers)
+    if config.transport != "ucx" or config.guard_transport == "off" or not has_peers_known:
+        return False
+    refusal = filter_refusal()
+    if not refusal:
+        return True
+    if config.guard_transport == "require":
+        raise SetupError(
+            f"The kernel refuses filters on TCP sockets ({os.strerror(refusal)}), which keep strangers from UCX. Give "
+            "the worker CAP_NET_ADMIN, or use --guard-transport auto, and let only workers reach its ports."
+        )
+    log.warning("transport_not_guarded", reason=os.strerror(refusal), remedy="let only workers reach UCX's ports")
+    return False
 
 
 @asynccontextmanager
-async def _opened_transport(config: WorkerConfig, seals: Seals, tls: PeerTls | None) -> AsyncIterator[Transport]:
+async def _opened_transport(
+    config: WorkerConfig, seals: Seals, tls: PeerTls | None, metrics: WorkerMetrics
+) -> AsyncIterator[Transport]:
     bind_thread(config)
     device = config.device if config.handover_memory == "device" else None
     guarded = _keeps_strangers_out(config, seals, tls)
+    metrics.transport_guarded.set(guarded)
     transport = open_transport(config.transport, host=config.host, device=device, guarded=guarded)
     try:
         # Listening now makes a machine that lacks what the transport needs fail at start, not at the first request.

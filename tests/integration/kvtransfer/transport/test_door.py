@@ -21,10 +21,12 @@ from kvtransfer.transport import Peer
 from kvtransfer.transport.own_sockets import Connection, tcp_sockets
 from kvtransfer.transport.ucx import UcxTransport
 from pdserve.base.errors import PeerLost
+from pdserve.base.tcp_filter import filter_refusal
 from tests.support.handover import worker_pair
 from tests.support.ucx_messages import CONNECT, put
 from tests.support.ucx_stranger import stranger_at
 
+needs_filters = pytest.mark.skipif(bool(filter_refusal()), reason="the kernel refuses filters on TCP sockets")
 TIMEOUT_S = 30.0
 #: Turns of the event loop, in each of which UCX is polled if something has arrived.
 _TURNS = 50
@@ -75,6 +77,7 @@ async def test_ucx_itself_lets_a_stranger_write_to_its_memory() -> None:
     assert bytes(buffer) == b"Z" * 16
 
 
+@needs_filters
 async def test_a_stranger_writes_to_no_memory() -> None:
     """Fails without the filter on the listening socket."""
     buffer = np.zeros(16, np.uint8)
@@ -88,6 +91,7 @@ async def test_a_stranger_writes_to_no_memory() -> None:
     assert not buffer.any()
 
 
+@needs_filters
 async def test_a_stranger_writes_to_no_memory_over_a_connection_that_ucx_opened() -> None:
     """It listens where a worker did, for which a ticket is still valid. Fails without the filter on own connections."""
     buffer = np.zeros(16, np.uint8)
@@ -109,6 +113,7 @@ async def test_a_stranger_writes_to_no_memory_over_a_connection_that_ucx_opened(
     assert not buffer.any()
 
 
+@needs_filters
 async def test_blocks_pass_between_peers_that_are_guarded_or_not() -> None:
     for guarded in (False, True):
         async with _open(guarded=True) as receiver, _open(guarded=guarded) as sender:
@@ -117,6 +122,7 @@ async def test_blocks_pass_between_peers_that_are_guarded_or_not() -> None:
             assert receiver.door.strangers() == []
 
 
+@needs_filters
 async def test_only_the_new_connection_to_a_worker_is_named() -> None:
     """One that ended at the other end is listed here for a while. Fails if all are named: the worker waits in vain."""
     async with _open(guarded=True) as receiver, _open(guarded=True) as sender:
@@ -130,6 +136,7 @@ async def test_only_the_new_connection_to_a_worker_is_named() -> None:
             assert old not in own
 
 
+@needs_filters
 async def test_a_worker_that_starts_again_at_its_address_is_called_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """UCX then answers over a connection of its own. Fails without `answer_callbacks`, by its timeout."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -157,6 +164,7 @@ async def test_a_worker_that_starts_again_at_its_address_is_called_back(monkeypa
             assert [each.target for each in called_back] == [f"127.0.0.1:{port}"]
 
 
+@needs_filters
 async def test_a_connection_without_an_introduction_is_a_stranger() -> None:
     async with _open(guarded=True) as receiver:
         with stranger_at(*receiver.door.addresses, b"") as stranger:
@@ -164,6 +172,7 @@ async def test_a_connection_without_an_introduction_is_a_stranger() -> None:
             await _until(lambda: receiver.door.strangers() == [expected])
 
 
+@needs_filters
 async def test_a_connection_is_ended_unless_it_was_introduced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -178,6 +187,7 @@ async def test_a_connection_is_ended_unless_it_was_introduced(
             assert await receiver.listen() == address
 
 
+@needs_filters
 async def test_a_connection_that_does_not_arrive_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """As behind a translation of addresses."""
     monkeypatch.setattr("kvtransfer.transport.ucx_door._ARRIVAL_S", 0.0)
@@ -187,6 +197,7 @@ async def test_a_connection_that_does_not_arrive_is_reported(monkeypatch: pytest
             await receiver.door.admit([Connection("192.0.2.1:9", target)])
 
 
+@needs_filters
 async def test_other_sockets_of_the_process_stay_as_they_are() -> None:
     """Fails if every socket that appears while UCX starts is shut."""
     with socket.create_server(("127.0.0.1", 0)) as server, _pair(server) as (client, accepted):

@@ -47,6 +47,7 @@ def test_a_healthy_machine_needs_nothing() -> None:
         ({"shm_bytes": 0}, "shm", Severity.WARNING, "no /dev/shm"),
         ({**GPUS, "shm_bytes": 64 << 20}, "shm", Severity.WARNING, "64 MiB, too little for NCCL"),
         ({"read_refusal": errno.EPERM}, "memory_access", Severity.WARNING, "refused (EPERM)"),
+        ({"filter_refusal": errno.EPERM}, "transport_guard", Severity.WARNING, "refused (EPERM)"),
         ({"ptrace_scope": 2}, "memory_access", Severity.WARNING, "ptrace_scope is 2"),
         ({"ucx_variables": {"UCX_TLS": "tcp,posix,cma"}}, "ucx_tls", Severity.WARNING, "(posix)"),
         ({"ucx_variables": {"UCX_TLS": "tcp,self"}}, "ucx_tls", Severity.INFO, "excludes cma"),
