@@ -137,7 +137,7 @@ class DecodeAttempt:
         others = context.choose("prefill", excluded, self._call.worker.layout)
         return after_prefill_failure(
             failure_of(error, is_reported=is_reported(error)),
-            self._output.progress,
+            has_first_tokens=self._output.has_first_tokens,
             decode_has_started=self._call.has_started,
             has_other_prefill=others is not None,
             may_prefill_on_decode=context.deaths.may_reach("decode"),
@@ -189,7 +189,7 @@ class DecodeAttempt:
 
         No other worker has these tokens, so the request would wait for them until it times out.
         """
-        if not started.started.prefilled_locally and not self._output.progress.has_first_tokens:
+        if not started.started.prefilled_locally and not self._output.has_first_tokens:
             worker = self._call.worker
             raise DecodeFailed(
                 TransferError(f"The first tokens for {worker.worker_id} were lost with the prefill worker."),

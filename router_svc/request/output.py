@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from math import isnan
 
 from pdserve.base.errors import TransferError
@@ -37,23 +36,6 @@ class ChoiceSoFar:
     choice_index: int
     token_ids: tuple[int, ...]
     is_over: bool
-
-
-class OutputProgress(Enum):
-    """How much of the output the client may have."""
-
-    NOTHING = auto()
-    #: Some choices have tokens, others have none.
-    INCOMPLETE = auto()
-    #: Exactly the first token of every choice, which a prefill worker samples.
-    FIRST_TOKENS = auto()
-    #: The first token of every choice, and later ones, which only a decode worker samples.
-    BEYOND = auto()
-
-    @property
-    def has_first_tokens(self) -> bool:
-        """Whether the first token of every choice is known."""
-        return self in (OutputProgress.FIRST_TOKENS, OutputProgress.BEYOND)
 
 
 class Output:
@@ -108,19 +90,19 @@ class Output:
         return not self._num_open
 
     @property
-    def progress(self) -> OutputProgress:
-        """How much of the output the client may have."""
-        lengths = [len(choice.token_ids) for choice in self._choices]
-        if not any(lengths):
-            return OutputProgress.NOTHING
-        if not all(lengths):
-            return OutputProgress.INCOMPLETE
-        return OutputProgress.BEYOND if max(lengths) > 1 else OutputProgress.FIRST_TOKENS
+    def has_tokens(self) -> bool:
+        """Whether the client may have any token."""
+        return self.completion_tokens > 0
+
+    @property
+    def has_first_tokens(self) -> bool:
+        """Whether the first token of every choice is known."""
+        return all(choice.token_ids for choice in self._choices)
 
     @property
     def first_tokens(self) -> list[int]:
         """The first token of every choice, with which a retry must start. Empty while one is unknown."""
-        return [choice.token_ids[0] for choice in self._choices] if self.progress.has_first_tokens else []
+        return [choice.token_ids[0] for choice in self._choices] if self.has_first_tokens else []
 
     @property
     def continuation(self) -> list[ChoiceSoFar]:

@@ -24,7 +24,6 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from pdserve.base.errors import CapacityError, PdserveError, RequestError, TransferError
-from router_svc.request.output import OutputProgress
 
 #: Failures of decode workers that are not lost, after which a request is still given to another one.
 MAX_DECODE_FAILURES = 1
@@ -105,8 +104,8 @@ def after_decode_failure(failure: Failure, *, failures: int, has_other_decode: b
 
 def after_prefill_failure(
     failure: Failure,
-    progress: OutputProgress,
     *,
+    has_first_tokens: bool,
     decode_has_started: bool,
     has_other_prefill: bool,
     may_prefill_on_decode: bool = True,
@@ -114,6 +113,7 @@ def after_prefill_failure(
     """The step after a prefill worker has failed, on behalf of a decode worker that holds a reservation.
 
     Args:
+        has_first_tokens: the first token of every choice is known.
         decode_has_started: the decode worker has all KV blocks and runs.
         has_other_prefill: another prefill worker can take the prompt.
         may_prefill_on_decode: the decode tier may compute the prompt.
@@ -121,7 +121,7 @@ def after_prefill_failure(
     if failure is Failure.REQUEST:
         return NextStep.FAIL
     if decode_has_started:
-        return NextStep.CARRY_ON if progress.has_first_tokens else NextStep.FAIL_ATTEMPT
+        return NextStep.CARRY_ON if has_first_tokens else NextStep.FAIL_ATTEMPT
     if has_other_prefill:
         return NextStep.RENEW_TICKET
     return NextStep.PREFILL_LOCALLY if may_prefill_on_decode else NextStep.FAIL

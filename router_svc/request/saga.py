@@ -27,7 +27,6 @@ from pdserve.v1 import decode_pb2
 from router_svc.request.calls import DecodeFailed, decode_call, is_gone, is_reported
 from router_svc.request.context import RequestContext
 from router_svc.request.decode_attempt import DecodeAttempt
-from router_svc.request.output import OutputProgress
 from router_svc.request.prefill_attempt import prefill
 from router_svc.request.quarantine import Deaths
 from router_svc.request.recovery import Failure, NextStep, after_decode_failure, failure_of
@@ -78,10 +77,11 @@ class Saga:
         return False
 
     async def _run_with_decode(self) -> None:
-        deadline = self._deadline(self._policy.reserve_timeout_s)
+        until_capacity = self._deadline(self._policy.reserve_timeout_s)
+        until_return = self._deadline(self._policy.worker_return_timeout_s)
+        tokens_at_loss: int | None = None
         placement = self._choose_decode() or await self._wait_for_decode(
-            self._deadline(self._policy.worker_return_timeout_s),
-            NoWorkers("No decode worker is ready. Retry in a few seconds."),
+            until_return, NoWorkers("No decode worker is ready. Retry in a few seconds.")
         )
         while True:
             try:
@@ -96,9 +96,13 @@ class Saga:
                 raise error
             self._journal.retry(error, worker)
             self._output.forget_early()
-            if failure_of(error, is_reported=is_reported(error)) is not Failure.CAPACITY:
-                deadline = self._deadline(self._policy.worker_return_timeout_s)
-            placement = self._choose_decode() or await self._wait_for_decode(deadline, error)
+            is_refusal = failure_of(error, is_reported=is_reported(error)) is Failure.CAPACITY
+            # A worker can fail again and again and seem to be back each time: without a new token, one wait is all.
+            if not is_refusal and tokens_at_loss != self._output.completion_tokens:
+                tokens_at_loss = self._output.completion_tokens
+                until_return = self._deadline(self._policy.worker_return_timeout_s)
+            until = until_capacity if is_refusal else until_return
+            placement = self._choose_decode() or await self._wait_for_decode(until, error)
 
     @staticmethod
     def _deadline(timeout_s: float) -> float:
@@ -126,8 +130,7 @@ class Saga:
 
     def _choose_decode(self) -> Placement | None:
         # Another layout may be another model, which must not go on with tokens that the client has from this one.
-        is_new = self._output.progress is OutputProgress.NOTHING
-        return self._context.choose("decode", self._failed_decode, None if is_new else self._layout)
+        return self._context.choose("decode", self._failed_decode, self._layout if self._output.has_tokens else None)
 
     async def _wait_for_decode(self, deadline: float, refusal: PdserveError) -> Placement:
         """A decode worker to ask again, after each heartbeat until the deadline. Raises `refusal` then.

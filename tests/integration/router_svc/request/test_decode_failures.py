@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pdserve.base.errors import NoFreeBlocks, TransferTimeout
+from pdserve.base.registry import Tier
 from pdserve.base.streams import MessageStream
 from pdserve.cli.private_redis import PrivateRedis
 from pdserve.v1 import decode_pb2
@@ -147,6 +150,24 @@ async def test_where_no_decode_worker_is_expected_back_a_loss_is_an_error_at_onc
         status, body = await cluster.complete()
         assert status == 503
         assert "No decode worker is ready" in body["error"]["message"]
+
+
+async def test_a_decode_worker_that_lives_and_cannot_be_reached_is_given_up(
+    redis_server: PrivateRedis, model_dir: Path
+) -> None:
+    """Its heartbeats prove each time that it is back. Fails if each failure begins another wait."""
+    tiers: dict[str, Tier] = {"prefill-0": "prefill", "decode-0": "decode"}
+    async with open_cluster(redis_server, model_dir, tiers, worker_return_timeout_s=1.5) as cluster:
+        worker = cluster.workers["decode-0"]
+        worker.record = replace(worker.record, stream_address="127.0.0.1:1")
+        worker.registrar.announce()
+        directory = cluster.router.cluster.directory
+        while directory.workers_of("decode")[0].stream_address != "127.0.0.1:1":
+            await directory.wait_for_change()
+        async with asyncio.timeout(20):
+            status, body = await cluster.complete()
+        assert status == 502
+        assert "decode-0" in body["error"]["message"]
 
 
 async def test_a_decode_worker_that_refuses_is_replaced(cluster: ScriptedCluster) -> None:

@@ -13,7 +13,7 @@ from pdserve.base.sampling import ChoiceTokens, FinishReason, SamplingParams, To
 from pdserve.model.tokenizer import Tokenizer
 from pdserve.model.tokenizer_file import read_tokenizer
 from router_svc.generation import Generation, TextRules
-from router_svc.request.output import ChoiceDelta, Output, OutputProgress, ended_by_stop_string
+from router_svc.request.output import ChoiceDelta, Output, ended_by_stop_string
 from tests.support.tiny_model import END, tokens_of
 
 
@@ -70,7 +70,7 @@ def test_tokens_that_overtake_the_first_token_wait_for_it(tokenizer: Tokenizer) 
     out = output(tokenizer)
     assert out.push([chunk("el", 1)]) == []
     assert out.push([chunk("lo", 3)]) == []
-    assert out.progress is OutputProgress.NOTHING
+    assert not out.has_tokens
     assert text_of(out.push([chunk("H", 0)])) == "Hello"
 
 
@@ -167,11 +167,11 @@ def test_a_stop_string_within_the_first_min_tokens_does_not_stop(tokenizer: Toke
 def test_first_tokens_are_known_only_for_all_choices(tokenizer: Tokenizer) -> None:
     out = output(tokenizer, n=2)
     out.push([chunk("a", 0)])
-    assert (out.progress, out.first_tokens) == (OutputProgress.INCOMPLETE, [])
+    assert (out.has_tokens, out.has_first_tokens, out.first_tokens) == (True, False, [])
     out.push([chunk("b", 0, choice=1)])
-    assert (out.progress, out.first_tokens) == (OutputProgress.FIRST_TOKENS, [ord("a"), ord("b")])
+    assert (out.has_first_tokens, out.first_tokens) == (True, [ord("a"), ord("b")])
     out.push([chunk("c", 1, choice=1)])
-    assert (out.progress, out.first_tokens) == (OutputProgress.BEYOND, [ord("a"), ord("b")])
+    assert (out.has_first_tokens, out.first_tokens) == (True, [ord("a"), ord("b")])
 
 
 def test_logprobs_stay_with_their_tokens_when_some_tokens_are_repeated(tokenizer: Tokenizer) -> None:

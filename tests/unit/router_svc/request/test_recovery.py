@@ -18,7 +18,6 @@ from pdserve.base.errors import (
     TransferTimeout,
     error_classes,
 )
-from router_svc.request.output import OutputProgress
 from router_svc.request.recovery import (
     MAX_DECODE_FAILURES,
     Failure,
@@ -28,8 +27,6 @@ from router_svc.request.recovery import (
     failure_of,
 )
 
-NOTHING, INCOMPLETE = OutputProgress.NOTHING, OutputProgress.INCOMPLETE
-FIRST_TOKENS, BEYOND = OutputProgress.FIRST_TOKENS, OutputProgress.BEYOND
 REQUEST, CAPACITY, TRANSFER, WORKER = Failure.REQUEST, Failure.CAPACITY, Failure.TRANSFER, Failure.WORKER
 PREFILL = Failure.PREFILL
 FAIL, RETRY, WAIT = NextStep.FAIL, NextStep.RETRY, NextStep.WAIT
@@ -95,29 +92,31 @@ def test_after_too_many_failures_only_a_refusal_is_retried(failure: Failure) -> 
     assert step is (RETRY if failure is CAPACITY else FAIL)
 
 
-#: The step after a prefill worker has failed, by output, once the decode worker has started.
-AFTER_START = {NOTHING: FAIL_ATTEMPT, INCOMPLETE: FAIL_ATTEMPT, FIRST_TOKENS: CARRY_ON, BEYOND: CARRY_ON}
-
-
 @pytest.mark.parametrize(
-    ("failure", "progress", "has_other"), [*itertools.product(Failure, OutputProgress, (True, False))]
+    ("failure", "has_first", "has_other"), [*itertools.product(Failure, (True, False), (True, False))]
 )
-def test_after_a_prefill_worker_has_failed(failure: Failure, progress: OutputProgress, has_other: bool) -> None:
+def test_after_a_prefill_worker_has_failed(failure: Failure, has_first: bool, has_other: bool) -> None:
     before, after = (
-        after_prefill_failure(failure, progress, decode_has_started=started, has_other_prefill=has_other)
+        after_prefill_failure(
+            failure, has_first_tokens=has_first, decode_has_started=started, has_other_prefill=has_other
+        )
         for started in (False, True)
     )
     assert before is (FAIL if failure is REQUEST else RENEW if has_other else LOCAL)
-    assert after is (FAIL if failure is REQUEST else AFTER_START[progress])
+    assert after is (FAIL if failure is REQUEST else CARRY_ON if has_first else FAIL_ATTEMPT)
 
 
-@pytest.mark.parametrize(("failure", "progress"), [*itertools.product(Failure, OutputProgress)])
+@pytest.mark.parametrize(("failure", "has_first"), [*itertools.product(Failure, (True, False))])
 def test_a_prompt_that_must_not_reach_the_decode_tier_fails_without_another_prefill_worker(
-    failure: Failure, progress: OutputProgress
+    failure: Failure, has_first: bool
 ) -> None:
     with_other, without = (
         after_prefill_failure(
-            failure, progress, decode_has_started=False, has_other_prefill=has_other, may_prefill_on_decode=False
+            failure,
+            has_first_tokens=has_first,
+            decode_has_started=False,
+            has_other_prefill=has_other,
+            may_prefill_on_decode=False,
         )
         for has_other in (True, False)
     )
