@@ -8,14 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.cluster import Cluster, running_cluster
-from tests.support.one_layer_model import write_one_layer_model
+from tests.support.default_model import model_for_depth, write_one_layer_model
 from tests.support.prefill_gate import PrefillGate
-from tests.support.short_model import model_for_depth
 
 #: Set to "one-layer" by `tests.machines`: clusters serve a model whose steps take next to no time.
 _MODEL_VARIABLE = "PDSERVE_TEST_MODEL"
-#: Layers of the model without the full depth: steps take milliseconds, and workers are loaded sooner.
-_NUM_LAYERS = 4
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The model to start clusters with. Clients call it `MODEL` in any case."""
     if os.environ.get(_MODEL_VARIABLE) == "one-layer":
         return str(write_one_layer_model(tmp_path_factory.mktemp("one-layer")))
-    return model_for_depth(tmp_path_factory.mktemp("short"), num_layers=_NUM_LAYERS)
+    return model_for_depth(tmp_path_factory.mktemp("short"))
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import pytest
 
 from kernels.cpu import native
 from tests.support.cluster import MODEL, Cluster, running_cluster
-from tests.support.one_layer_model import write_one_layer_model
+from tests.support.default_model import write_one_layer_model
 from tests.support.step_faults import MAX_KILLS, SEGFAULT, SIGKILLED, StepFaults
 
 pytestmark = [

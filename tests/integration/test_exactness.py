@@ -22,7 +22,7 @@ from kernels.choice import instruction_sets
 from tests.support import depth
 from tests.support.answers import COMPLETIONS, Call, differences, make_calls, send_all
 from tests.support.cluster import Cluster, running_cluster
-from tests.support.short_model import model_for_depth
+from tests.support.default_model import NUM_LAYERS, model_for_depth
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,7 +33,6 @@ pytestmark = [
 #: 20 requests have every prompt, every option, both endpoints and both ways of sending; 50 also have more combinations.
 CALLS = make_calls(50 if depth.IS_FULL else 20)
 BLOCK_SIZE = 16
-NUM_LAYERS = 30 if depth.IS_FULL else 4
 #: 42 blocks: enough for the longest request alone, too few for a crowd.
 SCARCE, ROOMY = (str(NUM_LAYERS * (size << 20) // 30) for size in (15, 256))
 #: Eight sequences of 112 new tokens, 7 blocks each. Any one of them fits into those 42 blocks, all eight never do.
@@ -47,7 +46,7 @@ CHOICES = Call(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the clusters serve."""
-    return model_for_depth(tmp_path_factory.mktemp("model"), num_layers=NUM_LAYERS)
+    return model_for_depth(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from pdserve.base.tracing.context import TraceContext
 from pdserve.base.tracing.spans import Span
 from tests.support.cluster import MODEL, SETTLE_S, Cluster, running_cluster
-from tests.support.short_model import model_for_depth
+from tests.support.default_model import model_for_depth
 from tests.support.spans import Collector, collecting, tree
 
 ROOT = "POST /v1/completions"
@@ -48,7 +48,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> I
     """A cluster in which a prefill worker computes every prompt, and only sampled contexts of clients are traced."""
     flags = ("--otlp-endpoint", collector.url, "--trace-sample-ratio", "0", "--log-format", "json")
     flags += ("--local-prefill-threshold", "0", "--dtype", "float32", "--kv-cache-memory", "64MiB")
-    model = model_for_depth(tmp_path_factory.mktemp("model"), num_layers=4)
+    model = model_for_depth(tmp_path_factory.mktemp("model"))
     with running_cluster(tmp_path_factory.mktemp("traced"), *flags, model=model) as started:
         yield started
 

@@ -1,0 +1,79 @@
+"""Models with the name and the tokenizer of the default model, whose steps take less time. Clients use `MODEL`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pdserve.model.config import ModelConfig
+from pdserve.model.resolve import resolve_model
+from pdserve.model.tensors import tensor_shapes
+from tests.support import depth
+from tests.support.cluster import MODEL
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+#: Layers of `model_for_depth`.
+NUM_LAYERS = 30 if depth.IS_FULL else 4
+#: Changes to the default model's config. Untied embeddings, so that the most likely token is not the last one again.
+_ONE_LAYER = {
+    "num_hidden_layers": 1,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": False,
+}
+
+
+def model_for_depth(parent: Path) -> str:
+    """The default model at full depth, else its first layers with their weights, below `parent`.
+
+    A worker loads those in two seconds of processor time less, and its requests take a part of the time.
+    """
+    if depth.IS_FULL:
+        return MODEL
+    return str(_write(parent, {"num_hidden_layers": NUM_LAYERS}, _first_layers))
+
+
+def write_one_layer_model(parent: Path) -> Path:
+    """Write one small layer of random weights into a new directory below `parent`, and return it."""
+    return _write(parent, _ONE_LAYER, _random_weights)
+
+
+def _write(
+    parent: Path, changes: Mapping[str, object], weights: Callable[[Path, Mapping[str, Any]], dict[str, Tensor]]
+) -> Path:
+    """`weights`: the tensors, from the default model's directory and the changed config."""
+    directory = parent / MODEL
+    directory.mkdir()
+    default = resolve_model(MODEL).path
+    for file in default.iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            (directory / file.name).symlink_to(file)
+    config = json.loads((default / "config.json").read_text(encoding="utf-8")) | changes
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(weights(default, config), directory / "model.safetensors")
+    return directory
+
+
+def _first_layers(default: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    tensors = load_file(default / "model.safetensors")
+    return {name: tensor for name, tensor in tensors.items() if _layer(name) < config["num_hidden_layers"]}
+
+
+def _random_weights(_: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = tensor_shapes(ModelConfig.from_hf(config))
+    return {name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()}
+
+
+def _layer(name: str) -> int:
+    found = _LAYER.match(name)
+    return int(found[1]) if found else -1
