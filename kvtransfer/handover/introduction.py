@@ -1,6 +1,6 @@
 """Introductions: a worker names its connections to the worker at their other end, in a message that proves who it is.
 
-Where the library below authenticates nobody, that is what lets data in (`kvtransfer/transport/base.py:Door`).
+Where the library below has no authentication, that is what lets data in (`kvtransfer/transport/base.py:Door`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FIRST_PAUSES, _LATER_PAUSE = (0.02, 0.05, 0.1, 0.2, 0.5), 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Introduction:
-    """What one worker tells another about the connections between them."""
+    """A worker's message to another one about the connections between them."""
 
     #: Opened by this worker.
     own: tuple[Connection, ...] = ()

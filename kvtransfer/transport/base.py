@@ -203,13 +203,13 @@ class Door(Protocol):
         ...
 
     def strangers(self) -> list[Connection]:
-        """Connections to this process that nobody has named."""
+        """Connections to this process that no peer has named."""
         ...
 
 
 @runtime_checkable
 class GuardedTransport(Protocol):
-    """A transport whose library authenticates nobody, so that there is a door before it: UCX."""
+    """A transport whose library has no authentication, so that there is a door before it: UCX."""
 
     @property
     def door(self) -> Door:

@@ -1,6 +1,6 @@
 """A filter of the kernel on a TCP socket: segments with data are dropped before the process can read them.
 
-Connections are made and ended as before, and whoever sends data sends it again until the filter is gone. The sockets
+Connections are made and ended as before, and data is sent again by its sender until the filter is gone. The sockets
 are those of a library in this process, which knows nothing of it.
 """
 

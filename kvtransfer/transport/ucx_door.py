@@ -1,6 +1,6 @@
 """The door of a UCX worker: the kernel drops what strangers send to its TCP sockets, before UCX can read it.
 
-UCX authenticates nobody, and one of its messages writes to an address of the sender's choice. Its sockets therefore get
+UCX has no authentication, and one of its messages writes to an address of the sender's choice. Its sockets therefore get
 a socket filter that drops every segment with data. Connections that UCX accepts inherit it from the listening socket.
 It is taken off one connection at a time, when a peer of this cluster has named the connection as its own (decision 38).
 From then on the connection is an ordinary one, at no cost.
@@ -116,7 +116,7 @@ class UcxDoor:
                 open_to_data(each)
 
     async def admit(self, connections: Collection[Connection]) -> None:
-        """Lets data into these connections to this worker. UCX accepts them in a thread of its own, and tells nobody.
+        """Lets data into these connections to this worker. UCX accepts them in a thread of its own, without notice.
 
         Raises: PeerLost when one of them does not arrive.
         """
@@ -141,7 +141,7 @@ class UcxDoor:
         return arrived.keys() & set(connections)
 
     async def end_strangers(self) -> None:
-        """Ends connections that nobody names, until cancelled: they hold descriptors and memory."""
+        """Ends connections that no peer names, until cancelled: they hold descriptors and memory."""
         before = frozenset[int]()
         while True:
             await asyncio.sleep(_NAMED_WITHIN_S)

@@ -137,6 +137,6 @@ class Intake:
 
 
 def _require_size(request: web.Request, num_bytes: int) -> None:
-    """Raises `HTTPRequestEntityTooLarge` for a body with so many bytes, packed or not."""
+    """Raises `HTTPRequestEntityTooLarge` for a body beyond the limit, compressed or not."""
     if num_bytes > request.client_max_size:
         raise web.HTTPRequestEntityTooLarge(max_size=request.client_max_size, actual_size=num_bytes)

@@ -70,7 +70,7 @@ class Deaths:
         )
 
     def known(self, *, own: int, own_alone: int) -> Deaths:
-        """The deaths where equal requests, of all routers, have met so many of the first kind together."""
+        """The deaths, with those of the first kind of equal requests at all routers, if these are more."""
         return replace(self, own=max(self.own, own), own_alone=max(self.own_alone, own_alone))
 
     @property

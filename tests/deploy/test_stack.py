@@ -171,9 +171,10 @@ def test_a_stranger_in_the_network_is_refused_everywhere(stack: Stack) -> None:
 
 
 def test_prometheus_key_reads_metrics_and_nothing_else(stack: Stack) -> None:
-    key = stack.compose(
+    printed = stack.compose(
         "run", "--rm", "-T", "--no-deps", "--entrypoint", "cat", "secrets", "/secrets/metrics/metrics-key"
     )
+    key = printed.split()[-1]  # Compose prints its progress, too.
     assert "pdserve_" in get(f"http://127.0.0.1:{stack.admin_port}", "/metrics", key).decode()
     with pytest.raises(PdserveError, match="nothing else"):
         get(stack.base_url, "/v1/models", key)
@@ -229,7 +230,7 @@ def test_a_stream_outlives_the_only_decode_worker(stack: Stack) -> None:
         load.wait_running(1)
         load.stop()
         stack.crash("decode")
-    assert load.failures() == []
+    assert load.failures() == [], stack.logs("router")[-6000:]
     [after] = stack.workers("decode")
     assert after.epoch != before.epoch
     _settle(stack)

@@ -1,7 +1,7 @@
 """A process that reaches every port of a cluster and lacks its secret: it reads no prompt, changes no answer, stops
 nothing.
 
-Nor at the ports of UCX, whose own protocol authenticates nobody (decision 38).
+Nor at the ports of UCX, whose own protocol has no authentication (decision 38).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def kinds() -> dict[str, bytes]:
         "zeros after the first ones": MAGIC + bytes(4),
         "a request to connect, cut short": CONNECT[:-9],
         "a request to connect": CONNECT,
-        "a request to connect from a port on which nobody listens": connect_from(9),
+        "a request to connect from a port without a listener": connect_from(9),
         "a message longer than it says": CONNECT + message(1, noise.randbytes(64)) + noise.randbytes(512),
         "a message shorter than it says": CONNECT + struct.pack("<BI", 2, 1 << 30) + noise.randbytes(64),
         "a message of no known kind": CONNECT + message(31, noise.randbytes(64)),

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: Connects, sends, and reports its own port. Then it reports, for each line, the bytes that nobody has taken.
+#: Connects, sends, and reports its own port. Then it reports, for each line, the bytes that were not taken.
 _CODE = """
 import fcntl, socket, struct, sys
 address, data = sys.argv[1], bytes.fromhex(sys.argv[2])

@@ -34,7 +34,7 @@ async def introduce(
     with mapped_rpc_errors(f"decode worker {ticket.worker_id}"):
         stub = decode_pb2_grpc.DecodeServiceStub(channel)
         answer: decode_pb2.IntroduceResponse = await stub.Introduce(sealed, timeout=ticket.lease_s)
-    # Whoever took the address over after the worker's end knows no answer.
+    # A process that took the address over after the worker's end knows no answer.
     answer = worker.seals.open(Purpose.INTRODUCED, request.nonce, answer, once=False)
     return connections_from_proto(answer.known)
 

@@ -76,7 +76,7 @@ def test_silent_turns_end_while_others_wait_and_no_sooner() -> None:
     newcomers = Newcomers(max_turns=2)
     silent, slow = arrive(newcomers, 2)
     sweep(newcomers, 0.0, 60.0)
-    assert silent.is_open, "nobody else needs the turn"
+    assert silent.is_open, "no one else needs the turn"
     newcomers.heard(slow, 60.0)
     [waiting] = arrive(newcomers, 1, now=60.0)
     newcomers.sweep(60.0 + SWEEP_S)

@@ -18,7 +18,7 @@ SAMPLED = SamplingParams(n=CHOICES, seed=7, temperature=0.9, max_tokens=9, ignor
 
 
 def continued(original: DecodeJob, lengths: list[int], over: frozenset[int] = frozenset()) -> DecodeJob:
-    """The job as the next worker gets it, with so many tokens of each choice."""
+    """The job as the next worker gets it, with the first `lengths[i]` tokens of choice i."""
     output = {
         choice: tuple(oracle(list(original.prompt_token_ids), original.params, choice)[:length])
         for choice, length in enumerate(lengths)

@@ -131,7 +131,7 @@ async def test_a_settlement_cut_off_before_its_reply_charges_each_tenant_once(st
 
 
 async def test_a_request_does_not_settle_others_by_itself_since_its_client_may_leave(store: Slow) -> None:
-    """Fails if a request that waits for its predecessor sends the settlements: nobody would own them."""
+    """Fails if a request that waits for its predecessor sends the settlements: they would have no owner."""
     limiter, key = Limiter(store), client(parallel=1, budget=10**6)
     limiter.settle(await limiter.reserve(client("other", budget=10**6), 300), 100)
     limiter.settle(await limiter.reserve(key, 300), 100)
@@ -152,7 +152,7 @@ async def test_a_request_does_not_settle_others_by_itself_since_its_client_may_l
 
 @pytest.mark.parametrize("period", ["day", "month", "total"])
 async def test_a_client_that_leaves_while_it_reserves_leaves_no_lease(store: Slow, period: str) -> None:
-    """Fails if a reservation whose reply nobody waits for is left to the end of its lease."""
+    """Fails if a reservation whose reply is not awaited is left to the end of its lease."""
     limiter, key = Limiter(store), client(parallel=1, tokens_per_minute=1000, budget=1000, budget_period=period)  # type: ignore[arg-type]
     store.held = (RESERVE,)
     async with asyncio.TaskGroup() as tasks:

@@ -100,7 +100,7 @@ async def test_without_a_guard_at_the_other_end_nothing_is_named() -> None:
     transport = Guarded()
 
     async def introduce(ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
-        raise AssertionError("nobody was to be asked")
+        raise AssertionError("no worker was to be asked")
 
     await Introductions(transport, introduce).connect(await _ticket(transport))
     assert transport.events == []

@@ -55,7 +55,7 @@ def test_refusals_of_other_routers_end_when_theirs_do() -> None:
 
 
 def test_refusals_of_other_routers_evict_none_of_its_own() -> None:
-    """Whoever writes to Redis could fill it with refusals that last longer, or let one end early."""
+    """A process that writes to Redis could fill it with refusals that last longer, or let one end early."""
     digests: list[bytes] = []
     quarantine = Quarantine()
     quarantine.on_add = digests.append
