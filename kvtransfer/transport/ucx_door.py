@@ -1,9 +1,9 @@
 """The door of a UCX worker: the kernel drops what strangers send to its TCP sockets, before UCX can read it.
 
-UCX has no authentication, and one of its messages writes to an address of the sender's choice. Its sockets therefore get
-a socket filter that drops every segment with data. Connections that UCX accepts inherit it from the listening socket.
-It is taken off one connection at a time, when a peer of this cluster has named the connection as its own (decision 38).
-From then on the connection is an ordinary one, at no cost.
+UCX has no authentication, and one of its messages writes to an address that the sender chooses. Its sockets therefore
+get a filter that drops every segment with data. Connections that UCX accepts inherit it from the listening socket. The
+filter is taken off one connection at a time, when a peer of this cluster has named it as its own (decision 38). From
+then on the connection is an ordinary one, at no cost.
 """
 
 from __future__ import annotations

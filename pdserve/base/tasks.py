@@ -87,6 +87,7 @@ async def service_group() -> AsyncIterator[ServiceGroup]:
     task = asyncio.current_task()
     assert task is not None
     cancelling = task.cancelling()
+    failure: Exception | None = None
     try:
         async with asyncio.TaskGroup() as tasks:
             group = ServiceGroup(tasks)
@@ -97,14 +98,14 @@ async def service_group() -> AsyncIterator[ServiceGroup]:
                 group._stopping = True
     except* _Stop:
         pass
-    except* Exception as errors:
-        if len(errors.exceptions) == 1:
-            raise errors.exceptions[0] from None
-        raise
+    except* Exception as errors:  # noqa: BLE001 - raised below
+        failure = errors.exceptions[0] if len(errors.exceptions) == 1 else errors
     # A `TaskGroup` that ends while it waits for its tasks cancels this one, and, before Python 3.13, does not take that
     # back: the next timeout around this block would end it with CancelledError instead of TimeoutError.
     if task.cancelling() > cancelling:
         task.uncancel()
+    if failure is not None:  # Raised out here: before Python 3.11.4, `except*` makes a group of what is raised in it.
+        raise failure
 
 
 async def run_to_completion(work: Awaitable[T]) -> T:

@@ -37,6 +37,7 @@ class DecodeAttempt:
         """Returns when every choice is complete. Raises `DecodeFailed`, or an error for the client."""
         sealed = self._context.cluster.sealed(Purpose.START, self._call.worker, start)
         await self._call.send(decode_pb2.DecodeRequest(start=sealed))
+        failure: Exception | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
                 handover = tasks.create_task(self._hand_over())
@@ -46,7 +47,10 @@ class DecodeAttempt:
                 handover.cancel()
         except* (DecodeFailed, PdserveError) as errors:
             # Both tasks may have seen the same failure; the first error explains it.
-            raise errors.exceptions[0] from None
+            failure = errors.exceptions[0]
+        # Raised out here: before Python 3.11.4, `except*` makes a group of what is raised in it.
+        if failure is not None:
+            raise failure
 
     async def _relay(self, handover: asyncio.Task[None]) -> None:
         """Reads the decode worker's events until every choice is complete, or until it has ended the stream."""
