@@ -81,7 +81,7 @@ class Model:
             kv_scales=read_kv_scales(path, ModelConfig.from_dir(path)) if name == FP8_KV else None,
         )
         decoder = load_decoder(path, dtype=dtype, max_model_len=WINDOW, kernels=options)
-        layout = KvLayout(
+        layout = KvLayout.uniform(
             model=name,
             dtype=FP8_KV if name == FP8_KV else dtype,
             block_size=_BLOCK_SIZE,

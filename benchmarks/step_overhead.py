@@ -89,7 +89,9 @@ def run_case(sampling: str, size: int, num_steps: int) -> Case:
     """Runs one batch of `size` sequences that decode together."""
     length = PROMPT_TOKENS + WARM_UP_STEPS + num_steps + 8
     pool = BlockPool(size * (length // BLOCK_SIZE + 2), BLOCK_SIZE)
-    layout = KvLayout(model="null", dtype="bfloat16", block_size=BLOCK_SIZE, num_layers=1, num_kv_heads=1, head_dim=1)
+    layout = KvLayout.uniform(
+        model="null", dtype="bfloat16", block_size=BLOCK_SIZE, num_layers=1, num_kv_heads=1, head_dim=1
+    )
     scheduler = DecodeScheduler(
         pool, DecodeSchedulerConfig(limits=SequenceLimits(max_model_len=8192, vocab_size=VOCABULARY), max_num_seqs=size)
     )

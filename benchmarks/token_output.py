@@ -88,7 +88,9 @@ class Case:
 
 def _null_model(decoder: SleepingDecoder, batch_size: int, num_steps: int) -> Any:
     """The attributes of a loaded model that a worker uses; there is no checkpoint to load one from."""
-    layout = KvLayout(model="null", dtype="bfloat16", block_size=BLOCK_SIZE, num_layers=1, num_kv_heads=1, head_dim=1)
+    layout = KvLayout.uniform(
+        model="null", dtype="bfloat16", block_size=BLOCK_SIZE, num_layers=1, num_kv_heads=1, head_dim=1
+    )
     pool = BlockPool(batch_size * ((PROMPT_TOKENS + num_steps) // BLOCK_SIZE + 2), BLOCK_SIZE)
     cache = KvCache(layout, pool.num_blocks, torch.device("cpu"))
     return SimpleNamespace(

@@ -132,7 +132,7 @@ _TICKET = Ticket(
     data_address=b"",
     first_block=0,
     num_blocks=16,
-    layout=KvLayout(model="m", dtype="bfloat16", block_size=16, num_layers=30, num_kv_heads=3, head_dim=64),
+    layout=KvLayout.uniform(model="m", dtype="bfloat16", block_size=16, num_layers=30, num_kv_heads=3, head_dim=64),
     lease_s=20.0,
     key=b"k" * 32,
     tag_base=0,

@@ -102,7 +102,7 @@ class Link:
 
 
 def layout_of(block_bytes: int) -> KvLayout:
-    return KvLayout(
+    return KvLayout.uniform(
         model="bench", dtype="bfloat16", block_size=16, num_layers=1, num_kv_heads=1, head_dim=block_bytes // 64
     )
 

@@ -75,7 +75,7 @@ def handover_nccl(setting: Setting) -> Finding:
 
 def _case(setting: Setting, memory: str) -> Case:
     shape = setting.shape
-    layout = KvLayout(
+    layout = KvLayout.uniform(
         model="bench",
         dtype="bfloat16",
         block_size=BLOCK_SIZE,

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -30,6 +30,7 @@ from kvtransfer.handover.ticket import Commit, commit_from_proto, commit_to_prot
 from kvtransfer.transport import Transport, open_transport
 from pdserve.base.ids import BlockId, WorkerId, new_epoch
 from pdserve.base.layout import KvLayout
+from pdserve.base.layout_wire import layout_from_record, layout_to_record
 from pdserve.base.tasks import service_group
 from pdserve.engine.kv_cache import KvCache
 from pdserve.v1 import decode_pb2
@@ -62,14 +63,14 @@ class Case:
         """Command-line arguments of the peer's case."""
         device = self.peer_device or self.device
         numbers = [str(self.num_blocks), str(self.rounds)]
-        return [self.transport, self.memory, *numbers, device, json.dumps(asdict(self.layout))]
+        return [self.transport, self.memory, *numbers, device, json.dumps(layout_to_record(self.layout))]
 
     @classmethod
     def from_arguments(cls, arguments: Sequence[str]) -> Case:
         """Parses the arguments of `to_arguments`."""
         transport, memory, num_blocks, rounds, device, layout = arguments
         return cls(
-            layout=KvLayout(**json.loads(layout)),
+            layout=layout_from_record(layout.encode()),
             num_blocks=int(num_blocks),
             rounds=int(rounds),
             device=device,

@@ -82,7 +82,7 @@ def _engine(setting: Setting, batch: int, length: int, num_passing: int) -> tupl
         max_num_batched_tokens=setting.sizes.prefill_tokens,
         itl_budget_s=_NO_BUDGET_S,
     )
-    layout = KvLayout(
+    layout = KvLayout.uniform(
         model="random",
         dtype=str(DTYPE).removeprefix("torch."),
         block_size=BLOCK_SIZE,

@@ -15,6 +15,7 @@ from pdserve.base.addresses import is_host_port
 from pdserve.base.errors import DigestMismatch, RequestError
 from pdserve.base.ids import Epoch, RequestId, TransferId, WorkerId
 from pdserve.base.layout import KvLayout
+from pdserve.base.layout_wire import MAX_BLOCK_BYTES, layout_from_proto, layout_to_proto
 from pdserve.base.tracing.context import TraceContext, parse_traceparent, traceparent_of
 from pdserve.v1 import common_pb2, decode_pb2
 
@@ -25,13 +26,10 @@ TAG_INDEX_BITS = 20
 MAX_MESSAGES = 1 << TAG_INDEX_BITS
 MAX_LEASE_S = 3600.0
 MAX_ADDRESS_BYTES = 1 << 16
-MAX_BLOCK_BYTES = 1 << 30
 MAX_FIRST_TOKENS = 128
-_MAX_DIMENSION = 1 << 20
 _MAX_EPOCH = (1 << 63) - 1
 _MAX_FIRST_BLOCK = (1 << 31) - 1
 _MAX_GUARDED = 64
-_DTYPES = ("float32", "bfloat16", "float16", "fp8_e4m3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,35 +93,6 @@ def new_tag_base() -> int:
 def new_key() -> bytes:
     """A transfer's key, 32 random bytes."""
     return secrets.token_bytes(KEY_BYTES)
-
-
-def layout_to_proto(layout: KvLayout) -> decode_pb2.KvLayout:
-    """The layout as it travels in tickets."""
-    return decode_pb2.KvLayout(
-        model=layout.model,
-        dtype=layout.dtype,
-        block_size=layout.block_size,
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-    )
-
-
-def layout_from_proto(message: decode_pb2.KvLayout) -> KvLayout:
-    """The layout of a ticket. Raises: RequestError when no worker could have it."""
-    _require_one_of("layout.dtype", message.dtype, _DTYPES)
-    for name in ("block_size", "num_layers", "num_kv_heads", "head_dim"):
-        _require_between(f"layout.{name}", getattr(message, name), 1, _MAX_DIMENSION)
-    layout = KvLayout(
-        model=message.model,
-        dtype=message.dtype,
-        block_size=message.block_size,
-        num_layers=message.num_layers,
-        num_kv_heads=message.num_kv_heads,
-        head_dim=message.head_dim,
-    )
-    _require_between("block_bytes of layout", layout.block_bytes, 1, MAX_BLOCK_BYTES)
-    return layout
 
 
 def ticket_to_proto(ticket: Ticket) -> decode_pb2.Ticket:

@@ -17,7 +17,7 @@ from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, TypeAdapter, Val
 from pdserve.base.addresses import is_host_port
 from pdserve.base.errors import StoreError
 from pdserve.base.ids import Epoch, RouterId, WorkerId
-from pdserve.base.layout import KvLayout
+from pdserve.base.layout_wire import layout_from_record, layout_to_record
 from pdserve.base.workers import Tier, TransportReport, WorkerLoad, WorkerRecord
 
 #: Bytes of a record, names of fields included. Those of workers have about 2,000.
@@ -36,7 +36,6 @@ _Model = TypeVar("_Model", bound=BaseModel)
 _Count = Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
 _Rate = Annotated[float, AllowInfNan(False), Field(ge=0)]
 _Text = Annotated[str, Field(max_length=_MAX_TEXT)]
-_Dimension = Annotated[int, Field(ge=1, le=2**20)]
 
 
 class _Stored(BaseModel):
@@ -55,17 +54,6 @@ class _Load(_Stored):
 class _Transport(_Stored):
     paths: dict[_Text, _Count] = {}
     degraded: _Text | None = None
-
-
-class _Layout(_Stored):
-    model_config = ConfigDict(extra="forbid")
-
-    model: _Text
-    dtype: Annotated[str, Field(max_length=32)]
-    block_size: _Dimension
-    num_layers: _Dimension
-    num_kv_heads: _Dimension
-    head_dim: _Dimension
 
 
 _QUEUED_BY_ROUTER: TypeAdapter[dict[str, int] | None] = TypeAdapter(
@@ -91,7 +79,7 @@ def record_to_fields(record: WorkerRecord) -> dict[str, str]:
         "http_address": record.http_address,
         "stream_address": record.stream_address,
         "model": record.model,
-        "layout": json.dumps(asdict(record.layout)),
+        "layout": json.dumps(layout_to_record(record.layout)),
         "max_num_seqs": str(record.max_num_seqs),
         "max_model_len": str(record.max_model_len),
         "total_blocks": str(record.total_blocks),
@@ -157,7 +145,7 @@ def _record(worker_id: WorkerId, found: Mapping[str, bytes]) -> WorkerRecord:
         # Only decode workers have one.
         stream_address=_address(found, "stream_address") if found["stream_address"] or tier == "decode" else "",
         model=found["model"].decode(),
-        layout=KvLayout(**_parsed(_Layout, found["layout"]).model_dump()),
+        layout=layout_from_record(found["layout"]),
         max_num_seqs=_number(found, "max_num_seqs", least=1, greatest=_MAX_LENGTH),
         max_model_len=_number(found, "max_model_len", least=1, greatest=_MAX_LENGTH),
         total_blocks=_number(found, "total_blocks"),

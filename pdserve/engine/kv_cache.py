@@ -36,10 +36,11 @@ class KvCache:
     """`tensor`: [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim] of the layout's dtype."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
-        """Raises `SetupError` when the memory cannot be allocated."""
+        """Raises `SetupError` when the memory cannot be allocated, or the layout has several groups."""
         self.layout = layout
         self.num_blocks = num_blocks
-        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        group = layout.only_group
+        shape = (num_blocks, group.num_layers, 2, group.num_kv_heads, layout.block_size, group.head_dim)
         try:
             # Zeros, because attention multiplies masked rows too, and uninitialized memory could be NaN.
             self.tensor = _zeros(shape, _DTYPES[layout.dtype], device)

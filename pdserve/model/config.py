@@ -92,7 +92,7 @@ class ModelConfig:
         """
         if self.rope.rope_type in ("dynamic", "longrope"):
             fingerprint = f"{fingerprint}/{max_model_len or self.max_position_embeddings}"
-        return KvLayout(
+        return KvLayout.uniform(
             model=fingerprint,
             dtype=self.dtype if dtype == "auto" else dtype,
             block_size=block_size,

@@ -26,7 +26,7 @@ from pdserve.base.layout import KvLayout
 from pdserve.base.tasks import service_group
 from tests.support.virtual_time import VirtualTimeLoop
 
-LAYOUT = KvLayout(model="m", dtype="float32", block_size=4, num_layers=4, num_kv_heads=1, head_dim=4)
+LAYOUT = KvLayout.uniform(model="m", dtype="float32", block_size=4, num_layers=4, num_kv_heads=1, head_dim=4)
 REQUEST = RequestId("r1")
 EPOCH = Epoch(77)
 

@@ -8,7 +8,7 @@ from pdserve.base.ids import BlockHash, Epoch, RouterId, WorkerId
 from pdserve.base.layout import KvLayout
 from pdserve.base.workers import Tier, WorkerLoad, WorkerRecord
 
-LAYOUT = KvLayout(model="fingerprint", dtype="float32", block_size=16, num_layers=2, num_kv_heads=1, head_dim=8)
+LAYOUT = KvLayout.uniform(model="fingerprint", dtype="float32", block_size=16, num_layers=2, num_kv_heads=1, head_dim=8)
 
 #: Id of the router under test.
 ME = RouterId("me")

@@ -7,11 +7,10 @@ from dataclasses import asdict, fields
 from pdserve.base.facts.cluster import RedisFacts, WorkerFacts
 from pdserve.base.facts.machine import Folder, MachineFacts
 from pdserve.base.host_identity import HostIdentity
-from pdserve.base.layout import KvLayout
+from pdserve.base.layout_wire import layout_from_proto, layout_to_proto
 from pdserve.v1 import decode_pb2
 from pdserve.v1 import diagnostics_pb2 as pb
 
-_LAYOUT_FIELDS = ("model", "dtype", "block_size", "num_layers", "num_kv_heads", "head_dim")
 #: Fields of `MachineFacts` that are not copied as they are.
 _CONVERTED = ("host", "folders", "cuda_visible_devices", "ucx_variables", "packages", "cpu_features", "rdma_devices")
 
@@ -31,7 +30,7 @@ def worker_to_proto(facts: WorkerFacts) -> pb.DescribeResponse:
     return pb.DescribeResponse(
         worker_id=facts.worker_id,
         tier=facts.tier,
-        layout=decode_pb2.KvLayout(**{name: getattr(facts.layout, name) for name in _LAYOUT_FIELDS}),
+        layout=layout_to_proto(facts.layout),
         transport=facts.transport,
         device=facts.device,
         kernels=facts.kernels,
@@ -43,11 +42,11 @@ def worker_to_proto(facts: WorkerFacts) -> pb.DescribeResponse:
 
 
 def worker_from_proto(message: pb.DescribeResponse) -> WorkerFacts:
-    """A worker's facts as they were sent."""
+    """A worker's facts as they were sent. Raises: RequestError for a KV layout that no worker could have."""
     return WorkerFacts(
         worker_id=message.worker_id,
         tier=message.tier,
-        layout=KvLayout(**{name: getattr(message.layout, name) for name in _LAYOUT_FIELDS}),
+        layout=layout_from_proto(message.layout),
         transport=message.transport,
         device=message.device,
         kernels=message.kernels,

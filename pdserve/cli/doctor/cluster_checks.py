@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 
 from pdserve.base.facts.cluster import RedisFacts, WorkerFacts
 from pdserve.cli.doctor.facts import ClusterFacts, PairProbe
@@ -86,11 +85,9 @@ def _layouts(facts: ClusterFacts) -> Iterator[Finding]:
     prefill = [worker for worker in described if worker.tier == "prefill"]
     for worker in (worker for worker in described if worker.tier == "decode"):
         if prefill and all(other.layout != worker.layout for other in prefill):
-            mine, theirs = asdict(worker.layout), asdict(prefill[0].layout)
             different = "; ".join(
-                f"{name} is {mine[name]!r}, and {theirs[name]!r} on {prefill[0].worker_id}"
-                for name in mine
-                if mine[name] != theirs[name]
+                f"{name} is {mine!r}, and {theirs!r} on {prefill[0].worker_id}"
+                for name, mine, theirs in worker.layout.differences(prefill[0].layout)
             )
             remedy = "Start both tiers with the same model, --dtype, --kv-cache-dtype and --block-size."
             yield error("layouts", worker.worker_id, f"no prefill worker has its KV layout: {different}", remedy)

@@ -96,9 +96,9 @@ async def _describe(worker: WorkerStatus, plan: ProbePlan) -> SeenWorker:
                 started = time.time()
                 answer = await stub.Describe(request, timeout=_DESCRIBE_TIMEOUT_S)
                 ended = time.time()
+        facts = worker_from_proto(answer)
     except PdserveError as error:
         return _listed(worker, error=str(error))
-    facts = worker_from_proto(answer)
     return _listed(
         worker,
         facts=facts,

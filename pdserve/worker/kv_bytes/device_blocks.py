@@ -121,11 +121,11 @@ class DeviceCopies:
             return host, None if self._stream is None else self._stream.record_event(sleeping_event())
 
     def _pack(self, message: Tensor, ids: Tensor, keys: Tensor, layers: tuple[int, int]) -> Tensor:
-        heads = (0, self._cache.layout.num_kv_heads)
+        heads = (0, self._cache.layout.only_group.num_kv_heads)
         return kernels.pack(self._cache.tensor, ids, message, keys, layers=layers, heads=heads)
 
     def _unpack(self, message: Tensor, ids: Tensor, keys: Tensor, layers: tuple[int, int]) -> Tensor:
-        heads = (0, self._cache.layout.num_kv_heads)
+        heads = (0, self._cache.layout.only_group.num_kv_heads)
         return kernels.unpack(message, self._cache.tensor, ids, keys, layers=layers, heads=heads)
 
     def _keys_of(self, key: bytes) -> Tensor:

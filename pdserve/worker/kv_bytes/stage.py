@@ -22,18 +22,19 @@ class Stage:
         self._memory = memory
         self._dtype = dtype
         self._layout = layout
+        self._group = layout.only_group
         self._heads = heads
 
     def message(self, slot: int, num_blocks: int, layers: slice) -> Tensor:
         """Layers of a bundle whose first block is in `slot`, with all heads: uint8, contiguous."""
         block_bytes = self._layout.block_bytes
         bundle = self._memory[slot * block_bytes : (slot + num_blocks) * block_bytes]
-        return bundle[span_of(layers, self._layout.num_layers, bundle.nbytes)]
+        return bundle[span_of(layers, self._group.num_layers, bundle.nbytes)]
 
     def tensor(self, slot: int, num_blocks: int, layers: slice) -> Tensor:
         """The same bytes as a tensor of the rank's heads: [num_blocks, layers, 2, heads, block_size, head_dim]."""
-        layout = self._layout
-        shape = (layers.stop - layers.start, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        group = self._group
+        shape = (layers.stop - layers.start, 2, group.num_kv_heads, self._layout.block_size, group.head_dim)
         message = self.message(slot, num_blocks, layers)
         return message.view(self._dtype).view(num_blocks, *shape)[:, :, :, self._heads]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -101,8 +101,7 @@ class LoadPlan:
 
     def rank_layout(self, max_model_len: int | None) -> KvLayout:
         """Layout of blocks with one rank's heads."""
-        layout = self.layout(max_model_len)
-        return replace(layout, num_kv_heads=layout.num_kv_heads // self.ranks.size)
+        return self.layout(max_model_len).with_heads_divided(self.ranks.size)
 
     def replays(self, decoder: Decoder) -> bool:
         """Whether decode steps are replayed from CUDA graphs. Plain torch synchronizes, which cannot be captured."""

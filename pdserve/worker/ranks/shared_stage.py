@@ -45,4 +45,4 @@ def map_stage(stage: int, size: int, device: torch.device) -> Tensor:
 
 def heads_of_rank(layout: KvLayout, rank: int, size: int) -> slice:
     """The rank's heads among those of a block."""
-    return even_slice(layout.num_kv_heads, rank, size)
+    return even_slice(layout.only_group.num_kv_heads, rank, size)

@@ -95,7 +95,7 @@ SIZES = (
     if SIMULATED
     else {"num_layers": 4, "block_size": 16, "head_dim": 64}
 )
-LAYOUT = KvLayout(model="m", dtype="bfloat16", num_kv_heads=2, **SIZES)
+LAYOUT = KvLayout.uniform(model="m", dtype="bfloat16", num_kv_heads=2, **SIZES)
 
 
 @pytest.mark.parametrize(

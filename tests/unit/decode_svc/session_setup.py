@@ -123,7 +123,7 @@ class SlowReceiver:
             data_address=b"",
             first_block=reservation.first_block,
             num_blocks=len(reservation.block_ids),
-            layout=KvLayout(model="m", dtype="float32", block_size=4, num_layers=1, num_kv_heads=1, head_dim=1),
+            layout=KvLayout.uniform(model="m", dtype="float32", block_size=4, num_layers=1, num_kv_heads=1, head_dim=1),
             lease_s=reservation.lease_s,
             key=bytes(32),
             tag_base=0,

@@ -67,7 +67,9 @@ class FakeDecoder:
 
 
 def layout(model: str = "fake") -> KvLayout:
-    return KvLayout(model=model, dtype="float32", block_size=BLOCK_SIZE, num_layers=1, num_kv_heads=1, head_dim=1)
+    return KvLayout.uniform(
+        model=model, dtype="float32", block_size=BLOCK_SIZE, num_layers=1, num_kv_heads=1, head_dim=1
+    )
 
 
 def limits(max_model_len: int = 64) -> SequenceLimits:

@@ -14,7 +14,7 @@ from pdserve.base.layout import KvLayout
 from pdserve.engine.kv_cache import KvCache
 from tests.unit.engine.fakes import CPU
 
-LAYOUT = KvLayout(model="m", dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
+LAYOUT = KvLayout.uniform(model="m", dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "fp8_e4m3"])
@@ -72,7 +72,8 @@ def test_blocks_of_8_bit_floats_start_as_zeros_and_are_copied_byte_for_byte() ->
 
 @pytest.mark.parametrize("heads", [slice(0, 1), slice(1, 3), slice(0, 4)])
 def test_some_heads_of_blocks_are_copied_in_contiguous_ranges(heads: slice, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = KvCache(replace(LAYOUT, num_kv_heads=heads.stop - heads.start), 3, CPU)
+    group = replace(LAYOUT.only_group, num_kv_heads=heads.stop - heads.start)
+    cache = KvCache(replace(LAYOUT, groups=(group,)), 3, CPU)
     cache.tensor.copy_(torch.randn(cache.tensor.shape))
     there = torch.zeros(3, 2, 4, 4, 8, dtype=torch.bfloat16)
     block, copy = cache.tensor[1].clone(), torch.Tensor.copy_

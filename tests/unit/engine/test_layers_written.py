@@ -32,7 +32,7 @@ from tests.unit.engine.fakes import BLOCK_SIZE, CPU, KEY, VOCAB, FakeDecoder, ex
 from tests.unit.engine.test_graphs import Recorder
 
 WAIT_S = 20
-LAYERS = KvLayout(model="m", dtype="float32", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
+LAYERS = KvLayout.uniform(model="m", dtype="float32", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
 A, B = RequestId("a"), RequestId("b")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 

@@ -120,7 +120,7 @@ def serve(
 ) -> Published:
     """Serves all requests to their end, in runs of up to 4 steps."""
     config = model.config
-    layout = KvLayout(
+    layout = KvLayout.uniform(
         model="tiny",
         dtype="float32",
         block_size=block_size,

@@ -64,7 +64,7 @@ def tokens_of(
 ) -> dict[tuple[int, int], list[int]]:
     """The tokens of every choice of every request, computed in one batch in chunks of 10, or each request alone."""
     config = model.config
-    layout = KvLayout(
+    layout = KvLayout.uniform(
         model="tiny",
         dtype="float32",
         block_size=BLOCK_SIZE,

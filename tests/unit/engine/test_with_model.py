@@ -36,7 +36,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 def worker(decoder: Decoder, scheduler: DecodeScheduler | PrefillScheduler, pool: BlockPool) -> Worker:
     config = decoder.config
-    kv_layout = KvLayout(
+    kv_layout = KvLayout.uniform(
         model="tiny",
         dtype="float32",
         block_size=BLOCK_SIZE,

@@ -19,7 +19,7 @@ from tests.integration.kvtransfer.memory import payload_of
 from tests.integration.kvtransfer.processes import CommandLine
 from tests.support.handover import push_all
 
-LAYOUT = KvLayout(model="m", dtype="bfloat16", block_size=16, num_layers=30, num_kv_heads=3, head_dim=64)
+LAYOUT = KvLayout.uniform(model="m", dtype="bfloat16", block_size=16, num_layers=30, num_kv_heads=3, head_dim=64)
 NUM_BLOCKS = 48
 REQUEST = RequestId("r")
 

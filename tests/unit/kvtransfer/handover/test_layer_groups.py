@@ -30,7 +30,7 @@ class Recorded:
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 30, 31, 32])
 def test_groups_cover_all_layers_in_order_and_differ_by_one_layer_at_most(num_layers: int) -> None:
-    layout = replace(LAYOUT, num_layers=num_layers)
+    layout = replace(LAYOUT, groups=(replace(LAYOUT.only_group, layers=tuple(range(num_layers))),))
     for count in range(1, num_layers + 1):
         groups = LayerGroups.of(layout, count)
         assert groups.count == count

@@ -18,7 +18,7 @@ from pdserve.engine.kv_cache import KvCache
 from pdserve.worker.kv_bytes.host_blocks import CacheCopies
 from pdserve.worker.kv_bytes.stage import Stage
 
-LAYOUT = KvLayout(model="m", dtype="float32", block_size=2, num_layers=2, num_kv_heads=1, head_dim=4)
+LAYOUT = KvLayout.uniform(model="m", dtype="float32", block_size=2, num_layers=2, num_kv_heads=1, head_dim=4)
 DEADLINE_S = 20.0
 
 

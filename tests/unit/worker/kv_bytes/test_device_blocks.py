@@ -32,7 +32,7 @@ from pdserve.base.tasks import service_group
 from pdserve.engine.kv_cache import KvCache
 from pdserve.worker.kv_bytes.device_blocks import DeviceBytes, DeviceCopies, staged_on_device
 
-LAYOUT = KvLayout(model="m", dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
+LAYOUT = KvLayout.uniform(model="m", dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
 REQUEST = RequestId("r1")
 DIGEST = MessageDigest(b"k" * 32)
 CPU = torch.device("cpu")

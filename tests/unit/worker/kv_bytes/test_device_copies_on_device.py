@@ -18,7 +18,7 @@ from pdserve.worker.kv_bytes.device_blocks import DeviceCopies
 
 pytestmark = gpu_only
 
-LAYOUT = KvLayout(model="m", dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
+LAYOUT = KvLayout.uniform(model="m", dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
 FIRST = MessageSpec(layers=slice(0, 1), digest=MessageDigest(b"k" * 32))
 
 

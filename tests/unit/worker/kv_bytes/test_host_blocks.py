@@ -14,7 +14,7 @@ from pdserve.engine.kv_cache import KvCache
 from pdserve.worker.kv_bytes.host_blocks import staged
 from pdserve.worker.kv_bytes.stage import stage_bytes
 
-LAYOUT = KvLayout(model="m", dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
+LAYOUT = KvLayout.uniform(model="m", dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
 DIGEST = MessageDigest(b"k" * 32)
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from pdserve.worker.load.memory_profile import MemoryProfile
 
 GIB = 1024**3
 #: Llama-3.1-8B: 2 MiB a block.
-LAYOUT = KvLayout(model="m", dtype="bfloat16", block_size=16, num_layers=32, num_kv_heads=8, head_dim=128)
+LAYOUT = KvLayout.uniform(model="m", dtype="bfloat16", block_size=16, num_layers=32, num_kv_heads=8, head_dim=128)
 PROFILE = MemoryProfile(total=80 * GIB, free=79 * GIB, weights=15 * GIB, activations=2 * GIB)
 
 

@@ -19,7 +19,7 @@ from pdserve.worker.load.model_shard import load_shard
 from tests.unit.kernels.cpu_ops import needs_kernels
 from tests.unit.model.tiny import random_tensors, save_model
 
-LAYOUT = KvLayout(model="m", dtype="bfloat16", block_size=16, num_layers=30, num_kv_heads=3, head_dim=64)
+LAYOUT = KvLayout.uniform(model="m", dtype="bfloat16", block_size=16, num_layers=30, num_kv_heads=3, head_dim=64)
 MIB = 1024**2
 
 

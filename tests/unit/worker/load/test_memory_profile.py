@@ -72,7 +72,7 @@ def test_the_largest_steps_are_run_and_their_peak_is_taken(
 
     monkeypatch.setattr(decoder, "forward", counted)
     config = decoder.config
-    layout = KvLayout(
+    layout = KvLayout.uniform(
         model="m",
         dtype="float32",
         block_size=16,

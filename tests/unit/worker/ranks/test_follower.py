@@ -24,7 +24,7 @@ from pdserve.worker.ranks.messages import CopyRequest, MessageKind, MessageReade
 from tests.support.devices import DEVICE, gpu_only, keep_busy
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-LAYOUT = KvLayout(model="m", dtype="float32", block_size=2, num_layers=2, num_kv_heads=1, head_dim=4)
+LAYOUT = KvLayout.uniform(model="m", dtype="float32", block_size=2, num_layers=2, num_kv_heads=1, head_dim=4)
 DEADLINE_S = 20.0
 #: Time in which nothing may happen.
 SOON_S = 0.2

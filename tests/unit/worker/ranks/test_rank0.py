@@ -81,7 +81,7 @@ def test_a_step_has_ended_when_its_result_is_available(ends: str) -> None:
         assert rank0.ended == StepPosition(number)
 
 
-LAYOUT = KvLayout(model="m", dtype="float32", block_size=2, num_layers=2, num_kv_heads=1, head_dim=4)
+LAYOUT = KvLayout.uniform(model="m", dtype="float32", block_size=2, num_layers=2, num_kv_heads=1, head_dim=4)
 SPEC = MessageSpec(layers=slice(0, 2), digest=MessageDigest(new_key()))
 
 
