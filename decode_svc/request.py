@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pdserve.base.errors import InvalidTransition, RequestError
-from pdserve.base.ids import BlockId, RequestId
+from pdserve.base.ids import BlockTables, RequestId
 from pdserve.base.sampling import check_vocabulary
+from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.job import PromptJob
 from pdserve.engine.sequence import SampleRow, Sequence, SequenceLimits
 from pdserve.engine.step import Grant, PrefillChunk, PrefillProgress, RequestStarted
@@ -165,18 +166,22 @@ class ScheduledRequest:
         return dict(sorted({**found, **known}.items()))
 
     # Events.
-    def granted(self, block_table: tuple[BlockId, ...], block_size: int) -> Grant:
-        """The request is RESERVED; `block_table` is the prompt's."""
-        num_cached_blocks = self.num_cached // block_size
-        return Grant(request_id=self.request_id, block_table=block_table, num_cached_blocks=num_cached_blocks)
+    def granted(self, blocks: BlockManager) -> Grant:
+        """The request is RESERVED."""
+        return Grant(
+            request_id=self.request_id,
+            block_tables=blocks.prompt_blocks(self.prompt_sequence),
+            num_cached_blocks=self.num_cached // blocks.pool.block_size,
+            first_missing=blocks.first_missing(self.prompt_sequence.num_prompt, self.num_cached),
+        )
 
-    def started(self, block_table: tuple[BlockId, ...]) -> RequestStarted:
-        """A step computes something of the request for the first time; `block_table` is the prompt's."""
+    def started(self, block_tables: BlockTables) -> RequestStarted:
+        """A step computes something of the request for the first time; `block_tables` are the prompt's."""
         return RequestStarted(
             request_id=self.request_id,
             prefilled_locally=self.locally,
             num_cached=self.num_cached,
-            block_table=block_table,
+            block_tables=block_tables,
         )
 
     def progress(self) -> PrefillProgress:

@@ -62,9 +62,9 @@ class Reservations:
     def add(self, request: ScheduledRequest) -> None:
         """Queue a request for its blocks."""
         pool, sequence = self._blocks.pool, request.prompt_sequence
-        num_cached = pool.count_prefix(sequence.hash_full_blocks(pool.block_size))
+        num_uncached = sequence.num_prompt + 1 - self._blocks.count_cached(sequence, recompute_last=False)
         self._waiting[request.request_id] = request
-        self._needed[request.request_id] = pool.blocks_for(sequence.num_prompt + 1) - num_cached
+        self._needed[request.request_id] = pool.blocks_of_all_groups_for(num_uncached)
 
     def admit_next(self, *, headroom: int) -> ScheduledRequest | None:
         """Give the first request in the queue its blocks and move it on; None when it cannot have them now.
@@ -75,9 +75,11 @@ class Reservations:
         if request is None:
             return None
         pool, sequence = self._blocks.pool, request.prompt_sequence
-        num_cached = pool.count_prefix(sequence.hash_full_blocks(pool.block_size))
-        num_missing = self._limits.capacity_for(pool.blocks_for(sequence.num_prompt) - num_cached)
-        locally = self._is_computed_here(request, sequence.num_prompt - num_cached * pool.block_size, num_missing)
+        num_cached = self._blocks.count_cached(sequence, recompute_last=False)
+        num_blocks = pool.blocks_for(sequence.num_prompt)
+        first_missing = self._blocks.first_missing(sequence.num_prompt, num_cached)
+        num_missing = sum(self._limits.capacity_for(num_blocks - first) for first in first_missing)
+        locally = self._is_computed_here(request, sequence.num_prompt - num_cached, num_missing)
         if not locally and not self._may_receive(num_missing):
             return None
         if not self._blocks.admit(sequence, sequence.num_prompt + 1, headroom=headroom, recompute_last=locally):
@@ -89,7 +91,8 @@ class Reservations:
         else:
             request.advance(DecodeMove.GRANT)
             self._missing[request.request_id] = num_missing
-            self._reserved[request.request_id] = len(sequence.block_table) - sequence.num_computed // pool.block_size
+            num_cached_blocks = sequence.num_computed // pool.block_size
+            self._reserved[request.request_id] = (len(sequence.block_table) - num_cached_blocks) * pool.num_groups
             self._num_missing += num_missing
         return request
 

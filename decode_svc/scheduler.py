@@ -22,7 +22,7 @@ from decode_svc.request import DecodeJob, DecodeMove, DecodePhase, ScheduledRequ
 from decode_svc.reservations import Reservations
 from decode_svc.scheduler_config import DecodeSchedulerConfig
 from pdserve.base.errors import InvalidTransition
-from pdserve.base.ids import BlockId, RequestId
+from pdserve.base.ids import RequestId
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.pace import Pace
@@ -77,7 +77,7 @@ class DecodeScheduler:
         self._reservations.remove(request)
         self._must_rescan_waiting = True
         self._unstarted[request_id] = request
-        self._blocks.advance(request.prompt_sequence, request.prompt_sequence.num_prompt)
+        self._blocks.receive_prompt(request.prompt_sequence)
         self._run_choices(request, request.first_tokens(dict(enumerate(first_tokens))))
 
     def prefill_locally(self, request_id: RequestId, forced_first_tokens: Items[int] = ()) -> None:
@@ -185,7 +185,7 @@ class DecodeScheduler:
         assert set(map(id, running)) == set(map(id, self._running)), "a running sequence belongs to no request"
         self._running.check_integrity()
         reserved = [request.prompt_sequence for request in requests if request.phase is DecodePhase.RESERVED]
-        self._pool.check_integrity([BlockId(block) for block in holder.block_table] for holder in running + reserved)
+        self._pool.check_integrity(holder.held_blocks() for holder in running + reserved)
 
     # Moves of a request.
     def _expect(self, request_id: RequestId, move: DecodeMove) -> ScheduledRequest:
@@ -206,8 +206,7 @@ class DecodeScheduler:
             if request.phase is DecodePhase.COMPUTING:
                 self._compute_prompt(request)
             else:
-                table = self._blocks.prompt_blocks(request.prompt_sequence)
-                self._events.grants.append(request.granted(table, self._pool.block_size))
+                self._events.grants.append(request.granted(self._blocks))
 
     def _compute_prompt(self, request: ScheduledRequest) -> None:
         request.start_computing(self._running.next_admission_order())

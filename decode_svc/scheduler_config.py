@@ -69,5 +69,5 @@ class DecodeSchedulerConfig:
         A sequence that fills the whole pool ends (LENGTH) with one token more, whose KV is never needed. On its own it
         could neither grow nor gain by preemption.
         """
-        capacity = pool.num_blocks * pool.block_size
+        capacity = pool.num_blocks // pool.num_groups * pool.block_size
         return replace(self.limits, max_model_len=min(self.limits.max_model_len, capacity + 1))

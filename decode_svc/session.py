@@ -162,8 +162,8 @@ class DecodeSession:
             return  # A command to prefill locally was handled first: the blocks wait for no transfer.
         reservation = Reservation(
             request_id=self._request_id,
-            block_ids=grant.block_table[grant.num_cached_blocks :],
-            first_block=grant.num_cached_blocks,
+            block_ids=grant.block_tables[0][grant.first_missing[0] :],
+            first_block=grant.first_missing[0],
             lease_s=self._lease_s,
             on_received=self._on_received,
             on_expired=self._on_expired,

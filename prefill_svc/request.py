@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from pdserve.base.errors import InvalidTransition
-from pdserve.base.ids import BlockId, RequestId
+from pdserve.base.ids import BlockTables, RequestId
 from pdserve.engine.job import PromptJob
 from pdserve.engine.sequence import Sequence, SequenceLimits
 from pdserve.engine.step import LayersWritten, PrefillProgress, RequestStarted
@@ -63,7 +63,7 @@ class ScheduledPrompt:
     num_cached: int
     phase: PrefillPhase = PrefillPhase.WAITING
     #: Blocks of the whole prompt; empty before the first chunk.
-    block_table: tuple[BlockId, ...] = ()
+    block_tables: BlockTables = ()
 
     @property
     def request_id(self) -> RequestId:
@@ -90,7 +90,7 @@ class ScheduledPrompt:
             request_id=self.request_id,
             prefilled_locally=True,
             num_cached=self.num_cached,
-            block_table=self.block_table,
+            block_tables=self.block_tables,
         )
 
     def progress(self) -> PrefillProgress:
@@ -106,7 +106,7 @@ class ScheduledPrompt:
         """Reports that the job requests of a chunk that ends before token `stop`."""
         for num_layers in self.job.report_layers:
             yield LayersWritten(
-                request_id=self.request_id, num_layers=num_layers, num_computed=stop, block_table=self.block_table
+                request_id=self.request_id, num_layers=num_layers, num_computed=stop, block_tables=self.block_tables
             )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 from pdserve.base.errors import InvalidTransition
-from pdserve.base.ids import BlockId, RequestId, RouterId
+from pdserve.base.ids import BlockTables, RequestId, RouterId
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.pace import Pace
@@ -60,9 +60,9 @@ class PrefillScheduler:
         self._must_rescan_waiting = True
         return True
 
-    def block_table(self, request_id: RequestId) -> tuple[BlockId, ...]:
+    def block_tables(self, request_id: RequestId) -> BlockTables:
         """Blocks of the prompt, in order; empty while it waits. Raises `InvalidTransition` for an unknown one."""
-        return tuple(BlockId(block) for block in self._expect(request_id).sequence.block_table)
+        return self._blocks.prompt_blocks(self._expect(request_id).sequence)
 
     def num_computed(self, request_id: RequestId) -> int:
         """Prompt tokens whose KV is stored, cached ones included. Raises `InvalidTransition` for an unknown request."""
@@ -138,7 +138,7 @@ class PrefillScheduler:
             free_blocks=self._pool.num_free,
             total_blocks=self._pool.num_blocks,
             reserved_blocks=0,
-            waiting_blocks=sum(self._pool.blocks_for(prompt.num_missing) for prompt in waiting),
+            waiting_blocks=sum(self._pool.blocks_of_all_groups_for(prompt.num_missing) for prompt in waiting),
             num_preemptions=0,
             prefix_query_tokens=self._blocks.num_query_tokens,
             prefix_hit_tokens=self._blocks.num_hit_tokens,
@@ -148,7 +148,7 @@ class PrefillScheduler:
         """Assert that the pool is sound and that its references are exactly those of the prompts here."""
         for prompt in self._prompts.in_phase(PrefillPhase.WAITING):
             assert not prompt.sequence.block_table, f"{prompt.request_id} waits for blocks and holds some"
-        self._pool.check_integrity([BlockId(block) for block in each.sequence.block_table] for each in self._prompts)
+        self._pool.check_integrity(each.sequence.held_blocks() for each in self._prompts)
 
     def _expect(self, request_id: RequestId) -> ScheduledPrompt:
         if (prompt := self._prompts.find(request_id)) is None:
@@ -173,8 +173,8 @@ class PrefillScheduler:
         size = min(budget, sequence.num_pending)
         if size <= 0:
             return 0
-        if not prompt.block_table:
-            prompt.block_table = self._blocks.prompt_blocks(sequence)
+        if not prompt.block_tables:
+            prompt.block_tables = self._blocks.prompt_blocks(sequence)
             self._events.started.append(prompt.started())
         is_last = size == sequence.num_pending
         chunks.append(

@@ -79,7 +79,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
                 request_id=each.request_id,
                 started_at=started_at,
                 num_cached=each.num_cached,
-                block_table=each.block_table,
+                block_tables=each.block_tables,
             )
             for each in events.started
         )

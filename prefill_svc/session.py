@@ -12,7 +12,7 @@ from typing import TypeVar
 from kvtransfer.handover.outgoing import SendStats
 from kvtransfer.handover.sender import Sender
 from kvtransfer.handover.ticket import Commit, Ticket, commit_to_proto
-from pdserve.base.ids import BlockId, RequestId
+from pdserve.base.ids import BlockTables, RequestId
 from pdserve.base.rpc import ChannelPool, mapped_rpc_errors
 from pdserve.base.sampling import ChoiceTokens
 from pdserve.base.seals import Purpose, receiver_name
@@ -47,7 +47,7 @@ class PromptStarted:
     #: Start of that step on the event loop's clock, in seconds.
     started_at: float
     num_cached: int
-    block_table: tuple[BlockId, ...]
+    block_tables: BlockTables
 
 
 PromptEvent = PromptStarted | LayersWritten | PrefillProgress | RequestTokens
@@ -58,7 +58,7 @@ class _State:
     """What is known of the prompt so far."""
 
     times: PromptTimes
-    block_table: tuple[BlockId, ...] = ()
+    block_tables: BlockTables = ()
     num_cached: int = 0
     num_computed: int = 0
     num_chunks: int = 0
@@ -139,19 +139,19 @@ class PrefillSession:
             match await self._inbox.next(timeout_s=KEEP_ALIVE_S):
                 case PromptStarted() as started:
                     state.times.started = started.started_at
-                    state.block_table = started.block_table
+                    state.block_tables = started.block_tables
                     state.num_cached = state.num_computed = started.num_cached
                     await self._report_progress(pusher)
                 # Not reported: there can be many in a step, whose end is.
-                case LayersWritten(block_table=table, num_computed=num_tokens) as written:
+                case LayersWritten(block_tables=tables, num_computed=num_tokens) as written:
                     if pusher is not None:
-                        pusher.stored(table, num_tokens, num_layers=written.num_layers, after=written.ready_event)
+                        pusher.stored(tables[0], num_tokens, num_layers=written.num_layers, after=written.ready_event)
                 case PrefillProgress(num_computed=num_tokens):
                     state.num_computed = num_tokens
                     state.num_chunks += 1
                     state.times.add_chunk(_now(), num_tokens)
                     if pusher is not None:
-                        pusher.stored(state.block_table, num_tokens)
+                        pusher.stored(state.block_tables[0], num_tokens)
                     await self._report_progress(pusher)
                 case RequestTokens(choices=choices):
                     state.times.computed = _now()
@@ -231,7 +231,7 @@ class PrefillSession:
     async def _send_progress(self) -> None:
         state = self._state
         message = pb.PrefillProgress(
-            queued=not state.block_table,
+            queued=not state.block_tables,
             computed_tokens=state.num_computed,
             cached_tokens=state.num_cached,
             computing_s=_now() - state.times.started if state.times.started else 0.0,

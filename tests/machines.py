@@ -68,6 +68,8 @@ def rows() -> list[Row]:
             suites=(
                 "tests/property/model",
                 "tests/property/engine",
+                "tests/property/decode_svc",
+                "tests/property/prefill_svc",
                 "tests/unit/kernels",
                 "tests/unit/benchmarks/test_gpu.py",
                 "tests/golden/test_default_model.py",

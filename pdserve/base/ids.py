@@ -17,6 +17,8 @@ Epoch = NewType("Epoch", int)
 TransferId = NewType("TransferId", bytes)
 #: Index of a block in one worker's pool.
 BlockId = NewType("BlockId", int)
+#: Block table of a prompt in each KV group of the layout. Blocks that no later token reads may hold something else.
+BlockTables = tuple[tuple[BlockId, ...], ...]
 #: 16 bytes that identify a block's tokens and all tokens before them.
 BlockHash = NewType("BlockHash", bytes)
 #: A sequence within one worker: request id, "/", choice index.

@@ -26,6 +26,11 @@ class KvGroupKind(StrEnum):
     WINDOW = "window"
 
 
+def first_block_read(window: int | None, position: int, block_size: int) -> int:
+    """Index of the first block that tokens from `position` on attend to, each to `window` tokens or (None) to all."""
+    return 0 if window is None else max(0, position - window + 1) // block_size
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvGroup:
     """Layers whose KV is kept alike. A block of theirs is `[num_layers, 2, num_kv_heads, block_size, head_dim]`."""
@@ -99,6 +104,11 @@ class KvLayout:
     def num_layers(self) -> int:
         """Layers of all groups."""
         return sum(len(group.layers) for group in self.groups)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each group."""
+        return tuple(group.window for group in self.groups)
 
     @property
     def is_uniform(self) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Sequence as Items
 
-from pdserve.base.ids import BlockId
+from pdserve.base.ids import BlockHash, BlockId, BlockTables
+from pdserve.base.layout import first_block_read
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.sequence import Sequence
 
@@ -15,10 +16,14 @@ class BlockManager:
 
     Blocks are appended to a table in place; any other change makes a new array. In vLLM, `admit` and `extend` are
     `allocate_slots` (formerly `append_slots` for running sequences), and `advance` is `cache_full_blocks`.
+
+    The tables of all KV groups have the same length. Blocks behind a window are released when the tokens in front of
+    them are computed, not before: until then the sequence could have to compute them.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
+        self._has_windows = any(window is not None for window in pool.windows)
         #: Tokens looked up in the prefix cache, and found there, since the start.
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
@@ -26,53 +31,58 @@ class BlockManager:
     def admit(self, sequence: Sequence, num_slots: int, *, headroom: int = 0, recompute_last: bool = True) -> bool:
         """Give a sequence without blocks slots for `num_slots` tokens, reusing blocks of the prefix cache.
 
-        `headroom` blocks must stay free. With `recompute_last` at least the last token is left to compute, because
-        its logits are needed. Afterwards `sequence.num_computed` is the number of reused tokens.
+        In each KV group, `headroom` blocks must stay free. With `recompute_last` at least the last token is left to
+        compute, because its logits are needed. Afterwards `sequence.num_computed` is the number of reused tokens.
         """
         assert not sequence.block_table, f"{sequence.id} already holds blocks"
         pool = self.pool
-        hashes = sequence.hash_full_blocks(pool.block_size)
-        num_reusable = sequence.num_tokens - 1 if recompute_last else sequence.num_tokens
-        matched = pool.match_prefix(hashes[: num_reusable // pool.block_size])
-        num_fresh = pool.blocks_for(num_slots) - len(matched)
-        fresh = pool.allocate(num_fresh) if num_fresh + headroom <= pool.num_free else None
+        hashes = self._reusable(sequence, recompute_last)
+        num_matched = self._count_matched(sequence, hashes)
+        heads = self._heads(sequence, num_matched)
+        matched = [pool.match_prefix(hashes[head:num_matched], group) for group, head in enumerate(heads)]
+        num_fresh = pool.blocks_for(num_slots) - num_matched
+        fresh = None
+        if (num_fresh + headroom) * pool.num_groups <= pool.num_free:
+            fresh = pool.allocate(num_fresh * pool.num_groups)
         if fresh is None:
-            pool.release(reversed(matched))
+            for blocks in matched:
+                pool.release(reversed(blocks))
             return False
-        sequence.block_table.extend(matched)
-        sequence.block_table.extend(fresh)
-        sequence.num_registered = len(matched)
-        sequence.num_computed = len(matched) * pool.block_size
+        tables = [
+            array("q", (*[0] * head, *blocks, *fresh[group :: pool.num_groups]))
+            for group, (head, blocks) in enumerate(zip(heads, matched, strict=True))
+        ]
+        _set_tables(sequence, tables)
+        sequence.num_dropped = tuple(heads) if self._has_windows else ()
+        sequence.num_registered = num_matched
+        sequence.num_computed = num_matched * pool.block_size
         sequence.num_slots = len(sequence.block_table) * pool.block_size
         if not sequence.num_output:  # Else it was preempted, and finds its own blocks.
             self.num_query_tokens += sequence.num_tokens
             self.num_hit_tokens += sequence.num_computed
         return True
 
-    def count_cached(self, sequence: Sequence) -> int:
+    def count_cached(self, sequence: Sequence, *, recompute_last: bool = True) -> int:
         """Tokens of a sequence without blocks that `admit` would find in the prefix cache; takes no references."""
-        block_size = self.pool.block_size
-        hashes = sequence.hash_full_blocks(block_size)
-        return self.pool.count_prefix(hashes[: (sequence.num_tokens - 1) // block_size]) * block_size
+        return self._count_matched(sequence, self._reusable(sequence, recompute_last)) * self.pool.block_size
 
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
         """Make slots `[num_computed, num_tokens)` exist, in blocks that only this sequence writes to."""
         if num_tokens <= sequence.num_slots:
             return True
-        pool, table = self.pool, sequence.block_table
+        pool, tables = self.pool, sequence.tables
         # Only the first block to be written can be shared: forks share a prompt, and all later blocks are their own.
-        first = sequence.num_computed // pool.block_size
-        needs_copy = first < len(table) and pool.ref_count(BlockId(table[first])) > 1
-        num_fresh = max(0, pool.blocks_for(num_tokens) - len(table))
-        num_needed = num_fresh + 1 if needs_copy else num_fresh
-        if num_needed > pool.num_free:
+        first, length = sequence.num_computed // pool.block_size, len(sequence.block_table)
+        shared = [first < length and pool.ref_count(BlockId(table[first])) > 1 for table in tables]
+        num_fresh = max(0, pool.blocks_for(num_tokens) - length)
+        if num_fresh * len(tables) + sum(shared) > pool.num_free:
             return False
-        if needs_copy:
-            own = pool.copy_on_write(BlockId(table[first]))
-            assert own is not None, "a free block was counted above"
-            table = sequence.block_table = array("q", (*table[:first], own, *table[first + 1 :]))
-        table.extend(pool.allocate(num_fresh) or ())
-        sequence.num_slots = len(table) * pool.block_size
+        if any(shared):
+            owned = [self._own(t, first) if is_shared else t for t, is_shared in zip(tables, shared, strict=True)]
+            tables = _set_tables(sequence, owned)
+        for table in tables:
+            table.extend(pool.allocate(num_fresh) or ())
+        sequence.num_slots = len(sequence.block_table) * pool.block_size
         return True
 
     def advance(self, sequence: Sequence, num_computed: int) -> None:
@@ -82,16 +92,32 @@ class BlockManager:
         if num_full <= sequence.num_registered:
             return
         hashes = sequence.hash_full_blocks(self.pool.block_size)
-        for index in range(sequence.num_registered, num_full):
-            self.pool.register(BlockId(sequence.block_table[index]), hashes[index])
+        for group, table in enumerate(sequence.tables):
+            for index in range(max(sequence.num_registered, sequence.dropped(group)), num_full):
+                self.pool.register(BlockId(table[index]), hashes[index], group)
         sequence.num_registered = num_full
+        self._drop_unread(sequence)
+
+    def receive_prompt(self, sequence: Sequence) -> None:
+        """Record that another worker has computed the prompt. Blocks that no later token reads were not sent."""
+        sequence.num_computed = sequence.num_prompt
+        self._drop_unread(sequence)
+        self.advance(sequence, sequence.num_prompt)
+
+    def first_missing(self, num_prompt: int, num_cached: int) -> tuple[int, ...]:
+        """Index of the first block of each KV group that `receive_prompt` needs to have been received.
+
+        Of `num_prompt` tokens, `num_cached` were found in the prefix cache.
+        """
+        size = self.pool.block_size
+        read = (first_block_read(window, num_prompt, size) for window in self.pool.windows)
+        return tuple(max(num_cached // size, first) for first in read)
 
     def fork(self, prompt_sequence: Sequence, choice_index: int) -> Sequence:
         """Another choice that shares the prompt's blocks; a partial last block is copied when either writes to it."""
         num_blocks = self.pool.blocks_for(prompt_sequence.num_prompt)
-        self.pool.share(BlockId(block) for block in prompt_sequence.block_table[:num_blocks])
         prompt_sequence.num_slots = prompt_sequence.num_computed
-        return Sequence(
+        choice = Sequence(
             request_id=prompt_sequence.request_id,
             choice_index=choice_index,
             params=prompt_sequence.params,
@@ -100,12 +126,16 @@ class BlockManager:
             num_prompt=prompt_sequence.num_prompt,
             hashes=prompt_sequence.hashes[: prompt_sequence.num_prompt // self.pool.block_size],
             block_table=prompt_sequence.block_table[:num_blocks],
+            other_tables=tuple(table[:num_blocks] for table in prompt_sequence.other_tables),
+            num_dropped=prompt_sequence.num_dropped,
             num_computed=prompt_sequence.num_prompt,
             num_slots=prompt_sequence.num_prompt,
             num_registered=prompt_sequence.num_prompt // self.pool.block_size,
             admission_order=prompt_sequence.admission_order,
             is_alone=prompt_sequence.is_alone,
         )
+        self.pool.share(choice.held_blocks())
+        return choice
 
     def recompute_last_token(self, sequence: Sequence) -> None:
         """Prepare a sequence whose whole prompt was found in the cache to compute its last token after all.
@@ -115,26 +145,83 @@ class BlockManager:
         last = sequence.num_computed // self.pool.block_size - 1
         assert sequence.num_pending == 0, f"{sequence.id} has tokens to compute"
         assert len(sequence.block_table) == last + 2, f"{sequence.id} holds no spare block"
-        table = sequence.block_table
-        self.pool.release((BlockId(table[last]),))
-        sequence.block_table = array("q", (*table[:last], *table[last + 1 :]))
+        has_window = all(sequence.dropped(group) <= head for group, head in enumerate(self._heads(sequence, last)))
+        assert has_window, f"{sequence.id} lacks blocks that its last token reads"
+        self.pool.release(BlockId(table[last]) for table in sequence.tables)
+        _set_tables(sequence, [array("q", (*table[:last], *table[last + 1 :])) for table in sequence.tables])
         sequence.num_slots = len(sequence.block_table) * self.pool.block_size
         sequence.num_computed = last * self.pool.block_size
         sequence.num_registered = last
 
-    def prompt_blocks(self, sequence: Sequence) -> tuple[BlockId, ...]:
-        """The blocks of the prompt, in order."""
+    def prompt_blocks(self, sequence: Sequence) -> BlockTables:
+        """The blocks of the prompt, in order, of each KV group."""
         num_blocks = self.pool.blocks_for(sequence.num_prompt)
-        return tuple(BlockId(block) for block in sequence.block_table[:num_blocks])
+        return tuple(tuple(BlockId(block) for block in table[:num_blocks]) for table in sequence.tables)
 
     def free(self, sequence: Sequence) -> None:
         """Release all blocks. The tokens stay, so the sequence can be admitted again and recompute them."""
-        self.pool.release(_back_to_front(sequence.block_table))
+        self.pool.release(sequence.held_blocks())
         sequence.block_table = array("q")
+        sequence.other_tables = ()
+        sequence.num_dropped = ()
         sequence.num_slots = 0
         sequence.num_computed = 0
         sequence.num_registered = 0
 
+    def _reusable(self, sequence: Sequence, recompute_last: bool) -> Items[BlockHash]:
+        """Hashes of the full blocks that need not be computed again."""
+        num_tokens = sequence.num_tokens - 1 if recompute_last else sequence.num_tokens
+        return sequence.hash_full_blocks(self.pool.block_size)[: num_tokens // self.pool.block_size]
 
-def _back_to_front(table: array[int]) -> Iterator[BlockId]:
-    return (BlockId(block) for block in reversed(table))
+    def _count_matched(self, sequence: Sequence, hashes: Items[BlockHash]) -> int:
+        """Length of the longest prefix of `hashes` whose blocks are cached, apart from those behind the windows."""
+        pool, num_matched = self.pool, len(hashes)
+        for group, window in enumerate(pool.windows):
+            if window is None:
+                num_matched = pool.count_prefix(hashes[:num_matched], group)
+        while self._has_windows and (missing := self._last_missing(sequence, hashes[:num_matched])) is not None:
+            num_matched = missing
+        return num_matched
+
+    def _last_missing(self, sequence: Sequence, hashes: Items[BlockHash]) -> int | None:
+        """Index of a block within a window that is not cached, the last one of its KV group; None: all are cached."""
+        for group, head in enumerate(self._heads(sequence, len(hashes))):
+            if self.pool.windows[group] is None:
+                continue
+            for index in reversed(range(head, len(hashes))):
+                if not self.pool.count_prefix(hashes[index : index + 1], group):
+                    return index
+        return None
+
+    def _heads(self, sequence: Sequence, num_matched: int) -> list[int]:
+        """Index of the first block of each KV group that is read when `num_matched` blocks are reused.
+
+        The last token may still be computed again, although its block is reused (`recompute_last_token`).
+        """
+        size = self.pool.block_size
+        start = min(num_matched, (sequence.num_tokens - 1) // size) * size
+        return [first_block_read(window, start, size) for window in self.pool.windows]
+
+    def _own(self, table: array[int], index: int) -> array[int]:
+        """The table with a block that only its sequence writes to. There must be a free block."""
+        own = self.pool.copy_on_write(BlockId(table[index]))
+        assert own is not None, "a free block was counted"
+        return array("q", (*table[:index], own, *table[index + 1 :]))
+
+    def _drop_unread(self, sequence: Sequence) -> None:
+        """Release the blocks that no token behind the computed ones reads."""
+        if not self._has_windows:
+            return
+        dropped = []
+        for group, (window, table) in enumerate(zip(self.pool.windows, sequence.tables, strict=True)):
+            head = sequence.dropped(group)
+            stop = max(head, first_block_read(window, sequence.num_computed, self.pool.block_size))
+            self.pool.release(BlockId(block) for block in reversed(table[head:stop]))
+            dropped.append(stop)
+        sequence.num_dropped = tuple(dropped)
+
+
+def _set_tables(sequence: Sequence, tables: Items[array[int]]) -> tuple[array[int], ...]:
+    sequence.block_table, *others = tables
+    sequence.other_tables = tuple(others)
+    return sequence.tables

@@ -1,4 +1,4 @@
-"""Allocation of KV blocks: reference counts, the hash -> block map of reusable prefixes, eviction of the oldest.
+"""Allocation of KV blocks: reference counts, the hash -> block maps of reusable prefixes, eviction of the oldest.
 
 Pure bookkeeping on block ids; the bytes are in `kv_cache.KvCache`. Running out of blocks is a value (`None`), misuse
 is an assertion. A free block is uncached (it never had reusable content, or lost it) or cached:
@@ -8,12 +8,16 @@ is an assertion. A free block is uncached (it never had reusable content, or los
                   release, has a hash    | match_prefix
                                v         |
                              cached (ref_count 0, can be matched)  --allocate, no uncached left-->  held, hash forgotten
+
+A block holds tokens of one KV group of the layout. All groups take their blocks here, and each has a hash map of its
+own: the same tokens have the same hash in every group.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -22,7 +26,7 @@ from pdserve.base.ids import BlockHash, BlockId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheEvents:
-    """Net change of the set of matchable hashes since the last drain."""
+    """Net change of the set of the first KV group's matchable hashes since the last drain."""
 
     added: tuple[BlockHash, ...] = ()
     removed: tuple[BlockHash, ...] = ()
@@ -31,14 +35,18 @@ class CacheEvents:
 class BlockPool:
     """Allocates block ids `0 .. num_blocks-1`. Not thread-safe: used on the step thread only."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, windows: Items[int | None] = (None,)) -> None:
+        """`windows`: of each KV group, as in `KvLayout`."""
         assert num_blocks > 0, f"a pool needs at least one block, got {num_blocks}"
         assert block_size > 0, f"a block holds at least one token, got {block_size}"
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.windows = tuple(windows)
         self._refs = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
-        self._by_hash: dict[BlockHash, BlockId] = {}
+        #: KV group of each block that has a hash.
+        self._group_of = [0] * num_blocks
+        self._by_hash: list[dict[BlockHash, BlockId]] = [{} for _ in self.windows]
         #: Free, without reusable content. A stack: the block released last is the likeliest to be in the CPU's cache.
         self._uncached = [BlockId(block) for block in reversed(range(num_blocks))]
         #: Free but still matchable, the least recently used first.
@@ -56,9 +64,18 @@ class BlockPool:
         """Number of block tables that hold the block."""
         return self._refs[block]
 
+    @property
+    def num_groups(self) -> int:
+        """KV groups, each of which has a table of blocks per sequence."""
+        return len(self.windows)
+
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Blocks that hold `num_tokens` tokens of one KV group: the length of a table."""
         return -(-num_tokens // self.block_size)
+
+    def blocks_of_all_groups_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens in every KV group."""
+        return self.blocks_for(num_tokens) * len(self.windows)
 
     def allocate(self, count: int) -> list[BlockId] | None:
         """`count` blocks with one reference each and undefined content; None, and no change, when too few are free.
@@ -87,15 +104,16 @@ class BlockPool:
             else:
                 self._cached[block] = None
 
-    def count_prefix(self, hashes: Iterable[BlockHash]) -> int:
+    def count_prefix(self, hashes: Iterable[BlockHash], group: int = 0) -> int:
         """Number of blocks that `match_prefix` would find; takes no references."""
-        return sum(1 for _ in takewhile(self._by_hash.__contains__, hashes))
+        return sum(1 for _ in takewhile(self._by_hash[group].__contains__, hashes))
 
-    def match_prefix(self, hashes: Iterable[BlockHash]) -> list[BlockId]:
-        """The blocks of the longest cached prefix of `hashes`, with a reference taken on each."""
+    def match_prefix(self, hashes: Iterable[BlockHash], group: int = 0) -> list[BlockId]:
+        """A KV group's blocks of the longest cached prefix of `hashes`, with a reference taken on each."""
         matched: list[BlockId] = []
+        by_hash = self._by_hash[group]
         for block_hash in hashes:
-            block = self._by_hash.get(block_hash)
+            block = by_hash.get(block_hash)
             if block is None:
                 break
             self._cached.pop(block, None)
@@ -103,20 +121,22 @@ class BlockPool:
             matched.append(block)
         return matched
 
-    def register(self, block: BlockId, block_hash: BlockHash) -> bool:
-        """Make a full, computed (or verified) block matchable. From now on its content must not change.
+    def register(self, block: BlockId, block_hash: BlockHash, group: int = 0) -> bool:
+        """Make a full, computed (or verified) block of a KV group matchable. From now on its content must not change.
 
         False when another block is already registered under this hash. That one stays canonical; this one, equal in
         content, stays private to its holders and becomes uncached when they release it.
         """
         assert self._refs[block] > 0, f"block {block} is free: only its holder can register it"
         known = self._hash_of[block]
-        assert known is None or known == block_hash, f"block {block} is already registered under another hash"
-        if self._by_hash.setdefault(block_hash, block) != block:
+        is_same = known == block_hash and self._group_of[block] == group
+        assert known is None or is_same, f"block {block} is already registered under another hash or KV group"
+        if self._by_hash[group].setdefault(block_hash, block) != block:
             return False
         if known is None:
             self._hash_of[block] = block_hash
-            if self._removed.pop(block_hash, self) is self:
+            self._group_of[block] = group
+            if group == 0 and self._removed.pop(block_hash, self) is self:
                 self._added[block_hash] = None
         return True
 
@@ -143,14 +163,14 @@ class BlockPool:
         return copies
 
     def drain_events(self) -> CacheEvents:
-        """Hashes that became, or ceased to be, matchable since the last call."""
+        """The first KV group's hashes that became, or ceased to be, matchable since the last call."""
         events = CacheEvents(added=tuple(self._added), removed=tuple(self._removed))
         self._added.clear()
         self._removed.clear()
         return events
 
     def check_integrity(self, tables: Iterable[Iterable[BlockId]] | None = None) -> None:
-        """Assert that every block is uncached, cached or held, exactly once, and that the two hash maps agree.
+        """Assert that every block is uncached, cached or held, exactly once, and that the hash maps agree.
 
         With `tables`, which must be all block tables, every reference count must also equal the number of holders.
         """
@@ -159,8 +179,9 @@ class BlockPool:
         states = Counter((*self._uncached, *self._cached, *held))
         assert len(states) == self.num_blocks, "a block is neither uncached, cached nor held"
         assert max(states.values()) == 1, "a block is in two states at once"
-        mirrored = {block: block_hash for block, block_hash in enumerate(self._hash_of) if block_hash is not None}
-        assert mirrored == {block: block_hash for block_hash, block in self._by_hash.items()}, "hash maps disagree"
+        hashed = {(self._group_of[b], h, b) for b, h in enumerate(self._hash_of) if h is not None}
+        listed = {(group, *item) for group, by_hash in enumerate(self._by_hash) for item in by_hash.items()}
+        assert hashed == listed, "hash maps disagree"
         assert all(self._hash_of[block] is None for block in self._uncached), "an uncached block has a hash"
         assert all(self._hash_of[block] is not None for block in self._cached), "a cached block has no hash"
         if tables is not None:
@@ -181,6 +202,7 @@ class BlockPool:
         block_hash = self._hash_of[block]
         assert block_hash is not None, f"cached block {block} has no hash"
         self._hash_of[block] = None
-        del self._by_hash[block_hash]
-        if self._added.pop(block_hash, self) is self:
+        group = self._group_of[block]
+        del self._by_hash[group][block_hash]
+        if group == 0 and self._added.pop(block_hash, self) is self:
             self._removed[block_hash] = None

@@ -43,7 +43,7 @@ class PromptJob:
         """
         limits.check(self.prompt_token_ids, self.params)
         num_tokens = len(self.prompt_token_ids)
-        needed = pool.blocks_for(num_tokens + num_output_tokens)
+        needed = pool.blocks_of_all_groups_for(num_tokens + num_output_tokens)
         if needed > pool.num_blocks:
             output = f" and {num_output_tokens} of output" if num_output_tokens else ""
             raise NoFreeBlocks(

@@ -85,7 +85,8 @@ class RunningSet:
     @property
     def num_waiting_blocks(self) -> int:
         """Blocks that the preempted sequences had; some may still be found in the prefix cache."""
-        return sum(self._blocks.pool.blocks_for(sequence.num_tokens) for sequence in self._preempted)
+        pool = self._blocks.pool
+        return sum(pool.blocks_of_all_groups_for(sequence.num_tokens) for sequence in self._preempted)
 
     @property
     def num_pending_tokens(self) -> int:
@@ -113,7 +114,7 @@ class RunningSet:
         self._num_alone -= sequence.is_alone
 
     def resume(self) -> None:
-        """Resume preempted sequences, the oldest first, while that leaves a free block for each active one."""
+        """Resume preempted sequences, the oldest first, while that leaves each active one its next blocks."""
         while self._preempted and len(self._active) < self._limits.max_num_seqs:
             sequence = self._preempted[0]
             if not self._blocks.admit(sequence, sequence.num_tokens, headroom=len(self._active)):
@@ -160,11 +161,11 @@ class RunningSet:
         if self._num_alone:
             return False
         full = [sequence for sequence in decoding if sequence.num_slots <= len(sequence.tokens)]
-        if len(full) > self._blocks.pool.num_free:
+        if len(full) * self._blocks.pool.num_groups > self._blocks.pool.num_free:
             return False
         for sequence in full:
             is_extended = self._blocks.extend(sequence, len(sequence.tokens) + 1)
-            assert is_extended, "a free block was counted above"
+            assert is_extended, "free blocks were counted above"
         return True
 
     def check_integrity(self) -> None:

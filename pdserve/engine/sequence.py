@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import RequestError
-from pdserve.base.ids import BlockHash, RequestId, SequenceId, sequence_id
+from pdserve.base.ids import BlockHash, BlockId, RequestId, SequenceId, sequence_id
 from pdserve.base.sampling import (
     ChoiceTokens,
     FinishReason,
@@ -98,7 +99,7 @@ class Sequence:
 
     Tokens and block table are arrays of machine integers, because batch building copies whole memory ranges of them.
     Both only grow. Any other change of the block table makes a new array (`BlockManager`), so that a mirror of the
-    table can detect it.
+    table can detect it. Blocks behind a window are released, but their entries stay in the table: nothing reads them.
     """
 
     request_id: RequestId
@@ -110,12 +111,17 @@ class Sequence:
     num_prompt: int
     #: Hashes of the first full blocks of `tokens`; the others have not been needed yet.
     hashes: list[BlockHash] = field(default_factory=list)
+    #: Table of the layout's first KV group.
     block_table: array[int] = field(default_factory=lambda: array("q"))
+    #: Tables of the other KV groups, each as long as `block_table`; empty while the sequence holds no blocks.
+    other_tables: tuple[array[int], ...] = ()
+    #: Entries at the head of each KV group's table whose blocks are not held; empty: all blocks are held.
+    num_dropped: tuple[int, ...] = ()
     #: Slots `[num_computed, num_slots)` exist, and only this sequence writes to them.
     num_slots: int = 0
     #: Tokens whose KV is stored in the block table.
     num_computed: int = 0
-    #: Blocks of the table that were registered with the pool for reuse.
+    #: Blocks of each table that were registered with the pool for reuse, if they were held.
     num_registered: int = 0
     #: Position in the order of admission; the oldest has the smallest.
     admission_order: int = 0
@@ -164,6 +170,26 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens whose KV is still to be computed; 1 for a decoding sequence."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def tables(self) -> tuple[array[int], ...]:
+        """The block table of each KV group."""
+        return (self.block_table, *self.other_tables)
+
+    def dropped(self, group: int) -> int:
+        """Entries at the head of a KV group's table whose blocks are not held."""
+        return self.num_dropped[group] if self.num_dropped else 0
+
+    def held_blocks(self) -> Iterator[BlockId]:
+        """All blocks that the sequence holds, from the last token's to the first's."""
+        if not self.other_tables and not self.num_dropped:
+            yield from map(BlockId, reversed(self.block_table))
+            return
+        tables = [(table, self.dropped(group)) for group, table in enumerate(self.tables)]
+        for index in reversed(range(len(self.block_table))):
+            for table, num_dropped in tables:
+                if index >= num_dropped:
+                    yield BlockId(table[index])
 
     def hash_full_blocks(self, block_size: int) -> list[BlockHash]:
         """Hashes of all full blocks of `tokens`; computes only those that are not known yet."""

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from pdserve.base.device_event import DeviceEvent
 from pdserve.base.errors import PdserveError
-from pdserve.base.ids import BlockId, RequestId, RouterId
+from pdserve.base.ids import BlockId, BlockTables, RequestId, RouterId
 from pdserve.base.sampling import ChoiceTokens
 from pdserve.engine.block_pool import CacheEvents
 from pdserve.engine.pace import Pace
@@ -37,7 +37,7 @@ class LayersWritten:
     num_layers: int
     num_computed: int
     #: All blocks of the prompt, in order.
-    block_table: tuple[BlockId, ...]
+    block_tables: BlockTables
     #: Happens when the KV is stored; None: it is stored already.
     ready_event: DeviceEvent | None = None
 
@@ -90,12 +90,14 @@ class StepPlan:
 # Events for the service.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """The request holds its blocks. Blocks `[num_cached_blocks, len(block_table))` of the prompt are to be received."""
+    """The request holds its blocks. In each KV group those from `first_missing` on are to be received."""
 
     request_id: RequestId
     #: All blocks of the prompt, in order.
-    block_table: tuple[BlockId, ...]
+    block_tables: BlockTables
     num_cached_blocks: int
+    #: Index of a block in each table.
+    first_missing: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +110,7 @@ class RequestStarted:
     #: Prompt tokens found in the prefix cache.
     num_cached: int
     #: All blocks of the prompt, in order.
-    block_table: tuple[BlockId, ...]
+    block_tables: BlockTables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

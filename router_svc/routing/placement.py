@@ -94,7 +94,8 @@ class _Cost:
 def _decode_cost(worker: WorkerRecord, demand: Demand, in_flight: InFlight) -> _Cost:
     sequences = num_sequences(worker, in_flight)
     blocks = demand.prompt_tokens // worker.layout.block_size + 1 - demand.overlap.get(worker.worker_id, 0)
-    is_full = sequences + demand.sequences > worker.max_num_seqs or blocks > worker.load.free_blocks
+    num_blocks = blocks * len(worker.layout.groups)
+    is_full = sequences + demand.sequences > worker.max_num_seqs or num_blocks > worker.load.free_blocks
     tokens = uncached_tokens(worker, demand) + queued_tokens(worker, in_flight) + SEQUENCE_TOKENS * sequences
     return _Cost(is_full, tokens, worker.worker_id)
 

@@ -59,20 +59,20 @@ def plan_kv(layout: KvLayout, request: KvRequest, *, weight_bytes: int) -> KvBud
 
 def kv_budget(layout: KvLayout, request: KvRequest, *, size: int) -> KvBudget:
     """The capacity of a KV cache of `size` bytes. Raises `SetupError` with the numbers, as `plan_kv` does."""
-    num_blocks = size // layout.block_bytes
-    if num_blocks < 1:
+    num_blocks, num_groups = size // layout.block_bytes, len(layout.groups)
+    if num_blocks < num_groups:
         raise SetupError(
             f"The KV cache of {show_bytes(size)} cannot hold one block of {layout.block_size} tokens "
-            f"({show_bytes(layout.block_bytes)}). Raise --kv-cache-memory or lower --block-size."
+            f"({show_bytes(num_groups * layout.block_bytes)}). Raise --kv-cache-memory or lower --block-size."
         )
     requested, limit = request.max_model_len, request.model_limit
     if requested is not None and requested > limit:
         raise SetupError(
             f"--max-model-len {requested} exceeds the model's own limit of {limit} tokens. Lower it, or leave it out."
         )
-    capacity = num_blocks * layout.block_size
+    capacity = num_blocks // num_groups * layout.block_size
     if requested is not None and requested > capacity:
-        needed = -(-requested // layout.block_size) * layout.block_bytes
+        needed = -(-requested // layout.block_size) * num_groups * layout.block_bytes
         raise SetupError(
             f"--max-model-len {requested} needs a KV cache of {show_bytes(needed)}, but this one has "
             f"{show_bytes(size)}, which holds {capacity} tokens. Raise --kv-cache-memory or lower --max-model-len."

@@ -102,7 +102,7 @@ def _loaded(
         decoder=shard.decoder,
         kernels=shard.decoder.kernels,
         kv_cache=shard.kv_cache,
-        pool=BlockPool(shard.kv_cache.num_blocks, shard.layout.block_size),
+        pool=BlockPool(shard.kv_cache.num_blocks, shard.layout.block_size, shard.layout.windows),
         runner=runner,
         core_leases=leases,
         rank_group=rank_group,

@@ -16,8 +16,10 @@ from pdserve.base.sampling import SamplingParams
 from pdserve.engine.pace import Pace
 from pdserve.engine.sequence import SequenceLimits
 from pdserve.engine.step import Grant, StepEvents
-from tests.unit.engine.fakes import BLOCK_SIZE, EOS, KEY, VOCAB, expected, limits, write_prompt
-from tests.unit.engine.late import LateWorker, WatchedPool
+from tests.support.depth import IS_FULL
+from tests.unit.engine.fakes import BLOCK_SIZE, EOS, KEY, VOCAB, expected, limits
+from tests.unit.engine.grouped import WINDOWS, GroupedLateWorker, Windows, write_tables
+from tests.unit.engine.late import WatchedPool
 
 NUM_BLOCKS = 7
 CAPACITY = NUM_BLOCKS * BLOCK_SIZE
@@ -43,12 +45,16 @@ prompts = st.builds(
 
 
 class DecodeMachine(RuleBasedStateMachine):
+    #: Windows of the KV groups.
+    windows: Windows = (None,)
+
     def __init__(self) -> None:
         super().__init__()
-        pool = WatchedPool(NUM_BLOCKS, BLOCK_SIZE)
+        self.num_blocks = NUM_BLOCKS * len(self.windows)
+        pool = WatchedPool(self.num_blocks, BLOCK_SIZE, self.windows)
         config = DecodeSchedulerConfig(limits=limits(), max_num_seqs=3, max_num_batched_tokens=7, itl_budget_s=0.01)
         self.scheduler = DecodeScheduler(pool, config)
-        self.worker = LateWorker(pool=pool, scheduler=self.scheduler, check=self.scheduler.check_integrity)
+        self.worker = GroupedLateWorker(pool=pool, scheduler=self.scheduler, check=self.scheduler.check_integrity)
         self.jobs: dict[RequestId, DecodeJob] = {}
         self.granted: dict[RequestId, Grant] = {}
         #: Index of the first token that is reported of each choice: 1 when the client has the first tokens already.
@@ -88,7 +94,7 @@ class DecodeMachine(RuleBasedStateMachine):
     def transfer_arrives(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.granted)))
         grant, job = self.granted.pop(request_id), self.jobs[request_id]
-        write_prompt(self.worker.cache, grant.block_table, grant.num_cached_blocks, job.prompt_token_ids)
+        write_tables(self.worker.cache, grant.block_tables, grant.first_missing, job.prompt_token_ids)
         self.scheduler.activate(request_id, self.first_tokens(request_id))
         self.starts_at[request_id] = 1
 
@@ -238,15 +244,24 @@ class DecodeMachine(RuleBasedStateMachine):
                 self.run_ahead(5)
             for request_id in sorted(self.granted):
                 grant, job = self.granted.pop(request_id), self.jobs[request_id]
-                write_prompt(self.worker.cache, grant.block_table, grant.num_cached_blocks, job.prompt_token_ids)
+                write_tables(self.worker.cache, grant.block_tables, grant.first_missing, job.prompt_token_ids)
                 self.scheduler.activate(request_id, self.first_tokens(request_id))
                 self.starts_at[request_id] = 1
         assert self.open() == []
-        assert self.worker.pool.num_free == NUM_BLOCKS
+        assert self.worker.pool.num_free == self.num_blocks
         load = self.scheduler.load()
         assert (load.num_running, load.num_waiting, load.num_held, load.queued_prompt_tokens) == (0, 0, 0, 0)
         assert (load.reserved_blocks, load.waiting_blocks) == (0, 0)
 
 
+class TwoGroupsMachine(DecodeMachine):
+    """With a KV layout of a full and a windowed group."""
+
+    windows = WINDOWS
+
+
 TestDecodeScheduler = pytest.mark.timeout(300)(DecodeMachine.TestCase)
 TestDecodeScheduler.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
+
+TestTwoGroups = pytest.mark.timeout(300)(TwoGroupsMachine.TestCase)
+TestTwoGroups.settings = settings(max_examples=200 if IS_FULL else 15, stateful_step_count=25, deadline=None)

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.ids import BlockHash, BlockId
 from pdserve.engine.block_pool import BlockPool
+from tests.support.depth import IS_FULL
 
 NUM_BLOCKS = 7
 BLOCK_SIZE = 2
@@ -18,29 +19,36 @@ contents = st.lists(st.integers(0, 1), min_size=0, max_size=NUM_BLOCKS * BLOCK_S
 
 
 class Holder:
-    """A block table, and the hashes that its full blocks should have."""
+    """A block table of a KV group, and the hashes that its full blocks should have."""
 
-    def __init__(self, blocks: list[BlockId], hashes: list[BlockHash], num_registered: int) -> None:
+    def __init__(self, group: int, blocks: list[BlockId], hashes: list[BlockHash], num_registered: int) -> None:
+        self.group = group
         self.blocks = blocks
         self.hashes = hashes
         self.num_registered = num_registered
 
 
 class PoolMachine(RuleBasedStateMachine):
+    #: Windows of the KV groups.
+    windows: tuple[int | None, ...] = (None,)
+
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+        self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE, self.windows)
         self.holders: list[Holder] = []
-        #: Matchable hashes according to the pool's events.
+        #: Matchable hashes of the first group according to the pool's events.
         self.mirror: set[BlockHash] = set()
 
-    @rule(tokens=contents, spare=st.integers(0, 2))
-    def hold(self, tokens: list[int], spare: int) -> None:
+    @rule(data=st.data(), tokens=contents, spare=st.integers(0, 2))
+    def hold(self, data: st.DataObject, tokens: list[int], spare: int) -> None:
+        group = data.draw(st.integers(0, len(self.windows) - 1))
         hashes = hash_blocks(KEY, tokens, BLOCK_SIZE)
         free_before = self.pool.num_free
-        known = self.pool.count_prefix(hashes)
-        matched = self.pool.match_prefix(hashes)
+        known = self.pool.count_prefix(hashes, group)
+        matched = self.pool.match_prefix(hashes, group)
         assert len(matched) == known
+        of_others = {block for holder in self.holders if holder.group != group for block in holder.blocks}
+        assert not of_others.intersection(matched), "a block of another group was matched"
         fresh = self.pool.allocate(self.pool.blocks_for(len(tokens)) - len(matched) + spare)
         if fresh is None:
             self.pool.release(reversed(matched))
@@ -48,18 +56,18 @@ class PoolMachine(RuleBasedStateMachine):
             return
         assert not {*matched} & {*fresh}
         assert all(self.pool.ref_count(block) == 1 for block in fresh)
-        self.holders.append(Holder([*matched, *fresh], hashes, len(matched)))
+        self.holders.append(Holder(group, [*matched, *fresh], hashes, len(matched)))
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def register_next(self, data: st.DataObject) -> None:
         holder = data.draw(st.sampled_from(self.holders))
         if holder.num_registered < len(holder.hashes):
-            index = holder.num_registered
-            is_canonical = self.pool.register(holder.blocks[index], holder.hashes[index])
-            assert self.pool.count_prefix([holder.hashes[index]]) == 1
+            index, group = holder.num_registered, holder.group
+            is_canonical = self.pool.register(holder.blocks[index], holder.hashes[index], group)
+            assert self.pool.count_prefix([holder.hashes[index]], group) == 1
             if is_canonical:
-                (found,) = self.pool.match_prefix([holder.hashes[index]])
+                (found,) = self.pool.match_prefix([holder.hashes[index]], group)
                 assert found == holder.blocks[index]
                 self.pool.release([found])
             holder.num_registered += 1
@@ -69,7 +77,7 @@ class PoolMachine(RuleBasedStateMachine):
     def fork(self, data: st.DataObject) -> None:
         holder = data.draw(st.sampled_from(self.holders))
         self.pool.share(holder.blocks)
-        self.holders.append(Holder(list(holder.blocks), holder.hashes, len(holder.hashes)))
+        self.holders.append(Holder(holder.group, list(holder.blocks), holder.hashes, len(holder.hashes)))
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
@@ -117,5 +125,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_integrity([])
 
 
+class TwoGroupsMachine(PoolMachine):
+    """Two KV groups share the blocks; the same tokens have the same hash in both."""
+
+    windows = (None, 3)
+
+
 TestBlockPool = PoolMachine.TestCase
 TestBlockPool.settings = settings(max_examples=60, stateful_step_count=40)
+
+TestTwoGroups = TwoGroupsMachine.TestCase
+TestTwoGroups.settings = settings(max_examples=400 if IS_FULL else 25, stateful_step_count=40)

@@ -13,7 +13,9 @@ from pdserve.base.sampling import SamplingParams
 from pdserve.engine.block_pool import BlockPool
 from prefill_svc.request import PrefillJob, PrefillSchedulerConfig
 from prefill_svc.scheduler import PrefillScheduler
-from tests.unit.engine.fakes import BLOCK_SIZE, KEY, VOCAB, Worker, expected, limits, read_prompt
+from tests.support.depth import IS_FULL
+from tests.unit.engine.fakes import BLOCK_SIZE, KEY, VOCAB, expected, limits
+from tests.unit.engine.grouped import WINDOWS, GroupedWorker, Windows, require_stored
 
 NUM_BLOCKS = 6
 
@@ -25,11 +27,15 @@ prompts = st.builds(
 
 
 class PrefillMachine(RuleBasedStateMachine):
+    #: Windows of the KV groups.
+    windows: Windows = (None,)
+
     def __init__(self) -> None:
         super().__init__()
-        pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+        self.num_blocks = NUM_BLOCKS * len(self.windows)
+        pool = BlockPool(self.num_blocks, BLOCK_SIZE, self.windows)
         self.scheduler = PrefillScheduler(pool, PrefillSchedulerConfig(limits=limits(), max_num_batched_tokens=5))
-        self.worker = Worker(pool=pool, scheduler=self.scheduler)
+        self.worker = GroupedWorker(pool=pool, scheduler=self.scheduler)
         self.jobs: dict[RequestId, PrefillJob] = {}
         self.computed: set[RequestId] = set()
         self.num_computed: dict[RequestId, int] = {}
@@ -106,10 +112,10 @@ class PrefillMachine(RuleBasedStateMachine):
     @invariant()
     def computed_tokens_can_be_sent(self) -> None:
         for request_id, count in self.num_computed.items():
-            table = self.scheduler.block_table(request_id)
             if count:
                 assert self.scheduler.num_computed(request_id) == count
-                assert read_prompt(self.worker.cache, table, count) == self.jobs[request_id].prompt_token_ids[:count]
+                tables, prompt = self.scheduler.block_tables(request_id), self.jobs[request_id].prompt_token_ids
+                require_stored(self.worker.cache, tables, count, prompt)
 
     def teardown(self) -> None:
         """No prompt starves: if computed prompts are released, all are computed."""
@@ -121,9 +127,18 @@ class PrefillMachine(RuleBasedStateMachine):
             for request_id in sorted(self.computed):
                 self.release(request_id)
         assert self.open() == []
-        assert self.worker.pool.num_free == NUM_BLOCKS
+        assert self.worker.pool.num_free == self.num_blocks
         self.scheduler.check_integrity()
+
+
+class TwoGroupsMachine(PrefillMachine):
+    """With a KV layout of a full and a windowed group."""
+
+    windows = WINDOWS
 
 
 TestPrefillScheduler = pytest.mark.timeout(300)(PrefillMachine.TestCase)
 TestPrefillScheduler.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+
+TestTwoGroups = pytest.mark.timeout(300)(TwoGroupsMachine.TestCase)
+TestTwoGroups.settings = settings(max_examples=200 if IS_FULL else 15, stateful_step_count=25, deadline=None)

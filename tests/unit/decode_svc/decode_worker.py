@@ -42,7 +42,7 @@ class DecodeWorker(Worker):
         """Reserve blocks for a request, write its KV to them, and activate it."""
         self.scheduler.reserve(job)
         grant = self.grant(job.request_id)
-        write_prompt(self.cache, grant.block_table, grant.num_cached_blocks, job.prompt_token_ids)
+        write_prompt(self.cache, grant.block_tables[0], grant.num_cached_blocks, job.prompt_token_ids)
         self.scheduler.activate(job.request_id, first_tokens(job))
         return grant
 

@@ -25,7 +25,7 @@ from pdserve.worker.serve.inboxes import Failed, Inbox
 A = RequestId("a")
 WAIT_S = 10.0
 JOB = DecodeJob(request_id=A, prompt_token_ids=(1,), params=SamplingParams(), hash_key=bytes(32))
-GRANT = Grant(request_id=A, block_table=(BlockId(3), BlockId(4)), num_cached_blocks=1)
+GRANT = Grant(request_id=A, block_tables=((BlockId(3), BlockId(4)),), num_cached_blocks=1, first_missing=(1,))
 COMMIT: Any = SimpleNamespace(request_id=A)
 
 

@@ -36,7 +36,7 @@ def in_phase(phase: DecodePhase) -> DecodeWorker:
     worker.scheduler.reserve(job(A, PROMPT, PARAMS, threshold=0 if is_granted else ALWAYS))
     match phase:
         case DecodePhase.RESERVED:
-            write_prompt(worker.cache, worker.grant(A).block_table, 0, PROMPT)
+            write_prompt(worker.cache, worker.grant(A).block_tables[0], 0, PROMPT)
         case DecodePhase.COMPUTING:
             worker.step()
         case DecodePhase.RUNNING:
@@ -73,7 +73,7 @@ def test_after_a_command_that_the_phase_allows_the_request_gets_its_tokens(phase
     COMMANDS[name][0](worker.scheduler)
     worker.scheduler.check_integrity()
     if name == "reserve":
-        write_prompt(worker.cache, worker.grant(A).block_table, 2, PROMPT)
+        write_prompt(worker.cache, worker.grant(A).block_tables[0], 2, PROMPT)
         worker.scheduler.activate(A, first_tokens(job(A, PROMPT, PARAMS)))
     worker.run()
     start = 0 if name == "prefill_locally" else 1
@@ -161,7 +161,7 @@ def test_a_choice_stopped_before_its_kv_arrived_never_runs() -> None:
     worker.scheduler.reserve(job(A, PROMPT, params))
     grant = worker.grant(A)
     worker.scheduler.stop_choice(A, 1)
-    write_prompt(worker.cache, grant.block_table, 0, PROMPT)
+    write_prompt(worker.cache, grant.block_tables[0], 0, PROMPT)
     worker.scheduler.activate(A, first_tokens(job(A, PROMPT, params)))
     worker.run()
     assert set(worker.reported[A]) == {0}

@@ -91,7 +91,7 @@ def test_a_choice_that_ends_with_its_first_token_does_not_run() -> None:
     params = SamplingParams(n=2, seed=1, max_tokens=4)
     worker.scheduler.reserve(job(A, PROMPT, params))
     grant = worker.grant(A)
-    write_prompt(worker.cache, grant.block_table, 0, PROMPT)
+    write_prompt(worker.cache, grant.block_tables[0], 0, PROMPT)
     worker.scheduler.activate(A, [EOS, 5])
     events = worker.run()
     assert set(worker.reported[A]) == {1}

@@ -201,4 +201,4 @@ def test_blocks_of_an_ended_request_are_granted_only_when_no_step_writes_to_them
     assert (first.finished, first.grants, second.grants) == ((B,), (), ())
     step_in_flight(worker)
     (grant,) = worker.scheduler.update(StepPlan(), []).grants
-    assert written & set(grant.block_table)
+    assert written & set(grant.block_tables[0])

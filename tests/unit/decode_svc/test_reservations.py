@@ -21,9 +21,9 @@ def test_a_grant_names_all_blocks_of_the_prompt_and_how_many_are_cached() -> Non
     worker.run()
     worker.scheduler.reserve(job(B, [*PROMPT[:8], 20, 21, 22]))
     second = worker.grant(B)
-    assert (len(first.block_table), first.num_cached_blocks) == (3, 0)
-    assert (len(second.block_table), second.num_cached_blocks) == (3, 2)
-    assert second.block_table[:2] == first.block_table[:2]
+    assert (len(first.block_tables[0]), first.num_cached_blocks) == (3, 0)
+    assert (len(second.block_tables[0]), second.num_cached_blocks) == (3, 2)
+    assert second.block_tables[0][:2] == first.block_tables[0][:2]
 
 
 def test_a_prompt_that_fills_its_blocks_can_be_cached_entirely() -> None:
@@ -32,7 +32,7 @@ def test_a_prompt_that_fills_its_blocks_can_be_cached_entirely() -> None:
     worker.run()
     grant = worker.deliver(job(B, PROMPT[:8]))
     worker.run()
-    assert grant.num_cached_blocks == len(grant.block_table) == 2
+    assert grant.num_cached_blocks == len(grant.block_tables[0]) == 2
     assert worker.tokens(B) == oracle(PROMPT[:8])[1:]
 
 
@@ -42,7 +42,7 @@ def test_blocks_that_are_being_received_are_not_shared() -> None:
     worker.scheduler.reserve(job(B, PROMPT))
     events = worker.step()
     assert [grant.num_cached_blocks for grant in events.grants] == [0, 0]
-    assert not set(events.grants[0].block_table) & set(events.grants[1].block_table)
+    assert not set(events.grants[0].block_tables[0]) & set(events.grants[1].block_tables[0])
 
 
 def test_hashes_that_come_with_the_job_are_used() -> None:
@@ -85,7 +85,7 @@ def test_reservations_stay_within_their_share_of_the_blocks() -> None:
 def test_a_request_may_exceed_the_share_on_an_otherwise_empty_worker() -> None:
     worker = decode(8, max_reserved_share=0.25)
     worker.scheduler.reserve(job(A, [*PROMPT, *PROMPT]))
-    assert len(worker.grant(A).block_table) == 5
+    assert len(worker.grant(A).block_tables[0]) == 5
 
 
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:

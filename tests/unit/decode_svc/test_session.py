@@ -87,7 +87,7 @@ async def test_a_start_is_reported_with_the_time_since_its_step_started() -> Non
     it = Setup()
     async with it.running() as task:
         it.stream.gate.set()
-        started = RequestStarted(request_id=A, prefilled_locally=True, num_cached=0, block_table=())
+        started = RequestStarted(request_id=A, prefilled_locally=True, num_cached=0, block_tables=())
         it.inbox.put(Started(started, asyncio.get_running_loop().time() - 2.5))
         await it.stream.written.wait()
         await it.end(task)

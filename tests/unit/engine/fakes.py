@@ -53,6 +53,12 @@ class FakeDecoder:
         assert len(batch.slot_mapping.unique()) == len(batch.slot_mapping), "two rows write one slot"
         keys[blocks, offsets] = batch.token_ids.to(torch.float32)
         values[blocks, offsets] = batch.positions.to(torch.float32)
+        contexts = self.contexts(batch, keys, values)
+        rows = batch.logits_rows.tolist()
+        return torch.stack([fake_logits(contexts[row]) for row in rows]) if rows else torch.empty(0, VOCAB)
+
+    def contexts(self, batch: Batch, keys: Tensor, values: Tensor) -> dict[int, list[int]]:
+        """The tokens up to each row of the batch."""
         contexts: dict[int, list[int]] = {}
         for index, length in enumerate(batch.context_lens.tolist()):
             table = batch.block_tables[index]
@@ -62,8 +68,7 @@ class FakeDecoder:
             first, stop = batch.query_starts[index : index + 2].tolist()
             for row in range(first, stop):
                 contexts[row] = tokens[: length - (stop - 1 - row)]
-        rows = batch.logits_rows.tolist()
-        return torch.stack([fake_logits(contexts[row]) for row in rows]) if rows else torch.empty(0, VOCAB)
+        return contexts
 
 
 def layout(model: str = "fake") -> KvLayout:
@@ -113,7 +118,10 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.cache = KvCache(self.kv_layout, self.pool.num_blocks, self.device)
-        self.runner = Runner(self.decoder, self.cache, self.sampler)
+        self.runner = self.make_runner()
+
+    def make_runner(self) -> Runner:
+        return Runner(self.decoder, self.cache, self.sampler)
 
     def step(self) -> StepEvents:
         plan = self.scheduler.schedule(self.pace)

@@ -101,8 +101,8 @@ class WatchedPool(BlockPool):
         self._watch(blocks or [])
         return blocks
 
-    def match_prefix(self, hashes: Items[BlockHash]) -> list[BlockId]:  # type: ignore[override]
-        blocks = super().match_prefix(hashes)
+    def match_prefix(self, hashes: Items[BlockHash], group: int = 0) -> list[BlockId]:  # type: ignore[override]
+        blocks = super().match_prefix(hashes, group)
         self._watch(blocks)
         return blocks
 
@@ -155,11 +155,14 @@ class LateWorker(Worker):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.late = self.runner = LateRunner(self.decoder, self.cache, self.sampler)
+        self.late = self.runner = self.make_late_runner()
         if isinstance(self.pool, WatchedPool):
             self.pool.written = self.late.blocks_written
         watched = WatchedScheduler(self.scheduler, self.check, lambda: self.pace, self.plans)
         self.stepper = Stepper(watched, self.late, lambda output: self.note(output.events))
+
+    def make_late_runner(self) -> LateRunner:
+        return LateRunner(self.decoder, self.cache, self.sampler)
 
     def run_ahead(self, max_steps: int) -> list[StepEvents]:
         """Step until `max_steps` are launched, or the scheduler plans no further step ahead."""

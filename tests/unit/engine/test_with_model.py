@@ -101,8 +101,8 @@ def test_disaggregated_equals_monolithic(decoder: Decoder, alone: dict[RequestId
     source.run()
     target.run()
     for grant in (grant for events in target.seen for grant in events.grants):
-        sent = prefills.block_table(grant.request_id)
-        for here, there in zip(grant.block_table, sent, strict=True):
+        sent = prefills.block_tables(grant.request_id)[0]
+        for here, there in zip(grant.block_tables[0], sent, strict=True):
             target.cache.block_bytes_view(here)[:] = source.cache.block_bytes_view(there)
         first_tokens = [source.tokens(grant.request_id, choice)[0] for choice in range(PARAMS.n)]
         prefills.release(grant.request_id)

@@ -27,7 +27,7 @@ def test_the_first_token_and_the_kv_do_not_depend_on_the_chunk_size(budget: int)
     worker.run()
     assert len(worker.plans) == -(-len(PROMPT) // budget)
     assert worker.tokens(A) == [first_token(PROMPT)]
-    assert read_prompt(worker.cache, worker.scheduler.block_table(A), len(PROMPT)) == PROMPT
+    assert read_prompt(worker.cache, worker.scheduler.block_tables(A)[0], len(PROMPT)) == PROMPT
 
 
 def test_progress_is_reported_after_each_chunk() -> None:
@@ -42,11 +42,14 @@ def test_each_chunk_requests_reports_of_the_layers_that_its_job_names() -> None:
     worker.scheduler.add(replace(job(A, PROMPT), report_layers=(2, 5)))
     worker.scheduler.add(job(B, [21, 22, 23]))
     worker.run()
-    table = worker.scheduler.block_table(A)
+    table = worker.scheduler.block_tables(A)[0]
     assert len(table) == 3
     reports = [plan.reports for plan in worker.plans]
     assert reports == [
-        tuple(LayersWritten(request_id=A, num_layers=layers, num_computed=stop, block_table=table) for layers in (2, 5))
+        tuple(
+            LayersWritten(request_id=A, num_layers=layers, num_computed=stop, block_tables=(table,))
+            for layers in (2, 5)
+        )
         for stop in (6, 10)
     ] + [()] * (len(reports) - 2)
     assert {chunk.sequence.request_id for plan in worker.plans for chunk in plan.chunks} == {A, B}
@@ -59,8 +62,8 @@ def test_started_is_reported_once_with_the_blocks_and_the_cached_tokens() -> Non
     worker.scheduler.add(job(B, [*PROMPT[:8], 30]))
     started = [event for events in worker.run() for event in events.started]
     assert [(event.request_id, event.num_cached) for event in started] == [(B, 8)]
-    assert started[0].block_table == worker.scheduler.block_table(B)
-    assert started[0].block_table[:2] == worker.scheduler.block_table(A)[:2]
+    assert started[0].block_tables[0] == worker.scheduler.block_tables(B)[0]
+    assert started[0].block_tables[0][:2] == worker.scheduler.block_tables(A)[0][:2]
     assert (worker.scheduler.num_cached(B), worker.scheduler.num_computed(B)) == (8, 9)
 
 
@@ -210,7 +213,7 @@ def test_release_frees_everything_in_every_phase(phase: str) -> None:
 
 def test_a_query_about_an_unknown_request_is_refused() -> None:
     with pytest.raises(InvalidTransition, match="not on this worker"):
-        prefill().scheduler.block_table(A)
+        prefill().scheduler.block_tables(A)[0]
 
 
 def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers() -> None:
@@ -280,4 +283,4 @@ def test_masked_rows_never_read_what_an_earlier_owner_left_behind() -> None:
     worker.scheduler.add(job(A, PROMPT))
     worker.run()
     assert worker.tokens(A) == [first_token(PROMPT)]
-    assert torch.isinf(worker.cache.tensor[worker.scheduler.block_table(A)[-1], 0, 0, 0, -1, 0])
+    assert torch.isinf(worker.cache.tensor[worker.scheduler.block_tables(A)[0][-1], 0, 0, 0, -1, 0])

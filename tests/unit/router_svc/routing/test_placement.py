@@ -8,6 +8,7 @@ from pdserve.base.ids import WorkerId
 from pdserve.base.workers import Tier, WorkerLoad, WorkerRecord
 from router_svc.routing.in_flight import InFlight
 from router_svc.routing.placement import SEQUENCE_TOKENS, Demand, Placement, choose_decode, choose_prefill
+from tests.support.groups import TWO_GROUPS
 from tests.support.records import ME, worker_record
 
 
@@ -70,6 +71,12 @@ def test_cached_blocks_need_not_be_free() -> None:
     placement = choose_decode([worker("decode-0", free_blocks=1)], demand(decode_0=10), InFlight(ME))
     assert placement is not None
     assert "(full)" not in placement.why
+
+
+def test_a_prompt_needs_blocks_of_each_kv_group() -> None:
+    grouped = [replace(worker("decode-0", free_blocks=blocks), layout=TWO_GROUPS) for blocks in (82, 81)]
+    chosen = [choose_decode([each], demand(160), InFlight(ME)) for each in grouped]
+    assert ["(full)" in placement.why for placement in chosen if placement] == [False, True]
 
 
 def test_prefill_goes_to_the_worker_that_finishes_the_prompt_first() -> None:

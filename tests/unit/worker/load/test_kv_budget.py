@@ -16,6 +16,7 @@ from pdserve.model.config import ModelConfig
 from pdserve.worker.load import kv_budget
 from pdserve.worker.load.kv_budget import KvBudget, KvRequest, plan_kv
 from pdserve.worker.load.model_shard import load_shard
+from tests.support.groups import TWO_GROUPS
 from tests.unit.kernels.cpu_ops import needs_kernels
 from tests.unit.model.tiny import random_tensors, save_model
 
@@ -42,6 +43,14 @@ def test_the_cache_holds_as_many_blocks_as_fit() -> None:
 def test_a_small_cache_lowers_the_models_limit() -> None:
     budget = plan(10 * 368_640, model_limit=8192)
     assert (budget.num_blocks, budget.max_model_len) == (10, 160)
+
+
+def test_tokens_need_a_block_of_each_kv_group() -> None:
+    request = KvRequest(memory_bytes=None, max_model_len=None, model_limit=8192)
+    found = kv_budget.kv_budget(TWO_GROUPS, request, size=11 * TWO_GROUPS.block_bytes)
+    assert (found.num_blocks, found.max_model_len) == (11, 5 * TWO_GROUPS.block_size)
+    with pytest.raises(SetupError, match="cannot hold one block of 4 tokens"):
+        kv_budget.kv_budget(TWO_GROUPS, request, size=TWO_GROUPS.block_bytes)
 
 
 @pytest.mark.parametrize(
