@@ -73,11 +73,11 @@ class BlockManager:
         pool, tables = self.pool, sequence.tables
         # Only the first block to be written can be shared: forks share a prompt, and all later blocks are their own.
         first, length = sequence.num_computed // pool.block_size, len(sequence.block_table)
-        shared = [first < length and pool.ref_count(BlockId(table[first])) > 1 for table in tables]
+        shared = [pool.ref_count(BlockId(table[first])) > 1 for table in tables] if first < length else []
         num_fresh = max(0, pool.blocks_for(num_tokens) - length)
         if num_fresh * len(tables) + sum(shared) > pool.num_free:
             return False
-        if any(shared):
+        if True in shared:
             owned = [self._own(t, first) if is_shared else t for t, is_shared in zip(tables, shared, strict=True)]
             tables = _set_tables(sequence, owned)
         for table in tables:
@@ -91,17 +91,19 @@ class BlockManager:
         num_full = num_computed // self.pool.block_size
         if num_full <= sequence.num_registered:
             return
-        hashes = sequence.hash_full_blocks(self.pool.block_size)
+        hashes, first = sequence.hash_full_blocks(self.pool.block_size), sequence.num_registered
         for group, table in enumerate(sequence.tables):
-            for index in range(max(sequence.num_registered, sequence.dropped(group)), num_full):
+            for index in range(max(first, sequence.dropped(group)) if self._has_windows else first, num_full):
                 self.pool.register(BlockId(table[index]), hashes[index], group)
         sequence.num_registered = num_full
-        self._drop_unread(sequence)
+        if self._has_windows:
+            self._drop_unread(sequence)
 
     def receive_prompt(self, sequence: Sequence) -> None:
         """Record that another worker has computed the prompt. Blocks that no later token reads were not sent."""
         sequence.num_computed = sequence.num_prompt
-        self._drop_unread(sequence)
+        if self._has_windows:
+            self._drop_unread(sequence)
         self.advance(sequence, sequence.num_prompt)
 
     def first_missing(self, num_prompt: int, num_cached: int) -> tuple[int, ...]:
@@ -210,8 +212,6 @@ class BlockManager:
 
     def _drop_unread(self, sequence: Sequence) -> None:
         """Release the blocks that no token behind the computed ones reads."""
-        if not self._has_windows:
-            return
         dropped = []
         for group, (window, table) in enumerate(zip(self.pool.windows, sequence.tables, strict=True)):
             head = sequence.dropped(group)

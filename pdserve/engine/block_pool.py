@@ -129,8 +129,9 @@ class BlockPool:
         """
         assert self._refs[block] > 0, f"block {block} is free: only its holder can register it"
         known = self._hash_of[block]
-        is_same = known == block_hash and self._group_of[block] == group
-        assert known is None or is_same, f"block {block} is already registered under another hash or KV group"
+        assert known is None or (known, self._group_of[block]) == (block_hash, group), (
+            f"block {block} is already registered under another hash or KV group"
+        )
         if self._by_hash[group].setdefault(block_hash, block) != block:
             return False
         if known is None:

@@ -214,3 +214,27 @@ def test_integrity_fails_when_holders_and_references_differ() -> None:
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2)])
 def test_blocks_for_rounds_up(tokens: int, blocks: int) -> None:
     assert BlockPool(1, 16).blocks_for(tokens) == blocks
+
+
+def test_events_are_those_of_the_first_kv_group() -> None:
+    """Both groups know the same tokens by the same hash; routers learn where the first one has them."""
+    pool = BlockPool(3, 16, (None, 6))
+    other, first, spare = held(pool, 3)
+    pool.register(other, name(1), 1)
+    assert pool.drain_events() == CacheEvents()
+    pool.register(first, name(1), 0)
+    pool.release([other, spare])
+    held(pool, 2)
+    assert pool.count_prefix([name(1)], 1) == 0
+    assert pool.drain_events() == CacheEvents(added=(name(1),))
+    pool.release([first])
+    held(pool, 1)
+    assert pool.drain_events() == CacheEvents(removed=(name(1),))
+
+
+def test_a_block_of_one_kv_group_is_never_registered_for_another() -> None:
+    pool = BlockPool(1, 16, (None, 6))
+    (block,) = held(pool, 1)
+    pool.register(block, name(1), 1)
+    with pytest.raises(AssertionError, match="another hash or KV group"):
+        pool.register(block, name(1), 0)
