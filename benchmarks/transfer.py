@@ -111,13 +111,13 @@ async def decode(link: Link, args: argparse.Namespace) -> None:
     transport, layout = open_transport(args.transport, guarded=args.guard), layout_of(args.block_bytes)
     identity = ReceiverIdentity(worker_id=WorkerId("d"), epoch=new_epoch(), grpc_address="none:1", layout=layout)
     async with service_group() as tasks:
-        memory = InPlaceMemory(Memory(args.blocks, layout, 1), layout.num_layers)
+        memory = InPlaceMemory(Memory(args.blocks, layout, 1), layout)
         receiver = Receiver(transport=transport, memory=memory, identity=identity, tasks=tasks)
         for attempt in range(args.rounds + WARM_UP_ROUNDS):
             reservation = Reservation(
                 request_id=REQUEST,
-                block_ids=[BlockId(block) for block in range(args.blocks)],
-                first_block=0,
+                block_ids=([BlockId(block) for block in range(args.blocks)],),
+                first_blocks=(0,),
                 lease_s=30,
                 on_received=lambda received: None,
                 on_expired=lambda error: None,
@@ -151,9 +151,7 @@ async def prefill(link: Link, args: argparse.Namespace) -> None:
         return ()
 
     memory = Memory(args.blocks, layout, 2)
-    sender = Sender(
-        transport=transport, memory=InPlaceMemory(memory, layout.num_layers), layout=layout, introduce=introduce
-    )
+    sender = Sender(transport=transport, memory=InPlaceMemory(memory, layout), layout=layout, introduce=introduce)
     copy = np.ones_like(memory.blocks)
     gigabytes = args.blocks * layout.block_bytes / 1e9
     loop = asyncio.get_running_loop()

@@ -79,6 +79,8 @@ class DecodeSession:
         self._lease_s = lease_s
         self._request_id = inbox.request_id
         self._waiting_bytes = 0
+        #: Blocks of the prompt that the prefix cache had.
+        self._num_cached_blocks = 0
         #: What happened when, for the request's spans.
         self.trace = DecodeTrace(opened_at=_now())
         self._has_ended = False
@@ -160,10 +162,13 @@ class DecodeSession:
     async def _on_grant(self, grant: Grant) -> None:
         if not isinstance(self._life, _Queued):
             return  # A command to prefill locally was handled first: the blocks wait for no transfer.
+        self._num_cached_blocks = grant.num_cached_blocks
         reservation = Reservation(
             request_id=self._request_id,
-            block_ids=grant.block_tables[0][grant.first_missing[0] :],
-            first_block=grant.first_missing[0],
+            block_ids=tuple(
+                table[first:] for table, first in zip(grant.block_tables, grant.first_missing, strict=True)
+            ),
+            first_blocks=grant.first_missing,
             lease_s=self._lease_s,
             on_received=self._on_received,
             on_expired=self._on_expired,
@@ -176,7 +181,7 @@ class DecodeSession:
         traced = replace(ticket, trace=self.trace.granted(now))
         granted = pb.TicketGranted(
             ticket=sealed_ticket(traced, self._request_id, self._worker.seals),
-            cached_tokens=ticket.first_block * ticket.layout.block_size,
+            cached_tokens=self._num_cached_blocks * ticket.layout.block_size,
             reserve_s=now - self.trace.opened_at,
         )
         await self._stream.write(pb.DecodeResponse(ticket=granted))

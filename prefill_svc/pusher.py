@@ -34,10 +34,11 @@ class Pusher:
         self._block_size = ticket.layout.block_size
         self._bundle_blocks = ticket.bundle_blocks
         self._num_prompt_tokens = num_prompt_tokens
-        self._first_block = ticket.first_block
-        self._end = ticket.first_block + ticket.num_blocks
-        #: Index of the first block of the prompt that still has to be queued, by group.
-        self._next_block = [ticket.first_block] * ticket.layer_groups
+        self._end = ticket.end
+        #: Index of the first block of the prompt that is sent, by KV group.
+        self._first_blocks = ticket.first_blocks
+        #: Index of the first block that still has to be queued, by layer group.
+        self._next_block = [ticket.first_blocks[kv_group] for kv_group in self._groups.kv_groups]
         #: The first of them is being sent.
         self._slices: deque[_Slice] = deque()
         self._more = asyncio.Event()
@@ -51,7 +52,7 @@ class Pusher:
 
     def stored(
         self,
-        block_table: Sequence[BlockId],
+        block_tables: Sequence[Sequence[BlockId]],
         num_tokens: int,
         *,
         num_layers: int | None = None,
@@ -59,13 +60,17 @@ class Pusher:
     ) -> None:
         """Queue what is complete: the first `num_layers` layers of the prompt's first `num_tokens` tokens are stored.
 
-        Without `num_layers` all layers are; with `after` they will be once that event has happened.
+        Without `num_layers` all layers are; with `after` they will be once that event has happened. `block_tables`: of
+        each KV group; entries before the ticket's first block do not matter.
         """
-        stop = self._whole_bundles(self._complete_blocks(num_tokens))
-        count = self._groups.count if num_layers is None else self._groups.num_completed_by(num_layers)
-        for group, first in enumerate(self._next_block[:count]):
+        num_blocks, groups = self._complete_blocks(num_tokens), self._groups
+        stops = [self._whole_bundles(num_blocks, first) for first in self._first_blocks]
+        for group in range(groups.count) if num_layers is None else groups.completed_by(num_layers):
+            kv_group, first = groups.kv_groups[group], self._next_block[group]
+            stop = stops[kv_group]
             if stop > first:
-                self._slices.append(_Slice(block_ids=block_table[first:stop], group=group, after=after))
+                block_ids = block_tables[kv_group][first:stop]
+                self._slices.append(_Slice(block_ids=block_ids, group=group, after=after))
                 self._next_block[group] = stop
                 self._idle.clear()
                 self._more.set()
@@ -75,11 +80,11 @@ class Pusher:
         is_whole_prompt = num_tokens >= self._num_prompt_tokens
         return -(-num_tokens // self._block_size) if is_whole_prompt else num_tokens // self._block_size
 
-    def _whole_bundles(self, num_blocks: int) -> int:
+    def _whole_bundles(self, num_blocks: int, first_block: int) -> int:
         """The last bundle may be cut short; the others leave when all of their blocks are complete."""
         if num_blocks >= self._end:
             return self._end
-        return num_blocks - max(0, num_blocks - self._first_block) % self._bundle_blocks
+        return num_blocks - max(0, num_blocks - first_block) % self._bundle_blocks
 
     async def run(self) -> None:
         """Sends until it is cancelled. Raises what `OutgoingTransfer.push` does."""

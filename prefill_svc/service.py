@@ -154,7 +154,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
             hashes=hash_blocks(key, prompt, self._worker.model.layout.block_size),
             forced_first_tokens=tuple(request.forced_first_tokens),
             # With one message for all layers, the end of each step is soon enough, and it is reported in any case.
-            report_layers=ticket.groups.ends if ticket is not None and ticket.layer_groups > 1 else (),
+            report_layers=ticket.groups.report_layers if ticket is not None and ticket.layer_groups > 1 else (),
             router_id=RouterId(request.ref.router_id),
             is_alone=request.ref.alone,
         )

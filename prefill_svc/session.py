@@ -145,13 +145,13 @@ class PrefillSession:
                 # Not reported: there can be many in a step, whose end is.
                 case LayersWritten(block_tables=tables, num_computed=num_tokens) as written:
                     if pusher is not None:
-                        pusher.stored(tables[0], num_tokens, num_layers=written.num_layers, after=written.ready_event)
+                        pusher.stored(tables, num_tokens, num_layers=written.num_layers, after=written.ready_event)
                 case PrefillProgress(num_computed=num_tokens):
                     state.num_computed = num_tokens
                     state.num_chunks += 1
                     state.times.add_chunk(_now(), num_tokens)
                     if pusher is not None:
-                        pusher.stored(state.block_tables[0], num_tokens)
+                        pusher.stored(state.block_tables, num_tokens)
                     await self._report_progress(pusher)
                 case RequestTokens(choices=choices):
                     state.times.computed = _now()

@@ -182,8 +182,8 @@ async def _receive(case: Case, stream: socket.socket) -> None:
     )
     reservation = Reservation(
         request_id=REQUEST,
-        block_ids=[BlockId(block) for block in range(case.num_blocks)],
-        first_block=0,
+        block_ids=([BlockId(block) for block in range(case.num_blocks)],),
+        first_blocks=(0,),
         lease_s=60,
         on_received=lambda received: None,
         on_expired=lambda error: None,

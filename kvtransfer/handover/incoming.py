@@ -63,14 +63,14 @@ class IncomingTransfer:
         self._tasks = tasks
         self._forget = forget
         self._loop = asyncio.get_running_loop()  # Kept: asking for it is a system call, made several times per block.
+        self._groups, self._shape, self._bundles = ticket.groups, ticket.shape, reservation.bundles(ticket.shape)
         self._machine = ReceiveMachine(
-            shape=ticket.shape,
+            shape=self._shape,
             request_id=reservation.request_id,
             attempt=ticket.attempt,
             lease_s=ticket.lease_s,
             now=self._loop.time(),
         )
-        self._groups, self._bundles = ticket.groups, ticket.shape.bundles(reservation.block_ids)
         self._digest = MessageDigest(ticket.key)
         #: Buffers lent for bundles that are not complete, by bundle.
         self._buffers: dict[int, Buffer] = {}
@@ -88,9 +88,8 @@ class IncomingTransfer:
         """Posts a receive for every message. `buffers`: lent for the ticket's bundles; the transfer gives them back."""
         self._buffers = dict(enumerate(buffers))
         messages = (
-            buffer[self._groups.span(group, len(bundle))]
-            for bundle, buffer in zip(self._bundles, buffers, strict=True)
-            for group in range(self._groups.count)
+            buffers[bundle][self._groups.span(group, len(self._bundles[bundle]))]
+            for bundle, group in self._shape.messages()
         )
         for index, message in enumerate(messages):
             receive = self._transport.post_receive(self._ticket.tag(index), message)
@@ -189,14 +188,16 @@ class IncomingTransfer:
 
     async def _store(self) -> None:
         """Stores until nothing is left. Messages of a group that land during a copy are copied together later."""
-        count = self._groups.count
+        group_of, bundle_of = self._shape.layer_group_of, self._shape.bundle_of
         while self._landed:
-            group = self._landed[0] % count
-            landed = [index for index in self._landed if index % count == group]
-            self._landed = [index for index in self._landed if index % count != group]
-            bundles = [self._bundles[index // count] for index in landed]
-            buffers = [self._buffers[index // count] for index in landed]
-            spec = MessageSpec(layers=self._groups.layers[group], digest=self._digest)
+            group = group_of(self._landed[0])
+            landed = [index for index in self._landed if group_of(index) == group]
+            self._landed = [index for index in self._landed if group_of(index) != group]
+            bundles = [self._bundles[bundle_of(index)] for index in landed]
+            buffers = [self._buffers[bundle_of(index)] for index in landed]
+            spec = MessageSpec(
+                layers=self._groups.layers[group], kv_group=self._groups.kv_groups[group], digest=self._digest
+            )
             try:
                 digests = await self._memory.store(bundles, buffers, spec)
             except TransferError as error:
@@ -227,8 +228,8 @@ class IncomingTransfer:
             request_id=self.reservation.request_id,
             transfer_id=self._ticket.transfer_id,
             first_tokens=verified.first_tokens,
-            received_blocks=self._ticket.num_blocks,
-            received_bytes=self._ticket.num_blocks * self._ticket.layout.block_bytes,
+            received_blocks=self._shape.num_blocks,
+            received_bytes=self._shape.num_blocks * self._ticket.layout.block_bytes,
             receive_s=verified.receive_s,
         )
         self.reservation.on_received(self._received)

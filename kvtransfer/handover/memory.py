@@ -14,6 +14,7 @@ from kvtransfer.handover.layer_groups import span_of
 from kvtransfer.transport import Buffer
 from pdserve.base.device_event import DeviceEvent
 from pdserve.base.ids import BlockId
+from pdserve.base.layout import KvLayout
 
 #: Bytes of one transfer on the wire: enough to keep a fast wire busy, few enough that other transfers soon get a turn.
 #: Copies within a GPU are faster.
@@ -27,8 +28,11 @@ Bundle = Sequence[BlockId]
 class MessageSpec:
     """One message of each bundle: which layers it has, and how it is digested."""
 
+    #: Counted within the KV group.
     layers: slice
     digest: MessageDigest
+    #: KV group of the blocks.
+    kv_group: int = 0
     #: Event after which the blocks hold these layers; None: they hold them now.
     after: DeviceEvent | None = None
 
@@ -98,9 +102,9 @@ class InPlaceMemory:
     digest = HOST_DIGEST
     window_bytes = HOST_WINDOW_BYTES
 
-    def __init__(self, blocks: HostBlocks, num_layers: int) -> None:
+    def __init__(self, blocks: HostBlocks, layout: KvLayout) -> None:
         self._blocks = blocks
-        self._num_layers = num_layers
+        self._layout = layout
 
     async def lend(self, bundles: Sequence[Bundle]) -> list[Buffer]:
         return [self._lend(bundle) for bundle in bundles]
@@ -109,7 +113,7 @@ class InPlaceMemory:
         assert spec.after is None, "blocks in host memory are computed before they are reported"
         for bundle, buffer in zip(bundles, buffers, strict=True):
             if len(bundle) > 1:
-                self._gather(bundle, buffer, spec.layers)
+                self._gather(bundle, buffer, spec)
         return []
 
     async def store(self, bundles: Sequence[Bundle], buffers: Sequence[Buffer], spec: MessageSpec) -> list[bytes]:
@@ -122,8 +126,9 @@ class InPlaceMemory:
         first = self._blocks.block_bytes_view(bundle[0])
         return first if len(bundle) == 1 else np.empty(len(bundle) * first.nbytes, np.uint8)
 
-    def _gather(self, bundle: Bundle, buffer: Buffer, layers: slice) -> None:
-        rows = buffer[span_of(layers, self._num_layers, buffer.nbytes)].reshape(len(bundle), -1)
-        block_span = span_of(layers, self._num_layers, buffer.nbytes // len(bundle))
+    def _gather(self, bundle: Bundle, buffer: Buffer, spec: MessageSpec) -> None:
+        num_layers = self._layout.groups[spec.kv_group].num_layers
+        rows = buffer[span_of(spec.layers, num_layers, buffer.nbytes)].reshape(len(bundle), -1)
+        block_span = span_of(spec.layers, num_layers, buffer.nbytes // len(bundle))
         for row, block_id in zip(rows, bundle, strict=True):
             row[:] = self._blocks.block_bytes_view(block_id)[block_span]

@@ -118,14 +118,19 @@ class OutgoingTransfer:
         self._handle(LeaseKept())
 
     async def push(self, block_ids: Sequence[BlockId], *, group: int = 0, after: DeviceEvent | None = None) -> None:
-        """Sends a layer group of the ticket's next blocks, in its order; `after` is when they are computed.
+        """Sends a layer group of its KV group's next blocks, in order; `after` is when they are computed.
 
-        Each group goes through all bundles independently; only the ticket's last bundle may have fewer blocks. Returns
+        Each goes through all bundles of the KV group independently; only their last one may have fewer blocks. Returns
         when the last message is on the wire.
         Raises: TransferTimeout when the lease ended, PeerLost; nothing more can be sent then.
         """
         bundles = self._ticket.shape.bundles(block_ids)
-        spec = MessageSpec(layers=self._groups.layers[group], digest=self._digest, after=after)
+        spec = MessageSpec(
+            layers=self._groups.layers[group],
+            kv_group=self._groups.kv_groups[group],
+            digest=self._digest,
+            after=after,
+        )
         # At most what may be on the wire: buffers come back only when they were sent.
         at_once = self._max_outstanding
         if self._memory.copies:  # The first batch leaves while the next is copied.
@@ -205,6 +210,7 @@ class OutgoingTransfer:
             buffer = buffers[0]
             message = buffer[self._groups.span(group, len(bundle))]
             index = self._machine.next_index(group)
+            assert index is not None, "more blocks were pushed than the ticket has"
             self._advance(SendStarted(index=index, digest=digests[position] if digests else self._digest(message)))
             send = self._transport.post_send(self._peer, self._ticket.tag(index), message)
             send.add_done_callback(partial(self._on_sent, index, buffer))

@@ -117,7 +117,7 @@ class ReceiveMachine:
         #: Digests of received messages.
         self._digests: list[bytes | None] = [None] * shape.num_messages
         #: Messages that have not been received, for each bundle.
-        self._missing = [shape.layer_groups] * shape.num_bundles
+        self._missing = [segment.layer_groups for segment in shape.segments for _ in range(segment.num_bundles)]
         self._storing: set[int] = set()
         self._lost: set[int] = set()
         self._first_landed_at: float | None = None
@@ -189,7 +189,7 @@ class ReceiveMachine:
             self._note_arrival(now)
         self._digests[index] = event.digest
         self.num_received += 1
-        bundle = index // self._shape.layer_groups
+        bundle = self._shape.bundle_of(index)
         self._missing[bundle] -= 1
         effects: list[ReceiveEffect] = [] if self._missing[bundle] else [GiveBack(bundle=bundle)]
         if self.state in _LEASED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtransfer.handover import transfer_errors
 from kvtransfer.handover.incoming import IncomingTransfer
-from kvtransfer.handover.layer_groups import TransferShape
+from kvtransfer.handover.layer_groups import TransferShape, layer_groups_of
 from kvtransfer.handover.memory import BlockMemory
 from kvtransfer.handover.reservation import Received, ReceiverIdentity, Reservation
 from kvtransfer.handover.ticket import MAX_MESSAGES, Commit, Ticket, new_key, new_tag_base
@@ -36,7 +36,7 @@ class Receiver:
         Raises: SetupError when the transport does not come up; NoFreeBlocks when the blocks can never be received.
         """
         shape = self._shape_of(reservation)
-        buffers = await self._memory.lend(shape.bundles(reservation.block_ids))
+        buffers = await self._memory.lend(reservation.bundles(shape))
         try:
             # The address may have changed while memory was waited for.
             ticket = self._new_ticket(reservation, attempt, shape, await self._transport.listen())
@@ -107,12 +107,17 @@ class Receiver:
         self._transfers.pop(ticket.transfer_id, None)
 
     def _shape_of(self, reservation: Reservation) -> TransferShape:
-        num_blocks, groups = len(reservation.block_ids), self._identity.layer_groups
+        num_blocks, groups = sum(map(len, reservation.block_ids)), self._identity.layer_groups
         if num_blocks * groups > MAX_MESSAGES:
             raise ValueError(f"A ticket covers at most {MAX_MESSAGES} messages, not {num_blocks} blocks of {groups}.")
-        return TransferShape(num_blocks=num_blocks, bundle_blocks=self._memory.bundle_blocks, layer_groups=groups)
+        return TransferShape.of(
+            num_blocks=[len(block_ids) for block_ids in reservation.block_ids],
+            layer_groups=layer_groups_of(self._identity.layout, groups),
+            bundle_blocks=self._memory.bundle_blocks,
+        )
 
     def _new_ticket(self, reservation: Reservation, attempt: int, shape: TransferShape, address: bytes) -> Ticket:
+        first_block, *other_first_blocks = reservation.first_blocks
         return Ticket(
             transfer_id=new_transfer_id(),
             attempt=attempt,
@@ -121,14 +126,15 @@ class Receiver:
             grpc_address=self._identity.grpc_address,
             transport=self._transport.name,
             data_address=address,
-            first_block=reservation.first_block,
-            num_blocks=shape.num_blocks,
+            first_block=first_block,
+            other_first_blocks=tuple(other_first_blocks),
+            num_blocks=shape.segments[0].num_blocks,
             layout=self._identity.layout,
             lease_s=reservation.lease_s,
             key=new_key(),
             tag_base=new_tag_base(),
-            layer_groups=shape.layer_groups,
-            bundle_blocks=shape.bundle_blocks,
+            layer_groups=self._identity.layer_groups,
+            bundle_blocks=self._memory.bundle_blocks,
             digest=self._memory.digest,
             data_endpoint=self._identity.data_endpoint,
             guarded_addresses=self._guarded_addresses(),

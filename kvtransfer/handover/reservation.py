@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvtransfer.handover.layer_groups import TransferShape
 from kvtransfer.transport.path import DataEndpoint
 from pdserve.base.errors import PdserveError
 from pdserve.base.ids import BlockId, Epoch, RequestId, TransferId, WorkerId
@@ -40,16 +41,20 @@ class Received:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """Blocks that are to be filled for one request.
+    """Blocks that are to be filled for one request, of each KV group.
 
     Either `on_received` or `on_expired` is called, once, on the event loop, unless `Receiver.abort` comes first.
     After `on_expired` nothing writes to the blocks any more and they may be freed. Neither may raise.
     """
 
     request_id: RequestId
-    block_ids: Sequence[BlockId]
-    #: Index of the first of them among the prompt's blocks.
-    first_block: int
+    block_ids: tuple[Sequence[BlockId], ...]
+    #: Index of the first of them among the prompt's blocks. All KV groups end with the prompt's last block.
+    first_blocks: tuple[int, ...]
     lease_s: float
     on_received: Callable[[Received], None]
     on_expired: Callable[[PdserveError], None]
+
+    def bundles(self, shape: TransferShape) -> list[Sequence[BlockId]]:
+        """The bundles of a transfer of these blocks, as `shape` numbers them."""
+        return [bundle for block_ids in self.block_ids for bundle in shape.bundles(block_ids)]

@@ -81,7 +81,7 @@ TRANSITIONS: dict[SendState, _Moves] = {
 class SendMachine:
     """One transfer at the prefill worker: its blocks may be read until `Released`.
 
-    A layer group goes through the bundles in order, independently of the other groups.
+    A layer group goes through the bundles of its KV group in order, independently of the other layer groups.
     """
 
     def __init__(self, *, shape: TransferShape, lease_s: float, now: float) -> None:
@@ -92,7 +92,9 @@ class SendMachine:
         self._shape = shape
         self._lease_s = lease_s
         #: Digests of the bundles' messages, for each layer group.
-        self._digests: list[list[bytes]] = [[] for _ in range(shape.layer_groups)]
+        self._digests: list[list[bytes]] = [[] for _ in range(shape.num_layer_groups)]
+        #: The messages of each layer group.
+        self._indices = [shape.indices_of(layer_group) for layer_group in range(shape.num_layer_groups)]
         self._outstanding: set[int] = set()
         self._error: PdserveError | None = None
         self._disconnected = False
@@ -111,11 +113,14 @@ class SendMachine:
     @property
     def digests(self) -> tuple[bytes, ...]:
         """Digests of all messages, for the commit."""
-        return tuple(chain.from_iterable(zip(*self._digests, strict=True)))
+        segments = self._shape.segments
+        by_segment = (self._digests[p.first_layer_group : p.first_layer_group + p.layer_groups] for p in segments)
+        return tuple(chain.from_iterable(chain.from_iterable(zip(*digests, strict=True)) for digests in by_segment))
 
-    def next_index(self, group: int) -> int:
-        """The message of a layer group that is sent next."""
-        return len(self._digests[group]) * self._shape.layer_groups + group
+    def next_index(self, group: int) -> int | None:
+        """The message of a layer group that is sent next; None: all are sent."""
+        num_started, indices = len(self._digests[group]), self._indices[group]
+        return indices[num_started] if num_started < len(indices) else None
 
     def handle(self, event: SendEvent, now: float) -> list[SendEffect]:
         """Takes one event. A message or a commit that comes after the lease ends the transfer instead.
@@ -151,9 +156,9 @@ class SendMachine:
     def _on_started(self, event: SendStarted, now: float) -> list[SendEffect]:
         if now >= self.deadline:
             return self._expire()
-        group = event.index % self._shape.layer_groups
+        group = self._shape.layer_group_of(event.index)
         expected = self.next_index(group)
-        if event.index != expected or expected >= self._shape.num_messages:
+        if event.index != expected:
             raise transfer_errors.out_of_order(event.index, expected, self._shape)
         self._digests[group].append(event.digest)
         self._outstanding.add(event.index)

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvtransfer.handover.digest import DIGEST_BYTES, DIGESTS, HOST_DIGEST, MAC_BYTES, commit_mac, same_mac
-from kvtransfer.handover.layer_groups import LayerGroups, TransferShape
+from kvtransfer.handover.layer_groups import LayerGroups, TransferShape, layer_groups_of
 from kvtransfer.handover.wire_endpoint import endpoint_from_proto, endpoint_to_proto
 from kvtransfer.transport import TRANSPORTS
 from kvtransfer.transport.path import DataEndpoint
 from pdserve.base.addresses import is_host_port
 from pdserve.base.errors import DigestMismatch, RequestError
 from pdserve.base.ids import Epoch, RequestId, TransferId, WorkerId
-from pdserve.base.layout import KvLayout
+from pdserve.base.layout import KvLayout, first_block_read
 from pdserve.base.layout_wire import MAX_BLOCK_BYTES, layout_from_proto, layout_to_proto
 from pdserve.base.tracing.context import TraceContext, parse_traceparent, traceparent_of
 from pdserve.v1 import common_pb2, decode_pb2
@@ -34,7 +34,10 @@ _MAX_GUARDED = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """A decode worker's grant to receive blocks `[first_block, first_block + num_blocks)` of one prompt."""
+    """A decode worker's grant to receive blocks `[first_block, first_block + num_blocks)` of one prompt.
+
+    These are the blocks of the layout's first KV group. Those of another one end with the same block of the prompt.
+    """
 
     transfer_id: TransferId
     attempt: int
@@ -49,8 +52,10 @@ class Ticket:
     lease_s: float
     key: bytes
     tag_base: int
-    #: Messages per bundle, each with a group of layers.
+    #: Messages per bundle, each with a group of layers; fewer for a KV group that has fewer layers.
     layer_groups: int
+    #: First missing block of each further KV group.
+    other_first_blocks: tuple[int, ...] = ()
     #: Blocks per bundle; the last bundle may have fewer.
     bundle_blocks: int = 1
     #: Kind of the messages' digests, one of `DIGESTS`.
@@ -70,15 +75,33 @@ class Ticket:
     @property
     def shape(self) -> TransferShape:
         """Bundles and messages of the transfer."""
-        return TransferShape(
-            num_blocks=self.num_blocks, bundle_blocks=self.bundle_blocks, layer_groups=self.layer_groups
+        return TransferShape.of(
+            num_blocks=[self.end - first for first in self.first_blocks],
+            layer_groups=layer_groups_of(self.layout, self.layer_groups),
+            bundle_blocks=self.bundle_blocks,
         )
 
+    @property
+    def first_blocks(self) -> tuple[int, ...]:
+        """First missing block of each KV group."""
+        return (self.first_block, *self.other_first_blocks)
+
+    @property
+    def end(self) -> int:
+        """Index behind the prompt's last block."""
+        return self.first_block + self.num_blocks
+
     def require_end_of(self, num_prompt_tokens: int) -> None:
-        """Raises: RequestError unless the missing blocks are the last ones of a prompt with so many tokens."""
-        num_blocks = -(-num_prompt_tokens // self.layout.block_size)
-        end = self.first_block + self.num_blocks
-        _require(end == num_blocks, f"the ticket ends at block {end}, and the prompt at block {num_blocks}")
+        """Raises: RequestError unless the missing blocks are the last ones of a prompt with so many tokens.
+
+        Blocks that no token behind the prompt reads are refused, too: a prefill worker may have used them again.
+        """
+        size = self.layout.block_size
+        num_blocks = -(-num_prompt_tokens // size)
+        _require(self.end == num_blocks, f"the ticket ends at block {self.end}, and the prompt at block {num_blocks}")
+        for index, (first, window) in enumerate(zip(self.first_blocks, self.layout.windows, strict=True)):
+            least = first_block_read(window, num_prompt_tokens, size)
+            _require(first >= least, f"the ticket starts at block {first} in KV group {index}, before block {least}")
 
     def tag(self, index: int) -> int:
         """Tag of message `index`, as `TransferShape` numbers them."""
@@ -117,6 +140,7 @@ def ticket_to_proto(ticket: Ticket) -> decode_pb2.Ticket:
         data_endpoint=None if ticket.data_endpoint is None else endpoint_to_proto(ticket.data_endpoint),
         traceparent=traceparent_of(ticket.trace),
         guarded_addresses=ticket.guarded_addresses,
+        other_first_blocks=ticket.other_first_blocks,
     )
 
 
@@ -134,6 +158,7 @@ def ticket_from_proto(message: decode_pb2.Ticket) -> Ticket:
     layout = layout_from_proto(message.layout)
     _require_between("layer_groups", message.layer_groups, 1, layout.num_layers)
     _require_between("num_blocks", message.num_blocks, 0, MAX_MESSAGES // message.layer_groups)
+    _require_other_first_blocks(message, layout)
     _require_between("bundle_blocks", message.bundle_blocks, 1, max(1, MAX_BLOCK_BYTES // layout.block_bytes))
     _require_one_of("digest", message.digest, DIGESTS)
     _require_between("number of guarded_addresses", len(message.guarded_addresses), 0, _MAX_GUARDED)
@@ -157,6 +182,7 @@ def ticket_from_proto(message: decode_pb2.Ticket) -> Ticket:
         data_endpoint=endpoint_from_proto(message.data_endpoint) if message.HasField("data_endpoint") else None,
         trace=parse_traceparent(message.traceparent),
         guarded_addresses=tuple(message.guarded_addresses),
+        other_first_blocks=tuple(message.other_first_blocks),
     )
 
 
@@ -230,6 +256,15 @@ def _mac_of(key: bytes, commit: Commit) -> bytes:
     numbers = commit.attempt.to_bytes(4, "little") + commit.epoch.to_bytes(8, "little")
     tokens = b"".join(token.to_bytes(4, "little") for token in commit.first_tokens)
     return commit_mac(key, commit.transfer_id, commit.request_id.encode(), numbers, b"".join(commit.digests), tokens)
+
+
+def _require_other_first_blocks(message: decode_pb2.Ticket, layout: KvLayout) -> None:
+    end, others = message.first_block + message.num_blocks, message.other_first_blocks
+    _require_between("number of other_first_blocks", len(others), len(layout.groups) - 1, len(layout.groups) - 1)
+    for first in others:
+        _require_between("one of other_first_blocks", first, 0, end)
+    num_blocks = message.num_blocks + sum(end - first for first in others)
+    _require_between("blocks of all KV groups", num_blocks, 0, MAX_MESSAGES // message.layer_groups)
 
 
 def _require_bytes(name: str, value: bytes, num_bytes: int) -> None:

@@ -88,9 +88,9 @@ def worker_restarted(worker_id: WorkerId) -> StaleEpoch:
 
 
 # The prefill side.
-def out_of_order(index: int, expected: int, shape: TransferShape) -> InvalidTransition:
+def out_of_order(index: int, expected: int | None, shape: TransferShape) -> InvalidTransition:
     """A layer group does not go through the bundles in order, each once."""
-    following = shape.name(expected) if expected < shape.num_messages else "nothing"
+    following = "nothing" if expected is None else shape.name(expected)
     return InvalidTransition(f"Message {index} ({shape.name(index)}) is out of order: {following} is next of {shape}.")
 
 

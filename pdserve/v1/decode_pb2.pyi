@@ -433,6 +433,7 @@ class Ticket(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SEALED_FIELD_NUMBER: _builtins.int
     GUARDED_ADDRESSES_FIELD_NUMBER: _builtins.int
+    OTHER_FIRST_BLOCKS_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     """16 random bytes."""
     attempt: _builtins.int
@@ -482,6 +483,14 @@ class Ticket(_message.Message):
         were introduced; empty: from everybody.
         """
 
+    @_builtins.property
+    def other_first_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """First missing block of each KV group of the layout after the first, whose field
+        is first_block. All of them end where the first one does. Bundles, layer groups
+        and messages are numbered KV group by KV group; a KV group with fewer layers
+        than layer_groups has one message per layer.
+        """
+
     def __init__(
         self,
         *,
@@ -505,10 +514,11 @@ class Ticket(_message.Message):
         traceparent: _builtins.str = ...,
         sealed: _common_pb2.Sealed | None = ...,
         guarded_addresses: _abc.Iterable[_builtins.str] | None = ...,
+        other_first_blocks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data_endpoint", b"data_endpoint", "layout", b"layout", "sealed", b"sealed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bundle_blocks", b"bundle_blocks", "data_address", b"data_address", "data_endpoint", b"data_endpoint", "digest", b"digest", "epoch", b"epoch", "first_block", b"first_block", "grpc_address", b"grpc_address", "guarded_addresses", b"guarded_addresses", "key", b"key", "layer_groups", b"layer_groups", "layout", b"layout", "lease_s", b"lease_s", "num_blocks", b"num_blocks", "sealed", b"sealed", "tag_base", b"tag_base", "traceparent", b"traceparent", "transfer_id", b"transfer_id", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bundle_blocks", b"bundle_blocks", "data_address", b"data_address", "data_endpoint", b"data_endpoint", "digest", b"digest", "epoch", b"epoch", "first_block", b"first_block", "grpc_address", b"grpc_address", "guarded_addresses", b"guarded_addresses", "key", b"key", "layer_groups", b"layer_groups", "layout", b"layout", "lease_s", b"lease_s", "num_blocks", b"num_blocks", "other_first_blocks", b"other_first_blocks", "sealed", b"sealed", "tag_base", b"tag_base", "traceparent", b"traceparent", "transfer_id", b"transfer_id", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

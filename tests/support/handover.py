@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvtransfer.handover.digest import HOST_DIGEST
+from kvtransfer.handover.layer_groups import span_of
 from kvtransfer.handover.memory import BlockMemory, Bundle, InPlaceMemory, MessageSpec
 from kvtransfer.handover.outgoing import OutgoingTransfer
 from kvtransfer.handover.receiver import Receiver
@@ -42,9 +43,9 @@ class Memory:
         return view
 
 
-def in_place(memory: Memory) -> InPlaceMemory:
+def in_place(memory: Memory, layout: KvLayout = LAYOUT) -> InPlaceMemory:
     """Transports read and write the blocks themselves."""
-    return InPlaceMemory(memory, LAYOUT.num_layers)
+    return InPlaceMemory(memory, layout)
 
 
 @dataclass(eq=False)
@@ -63,8 +64,8 @@ class Pair:
     def reservation(self, block_ids: list[int], *, lease_s: float = 30.0) -> Reservation:
         return Reservation(
             request_id=REQUEST,
-            block_ids=[BlockId(block_id) for block_id in block_ids],
-            first_block=0,
+            block_ids=([BlockId(block_id) for block_id in block_ids],),
+            first_blocks=(0,),
             lease_s=lease_s,
             on_received=self.received.append,
             on_expired=self.expired.append,
@@ -102,19 +103,23 @@ async def worker_pair(
     num_blocks: int = 16,
     max_outstanding_bytes: int = 1 << 20,
     layer_groups: int = 1,
+    layout: KvLayout = LAYOUT,
     stage: Callable[[Memory], BlockMemory] = in_place,
 ) -> AsyncIterator[Pair]:
-    """Two workers over the inproc transport. `stage` makes their memories, the receiver's first."""
+    """Two workers over the inproc transport. `stage` makes their memories, the receiver's first.
+
+    `layout` has blocks of the same size as `LAYOUT`.
+    """
     sending, receiving = InprocTransport(), InprocTransport()
     source, target = Memory(num_blocks, 1), Memory(num_blocks, 2)
     identity = ReceiverIdentity(
-        worker_id=WorkerId("d0"), epoch=EPOCH, grpc_address="d0:1", layout=LAYOUT, layer_groups=layer_groups
+        worker_id=WorkerId("d0"), epoch=EPOCH, grpc_address="d0:1", layout=layout, layer_groups=layer_groups
     )
     async with service_group() as tasks:
         pair = Pair(
             receiver=Receiver(transport=receiving, memory=stage(target), identity=identity, tasks=tasks),
             sender=Sender(
-                transport=sending, memory=stage(source), layout=LAYOUT, max_outstanding_bytes=max_outstanding_bytes
+                transport=sending, memory=stage(source), layout=layout, max_outstanding_bytes=max_outstanding_bytes
             ),
             source=source,
             target=target,
@@ -130,10 +135,10 @@ async def worker_pair(
 class Copies:
     """Implements `BlockCopies` for the blocks of a `Memory`. Copies end while `may_end` is set."""
 
-    def __init__(self, memory: Memory, stage: Buffer) -> None:
+    def __init__(self, memory: Memory, stage: Buffer, layout: KvLayout = LAYOUT) -> None:
         self._blocks = memory.blocks
         self._stage = stage
-        self._layer_bytes = LAYOUT.block_bytes // LAYOUT.num_layers
+        self._layout = layout
         self.fails = False
         self.may_end = asyncio.Event()
         self.may_end.set()
@@ -150,7 +155,7 @@ class Copies:
         await self._copy(bundles, spec.layers)
         self.events.append(spec.after)
         digests = []
-        for message, rows in self._views(bundles, slots, spec.layers):
+        for message, rows in self._views(bundles, slots, spec):
             message[:] = rows
             digests.append(spec.digest(message.reshape(-1)))
         return digests
@@ -158,21 +163,23 @@ class Copies:
     async def write(self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec) -> list[bytes]:
         await self._copy(bundles, spec.layers)
         digests = []
-        for bundle, (message, _) in zip(bundles, self._views(bundles, slots, spec.layers), strict=True):
-            self._blocks[list(bundle), self._span(spec.layers)] = message
+        for bundle, (message, _) in zip(bundles, self._views(bundles, slots, spec), strict=True):
+            self._blocks[list(bundle), self._span(spec)] = message
             digests.append(spec.digest(message.reshape(-1)))
         return digests
 
-    def _views(self, bundles: Sequence[Bundle], slots: Sequence[int], layers: slice) -> Iterator[tuple[Buffer, Buffer]]:
+    def _views(
+        self, bundles: Sequence[Bundle], slots: Sequence[int], spec: MessageSpec
+    ) -> Iterator[tuple[Buffer, Buffer]]:
         """Each bundle's message in the stage, and the layers of its blocks, both with a row per block."""
-        span = self._span(layers)
+        span = self._span(spec)
         for bundle, slot in zip(bundles, slots, strict=True):
             first = slot * LAYOUT.block_bytes
             message = self._stage[first + len(bundle) * span.start : first + len(bundle) * span.stop]
             yield message.reshape(len(bundle), -1), self._blocks[list(bundle), span]
 
-    def _span(self, layers: slice) -> slice:
-        return slice(layers.start * self._layer_bytes, layers.stop * self._layer_bytes)
+    def _span(self, spec: MessageSpec) -> slice:
+        return span_of(spec.layers, self._layout.groups[spec.kv_group].num_layers, self._layout.block_bytes)
 
     async def _copy(self, bundles: Sequence[Bundle], layers: slice) -> None:
         self.started.append([block for bundle in bundles for block in bundle])
@@ -189,10 +196,12 @@ def staged(memory: Memory, num_slots: int = 4) -> StagedMemory:
     return staged_with_copies(memory, num_slots)[0]
 
 
-def staged_with_copies(memory: Memory, num_slots: int, bundle_blocks: int = 1) -> tuple[StagedMemory, Copies]:
+def staged_with_copies(
+    memory: Memory, num_slots: int, bundle_blocks: int = 1, layout: KvLayout = LAYOUT
+) -> tuple[StagedMemory, Copies]:
     """A stage of `num_slots` blocks, and the copies to and from it."""
     stage = np.zeros(num_slots * LAYOUT.block_bytes, np.uint8)
-    copies = Copies(memory, stage)
+    copies = Copies(memory, stage, layout)
     return StagedMemory(copies, stage, LAYOUT.block_bytes, bundle_blocks), copies
 
 

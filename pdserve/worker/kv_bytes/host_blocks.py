@@ -54,7 +54,7 @@ def _all_blocks(bundles: Sequence[Bundle]) -> list[BlockId]:
 def block_memory(kv_cache: KvCache, staging_bytes: int) -> BlockMemory:
     """The cache as transports see it. Raises `SetupError` when the stage is too small or cannot be allocated."""
     if kv_cache.memory is not None:
-        return InPlaceMemory(kv_cache, kv_cache.layout.num_layers)
+        return InPlaceMemory(kv_cache, kv_cache.layout)
     return staged(kv_cache, pinned_stage(kv_cache.layout, staging_bytes))
 
 

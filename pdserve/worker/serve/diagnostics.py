@@ -88,12 +88,12 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
             blocks = await asyncio.to_thread(ProbeBlocks, layout, num_probe_blocks(layout, request.num_bytes))
             receiver = Receiver(
                 transport=worker.transport,
-                memory=InPlaceMemory(blocks, layout.num_layers),
+                memory=InPlaceMemory(blocks, layout),
                 identity=self._identity(),
                 tasks=worker.tasks,
             )
             ended: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
-            reservation = _reservation(blocks, ended)
+            reservation = _reservation(blocks, len(layout.groups), ended)
             try:
                 ticket = await receiver.grant(reservation, attempt=1)
                 self._receivers[ticket.transfer_id] = receiver
@@ -139,7 +139,7 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
         worker, paths = self._worker, list[TransportPath | None]()
         sender = Sender(
             transport=worker.transport,
-            memory=InPlaceMemory(blocks, worker.model.layout.num_layers),
+            memory=InPlaceMemory(blocks, worker.model.layout),
             layout=worker.model.layout,
             on_peer=lambda ticket, peer: paths.append(worker.paths.path_to(ticket, peer)),
             introduce=self._introduce,
@@ -203,7 +203,9 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
                 self._next_at = time.monotonic() + PAUSE_S
 
 
-def _reservation(blocks: ProbeBlocks, ended: asyncio.Future[Received]) -> Reservation:
+def _reservation(blocks: ProbeBlocks, num_kv_groups: int, ended: asyncio.Future[Received]) -> Reservation:
+    """All blocks are of the first KV group."""
+
     def on_received(received: Received) -> None:
         if not ended.done():
             ended.set_result(received)
@@ -214,8 +216,8 @@ def _reservation(blocks: ProbeBlocks, ended: asyncio.Future[Received]) -> Reserv
 
     return Reservation(
         request_id=RequestId(f"probe-{new_transfer_id().hex()}"),
-        block_ids=blocks.block_ids,
-        first_block=0,
+        block_ids=(blocks.block_ids, *[()] * (num_kv_groups - 1)),
+        first_blocks=(0, *[blocks.num_blocks] * (num_kv_groups - 1)),
         lease_s=LEASE_S,
         on_received=on_received,
         on_expired=on_expired,

@@ -27,7 +27,7 @@ PROMPT_TOKENS = 4 * BLOCK + 1
 
 async def granted(pair: Pair, *, first_block: int = 0) -> Ticket:
     """A ticket for the prompt's blocks from `first_block` on; their ids at the target are higher by 8."""
-    reservation = replace(pair.reservation([8 + each for each in TABLE[first_block:]]), first_block=first_block)
+    reservation = replace(pair.reservation([8 + each for each in TABLE[first_block:]]), first_blocks=(first_block,))
     return await pair.receiver.grant(reservation, attempt=1)
 
 
@@ -50,16 +50,16 @@ async def test_every_group_of_every_missing_block_goes_once_however_it_is_report
             transfer.push = noted  # type: ignore[method-assign,assignment]
             async with pushing(transfer, ticket) as pusher:
                 assert pusher.is_idle
-                pusher.stored(TABLE, 3 * BLOCK, num_layers=1)  # Half a group.
+                pusher.stored([TABLE], 3 * BLOCK, num_layers=1)  # Half a group.
                 assert pusher.is_idle
-                pusher.stored(TABLE, 3 * BLOCK, num_layers=2)
-                pusher.stored(TABLE, 3 * BLOCK, num_layers=3)
+                pusher.stored([TABLE], 3 * BLOCK, num_layers=2)
+                pusher.stored([TABLE], 3 * BLOCK, num_layers=3)
                 assert not pusher.is_idle
                 await pusher.drained()
-                pusher.stored(TABLE, 3 * BLOCK)
-                pusher.stored(TABLE, 3 * BLOCK)
-                pusher.stored([*TABLE, BlockId(4)], 6 * BLOCK, num_layers=2)  # The ticket ends sooner.
-                pusher.stored(TABLE, PROMPT_TOKENS)
+                pusher.stored([TABLE], 3 * BLOCK)
+                pusher.stored([TABLE], 3 * BLOCK)
+                pusher.stored([[*TABLE, BlockId(4)]], 6 * BLOCK, num_layers=2)  # The ticket ends sooner.
+                pusher.stored([TABLE], PROMPT_TOKENS)
                 await pusher.drained()
                 await transfer.finish([1], pair.receiver.commit)
         old, new = TABLE[first_block:3], TABLE[3:]
@@ -72,12 +72,12 @@ async def test_a_partial_block_is_pushed_only_once_the_prompt_is_complete() -> N
     async with worker_pair() as pair:
         ticket = await granted(pair)
         async with pair.sender.open(ticket, request_id=REQUEST) as transfer, pushing(transfer, ticket) as pusher:
-            pusher.stored(TABLE, BLOCK - 1)
+            pusher.stored([TABLE], BLOCK - 1)
             assert pusher.is_idle
-            pusher.stored(TABLE, 4 * BLOCK)
+            pusher.stored([TABLE], 4 * BLOCK)
             await pusher.drained()
             assert transfer.num_unsent == 1
-            pusher.stored(TABLE, PROMPT_TOKENS)
+            pusher.stored([TABLE], PROMPT_TOKENS)
             await pusher.drained()
             assert transfer.num_unsent == 0
             await transfer.finish([1], pair.receiver.commit)
@@ -87,7 +87,7 @@ async def test_a_prompt_whose_blocks_are_all_cached_has_nothing_to_drain() -> No
     async with worker_pair() as pair:
         ticket = await granted(pair, first_block=5)
         async with pair.sender.open(ticket, request_id=REQUEST) as transfer, pushing(transfer, ticket) as pusher:
-            pusher.stored(TABLE, PROMPT_TOKENS)
+            pusher.stored([TABLE], PROMPT_TOKENS)
             await pusher.drained()
             await transfer.finish([1], pair.receiver.commit)
         assert len(pair.received) == 1
@@ -102,7 +102,7 @@ async def test_a_wire_that_fails_ends_the_prompt_with_its_error() -> None:
                 pair.sender.open(stray, request_id=REQUEST) as transfer,
                 pushing(transfer, stray) as pusher,
             ):
-                pusher.stored(TABLE, PROMPT_TOKENS)
+                pusher.stored([TABLE], PROMPT_TOKENS)
                 await until_idle()
                 pair.sending.disconnect(transfer._peer)
                 await asyncio.get_running_loop().create_future()  # Stands for the computing of the prompt.
@@ -114,7 +114,7 @@ async def test_a_prompt_that_fails_together_with_the_wire_raises_one_error() -> 
         stray = not_received(ticket)
         with pytest.raises(PeerLost):
             async with pair.sender.open(stray, request_id=REQUEST) as transfer, pushing(transfer, stray) as pusher:
-                pusher.stored(TABLE, PROMPT_TOKENS)
+                pusher.stored([TABLE], PROMPT_TOKENS)
                 await until_idle()
                 pair.sending.disconnect(transfer._peer)
                 try:
@@ -129,7 +129,7 @@ async def test_leaving_drops_the_blocks_that_still_wait_for_the_wire() -> None:
         stray = not_received(ticket)
         async with pair.sender.open(stray, request_id=REQUEST) as transfer:
             async with pushing(transfer, stray) as pusher:
-                pusher.stored(TABLE, PROMPT_TOKENS)
+                pusher.stored([TABLE], PROMPT_TOKENS)
                 await until_idle()
             assert transfer.num_unsent == 4
         assert transfer.quiet
@@ -148,7 +148,7 @@ async def test_a_bundle_leaves_when_it_is_complete_and_the_last_one_with_the_pro
 
             transfer.push = noted  # type: ignore[method-assign,assignment]
             for num_tokens in range(PROMPT_TOKENS + 1):
-                pusher.stored(TABLE, num_tokens)
+                pusher.stored([TABLE], num_tokens)
                 await pusher.drained()
             await transfer.finish([1], pair.receiver.commit)
         assert pushed == [TABLE[:2], TABLE[2:4], TABLE[4:]]

@@ -42,14 +42,14 @@ class Memory:
 
 
 def in_place(memory: Memory) -> InPlaceMemory:
-    return InPlaceMemory(memory, LAYOUT.num_layers)
+    return InPlaceMemory(memory, LAYOUT)
 
 
 def reservation(*, lease_s: float) -> Reservation:
     return Reservation(
         request_id=REQUEST,
-        block_ids=[BlockId(block) for block in range(NUM_BLOCKS)],
-        first_block=0,
+        block_ids=([BlockId(block) for block in range(NUM_BLOCKS)],),
+        first_blocks=(0,),
         lease_s=lease_s,
         on_received=lambda received: None,
         on_expired=lambda error: None,

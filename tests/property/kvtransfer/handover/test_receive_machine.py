@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -37,6 +39,10 @@ LEASE_S = 10.0
 ATTEMPT = 5
 REQUEST = RequestId("r")
 INDEX = st.integers(0, 8)
+#: Bundles and layer groups of each KV group: of one, or of a full and a windowed one.
+SEGMENTS = st.tuples(st.tuples(st.integers(0, 3), st.integers(1, 3))) | st.tuples(
+    *[st.tuples(st.integers(0, 2), st.integers(1, 2))] * 2
+)
 HELD = (ReceiveState.RECEIVING, ReceiveState.COMMITTING, ReceiveState.BROKEN)
 
 
@@ -47,16 +53,23 @@ def digest_of(index: int) -> bytes:
 class DecodeSide(RuleBasedStateMachine):
     """The machine, and a world of receives around it with a record of its own."""
 
-    @initialize(
-        num_bundles=st.integers(0, 3), layer_groups=st.integers(1, 3), corrupt=st.sets(st.integers(0, 8), max_size=1)
-    )
-    def start(self, num_bundles: int, layer_groups: int, corrupt: set[int]) -> None:
+    @initialize(segments=SEGMENTS, corrupt=st.sets(st.integers(0, 8), max_size=1))
+    def start(self, segments: tuple[tuple[int, int], ...], corrupt: set[int]) -> None:
         self.now = 100.0
-        self.shape = TransferShape(num_blocks=num_bundles, bundle_blocks=1, layer_groups=layer_groups)
+        self.shape = TransferShape.of(
+            num_blocks=[count for count, _ in segments],
+            bundle_blocks=1,
+            layer_groups=[groups for _, groups in segments],
+        )
+        #: Messages of each bundle.
+        self.bundles: list[set[int]] = []
+        numbers = itertools.count()
+        for num_bundles, layer_groups in segments:
+            self.bundles += [set(itertools.islice(numbers, layer_groups)) for _ in range(num_bundles)]
         self.machine = ReceiveMachine(
             shape=self.shape, request_id=REQUEST, attempt=ATTEMPT, lease_s=LEASE_S, now=self.now
         )
-        self.num_messages = self.shape.num_messages
+        self.num_messages = sum(map(len, self.bundles))
         self.corrupt = corrupt
         #: Messages that may still be written to their blocks, and those among them that are being copied there.
         self.outstanding = set(range(self.num_messages))
@@ -98,9 +111,8 @@ class DecodeSide(RuleBasedStateMachine):
                     self.waiting_commits = 0
                     assert (error is None) == bool(self.verified)
                 case GiveBack(bundle=bundle):
-                    groups = self.shape.layer_groups
                     assert bundle not in self.given_back
-                    assert set(range(bundle * groups, (bundle + 1) * groups)) <= self.arrived
+                    assert self.bundles[bundle] <= self.arrived
                     self.given_back.add(bundle)
                 case StoreMessage(index=index):
                     assert index in self.outstanding
@@ -238,7 +250,7 @@ class DecodeSide(RuleBasedStateMachine):
         assert (self.machine.state is ReceiveState.RELEASED) == bool(self.released)
         assert (self.machine.state is ReceiveState.COMMITTING) == bool(self.waiting_commits)
         assert self.machine.num_received == len(self.arrived)
-        assert not self.verified or len(self.given_back) == self.shape.num_bundles
+        assert not self.verified or len(self.given_back) == len(self.bundles)
 
     def teardown(self) -> None:
         """The passing of time alone frees the blocks, unless they were verified."""
@@ -262,7 +274,7 @@ def test_every_state_has_a_row_and_the_two_last_ones_are_final() -> None:
 
 
 def test_an_illegal_event_is_refused_with_the_transfers_history() -> None:
-    shape = TransferShape(num_blocks=1, bundle_blocks=1, layer_groups=1)
+    shape = TransferShape.of(num_blocks=[1], bundle_blocks=1, layer_groups=[1])
     machine = ReceiveMachine(shape=shape, request_id=REQUEST, attempt=1, lease_s=LEASE_S, now=0.0)
     machine.handle(MessageLost(index=0, error=PeerLost("gone")), 1.0)
     machine.handle(Aborted(), 2.0)

@@ -26,6 +26,10 @@ from kvtransfer.handover.send_machine import TRANSITIONS, SendMachine, SendState
 from pdserve.base.errors import DigestMismatch, InvalidTransition, PeerLost, StaleError, TransferTimeout
 
 LEASE_S = 10.0
+#: Bundles and layer groups of each KV group: of one, or of a full and a windowed one.
+SEGMENTS = st.tuples(st.tuples(st.integers(0, 4), st.integers(1, 3))) | st.tuples(
+    *[st.tuples(st.integers(0, 3), st.integers(1, 2))] * 2
+)
 OVER = (SendState.DRAINING, SendState.CLOSED)
 
 
@@ -36,14 +40,22 @@ def digest_of(index: int) -> bytes:
 class PrefillSide(RuleBasedStateMachine):
     """The machine, and a wire with a record of its own."""
 
-    @initialize(num_bundles=st.integers(0, 4), layer_groups=st.integers(1, 3))
-    def start(self, num_bundles: int, layer_groups: int) -> None:
+    @initialize(segments=SEGMENTS)
+    def start(self, segments: tuple[tuple[int, int], ...]) -> None:
         self.now = 100.0
-        shape = TransferShape(num_blocks=num_bundles, bundle_blocks=1, layer_groups=layer_groups)
+        shape = TransferShape.of(
+            num_blocks=[count for count, _ in segments],
+            bundle_blocks=1,
+            layer_groups=[groups for _, groups in segments],
+        )
         self.machine = SendMachine(shape=shape, lease_s=LEASE_S, now=self.now)
-        self.num_bundles = num_bundles
-        #: Next block of each layer group.
-        self.next_block = [0] * layer_groups
+        #: Messages of each layer group, in the order in which they have to go.
+        self.unsent: list[list[int]] = []
+        self.num_messages = 0
+        for num_bundles, layer_groups in segments:
+            own = range(self.num_messages, self.num_messages + num_bundles * layer_groups)
+            self.unsent += [[*own[group::layer_groups]] for group in range(layer_groups)]
+            self.num_messages += len(own)
         self.on_the_wire: set[int] = set()
         self.disconnects = 0
         self.released: list[Released] = []
@@ -74,7 +86,7 @@ class PrefillSide(RuleBasedStateMachine):
 
     @property
     def num_unsent(self) -> int:
-        return self.num_bundles * len(self.next_block) - sum(self.next_block)
+        return sum(map(len, self.unsent))
 
     @property
     def lease_is_over(self) -> bool:
@@ -82,17 +94,18 @@ class PrefillSide(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def a_group_of_a_block_is_pushed(self, data: st.DataObject) -> None:
-        group = data.draw(st.integers(0, len(self.next_block) - 1))
-        index = self.machine.next_index(group)
-        assert index == self.next_block[group] * len(self.next_block) + group
+        group = data.draw(st.integers(0, len(self.unsent) - 1))
+        index = next(iter(self.unsent[group]), None)
+        assert self.machine.next_index(group) == index
+        index = self.num_messages if index is None else index
         started = SendStarted(index=index, digest=digest_of(index))
         if self.machine.state is SendState.SENDING and self.lease_is_over:
             self.take(started)
             assert isinstance(self.stopped[0].error, TransferTimeout)
-        elif self.machine.state is SendState.SENDING and self.next_block[group] < self.num_bundles:
+        elif self.machine.state is SendState.SENDING and self.unsent[group]:
             self.on_the_wire.add(index)
             self.take(started)
-            self.next_block[group] += 1
+            del self.unsent[group][0]
         else:
             with pytest.raises(InvalidTransition):
                 self.take(started)
@@ -100,11 +113,10 @@ class PrefillSide(RuleBasedStateMachine):
     @precondition(lambda self: not self.lease_is_over)
     @rule(data=st.data())
     def a_group_goes_through_the_blocks_in_their_order_and_once(self, data: st.DataObject) -> None:
-        count = len(self.next_block)
-        group = data.draw(st.integers(0, count - 1))
-        block = data.draw(st.integers(0, self.num_bundles + 1).filter(lambda block: block != self.next_block[group]))
+        following = {indices[0] for indices in self.unsent if indices}
+        index = data.draw(st.integers(0, self.num_messages + 3).filter(lambda index: index not in following))
         with pytest.raises(InvalidTransition):
-            self.take(SendStarted(index=block * count + group, digest=digest_of(0)))
+            self.take(SendStarted(index=index, digest=digest_of(0)))
 
     @rule(data=st.data())
     def a_block_got_through(self, data: st.DataObject) -> None:
@@ -126,7 +138,7 @@ class PrefillSide(RuleBasedStateMachine):
     @rule()
     def a_send_cannot_end_twice(self) -> None:
         with pytest.raises(StaleError):
-            self.take(SendDone(index=self.num_bundles * len(self.next_block)))
+            self.take(SendDone(index=self.num_messages))
 
     @rule()
     def all_is_sent(self) -> None:
@@ -138,7 +150,7 @@ class PrefillSide(RuleBasedStateMachine):
             assert was_over == bool(self.stopped)
             if not was_over:
                 self.committed = True
-                assert self.machine.digests == tuple(digest_of(index) for index in range(sum(self.next_block)))
+                assert self.machine.digests == tuple(digest_of(index) for index in range(self.num_messages))
         else:
             with pytest.raises(InvalidTransition):
                 self.take(AllSent())
@@ -215,7 +227,9 @@ def test_every_state_has_a_row_and_the_last_one_is_final() -> None:
 
 
 def test_an_illegal_event_is_refused_with_the_transfers_history() -> None:
-    machine = SendMachine(shape=TransferShape(num_blocks=0, bundle_blocks=1, layer_groups=1), lease_s=LEASE_S, now=0.0)
+    machine = SendMachine(
+        shape=TransferShape.of(num_blocks=[0], bundle_blocks=1, layer_groups=[1]), lease_s=LEASE_S, now=0.0
+    )
     machine.handle(AllSent(), 1.0)
     machine.handle(CommitAnswered(), 2.0)
     with pytest.raises(InvalidTransition, match="sending -> committing on AllSent -> closed on CommitAnswered"):

@@ -46,13 +46,13 @@ def test_groups_cover_all_layers_in_order_and_differ_by_one_layer_at_most(num_la
 def test_a_group_is_complete_with_its_last_layer() -> None:
     groups = LayerGroups.of(LAYOUT, 3)
     assert groups.ends == (2, 3, 4)
-    assert [groups.num_completed_by(layers) for layers in range(5)] == [0, 0, 1, 2, 3]
+    assert [groups.completed_by(layers) for layers in range(5)] == [[], [], [0], [0, 1], [0, 1, 2]]
 
 
 def test_messages_are_named_after_blocks_bundles_and_groups() -> None:
-    whole = TransferShape(num_blocks=12, bundle_blocks=1, layer_groups=1)
+    whole = TransferShape.of(num_blocks=[12], bundle_blocks=1, layer_groups=[1])
     assert (whole.num_messages, whole.name(7), str(whole)) == (12, "block 7", "12 blocks")
-    cut = TransferShape(num_blocks=23, bundle_blocks=2, layer_groups=3)
+    cut = TransferShape.of(num_blocks=[23], bundle_blocks=2, layer_groups=[3])
     assert (cut.num_messages, cut.name(7), str(cut)) == (
         36,
         "layer group 1 of bundle 2",

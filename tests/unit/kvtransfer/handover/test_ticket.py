@@ -22,8 +22,9 @@ from kvtransfer.handover.ticket import (
 from kvtransfer.transport.path import DataEndpoint
 from pdserve.base.errors import DigestMismatch, RequestError
 from pdserve.base.host_identity import own_host_identity
-from pdserve.base.ids import RequestId
+from pdserve.base.ids import Epoch, RequestId, TransferId
 from pdserve.v1 import decode_pb2
+from tests.support.groups import TWO_GROUPS
 from tests.support.handover import LAYOUT, Memory, blocks
 from tests.support.tickets import a_ticket
 
@@ -202,3 +203,68 @@ def test_a_ticket_covers_the_last_blocks_of_its_prompt() -> None:
     for wrong in (end + 1, end - ticket.layout.block_size):
         with pytest.raises(RequestError, match="ends at block"):
             ticket.require_end_of(wrong)
+
+
+def test_a_ticket_and_a_commit_for_one_kv_group_have_the_bytes_that_they_had_before_there_were_groups() -> None:
+    """Recorded with the last version without groups: workers of both versions hand over to one another."""
+    ticket = replace(
+        a_ticket(),
+        transfer_id=TransferId(bytes(range(16))),
+        epoch=Epoch(7),
+        key=bytes(range(32)),
+        tag_base=5 << 20,
+    )
+    assert ticket_to_proto(ticket).SerializeToString(deterministic=True).hex() == (
+        "0a10000102030405060708090a0b0c0d0e0f10021a02643020072a0b3132372e302e302e313a3132037563783a09736f6d6577686572"
+        "654003480552140a016d1207666c6f6174333218042004280130045900000000000034406220000102030405060708090a0b0c0d0e0f"
+        "101112131415161718191a1b1c1d1e1f688080c002700278028201026e68"
+    )
+    commit = signed_commit(
+        ticket, request_id=RequestId("r"), digests=(bytes([0]) * 16, bytes([1]) * 16), first_tokens=(7, 8)
+    )
+    assert commit_to_proto(commit).SerializeToString(deterministic=True).hex() == (
+        "0a050a017210021210000102030405060708090a0b0c0d0e0f1807221000000000000000000000000000000000221001010101010101"
+        "0101010101010101012a02070832203ca6657ebdb2fa7814a621af437c492841687c327015e8be0863091ee6c8c74b"
+    )
+
+
+#: A prompt of 12 tokens, 3 blocks. The token behind it reads from token 7 on in the windowed group: from block 1 on.
+GROUPED = replace(a_ticket(), layout=TWO_GROUPS, first_block=0, num_blocks=3, other_first_blocks=(1,))
+
+
+def test_a_ticket_for_two_kv_groups_survives_the_wire_and_ends_both_with_the_prompt() -> None:
+    wire = ticket_to_proto(GROUPED).SerializeToString()
+    assert ticket_from_proto(decode_pb2.Ticket.FromString(wire)) == GROUPED
+    assert [segment.num_blocks for segment in GROUPED.shape.segments] == [3, 2]
+    GROUPED.require_end_of(12)
+    GROUPED.require_end_of(11)
+
+
+@pytest.mark.parametrize("first_blocks", [(), (1, 1), (4,), ((1 << 32) - 1,)])
+def test_a_ticket_with_impossible_blocks_of_another_kv_group_is_refused(first_blocks: tuple[int, ...]) -> None:
+    message = ticket_to_proto(GROUPED)
+    message.other_first_blocks[:] = first_blocks
+    with pytest.raises(RequestError, match="other_first_blocks"):
+        ticket_from_proto(message)
+
+
+def test_a_ticket_for_one_kv_group_names_no_other() -> None:
+    message = ticket_to_proto(a_ticket())
+    message.other_first_blocks[:] = (0,)
+    with pytest.raises(RequestError, match="number of other_first_blocks is 1, not 0 to 0"):
+        ticket_from_proto(message)
+
+
+def test_the_blocks_of_all_kv_groups_are_within_the_limit_of_messages() -> None:
+    message = ticket_to_proto(GROUPED)
+    message.num_blocks = MAX_MESSAGES // message.layer_groups
+    message.other_first_blocks[:] = (1,)
+    with pytest.raises(RequestError, match="blocks of all KV groups"):
+        ticket_from_proto(message)
+
+
+def test_a_ticket_for_blocks_behind_a_window_is_refused() -> None:
+    """The prefill worker may have given them to another request."""
+    with pytest.raises(RequestError, match="starts at block 0 in KV group 1, before block 1"):
+        replace(GROUPED, other_first_blocks=(0,)).require_end_of(12)
+    replace(GROUPED, num_blocks=2, other_first_blocks=(0,)).require_end_of(8)
