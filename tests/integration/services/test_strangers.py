@@ -68,7 +68,7 @@ def _refused(worker: Worker, reason: Refusal) -> float:
 
 
 async def _cached(worker: Worker) -> int:
-    return await worker.run(lambda: len(worker.model.pool._by_hash))
+    return await worker.run(lambda: sum(map(len, worker.model.pool._by_hash)))
 
 
 STRANGERS = {"open": Seals(), "foreign": Seals(parse_secret("the-secret-of-another-cluster", where="test"))}
