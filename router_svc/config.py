@@ -94,6 +94,11 @@ class RouterConfig:
     worker_return_timeout_s: float = option(
         60.0, help="seconds a request waits for a decode worker while none is ready, if one was lately", minimum=0.0
     )
+    resume_timeout_s: float = option(
+        0.0,
+        help="seconds for which clients can resume a stream after its end or loss, on any router; 0: never",
+        minimum=0.0,
+    )
     silence_timeout_s: float = option(
         10.0, help="seconds without any message, not even a keep-alive, after which a worker counts as lost", minimum=1
     )

@@ -26,6 +26,8 @@ from router_svc.api.grpc_api import SERVICE, Guards, InferenceServicer, public_p
 from router_svc.api.intake import Intake
 from router_svc.api.openai.generation_api import GenerationApi
 from router_svc.api.openai.info import ModelApi, OperatorApi
+from router_svc.api.openai.resume_api import ResumeApi
+from router_svc.api.openai.resuming import resuming_of
 from router_svc.api.served_model import ServedModel
 from router_svc.api.usage_api import UsageApi
 from router_svc.clients.access import access_of
@@ -78,6 +80,7 @@ class Router:
         recent = RecentRecords(config.trace_capacity)
         self._limiter = Limiter(store)
         self._usage = UsageStore(store)
+        self._resuming = resuming_of(self.cluster, store, ttl_s=config.resume_timeout_s)
         self.metrics.tenants.known = self._access.tenants
         recorders = Recorders(
             metrics=self.metrics,
@@ -87,6 +90,7 @@ class Router:
             model_name=config.model_name,
             limiter=self._limiter,
             usage=self._usage,
+            logs=self._resuming.logs,
         )
         by_priority = config.scheduling_policy == "priority"
         self._requests = Requests(self.cluster, self._gate, recorders, model.tokenizer, by_priority=by_priority)
@@ -123,7 +127,8 @@ class Router:
                 value=lambda: self._request_store.dropped,
             ),
         )
-        self.metrics.read(*span_counters(self._tracer), *self._intake.counters(), *self._usage.counters())
+        owners = (self._intake, self._usage, self._resuming.logs)
+        self.metrics.read(*span_counters(self._tracer), *(each for owner in owners for each in owner.counters()))
         self.metrics.num_requests_running.set_function(lambda: self._gate.num_admitted)
         self.metrics.num_requests_waiting.set_function(lambda: self._gate.num_waiting)
         self.metrics.queued_uncached_tokens.set_function(lambda: self._gate.uncached_tokens)
@@ -160,6 +165,7 @@ class Router:
                 group.start(self._request_store.run(), name="request-store")
                 group.start(self._limiter.run(), name="limits")
                 group.start(self._usage.run(), name="usage")
+                group.start(self._resuming.logs.run(), name="stream-logs")
                 group.start(self._clock_skew.run(), name="clock-skew")
                 group.start(self._redis_memory.run(), name="redis-memory")
                 group.start(self._shared_quarantine.run(), name="quarantine")
@@ -201,7 +207,8 @@ class Router:
     def _front(self) -> Front:
         return Front(
             config=self.config,
-            generation=GenerationApi(self._model, self._requests, self._max_model_len, self._intake),
+            generation=GenerationApi(self._model, self._requests, self._max_model_len, self._intake, self._resuming),
+            resume=ResumeApi(self._model, self._requests, self._resuming),
             model=ModelApi(self._model, self._max_model_len, self._intake),
             operator=self._operator,
             usage=UsageApi(self._usage),

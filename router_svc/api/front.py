@@ -19,6 +19,7 @@ from router_svc.api.console.console import Console
 from router_svc.api.http_app import HttpRules, make_app
 from router_svc.api.openai.generation_api import GenerationApi
 from router_svc.api.openai.info import ModelApi, OperatorApi
+from router_svc.api.openai.resume_api import ResumeApi
 from router_svc.api.reference.page import Reference
 from router_svc.api.usage_api import UsageApi
 from router_svc.clients.access import Access
@@ -44,6 +45,7 @@ class Front:
 
     config: RouterConfig
     generation: GenerationApi
+    resume: ResumeApi
     model: ModelApi
     operator: OperatorApi
     usage: UsageApi
@@ -97,7 +99,8 @@ class Front:
         return make_app([routes, elsewhere], rules, refusals=self.refusals, tracer=self.tracer)
 
     def _client_routes(self) -> Routes:
-        return [*self.generation.routes(), *self.model.routes(), *self.usage.routes(), *probe_routes(self.health)]
+        apis = (self.generation, self.resume, self.model, self.usage)
+        return [*(route for api in apis for route in api.routes()), *probe_routes(self.health)]
 
     def _operator_routes(self) -> Routes:
         console = [] if self.console is None else self.console.routes()

@@ -43,6 +43,11 @@ class Ids:
         return cls(prefix=prefix, header=chosen, nonce=secrets.token_hex(4))
 
     @property
+    def is_chosen(self) -> bool:
+        """Whether the client has chosen the id, and knows it before any answer."""
+        return bool(self.nonce)
+
+    @property
     def response(self) -> str:
         """The `id` of the response."""
         return self.prefix + self.header

@@ -109,7 +109,7 @@ class Journal:
                 self._fall_back("not_receivable", worker)
             self.record.prefilled_by = "decode"
             self.record.local_prefill_reason = self._local_prefill_reason
-            self.record.cached_tokens = started.cached_tokens
+            self._set_cached(started.cached_tokens)
             self.record.enter(Phase.PREFILL, ago_s=started.computing_s)
         else:
             self.record.mark(TracePhase.COMMIT)
@@ -129,7 +129,7 @@ class Journal:
         if progress.queued:
             return
         self.record.mark(TracePhase.PREFILL_START, ago_s=progress.computing_s)
-        self.record.cached_tokens = progress.cached_tokens
+        self._set_cached(progress.cached_tokens)
         if progress.computed_tokens:
             self.record.add_chunk(progress.computed_tokens)
 
@@ -137,7 +137,7 @@ class Journal:
         """The prefill worker has sampled the first tokens."""
         self.record.prefilled_by = "prefill"
         self.record.local_prefill_reason = None
-        self.record.cached_tokens = first.cached_tokens
+        self._set_cached(first.cached_tokens)
         if not all(choice.finish_reason for choice in first.choices):
             self.record.enter(Phase.WIRE)
 
@@ -169,6 +169,11 @@ class Journal:
                 self._metrics.stream_pause.observe(now - self._last_tokens_s)
                 self._goes_on = False
         self._last_tokens_s = now
+
+    def resumed(self, completion_tokens: int, cached_tokens: int) -> None:
+        """Another router had these tokens, and the request goes on behind them."""
+        self.record.resumed_tokens = self.record.completion_tokens = completion_tokens
+        self.record.cached_tokens = cached_tokens
 
     def first_written(self) -> None:
         """The first token of the response was written to the client."""
@@ -204,6 +209,11 @@ class Journal:
     def _move(self, state: RequestState, worker: WorkerRecord | None = None) -> None:
         self.record.move(state, worker=worker)
         self._store.put(self.record.progress)
+
+    def _set_cached(self, cached_tokens: int) -> None:
+        """The client pays for the prompt as it was computed for the first token, whatever is computed again later."""
+        if not self.record.completion_tokens:
+            self.record.cached_tokens = cached_tokens
 
     def _reserved(self, worker: WorkerRecord) -> None:
         if self.record.state in (_S.QUEUED, _S.RETRYING):

@@ -206,11 +206,13 @@ class RouterMetrics:
             self._prefills.inc(record.prefilled_by)
         if record.local_prefill_reason is not None:
             self._local_prefills.inc(record.local_prefill_reason)
-        self._generation_tokens.inc(record.completion_tokens)
-        if TracePhase.FIRST_TOKEN in record.phases:
+        self._generation_tokens.inc(record.completion_tokens - (record.resumed_tokens or 0))
+        if TracePhase.FIRST_TOKEN in record.phases and not record.resumed_tokens:
             self._prompt_tokens.inc(record.prompt_tokens)
             self._prompt_tokens_cached.inc(record.cached_tokens)
-        self._distributions.observe(record)
+        # Times of a request that another router has had since before are not its times.
+        if record.resumed_tokens is None:
+            self._distributions.observe(record)
 
 
 class _Distributions:

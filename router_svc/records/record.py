@@ -20,6 +20,7 @@ the workers measured.
       "retries":   [{"at": 0.05, "attempt": 1, "reason": "peer_lost", "worker": "prefill-0", "error": "Lost ..."}],
       "fallbacks": [{"at": 0.05, "attempt": 2, "reason": "prefill_lost", "worker": "decode-0", "error": null}],
       "prefilled_by": "prefill",      prefill|decode|null
+      "resumed_tokens": null,         tokens that the router had from which the request was resumed
       "local_prefill_reason": null,   short|load|fallback|no_prefill_tier, where prefilled_by is "decode"
       "reported": {"reserve_s": 0.001, "prefill_queue_s": 0.0, "prefill_compute_s": 0.07, "transfer_s": 0.003,
                    "commit_s": 0.004, "exposed_s": 0.002, "decode_queue_s": 0.001, "sent_bytes": 1234,
@@ -124,6 +125,8 @@ class Record:
     local_prefill_reason: LocalPrefillReason | None = None
     cached_tokens: int = 0
     completion_tokens: int = 0
+    #: Tokens that another router had, from which the request was resumed; None: it was not.
+    resumed_tokens: int | None = None
     finish_reasons: list[str] = field(default_factory=list)
     error: str | None = None
     #: Whose request it is; empty without API keys.
@@ -266,6 +269,7 @@ class Record:
             "retries": [asdict(incident) for incident in self.retries],
             "fallbacks": [asdict(incident) for incident in self.fallbacks],
             "prefilled_by": self.prefilled_by,
+            "resumed_tokens": self.resumed_tokens,
             "local_prefill_reason": self.local_prefill_reason,
             "reported": dict(self.reported),
         }

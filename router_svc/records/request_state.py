@@ -36,8 +36,9 @@ _ABANDONED = frozenset({_S.RETRYING, _S.FAILED, _S.CANCELLED})
 
 #: Every legal transition. No state occurs twice within an attempt; RETRYING starts the next attempt.
 TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
-    # Straight to PREFILLING when one token is requested: no decode worker is needed.
-    _S.QUEUED: _ABANDONED | {_S.RESERVED, _S.PREFILLING},
+    # Straight to PREFILLING when one token is requested: no decode worker is needed. Straight to FINISHED when the
+    # router that the request was resumed from had all of its output.
+    _S.QUEUED: _ABANDONED | {_S.RESERVED, _S.PREFILLING, _S.FINISHED},
     # Straight to DECODING when the decode worker prefilled locally.
     _S.RESERVED: _ABANDONED | {_S.PREFILLING, _S.DECODING},
     # Straight to FINISHED when the first token ended it.

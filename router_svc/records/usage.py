@@ -31,6 +31,14 @@ class Usage:
             output_tokens=self.output_tokens + other.output_tokens,
         )
 
+    def __sub__(self, other: Usage) -> Usage:
+        return Usage(
+            requests=self.requests - other.requests,
+            input_tokens=self.input_tokens - other.input_tokens,
+            cached_tokens=self.cached_tokens - other.cached_tokens,
+            output_tokens=self.output_tokens - other.output_tokens,
+        )
+
     def values(self) -> tuple[int, int, int, int]:
         """The numbers in the order of the fields."""
         return astuple(self)
@@ -90,8 +98,8 @@ def tokens_charged(record: Record) -> int:
 
 
 def _prefill_has_started(record: Record) -> bool:
-    """Whether a worker has reported that it computes the prompt."""
-    return TracePhase.PREFILL_START in record.phases or record.prefilled_by is not None
+    """Whether a worker has reported that it computes the prompt, or another router has had tokens of it."""
+    return record.completion_tokens > 0 or TracePhase.PREFILL_START in record.phases or record.prefilled_by is not None
 
 
 def day_of(now: float) -> str:

@@ -15,8 +15,10 @@ from pdserve.base.workers import Tier, WorkerRecord
 from pdserve.v1 import common_pb2, decode_pb2
 from router_svc.generation import Generation
 from router_svc.records.journal import Journal
+from router_svc.records.resumable import single_tokens
 from router_svc.request.calls import DecodeCall, is_gone, is_lost_in_call
 from router_svc.request.output import Output, ended_by_stop_string
+from router_svc.request.prompt_log import PromptLog
 from router_svc.request.quarantine import REFUSED_S, Death, Deaths, Quarantine
 from router_svc.request.recovery import MAX_PREFILL_FAILURES
 from router_svc.request.stream import DeltaStream
@@ -47,6 +49,8 @@ class RequestContext:
     deaths: Deaths = field(default_factory=Deaths)
     quarantine: Quarantine = field(default_factory=Quarantine)
     failed_prefill: set[Incarnation] = field(default_factory=set)
+    #: Where tokens are kept for other routers; None: they are not.
+    log: PromptLog | None = None
     #: Set once every choice is complete and has been written.
     finished: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -121,12 +125,16 @@ class RequestContext:
 
     async def deliver(self, tokens: Sequence[common_pb2.ChoiceTokens], call: DecodeCall | None) -> None:
         """Sends tokens to the client, and notifies the decode worker of choices that a stop string has ended."""
-        deltas = self.output.push(map(tokens_from_wire, tokens))
+        chunks = map(tokens_from_wire, tokens)
+        deltas = self.output.push(chunks if self.log is None else single_tokens(chunks))
         if not deltas:
             return
         # Deliveries are written in the order of `push`, so the one that completes the output is written last.
         is_last = self.output.is_finished
         self.journal.produced(self.output.completion_tokens)
+        if self.log is not None:
+            worker = None if call is None else call.worker
+            self.log.append(deltas, self.journal.record.cached_tokens, worker)
         await self.stream.put(deltas, first_choice=self.generation.first_choice)
         if is_last:
             self.finished.set()

@@ -84,3 +84,20 @@ for i = 2, #ARGV do redis.call('ZADD', KEYS[1], 'XX', string.format('%.0f', ends
 if redis.call('PTTL', KEYS[1]) < 2 * tonumber(ARGV[1]) then redis.call('PEXPIRE', KEYS[1], 2 * ARGV[1]) end
 return 1
 """
+
+# KEYS: leases. ARGV: lease in ms, parallel, name of a lease, name of another one. Keeps the first, which still counts,
+# or adds the other one in its place. Returns the one that is there, or '' where there are too many.
+ADOPT = """
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local ends = string.format('%.0f', now + tonumber(ARGV[1]))
+if (tonumber(redis.call('ZSCORE', KEYS[1], ARGV[3])) or 0) > now then
+  redis.call('ZADD', KEYS[1], ends, ARGV[3])
+  return ARGV[3]
+end
+local parallel = tonumber(ARGV[2])
+if parallel > 0 and redis.call('ZCOUNT', KEYS[1], now, '+inf') >= parallel then return '' end
+redis.call('ZADD', KEYS[1], ends, ARGV[4])
+if redis.call('PTTL', KEYS[1]) < 2 * tonumber(ARGV[1]) then redis.call('PEXPIRE', KEYS[1], 2 * ARGV[1]) end
+return ARGV[4]
+"""

@@ -12,14 +12,15 @@ import contextlib
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from pdserve.base.errors import QuotaExceeded, RateLimited, StoreError
-from pdserve.base.store import Argument, Reply, Store, as_bytes, as_list, script_command
+from pdserve.base.errors import StoreError
+from pdserve.base.store import Argument, Store, as_bytes, script_command
 from router_svc.request.client import Client
-from router_svc.request.limit_scripts import RENEW, RESERVE, SETTLE
+from router_svc.request.limit_answers import refusal, verdict_of
+from router_svc.request.limit_scripts import ADOPT, RENEW, RESERVE, SETTLE
 from router_svc.request.limits import (
     Bucket,
     Limit,
@@ -99,24 +100,58 @@ class Limiter:
             reservation, verdict = await self._decide(client, limits, tokens)
         self._seen[client.id] = verdict.bucket
         if verdict.refused_by is not None:
-            raise _refusal(client, limits, tokens, verdict)
-        self._running[client.id] += 1
+            raise refusal(client, limits, tokens, verdict)
+        return self._hold(reservation)
+
+    def _hold(self, reservation: Reservation) -> Reservation:
+        self._running[reservation.client.id] += 1
         if reservation.lease:
             self._leases[reservation.lease] = reservation
         return reservation
+
+    async def adopt(self, client: Client, lease: str) -> Reservation | None:
+        """The reservation of a request that another router had admitted with this lease, which it may have settled.
+
+        Nothing is reserved again, but the request counts among those that run. Raises `RateLimited`.
+        """
+        limits = client.limits
+        if limits is None:
+            return None
+        _, tokens, period = lease.rsplit(":", 2)
+        adopted = Reservation(client=client, limits=limits, tokens=int(tokens), lease=lease, period=period)
+        arguments: list[Argument] = [self._lease_ms, limits.parallel, lease, f"{uuid.uuid4().hex}:0:{period}"]
+        try:
+            name = as_bytes(await self._store.script(ADOPT, keys=self._keys(client)[1:], arguments=arguments)).decode()
+        except StoreError:
+            self.decided_alone += 1
+            return self._hold(adopted)
+        if not name:
+            verdict = Verdict(bucket=full(limits, self._clock()), refused_by=Limit.PARALLEL, wait_s=1.0)
+            raise refusal(client, limits, 0, verdict)
+        return self._hold(adopted if name == lease else replace(adopted, tokens=0, lease=name))
+
+    def hand_over(self, reservation: Reservation | None) -> None:
+        """The request runs on under another router, which settles it."""
+        if reservation is not None:
+            self._let_go(reservation)
+
+    def _let_go(self, reservation: Reservation) -> None:
+        client = reservation.client.id
+        self._running[client] -= 1
+        if not self._running[client]:
+            del self._running[client]
+        if reservation.lease:
+            del self._leases[reservation.lease]
 
     def settle(self, reservation: Reservation | None, used: int) -> None:
         """A request has ended and has used so many tokens. Never waits."""
         if reservation is None:
             return
+        self._let_go(reservation)
         client = reservation.client.id
-        self._running[client] -= 1
-        if not self._running[client]:
-            del self._running[client]
         if (bucket := self._seen.get(client)) is not None:
             self._seen[client] = settled(bucket, reservation.limits, reservation.tokens, used)
         if reservation.lease:
-            del self._leases[reservation.lease]
             self._put(_Settlement(reservation=reservation, used=used))
 
     def headers(self, client: Client) -> dict[str, str]:
@@ -192,7 +227,7 @@ class Limiter:
             for start in starts:
                 self._put(_Settlement(reservation=_leased(reserved, name, str(start * 1000)), used=0, needs_lease=True))
             raise
-        verdict, period = _verdict(reply, self._clock())
+        verdict, period = verdict_of(reply, self._clock())
         return _leased(reserved, name, period), verdict
 
     def _keys(self, client: Client) -> list[str]:
@@ -257,39 +292,3 @@ class Limiter:
 def _leased(reservation: Reservation, name: str, period: str) -> Reservation:
     """The reservation with its lease, which is counted in the period that starts at `period`, in ms."""
     return replace(reservation, lease=f"{name}:{reservation.tokens}:{period}", period=period)
-
-
-def _verdict(reply: Reply, now: float) -> tuple[Verdict, str]:
-    """The script's answer. Raises `StoreError`."""
-    fields: Sequence[str] = [as_bytes(item).decode(errors="replace") for item in as_list(reply)]
-    try:
-        reason, wait_ms, requests, tokens, budget, period = fields
-        bucket = Bucket(requests=float(requests), tokens=float(tokens), budget=float(budget), at=now)
-        refused_by = Limit(reason) if reason else None
-        return Verdict(bucket=bucket, refused_by=refused_by, wait_s=float(wait_ms) / 1000), period
-    except ValueError as error:
-        raise StoreError(f"The limits in Redis cannot be parsed: {error!r:.200}.") from error
-
-
-def _refusal(client: Client, limits: Limits, tokens: int, verdict: Verdict) -> RateLimited:
-    """The error for the client: the limit, its value, what was asked for, and what to do."""
-    wait = f"Retry after {max(verdict.wait_s, 1.0):.0f} s"
-    match verdict.refused_by:
-        case Limit.PARALLEL:
-            text = f"has {limits.parallel} requests at a time, which is its limit. {wait}, or when one has ended."
-        case Limit.REQUESTS:
-            text = f"has used its {limits.requests_per_minute} requests per minute. {wait}."
-        case Limit.TOKENS:
-            left = max(int(verdict.bucket.tokens), 0)
-            text = (
-                f"has {left} of its {limits.tokens_per_minute} tokens per minute left, and this request may take "
-                f"{tokens}. {wait}, or send a shorter prompt or a lower `max_tokens`."
-            )
-        case _:
-            per = "" if limits.budget_period == "total" else f" per {limits.budget_period}"
-            return QuotaExceeded(
-                f"The API key {client.id} has used its budget of {limits.budget} tokens{per}. Ask the operator for "
-                "more, or wait for the next period.",
-                retry_after_s=verdict.wait_s,
-            )
-    return RateLimited(f"The API key {client.id} {text}", retry_after_s=max(verdict.wait_s, 1.0))

@@ -27,6 +27,8 @@ class ChoiceDelta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    #: The tokens that it is made of, with any that the client had before.
+    source: ChoiceTokens | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,7 @@ class Output:
         deltas = []
         for chunk in tokens:
             self._require_plausible(chunk)
-            delta = self._choices[chunk.choice_index].push(chunk)
-            if delta is not None:
+            for delta in self._choices[chunk.choice_index].push(chunk):
                 deltas.append(delta)
                 self.completion_tokens += len(delta.token_ids)
                 self._num_open -= delta.finish_reason is not None
@@ -158,16 +159,20 @@ class _Choice:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def push(self, chunk: ChoiceTokens) -> ChoiceDelta | None:
+    def push(self, chunk: ChoiceTokens) -> list[ChoiceDelta]:
         if self.finished:
-            return None
+            return []
         if chunk.first_index > len(self.token_ids):
             self._hold(chunk)
-            return None
+            return []
+        deltas = [self._delta(chunk)]
+        while self.early and not self.finished and self.early[0].first_index <= len(self.token_ids):
+            deltas.append(self._delta(self.early.pop(0)))
+        return [delta for delta in deltas if delta is not None]
+
+    def _delta(self, chunk: ChoiceTokens) -> ChoiceDelta | None:
         gained = _Gained()
         self._take(chunk, gained)
-        while self.early and gained.ended is None and self.early[0].first_index <= len(self.token_ids):
-            self._take(self.early.pop(0), gained)
         if gained.ended is not None:
             self.finish_reason = gained.ended.finish_reason
         elif not gained.token_ids:
@@ -179,6 +184,7 @@ class _Choice:
             logprobs=tuple(gained.logprobs),
             finish_reason=self.finish_reason,
             stop_reason=gained.ended.stop_reason if gained.ended else None,
+            source=chunk,
         )
 
     def _hold(self, chunk: ChoiceTokens) -> None:

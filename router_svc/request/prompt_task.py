@@ -12,6 +12,7 @@ from router_svc.request.context import RequestContext
 from router_svc.request.fair_order import QueueSlot
 from router_svc.request.gate import Gate
 from router_svc.request.output import Output
+from router_svc.request.prompt_log import PromptLog
 from router_svc.request.quarantine import Quarantine
 from router_svc.request.saga import Saga
 from router_svc.request.stream import DeltaStream
@@ -25,8 +26,16 @@ class PromptTask:
     """Runs one prompt when its turn comes."""
 
     def __init__(
-        self, generation: Generation, hashes: PrefixHashes, journal: Journal, gate: Gate, slot: QueueSlot
+        self,
+        generation: Generation,
+        hashes: PrefixHashes,
+        journal: Journal,
+        gate: Gate,
+        slot: QueueSlot,
+        log: PromptLog | None = None,
     ) -> None:
+        """`log`: where the output is kept for other routers, and that of another router is."""
+        self._log = log
         self._generation = generation
         self._hashes = hashes
         self._journal = journal
@@ -38,21 +47,13 @@ class PromptTask:
         enter_request(self._generation.request_id, self._journal.record.trace)
         error: PdserveError | None = None
         try:
-            await self._gate.wait_for_turn(self._slot)
-            self._journal.admitted()
             output = Output(self._generation, tokenizer)
-            context = RequestContext(
-                generation=self._generation,
-                hashes=self._hashes,
-                cluster=cluster,
-                journal=self._journal,
-                output=output,
-                stream=stream,
-                sampling=sampling_to_wire(self._generation.sampling),
-                prompt=QueuedPrompt(cluster.in_flight),
-                quarantine=quarantine,
-            )
-            await Saga(context).run()
+            if self._log is not None:
+                await self._log.replay(self._generation, output, self._journal, stream)
+            if not output.is_finished:
+                await self._gate.wait_for_turn(self._slot)
+                self._journal.admitted()
+                await self._run(cluster, output, stream, quarantine)
             self._journal.finished(output.finish_reasons)
         except PdserveError as expected:
             error = expected
@@ -64,3 +65,18 @@ class PromptTask:
         if error is not None:
             self._journal.failed(error)
         await stream.end(error)
+
+    async def _run(self, cluster: Cluster, output: Output, stream: DeltaStream, quarantine: Quarantine) -> None:
+        context = RequestContext(
+            generation=self._generation,
+            hashes=self._hashes,
+            cluster=cluster,
+            journal=self._journal,
+            output=output,
+            stream=stream,
+            sampling=sampling_to_wire(self._generation.sampling),
+            prompt=QueuedPrompt(cluster.in_flight),
+            quarantine=quarantine,
+            log=self._log,
+        )
+        await Saga(context).run()

@@ -19,7 +19,9 @@ from router_svc.records.metrics import RouterMetrics
 from router_svc.records.record import RecentRecords, Record
 from router_svc.records.request_store import RequestStore
 from router_svc.records.spans import RequestTrace
-from router_svc.records.usage import Account, Usage, tokens_charged, usage_of
+from router_svc.records.stream_log import StreamLog
+from router_svc.records.stream_logs import StreamLogs
+from router_svc.records.usage import Account, Usage
 from router_svc.records.usage_store import UsageStore
 from router_svc.request.admission import Entrant
 from router_svc.request.client import ANONYMOUS, Client
@@ -29,11 +31,15 @@ from router_svc.request.limiter import Limiter
 from router_svc.request.limits import size
 from router_svc.request.prompt_task import PromptTask
 from router_svc.request.quarantine import Quarantine
+from router_svc.request.run_log import RunLog, usage_of_all
 from router_svc.request.stream import DeltaStream
 from router_svc.routing.cluster import Cluster, PrefixHashes
 
 #: What the key of the digests of refused requests is for.
 _REFUSED = "refused_requests"
+
+
+_NO_USAGE = Usage()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +55,8 @@ class Recorders:
     limiter: Limiter | None = None
     #: None: usage is not kept.
     usage: UsageStore | None = None
+    #: None: no stream can be resumed.
+    logs: StreamLogs | None = None
 
     def open_journal(self, generation: Generation, accepted_at: float, trace: TraceContext | None) -> Journal:
         """The journal of a prompt that is accepted now, which is `accepted_at` in Unix time.
@@ -59,11 +67,11 @@ class Recorders:
         request_trace = RequestTrace(tracer=self.tracer, parent=trace, model_name=self.model_name)
         return Journal(record, self.metrics, self.store, request_trace)
 
-    def ended(self, client: Client, journals: Sequence[Journal]) -> None:
-        """Counts what a request of a tenant has used."""
+    def ended(self, client: Client, journals: Sequence[Journal], charged: Usage = _NO_USAGE) -> None:
+        """Counts what a request of a tenant has used. `charged`: what another router has counted of it."""
         if not client.tenant or self.usage is None:
             return
-        used = sum((usage_of(journal.record) for journal in journals), start=Usage(requests=1))
+        used = usage_of_all(journals) - charged
         self.metrics.tenants.add(client.tenant, used)
         self.usage.add(Account(tenant=client.tenant, key_id=client.id, model=self.model_name), used)
 
@@ -108,11 +116,15 @@ class Requests:
 
     @asynccontextmanager
     async def run(
-        self, generations: Sequence[Generation], client: Client = ANONYMOUS, trace: TraceContext | None = None
+        self,
+        generations: Sequence[Generation],
+        client: Client = ANONYMOUS,
+        trace: TraceContext | None = None,
+        log: StreamLog | None = None,
     ) -> AsyncIterator[DeltaStream]:
         """Runs the prompts of one request of `client`. Leaving the block cancels those that still run.
 
-        `trace` is the request's span.
+        `trace` is the request's span. `log` is where its output is kept, and what another router had of it is.
 
         Raises:
             Overloaded, RateLimited, NoWorkers, Draining, Quarantined: the request was refused at once.
@@ -133,38 +145,45 @@ class Requests:
             for generation, uncached in zip(generations, uncached_tokens, strict=True)
         ]
         stream = DeltaStream(journals, self._recorders.metrics.wrote_first_token)
-        async with self._entered(generations, journals, entrants, client) as slots:
+        run = RunLog(log, journals, self._recorders.logs)
+        async with self._entered(generations, run, entrants, client) as slots:
             for journal in journals:
                 self._recorders.recent.add(journal.record)
+            run.begin(stream)
             try:
                 async with service_group() as group:
-                    for generation, hashes, journal, slot in zip(generations, prompts, journals, slots, strict=True):
-                        task = PromptTask(generation, hashes, journal, self._gate, slot)
+                    started = zip(generations, prompts, journals, slots, run.prompt_logs, strict=True)
+                    for generation, hashes, journal, slot, prompt_log in started:
+                        task = PromptTask(generation, hashes, journal, self._gate, slot, prompt_log)
                         running = task.run(self._cluster, self._tokenizer, stream, self.quarantine)
                         group.start(running, name=generation.request_id)
                     yield stream
             finally:
                 for journal in journals:
                     journal.cancelled()
-                self._recorders.ended(client, journals)
+                try:
+                    await run.end()
+                finally:
+                    if run.is_ours:
+                        self._recorders.ended(client, journals, run.charged.usage)
 
     @asynccontextmanager
     async def _entered(
         self,
         generations: Sequence[Generation],
-        journals: Sequence[Journal],
+        run: RunLog,
         entrants: Sequence[Entrant],
         client: Client,
     ) -> AsyncIterator[list[QueueSlot]]:
         """The request in the queue, within its key's limits. Raises `RateLimited`, `Overloaded`."""
         with self._counted():
-            async with self._within_limits(generations, client, journals):
+            async with self._within_limits(generations, client, run):
                 with self._queue_slots(entrants, client) as slots:
                     yield slots
 
     @asynccontextmanager
     async def _within_limits(
-        self, generations: Sequence[Generation], client: Client, journals: Sequence[Journal]
+        self, generations: Sequence[Generation], client: Client, run: RunLog
     ) -> AsyncIterator[None]:
         """Reserves what the request may use of its key's limits, and settles what it has used. Raises `RateLimited`."""
         limiter = self._recorders.limiter
@@ -174,14 +193,21 @@ class Requests:
         prompt_tokens = sum(len(generation.prompt) for generation in generations)
         completion = sum(each.sampling.max_tokens * each.sampling.n for each in generations)
         try:
-            reservation = await limiter.reserve(client, size(prompt_tokens, completion))
+            if run.lease:
+                reservation = await limiter.adopt(client, run.lease)
+            else:
+                reservation = await limiter.reserve(client, size(prompt_tokens, completion))
         except RateLimited:
             self._recorders.metrics.rejected("rate_limited")
             raise
+        run.lease = "" if reservation is None else reservation.lease
         try:
             yield
         finally:
-            limiter.settle(reservation, sum(tokens_charged(journal.record) for journal in journals))
+            if run.is_ours:
+                limiter.settle(reservation, run.tokens_charged - run.charged.limit_tokens)
+            else:
+                limiter.hand_over(reservation)
 
     def _require_priority_allowed(self, generations: Sequence[Generation], client: Client) -> None:
         priority = next((generation.priority for generation in generations if generation.priority), 0)

@@ -51,7 +51,7 @@ class Saga:
         #: Decode workers that have failed the request without being lost.
         self._decode_failures = 0
         #: KV layout of the last decode worker, which its prefill workers have too.
-        self._layout: KvLayout | None = None
+        self._layout: KvLayout | None = None if context.log is None else context.log.layout
 
     async def run(self) -> None:
         """Returns when every choice is complete. Raises the error for the client."""

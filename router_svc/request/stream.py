@@ -120,6 +120,10 @@ class DeltaStream:
             async with self._writing:
                 self._set_ended(error)
 
+    def abort(self, error: PdserveError) -> None:
+        """The whole request ends with this error, whatever its prompts do."""
+        self._set_ended(error)
+
     def _set_ended(self, error: Exception | None) -> None:
         if not self._ended.is_set():
             self._error = error

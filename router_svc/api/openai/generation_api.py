@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from aiohttp import web
 
@@ -15,15 +16,15 @@ from router_svc.api.intake import Intake
 from router_svc.api.json_pieces import to_json
 from router_svc.api.openai.errors import error_body
 from router_svc.api.openai.generation_request import GenerationRequest, chat_request, completion_request
+from router_svc.api.openai.resuming import Resuming, event_ids
 from router_svc.api.openai.schema import ChatBody, CompletionBody
-from router_svc.api.openai.shapes import ChatFormat, ChoiceFormat, CompletionFormat, ResponseFormatter
+from router_svc.api.openai.shapes import DONE, ChatFormat, ChoiceFormat, CompletionFormat, ResponseFormatter
 from router_svc.api.request_span import TRACE
 from router_svc.api.served_model import ServedModel
 from router_svc.request.output import ChoiceDelta
 from router_svc.request.requests import Requests
-from router_svc.request.stream import WRITE_TIMEOUT_S, DeltaStream
+from router_svc.request.stream import WRITE_TIMEOUT_S, DeltaStream, TokenUsage, Write
 
-_DONE = b"data: [DONE]\n\n"
 #: A comment of server-sent events, which clients ignore.
 _KEEP_ALIVE = b": the next token is awaited\n\n"
 
@@ -32,8 +33,15 @@ class GenerationApi:
     """/v1/completions and /v1/chat/completions."""
 
     def __init__(
-        self, model: ServedModel, requests: Requests, max_model_len: Callable[[], int], intake: Intake
+        self,
+        model: ServedModel,
+        requests: Requests,
+        max_model_len: Callable[[], int],
+        intake: Intake,
+        resuming: Resuming | None = None,
     ) -> None:
+        """`resuming`: how streams can be resumed; None: they cannot."""
+        self._resuming = resuming
         self._model = model
         self._requests = requests
         self._max_model_len = max_model_len
@@ -65,11 +73,30 @@ class GenerationApi:
     ) -> web.StreamResponse:
         # From here on, error responses have the ids in a header, too.
         request[IDS] = ids
-        formatter = ResponseFormatter(generation, choice_format)
-        async with self._requests.run(generation.generations, client_of(request), request.get(TRACE)) as stream:
+        client = client_of(request)
+        log = None
+        # An answer in one piece can be fetched by those who know its id before they have it.
+        if self._resuming is not None and (generation.stream or ids.is_chosen):
+            log = self._resuming.new_log(client, generation, ids)
+        formatter = ResponseFormatter(generation, choice_format, None if log is None else event_ids(log, generation))
+        async with self._requests.run(generation.generations, client, request.get(TRACE), log) as stream:
             if generation.stream:
-                return await _send_stream(request, formatter, stream, ids)
+                return await send_stream(request, formatter, stream, ids)
             return await _send_whole(formatter, stream)
+
+
+class DeltaSource(Protocol):
+    """Output for a client: of a request that runs, or of one that has ended."""
+
+    async def write_to(self, write: Write, keep_alive: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Passes all deltas to `write`, and returns at their end."""
+
+    def first_write(self) -> None:
+        """A token was written."""
+
+    @property
+    def usage(self) -> TokenUsage:
+        """Tokens so far."""
 
 
 async def _send_whole(formatter: ResponseFormatter, stream: DeltaStream) -> web.Response:
@@ -84,8 +111,8 @@ async def _send_whole(formatter: ResponseFormatter, stream: DeltaStream) -> web.
     return web.Response(body=await formatter.whole(collected, stream.usage), content_type="application/json")
 
 
-async def _send_stream(
-    request: web.Request, formatter: ResponseFormatter, stream: DeltaStream, ids: Ids
+async def send_stream(
+    request: web.Request, formatter: ResponseFormatter, stream: DeltaSource, ids: Ids
 ) -> web.StreamResponse:
     """Server-sent events. Headers go out with the first token, so that an earlier error has its own status.
 
@@ -119,8 +146,11 @@ async def _send_stream(
     except PdserveError as error:
         if not sse.prepared:
             raise
-        last = b"data: %b\n\n" % to_json(error_body(error))
-    await _end(sse, last + _DONE)
+        last = b"data: %b\n\n" % to_json(error_body(error)) + DONE
+    if not sse.prepared:
+        # All of a stream that is resumed may have been read before.
+        await sse.prepare(request)
+    await _end(sse, last)
     return sse
 
 

@@ -18,6 +18,7 @@ from router_svc.api.openai.schema import ChatBody, CompletionBody, GenerationBod
 from router_svc.api.sampling import MAX_SEQUENCES, EndpointFields
 from router_svc.api.served_model import ServedModel
 from router_svc.generation import Generation
+from router_svc.records.resumable import ResponseShape, Resumable
 
 #: Characters of prompts that the choices of one response repeat.
 MAX_ECHO_CHARACTERS = 8 * 1024**2
@@ -37,6 +38,34 @@ class GenerationRequest:
     continuous_usage: bool
     #: The prompts' texts, with which choices start (completions with `echo` only).
     echoes: tuple[str, ...] = ()
+
+    def resumable(self, header_id: str, model_revision: str) -> Resumable:
+        """What another router needs to make the same response. One that is not streamed becomes a stream there."""
+        shape = ResponseShape(
+            response_id=self.response_id,
+            header_id=header_id,
+            model=self.model,
+            created=self.created,
+            include_usage=self.include_usage or not self.stream,
+            continuous_usage=self.continuous_usage,
+            echoes=self.echoes,
+        )
+        return Resumable(shape=shape, generations=self.generations, model_revision=model_revision)
+
+    @classmethod
+    def resumed(cls, resumable: Resumable) -> GenerationRequest:
+        """The request that another router had."""
+        shape = resumable.shape
+        return cls(
+            response_id=shape.response_id,
+            model=shape.model,
+            created=shape.created,
+            generations=resumable.generations,
+            stream=True,
+            include_usage=shape.include_usage,
+            continuous_usage=shape.continuous_usage,
+            echoes=shape.echoes,
+        )
 
     @property
     def num_choices(self) -> int:

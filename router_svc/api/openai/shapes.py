@@ -10,6 +10,7 @@ from typing import Protocol
 import pdserve
 from pdserve.base.sampling import FinishReason, TokenLogprobs
 from pdserve.model.tokenizer import Tokenizer
+from router_svc.api.event_ids import EventIds
 from router_svc.api.json_pieces import text_to_json, to_json
 from router_svc.api.openai.answers import (
     ChatChunkChoice,
@@ -32,6 +33,8 @@ from router_svc.records.record import Json
 from router_svc.request.output import ChoiceDelta
 from router_svc.request.stream import TokenUsage
 
+#: The last event of a response.
+DONE = b"data: [DONE]\n\n"
 _FINGERPRINT = f"pdserve-{pdserve.__version__}"
 
 Fields = dict[str, Json]
@@ -178,9 +181,11 @@ def _ending(choice: ChoiceDelta | CollectedChoice) -> Ending:
 class ResponseFormatter:
     """Formats one response, in chunks or whole."""
 
-    def __init__(self, request: GenerationRequest, choices: ChoiceFormat) -> None:
+    def __init__(self, request: GenerationRequest, choices: ChoiceFormat, ids: EventIds | None = None) -> None:
+        """`ids` of the events, some of which the client may have; None: events have no ids."""
         self._request = request
         self._format = choices
+        self._ids = ids
         #: Start of every event, up to its choice.
         self._head = b'data: %b,"choices":[' % to_json(self._envelope(choices.chunk_object))[:-1]
 
@@ -191,24 +196,42 @@ class ResponseFormatter:
 
     async def opening(self) -> bytes:
         """The events before any token."""
-        openings = map(self._format.opening, range(self._request.num_choices))
-        return await in_slices(self._event(opening, None) for opening in openings if opening is not None)
+        return await in_slices(map(self._opening, range(self._request.num_choices)))
+
+    def _opening(self, index: int) -> bytes:
+        opening = self._format.opening(index)
+        if opening is None:
+            return b""
+        return self._numbered(None if self._ids is None else self._ids.opening(index), self._event(opening, None))
 
     async def events(self, deltas: Sequence[ChoiceDelta], usage: TokenUsage | None) -> bytes:
         """An event for each delta with visible output. Text that is held back gives no event."""
-        events = (
-            self._event(self._format.chunk(delta), usage)
-            for delta in deltas
-            if delta.text or delta.logprobs or delta.finish_reason
-        )
+        events = (self._of_delta(delta, usage) for delta in deltas)
         # A few tokens without log-probabilities, as nearly all steps have, are not worth looking at the clock.
         if len(deltas) <= _FEW_DELTAS and not deltas[0].logprobs:
             return b"".join(events)
         return await in_slices(events)
 
+    def _of_delta(self, delta: ChoiceDelta, usage: TokenUsage | None) -> bytes:
+        event_id = None if self._ids is None else self._ids.after(delta)
+        if not (delta.text or delta.logprobs or delta.finish_reason):
+            return b""
+        # Also of an event that the client has: formats may keep offsets.
+        return self._numbered(event_id, self._event(self._format.chunk(delta), usage))
+
+    def _numbered(self, event_id: bytes | None, event: bytes) -> bytes:
+        """The event with its id; nothing, where events have ids and this one has none because the client has it."""
+        if self._ids is None:
+            return event
+        return b"" if event_id is None else event_id + event
+
     def closing(self, usage: TokenUsage) -> bytes:
-        """The event after all tokens, if the client requested usage."""
-        return self._event(None, usage) if self._request.include_usage else b""
+        """The events after all tokens: the usage, if the client requested it, and the end."""
+        ids = self._ids
+        last = self._numbered(None if ids is None else ids.done(), DONE)
+        if not self._request.include_usage:
+            return last
+        return self._numbered(None if ids is None else ids.usage(), self._event(None, usage)) + last
 
     async def whole(self, collected: Sequence[CollectedChoice], usage: TokenUsage) -> bytes:
         """The whole response."""

@@ -1,0 +1,133 @@
+"""The `id:` of server-sent events: what a client has, in its own words, so that any router can go on behind it. Pure.
+
+    9f3c01aa-o1              events before any token, up to that of choice 1
+    9f3c01aa-57              57 tokens of the only choice
+    9f3c01aa-57x3.12e.56x5   57 tokens of three choices, 12 of one that has ended, 56 of five
+    9f3c01aa-u, 9f3c01aa-d   all tokens and the usage; everything
+
+The name before the hyphen is the stream's. It keeps apart streams that have the same request id, one after the other.
+Numbers of events would not do: how the tokens of several choices take turns is not the same in every run.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import groupby
+
+from pdserve.base.errors import RequestError
+from router_svc.request.output import ChoiceDelta
+
+HEADER = "Last-Event-ID"
+#: Characters of a stream's name.
+NAME_CHARACTERS = 8
+#: Longer than that of any request.
+_MAX_CHARACTERS = 8192
+_MAX_CHOICES = 1024
+_ID = re.compile(r"([0-9a-f]{8})-(?:o([0-9]{1,3})|([ud])|([0-9ex.]+))", re.ASCII)
+_RUN = re.compile(r"([0-9]{1,9})(e?)(?:x([0-9]{1,3}))?", re.ASCII)
+
+#: Tokens of a choice, and whether it has ended. Later states are greater.
+State = tuple[int, bool]
+_NONE: State = (0, False)
+_ALL: State = (10**9, True)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a client has of a stream. `states` is empty when it has no token, or all of them."""
+
+    name: str = ""
+    openings: int = 0
+    states: tuple[State, ...] = ()
+    has_all_tokens: bool = False
+    has_end: bool = False
+
+    def state(self, choice: int) -> State:
+        """What it has of a choice."""
+        if self.has_all_tokens:
+            return _ALL
+        return self.states[choice] if self.states else _NONE
+
+
+NOTHING = Seen()
+
+
+def parse_event_id(text: str) -> Seen:
+    """What a client has that sends this as `Last-Event-ID`. Empty: nothing. Raises `RequestError`."""
+    if not text:
+        return NOTHING
+    found = _ID.fullmatch(text) if len(text) <= _MAX_CHARACTERS else None
+    if found is None:
+        raise _unreadable(text)
+    name, opening, end, runs = found.groups()
+    if opening is not None:
+        return Seen(name, openings=int(opening) + 1)
+    if end is not None:
+        return Seen(name, openings=_ALL[0], has_all_tokens=True, has_end=end == "d")
+    states: list[State] = []
+    for run in runs.split("."):
+        each = _RUN.fullmatch(run)
+        if each is None:
+            raise _unreadable(text)
+        count, ended, times = each.groups()
+        states += [(int(count), bool(ended))] * int(times or 1)
+        if len(states) > _MAX_CHOICES:
+            raise _unreadable(text)
+    return Seen(name, openings=_ALL[0], states=tuple(states))
+
+
+def _unreadable(text: str) -> RequestError:
+    return RequestError(
+        f"{HEADER} is {text[:40]!r}, which is no id of an event of this API. Send the last `id` that you got, or leave "
+        "the header out to get the stream from its start.",
+        param=HEADER,
+    )
+
+
+class EventIds:
+    """Numbers the events of one response, and knows which of them the client has."""
+
+    def __init__(self, name: str, num_choices: int, seen: Seen = NOTHING) -> None:
+        """Raises `RequestError` when `seen` is of a response with another number of choices."""
+        if seen.states and len(seen.states) != num_choices:
+            raise RequestError(
+                f"{HEADER} has {len(seen.states)} choices, but the stream has {num_choices}. Send the last `id` of "
+                "this stream.",
+                param=HEADER,
+            )
+        self._name = name.encode()
+        self._seen = seen
+        self._states = [_NONE] * num_choices
+
+    def opening(self, index: int) -> bytes | None:
+        """The id of a choice's event before its first token; None: the client has it."""
+        return None if index < self._seen.openings else self._line(b"o%d" % index)
+
+    def after(self, delta: ChoiceDelta) -> bytes | None:
+        """The id of the event with this new output, which comes next; None: the client has it."""
+        index = delta.choice_index
+        state = (self._states[index][0] + len(delta.token_ids), delta.finish_reason is not None)
+        self._states[index] = state
+        return None if state <= self._seen.state(index) else self._line(self._runs())
+
+    def usage(self) -> bytes | None:
+        """The id of the event with the usage; None: the client has it."""
+        return None if self._seen.has_all_tokens else self._line(b"u")
+
+    def done(self) -> bytes | None:
+        """The id of the last event; None: the client has it."""
+        return None if self._seen.has_end else self._line(b"d")
+
+    def _line(self, what: bytes) -> bytes:
+        return b"id: %b-%b\n" % (self._name, what)
+
+    def _runs(self) -> bytes:
+        if len(self._states) == 1:
+            return _state(self._states[0])
+        runs = ((state, sum(1 for _ in group)) for state, group in groupby(self._states))
+        return b".".join(_state(state) + (b"x%d" % times if times > 1 else b"") for state, times in runs)
+
+
+def _state(state: State) -> bytes:
+    return b"%de" % state[0] if state[1] else b"%d" % state[0]

@@ -1,0 +1,248 @@
+"""One stream that can be resumed, as the router that runs it reports it. `StreamLogs` writes it to Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pdserve.base.layout import KvLayout
+from pdserve.base.sampling import ChoiceTokens
+from pdserve.base.store import Argument, script_command
+from router_svc.records.resumable import Charge, LoggedStep, Resumable, request_to_bytes, steps_to_bytes
+from router_svc.records.stream_scripts import APPEND, BEGIN, FORGET, GONE, LEAVE, RENEW, REPLACED, TAKEN
+from router_svc.records.stream_seal import StreamSeal
+
+#: Output beyond is not kept: the router that resumes the stream makes it again.
+MAX_OUTPUT_BYTES = 4 << 20
+#: Steps that wait to be written. More is an outage of Redis.
+_MAX_PENDING = 4096
+#: Position of the request among the pieces, as far as the seal is concerned.
+_REQUEST_INDEX = -1
+_NONCE_BYTES = 8
+
+
+class Ending(StrEnum):
+    """How a router is done with a stream. Two are states in Redis."""
+
+    #: Every choice is complete.
+    COMPLETE = "complete"
+    #: The client has left, or the router ends: the stream can go on.
+    LEFT = "left"
+    #: The client got an error: nothing can go on.
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamKey:
+    """Where a stream is in Redis."""
+
+    stream: str
+    output: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """What a router found of a stream that it resumes."""
+
+    nonce: str
+    fence: int
+    steps: tuple[LoggedStep, ...] = ()
+    #: Pieces in Redis. They may be more than could be read.
+    num_pieces: int = 0
+    charge: Charge = field(default_factory=Charge)
+    #: Lease of the limits of the client's key.
+    lease: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogEvents:
+    """What a log reports to its writer."""
+
+    #: There is something to write.
+    due: Callable[[StreamLog], None]
+    #: No more output is kept, for this reason.
+    stopped: Callable[[str], None]
+
+
+class StreamLog:
+    """A stream in Redis. Owned by its request; never waits, except for its end."""
+
+    def __init__(
+        self,
+        resumable: Resumable,
+        key: StreamKey,
+        seal: StreamSeal,
+        events: LogEvents,
+        resumed: Resumed | None = None,
+    ) -> None:
+        found = resumed or Resumed(nonce=secrets.token_hex(_NONCE_BYTES), fence=1)
+        self.resumable = resumable
+        #: Steps of another router, which come before those of this one.
+        self.steps: Sequence[LoggedStep] = found.steps
+        #: What others have charged for this stream.
+        self.charge = found.charge
+        #: Lease of the limits that the request has reserved; empty: there are none.
+        self.lease = found.lease
+        #: Called once when another router has resumed the stream.
+        self.on_taken: Callable[[], None] = lambda: None
+        #: Whether this router runs the stream, as far as it knows.
+        self.is_ours = True
+        self._key = key
+        self._seal = seal
+        self._events = events
+        self._nonce = found.nonce
+        self._fence = found.fence
+        self._has_begun = resumed is not None
+        self._next_piece = found.num_pieces
+        self._layout: KvLayout | None = _last_layout(found.steps)
+        self._pending: list[LoggedStep] = []
+        self._piece: bytes | None = None
+        self._num_bytes = 0
+        #: Whether output is kept.
+        self._is_kept = True
+        self._ending: Ending | None = None
+        #: Whether there is nothing more to write.
+        self.is_over = False
+        #: Set when there is nothing more to wait for.
+        self._ended = asyncio.Event()
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether another router has started the stream."""
+        return self._fence > 1
+
+    @property
+    def nonce(self) -> str:
+        """The random name of the stream, in hexadecimal."""
+        return self._nonce
+
+    @property
+    def layout(self) -> KvLayout | None:
+        """KV layout of the worker that made the last token; None: there is no token."""
+        return self._layout
+
+    def begin(self) -> None:
+        """The request has been accepted here."""
+        self._events.due(self)
+
+    def append(
+        self, prompt_index: int, choices: Sequence[ChoiceTokens], *, cached_tokens: int, layout: KvLayout | None
+    ) -> None:
+        """New tokens of a prompt are about to be sent to the client, one in each of `choices`."""
+        if not self._is_kept:
+            return
+        if len(self._pending) >= _MAX_PENDING:
+            self._stop("store")
+            return
+        changed = None if layout == self._layout else layout
+        self._layout = layout
+        self._pending.append(
+            LoggedStep(prompt_index=prompt_index, choices=tuple(choices), cached_tokens=cached_tokens, layout=changed)
+        )
+        self._events.due(self)
+
+    async def end(self, ending: Ending, charge: Charge) -> None:
+        """This router is done with the stream, for which `charge` will have been charged, by it and others before it.
+
+        Afterwards `is_ours` says whether this router may charge its part. Returns when Redis has answered.
+        """
+        if self._ending is not None or self.is_over:
+            return
+        self.charge = charge
+        self._ending = ending
+        self._events.due(self)
+        await self._ended.wait()
+
+    # -- for `StreamLogs`
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether the next write should not wait for others."""
+        return not self._has_begun or self._ending is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the request has."""
+        return self._ending is not None
+
+    def command(self, ttl_ms: int) -> list[Argument]:
+        """The next write. The one after it follows the answer to this one."""
+        fixed: list[Argument] = [self._nonce, self._fence, ttl_ms]
+        if not self._has_begun:
+            sealed = self._seal.seal(request_to_bytes(self.resumable), self._nonce, _REQUEST_INDEX)
+            return self._script(BEGIN, [*fixed, sealed, self.charge.to_text(), self.lease])
+        if self._piece is None and self._pending:
+            piece = steps_to_bytes(self._pending)
+            self._pending.clear()
+            self._num_bytes += len(piece)
+            if self._num_bytes > MAX_OUTPUT_BYTES:
+                self._stop("too_large")
+            else:
+                self._piece = self._seal.seal(piece, self._nonce, self._next_piece)
+        if self._piece is not None:
+            return self._script(APPEND, [*fixed, self._next_piece, self._piece])
+        if self._ending is Ending.FAILED:
+            return self._script(FORGET, [self._nonce, self._fence])
+        if self._ending is not None:
+            return self._script(LEAVE, [*fixed, self._state(), self.charge.to_text()])
+        return self._script(RENEW, fixed)
+
+    def answered(self, reply: bytes) -> bool:
+        """Takes the answer to the last command. Whether there is more to write at once."""
+        if reply == TAKEN:
+            self.is_ours = False
+            self._over()
+            self.on_taken()
+        elif reply == REPLACED:
+            self._stop("replaced")
+            self._over()
+        elif reply == GONE:
+            self._lost()
+        elif not self._has_begun:
+            self._has_begun = True
+        elif self._piece is not None:
+            self._piece = None
+            self._next_piece += 1
+        elif self._ending is not None:
+            self._over()
+        return not self.is_over and (self._ending is not None or bool(self._pending))
+
+    def give_up(self) -> None:
+        """Redis does not answer: the request must not wait for it. What is left is written when it is back."""
+        self._ended.set()
+
+    def _state(self) -> Ending:
+        """Not complete in Redis unless all of the output is."""
+        return self._ending if self._is_kept and self._ending is not None else Ending.LEFT
+
+    def _lost(self) -> None:
+        """Redis has lost the stream. The request is enough to make all of the output again."""
+        self._stop("store")
+        self._next_piece = 0
+        self._has_begun = False
+
+    def _stop(self, reason: str) -> None:
+        if self._is_kept:
+            self._is_kept = False
+            self._events.stopped(reason)
+        self._pending.clear()
+        self._piece = None
+
+    def _over(self) -> None:
+        self.is_over = True
+        self._ended.set()
+
+    def _script(self, source: str, arguments: list[Argument]) -> list[Argument]:
+        return script_command(source, keys=[self._key.stream, self._key.output], arguments=arguments)
+
+
+def _last_layout(steps: Sequence[LoggedStep]) -> KvLayout | None:
+    return next((step.layout for step in reversed(steps) if step.layout is not None), None)
+
+
+def open_request(seal: StreamSeal, sealed: bytes, nonce: str) -> bytes:
+    """The request that `StreamLog` has stored. Raises `StoreError`."""
+    return seal.open(sealed, nonce, _REQUEST_INDEX)

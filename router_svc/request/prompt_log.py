@@ -1,0 +1,53 @@
+"""What of a resumable stream belongs to one prompt: the output that another router had, and what is added to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdserve.base.layout import KvLayout
+from pdserve.base.tasks import in_turns
+from pdserve.base.workers import WorkerRecord
+from router_svc.generation import Generation
+from router_svc.records.journal import Journal
+from router_svc.records.resumable import LoggedStep
+from router_svc.records.stream_log import StreamLog
+from router_svc.request.output import ChoiceDelta, Output
+from router_svc.request.stream import DeltaStream
+
+
+class PromptLog:
+    """One prompt's part of a `StreamLog`."""
+
+    def __init__(self, log: StreamLog, prompt_index: int) -> None:
+        self._log = log
+        self._prompt_index = prompt_index
+        self._steps: list[LoggedStep] = []
+        #: KV layout of the last worker that made tokens; None: none has.
+        self.layout: KvLayout | None = None
+        layout = None
+        for step in log.steps:
+            layout = step.layout or layout
+            if step.prompt_index == prompt_index:
+                self._steps.append(step)
+                self.layout = layout
+
+    async def replay(self, generation: Generation, output: Output, journal: Journal, stream: DeltaStream) -> None:
+        """Passes on what another router had, as it did."""
+        async for step in in_turns(self._steps):
+            deltas = output.push(step.choices)
+            journal.resumed(output.completion_tokens, step.cached_tokens)
+            if deltas:
+                await stream.put(deltas, first_choice=generation.first_choice)
+        if self._log.is_resumed:
+            journal.resumed(output.completion_tokens, journal.record.cached_tokens)
+
+    def append(self, deltas: Sequence[ChoiceDelta], cached_tokens: int, worker: WorkerRecord | None) -> None:
+        """New tokens are about to be sent to the client. `worker`: the decode worker of the attempt."""
+        if worker is not None:
+            self.layout = worker.layout
+        self._log.append(
+            self._prompt_index,
+            [delta.source for delta in deltas if delta.source is not None],
+            cached_tokens=cached_tokens,
+            layout=self.layout,
+        )

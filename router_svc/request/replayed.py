@@ -1,0 +1,43 @@
+"""A response that another router has completed: it is read, and no worker computes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from pdserve.base.tasks import in_turns
+from pdserve.model.tokenizer import Tokenizer
+from router_svc.records.stream_log import StreamLog
+from router_svc.request.output import Output
+from router_svc.request.stream import TokenUsage, Write
+
+
+class ReplayedStream:
+    """The output of a stream that is complete in Redis, as a `DeltaStream` would pass it on."""
+
+    def __init__(self, log: StreamLog, tokenizer: Tokenizer) -> None:
+        self._generations = log.resumable.generations
+        self._steps = log.steps
+        self._outputs = [Output(generation, tokenizer) for generation in self._generations]
+        self._cached = [0] * len(self._generations)
+
+    async def write_to(self, write: Write, keep_alive: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Passes all deltas to `write`."""
+        async for step in in_turns(self._steps):
+            first_choice = self._generations[step.prompt_index].first_choice
+            deltas = self._outputs[step.prompt_index].push(step.choices)
+            self._cached[step.prompt_index] = step.cached_tokens
+            if deltas:
+                await write([replace(delta, choice_index=first_choice + delta.choice_index) for delta in deltas])
+
+    def first_write(self) -> None:
+        """Nothing is measured."""
+
+    @property
+    def usage(self) -> TokenUsage:
+        """Tokens so far."""
+        return TokenUsage(
+            prompt_tokens=sum(len(generation.prompt) for generation in self._generations),
+            completion_tokens=sum(output.completion_tokens for output in self._outputs),
+            cached_tokens=sum(self._cached),
+        )

@@ -1,0 +1,77 @@
+"""The resumable stream of one client request while it runs here: what is begun, ended and charged, once in all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdserve.base.errors import StaleError
+from pdserve.base.tasks import run_to_completion
+from router_svc.records.journal import Journal
+from router_svc.records.request_state import RequestState
+from router_svc.records.resumable import Charge
+from router_svc.records.stream_log import Ending, StreamLog
+from router_svc.records.stream_logs import StreamLogs
+from router_svc.records.usage import Usage, tokens_charged, usage_of
+from router_svc.request.prompt_log import PromptLog
+from router_svc.request.stream import DeltaStream
+
+
+class RunLog:
+    """A request's `StreamLog`, or none."""
+
+    def __init__(self, log: StreamLog | None, journals: Sequence[Journal], logs: StreamLogs | None) -> None:
+        self._log = log
+        self._logs = logs
+        self._journals = journals
+        #: What other routers have charged for the request.
+        self.charged = Charge() if log is None else log.charge
+        self.prompt_logs = [None if log is None else PromptLog(log, index) for index in range(len(journals))]
+
+    @property
+    def lease(self) -> str:
+        """Lease of the limits that the request has reserved; empty: it has none."""
+        return "" if self._log is None else self._log.lease
+
+    @lease.setter
+    def lease(self, lease: str) -> None:
+        if self._log is not None:
+            self._log.lease = lease
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this router runs and charges the request. Another one does once it has resumed it."""
+        return self._log is None or self._log.is_ours
+
+    @property
+    def tokens_charged(self) -> int:
+        """Tokens that count for the limits of the client's key."""
+        return sum(tokens_charged(journal.record) for journal in self._journals)
+
+    def begin(self, stream: DeltaStream) -> None:
+        """The request has been accepted. `stream` ends when another router resumes it."""
+        if self._log is None:
+            return
+        header_id = self._log.resumable.shape.header_id
+        self._log.on_taken = lambda: stream.abort(
+            StaleError(f"The stream {header_id} has ended here because its client has resumed it with another request.")
+        )
+        if not self._log.is_resumed:
+            self._log.begin()
+
+    async def end(self) -> None:
+        """The request has ended. `is_ours` is final afterwards."""
+        if self._log is None or self._logs is None:
+            return
+        charge = Charge(usage=usage_of_all(self._journals), limit_tokens=self.tokens_charged)
+        await run_to_completion(self._logs.end(self._log, self._ending(), charge))
+
+    def _ending(self) -> Ending:
+        states = {journal.record.state for journal in self._journals}
+        if RequestState.FAILED in states:
+            return Ending.FAILED
+        return Ending.LEFT if RequestState.CANCELLED in states else Ending.COMPLETE
+
+
+def usage_of_all(journals: Sequence[Journal]) -> Usage:
+    """What a client request has used, over all of its prompts."""
+    return sum((usage_of(journal.record) for journal in journals), start=Usage(requests=1))
