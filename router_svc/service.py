@@ -121,13 +121,8 @@ class Router:
                 text="Failed reads of the prefix index",
                 value=lambda: self._mirror.failures,
             ),
-            CounterSource(
-                name="request_records_dropped",
-                text="Request records not written to Redis",
-                value=lambda: self._request_store.dropped,
-            ),
         )
-        owners = (self._intake, self._usage, self._resuming.logs)
+        owners = (self._request_store, self._intake, self._usage, self._resuming.logs)
         self.metrics.read(*span_counters(self._tracer), *(each for owner in owners for each in owner.counters()))
         self.metrics.num_requests_running.set_function(lambda: self._gate.num_admitted)
         self.metrics.num_requests_waiting.set_function(lambda: self._gate.num_waiting)

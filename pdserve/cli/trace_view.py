@@ -72,6 +72,7 @@ class RequestTrace(BaseModel):
     fallbacks: list[Incident] = []
     prefilled_by: str | None = None
     local_prefill_reason: str | None = None
+    resumed_tokens: int | None = None
     reported: dict[str, float] = {}
 
 
@@ -158,6 +159,8 @@ def _headline(trace: RequestTrace) -> list[Text]:
     second += f" -> {outcome.completion_tokens} tokens" + (f" in {trace.n} choices" if trace.n > 1 else "")
     if trace.local_prefill_reason:
         second += f", prefilled by the decode worker ({trace.local_prefill_reason.replace('_', ' ')})"
+    if trace.resumed_tokens is not None:
+        second += f", resumed behind {trace.resumed_tokens} tokens of another router"
     lines = [first, Text(second), Text("   ".join(f"{name} {value}" for name, value in _figures(trace)))]
     if outcome.error:
         lines.append(Text(outcome.error, style="red"))

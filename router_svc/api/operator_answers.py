@@ -128,6 +128,7 @@ class DecisionRecord(_Request):
     decisions: list[Decision]
     retries: list[Incident]
     fallbacks: list[Incident]
+    resumed_tokens: int | None
     reported: dict[str, float]
 
 

@@ -21,6 +21,7 @@ from pydantic_core import from_json
 from pdserve.base.errors import StaleAttempt, StoreError
 from pdserve.base.ids import RequestId, WorkerId
 from pdserve.base.logs import get_logger
+from pdserve.base.metrics import CounterSource
 from pdserve.base.store import Argument, Store, as_bytes, as_fields, as_list, script_command
 from router_svc.records.request_state import RequestProgress, RequestState, StateChange
 
@@ -98,6 +99,11 @@ class RequestStore:
         self.dropped = 0
         #: Writes that Redis refused because it holds a newer attempt or state.
         self.refused = 0
+
+    def counters(self) -> list[CounterSource]:
+        """What it counts, for metrics."""
+        text = "Request records not written to Redis"
+        return [CounterSource(name="request_records_dropped", text=text, value=lambda: self.dropped)]
 
     @property
     def queued(self) -> int:

@@ -13,6 +13,7 @@ from router_svc.api.openai.schema import ChatBody, CompletionBody, DetokenizeBod
 from router_svc.api.reference.parameters import (
     ETAG,
     GENERATION,
+    LAST_EVENT_ID,
     LIMIT,
     MODEL_NAME,
     NAME,
@@ -160,6 +161,19 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         summary="Recent requests of this router, the latest first",
         answers=_json("Requests of the caller's tenant; an admin's key has all.", operator.RequestList),
         parameters=(LIMIT,),
+    ),
+    ("GET", "/v1/requests/{id}/stream"): Operation(
+        tag="Generation",
+        summary="Goes on with a stream behind the last event that the client has",
+        answers={
+            200: Answer(
+                text="Server-sent events, as the request would have had them.",
+                events=answers.CompletionChunk | answers.ChatCompletionChunk,
+                headers=("X-Request-Id", *RATE_LIMITS),
+            )
+        },
+        parameters=(RECORD_ID, LAST_EVENT_ID),
+        errors=(404, 409, 422, 429, 502, 503, 504),
     ),
     ("GET", "/v1/requests/{id}/trace"): Operation(
         tag="Operators",

@@ -60,6 +60,12 @@ RECORD_ID = Parameter(
     text="The `id` of an answer, or its `X-Request-Id`; further prompts end with `:` and a number.",
     schema={"type": "string", "pattern": TRACEABLE_ID},
 )
+LAST_EVENT_ID = Parameter(
+    name="Last-Event-ID",
+    where="header",
+    text="The `id` of the last event that the client has. Without it, the stream begins at its start.",
+    schema={"type": "string"},
+)
 NAME = Parameter(name="name", where="path", text="The file's name.", schema={"type": "string"})
 LIMIT = Parameter(
     name="limit",

@@ -1,0 +1,176 @@
+"""Streams that go on at another router: the same bytes, for their owner, charged once, one router at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.base.store import Store
+from pdserve.cli.private_redis import PrivateRedis
+from tests.integration.router_svc.request.two_routers import (
+    TEXT,
+    Pair,
+    cut,
+    events_of,
+    normal,
+    post,
+    resume,
+    two_routers,
+)
+from tests.support.own_task import in_own_task
+from tests.support.redis import eventually
+from tests.support.tiny_model import NAME, tokens_of
+
+
+@pytest.fixture
+async def routers(redis_server: PrivateRedis, model_dir: Path) -> AsyncIterator[Pair]:
+    async with in_own_task(two_routers(redis_server, model_dir)) as pair:
+        yield pair
+
+
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "Say hello"}),
+    ("/v1/completions", {"prompt": "Say hello", "logprobs": 2, "echo": True, "stop": ["is it"]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "stop": ["rld, q"]}),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "Hi"}],
+            "n": 3,
+            "seed": 5,
+            "stream_options": {"include_usage": True},
+        },
+    ),
+    (
+        "/v1/completions",
+        {"prompt": "Say hello", "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), BODIES)
+@pytest.mark.parametrize("num_events", [1, 9])
+async def test_the_joined_stream_is_that_of_an_undisturbed_run(
+    routers: Pair, path: str, fields: dict[str, Any], num_events: int
+) -> None:
+    routers.first.script.cached_tokens = 3
+    body = {"model": NAME, "max_tokens": 40, "stream": True} | fields
+    undisturbed = await post(routers.first, path, body)
+    start = await cut(routers, path, body, num_events, **{"X-Request-Id": "a-stream"})
+    routers.first.script.cached_tokens = 7
+    status, rest = await resume(routers.second, "a-stream", events_of(start)[-1][0])
+    assert status == 200, rest
+    assert normal(start + rest) == normal(undisturbed)
+    ids = {
+        re.search(rb'"id":"([^"]+)","object":"[^"]+","created":(\d+)', each) for _, each in events_of(start + rest)[:-1]
+    }
+    assert len({each.groups() for each in ids if each}) == 1, "one id and one time"
+    # Once more, from the start and from every event: now no worker has a part in it.
+    starts = len(routers.first.calls.decode_starts)
+    assert (await resume(routers.second, "a-stream")) == (200, start + rest)
+    events = events_of(start + rest)
+    for index in (0, len(events) // 2, len(events) - 2):
+        status, rest = await resume(routers.first, "a-stream", events[index][0])
+        assert normal(rest) == normal(undisturbed)[index + 1 :]
+    assert await resume(routers.second, "a-stream", events[-1][0]) == (200, b"")
+    assert len(routers.first.calls.decode_starts) == starts
+
+
+async def test_a_tail_that_was_not_kept_is_made_again_and_what_was_kept_is_not(routers: Pair) -> None:
+    body = {"model": NAME, "max_tokens": 40, "stream": True, "prompt": "Say hello"}
+    undisturbed = await post(routers.first, "/v1/completions", body)
+    start = await cut(routers, "/v1/completions", body, 9, **{"X-Request-Id": "tail"})
+    async with Store(routers.first.router.config.redis_url) as store:
+        [key] = await store.call("KEYS", store.key("stream-output:*:tail"))  # type: ignore[misc]
+        await store.call("LTRIM", key, 0, 0)
+    before = len(routers.first.calls.decode_starts)
+    status, rest = await resume(routers.second, "cmpl-tail", events_of(start)[-1][0])
+    assert (status, normal(start + rest)) == (200, normal(undisturbed))
+    [decode] = routers.first.calls.decode_starts[before:]
+    assert [list(each.token_ids) for each in decode.output] in (
+        [],
+        [tokens_of(TEXT)[: len(decode.output[0].token_ids)]],
+    )
+    assert decode.ref.request_id != routers.first.calls.decode_starts[before - 1].ref.request_id
+
+
+async def test_an_answer_in_one_piece_is_resumed_as_a_stream(routers: Pair) -> None:
+    body = {"model": NAME, "max_tokens": 40, "prompt": "Say hello", "stream": False}
+    await post(routers.first, "/v1/completions", body, **{"X-Request-Id": "whole"})
+    status, data = await resume(routers.second, "whole")
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    assert (status, normal(data)) == (200, normal(await post(routers.first, "/v1/completions", body | streamed)))
+
+
+async def test_the_router_that_ran_it_stops_when_the_stream_is_resumed_elsewhere(routers: Pair) -> None:
+    body = {"model": NAME, "max_tokens": 40, "stream": True, "prompt": "Say hello"}
+    routers.first.script.pace = pace = asyncio.Semaphore(4)
+    headers = {"X-Request-Id": "moved"}
+    async with routers.first.http.post(f"{routers.first.base_url}/v1/completions", json=body, headers=headers) as old:
+        await old.content.readany()
+
+        async def is_kept() -> bool:
+            return await routers.kept() > 0
+
+        await eventually(is_kept)
+        resumed = asyncio.create_task(resume(routers.second, "moved"))
+        last = (await old.read()).split(b"\n\n")
+        assert b"has resumed it" in last[-3]
+        await routers.first.calls.until(lambda: routers.first.calls.num_open <= 2)
+        for _ in range(50):
+            pace.release()
+        status, data = await resumed
+    assert (status, events_of(data)[-1][1]) == (200, b"[DONE]")
+    assert routers.first.router._resuming.logs.taken == 1
+    assert routers.second.router._resuming.logs.resumed == 1
+
+
+@pytest.mark.parametrize("name", ["unknown", "chatcmpl-unknown", "a" * 128])
+async def test_what_is_not_there_is_not_found(routers: Pair, name: str) -> None:
+    status, body = await resume(routers.second, name)
+    assert status == 404
+    assert b"no stream of this id" in body
+
+
+async def test_a_stream_that_ended_with_an_error_cannot_be_resumed(routers: Pair) -> None:
+    routers.first.script.replies = [[5, 6, 7]]
+    body = {"model": NAME, "max_tokens": 3, "stream": True, "prompt": "Say hello", "logprobs": 1}
+    await post(routers.first, "/v1/completions", body, **{"X-Request-Id": "good"})
+    assert (await resume(routers.second, "good"))[0] == 200
+    # An id of the stream before, which had the same request id.
+    assert (await resume(routers.second, "good", "00000000-1"))[0] == 404
+
+
+async def test_ids_that_are_none_are_refused(routers: Pair) -> None:
+    for last in ("1", "x" * 4000):
+        status, body = await resume(routers.second, "any", last)
+        assert status == 400, body
+        assert b"Last-Event-ID" in body
+    assert (await resume(routers.second, "no%20id"))[0] == 400
+
+
+async def test_streams_have_no_ids_unless_it_is_switched_on(redis_server: PrivateRedis, model_dir: Path) -> None:
+    async with in_own_task(two_routers(redis_server, model_dir, resume_timeout_s=0.0)) as pair:
+        body = {"model": NAME, "max_tokens": 5, "stream": True, "prompt": "Say hello"}
+        data = await post(pair.first, "/v1/completions", body, **{"X-Request-Id": "off"})
+        assert b"id: " not in data.replace(b'"id": ', b"")
+        assert (await resume(pair.first, "off"))[0] == 404
+        assert await pair.kept() == 0
+
+
+async def test_without_redis_the_stream_goes_on(routers: Pair, redis_server: PrivateRedis) -> None:
+    body = {"model": NAME, "max_tokens": 40, "stream": True, "prompt": "Say hello"}
+    undisturbed = await post(routers.first, "/v1/completions", body)
+    routers.first.script.pace = pace = asyncio.Semaphore(3)
+    async with routers.first.http.post(f"{routers.first.base_url}/v1/completions", json=body) as response:
+        data = await response.content.readany()
+        await redis_server.stop()
+        for _ in range(50):
+            pace.release()
+        data += await response.read()
+    assert normal(data) == normal(undisturbed)
