@@ -7,8 +7,9 @@ Clusters run at the same time and get windows of equal requests in turn, in an o
 256 random tokens in, 64 out, greedy. The ones that wait compute nothing. A window is a series of single requests, then
 a burst of requests that arrive at once. Values are compared within a round, because a shared machine changes between
 rounds. The states: `off`: an open cluster without keys. `macs`: with a cluster secret. `tls`: with mutual TLS between
-the processes. `keys`: with a file of keys. `on`: all of these. `--key-setting` adds a line to the table of each key,
-such as a limit.
+the processes. `keys`: with a file of keys. `on`: all of these. `resumable`: with a secret, and streams that can be
+resumed, which is no defence but costs in the same places. `--key-setting` adds a line to the table of each key, such as
+a limit.
 """
 
 from __future__ import annotations
@@ -42,7 +43,14 @@ FLAGS = (
     *("--threads-per-worker", "1", "--no-lend-cores", "--kv-cache-memory", "512MiB"),
     *("--local-prefill", "threshold", "--dtype", "bfloat16"),
 )
-DEFENCES = {"off": (), "macs": ("macs",), "tls": ("tls",), "keys": ("keys",), "on": ("macs", "tls", "keys")}
+DEFENCES = {
+    "off": (),
+    "macs": ("macs",),
+    "tls": ("tls",),
+    "keys": ("keys",),
+    "on": ("macs", "tls", "keys"),
+    "resumable": ("macs", "resumable"),
+}
 #: What is measured, its text, and whether more is better.
 MEASURES = (
     ("ttft_ms", "TTFT, ms", False),
@@ -140,6 +148,8 @@ def running(state: str, directory: Path, key_settings: Sequence[str]) -> Iterato
         variables[SECRET_VARIABLE] = new_secret()
     if "tls" in DEFENCES[state]:
         variables |= _tls_variables(directory)
+    if "resumable" in DEFENCES[state]:
+        variables["PDSERVE_ROUTER__RESUME_TIMEOUT_S"] = "60"
     if "keys" in DEFENCES[state]:
         file, key = _keys_file(directory, key_settings)
         flags += ["--api-keys-file", str(file)]

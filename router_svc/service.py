@@ -63,8 +63,7 @@ class Router:
         self, config: RouterConfig, model: ServedModel, store: Store, health: Health, tracer: Tracer = NO_TRACER
     ) -> None:
         self.config = config
-        self._tracer = tracer
-        self._refusals = Refusals()
+        self._tracer, self._refusals = tracer, Refusals()
         self.health = health
         self.metrics = RouterMetrics(model_name=config.model_name)
         self._access = access_of(config)
@@ -82,16 +81,7 @@ class Router:
         self._usage = UsageStore(store)
         self._resuming = resuming_of(self.cluster, store, ttl_s=config.resume_timeout_s)
         self.metrics.tenants.known = self._access.tenants
-        recorders = Recorders(
-            metrics=self.metrics,
-            recent=recent,
-            store=self._request_store,
-            tracer=tracer,
-            model_name=config.model_name,
-            limiter=self._limiter,
-            usage=self._usage,
-            logs=self._resuming.logs,
-        )
+        recorders = self._recorders(recent)
         by_priority = config.scheduling_policy == "priority"
         self._requests = Requests(self.cluster, self._gate, recorders, model.tokenizer, by_priority=by_priority)
         self._shared_quarantine = SharedQuarantine(self._requests.quarantine, store)
@@ -101,6 +91,18 @@ class Router:
         self._operator = OperatorApi(self.cluster, self._traces, self._gate, health, store)
         self._console = self._make_console() if config.console else None
         self._export_metrics()
+
+    def _recorders(self, recent: RecentRecords) -> Recorders:
+        return Recorders(
+            metrics=self.metrics,
+            recent=recent,
+            store=self._request_store,
+            tracer=self._tracer,
+            model_name=self.config.model_name,
+            limiter=self._limiter,
+            usage=self._usage,
+            logs=self._resuming.logs,
+        )
 
     def _export_metrics(self) -> None:
         """Exports the numbers that other objects keep."""

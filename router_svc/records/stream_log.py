@@ -95,7 +95,7 @@ class StreamLog:
         self._events = events
         self._nonce = found.nonce
         self._fence = found.fence
-        self._has_begun = resumed is not None
+        self._has_started = resumed is not None
         self._next_piece = found.num_pieces
         self._layout: KvLayout | None = _last_layout(found.steps)
         self._pending: list[LoggedStep] = []
@@ -161,7 +161,7 @@ class StreamLog:
     @property
     def is_urgent(self) -> bool:
         """Whether the next write should not wait for others."""
-        return not self._has_begun or self._ending is not None
+        return not self._has_started or self._ending is not None
 
     @property
     def has_ended(self) -> bool:
@@ -171,7 +171,7 @@ class StreamLog:
     def command(self, ttl_ms: int) -> list[Argument]:
         """The next write. The one after it follows the answer to this one."""
         fixed: list[Argument] = [self._nonce, self._fence, ttl_ms]
-        if not self._has_begun:
+        if not self._has_started:
             sealed = self._seal.seal(request_to_bytes(self.resumable), self._nonce, _REQUEST_INDEX)
             return self._script(BEGIN, [*fixed, sealed, self.charge.to_text(), self.lease])
         if self._piece is None and self._pending:
@@ -201,8 +201,8 @@ class StreamLog:
             self._over()
         elif reply == GONE:
             self._lost()
-        elif not self._has_begun:
-            self._has_begun = True
+        elif not self._has_started:
+            self._has_started = True
         elif self._piece is not None:
             self._piece = None
             self._next_piece += 1
@@ -222,7 +222,7 @@ class StreamLog:
         """Redis has lost the stream. The request is enough to make all of the output again."""
         self._stop("store")
         self._next_piece = 0
-        self._has_begun = False
+        self._has_started = False
 
     def _stop(self, reason: str) -> None:
         if self._is_kept:

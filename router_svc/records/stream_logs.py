@@ -42,8 +42,8 @@ _INTERVAL_S = 0.1
 _BATCH = 64
 #: Name, tokens and period of what a request has reserved of the limits of its key.
 _LEASE = re.compile(rb"[0-9a-f]{32}:[0-9]{1,15}:[0-9]{1,15}")
-#: Renewals within the time for which a stream can be resumed.
-_RENEWALS = 4
+#: Streams are renewed this often, so that a router whose stream was resumed elsewhere finds out.
+_RENEWAL_S = 1.0
 #: A request that ends waits this long for Redis.
 _END_TIMEOUT_S = 1.0
 #: Ended requests that wait for Redis to be back.
@@ -187,7 +187,7 @@ class StreamLogs:
     async def run(self) -> None:
         """Writes until cancelled, then what is left, if Redis is available."""
         loop = asyncio.get_running_loop()
-        renewal_s = self._ttl_s / _RENEWALS
+        renewal_s = min(_RENEWAL_S, self._ttl_s / 4)
         renew_at = loop.time() + renewal_s
         try:
             while self.is_on:

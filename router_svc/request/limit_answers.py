@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pdserve.base.errors import QuotaExceeded, RateLimited, StoreError
 from pdserve.base.store import Reply, as_bytes, as_list
 from router_svc.request.client import Client
-from router_svc.request.limits import Bucket, Limit, Limits, Verdict
+from router_svc.request.limits import Bucket, Limit, Limits, Verdict, full
 
 
 def verdict_of(reply: Reply, now: float) -> tuple[Verdict, str]:
@@ -44,3 +44,8 @@ def refusal(client: Client, limits: Limits, tokens: int, verdict: Verdict) -> Ra
                 retry_after_s=verdict.wait_s,
             )
     return RateLimited(f"The API key {client.id} {text}", retry_after_s=max(verdict.wait_s, 1.0))
+
+
+def too_many(client: Client, limits: Limits, now: float) -> RateLimited:
+    """The error for a client that resumes a request while others of its key run, as many as may."""
+    return refusal(client, limits, 0, Verdict(bucket=full(limits, now), refused_by=Limit.PARALLEL, wait_s=1.0))

@@ -19,7 +19,7 @@ from itertools import chain
 from pdserve.base.errors import StoreError
 from pdserve.base.store import Argument, Store, as_bytes, script_command
 from router_svc.request.client import Client
-from router_svc.request.limit_answers import refusal, verdict_of
+from router_svc.request.limit_answers import refusal, too_many, verdict_of
 from router_svc.request.limit_scripts import ADOPT, RENEW, RESERVE, SETTLE
 from router_svc.request.limits import (
     Bucket,
@@ -81,6 +81,8 @@ class Limiter:
         self._unsettled: deque[_Settlement] = deque()
         #: Settlements on their way to Redis. Only `run` sends them.
         self._sent: list[_Settlement] = []
+        #: Those of requests that have ended and are about to be settled.
+        self._ending: dict[str, _Settlement] = {}
         self._due = asyncio.Event()
         #: Requests that were decided without Redis.
         self.decided_alone = 0
@@ -110,9 +112,9 @@ class Limiter:
         return reservation
 
     async def adopt(self, client: Client, lease: str) -> Reservation | None:
-        """The reservation of a request that another router had admitted with this lease, which it may have settled.
+        """The reservation of a request that another router has admitted: not again, but it counts as running.
 
-        Nothing is reserved again, but the request counts among those that run. Raises `RateLimited`.
+        Raises `RateLimited`.
         """
         limits = client.limits
         if limits is None:
@@ -126,14 +128,19 @@ class Limiter:
             self.decided_alone += 1
             return self._hold(adopted)
         if not name:
-            verdict = Verdict(bucket=full(limits, self._clock()), refused_by=Limit.PARALLEL, wait_s=1.0)
-            raise refusal(client, limits, 0, verdict)
+            raise too_many(client, limits, self._clock())
         return self._hold(adopted if name == lease else replace(adopted, tokens=0, lease=name))
+
+    def ends(self, reservation: Reservation | None) -> None:
+        """The request has ended: `settle` or `hand_over` follows soon."""
+        if reservation is not None and reservation.lease:
+            self._ending[reservation.lease] = _Settlement(reservation=reservation, used=0)
 
     def hand_over(self, reservation: Reservation | None) -> None:
         """The request runs on under another router, which settles it."""
         if reservation is not None:
             self._let_go(reservation)
+            self._ending.pop(reservation.lease, _Settlement(reservation=reservation, used=0)).tried.set()
 
     def _let_go(self, reservation: Reservation) -> None:
         client = reservation.client.id
@@ -148,11 +155,12 @@ class Limiter:
         if reservation is None:
             return
         self._let_go(reservation)
-        client = reservation.client.id
-        if (bucket := self._seen.get(client)) is not None:
-            self._seen[client] = settled(bucket, reservation.limits, reservation.tokens, used)
+        if (bucket := self._seen.get(reservation.client.id)) is not None:
+            self._seen[reservation.client.id] = settled(bucket, reservation.limits, reservation.tokens, used)
         if reservation.lease:
-            self._put(_Settlement(reservation=reservation, used=used))
+            settlement = self._ending.pop(reservation.lease, None) or _Settlement(reservation=reservation, used=0)
+            settlement.used = used
+            self._put(settlement)
 
     def headers(self, client: Client) -> dict[str, str]:
         """What the client has left, for its next answer: as this router last saw it."""
@@ -191,7 +199,7 @@ class Limiter:
 
     def _ended(self, client: Client) -> _Settlement | None:
         """The first request of the client that has ended and of which Redis may not know yet."""
-        waiting = chain(self._sent, self._unsettled)
+        waiting = chain(self._sent, self._unsettled, self._ending.values())
         return next((each for each in waiting if each.reservation.client.id == client.id), None)
 
     async def _decide(self, client: Client, limits: Limits, tokens: int) -> tuple[Reservation, Verdict]:
@@ -283,10 +291,8 @@ class Limiter:
             for at in range(0, len(leases), 1000)
         ]
         if commands:
-            try:
+            with contextlib.suppress(StoreError):
                 await self._store.pipeline(commands)
-            except StoreError:
-                return
 
 
 def _leased(reservation: Reservation, name: str, period: str) -> Reservation:

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from pdserve.base.errors import Draining, Forbidden, NoWorkers, Overloaded, Quarantined, RateLimited, RequestError
 from pdserve.base.tasks import in_turns, service_group
@@ -135,15 +136,9 @@ class Requests:
         generations = [_owned(generation, client) for generation in generations]
         journals = await self._open_journals(generations, trace)
         prompts = [PrefixHashes(generation.prompt, generation.cache_salt) for generation in generations]
-        # Counted before anything is refused: demand that is measured later shrinks when the cluster cannot meet it.
-        uncached_tokens = [await self._cluster.uncached_tokens(hashes) async for hashes in in_turns(prompts)]
-        self._recorders.metrics.received([hashes.num_tokens for hashes in prompts], uncached_tokens)
+        entrants = await self._entrants(generations, prompts)
         self._refuse_if_unavailable()
         self._refuse_quarantined(generations)
-        entrants = [
-            Entrant(sequences=generation.sampling.n, uncached_tokens=uncached, priority=generation.priority)
-            for generation, uncached in zip(generations, uncached_tokens, strict=True)
-        ]
         stream = DeltaStream(journals, self._recorders.metrics.wrote_first_token)
         run = RunLog(log, journals, self._recorders.logs)
         async with self._entered(generations, run, entrants, client) as slots:
@@ -159,13 +154,25 @@ class Requests:
                         group.start(running, name=generation.request_id)
                     yield stream
             finally:
-                for journal in journals:
-                    journal.cancelled()
-                try:
-                    await run.end()
-                finally:
-                    if run.is_ours:
-                        self._recorders.ended(client, journals, run.charged.usage)
+                await self._end(client, journals, run)
+
+    async def _end(self, client: Client, journals: Sequence[Journal], run: RunLog) -> None:
+        for journal in journals:
+            journal.cancelled()
+        try:
+            await run.end()
+        finally:
+            if run.is_ours:
+                self._recorders.ended(client, journals, run.charged.usage)
+
+    async def _entrants(self, generations: Sequence[Generation], prompts: Sequence[PrefixHashes]) -> list[Entrant]:
+        # Counted before anything is refused: demand that is measured later shrinks when the cluster cannot meet it.
+        uncached_tokens = [await self._cluster.uncached_tokens(hashes) async for hashes in in_turns(prompts)]
+        self._recorders.metrics.received([hashes.num_tokens for hashes in prompts], uncached_tokens)
+        return [
+            Entrant(sequences=generation.sampling.n, uncached_tokens=uncached, priority=generation.priority)
+            for generation, uncached in zip(generations, uncached_tokens, strict=True)
+        ]
 
     @asynccontextmanager
     async def _entered(
@@ -201,6 +208,7 @@ class Requests:
             self._recorders.metrics.rejected("rate_limited")
             raise
         run.lease = "" if reservation is None else reservation.lease
+        run.on_end = partial(limiter.ends, reservation)
         try:
             yield
         finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pdserve.base.errors import StaleError
 from pdserve.base.tasks import run_to_completion
@@ -23,6 +23,8 @@ class RunLog:
         self._log = log
         self._logs = logs
         self._journals = journals
+        #: Called when the request has ended, before `is_ours` is final.
+        self.on_end: Callable[[], None] = lambda: None
         #: What other routers have charged for the request.
         self.charged = Charge() if log is None else log.charge
         self.prompt_logs = [None if log is None else PromptLog(log, index) for index in range(len(journals))]
@@ -62,6 +64,7 @@ class RunLog:
         """The request has ended. `is_ours` is final afterwards."""
         if self._log is None or self._logs is None:
             return
+        self.on_end()
         charge = Charge(usage=usage_of_all(self._journals), limit_tokens=self.tokens_charged)
         await run_to_completion(self._logs.end(self._log, self._ending(), charge))
 

@@ -35,7 +35,9 @@ def shared_fragile(
 ) -> Iterator[Cluster]:
     """Small chunks, so that faults occur between chunks of a long prompt; a short lease, so that tests end soon."""
     flags = ("--dtype", "float32", "--kv-cache-memory", "256MiB", "--prefill", "2", "--max-num-batched-tokens", "64")
-    environment = {"PDSERVE_DECODE__LEASE_S": "5", **prefill_gate.environment()}
+    # Streams have ids, which clients that do not resume ignore.
+    environment = {"PDSERVE_DECODE__LEASE_S": "5", "PDSERVE_ROUTER__RESUME_TIMEOUT_S": "60"}
+    environment |= prefill_gate.environment()
     with running_cluster(tmp_path_factory.mktemp("fragile"), *flags, model=model, **environment) as cluster:
         yield cluster
 

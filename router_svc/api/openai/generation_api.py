@@ -147,8 +147,7 @@ async def send_stream(
         if not sse.prepared:
             raise
         last = b"data: %b\n\n" % to_json(error_body(error)) + DONE
-    if not sse.prepared:
-        # All of a stream that is resumed may have been read before.
+    if not sse.prepared:  # The client has all of a stream that it resumes.
         await sse.prepare(request)
     await _end(sse, last)
     return sse

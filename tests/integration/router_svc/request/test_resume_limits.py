@@ -92,7 +92,7 @@ async def test_a_request_is_charged_once_however_its_stream_moves(locked: Pair, 
 
             await eventually(is_kept)
             resumed = asyncio.create_task(resume(locked.second, "once", **bearer("c")))
-            assert b"has resumed it" in await old.read()
+            assert b"has resumed it" in await old.read(), "within a second"
         locked.first.script.pace = None
         for _ in range(50):
             pace.release()
@@ -123,6 +123,7 @@ async def test_a_resumed_stream_counts_among_the_requests_at_a_time(locked: Pair
     async with locked.first.http.post(
         locked.first.base_url + PATH, json=BODY, headers={**bearer("c"), "X-Request-Id": "second"}
     ) as running:
+        assert running.status == 200, "the one before has ended"
         await running.content.readany()
         status, text = await resume(locked.second, "first", events_of(start)[-1][0], **bearer("c"))
         assert status == 429, text

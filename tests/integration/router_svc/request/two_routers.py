@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -120,7 +121,20 @@ def events_of_start(data: bytes) -> list[tuple[str, bytes]]:
     return [(match["id"].decode(), match["data"]) for match in EVENT.finditer(data)]
 
 
-def normal(data: bytes, request_id: str = "") -> list[bytes]:
+def normal(data: bytes) -> list[bytes]:
     """The data of all events, without what differs between two requests."""
     found = [each for _, each in events_of(data)]
     return [re.sub(rb'"(id|created)": ?("[^"]*"|\d+)', b"", each) for each in found]
+
+
+def by_choice(data: bytes) -> tuple[dict[int, list[Any]], Any]:
+    """The events of each choice, and the last usage. Choices take turns in any order, and usage so far with them."""
+    choices: dict[int, list[Any]] = {}
+    *events, last = events_of(data)
+    assert last[1] == b"[DONE]"
+    usage = None
+    for event in [json.loads(each) for _, each in events]:
+        usage = event.get("usage")
+        for choice in event["choices"]:
+            choices.setdefault(choice["index"], []).append(choice)
+    return choices, usage

@@ -132,7 +132,7 @@ def test_output_that_was_kept_gives_the_same_events_whatever_the_messages_were(
 FIRST, SECOND = "first-secret-0123456789", "second-secret-0123456789"
 
 
-def test_a_piece_is_opened_with_its_secret_in_its_stream_and_at_its_place() -> None:
+def test_a_piece_is_opened_with_its_secret_in_its_stream_and_at_its_index() -> None:
     seal = StreamSeal(parse_secret(FIRST, where="test"))
     stored = seal.seal(b"a prompt", "s1", 3)
     assert b"a prompt" not in stored
