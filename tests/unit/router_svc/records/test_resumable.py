@@ -32,7 +32,7 @@ from router_svc.records.usage import Usage
 from router_svc.request.output import ChoiceDelta, Output
 from tests.support.tiny_model import END, tokens_of
 
-LAYOUT = KvLayout(model="m", dtype="float32", block_size=16, num_layers=2, num_kv_heads=1, head_dim=8)
+LAYOUT = KvLayout.uniform(model="m", dtype="float32", block_size=16, num_layers=2, num_kv_heads=1, head_dim=8)
 SHAPE = ResponseShape(
     response_id="chatcmpl-a",
     header_id="a",
