@@ -115,6 +115,7 @@ REQUESTS: list[tuple[str, str, object, int]] = [
     ("GET", "/v1/requests", None, 200),
     ("GET", "/v1/requests?limit=1", None, 200),
     ("GET", "/v1/requests?limit=0", None, 400),
+    ("GET", "/v1/requests/unknown/stream", None, 404),
     ("GET", "/v1/requests/unknown/trace", None, 404),
     ("GET", "/v1/requests/un%20known/trace", None, 400),
     ("GET", "/v1/usage", None, 200),
