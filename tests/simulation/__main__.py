@@ -1,0 +1,28 @@
+"""`python -m tests.simulation`: runs episodes, each in a process of its own, and prints a line of JSON for each."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from tests.simulation.run import run_all
+
+
+def main() -> int:
+    """The exit status: 1 if anything was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--requests", type=int, default=1000, help="requests over all episodes")
+    parser.add_argument("--faults", type=int, default=100, help="faults over all episodes")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the first episode; later ones count up")
+    parser.add_argument("--episode", type=int, default=1000, help="requests of one episode")
+    parser.add_argument("--jobs", type=int, default=1, help="episodes at a time")
+    parser.add_argument("--trace", metavar="FILE", help="writes what happened; with one episode")
+    arguments = parser.parse_args()
+    return run_all(arguments)
+
+
+if __name__ == "__main__":
+    if os.environ.get("PYTHONHASHSEED") != "0":  # Sets of strings have the same order in each run.
+        os.execve(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]], os.environ | {"PYTHONHASHSEED": "0"})
+    sys.exit(main())

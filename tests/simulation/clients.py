@@ -1,0 +1,237 @@
+"""Clients of a simulated cluster: their requests, what they received, and what they should have received."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from pdserve.base.ids import RequestId
+from pdserve.base.sampling import FinishReason, SamplingParams, TokenLogprobs
+from router_svc.generation import Generation, TextRules
+from tests.simulation.loop import Process
+from tests.simulation.model import VOCAB_SIZE, Expected
+from tests.simulation.network import End, Network
+from tests.simulation.router import PORT, letters
+
+#: Virtual seconds after which a request has not ended, whatever happens.
+HANGS_AFTER_S = 400.0
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What a client does besides reading."""
+
+    #: Leaves this long after its request.
+    leaves_after_s: float | None = None
+    #: Reads nothing for so long after some deltas.
+    pauses_s: float = 0.0
+
+
+@dataclass
+class ChoiceReceived:
+    """One choice as the client has it."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+class Workload:
+    """Makes the requests of one episode."""
+
+    def __init__(self, chance: Random, longest_prompt: int) -> None:
+        self._chance = chance
+        self._longest = longest_prompt
+        self._prefixes = [self._tokens(16) for _ in range(4)]
+
+    def _tokens(self, count: int) -> tuple[int, ...]:
+        return tuple(self._chance.randrange(2, VOCAB_SIZE) for _ in range(count))
+
+    def prompt(self) -> tuple[int, ...]:
+        """Half of the prompts share a prefix with others, some a whole prompt."""
+        chance = self._chance
+        prefix = chance.choice(self._prefixes)[: chance.choice((0, 4, 8, 12, 16, 16))]
+        tokens = prefix + self._tokens(chance.randrange(0 if prefix else 1, self._longest - 16))
+        return tokens[: self._longest]
+
+    def generation(self, number: int) -> Generation:
+        """A request with a random choice of features."""
+        chance = self._chance
+        max_tokens = chance.choice((1, 2, 3, 4, 6, 8, 8, 12, 16, 24))
+        n = chance.choice((1, 1, 1, 1, 1, 2, 3))
+        sampled = chance.random() < 0.6
+        stop = ()
+        if chance.random() < 0.2:
+            stop = tuple(letters(list(self._tokens(1))) for _ in range(chance.randrange(1, 4)))
+        sampling = SamplingParams(
+            temperature=round(chance.uniform(0.1, 1.9), 2) if sampled else 0.0,
+            top_p=chance.choice((1.0, 0.9)),
+            top_k=chance.choice((0, 0, 20)),
+            repetition_penalty=chance.choice((1.0, 1.0, 1.1)),
+            presence_penalty=chance.choice((0.0, 0.0, 0.5)),
+            stop_token_ids=tuple(self._tokens(1)) if chance.random() < 0.1 else (),
+            ignore_eos=chance.random() < 0.7,
+            min_tokens=chance.choice((0, 0, 0, 2)) if not stop and max_tokens > 2 else 0,
+            max_tokens=max_tokens,
+            seed=chance.getrandbits(40),
+            logprobs=chance.choice((None, None, None, 2)),
+            n=n,
+        )
+        request_id = RequestId(f"r{number}")
+        return Generation(
+            request_id=request_id,
+            worker_request_id=request_id,
+            prompt=self.prompt(),
+            sampling=sampling,
+            text=TextRules(stop=stop),
+            endpoint="simulation",
+        )
+
+    def behaviour(self) -> Behaviour:
+        """Most clients read to the end at once."""
+        chance = self._chance
+        kind = chance.random()
+        if kind < 0.06:
+            return Behaviour(leaves_after_s=chance.random() ** 3 * 2)
+        if kind < 0.12:
+            return Behaviour(pauses_s=chance.choice((0.2, 1.0, 5.0, 40.0)))
+        return Behaviour()
+
+
+class Client:
+    """One request, which is sent again when its router dies."""
+
+    def __init__(self, network: Network, process: Process, generation: Generation, behaviour: Behaviour) -> None:
+        self._network = network
+        self._process = process
+        self.generation = generation
+        self.behaviour = behaviour
+        self.choices = [ChoiceReceived() for _ in range(generation.sampling.n)]
+        self.usage: Any = None
+        #: "" while it runs, then how it ended.
+        self.outcome = ""
+        self.error = ""
+        self.lost_routers = 0
+
+    async def run(self, routers: list[str]) -> None:
+        """Returns when the request has ended for the client. `routers`: by preference."""
+        try:
+            async with asyncio.timeout(HANGS_AFTER_S):
+                attempt = 0
+                while not self.outcome:
+                    router = routers[attempt % len(routers)]
+                    attempt += 1
+                    await self._try(router)
+        except TimeoutError:
+            self.outcome, self.error = "hung", f"no end after {HANGS_AFTER_S} s"
+
+    async def _try(self, router: str) -> None:
+        try:
+            end = await self._network.connect(f"{router}:{PORT}", "http")
+        except OSError:
+            await asyncio.sleep(0.1)
+            return
+        self.choices = [ChoiceReceived() for _ in range(self.generation.sampling.n)]
+        over = asyncio.Event()
+        end.on_item = lambda item: self._take(end, over, *item)
+        end.on_lost = lambda error: over.set()
+        end.send(self.generation)
+        try:
+            async with asyncio.timeout(self.behaviour.leaves_after_s):
+                await over.wait()
+        except TimeoutError:
+            self.outcome = "left"
+            end.reset()
+            return
+        if not self.outcome:
+            self.lost_routers += 1
+
+    def _take(self, end: End, over: asyncio.Event, kind: str, content: Any) -> None:
+        if kind == "deltas":
+            for delta in content:
+                self._add(delta)
+            if self.behaviour.pauses_s and self._network.chance.random() < 0.3:
+                end.pause()
+                self._network.loop.call_later(self.behaviour.pauses_s, end.resume)
+            return
+        if kind == "keep-alive":
+            return
+        self.outcome = kind
+        if kind == "done":
+            self.usage = content
+        else:
+            self.error = content
+        over.set()
+
+    def _add(self, delta: Any) -> None:
+        choice = self.choices[delta.choice_index]
+        choice.text += delta.text
+        choice.token_ids += delta.token_ids
+        choice.logprobs += delta.logprobs
+        if choice.finish_reason is not None:
+            self.error = f"choice {delta.choice_index} has ended twice"
+        choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+
+    def fault(self) -> str | None:
+        """Why what was received is wrong; None if it is not."""
+        if self.outcome not in ("done", "left", "slow"):
+            return f"{self.outcome}: {self.error}"
+        if self.error and self.outcome != "slow":
+            return self.error
+        is_done = self.outcome == "done"
+        total = 0
+        for index, choice in enumerate(self.choices):
+            wrong = difference(self.generation, index, choice, is_done=is_done)
+            if wrong is not None:
+                return f"choice {index}: {wrong}"
+            total += len(choice.token_ids)
+        if is_done and self.usage.completion_tokens != total:
+            return f"usage counts {self.usage.completion_tokens} tokens, and {total} were received"
+        if is_done and self.usage.prompt_tokens != len(self.generation.prompt):
+            return f"usage counts {self.usage.prompt_tokens} prompt tokens of {len(self.generation.prompt)}"
+        return None
+
+
+def difference(generation: Generation, index: int, choice: ChoiceReceived, *, is_done: bool) -> str | None:
+    """What differs from the expected choice, or from the head of it when the client has left."""
+    expected = Expected(generation.prompt, generation.sampling, index)
+    tokens, reason = expected.token_ids, expected.finish_reason
+    is_stopped_by_token = reason is FinishReason.STOP
+    text = letters(tokens[:-1] if is_stopped_by_token else tokens)
+    stop_reason: str | int | None = None
+    if is_stopped_by_token and tokens[-1] in generation.sampling.stop_token_ids:
+        stop_reason = tokens[-1]
+    cut = _cut_at_stop(tokens[:-1] if is_stopped_by_token else tokens, generation.text.stop)
+    if cut is not None:
+        count, text, stop_reason = cut
+        tokens, reason = tokens[:count], FinishReason.STOP
+    if not is_done:
+        count = len(choice.token_ids)
+        is_head = choice.token_ids == tokens[:count] and text.startswith(choice.text)
+        return None if is_head else f"{choice.token_ids} is no head of {tokens}"
+    if choice.token_ids != tokens:
+        return f"tokens {choice.token_ids} instead of {tokens}"
+    if choice.text != text:
+        return f"text {choice.text!r} instead of {text!r}"
+    if (choice.finish_reason, choice.stop_reason) != (reason, stop_reason):
+        return f"ended by {choice.finish_reason} ({choice.stop_reason!r}), expected {reason} ({stop_reason!r})"
+    if choice.logprobs != expected.logprobs[: len(tokens)]:
+        return f"log-probabilities {choice.logprobs} instead of {expected.logprobs}"
+    return None
+
+
+def _cut_at_stop(tokens: list[int], stops: tuple[str, ...]) -> tuple[int, str, str] | None:
+    """Number of tokens, text and stop string, where one occurs. Stop strings here are single letters."""
+    text = ""
+    for count, token in enumerate(tokens, 1):
+        letter = letters([token])
+        if letter and letter in stops:
+            return count, text, letter
+        text += letter
+    return None
+
+

@@ -1,0 +1,205 @@
+"""One episode: a cluster serves a thousand requests under a hundred faults, and then nothing may be wrong or left.
+
+- Every stream is what an undisturbed model would have said: tokens, text, log-probabilities, reason, usage.
+- No request fails: at least one worker of each tier is always expected back.
+- When all is quiet, every block is free, and no call, transfer, receive, lease, slot or count is left.
+- No task of a live process has failed unnoticed. After a regular end, no task is left, and Redis has only what expires.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import Counter
+from contextvars import Context
+from dataclasses import asdict, dataclass, field
+from random import Random
+from typing import Any
+
+from tests.simulation import determinism, tcp
+from tests.simulation.clients import Client, Workload
+from tests.simulation.cluster import SimulatedCluster, random_plan
+from tests.simulation.engine import SimulatedStepLoop
+from tests.simulation.faults import Faults, plan_faults
+from tests.simulation.loop import Process, SimulatedLoop, Stuck
+from tests.simulation.network import Network
+
+#: Requests per virtual second, on average.
+_RATE = 25.0
+#: Virtual time in which everything has to become quiet after the last request: leases and closing timeouts end in it.
+_QUIET_S = 150.0
+
+
+@dataclass
+class Report:
+    """What an episode has shown."""
+
+    seed: int
+    requests: int
+    faults: int
+    violations: list[str] = field(default_factory=list)
+    outcomes: dict[str, int] = field(default_factory=dict)
+    fault_kinds: dict[str, int] = field(default_factory=dict)
+    trace: str = ""
+    messages: int = 0
+    virtual_s: float = 0.0
+    cpu_s: float = 0.0
+    #: Virtual seconds of the longest requests.
+    slowest_s: list[float] = field(default_factory=list)
+
+    def line(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+
+class _Errors(logging.Handler):
+    """Collects what the product logs as errors: none of these faults is one."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__(logging.ERROR)
+        self._found = found
+
+    def emit(self, record: logging.LogRecord) -> None:
+        fields = getattr(record, "fields", {})
+        cause = "" if not record.exc_info else f": {record.exc_info[1]!r}"
+        self._found.append(f"logged as an error: {record.name} {record.getMessage()} {fields}{cause}")
+
+
+class Episode:
+    """Runs once, in a Python process of its own."""
+
+    def __init__(self, seed: int, num_requests: int, num_faults: int, *, print_line: Any = None) -> None:
+        self._chance = Random(seed)
+        self.report = Report(seed, num_requests, num_faults)
+        self.loop = SimulatedLoop(Random(self._chance.getrandbits(64)))
+        determinism.take_over(self.loop, Random(self._chance.getrandbits(64)))
+        _replace_engine()
+        SimulatedStepLoop.chance = Random(self._chance.getrandbits(64))
+        self.network = Network(self.loop, Random(self._chance.getrandbits(64)))
+        self.loop.network = self.network
+        self.network.print_line = print_line
+        tcp.install(self.network)
+        self._errors: list[str] = []
+        logging.getLogger().setLevel(logging.ERROR)
+        logging.getLogger().addHandler(_Errors(self._errors))
+        self.clients: list[Client] = []
+
+    def run(self) -> Report:
+        """The report of the whole episode."""
+        started = time.process_time()
+        report = self.report
+        asyncio.set_event_loop(self.loop)
+        main = self.loop.create_task(self._run(), context=Context())
+        try:
+            self.loop.run_until_complete(main)
+        except Stuck as stuck:
+            report.violations.append(f"stuck: {stuck}")
+        report.violations += self.loop.unnoticed + self._errors
+        report.trace, report.messages = self.network.trace, self.network.num_messages
+        report.virtual_s = round(self.loop.time(), 3)
+        report.cpu_s = round(time.process_time() - started, 3)
+        return report
+
+    async def _run(self) -> None:
+        report, chance, loop = self.report, self._chance, self.loop
+        plan = random_plan(chance)
+        threshold = chance.choice((0, 6, 16))
+        cluster = self.cluster = SimulatedCluster(self.network, plan, threshold=threshold)
+        while not cluster.all_ready:
+            await asyncio.sleep(0.1)
+        duration_s = max(2.0, report.requests / _RATE)
+        faults = Faults(cluster)
+        for fault in plan_faults(chance, report.faults, duration_s):
+            loop.call_later(fault.at, faults.strike, fault, context=Context())
+        crowd = Process("clients")
+        workload = Workload(chance, longest_prompt=40)
+        tasks = []
+        for number in range(report.requests):
+            client = Client(self.network, crowd, workload.generation(number), workload.behaviour())
+            self.clients.append(client)
+            names = chance.sample(cluster.router_names, len(cluster.router_names))
+            tasks.append(loop.start(crowd, self._request(client, chance.uniform(0.0, duration_s), names), "client"))
+        await asyncio.wait(tasks)
+        self._judge()
+        await self._quiet(cluster)
+        report.fault_kinds = dict(sorted((faults.done | cluster.wire_faults.done).items()))
+        await self._end(cluster)
+
+    async def _request(self, client: Client, at: float, routers: list[str]) -> None:
+        await asyncio.sleep(at)
+        started = self.loop.time()
+        await client.run(routers)
+        self.report.slowest_s = sorted([*self.report.slowest_s, round(self.loop.time() - started, 3)])[-5:]
+        self.network.note("client", client.generation.request_id, client.outcome)
+
+    def _judge(self) -> None:
+        counts: Counter[str] = Counter()
+        for client in self.clients:
+            counts[client.outcome] += 1
+            counts["routers lost"] += client.lost_routers
+            wrong = client.fault()
+            if wrong is not None:
+                self.report.violations.append(f"request {client.generation.request_id}: {wrong}")
+        self.report.outcomes = dict(sorted(counts.items()))
+
+    async def _quiet(self, cluster: SimulatedCluster) -> None:
+        """Waits until nothing is held, at most for as long as a lease and a closing connection may take."""
+        cluster.wire_faults.planned.clear()
+        until = self.loop.time() + _QUIET_S
+        while (cluster.leftovers() or not cluster.all_ready) and self.loop.time() < until:
+            await asyncio.sleep(1.0)
+        self.report.violations += [f"left over: {each}" for each in cluster.leftovers()]
+        if not cluster.all_ready:
+            self.report.violations.append("not every process came back")
+
+    async def _end(self, cluster: SimulatedCluster) -> None:
+        """Every worker ends by itself: nothing of it may be left in its process or in Redis."""
+        cluster.is_over = True
+        for worker in cluster.workers.values():
+            worker.terminate()
+        await asyncio.sleep(40.0)
+        for worker in cluster.workers.values():
+            if not worker.has_ended:
+                self.report.violations.append(f"{worker.name} did not end")
+            left = [task.get_name() for task in worker.process.tasks if not task.done()]
+            if left:
+                self.report.violations.append(f"{worker.name} left tasks behind: {sorted(left)[:5]}")
+        self._check_redis(cluster)
+
+    def _check_redis(self, cluster: SimulatedCluster) -> None:
+        data = cluster.redis.data
+        allowed = {b"pd:workers", b"pd:kv-workers", b"pd:kv-head", b"pd:kv-events", b"pd:reqs"}
+        forever = sorted(key for key in data.keys if key not in data.expires and key not in allowed)
+        if forever:
+            self.report.violations.append(f"Redis keeps {forever[:5]} forever")
+        for key in (b"pd:workers", b"pd:kv-workers"):
+            if data.keys.get(key):
+                self.report.violations.append(f"Redis still names workers in {key.decode()}: {data.keys[key]}")
+
+
+def _replace_engine() -> None:
+    """The seams: modules take the step loop, the way to a peer and the listening socket from these names."""
+    import decode_svc.service
+    import pdserve.base.rpc
+    import pdserve.worker.serve.process
+    import pdserve.worker.serve.worker
+
+    worker: Any = pdserve.worker.serve.worker
+    worker.StepLoop = SimulatedStepLoop
+    worker.warm_up = lambda model: None
+    process: Any = pdserve.worker.serve.process
+    process.exempt_all = lambda: None
+    decode: Any = decode_svc.service
+    decode.bound_socket = lambda host, port, flag: tcp.FakeSocket(host, port)
+    rpc: Any = pdserve.base.rpc
+    rpc.open_channel = _open_channel
+
+
+def _open_channel(address: str, tls: Any = None) -> Any:
+    from tests.simulation.calls import Channel
+
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, SimulatedLoop)
+    return Channel(loop.network, address)

@@ -1,0 +1,62 @@
+"""Runs episodes in forked processes: one interpreter is imported once, and each episode leaves nothing behind."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+from tests.simulation.episode import Episode
+
+
+def run_episode(seed: int, requests: int, faults: int, *, trace_file: str | None = None) -> dict[str, Any]:
+    """The report of one episode, which runs in a child of this process."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reading)
+        _child(writing, seed, requests, faults, trace_file)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if not text:
+        return {"seed": seed, "violations": [f"the episode's process ended with status {status}"]}
+    report: dict[str, Any] = json.loads(text)
+    return report
+
+
+def _child(writing: int, seed: int, requests: int, faults: int, trace_file: str | None) -> None:
+    """Never returns: interpreters run `finally` blocks when they end, also those of dead simulated processes."""
+    try:
+        lines = open(trace_file, "w", encoding="utf-8") if trace_file else None  # noqa: SIM115 - until the end
+        episode = Episode(seed, requests, faults, print_line=lines and (lambda line: print(line, file=lines)))
+        text = episode.run().line()
+        if lines is not None:
+            lines.flush()
+    except BaseException:
+        text = json.dumps({"seed": seed, "violations": [f"the simulation itself failed: {traceback.format_exc()}"]})
+    with os.fdopen(writing, "wb") as pipe:
+        pipe.write(text.encode())
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def run_all(arguments: argparse.Namespace) -> int:
+    """Runs as many episodes as the requests make. Returns the exit status."""
+    left, faults_left, seed, failed = arguments.requests, arguments.faults, arguments.seed, 0
+    total: dict[str, float] = {}
+    while left > 0:
+        requests = min(arguments.episode, left)
+        faults = round(faults_left * requests / left)
+        report = run_episode(seed, requests, faults, trace_file=arguments.trace)
+        print(json.dumps(report), flush=True)
+        failed += bool(report["violations"])
+        for name in ("requests", "faults", "virtual_s", "cpu_s"):
+            total[name] = round(total.get(name, 0) + report.get(name, 0), 3)
+        left, faults_left, seed = left - requests, faults_left - faults, seed + 1
+    print(json.dumps({"failed_episodes": failed, **total}), flush=True)
+    return 1 if failed else 0

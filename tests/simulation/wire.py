@@ -1,0 +1,206 @@
+"""The transport of blocks between simulated workers: tagged messages that come late, twice, cut short, changed or never.
+
+As a real one does, it either takes a copy of a small message at once, or reads the sender's buffer when the receiver is
+ready: a buffer that was given back too early then has other bytes.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvtransfer.transport.base import Buffer, Operation, Peer
+from kvtransfer.transport.tag_matcher import TagMatcher
+from pdserve.base.errors import PeerLost, TransferError
+from tests.simulation.loop import Process, current_process
+from tests.simulation.network import Network
+
+
+@dataclass
+class WireFaults:
+    """What happens to the next messages, between any two workers."""
+
+    #: Kinds of faults to come, the next one last: "drop", "repeat", "truncate", "corrupt", "late".
+    planned: list[str] = field(default_factory=list)
+    #: How often each happened.
+    done: dict[str, int] = field(default_factory=dict)
+
+    def take(self) -> str | None:
+        """The fault of the next message."""
+        if not self.planned:
+            return None
+        kind = self.planned.pop()
+        self.done[kind] = self.done.get(kind, 0) + 1
+        return kind
+
+
+@dataclass(eq=False)
+class _Message:
+    tag: int
+    num_bytes: int
+    #: A copy, or None while it is still in the sender's buffer.
+    data: Buffer | None
+    send: Operation
+    sender: WireTransport
+
+
+@dataclass(eq=False)
+class WirePeer:
+    """A connection to one incarnation of a worker."""
+
+    address: bytes
+    closed: bool = False
+    unfinished: dict[Operation, None] = field(default_factory=dict)
+
+
+class WireTransport:
+    """Implements `kvtransfer.transport.Transport` for one simulated worker."""
+
+    name = "inproc"
+
+    def __init__(self, network: Network, faults: WireFaults, directory: dict[bytes, WireTransport]) -> None:
+        """`directory`: all transports that listen, by address."""
+        process = current_process()
+        assert process is not None
+        self.process: Process = process
+        self._network = network
+        self._faults = faults
+        self._directory = directory
+        self._address = f"wire:{process.name}:".encode() + secrets.token_bytes(8)
+        self._matcher: TagMatcher[_Message] = TagMatcher(lambda message: None)
+        self._peers: dict[WirePeer, None] = {}
+
+    @property
+    def num_posted(self) -> int:
+        """Receives that wait for their message."""
+        return self._matcher.num_posted
+
+    async def listen(self) -> bytes:
+        """The address of this incarnation."""
+        self._directory[self._address] = self
+        return self._address
+
+    async def connect(self, address: bytes) -> WirePeer:
+        """A dead peer may only show when something is sent."""
+        target = self._directory.get(address)
+        if target is None or (target.process.is_dead and self._network.chance.random() < 0.5):
+            raise PeerLost("Nobody listens at the data address.")
+        peer = WirePeer(address)
+        self._peers[peer] = None
+        return peer
+
+    def disconnect(self, peer: Peer) -> None:
+        """Fails the peer's unfinished sends."""
+        assert isinstance(peer, WirePeer)
+        peer.closed = True
+        self._peers.pop(peer, None)
+        for send in list(peer.unfinished):
+            self._soon(send.fail, PeerLost("The peer was disconnected."))
+
+    def post_receive(self, tag: int, buffer: Buffer) -> Operation:
+        """Receives one message."""
+        receive = Operation(tag, buffer)
+        early = self._matcher.post(receive)
+        if early is not None:
+            self._land(early, receive)
+        return receive
+
+    def post_send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
+        """Sends one message, with the fault that is planned for it."""
+        assert isinstance(peer, WirePeer)
+        send = Operation(tag, buffer)
+        target = self._directory.get(peer.address)
+        if peer.closed or target is None:
+            self._soon(send.fail, PeerLost("The peer is gone."))
+            return send
+        peer.unfinished[send] = None
+        send.add_done_callback(lambda done: peer.unfinished.pop(done, None))
+        chance, loop = self._network.chance, self._network.loop
+        is_copied = chance.random() < 0.5
+        message = _Message(tag, buffer.nbytes, buffer.copy() if is_copied else None, send, self)
+        kind = self._faults.take()
+        at = self._network.arrival(self.process, target.process)
+        if kind == "late":
+            at += 40.0 * chance.random()
+        if is_copied:
+            self._soon(send.complete)
+        if kind == "drop":
+            if not is_copied:
+                self._soon(send.complete)
+            return send
+        if kind in ("corrupt", "truncate"):
+            message.data = _damaged(buffer, kind, chance.randrange(buffer.nbytes))
+        loop.call_at(at, target._arrive, message, context=target.process.context)
+        if kind == "repeat":
+            copy = _Message(tag, buffer.nbytes, buffer.copy(), send, self)
+            loop.call_at(at + 3.0 * chance.random(), target._arrive, copy, context=target.process.context)
+        return send
+
+    async def cancel(self, receives: Iterable[Operation]) -> None:
+        """Withdraws receives."""
+        for receive in receives:
+            if self._matcher.withdraw(receive):
+                receive.mark_cancelled()
+
+    async def close(self) -> None:
+        """Fails what is outstanding."""
+        self._directory.pop(self._address, None)
+        receives, _ = self._matcher.clear()
+        for receive in receives:
+            receive.fail(PeerLost("The transport was closed."))
+        for peer in list(self._peers):
+            self.disconnect(peer)
+
+    def die(self, with_host: bool) -> None:
+        """The process is dead. Senders learn it soon, or with its host never."""
+        if with_host:
+            return
+        self._directory.pop(self._address, None)
+        for other in list(self._directory.values()):
+            if not other.process.is_dead:
+                self._network.loop.call_later(0.002, other._lose, self._address, context=other.process.context)
+
+    def _lose(self, address: bytes) -> None:
+        for peer in list(self._peers):
+            if peer.address == address:
+                peer.closed = True
+                for send in list(peer.unfinished):
+                    send.fail(PeerLost("The peer is gone."))
+
+    def _arrive(self, message: _Message) -> None:
+        if message.data is None and (message.send.done or message.sender.process.is_dead):
+            return  # The sender gave it up before it was read.
+        receive = self._matcher.arrive(message.tag, message)
+        self._network.note("wire", self.process.name, f"{message.num_bytes} {receive is not None}")
+        if receive is not None:
+            self._land(message, receive)
+
+    def _land(self, message: _Message, receive: Operation) -> None:
+        data = message.send.buffer if message.data is None else message.data
+        if message.data is None:
+            if message.send.done or message.sender.process.is_dead:
+                receive.fail(PeerLost("The sender gave the message up."))
+                return
+            self._network.loop.call_soon(message.send.complete, context=message.sender.process.context)
+        if data.nbytes != receive.buffer.nbytes:
+            receive.buffer[: min(data.nbytes, receive.buffer.nbytes)] = data[: receive.buffer.nbytes]
+            receive.fail(TransferError(f"A message of {data.nbytes} bytes came for {receive.buffer.nbytes}."))
+            return
+        receive.buffer[:] = data
+        receive.complete()
+
+    def _soon(self, call: object, *arguments: object) -> None:
+        self._network.loop.call_later(1e-5, call, *arguments, context=self.process.context)  # type: ignore[arg-type]
+
+
+def _damaged(buffer: Buffer, kind: str, at: int) -> Buffer:
+    if kind == "truncate":
+        return buffer[:at].copy()
+    data = buffer.copy()
+    data[at] ^= np.uint8(1 << at % 8)
+    return data
+
+

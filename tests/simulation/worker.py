@@ -1,0 +1,216 @@
+"""A simulated worker process: the product's `Worker`, service, scheduler, handover, registrar and KV events."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from decode_svc.config import DecodeConfig
+from decode_svc.service import DecodeService
+from kernels.choice import Backend, KernelChoice
+from pdserve.base.admin import Health
+from pdserve.base.ids import WorkerId, new_epoch
+from pdserve.base.seals import Seals
+from pdserve.base.tasks import service_group
+from pdserve.engine.block_pool import BlockPool
+from pdserve.engine.kv_cache import KvCache
+from pdserve.engine.sequence import SequenceLimits
+from pdserve.worker.kv_bytes.host_blocks import staged
+from pdserve.worker.serve import process as worker_process
+from pdserve.worker.serve.announce import WorkerAddresses, announce
+from pdserve.worker.serve.loaded_model import LoadedModel
+from pdserve.worker.serve.metrics import WorkerMetrics
+from pdserve.worker.serve.worker import Worker
+from prefill_svc.config import PrefillConfig
+from prefill_svc.service import PrefillService
+from tests.simulation.calls import Server
+from tests.simulation.engine import SimulatedRunner
+from tests.simulation.loop import Process
+from tests.simulation.model import EOS, LAYOUT, MAX_MODEL_LEN, VOCAB_SIZE
+from tests.simulation.network import Network
+from tests.simulation.redis_link import open_store
+from tests.simulation.wire import WireFaults, WireTransport
+
+NAME = "simulated"
+_GRPC_PORT, STREAM_PORT = 5001, 5002
+
+
+@dataclass(kw_only=True)
+class WorkerPlan:
+    """How the workers of one episode are set up."""
+
+    num_blocks: dict[str, int]
+    lease_s: float = 8.0
+    layer_groups: int = 1
+    #: Blocks pass through a stage, as on a GPU.
+    is_staged: bool = False
+    bundle_blocks: int = 1
+    max_num_seqs: int = 8
+    chunk_tokens: int = 8
+
+
+@dataclass(eq=False)
+class SimulatedWorker:
+    """One incarnation of a worker."""
+
+    name: str
+    network: Network
+    plan: WorkerPlan
+    faults: WireFaults
+    directory: dict[bytes, WireTransport]
+    process: Process = field(init=False)
+    worker: Worker | None = None
+    service: Any = None
+    transport: WireTransport | None = None
+    is_ready: bool = False
+    _stop: asyncio.Event | None = None
+    has_ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.process = Process(self.name)
+        self.process.on_death.append(lambda with_host: self.network.kill_ends(self.process, with_host))
+        self.process.on_death.append(lambda with_host: self.transport and self.transport.die(with_host))
+
+    def start(self, secret: Any = None) -> None:
+        """Runs the process."""
+        self.network.loop.start(self.process, self._run(secret), self.name)
+
+    def terminate(self) -> None:
+        """As SIGTERM: the worker drains and ends."""
+        if self._stop is not None:
+            self.network.loop.call_soon(self._stop.set, context=self.process.context)
+
+    @property
+    def tier(self) -> Any:
+        """By its name."""
+        return "prefill" if self.name.startswith("p") else "decode"
+
+    async def _run(self, secret: Any) -> None:
+        self._stop = asyncio.Event()
+        plan, tier = self.plan, self.tier
+        health, metrics = Health(), WorkerMetrics(model_name=NAME, tier=tier)
+        config = self._config()
+        async with AsyncExitStack() as stack:
+            store = await stack.enter_async_context(open_store(self.network))
+            self.transport = WireTransport(self.network, self.faults, self.directory)
+            await self.transport.listen()
+            stack.push_async_callback(self.transport.close)
+            tasks = await stack.enter_async_context(service_group())
+            model = loaded_model(plan.num_blocks[tier])
+            worker = self.worker = Worker(
+                config=config,
+                tier=tier,
+                worker_id=WorkerId(self.name),
+                epoch=new_epoch(),
+                model=model,
+                transport=self.transport,
+                metrics=metrics,
+                tasks=tasks,
+                seals=Seals(secret, on_refused=metrics.peer_refused),
+            )
+            if plan.is_staged:
+                worker.blocks = _staged(model.kv_cache, plan)
+            service: Any = PrefillService(worker, config) if tier == "prefill" else DecodeService(worker, config)
+            self.service = service
+            address = f"{self.name}:{_GRPC_PORT}"
+            server = Server(self.network)
+            service.register(server)
+            async with worker.computing(service) as fatal:
+                try:
+                    server.listen(address)
+                    streams = await service.start(address)
+                    addresses = WorkerAddresses(grpc=address, http=f"{self.name}:5003", streams=streams)
+                    registrar = announce(worker, service, store=store, health=health, addresses=addresses)
+                    await worker_process._start_accepting(worker, health, _GRPC_HEALTH, registrar)
+                    self.is_ready = True
+                    await worker_process._unless_fatal(self._stop.wait(), fatal, health)
+                    self.is_ready = False
+                    await worker_process._stop_accepting(worker, health, _GRPC_HEALTH, registrar)
+                    await worker_process._drain(worker, fatal, health)
+                finally:
+                    await server.stop(address)
+                    await service.close()
+        self.has_ended = True
+        self.network.loop.call_soon(self.network.loop.kill, self.process)
+
+    def _config(self) -> Any:
+        plan = self.plan
+        common: dict[str, Any] = {
+            "model": f"/{NAME}",
+            "redis_url": "redis://redis:6379",
+            "served_model_name": NAME,
+            "worker_id": self.name,
+            "host": self.name,
+            "block_size": LAYOUT.block_size,
+            "drain_timeout_s": 20.0,
+            "max_num_batched_tokens": plan.chunk_tokens,
+            "threads": 1,
+        }
+        if self.tier == "prefill":
+            return PrefillConfig(**common)
+        groups = plan.layer_groups
+        return DecodeConfig(
+            **common,
+            stream_port=STREAM_PORT,
+            max_num_seqs=plan.max_num_seqs,
+            lease_s=plan.lease_s,
+            layer_groups=groups,
+        )
+
+    # Looking in from outside, once everything is quiet.
+    def leftovers(self) -> list[str]:
+        """What a live worker without requests must not hold."""
+        worker, found = self.worker, []
+        if self.process.is_dead or worker is None or self.service is None:
+            return []
+        pool = worker.model.pool
+        if pool.num_free != pool.num_blocks:
+            found.append(f"{pool.num_blocks - pool.num_free} of {pool.num_blocks} blocks are held")
+        with suppress(AttributeError):
+            self.service.scheduler.check_integrity()
+        if worker.calls.count:
+            found.append(f"{worker.calls.count} calls are open")
+        if self.tier == "decode" and self.service.receiver.num_transfers:
+            found.append(f"{self.service.receiver.num_transfers} transfers are open")
+        if self.transport is not None and self.transport.num_posted:
+            found.append(f"{self.transport.num_posted} receives are posted")
+        stage: Any = worker.blocks
+        if self.plan.is_staged and len(stage._free) * stage.bundle_blocks != stage.max_blocks:
+            found.append("frames of the stage are lent")
+        return [f"{self.name}: {each}" for each in found]
+
+
+class _GrpcHealth:
+    async def set_serving(self, serving: bool) -> None:
+        """Nobody asks."""
+
+
+_GRPC_HEALTH: Any = _GrpcHealth()
+
+
+def loaded_model(num_blocks: int) -> LoadedModel:
+    """The simulated model with a KV cache of this size."""
+    kv_cache = KvCache(LAYOUT, num_blocks, torch.device("cpu"))
+    decoder: Any = SimpleNamespace(thread_counters=None)
+    runner: Any = SimulatedRunner(kv_cache)
+    return LoadedModel(
+        layout=LAYOUT,
+        limits=SequenceLimits(max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS})),
+        decoder=decoder,
+        kernels=KernelChoice(backend=Backend.REFERENCE),
+        kv_cache=kv_cache,
+        pool=BlockPool(num_blocks, LAYOUT.block_size),
+        runner=runner,
+        core_leases=None,
+        rank_group=None,
+    )
+
+
+def _staged(kv_cache: KvCache, plan: WorkerPlan) -> Any:
+    frames = torch.zeros(12 * plan.bundle_blocks * LAYOUT.block_bytes, dtype=torch.uint8)
+    return staged(kv_cache, frames, plan.bundle_blocks)
