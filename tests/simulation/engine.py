@@ -26,6 +26,26 @@ from tests.simulation.model import BLOCK_SIZE, kv_of, logprobs_of, sample, state
 _STEP_S, _TOKEN_S = 0.004, 0.0002
 
 
+class StepClock:
+    """The clock of a step, which computes at once and takes its time afterwards."""
+
+    def __init__(self) -> None:
+        self.chance = Random(0)
+        #: Time that the running step has taken so far.
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return asyncio.get_running_loop().time() + self.ahead_s
+
+    def compute(self, num_tokens: int) -> None:
+        """A forward pass."""
+        self.ahead_s += _STEP_S * (0.5 + self.chance.random()) + _TOKEN_S * num_tokens
+
+
+#: In place of `perf_counter` in the stepper.
+STEP_CLOCK = StepClock()
+
+
 class SimulatedRunner:
     """Implements what `Stepper` uses of `pdserve.engine.runner.Runner`."""
 
@@ -37,8 +57,6 @@ class SimulatedRunner:
         assert memory is not None
         #: uint64 [blocks, layers, slots of a block].
         self._kv = memory.view(np.uint64).reshape(kv_cache.num_blocks, 2, BLOCK_SIZE)
-        #: How much the last step had to compute.
-        self.num_tokens = 0
 
     def build(self, plan: StepPlan) -> Any:
         """Nothing to prepare."""
@@ -53,7 +71,7 @@ class SimulatedRunner:
         """Copies, writes the KV of every pending token, and samples from what the blocks hold then."""
         self.kv_cache.copy_blocks(plan.copies)
         states: list[int] = []
-        self.num_tokens = plan.num_prefill_tokens + len(plan.decoding)
+        STEP_CLOCK.compute(plan.num_prefill_tokens + len(plan.decoding))
         for sequence in plan.decoding:
             self._write(sequence, len(sequence.tokens) - 1, len(sequence.tokens))
         for chunk in plan.chunks:
@@ -97,11 +115,9 @@ class SimulatedStepLoop(StepLoop):
 
     #: Seconds by which the next step takes longer, by scheduler: a step thread that hangs.
     delays: dict[int, float] = {}
-    chance = Random(0)
 
     def __init__(self, scheduler: Any, runner: Any, **named: Any) -> None:
         super().__init__(scheduler, runner, **named)
-        self._simulated = runner
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -127,13 +143,16 @@ class SimulatedStepLoop(StepLoop):
                     self._awake_since = self._awake_since or asyncio.get_running_loop().time()
                     with torch.inference_mode():
                         self._stepper.step(self._calls.empty)
-                    await asyncio.sleep(self._duration_s())
+                    step_s, STEP_CLOCK.ahead_s = STEP_CLOCK.ahead_s, 0.0
+                    await asyncio.sleep(step_s + self.delays.pop(id(self._scheduler), 0.0))
                 elif self._calls.empty():
                     self._awake_since = None
                     self._wake.clear()
                     await self._wake.wait()
         except Exception as error:  # noqa: BLE001 - as the thread does
             self._on_fatal(error)
+        finally:
+            self._close()
 
     def _run_what_is_queued(self) -> None:
         # As `_run_calls`: what a call publishes must not overtake the output of the step before it.
@@ -144,10 +163,3 @@ class SimulatedStepLoop(StepLoop):
                 self._calls.get_nowait().run()
         except Empty:
             return
-
-    def _duration_s(self) -> float:
-        jitter = 0.5 + self.chance.random()
-        hang_s = self.delays.pop(id(self._scheduler), 0.0)
-        return _STEP_S * jitter + _TOKEN_S * self._simulated.num_tokens + hang_s
-
-

@@ -21,7 +21,7 @@ from typing import Any
 from tests.simulation import determinism, tcp
 from tests.simulation.clients import Client, Workload
 from tests.simulation.cluster import SimulatedCluster, random_plan
-from tests.simulation.engine import SimulatedStepLoop
+from tests.simulation.engine import STEP_CLOCK, SimulatedStepLoop
 from tests.simulation.faults import Faults, plan_faults
 from tests.simulation.loop import Process, SimulatedLoop, Stuck
 from tests.simulation.network import Network
@@ -76,7 +76,7 @@ class Episode:
         self.loop = SimulatedLoop(Random(self._chance.getrandbits(64)))
         determinism.take_over(self.loop, Random(self._chance.getrandbits(64)))
         _replace_engine()
-        SimulatedStepLoop.chance = Random(self._chance.getrandbits(64))
+        STEP_CLOCK.chance = Random(self._chance.getrandbits(64))
         self.network = Network(self.loop, Random(self._chance.getrandbits(64)))
         self.loop.network = self.network
         self.network.print_line = print_line
@@ -183,9 +183,12 @@ def _replace_engine() -> None:
     """The seams: modules take the step loop, the way to a peer and the listening socket from these names."""
     import decode_svc.service
     import pdserve.base.rpc
+    import pdserve.engine.stepper
     import pdserve.worker.serve.process
     import pdserve.worker.serve.worker
 
+    stepper: Any = pdserve.engine.stepper
+    stepper.perf_counter = STEP_CLOCK
     worker: Any = pdserve.worker.serve.worker
     worker.StepLoop = SimulatedStepLoop
     worker.warm_up = lambda model: None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import traceback
 from asyncio import events
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -122,7 +123,14 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def start(self, process: Process, work: Coroutine[Any, Any, Any], name: str) -> StableTask:
         """Runs `work` as a task of `process`."""
-        return self.create_task(work, name=name, context=process.context.copy())
+
+        async def run() -> None:
+            try:
+                await work
+            except Exception as error:  # noqa: BLE001 - no process may end by itself
+                self.unnoticed.append(f"{process} ended: {''.join(traceback.format_exception(error))}")
+
+        return self.create_task(run(), name=name, context=process.context.copy())
 
     def kill(self, process: Process, *, with_host: bool = False) -> None:
         """Nothing of the process runs any more. Its peers see its connections end, unless its host dies with it."""
