@@ -98,7 +98,7 @@ class Workload:
         if kind < 0.06:
             return Behaviour(leaves_after_s=chance.random() ** 3 * 2)
         if kind < 0.12:
-            return Behaviour(pauses_s=chance.choice((0.2, 1.0, 5.0, 40.0)))
+            return Behaviour(pauses_s=chance.choice((0.2, 0.2, 1.0, 1.0, 5.0, 14.0)))
         return Behaviour()
 
 

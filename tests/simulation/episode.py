@@ -159,16 +159,19 @@ class Episode:
         cluster.is_over = True
         for worker in cluster.workers.values():
             worker.terminate()
-        await asyncio.sleep(40.0)
+        until = self.loop.time() + 40.0
+        while self.loop.time() < until and not all(worker.has_ended for worker in cluster.workers.values()):
+            await asyncio.sleep(0.5)
         for worker in cluster.workers.values():
             if not worker.has_ended:
                 self.report.violations.append(f"{worker.name} did not end")
             left = [task.get_name() for task in worker.process.tasks if not task.done()]
             if left:
                 self.report.violations.append(f"{worker.name} left tasks behind: {sorted(left)[:5]}")
-        self._check_redis(cluster)
+        await self._check_redis(cluster)
 
-    def _check_redis(self, cluster: SimulatedCluster) -> None:
+    async def _check_redis(self, cluster: SimulatedCluster) -> None:
+        await asyncio.sleep(7.0)  # A heartbeat may have come after the removal; its record expires.
         data = cluster.redis.data
         allowed = {b"pd:workers", b"pd:kv-workers", b"pd:kv-head", b"pd:kv-events", b"pd:reqs"}
         forever = sorted(key for key in data.keys if key not in data.expires and key not in allowed)

@@ -93,6 +93,9 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._now = 0.0
         self._random = random
         self._clock_resolution = 1e-9
+        #: Timers by time, then by number: comparing handles would take longer.
+        self._timers: list[tuple[float, int, events.TimerHandle]] = []
+        self._num_timers = 0
         #: What tasks and callbacks of live processes failed with, without anybody noticing.
         self.unnoticed: list[str] = []
         self.num_callbacks = 0
@@ -104,6 +107,15 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def time(self) -> float:
         return self._now
+
+    def call_at(
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> events.TimerHandle:
+        timer = events.TimerHandle(when, callback, args, self, context)
+        self._num_timers += 1
+        heapq.heappush(self._timers, (when, self._num_timers, timer))
+        timer._scheduled = True  # type: ignore[attr-defined]
+        return timer
 
     # Tasks and processes.
     def create_task(  # type: ignore[override]
@@ -157,16 +169,14 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     # The loop.
     def _run_once(self) -> None:
         ready: deque[events.Handle] = self._ready  # type: ignore[attr-defined]
-        scheduled: list[events.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
-        self._sweep(scheduled)
+        timers = self._timers
+        self._sweep()
         if not ready and not self._stopping:  # type: ignore[attr-defined]
-            if not scheduled:
+            if not timers:
                 raise Stuck("no process waits for anything that will happen")
-            self._now = max(self._now, scheduled[0]._when)  # type: ignore[attr-defined]
-        while scheduled and scheduled[0]._when <= self._now:  # type: ignore[attr-defined]
-            timer = heapq.heappop(scheduled)
-            timer._scheduled = False  # type: ignore[attr-defined]
-            ready.append(timer)
+            self._now = max(self._now, timers[0][0])
+        while timers and timers[0][0] <= self._now:
+            ready.append(heapq.heappop(timers)[2])
         for handle in self._merged(ready):
             if handle._cancelled:  # type: ignore[attr-defined]
                 continue
@@ -186,11 +196,12 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         ready.clear()
         if len(handles) < 2:
             return handles
+        first = handles[0]._context.get(_PROCESS)  # type: ignore[attr-defined]
+        if all(each._context.get(_PROCESS) is first for each in handles):  # type: ignore[attr-defined]
+            return handles
         queues: dict[Process | None, deque[events.Handle]] = {}
         for handle in handles:
             queues.setdefault(handle._context.get(_PROCESS), deque()).append(handle)  # type: ignore[attr-defined]
-        if len(queues) == 1:
-            return handles
         merged, waiting = [], list(queues.values())
         while waiting:
             queue = waiting[int(self._random.random() * len(waiting))]
@@ -199,19 +210,19 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                 waiting.remove(queue)
         return merged
 
-    def _sweep(self, scheduled: list[events.TimerHandle]) -> None:
+    def _sweep(self) -> None:
         """Drops cancelled timers, and those of dead processes, from the head; now and then all of them."""
-        if len(scheduled) > 512 and self._timer_cancelled_count > len(scheduled) // 2:  # type: ignore[has-type]
-            kept = [timer for timer in scheduled if not timer._cancelled]  # type: ignore[attr-defined]
-            heapq.heapify(kept)
-            scheduled[:] = kept
+        timers = self._timers
+        if len(timers) > 512 and self._timer_cancelled_count > len(timers) // 2:  # type: ignore[has-type]
+            timers[:] = [each for each in timers if not each[2]._cancelled]  # type: ignore[attr-defined]
+            heapq.heapify(timers)
             self._timer_cancelled_count = 0
-        while scheduled:
-            timer = scheduled[0]
+        while timers:
+            timer = timers[0][2]
             process = timer._context.get(_PROCESS)  # type: ignore[attr-defined]
             if not timer._cancelled and (process is None or not process.is_dead):  # type: ignore[attr-defined]
                 return
-            heapq.heappop(scheduled)._scheduled = False  # type: ignore[attr-defined]
+            heapq.heappop(timers)
 
     # What would be threads, sockets and signals.
     def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> Any:

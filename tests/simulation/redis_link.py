@@ -15,7 +15,6 @@ from tests.simulation.network import End, Network
 from tests.simulation.redis_server import RedisFailure, RedisServer
 
 ADDRESS = "redis:6379"
-_POLL_S = 0.02
 
 
 class RedisProcess:
@@ -42,12 +41,28 @@ class RedisProcess:
         return True
 
     def _poll(self, end: End, command: tuple[Any, ...], until: float) -> None:
-        """A blocking read looks again and again: the data belongs to no connection."""
+        """A blocking read looks again after each new entry, and when its time is over."""
+        if not end.is_open:
+            return
         reply = self._answer(end, command)
-        if reply is not None or self._loop.time() >= until or not end.is_open:
+        if reply is not None or self._loop.time() >= until:
             end.send([reply])
-        else:
-            self._loop.call_later(_POLL_S, self._poll, end, command, until)
+            return
+        is_due = [True]
+
+        def look() -> None:
+            if is_due.pop():
+                is_due.append(False)
+                self._poll(end, command, until)
+
+        timer = self._loop.call_at(until, look)
+
+        def wake() -> None:
+            if is_due[0] and not self.process.is_dead:
+                timer.cancel()
+                self._loop.call_soon(look, context=self.process.context)
+
+        self.data.on_entry.append(wake)
 
     def _answer(self, end: End, command: tuple[Any, ...]) -> Any:
         name, *arguments = command

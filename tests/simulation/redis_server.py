@@ -17,8 +17,10 @@ Value = Any
 
 
 def _bytes(value: Any) -> bytes:
-    if isinstance(value, bytes):
+    if type(value) is bytes:
         return value
+    if isinstance(value, str):
+        return value.encode()
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return str(value).encode()
@@ -37,6 +39,8 @@ class RedisServer:
         self.expires: dict[bytes, float] = {}
         self._lua = lupa.LuaRuntime(encoding=None, register_eval=False)
         self._scripts: dict[bytes, Any] = {}
+        #: Called after each new entry of a stream, once.
+        self.on_entry: list[Callable[[], None]] = []
         self._prepare()
 
     def flush(self) -> None:
@@ -259,6 +263,9 @@ class RedisServer:
         stream.entries.append((position, list(arguments[1:])))
         if limit and len(stream.entries) > limit:
             del stream.entries[:-limit]
+        waiting, self.on_entry = self.on_entry, []
+        for wake in waiting:
+            wake()
         return arguments[0]
 
     def _xread(self, *arguments: bytes) -> list[Any] | None:
