@@ -48,14 +48,29 @@ class Offer:
 
 
 class DrainRate:
-    """Recent departures per second while requests waited. Without a queue they only show how few requests came."""
+    """Recent departures per second while requests waited. Without a queue they only show how few requests came.
+
+    Time without any worker does not count: it says nothing about how fast the cluster is when one is back.
+    """
 
     def __init__(self) -> None:
         self._departures: deque[float] = deque(maxlen=_RATE_SAMPLES)
+        self._paused_at: float | None = None
+
+    def pause(self, now: float) -> None:
+        """No worker is ready from now on."""
+        if self._paused_at is None:
+            self._paused_at = now
+
+    def resume(self, now: float) -> None:
+        """A worker is ready."""
+        if self._paused_at is not None:
+            paused_s, self._paused_at = now - self._paused_at, None
+            self._departures = deque((at + paused_s for at in self._departures), maxlen=_RATE_SAMPLES)
 
     def note(self, now: float) -> None:
         """A request left the cluster."""
-        self._departures.append(now)
+        self._departures.append(now if self._paused_at is None else self._paused_at)
 
     def forget(self) -> None:
         """The queue is empty."""
@@ -63,6 +78,7 @@ class DrainRate:
 
     def per_second(self, now: float) -> float | None:
         """The rate, or None while there are too few departures."""
+        now = now if self._paused_at is None else self._paused_at
         while self._departures and self._departures[0] < now - _RATE_WINDOW_S:
             self._departures.popleft()
         if len(self._departures) < _RATE_MIN_SAMPLES:
@@ -141,6 +157,10 @@ class AdmissionQueue:
     def set_capacity(self, sequences: int, now: float) -> list[QueueSlot]:
         """The cluster can now run this many sequences concurrently."""
         self._capacity = sequences
+        if sequences:
+            self._rate.resume(now)
+        else:
+            self._rate.pause(now)
         return self._admit(now)
 
     def retry_after_s(self, now: float) -> float:

@@ -1,1 +1,1 @@
-"""Explicit-state search over the product's own state machines: every interleaving within bounds, safety and liveness."""
+"""Explicit-state search over the product's own state machines: every interleaving within bounds."""

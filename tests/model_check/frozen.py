@@ -15,9 +15,11 @@ def cloned(machine: M, *, shared: frozenset[str] = frozenset()) -> M:
     twin = copy.copy(machine)
     for name, value in vars(machine).items():
         if name not in shared and isinstance(value, list | set | dict):
-            vars(twin)[name] = [list(each) if isinstance(each, list) else each for each in value] if isinstance(
-                value, list
-            ) else copy.copy(value)
+            vars(twin)[name] = (
+                [list(each) if isinstance(each, list) else each for each in value]
+                if isinstance(value, list)
+                else copy.copy(value)
+            )
     return twin
 
 

@@ -173,7 +173,12 @@ class HandoverWorld:
                 if send.next_index(group) < self.bounds.shape.num_messages:
                     yield f"send {at} {group}", False, at, lambda world, group=group: world._send(at, group, b"good")
                     if self.left.damages:
-                        yield f"damage {at} {group}", False, at, lambda world, group=group: world._send(at, group, b"bad")
+                        yield (
+                            f"damage {at} {group}",
+                            False,
+                            at,
+                            lambda world, group=group: world._send(at, group, b"bad"),
+                        )
             if not send.num_unsent:
                 yield f"all-sent {at}", False, at, lambda world: world._all_sent(at)
         if send.state is not SendState.CLOSED:
@@ -376,7 +381,7 @@ class HandoverWorld:
             raise Broken(f"attempt {transfer.attempt} is committed, and the blocks are {self.owner!r}")
         if transfer is not self.transfers[-1]:
             raise Broken("a stale attempt is committed")
-        right = {index: b"good" for index in range(self.bounds.shape.num_messages)}
+        right = dict.fromkeys(range(self.bounds.shape.num_messages), b"good")
         if transfer.written != right:
             raise Broken(f"a transfer is committed with {transfer.written}")
         self.owner = "running"

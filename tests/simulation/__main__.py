@@ -15,8 +15,10 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=1000, help="requests over all episodes")
     parser.add_argument("--faults", type=int, default=100, help="faults over all episodes")
     parser.add_argument("--seed", type=int, default=1, help="seed of the first episode; later ones count up")
-    parser.add_argument("--episode", type=int, default=1000, help="requests of one episode")
-    parser.add_argument("--jobs", type=int, default=1, help="episodes at a time")
+    parser.add_argument("--episode", type=int, default=250, help="requests of one episode")
+    parser.add_argument(
+        "--replay", type=int, default=0, help="then runs one of so many requests twice, which must agree"
+    )
     parser.add_argument("--trace", metavar="FILE", help="writes what happened; with one episode")
     arguments = parser.parse_args()
     return run_all(arguments)
@@ -24,5 +26,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     if os.environ.get("PYTHONHASHSEED") != "0":  # Sets of strings have the same order in each run.
-        os.execve(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]], os.environ | {"PYTHONHASHSEED": "0"})
+        command = [sys.executable, "-m", "tests.simulation", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | {"PYTHONHASHSEED": "0"})
     sys.exit(main())

@@ -121,7 +121,9 @@ class Server:
 class _Call:
     """The caller's side."""
 
-    def __init__(self, channel: Channel, method: str, request: bytes, metadata: Any, parse: Callable[[bytes], Any]) -> None:
+    def __init__(
+        self, channel: Channel, method: str, request: bytes, metadata: Any, parse: Callable[[bytes], Any]
+    ) -> None:
         self._parse = parse
         self._end: End | None = None
         self._messages: deque[Any] = deque()

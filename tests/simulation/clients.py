@@ -61,8 +61,8 @@ class Workload:
     def generation(self, number: int) -> Generation:
         """A request with a random choice of features."""
         chance = self._chance
-        max_tokens = chance.choice((1, 2, 3, 4, 6, 8, 8, 12, 16, 24))
-        n = chance.choice((1, 1, 1, 1, 1, 2, 3))
+        max_tokens = chance.choice((1, 2, 3, 4, 4, 5, 6, 8, 12))
+        n = chance.choice((1, 1, 1, 1, 1, 1, 2, 3))
         sampled = chance.random() < 0.6
         stop = ()
         if chance.random() < 0.2:
@@ -116,6 +116,8 @@ class Client:
         self.outcome = ""
         self.error = ""
         self.lost_routers = 0
+        #: How often a router refused it because of a long queue, before anything was done for it.
+        self.refusals = 0
 
     async def run(self, routers: list[str]) -> None:
         """Returns when the request has ended for the client. `routers`: by preference."""
@@ -147,7 +149,11 @@ class Client:
             self.outcome = "left"
             end.reset()
             return
-        if not self.outcome:
+        if self.outcome == "error" and self.error.startswith("Overloaded") and not self.choices[0].token_ids:
+            self.outcome, self.error = "", ""
+            self.refusals += 1
+            await asyncio.sleep(2.0)
+        elif not self.outcome:
             self.lost_routers += 1
 
     def _take(self, end: End, over: asyncio.Event, kind: str, content: Any) -> None:
@@ -233,5 +239,3 @@ def _cut_at_stop(tokens: list[int], stops: tuple[str, ...]) -> tuple[int, str, s
             return count, text, letter
         text += letter
     return None
-
-

@@ -11,8 +11,8 @@ from tests.simulation.network import Network
 from tests.simulation.redis_link import RedisProcess
 from tests.simulation.redis_server import RedisServer
 from tests.simulation.router import SimulatedRouter
-from tests.simulation.worker import SimulatedWorker, WorkerPlan
 from tests.simulation.wire import WireFaults, WireTransport
+from tests.simulation.worker import SimulatedWorker, WorkerPlan
 
 #: Time that a router waits for a worker that is expected back: longer than any outage here.
 RETURN_TIMEOUT_S = 60.0
@@ -21,8 +21,8 @@ RETURN_TIMEOUT_S = 60.0
 class SimulatedCluster:
     """Two workers of each tier, two routers and a Redis, under a supervisor that starts again what has died."""
 
-    worker_names = ["p0", "p1", "d0", "d1"]
-    router_names = ["r0", "r1"]
+    worker_names = ("p0", "p1", "d0", "d1")
+    router_names = ("r0", "r1")
 
     def __init__(self, network: Network, plan: WorkerPlan, *, threshold: int, secret: Any = None) -> None:
         self.network = network

@@ -1,4 +1,4 @@
-"""The engine of a simulated worker: the product's stepper and step loop, with the simulation's model for the forward pass.
+"""The engine of a simulated worker: the product's stepper and step loop, and the simulation's forward pass.
 
 The step loop is a task instead of a thread. A step's work happens when it starts, and its output is published when its
 time is over, between two calls: nothing else may touch the engine's state meanwhile, so nobody sees a difference.
@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from queue import Empty
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -114,7 +114,7 @@ class SimulatedStepLoop(StepLoop):
     """A step loop that is a task of the event loop."""
 
     #: Seconds by which the next step takes longer, by scheduler: a step thread that hangs.
-    delays: dict[int, float] = {}
+    delays: ClassVar[dict[int, float]] = {}
 
     def __init__(self, scheduler: Any, runner: Any, **named: Any) -> None:
         super().__init__(scheduler, runner, **named)

@@ -13,6 +13,7 @@ import json
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextvars import Context
 from dataclasses import asdict, dataclass, field
 from random import Random
@@ -107,8 +108,7 @@ class Episode:
         plan = random_plan(chance)
         threshold = chance.choice((0, 6, 16))
         cluster = self.cluster = SimulatedCluster(self.network, plan, threshold=threshold)
-        while not cluster.all_ready:
-            await asyncio.sleep(0.1)
+        await self._until(lambda: cluster.all_ready, 60.0)
         duration_s = max(2.0, report.requests / _RATE)
         faults = Faults(cluster)
         for fault in plan_faults(chance, report.faults, duration_s):
@@ -139,6 +139,7 @@ class Episode:
         for client in self.clients:
             counts[client.outcome] += 1
             counts["routers lost"] += client.lost_routers
+            counts["refused for a long queue"] += client.refusals
             wrong = client.fault()
             if wrong is not None:
                 self.report.violations.append(f"request {client.generation.request_id}: {wrong}")
@@ -147,21 +148,23 @@ class Episode:
     async def _quiet(self, cluster: SimulatedCluster) -> None:
         """Waits until nothing is held, at most for as long as a lease and a closing connection may take."""
         cluster.wire_faults.planned.clear()
-        until = self.loop.time() + _QUIET_S
-        while (cluster.leftovers() or not cluster.all_ready) and self.loop.time() < until:
-            await asyncio.sleep(1.0)
+        await self._until(lambda: cluster.all_ready and not cluster.leftovers(), _QUIET_S)
         self.report.violations += [f"left over: {each}" for each in cluster.leftovers()]
         if not cluster.all_ready:
             self.report.violations.append("not every process came back")
+
+    async def _until(self, condition: Callable[[], bool], limit_s: float) -> None:
+        """Returns when it holds, or after virtual `limit_s`."""
+        until = self.loop.time() + limit_s
+        while not condition() and self.loop.time() < until:  # noqa: ASYNC110 - it costs no time
+            await asyncio.sleep(0.5)
 
     async def _end(self, cluster: SimulatedCluster) -> None:
         """Every worker ends by itself: nothing of it may be left in its process or in Redis."""
         cluster.is_over = True
         for worker in cluster.workers.values():
             worker.terminate()
-        until = self.loop.time() + 40.0
-        while self.loop.time() < until and not all(worker.has_ended for worker in cluster.workers.values()):
-            await asyncio.sleep(0.5)
+        await self._until(lambda: all(worker.has_ended for worker in cluster.workers.values()), 40.0)
         for worker in cluster.workers.values():
             if not worker.has_ended:
                 self.report.violations.append(f"{worker.name} did not end")

@@ -71,7 +71,7 @@ class Faults:
         return chance.choice(self._cluster.worker_names)
 
     def _pair(self, chance: Random) -> tuple[str, str]:
-        names = self._cluster.worker_names + self._cluster.router_names
+        names = (*self._cluster.worker_names, *self._cluster.router_names)
         one, other = chance.sample(names, 2)
         return one, other
 
@@ -94,7 +94,7 @@ class Faults:
         self._cluster.terminate(self._worker(chance))
 
     def _pause(self, chance: Random) -> None:
-        name = chance.choice(self._cluster.worker_names + self._cluster.router_names)
+        name = chance.choice((*self._cluster.worker_names, *self._cluster.router_names))
         self._loop.pause(self._cluster.process_of(name), chance.choice((0.05, 0.5, 2.0, 12.0)))
 
     def _hang(self, chance: Random) -> None:
@@ -132,5 +132,5 @@ class Faults:
         self._loop.pause(self._cluster.redis.process, chance.choice((0.3, 1.0, 6.0)))
 
     def _clock(self, chance: Random) -> None:
-        name = chance.choice(self._cluster.worker_names + self._cluster.router_names)
+        name = chance.choice((*self._cluster.worker_names, *self._cluster.router_names))
         self._cluster.process_of(name).clock_offset_s += chance.choice((-86400.0, -60.0, 60.0, 86400.0))

@@ -256,7 +256,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def remove_reader(self, fd: Any) -> bool:
         return False
 
-    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - as in asyncio
         pass
 
     def _process_events(self, event_list: Any) -> None:

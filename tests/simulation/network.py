@@ -90,7 +90,10 @@ class End:
             self._schedule(self.peer._lost, ConnectionResetError(104, "Connection reset by peer"))
         else:
             self._network.loop.call_later(
-                DEAD_AFTER_S, self.peer._lost, TimeoutError(110, "Connection timed out"), context=self.peer.owner.context
+                DEAD_AFTER_S,
+                self.peer._lost,
+                TimeoutError(110, "Connection timed out"),
+                context=self.peer.owner.context,
             )
 
     def drop(self, error: Exception, *, is_noticed: bool) -> None:

@@ -335,10 +335,7 @@ class RedisServer:
             raise RedisFailure(value[b"err"].decode())
         if value[b"ok"] is not None:
             return value[b"ok"]
-        items = []
-        for index in range(1, len(value) + 1):
-            items.append(self._reply(value[index]))
-        return items
+        return [self._reply(value[index]) for index in range(1, len(value) + 1)]
 
 
 class Members(dict[bytes, None]):

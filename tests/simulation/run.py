@@ -37,7 +37,7 @@ def _child(writing: int, seed: int, requests: int, faults: int, trace_file: str 
         text = episode.run().line()
         if lines is not None:
             lines.flush()
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - reported to the parent
         text = json.dumps({"seed": seed, "violations": [f"the simulation itself failed: {traceback.format_exc()}"]})
     with os.fdopen(writing, "wb") as pipe:
         pipe.write(text.encode())
@@ -58,5 +58,9 @@ def run_all(arguments: argparse.Namespace) -> int:
         for name in ("requests", "faults", "virtual_s", "cpu_s"):
             total[name] = round(total.get(name, 0) + report.get(name, 0), 3)
         left, faults_left, seed = left - requests, faults_left - faults, seed + 1
+    if arguments.replay:
+        traces = {run_episode(seed, arguments.replay, arguments.replay // 10)["trace"] for _ in range(2)}
+        total["replays_exactly"] = len(traces) == 1
+        failed += len(traces) > 1
     print(json.dumps({"failed_episodes": failed, **total}), flush=True)
     return 1 if failed else 0

@@ -1,4 +1,4 @@
-"""The transport of blocks between simulated workers: tagged messages that come late, twice, cut short, changed or never.
+"""The transport of blocks between simulated workers: tagged messages, late, twice, cut short, changed or never.
 
 As a real one does, it either takes a copy of a small message at once, or reads the sender's buffer when the receiver is
 ready: a buffer that was given back too early then has other bytes.
@@ -202,5 +202,3 @@ def _damaged(buffer: Buffer, kind: str, at: int) -> Buffer:
     data = buffer.copy()
     data[at] ^= np.uint8(1 << at % 8)
     return data
-
-

@@ -123,6 +123,20 @@ def test_a_wait_that_would_be_too_long_is_refused_before_it_begins() -> None:
     assert 4 < waiting.num_waiting < 50
 
 
+def test_time_without_a_worker_does_not_make_the_cluster_look_slow() -> None:
+    """Found by the simulation: clients got 429 with a wait of minutes while a worker came back within seconds."""
+    waiting = queue(capacity=1, max_waiting=100, max_wait_s=20.0)
+    slots = [offer(waiting) for _ in range(20)]
+    for number in range(10):
+        waiting.leave(slots[number], 0.1 * number)
+    waiting.set_capacity(0, 1.0)
+    offer(waiting, now=25.0)
+    waiting.set_capacity(1, 30.0)
+    slot = offer(waiting, now=30.0)
+    assert slot.admitted_at is None
+    assert waiting.retry_after_s(30.0) < 5.0
+
+
 def test_a_cluster_that_stopped_draining_does_not_look_fast() -> None:
     rate = DrainRate()
     for now in (0.0, 0.1, 0.2, 0.3):
