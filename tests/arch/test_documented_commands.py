@@ -62,6 +62,7 @@ FOREIGN_FLAGS = {
     *("--appendonly", "--cap-add", "--enable-feature", "--for", "--ipc", "--pid", "--save", "--shm-size", "--target"),
     *("--entrypoint", "--force-recreate", "--no-recreate", "--rm", "--scale", "--timeout", "--ulimit", "--volumes"),
     *("--again", "--areas"),  # python -m tests.fuzz
+    *("--requests", "--faults", "--trace", "--replay"),  # python -m tests.simulation
 }
 
 

@@ -43,7 +43,7 @@ class Bounds:
 
     @property
     def shape(self) -> TransferShape:
-        """Of every ticket."""
+        """The shape of every ticket."""
         return TransferShape(num_blocks=self.num_blocks, bundle_blocks=1, layer_groups=self.layer_groups)
 
 
@@ -88,13 +88,13 @@ class _Transfer:
         """A number for each different transfer."""
         if self._key is None:
             send = None if self.send is None else key_of(self.send, without=_NOT_IN_KEY)
-            own = key_of(self, without=_PARTS)
+            own = key_of(self, without=_MACHINES)
             key = key_of(self.receive, without=_NOT_IN_KEY), send, own
             self._key = _numbers.setdefault(key, len(_numbers))
         return self._key
 
 
-_PARTS = frozenset({"receive", "send", "_key"})
+_MACHINES = frozenset({"receive", "send", "_key"})
 #: Numbers of the transfers seen so far.
 _numbers: dict[Hashable, int] = {}
 _Act = Callable[["HandoverWorld"], None]
