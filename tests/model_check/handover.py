@@ -33,6 +33,8 @@ class Bounds:
     layer_groups: int = 1
     #: Messages are copied to their blocks after they have arrived.
     copies: bool = False
+    #: A message arrives and is sent in one action, and answers are not lost: fewer states, less seen.
+    is_coarse: bool = False
     renewals: int = 1
     damages: int = 1
     losses: int = 1
@@ -195,7 +197,7 @@ class HandoverWorld:
                 if self.left.losses:
                     yield f"lose {at} {message.index}", False, at, lambda world, each=message: world._lose(at, each)
                     yield f"fail {at} {message.index}", False, at, lambda world, each=message: world._fail(at, each)
-            if not message.is_sent:
+            if not message.is_sent and not (self.bounds.is_coarse and not message.has_arrived):
                 yield f"sent {at} {message.index}", True, at, lambda world, each=message: world._sent(at, each)
         if transfer.commits:
             yield f"commit {at}", True, at, lambda world: world._commit(at, is_repeated=False)
@@ -203,7 +205,8 @@ class HandoverWorld:
                 yield f"repeat-commit {at}", False, at, lambda world: world._commit(at, is_repeated=True)
         if transfer.answers:
             yield f"answer {at}", True, at, lambda world: world._answer(at)
-            yield f"lose-answer {at}", False, at, lambda world: world._lose_answer(at)
+            if not self.bounds.is_coarse:
+                yield f"lose-answer {at}", False, at, lambda world: world._lose_answer(at)
 
     def _of_receiver(self, at: int, transfer: _Transfer) -> Iterator[tuple[str, bool, int, _Act]]:
         for index in transfer.copying:
@@ -254,7 +257,7 @@ class HandoverWorld:
     def _change(self, at: int, message: _Message, **changes: bool) -> None:
         wire = []
         for each in self.transfers[at].wire:
-            changed = replace(each, **changes) if each is message else each
+            changed = replace(each, **changes) if each.index == message.index else each
             if not (changed.has_arrived and changed.is_sent):
                 wire.append(changed)
         self.transfers[at].wire = tuple(wire)
@@ -262,6 +265,8 @@ class HandoverWorld:
     def _arrive(self, at: int, message: _Message) -> None:
         self._change(at, message, has_arrived=True)
         transfer = self.transfers[at]
+        if self.bounds.is_coarse:
+            self._sent(at, message)
         if message.index not in transfer.posted:
             return  # Withdrawn: the transport drops it.
         transfer.posted.discard(message.index)
