@@ -20,7 +20,7 @@ from tests.model_check.search import Broken
 
 _REQUEST = RequestId("r")
 _NOW, _LATER, _LEASE_S = 0.0, 2.0, 1.0
-_NOT_IN_KEY = frozenset({"_story", "wire_time", "deadline", "_shape", "_request_id", "_lease_s"})
+_NOT_IN_KEY = frozenset({"_story", "wire_time", "deadline", "_shape", "_indices", "_request_id", "_lease_s"})
 _OVER = (ReceiveState.COMMITTED, ReceiveState.RELEASED)
 _HOLDING = (ReceiveState.RECEIVING, ReceiveState.COMMITTING, ReceiveState.BROKEN)
 
@@ -46,7 +46,7 @@ class Bounds:
     @property
     def shape(self) -> TransferShape:
         """The shape of every ticket."""
-        return TransferShape(num_blocks=self.num_blocks, bundle_blocks=1, layer_groups=self.layer_groups)
+        return TransferShape.of(num_blocks=[self.num_blocks], bundle_blocks=1, layer_groups=[self.layer_groups])
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class HandoverWorld:
             return
         if send.state is SendState.SENDING:
             for group in range(self.bounds.layer_groups):
-                if send.next_index(group) < self.bounds.shape.num_messages:
+                if send.next_index(group) is not None:
                     yield f"send {at} {group}", False, at, lambda world, group=group: world._send(at, group, b"good")
                     if self.left.damages:
                         yield (
@@ -226,6 +226,7 @@ class HandoverWorld:
         transfer = self.transfers[at]
         assert transfer.send is not None
         index = transfer.send.next_index(group)
+        assert index is not None
         if content == b"bad":
             self._spend("damages")
         self._to_sender(at, events.SendStarted(index=index, digest=b"good"))

@@ -20,7 +20,9 @@ EOS = 1
 MAX_MODEL_LEN = 160
 BLOCK_SIZE = 4
 #: A block has 8 bytes per token and layer.
-LAYOUT = KvLayout(model="simulated", dtype="float32", block_size=BLOCK_SIZE, num_layers=2, num_kv_heads=1, head_dim=1)
+LAYOUT = KvLayout.uniform(
+    model="simulated", dtype="float32", block_size=BLOCK_SIZE, num_layers=2, num_kv_heads=1, head_dim=1
+)
 
 _weights = np.random.default_rng(7).integers(1, 1 << 63, (MAX_MODEL_LEN + BLOCK_SIZE) * 2, np.uint64) | np.uint64(1)
 
