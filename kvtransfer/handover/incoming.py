@@ -87,10 +87,8 @@ class IncomingTransfer:
     def start(self, buffers: Sequence[Buffer]) -> None:
         """Posts a receive for every message. `buffers`: lent for the ticket's bundles; the transfer gives them back."""
         self._buffers = dict(enumerate(buffers))
-        messages = (
-            buffers[bundle][self._groups.span(group, len(self._bundles[bundle]))]
-            for bundle, group in self._shape.messages()
-        )
+        sizes, span = [len(bundle) for bundle in self._bundles], self._groups.span
+        messages = (buffers[bundle][span(group, sizes[bundle])] for bundle, group in self._shape.messages())
         for index, message in enumerate(messages):
             receive = self._transport.post_receive(self._ticket.tag(index), message)
             self._receives.append(receive)

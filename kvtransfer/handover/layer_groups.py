@@ -171,12 +171,16 @@ class TransferShape:
 
     def bundle_of(self, index: int) -> int:
         """The bundle of a message."""
-        segment = self._segment_of(index)
+        for segment in self.segments:
+            if index < segment.stop_message:
+                break
         return segment.first_bundle + (index - segment.first_message) // segment.layer_groups
 
     def layer_group_of(self, index: int) -> int:
-        """The layer group of a message."""
-        segment = self._segment_of(index)
+        """The layer group of a message; for one that does not exist, a layer group that has no such message."""
+        for segment in self.segments:
+            if index < segment.stop_message:
+                break
         return segment.first_layer_group + (index - segment.first_message) % segment.layer_groups
 
     def indices_of(self, layer_group: int) -> range:
@@ -194,12 +198,6 @@ class TransferShape:
         """All messages, in error texts: `12 blocks`, or `24 layer groups of 12 bundles`."""
         groups = "" if self._is_whole else f"{self.num_messages} layer groups of "
         return f"{groups}{self.num_bundles} {self._unit}s"
-
-    def _segment_of(self, index: int) -> KvGroupShape:
-        for segment in self.segments:
-            if index < segment.stop_message:
-                return segment
-        return self.segments[-1]
 
     @property
     def _is_whole(self) -> bool:

@@ -189,6 +189,9 @@ class DecodeMachine(RuleBasedStateMachine):
         self.scheduler.check_integrity()
         for grant in events.grants:
             assert grant.request_id not in self.over
+            for table, first in zip(grant.block_tables, grant.first_missing, strict=True):
+                assert first >= grant.num_cached_blocks, "a block that is cached would be written"
+                assert all(self.worker.pool.ref_count(block) == 1 for block in table[first:])
             self.granted[grant.request_id] = grant
         for request_id in events.finished:
             assert request_id not in self.over, "finished twice"
@@ -264,4 +267,4 @@ TestDecodeScheduler = pytest.mark.timeout(300)(DecodeMachine.TestCase)
 TestDecodeScheduler.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
 
 TestTwoGroups = pytest.mark.timeout(300)(TwoGroupsMachine.TestCase)
-TestTwoGroups.settings = settings(max_examples=200 if IS_FULL else 15, stateful_step_count=25, deadline=None)
+TestTwoGroups.settings = settings(max_examples=200 if IS_FULL else 30, stateful_step_count=25, deadline=None)

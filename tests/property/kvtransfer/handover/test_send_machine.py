@@ -28,7 +28,7 @@ from pdserve.base.errors import DigestMismatch, InvalidTransition, PeerLost, Sta
 LEASE_S = 10.0
 #: Bundles and layer groups of each KV group: of one, or of a full and a windowed one.
 SEGMENTS = st.tuples(st.tuples(st.integers(0, 4), st.integers(1, 3))) | st.tuples(
-    *[st.tuples(st.integers(0, 3), st.integers(1, 2))] * 2
+    *[st.tuples(st.sampled_from([0, 1, 2, 2]), st.integers(1, 2))] * 2
 )
 OVER = (SendState.DRAINING, SendState.CLOSED)
 
@@ -109,6 +109,15 @@ class PrefillSide(RuleBasedStateMachine):
         else:
             with pytest.raises(InvalidTransition):
                 self.take(started)
+
+    @precondition(lambda self: self.machine.state is SendState.SENDING and not self.lease_is_over)
+    @rule()
+    def the_rest_is_pushed(self) -> None:
+        for indices in self.unsent:
+            for index in indices:
+                self.on_the_wire.add(index)
+                self.take(SendStarted(index=index, digest=digest_of(index)))
+            indices.clear()
 
     @precondition(lambda self: not self.lease_is_over)
     @rule(data=st.data())
