@@ -22,12 +22,12 @@ from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from router_svc.api.console.console import Console
 from router_svc.api.console.state import Sources
 from router_svc.api.front import Addresses, Front
-from router_svc.api.grpc_api import SERVICE, Guards, InferenceServicer, public_port
+from router_svc.api.grpc_api import SERVICE, Guards, InferenceServicer, Served, public_port
 from router_svc.api.intake import Intake
 from router_svc.api.openai.generation_api import GenerationApi
 from router_svc.api.openai.info import ModelApi, OperatorApi
 from router_svc.api.openai.resume_api import ResumeApi
-from router_svc.api.openai.resuming import resuming_of
+from router_svc.api.resuming import resuming_of
 from router_svc.api.served_model import ServedModel
 from router_svc.api.usage_api import UsageApi
 from router_svc.clients.access import access_of
@@ -144,7 +144,8 @@ class Router:
     async def serving(self) -> AsyncIterator[Addresses]:
         """Serves until the block ends. The router is ready while a decode worker is."""
         port = public_port(self.config, None if self._tls is None else self._tls.credentials)
-        inference = InferenceServicer(self._model, self._requests, self._max_model_len, self._guards(), self._tracer)
+        served = Served(self._model, self._requests, self._max_model_len, self._resuming)
+        inference = InferenceServicer(served, self._guards(), self._tracer)
         try:
             async with (
                 service_group() as group,

@@ -240,13 +240,40 @@ class ClientSampling(_message.Message):
 Global___ClientSampling: _TypeAlias = ClientSampling  # noqa: Y015
 
 @_typing.final
+class ResumeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As in the messages of the stream, or as the client has chosen it."""
+    position: _builtins.str
+    """That of the last message that the client has; empty: from the start."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        position: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
+
+@_typing.final
 class GenerateResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    position: _builtins.str
+    """What the client has with this message, for Resume. Empty where streams cannot be resumed."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateChoice]: ...
     @_builtins.property
@@ -259,10 +286,11 @@ class GenerateResponse(_message.Message):
         request_id: _builtins.str = ...,
         choices: _abc.Iterable[Global___GenerateChoice] | None = ...,
         usage: Global___Usage | None = ...,
+        position: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "request_id", b"request_id", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "position", b"position", "request_id", b"request_id", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

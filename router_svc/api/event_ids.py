@@ -53,13 +53,13 @@ class Seen:
 NOTHING = Seen()
 
 
-def parse_event_id(text: str) -> Seen:
-    """What a client has that sends this as `Last-Event-ID`. Empty: nothing. Raises `RequestError`."""
+def parse_event_id(text: str, *, param: str = HEADER) -> Seen:
+    """What a client has that sends this as `param`. Empty: nothing. Raises `RequestError`."""
     if not text:
         return NOTHING
     found = _ID.fullmatch(text) if len(text) <= _MAX_CHARACTERS else None
     if found is None:
-        raise _unreadable(text)
+        raise _unreadable(text, param)
     name, opening, end, runs = found.groups()
     if opening is not None:
         return Seen(name, openings=int(opening) + 1)
@@ -69,19 +69,19 @@ def parse_event_id(text: str) -> Seen:
     for run in runs.split("."):
         each = _RUN.fullmatch(run)
         if each is None:
-            raise _unreadable(text)
+            raise _unreadable(text, param)
         count, ended, times = each.groups()
         states += [(int(count), bool(ended))] * int(times or 1)
         if len(states) > _MAX_CHOICES:
-            raise _unreadable(text)
+            raise _unreadable(text, param)
     return Seen(name, openings=_ALL[0], states=tuple(states))
 
 
-def _unreadable(text: str) -> RequestError:
+def _unreadable(text: str, param: str) -> RequestError:
     return RequestError(
-        f"{HEADER} is {text[:40]!r}, which is no id of an event of this API. Send the last `id` that you got, or leave "
-        "the header out to get the stream from its start.",
-        param=HEADER,
+        f"{param} is {text[:40]!r}, which is no id of an event of this API. Send that of the last event that you got, "
+        "or leave it out to get the stream from its start.",
+        param=param,
     )
 
 
@@ -96,38 +96,38 @@ class EventIds:
                 "this stream.",
                 param=HEADER,
             )
-        self._name = name.encode()
+        self._name = name
         self._seen = seen
         self._states = [_NONE] * num_choices
 
-    def opening(self, index: int) -> bytes | None:
+    def opening(self, index: int) -> str | None:
         """The id of a choice's event before its first token; None: the client has it."""
-        return None if index < self._seen.openings else self._line(b"o%d" % index)
+        return None if index < self._seen.openings else self._id(f"o{index}")
 
-    def after(self, delta: ChoiceDelta) -> bytes | None:
+    def after(self, delta: ChoiceDelta) -> str | None:
         """The id of the event with this new output, which comes next; None: the client has it."""
         index = delta.choice_index
         state = (self._states[index][0] + len(delta.token_ids), delta.finish_reason is not None)
         self._states[index] = state
-        return None if state <= self._seen.state(index) else self._line(self._runs())
+        return None if state <= self._seen.state(index) else self._id(self._runs())
 
-    def usage(self) -> bytes | None:
+    def usage(self) -> str | None:
         """The id of the event with the usage; None: the client has it."""
-        return None if self._seen.has_all_tokens else self._line(b"u")
+        return None if self._seen.has_all_tokens else self._id("u")
 
-    def done(self) -> bytes | None:
+    def done(self) -> str | None:
         """The id of the last event; None: the client has it."""
-        return None if self._seen.has_end else self._line(b"d")
+        return None if self._seen.has_end else self._id("d")
 
-    def _line(self, what: bytes) -> bytes:
-        return b"id: %b-%b\n" % (self._name, what)
+    def _id(self, what: str) -> str:
+        return f"{self._name}-{what}"
 
-    def _runs(self) -> bytes:
+    def _runs(self) -> str:
         if len(self._states) == 1:
             return _state(self._states[0])
         runs = ((state, sum(1 for _ in group)) for state, group in groupby(self._states))
-        return b".".join(_state(state) + (b"x%d" % times if times > 1 else b"") for state, times in runs)
+        return ".".join(_state(state) + (f"x{times}" if times > 1 else "") for state, times in runs)
 
 
-def _state(state: State) -> bytes:
-    return b"%de" % state[0] if state[1] else b"%d" % state[0]
+def _state(state: State) -> str:
+    return f"{state[0]}e" if state[1] else str(state[0])

@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
 
 from pdserve.base.audit import Caller, Refusals
-from pdserve.base.errors import RequestError, TransferTimeout
+from pdserve.base.errors import NotFound, RequestError
 from pdserve.base.rpc import GrpcPort, method, trace_of
 from pdserve.base.sampling import MAX_LOGPROBS
-from pdserve.base.tracing.context import TraceContext
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
-from pdserve.base.wire import logprobs_to_wire
 from pdserve.v1 import inference_pb2 as pb
 from router_svc.api.authentication import LimitHeaders, caller_of_rpc, host_of, no_limit_headers
 from router_svc.api.body import CACHE_SALT, SamplingFields
+from router_svc.api.event_ids import parse_event_id
 from router_svc.api.generations import DEFAULT_MAX_TOKENS, GRPC, GenerationFactory, require_model
-from router_svc.api.grpc_message import parse_request
+from router_svc.api.grpc_message import parse_request, parse_resume
+from router_svc.api.grpc_output import send
 from router_svc.api.ids import Ids, is_valid_id
 from router_svc.api.intake import Intake
 from router_svc.api.parse import validate
 from router_svc.api.request_span import request_span
+from router_svc.api.resuming import GRPC as API
+from router_svc.api.resuming import Resuming, event_ids
 from router_svc.api.sampling import EndpointFields
 from router_svc.api.served_model import ServedModel
 from router_svc.clients.access import Access
 from router_svc.config import RouterConfig
 from router_svc.generation import Generation
+from router_svc.records.resumable import ResponseShape
+from router_svc.records.stream_log import StreamLog
 from router_svc.request.client import Client
-from router_svc.request.output import ChoiceDelta
+from router_svc.request.replayed import ReplayedStream
 from router_svc.request.requests import Requests
-from router_svc.request.stream import WRITE_TIMEOUT_S, TokenUsage
 
 SERVICE = "pdserve.v1.InferenceService"
 _METHOD = f"{SERVICE}/Generate"
@@ -66,33 +69,40 @@ class Guards:
     limit_headers: LimitHeaders = no_limit_headers
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What is served: a model's requests, and their streams. Without `resuming`, these cannot be resumed."""
+
+    model: ServedModel
+    requests: Requests
+    max_model_len: Callable[[], int]
+    resuming: Resuming | None = None
+
+
 class InferenceServicer:
     """The service that gRPC clients call."""
 
-    def __init__(
-        self,
-        model: ServedModel,
-        requests: Requests,
-        max_model_len: Callable[[], int],
-        guards: Guards,
-        tracer: Tracer = NO_TRACER,
-    ) -> None:
+    def __init__(self, served: Served, guards: Guards, tracer: Tracer = NO_TRACER) -> None:
         self._access = guards.access
         self._limit_headers = guards.limit_headers
         self._refusals = guards.refusals
         self._intake = guards.intake
         self._tracer = tracer
-        self._model = model
-        self._requests = requests
-        self._max_model_len = max_model_len
+        self._model = served.model
+        self._requests = served.requests
+        self._max_model_len = served.max_model_len
+        self._resuming = served.resuming
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the service to a server. Messages arrive as bytes: their sizes are checked before they are parsed."""
-        generate: grpc.RpcMethodHandler[Any, Any] = grpc.unary_stream_rpc_method_handler(
-            self.Generate, response_serializer=pb.GenerateResponse.SerializeToString
-        )
-        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, {"Generate": generate})])
-        server.add_registered_method_handlers(SERVICE, {"Generate": generate})
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            name: grpc.unary_stream_rpc_method_handler(
+                handler, response_serializer=pb.GenerateResponse.SerializeToString
+            )
+            for name, handler in (("Generate", self.Generate), ("Resume", self.Resume))
+        }
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
+        server.add_registered_method_handlers(SERVICE, handlers)
 
     @method
     async def Generate(  # noqa: N802 - the name is the protocol's
@@ -108,35 +118,51 @@ class InferenceServicer:
             caller = replace(caller, model=request.model, request_id=request.request_id)
             with request_span(self._tracer, _METHOD, trace_of(context)) as span, self._refusals.watching(caller):
                 span.attributes |= {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": "Generate"}
-                generation = await self._generation(request)
+                ids = Ids.make("gen-", request.request_id or None)
+                generation = await self._generation(request, ids)
                 hold.release()
-                try:
-                    await self._generate(generation, context, client, span.context)
-                finally:
-                    if client.limits is not None:
-                        context.set_trailing_metadata(tuple(self._limit_headers(client).items()))
+                log = self._new_log(client, generation, ids)
+                with self._limits_shown(client, context):
+                    async with self._requests.run([generation], client, span.context, log) as stream:
+                        await send(context, generation, stream, None if log is None else event_ids(log))
 
-    async def _generate(
-        self,
-        generation: Generation,
-        context: grpc.aio.ServicerContext[Any, Any],
-        client: Client,
-        trace: TraceContext | None,
+    @method
+    async def Resume(  # noqa: N802 - the name is the protocol's
+        self, data: bytes, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        async with self._requests.run([generation], client, trace) as stream:
+        """Goes on with the stream of another call. Closing the call cancels it on all workers."""
+        caller = Caller(client=host_of(context.peer()), endpoint=f"{SERVICE}/Resume", model="", request_id="")
+        with self._refusals.watching(caller):
+            client = caller_of_rpc(context, self._access)
+            request = parse_resume(data)
+            seen = parse_event_id(request.position, param="position")
+            if self._resuming is None:
+                raise NotFound("Streams of this server cannot be resumed.")
+            with self._limits_shown(client, context):
+                async with self._resuming.taken(client, API, request.request_id, seen) as (log, is_complete):
+                    [generation] = log.resumable.generations
+                    ids = event_ids(log, seen)
+                    if is_complete:
+                        await send(context, generation, ReplayedStream(log, self._model.tokenizer), ids)
+                        return
+                    async with self._requests.run([generation], client, trace_of(context), log) as stream:
+                        await send(context, generation, stream, ids)
 
-            async def write(deltas: list[ChoiceDelta]) -> None:
-                choices = [_choice(delta) for delta in deltas]
-                await context.write(pb.GenerateResponse(request_id=generation.request_id, choices=choices))
-                stream.first_write()
+    def _new_log(self, client: Client, generation: Generation, ids: Ids) -> StreamLog | None:
+        if self._resuming is None:
+            return None
+        return self._resuming.new_log(client, API, _shape(generation, ids, self._model.name), [generation])
 
-            try:
-                await stream.write_to(write)
-            except ConnectionResetError as error:
-                raise TransferTimeout(f"The client has disconnected: {error}.") from None
-            await _write_usage(context, generation.request_id, stream.usage)
+    @contextmanager
+    def _limits_shown(self, client: Client, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[None]:
+        """Tells a client with limits in the end what it has left."""
+        try:
+            yield
+        finally:
+            if client.limits is not None:
+                context.set_trailing_metadata(tuple(self._limit_headers(client).items()))
 
-    async def _generation(self, request: pb.GenerateRequest) -> Generation:
+    async def _generation(self, request: pb.GenerateRequest, ids: Ids) -> Generation:
         require_model(request.model, self._model)
         if request.request_id and not is_valid_id(request.request_id):
             raise RequestError(
@@ -158,7 +184,7 @@ class InferenceServicer:
         factory = GenerationFactory(
             model=self._model,
             max_model_len=self._max_model_len(),
-            ids=Ids.make("gen-", request.request_id or None),
+            ids=ids,
             endpoint=GRPC,
             priority=request.priority,
             cache_salt=request.cache_salt,
@@ -179,18 +205,6 @@ class InferenceServicer:
         return prompt
 
 
-async def _write_usage(context: grpc.aio.ServicerContext[Any, Any], request_id: str, usage: TokenUsage) -> None:
-    """Writes the last message. Raises `TransferTimeout` when the client does not take it."""
-    message = pb.Usage(
-        prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens, cached_tokens=usage.cached_tokens
-    )
-    try:
-        async with asyncio.timeout(WRITE_TIMEOUT_S):
-            await context.write(pb.GenerateResponse(request_id=request_id, usage=message))
-    except TimeoutError:
-        raise TransferTimeout(f"The client has read nothing for {WRITE_TIMEOUT_S:g} s.") from None
-
-
 def _sampling_fields(sampling: pb.ClientSampling) -> SamplingFields:
     """The fields that the client has set, validated as those of the HTTP API. Their size was, before parsing."""
     fields: dict[str, object] = {descriptor.name: value for descriptor, value in sampling.ListFields()}
@@ -204,11 +218,13 @@ def _sampling_fields(sampling: pb.ClientSampling) -> SamplingFields:
     return validate(SamplingFields, fields)
 
 
-def _choice(delta: ChoiceDelta) -> pb.GenerateChoice:
-    return pb.GenerateChoice(
-        choice_index=delta.choice_index,
-        text=delta.text,
-        token_ids=delta.token_ids,
-        logprobs=[logprobs_to_wire(entry) for entry in delta.logprobs],
-        finish_reason=delta.finish_reason.value if delta.finish_reason else "",
+def _shape(generation: Generation, ids: Ids, model_name: str) -> ResponseShape:
+    """What is kept of a response; its messages have no more."""
+    return ResponseShape(
+        response_id=generation.request_id,
+        header_id=ids.header,
+        model=model_name,
+        created=0,
+        include_usage=True,
+        continuous_usage=False,
     )

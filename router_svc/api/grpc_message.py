@@ -18,6 +18,8 @@ _MAX_FIELDS = 64
 #: Bytes of an encoded token id, at most.
 _BYTES_PER_ID = 5
 _MAX_VARINT_BYTES = 10
+#: Bytes of a ResumeRequest: an id, and the position in up to 512 choices.
+_MAX_RESUME_BYTES = 16_384
 _TOKEN_IDS = pb.GenerateRequest.DESCRIPTOR.fields_by_name["token_ids"].number
 _SAMPLING = pb.GenerateRequest.DESCRIPTOR.fields_by_name["sampling"].number
 
@@ -40,6 +42,16 @@ def parse_request(data: bytes, max_model_len: int) -> pb.GenerateRequest:
         return pb.GenerateRequest.FromString(data)
     except (DecodeError, IndexError) as error:
         raise RequestError("The message is not a valid GenerateRequest. Encode it with inference.proto.") from error
+
+
+def parse_resume(data: bytes) -> pb.ResumeRequest:
+    """The message. Raises `RequestError`."""
+    try:
+        if len(data) > _MAX_RESUME_BYTES:
+            raise TooLarge(f"The message has {len(data)} bytes (limit {_MAX_RESUME_BYTES}). Send an id and a position.")
+        return pb.ResumeRequest.FromString(data)
+    except DecodeError as error:
+        raise RequestError("The message is not a valid ResumeRequest. Encode it with inference.proto.") from error
 
 
 def _fields(data: bytes) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from pdserve.base.errors import PdserveError
 from router_svc.records.journal import Journal
@@ -32,6 +33,20 @@ class TokenUsage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+
+
+class DeltaSource(Protocol):
+    """Output for a client: of a request that runs, or of one that has ended."""
+
+    async def write_to(self, write: Write, keep_alive: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Passes all deltas to `write`, and returns at their end."""
+
+    def first_write(self) -> None:
+        """A token was written."""
+
+    @property
+    def usage(self) -> TokenUsage:
+        """Tokens so far."""
 
 
 class DeltaStream:

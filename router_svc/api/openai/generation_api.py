@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import Callable
 
 from aiohttp import web
 
@@ -16,14 +15,14 @@ from router_svc.api.intake import Intake
 from router_svc.api.json_pieces import to_json
 from router_svc.api.openai.errors import error_body
 from router_svc.api.openai.generation_request import GenerationRequest, chat_request, completion_request
-from router_svc.api.openai.resuming import Resuming, event_ids
 from router_svc.api.openai.schema import ChatBody, CompletionBody
 from router_svc.api.openai.shapes import DONE, ChatFormat, ChoiceFormat, CompletionFormat, ResponseFormatter
 from router_svc.api.request_span import TRACE
+from router_svc.api.resuming import HTTP, Resuming, event_ids
 from router_svc.api.served_model import ServedModel
 from router_svc.request.output import ChoiceDelta
 from router_svc.request.requests import Requests
-from router_svc.request.stream import WRITE_TIMEOUT_S, DeltaStream, TokenUsage, Write
+from router_svc.request.stream import WRITE_TIMEOUT_S, DeltaSource, DeltaStream
 
 #: A comment of server-sent events, which clients ignore.
 _KEEP_ALIVE = b": the next token is awaited\n\n"
@@ -77,26 +76,12 @@ class GenerationApi:
         log = None
         # An answer in one piece can be fetched by those who know its id before they have it.
         if self._resuming is not None and (generation.stream or ids.is_chosen):
-            log = self._resuming.new_log(client, generation, ids)
-        formatter = ResponseFormatter(generation, choice_format, None if log is None else event_ids(log, generation))
+            log = self._resuming.new_log(client, HTTP, generation.shape(ids.header), generation.generations)
+        formatter = ResponseFormatter(generation, choice_format, None if log is None else event_ids(log))
         async with self._requests.run(generation.generations, client, request.get(TRACE), log) as stream:
             if generation.stream:
                 return await send_stream(request, formatter, stream, ids)
             return await _send_whole(formatter, stream)
-
-
-class DeltaSource(Protocol):
-    """Output for a client: of a request that runs, or of one that has ended."""
-
-    async def write_to(self, write: Write, keep_alive: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Passes all deltas to `write`, and returns at their end."""
-
-    def first_write(self) -> None:
-        """A token was written."""
-
-    @property
-    def usage(self) -> TokenUsage:
-        """Tokens so far."""
 
 
 async def _send_whole(formatter: ResponseFormatter, stream: DeltaStream) -> web.Response:

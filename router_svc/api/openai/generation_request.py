@@ -39,9 +39,9 @@ class GenerationRequest:
     #: The prompts' texts, with which choices start (completions with `echo` only).
     echoes: tuple[str, ...] = ()
 
-    def resumable(self, header_id: str, model_revision: str) -> Resumable:
+    def shape(self, header_id: str) -> ResponseShape:
         """What another router needs to make the same response. One that is not streamed becomes a stream there."""
-        shape = ResponseShape(
+        return ResponseShape(
             response_id=self.response_id,
             header_id=header_id,
             model=self.model,
@@ -50,7 +50,6 @@ class GenerationRequest:
             continuous_usage=self.continuous_usage,
             echoes=self.echoes,
         )
-        return Resumable(shape=shape, generations=self.generations, model_revision=model_revision)
 
     @classmethod
     def resumed(cls, resumable: Resumable) -> GenerationRequest:

@@ -219,11 +219,11 @@ class ResponseFormatter:
         # Also of an event that the client has: formats may keep offsets.
         return self._numbered(event_id, self._event(self._format.chunk(delta), usage))
 
-    def _numbered(self, event_id: bytes | None, event: bytes) -> bytes:
+    def _numbered(self, event_id: str | None, event: bytes) -> bytes:
         """The event with its id; nothing, where events have ids and this one has none because the client has it."""
         if self._ids is None:
             return event
-        return b"" if event_id is None else event_id + event
+        return b"" if event_id is None else b"id: %b\n%b" % (event_id.encode(), event)
 
     def closing(self, usage: TokenUsage) -> bytes:
         """The events after all tokens: the usage, if the client requested it, and the end."""

@@ -20,6 +20,7 @@ _SEEDS = (
 )
 METHODS = (
     "/pdserve.v1.InferenceService/Generate",
+    "/pdserve.v1.InferenceService/Resume",
     "/grpc.health.v1.Health/Check",
     "/grpc.health.v1.Health/Watch",
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",

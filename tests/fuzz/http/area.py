@@ -248,6 +248,7 @@ async def open_feeder() -> AsyncIterator[Feeder]:
             write_model(directory / NAME),
             {"prefill-0": "prefill", "decode-0": "decode"},
             max_body=1024**2,
+            resume_timeout_s=5.0,
             trace_capacity=100,
             scheduling_policy="priority",
             allowed_origins=("https://a.example",),

@@ -8,10 +8,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from pdserve.base.store import Store
 from pdserve.cli.private_redis import PrivateRedis
+from pdserve.v1 import inference_pb2 as pb
+from pdserve.v1 import inference_pb2_grpc
 from tests.integration.router_svc.request.two_routers import (
     TEXT,
     Pair,
@@ -128,6 +131,53 @@ async def test_the_router_that_ran_it_stops_when_the_stream_is_resumed_elsewhere
     assert (status, events_of(data)[-1][1]) == (200, b"[DONE]")
     assert routers.first.router._resuming.logs.taken == 1
     assert routers.second.router._resuming.logs.resumed == 1
+
+
+async def test_a_grpc_stream_goes_on_behind_its_last_position(routers: Pair) -> None:
+    """With the same tokens, texts and usage; in its own API alone."""
+    sampling = pb.ClientSampling(max_tokens=40, logprobs=1, n=2, seed=3)
+    request = pb.GenerateRequest(model=NAME, text="Say hello", sampling=sampling, request_id="by-grpc")
+    routers.first.script.pace = pace = asyncio.Semaphore(6)
+    got: list[pb.GenerateResponse] = []
+    async with routers.first.channel() as channel:
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request)
+        while len(got) < 4:
+            got.append(await call.read())  # type: ignore[attr-defined]
+        call.cancel()
+    await routers.first.calls.until(lambda: routers.first.calls.num_open == 0)
+    routers.first.script.pace = None
+    assert pace is not None
+    assert (await resume(routers.second, "by-grpc"))[0] == 404, "not over HTTP"
+    async with routers.second.channel() as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+
+        async def resumed(request_id: str, position: str) -> list[pb.GenerateResponse]:
+            call = stub.Resume(pb.ResumeRequest(request_id=request_id, position=position))
+            return [message async for message in call]
+
+        rest = await resumed("by-grpc", got[-1].position)
+        undisturbed = [message async for message in stub.Generate(request)]
+        assert shown([*got, *rest]) == shown(undisturbed)
+        assert await resumed("gen-by-grpc", undisturbed[-1].position) == []
+        assert shown(await resumed("by-grpc", "")) == shown(undisturbed)
+        for request_id, position, code in (
+            ("never-was", "", grpc.StatusCode.NOT_FOUND),
+            ("by-grpc", "00000000-1x2", grpc.StatusCode.NOT_FOUND),
+            ("by-grpc", "x", grpc.StatusCode.INVALID_ARGUMENT),
+            ("by grpc", "", grpc.StatusCode.INVALID_ARGUMENT),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await resumed(request_id, position)
+            assert refused.value.code() == code
+
+
+def shown(messages: list[pb.GenerateResponse]) -> tuple[dict[int, list[pb.GenerateChoice]], list[pb.Usage]]:
+    """The choices of a stream, each with its messages, and its usage."""
+    choices: dict[int, list[pb.GenerateChoice]] = {}
+    for message in messages:
+        for choice in message.choices:
+            choices.setdefault(choice.choice_index, []).append(choice)
+    return choices, [message.usage for message in messages if message.HasField("usage")]
 
 
 @pytest.mark.parametrize("name", ["unknown", "chatcmpl-unknown", "a" * 128])

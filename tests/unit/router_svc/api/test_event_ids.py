@@ -22,11 +22,10 @@ def delta(choice: int, tokens: int = 1, *, ends: bool = False) -> ChoiceDelta:
     return ChoiceDelta(choice_index=choice, text="x", token_ids=(7,) * tokens, finish_reason=finish)
 
 
-def text_of(line: bytes | None) -> str:
-    assert line is not None
-    found = re.fullmatch(rb"id: ([0-9a-z.-]+)\n", line)
-    assert found is not None, line
-    return found[1].decode()
+def text_of(event_id: str | None) -> str:
+    assert event_id is not None
+    assert re.fullmatch(r"[0-9a-z.-]+", event_id)
+    return event_id
 
 
 def test_ids_count_tokens_and_join_choices_that_are_alike() -> None:

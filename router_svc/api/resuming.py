@@ -1,0 +1,106 @@
+"""How streams become resumable, and are taken over from other routers; shared by all APIs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from pdserve.base.errors import NotFound, RequestError, StaleError
+from pdserve.base.store import Store
+from router_svc.api.event_ids import NAME_CHARACTERS, NOTHING, EventIds, Seen
+from router_svc.api.ids import is_traceable_id
+from router_svc.generation import Generation
+from router_svc.records.resumable import ResponseShape, Resumable
+from router_svc.records.stream_log import StreamLog
+from router_svc.records.stream_logs import StreamLogs
+from router_svc.records.stream_seal import StreamSeal
+from router_svc.records.traces import ID_PREFIXES
+from router_svc.request.client import Client
+from router_svc.routing.cluster import Cluster
+
+#: The APIs: a stream is resumed in that of its request.
+HTTP, GRPC = "http", "grpc"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resuming:
+    """The streams of this router, and the model that they are of."""
+
+    logs: StreamLogs
+    model_name: str
+    model_revision: str
+
+    def new_log(
+        self, client: Client, api: str, shape: ResponseShape, generations: Sequence[Generation]
+    ) -> StreamLog | None:
+        """The log of a request that is about to run; None: it cannot be resumed."""
+        if not self.logs.is_on:
+            return None
+        resumable = Resumable(shape=shape, generations=tuple(generations), model_revision=self.model_revision)
+        return self.logs.new(_owner_of(client, api), resumable)
+
+    @asynccontextmanager
+    async def taken(self, client: Client, api: str, given_id: str, seen: Seen) -> AsyncIterator[tuple[StreamLog, bool]]:
+        """The stream of this id, for this router to go on with, and whether it is complete.
+
+        Raises:
+            NotFound: the client has no such stream, which does not say whether others have.
+            StaleError: it is of another model.
+            RequestError, StoreError: the id cannot be one; Redis is away.
+        """
+        if not self.logs.is_on:
+            raise NotFound("Streams of this server cannot be resumed. Start its routers with --resume-timeout-s.")
+        for header_id in _header_ids(given_id):
+            async with self.logs.take(_owner_of(client, api), header_id, seen.name) as taken:
+                if taken is not None:
+                    self._require_same_model(taken[0].resumable)
+                    yield taken
+                    return
+        raise NotFound(
+            "There is no stream of this id that can be resumed: it is unknown, has ended with an error, or ended too "
+            "long ago. Send the request again."
+        )
+
+    def _require_same_model(self, resumable: Resumable) -> None:
+        made_by = _model_name(resumable.shape.model, resumable.model_revision)
+        served = _model_name(self.model_name, self.model_revision)
+        if made_by != served:
+            raise StaleError(
+                f"The stream is of the model {made_by}, and this router serves {served}. Resume it on a router of the "
+                "former, or send the request again."
+            )
+
+
+def event_ids(log: StreamLog, seen: Seen = NOTHING) -> EventIds:
+    """The ids of the events of a stream. Raises `RequestError` when `seen` is of another one."""
+    num_choices = sum(generation.sampling.n for generation in log.resumable.generations)
+    return EventIds(log.nonce[:NAME_CHARACTERS], num_choices, seen)
+
+
+def resuming_of(cluster: Cluster, store: Store, *, ttl_s: float) -> Resuming:
+    """How streams of this cluster are resumed. `ttl_s`: for how long; 0: they are not."""
+    logs = StreamLogs(store, StreamSeal(cluster.seals.secret), ttl_s=ttl_s)
+    policy = cluster.policy
+    return Resuming(logs=logs, model_name=policy.model_name, model_revision=policy.model_revision or "")
+
+
+def _owner_of(client: Client, api: str) -> str:
+    """Whose streams a client may resume: its tenant's. Without keys, all clients are one."""
+    return f"{api}/{client.tenant}"
+
+
+def _model_name(name: str, revision: str) -> str:
+    return f"{name}@{revision}" if revision else name
+
+
+def _header_ids(given: str) -> Iterator[str]:
+    """What X-Request-Id may have been: the id itself, or the rest of the response's id. Raises `RequestError`."""
+    if not is_traceable_id(given):
+        raise RequestError(
+            "The id is not valid. Request ids have letters, digits, '.', '_' and '-', at most 128.", param="id"
+        )
+    yield given
+    for prefix in ID_PREFIXES:
+        if given.startswith(prefix):
+            yield given.removeprefix(prefix)
