@@ -81,9 +81,8 @@ class Router:
         self._usage = UsageStore(store)
         self._resuming = resuming_of(self.cluster, store, ttl_s=config.resume_timeout_s)
         self.metrics.tenants.known = self._access.tenants
-        recorders = self._recorders(recent)
-        by_priority = config.scheduling_policy == "priority"
-        self._requests = Requests(self.cluster, self._gate, recorders, model.tokenizer, by_priority=by_priority)
+        ranked, recorders = config.scheduling_policy == "priority", self._recorders(recent)
+        self._requests = Requests(self.cluster, self._gate, recorders, model.tokenizer, by_priority=ranked)
         self._shared_quarantine = SharedQuarantine(self._requests.quarantine, store)
         self._traces = Traces(recent, self._request_store)
         self._model = model
