@@ -13,7 +13,7 @@ from pdserve.v1 import inference_pb2 as pb
 from router_svc.api.event_ids import EventIds
 from router_svc.generation import Generation
 from router_svc.request.output import ChoiceDelta
-from router_svc.request.stream import WRITE_TIMEOUT_S, DeltaSource
+from router_svc.request.stream import WRITE_TIMEOUT_S, DeltaSource, TokenUsage
 
 
 async def send(
@@ -38,16 +38,20 @@ async def send(
     except ConnectionResetError as error:
         raise TransferTimeout(f"The client has disconnected: {error}.") from None
     position = "" if ids is None else ids.usage()
-    if position is None:
-        return
-    usage = pb.Usage(
-        prompt_tokens=stream.usage.prompt_tokens,
-        completion_tokens=stream.usage.completion_tokens,
-        cached_tokens=stream.usage.cached_tokens,
+    if position is not None:
+        await _write_usage(context, request_id, stream.usage, position)
+
+
+async def _write_usage(
+    context: grpc.aio.ServicerContext[Any, Any], request_id: str, usage: TokenUsage, position: str
+) -> None:
+    """Writes the last message. Raises `TransferTimeout` when the client does not take it."""
+    message = pb.Usage(
+        prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens, cached_tokens=usage.cached_tokens
     )
     try:
         async with asyncio.timeout(WRITE_TIMEOUT_S):
-            await context.write(pb.GenerateResponse(request_id=request_id, usage=usage, position=position))
+            await context.write(pb.GenerateResponse(request_id=request_id, usage=message, position=position))
     except TimeoutError:
         raise TransferTimeout(f"The client has read nothing for {WRITE_TIMEOUT_S:g} s.") from None
 

@@ -16,7 +16,7 @@ from pdserve.base.errors import RequestError, TransferTimeout
 from pdserve.base.rpc import GrpcPort, open_channel
 from pdserve.base.sampling import MAX_LOGIT_BIAS
 from pdserve.v1 import inference_pb2 as pb
-from router_svc.api import grpc_api
+from router_svc.api import grpc_api, grpc_output
 from router_svc.api.grpc_api import public_port
 from router_svc.config import RouterConfig
 from router_svc.request.stream import TokenUsage
@@ -116,7 +116,7 @@ def test_more_biases_than_over_http_are_refused() -> None:
 
 async def test_a_client_that_does_not_read_the_usage_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding 8: the call stayed open, and a drain waited for it. Fails without the timeout of `_write_usage`."""
-    monkeypatch.setattr(grpc_api, "WRITE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(grpc_output, "WRITE_TIMEOUT_S", 0.01)
 
     class Full:
         async def write(self, _: object) -> None:
@@ -125,4 +125,4 @@ async def test_a_client_that_does_not_read_the_usage_ends_its_call(monkeypatch: 
     usage = TokenUsage(prompt_tokens=1, completion_tokens=1, cached_tokens=0)
     async with asyncio.timeout(DEADLINE_S):
         with pytest.raises(TransferTimeout, match="has read nothing"):
-            await grpc_api._write_usage(cast(Any, Full()), "gen-1", usage)
+            await grpc_output._write_usage(cast(Any, Full()), "gen-1", usage, "")
