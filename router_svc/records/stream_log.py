@@ -10,9 +10,19 @@ from enum import StrEnum
 
 from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import ChoiceTokens
-from pdserve.base.store import Argument, script_command
+from pdserve.base.store import Argument
 from router_svc.records.resumable import Charge, LoggedStep, Resumable, request_to_bytes, steps_to_bytes
-from router_svc.records.stream_scripts import APPEND, BEGIN, FORGET, GONE, LEAVE, RENEW, REPLACED, TAKEN
+from router_svc.records.stream_scripts import (
+    APPEND,
+    ARGUMENTS,
+    FORGET,
+    GONE,
+    LEAVE,
+    RENEW,
+    REPLACED,
+    START,
+    TAKEN,
+)
 from router_svc.records.stream_seal import StreamSeal
 
 #: Output beyond is not kept: the router that resumes the stream makes it again.
@@ -90,7 +100,7 @@ class StreamLog:
         self.on_taken: Callable[[], None] = lambda: None
         #: Whether this router runs the stream, as far as it knows.
         self.is_ours = True
-        self._key = key
+        self.key = key
         self._seal = seal
         self._events = events
         self._nonce = found.nonce
@@ -168,12 +178,11 @@ class StreamLog:
         """Whether the request has."""
         return self._ending is not None
 
-    def command(self, ttl_ms: int) -> list[Argument]:
-        """The next write. The one after it follows the answer to this one."""
-        fixed: list[Argument] = [self._nonce, self._fence, ttl_ms]
+    def write(self) -> list[Argument]:
+        """The arguments of the next write. The one after it follows the answer to this one."""
         if not self._has_started:
             sealed = self._seal.seal(request_to_bytes(self.resumable), self._nonce, _REQUEST_INDEX)
-            return self._script(BEGIN, [*fixed, sealed, self.charge.to_text(), self.lease])
+            return self._arguments(START, sealed, self.charge.to_text(), self.lease)
         if self._piece is None and self._pending:
             piece = steps_to_bytes(self._pending)
             self._pending.clear()
@@ -183,15 +192,15 @@ class StreamLog:
             else:
                 self._piece = self._seal.seal(piece, self._nonce, self._next_piece)
         if self._piece is not None:
-            return self._script(APPEND, [*fixed, self._next_piece, self._piece])
+            return self._arguments(APPEND, self._next_piece, self._piece)
         if self._ending is Ending.FAILED:
-            return self._script(FORGET, [self._nonce, self._fence])
+            return self._arguments(FORGET)
         if self._ending is not None:
-            return self._script(LEAVE, [*fixed, self._state(), self.charge.to_text()])
-        return self._script(RENEW, fixed)
+            return self._arguments(LEAVE, self._state(), self.charge.to_text())
+        return self._arguments(RENEW)
 
     def answered(self, reply: bytes) -> bool:
-        """Takes the answer to the last command. Whether there is more to write at once."""
+        """Takes the answer to the last write. Whether there is more to write at once."""
         if reply == TAKEN:
             self.is_ours = False
             self._over()
@@ -235,8 +244,9 @@ class StreamLog:
         self.is_over = True
         self._ended.set()
 
-    def _script(self, source: str, arguments: list[Argument]) -> list[Argument]:
-        return script_command(source, keys=[self._key.stream, self._key.output], arguments=arguments)
+    def _arguments(self, kind: str, *others: Argument) -> list[Argument]:
+        given: list[Argument] = [kind, self._nonce, self._fence, *others]
+        return given + [""] * (ARGUMENTS - len(given))
 
 
 def _last_layout(steps: Sequence[LoggedStep]) -> KvLayout | None:

@@ -12,7 +12,7 @@ import hashlib
 import re
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import islice
 
@@ -29,7 +29,7 @@ from router_svc.records.stream_log import (
     StreamLog,
     open_request,
 )
-from router_svc.records.stream_scripts import TAKE
+from router_svc.records.stream_scripts import TAKE, WRITE
 from router_svc.records.stream_seal import StreamSeal
 
 STREAM_KEY, OUTPUT_KEY = "stream:", "stream-output:"
@@ -38,7 +38,7 @@ _MAX_REQUEST_TOKENS = 1 << 20
 #: A stream in Redis, with seals and small pieces.
 _MAX_READ_BYTES = 4 * MAX_OUTPUT_BYTES
 #: Tokens are collected for this long. It is what a lost router costs beyond the time without it.
-_INTERVAL_S = 0.1
+_INTERVAL_S = 0.2
 _BATCH = 64
 #: Name, tokens and period of what a request has reserved of the limits of its key.
 _LEASE = re.compile(rb"[0-9a-f]{32}:[0-9]{1,15}:[0-9]{1,15}")
@@ -215,7 +215,7 @@ class StreamLogs:
             for log in batch:
                 del self._due[log]
             try:
-                replies = await self._store.pipeline([log.command(int(self._ttl_s * 1000)) for log in batch])
+                replies = await self._write(batch)
             except StoreError:
                 self._due = dict.fromkeys(batch) | self._due
                 self._drop_ended()
@@ -223,6 +223,14 @@ class StreamLogs:
             for log, reply in zip(batch, replies, strict=True):
                 self._answered(log, as_bytes(reply))
         return True
+
+    async def _write(self, logs: Sequence[StreamLog]) -> list[Reply]:
+        keys = [key for log in logs for key in (log.key.stream, log.key.output)]
+        arguments = [argument for log in logs for argument in log.write()]
+        replies = as_list(await self._store.script(WRITE, keys=keys, arguments=[int(self._ttl_s * 1000), *arguments]))
+        if len(replies) != len(logs):
+            raise StoreError(f"Redis has answered {len(replies)} of {len(logs)} writes of streams.")
+        return replies
 
     def _answered(self, log: StreamLog, reply: bytes) -> None:
         was_ours = log.is_ours

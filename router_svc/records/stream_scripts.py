@@ -16,47 +16,48 @@ REPLACED = b"replaced"
 #: Another router runs it.
 TAKEN = b"taken"
 
-# KEYS: stream, output. ARGV: nonce, fence, time to live in ms, request, charged, lease.
-BEGIN = """
-redis.call('DEL', KEYS[1], KEYS[2])
-redis.call('HSET', KEYS[1], 'nonce', ARGV[1], 'fence', ARGV[2], 'request', ARGV[4], 'charged', ARGV[5],
-  'lease', ARGV[6], 'state', 'running')
-redis.call('PEXPIRE', KEYS[1], ARGV[3])
-return ''
-"""
+#: Kinds of writes, with what they have in `WRITE` beside nonce and fence: the request, what was charged, and the lease;
+#: the index of a piece of the output, and the piece; nothing; the state, and what was charged; nothing.
+START, APPEND, RENEW, LEAVE, FORGET = "start", "append", "renew", "leave", "forget"
+#: Arguments of each write: kind, nonce, fence and up to three others.
+ARGUMENTS = 6
 
-_CHECK = """
-local found = redis.pcall('HMGET', KEYS[1], 'nonce', 'fence')
-if found.err or not found[1] then return 'gone' end
-if found[1] ~= ARGV[1] then return 'replaced' end
-if found[2] ~= ARGV[2] then return 'taken' end
-"""
-_RENEW = """
-redis.call('PEXPIRE', KEYS[1], ARGV[3])
-redis.call('PEXPIRE', KEYS[2], ARGV[3])
-return ''
-"""
-
-# KEYS: stream, output. ARGV: nonce, fence, time to live in ms, index of the piece, piece. One that is there already
+# Many streams at once, since a call costs more than what it does. KEYS: stream and output of each. ARGV: time to live in
+# ms, then the arguments of each. Returns an answer for each. All writes can be repeated: a piece that is there already
 # was written by a call whose answer was lost.
-APPEND = (
-    _CHECK
-    + """
-local length = redis.call('LLEN', KEYS[2])
-if length < tonumber(ARGV[4]) then return 'gone' end
-if length == tonumber(ARGV[4]) then redis.call('RPUSH', KEYS[2], ARGV[5]) end
+WRITE = """
+local ttl = ARGV[1]
+local function write(stream, output, kind, nonce, fence, first, second, third)
+  if kind == 'start' then
+    redis.call('DEL', stream, output)
+    redis.call('HSET', stream, 'nonce', nonce, 'fence', fence, 'request', first, 'charged', second, 'lease', third,
+      'state', 'running')
+    redis.call('PEXPIRE', stream, ttl)
+    return ''
+  end
+  local found = redis.pcall('HMGET', stream, 'nonce', 'fence')
+  if found.err or not found[1] then return 'gone' end
+  if found[1] ~= nonce then return 'replaced' end
+  if found[2] ~= fence then return 'taken' end
+  if kind == 'forget' then
+    redis.call('DEL', stream, output)
+    return ''
+  end
+  if kind == 'append' then
+    local length = redis.pcall('LLEN', output)
+    if type(length) == 'table' or length < tonumber(first) then return 'gone' end
+    if length == tonumber(first) then redis.call('RPUSH', output, second) end
+  elseif kind == 'leave' then
+    redis.call('HSET', stream, 'state', first, 'charged', second)
+  end
+  redis.call('PEXPIRE', stream, ttl)
+  redis.call('PEXPIRE', output, ttl)
+  return ''
+end
+local answers = {}
+for i = 1, #KEYS / 2 do answers[i] = write(KEYS[2 * i - 1], KEYS[2 * i], unpack(ARGV, 6 * i - 4, 6 * i + 1)) end
+return answers
 """
-    + _RENEW
-)
-
-# KEYS: stream, output. ARGV: nonce, fence, time to live in ms.
-RENEW = _CHECK + _RENEW
-
-# KEYS: stream, output. ARGV: nonce, fence, time to live in ms, state, charged.
-LEAVE = _CHECK + "redis.call('HSET', KEYS[1], 'state', ARGV[4], 'charged', ARGV[5])" + _RENEW
-
-# KEYS: stream, output. ARGV: nonce, fence. The request has failed: there is nothing to resume.
-FORGET = _CHECK + "redis.call('DEL', KEYS[1], KEYS[2]) return ''"
 
 # KEYS: stream, output. ARGV: start of the nonce, time to live in ms. Returns nothing if there is no such stream, else
 # nonce, fence, state, charged, lease, request and the pieces of the output. Only a complete one stays as it is.
