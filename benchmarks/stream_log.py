@@ -1,8 +1,9 @@
 """Processor time of a router per token, with streams that can be resumed and without.
 
-    python -m benchmarks.stream_log [--rounds 12] [--streams 32] [--tokens 200] [--step-ms 50] [--out benchmarks/results]
+    python -m benchmarks.stream_log [--rounds 12] [--streams 32] [--tokens 120] [--step-ms 50]
+        [--out benchmarks/results]
 
-Two router processes share scripted workers, whose decode worker gives each stream a token per step, and get windows of
+Two router processes share scripted workers, whose decode workers give each stream a token per step, and get windows of
 equal requests in turn. Values are
 compared within a round. The processor time of Redis is counted, too.
 """
@@ -31,6 +32,8 @@ from tests.integration.router_svc.script import CallLog, Script
 from tests.support.redis import eventually
 from tests.support.tiny_model import NAME, write_model
 
+#: `max_num_seqs` of scripted workers.
+_STREAMS_PER_WORKER = 8
 STATES = {"off": "0", "on": "60"}
 
 
@@ -102,8 +105,9 @@ async def measure(rounds: int, load: Load) -> list[Window]:
         model = write_model(directory / NAME)
         redis = await stack.enter_async_context(PrivateRedis())
         calls = CallLog(Script(replies=[[65 + index % 20 for index in range(load.tokens)]]))
-        for tier in ("prefill", "decode"):
-            await stack.enter_async_context(fake_worker(calls, tier, f"{tier}-0", redis.url))
+        await stack.enter_async_context(fake_worker(calls, "prefill", "prefill-0", redis.url))
+        for number in range(-(-load.streams // _STREAMS_PER_WORKER)):
+            await stack.enter_async_context(fake_worker(calls, "decode", f"decode-{number}", redis.url))
         routers = {state: await _router(stack, model, redis, timeout_s) for state, timeout_s in STATES.items()}
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(600)))
         for url, _ in routers.values():
@@ -155,7 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12, help="windows of each router")
     parser.add_argument("--streams", type=int, default=32, help="concurrent streams")
-    parser.add_argument("--tokens", type=int, default=200, help="tokens of each stream")
+    parser.add_argument("--tokens", type=int, default=120, help="tokens of each stream")
     parser.add_argument("--step-ms", type=float, default=50, help="time between two tokens of a stream")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the result files")
     arguments = parser.parse_args()

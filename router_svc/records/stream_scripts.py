@@ -22,9 +22,9 @@ START, APPEND, RENEW, LEAVE, FORGET = "start", "append", "renew", "leave", "forg
 #: Arguments of each write: kind, nonce, fence and up to three others.
 ARGUMENTS = 6
 
-# Many streams at once, since a call costs more than what it does. KEYS: stream and output of each. ARGV: time to live in
-# ms, then the arguments of each. Returns an answer for each. All writes can be repeated: a piece that is there already
-# was written by a call whose answer was lost.
+# Many streams at once, since a call costs more than what it does. KEYS: stream and output of each. ARGV: time to live
+# in ms, then the arguments of each. Returns an answer for each. All writes can be repeated: a piece that is there
+# already was written by a call whose answer was lost.
 WRITE = """
 local ttl = ARGV[1]
 local function write(stream, output, kind, nonce, fence, first, second, third)
