@@ -11,10 +11,12 @@ from typing import Any
 import grpc
 import pytest
 
+from pdserve.base.errors import PdserveError
 from pdserve.base.store import Store
 from pdserve.cli.private_redis import PrivateRedis
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc
+from router_svc.records import stream_log
 from tests.integration.router_svc.request.two_routers import (
     TEXT,
     Pair,
@@ -24,8 +26,10 @@ from tests.integration.router_svc.request.two_routers import (
     normal,
     post,
     resume,
+    start_of,
     two_routers,
 )
+from tests.integration.router_svc.script import failing
 from tests.support.own_task import in_own_task
 from tests.support.redis import eventually
 from tests.support.tiny_model import NAME, tokens_of
@@ -187,7 +191,7 @@ async def test_what_is_not_there_is_not_found(routers: Pair, name: str) -> None:
     assert b"no stream of this id" in body
 
 
-async def test_a_stream_that_ended_with_an_error_cannot_be_resumed(routers: Pair) -> None:
+async def test_an_id_of_an_earlier_stream_of_that_name_is_not_found(routers: Pair) -> None:
     routers.first.script.replies = [[5, 6, 7]]
     body = {"model": NAME, "max_tokens": 3, "stream": True, "prompt": "Say hello", "logprobs": 1}
     await post(routers.first, "/v1/completions", body, **{"X-Request-Id": "good"})
@@ -224,3 +228,63 @@ async def test_without_redis_the_stream_goes_on(routers: Pair, redis_server: Pri
             pace.release()
         data += await response.read()
     assert normal(data) == normal(undisturbed)
+
+
+async def test_a_stream_that_redis_has_lost_is_written_again_and_made_again(routers: Pair) -> None:
+    body = {"model": NAME, "max_tokens": 40, "stream": True, "prompt": "Say hello"}
+    undisturbed = await post(routers.first, "/v1/completions", body)
+    routers.first.script.pace = pace = asyncio.Semaphore(3)
+    headers = {"X-Request-Id": "flushed"}
+    async with (
+        Store(routers.first.router.config.redis_url) as store,
+        routers.first.http.post(f"{routers.first.base_url}/v1/completions", json=body, headers=headers) as response,
+    ):
+        got = await response.content.readany()
+        await eventually(lambda: exists(store, "stream-output:*:flushed"))
+        await store.call("FLUSHALL")
+        pace.release()
+        await eventually(lambda: exists(store, "stream:*:flushed"))
+        routers.lose()
+    routers.first.script.pace = None
+    assert routers.first.router._resuming.logs.lost == {"store": 1}
+    await eventually(lambda: is_known(routers))
+    status, rest = await resume(routers.second, "flushed", start_of(got)[-1][0])
+    assert status == 200, rest
+    whole = b"".join(b"id: %b\ndata: %b\n\n" % (name.encode(), data) for name, data in start_of(got)) + rest
+    assert by_choice(whole) == by_choice(undisturbed)
+
+
+async def exists(store: Store, pattern: str) -> bool:
+    return bool(await store.call("KEYS", store.key(pattern)))
+
+
+async def is_known(pair: Pair) -> bool:
+    """Whether the workers are in the registry again."""
+    return all(pair.second.router.cluster.ready(tier) for tier in ("prefill", "decode"))
+
+
+async def test_output_beyond_the_limit_is_not_kept_and_made_again(
+    routers: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_log, "MAX_OUTPUT_BYTES", 10)
+    body = {"model": NAME, "max_tokens": 40, "stream": True, "prompt": "Say hello"}
+    data = await post(routers.first, "/v1/completions", body, **{"X-Request-Id": "long"})
+
+    async def is_over() -> bool:
+        return routers.first.router._resuming.logs.lost == {"too_large": 1}
+
+    await eventually(is_over)
+    starts = len(routers.first.calls.decode_starts)
+    events = events_of(data)
+    status, rest = await resume(routers.second, "long", events[7][0])
+    assert (status, events_of(rest)) == (200, events[8:])
+    assert len(routers.first.calls.decode_starts) == starts + 1
+
+
+async def test_a_request_that_failed_leaves_nothing_to_resume(routers: Pair) -> None:
+    routers.first.script.fail("decode_token", failing(PdserveError("it broke")))
+    routers.first.script.fail("decode_token", failing(PdserveError("it broke again")))
+    body = {"model": NAME, "max_tokens": 40, "stream": True, "prompt": "Say hello"}
+    data = await post(routers.first, "/v1/completions", body, **{"X-Request-Id": "broken"})
+    assert b"it broke again" in data
+    assert (await resume(routers.second, "broken"))[0] == 404

@@ -101,7 +101,7 @@ async def cut(
         async with pair.first.http.post(pair.first.base_url + path, json=body, headers=headers) as response:
             assert response.status == 200, await response.text()
             got = b""
-            while len(events_of_start(got)) < num_events:
+            while len(start_of(got)) < num_events:
                 pace.release()
                 with_more = asyncio.create_task(response.content.readany())
                 done, _ = await asyncio.wait([with_more], timeout=0.02)
@@ -114,10 +114,10 @@ async def cut(
     finally:
         pair.first.script.pace = None
     await pair.first.calls.until(lambda: pair.first.calls.num_open == 0)
-    return b"".join(b"id: %b\ndata: %b\n\n" % (name.encode(), data) for name, data in events_of_start(got)[:num_events])
+    return b"".join(b"id: %b\ndata: %b\n\n" % (name.encode(), data) for name, data in start_of(got)[:num_events])
 
 
-def events_of_start(data: bytes) -> list[tuple[str, bytes]]:
+def start_of(data: bytes) -> list[tuple[str, bytes]]:
     return [(match["id"].decode(), match["data"]) for match in EVENT.finditer(data)]
 
 
