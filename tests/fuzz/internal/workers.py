@@ -41,7 +41,7 @@ _PREFILL = "/pdserve.v1.PrefillService/Prefill"
 _COMMIT = "/pdserve.v1.DecodeService/Commit"
 _INTRODUCE = "/pdserve.v1.DecodeService/Introduce"
 #: Fields of tickets that are left as they are: the rest of the message decides what they can be.
-_NOT_LIVE = ("first_block", "num_blocks", "sealed", "guarded_addresses")
+_NOT_LIVE = ("first_block", "num_blocks", "other_first_blocks", "sealed", "guarded_addresses")
 _PROBES = ("ReceiveProbe", "SendProbe", "CommitProbe")
 
 M = TypeVar(
