@@ -23,6 +23,7 @@ class BlockManager:
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
+        self._num_groups = pool.num_groups
         self._has_windows = any(window is not None for window in pool.windows)
         #: Tokens looked up in the prefix cache, and found there, since the start.
         self.num_query_tokens = 0
@@ -70,17 +71,17 @@ class BlockManager:
         """Make slots `[num_computed, num_tokens)` exist, in blocks that only this sequence writes to."""
         if num_tokens <= sequence.num_slots:
             return True
-        pool, tables = self.pool, sequence.tables
+        pool, length = self.pool, len(sequence.block_table)
         # Only the first block to be written can be shared: forks share a prompt, and all later blocks are their own.
-        first, length = sequence.num_computed // pool.block_size, len(sequence.block_table)
-        shared = [pool.ref_count(BlockId(table[first])) > 1 for table in tables] if first < length else []
+        first = sequence.num_computed // pool.block_size
+        shared = self._shared(sequence, first) if first < length else ()
         num_fresh = max(0, pool.blocks_for(num_tokens) - length)
-        if num_fresh * len(tables) + sum(shared) > pool.num_free:
+        if num_fresh * self._num_groups + len(shared) > pool.num_free:
             return False
-        if True in shared:
-            owned = [self._own(t, first) if is_shared else t for t, is_shared in zip(tables, shared, strict=True)]
-            tables = _set_tables(sequence, owned)
-        for table in tables:
+        if shared:
+            _set_tables(sequence, [self._own(t, first) if g in shared else t for g, t in enumerate(sequence.tables)])
+        sequence.block_table.extend(pool.allocate(num_fresh) or ())
+        for table in sequence.other_tables:
             table.extend(pool.allocate(num_fresh) or ())
         sequence.num_slots = len(sequence.block_table) * pool.block_size
         return True
@@ -92,8 +93,10 @@ class BlockManager:
         if num_full <= sequence.num_registered:
             return
         hashes, first = sequence.hash_full_blocks(self.pool.block_size), sequence.num_registered
-        for group, table in enumerate(sequence.tables):
-            for index in range(max(first, sequence.dropped(group)) if self._has_windows else first, num_full):
+        for index in range(max(first, sequence.dropped(0)) if self._has_windows else first, num_full):
+            self.pool.register(BlockId(sequence.block_table[index]), hashes[index])
+        for group, table in enumerate(sequence.other_tables, 1):
+            for index in range(max(first, sequence.dropped(group)), num_full):
                 self.pool.register(BlockId(table[index]), hashes[index], group)
         sequence.num_registered = num_full
         if self._has_windows:
@@ -204,6 +207,10 @@ class BlockManager:
         start = min(num_matched, (sequence.num_tokens - 1) // size) * size
         return [first_block_read(window, start, size) for window in self.pool.windows]
 
+    def _shared(self, sequence: Sequence, index: int) -> list[int]:
+        """The KV groups whose block at this index other sequences hold, too."""
+        return [g for g, table in enumerate(sequence.tables) if self.pool.ref_count(BlockId(table[index])) > 1]
+
     def _own(self, table: array[int], index: int) -> array[int]:
         """The table with a block that only its sequence writes to. There must be a free block."""
         own = self.pool.copy_on_write(BlockId(table[index]))
@@ -221,7 +228,6 @@ class BlockManager:
         sequence.num_dropped = tuple(dropped)
 
 
-def _set_tables(sequence: Sequence, tables: Items[array[int]]) -> tuple[array[int], ...]:
+def _set_tables(sequence: Sequence, tables: Items[array[int]]) -> None:
     sequence.block_table, *others = tables
     sequence.other_tables = tuple(others)
-    return sequence.tables
