@@ -58,8 +58,8 @@ class Resuming:
                     yield taken
                     return
         raise NotFound(
-            "There is no stream of this id that can be resumed: it is unknown, has ended with an error, or ended too "
-            "long ago. Send the request again."
+            "There is no stream of this id that can be resumed: it is unknown, has failed, or ended too long "
+            "ago. Send the request again."
         )
 
     def _require_same_model(self, resumable: Resumable) -> None:

@@ -39,9 +39,9 @@ class Ending(StrEnum):
 
     #: Every choice is complete.
     COMPLETE = "complete"
-    #: The client has left, or the router ends: the stream can go on.
+    #: The client has left, the router ends, or capacity or a worker is missing: the stream can go on.
     LEFT = "left"
-    #: The client got an error: nothing can go on.
+    #: Another error: nothing can go on.
     FAILED = "failed"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pdserve.base.errors import StaleError
+from pdserve.base.errors import CapacityError, PdserveError, StaleError, TransferError, error_classes
 from pdserve.base.tasks import run_to_completion
 from router_svc.records.journal import Journal
 from router_svc.records.request_state import RequestState
@@ -69,10 +69,16 @@ class RunLog:
         await run_to_completion(self._logs.end(self._log, self._ending(), charge))
 
     def _ending(self) -> Ending:
-        states = {journal.record.state for journal in self._journals}
-        if RequestState.FAILED in states:
+        records = [journal.record for journal in self._journals]
+        if any(record.state is RequestState.FAILED and not _can_go_on(record.progress.outcome) for record in records):
             return Ending.FAILED
-        return Ending.LEFT if RequestState.CANCELLED in states else Ending.COMPLETE
+        is_complete = all(record.state is RequestState.FINISHED for record in records)
+        return Ending.COMPLETE if is_complete else Ending.LEFT
+
+
+def _can_go_on(error_name: str) -> bool:
+    """Whether a request that ended with this error may do better at another time: the cluster was at fault."""
+    return issubclass(error_classes().get(error_name, PdserveError), (CapacityError, TransferError))
 
 
 def usage_of_all(journals: Sequence[Journal]) -> Usage:

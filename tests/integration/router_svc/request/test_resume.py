@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import grpc
 import pytest
 
 from pdserve.base.errors import PdserveError
+from pdserve.base.layout import KvLayout
 from pdserve.base.store import Store
 from pdserve.cli.private_redis import PrivateRedis
 from pdserve.v1 import inference_pb2 as pb
@@ -279,6 +281,34 @@ async def test_output_beyond_the_limit_is_not_kept_and_made_again(
     status, rest = await resume(routers.second, "long", events[7][0])
     assert (status, events_of(rest)) == (200, events[8:])
     assert len(routers.first.calls.decode_starts) == starts + 1
+
+
+async def test_a_resumed_stream_waits_for_its_layout_and_can_be_resumed_again(
+    redis_server: PrivateRedis, model_dir: Path
+) -> None:
+    """Another layout may be another model. Fails if the layout of the lost router's worker is not kept."""
+    async with in_own_task(two_routers(redis_server, model_dir, worker_return_timeout_s=0.3)) as pair:
+        body = {"model": NAME, "max_tokens": 40, "stream": True, "prompt": "Say hello"}
+        undisturbed = await post(pair.first, "/v1/completions", body)
+        start = await cut(pair, "/v1/completions", body, 5, **{"X-Request-Id": "waits"})
+        decode = pair.first.workers["decode-0"]
+        before = decode.record.layout
+
+        async def become(layout: KvLayout) -> None:
+            decode.set(layout=layout)
+            await eventually(lambda: is_known_with(pair, layout))
+
+        await become(replace(before, model="another"))
+        status, refused = await resume(pair.second, "waits", events_of(start)[-1][0])
+        assert (status, b"No decode worker is ready" in refused) == (200, True), refused
+        await become(before)
+        status, rest = await resume(pair.second, "waits", events_of(start)[-1][0])
+        assert (status, by_choice(start + rest)) == (200, by_choice(undisturbed))
+
+
+async def is_known_with(pair: Pair, layout: KvLayout) -> bool:
+    """Whether the second router knows that decode-0 has this layout."""
+    return [worker.layout for worker in pair.second.router.cluster.ready("decode")] == [layout]
 
 
 async def test_a_request_that_failed_leaves_nothing_to_resume(routers: Pair) -> None:
