@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from contextlib import AsyncExitStack, ExitStack
+from functools import partial
 from typing import Any
 
 import grpc
@@ -70,7 +71,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             ),
         )
         self._worker = worker
-        self._inboxes: Inboxes[SessionEvent] = Inboxes()
+        self._inboxes: Inboxes[SessionEvent] = Inboxes(partial(worker.metrics.stale, "start"))
         #: Sessions that commits may come for.
         self._sessions: dict[RequestId, DecodeSession] = {}
         #: Connections with a request.
@@ -211,6 +212,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             received = await session.commit(commit)
         except PdserveError as error:
             metrics.ended(reason_of(error))
+            metrics.stale("commit", error)
             log.warning("commit_refused", reason=error)
             raise
         transport = self._worker.transport.name

@@ -22,7 +22,15 @@ from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import Received, Reservation
 from kvtransfer.handover.sealed_ticket import sealed_ticket
 from kvtransfer.handover.ticket import Commit, Ticket
-from pdserve.base.errors import InvalidTransition, PdserveError, RequestError, StaleAttempt, StaleError, reason_of
+from pdserve.base.errors import (
+    InvalidTransition,
+    PdserveError,
+    RequestError,
+    StaleAttempt,
+    StaleError,
+    TransferTimeout,
+    reason_of,
+)
 from pdserve.base.streams import MessageStream, PeerLeft
 from pdserve.base.tasks import service_group
 from pdserve.engine.step import Grant, PrefillProgress, RequestTokens
@@ -194,6 +202,8 @@ class DecodeSession:
 
     def _on_expired(self, error: PdserveError) -> None:
         self._worker.metrics.ended(reason_of(error))
+        if isinstance(error, TransferTimeout):
+            self._worker.metrics.lease_expired(error.progress)
         self._inbox.put(Failed(error=error))
 
     async def _activate(self, received: Received) -> None:
@@ -244,7 +254,8 @@ class DecodeSession:
             case _Receiving(ticket=ticket):
                 try:
                     renewed = await self._receiver.renew(ticket.transfer_id, attempt=attempt)
-                except StaleAttempt:
+                except StaleAttempt as error:
+                    self._worker.metrics.stale("renewal", error)
                     raise
                 except StaleError:
                     # The commit or the end of the lease won the race, and its event is in the inbox.

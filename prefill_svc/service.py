@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import grpc
 
@@ -51,7 +52,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
             PrefillSchedulerConfig(limits=worker.model.limits, max_num_batched_tokens=config.max_num_batched_tokens),
         )
         self._worker = worker
-        self._inboxes: Inboxes[PromptEvent] = Inboxes()
+        self._inboxes: Inboxes[PromptEvent] = Inboxes(partial(worker.metrics.stale, "start"))
         self._sender = Sender(
             transport=worker.transport,
             memory=worker.blocks,

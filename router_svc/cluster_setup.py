@@ -19,6 +19,7 @@ from router_svc.config import RouterConfig
 from router_svc.records.metrics import RouterMetrics
 from router_svc.routing.cluster import Cluster, RoutingPolicy
 from router_svc.routing.silence import SilenceLimits
+from router_svc.routing.timeouts import TimeoutLimits
 
 
 def make_cluster(config: RouterConfig, store: Store, mirror: PrefixMirror, metrics: RouterMetrics) -> Cluster:
@@ -47,5 +48,6 @@ def _routing_policy(config: RouterConfig) -> RoutingPolicy:
         expects_prefill=config.prefill_expected > 0,
         reserve_timeout_s=config.reserve_timeout_s,
         worker_return_timeout_s=config.worker_return_timeout_s,
+        timeouts=TimeoutLimits(default_s=config.request_timeout_s, max_s=config.max_request_timeout_s),
         silence=SilenceLimits(silence_timeout_s=config.silence_timeout_s, token_timeout_s=config.token_timeout_s),
     )

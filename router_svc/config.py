@@ -87,6 +87,10 @@ class RouterConfig:
         choices=SCHEDULING_POLICIES,
     )
     max_body: int = option(8 * 1024**2, help="largest request body, such as 8MiB", parse=parse_bytes, minimum=1024)
+    request_timeout_s: float = option(
+        3600.0, help="seconds that a request may take which sets no timeout of its own", minimum=0.1
+    )
+    max_request_timeout_s: float = option(86_400.0, help="largest timeout that a request may set", minimum=0.1)
     queue_timeout_s: float = option(120.0, help="seconds a request may wait in the queue", minimum=0.1)
     reserve_timeout_s: float = option(
         600.0, help="seconds a request may wait for blocks on decode workers", minimum=0.1

@@ -19,6 +19,7 @@ from pdserve.base.store import Store
 from pdserve.base.tasks import service_group, stop_event_on_signals
 from pdserve.base.tracing.setup import span_counters, tracing
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
+from router_svc.api.cancel_api import CancelApi
 from router_svc.api.console.console import Console
 from router_svc.api.console.state import Sources
 from router_svc.api.front import Addresses, Front
@@ -41,6 +42,7 @@ from router_svc.records.request_store import RequestStore
 from router_svc.records.traces import Traces
 from router_svc.records.usage_store import UsageStore
 from router_svc.rehearsal import rehearsal, rehearse, unrecorded
+from router_svc.request.cancels import Cancels
 from router_svc.request.gate import Gate
 from router_svc.request.limiter import Limiter
 from router_svc.request.requests import Recorders, Requests
@@ -74,7 +76,6 @@ class Router:
         self._clock_skew = ClockSkew(store)
         self._redis_memory = RedisMemory(store)
         self.cluster = make_cluster(config, store, self._mirror, self.metrics)
-        self._directory = self.cluster.directory
         self._gate = Gate(max_waiting=config.max_num_queued_reqs, max_wait_s=config.queue_timeout_s)
         recent = RecentRecords(config.trace_capacity)
         self._limiter = Limiter(store)
@@ -85,6 +86,7 @@ class Router:
         self._requests = Requests(self.cluster, self._gate, recorders, model.tokenizer, by_priority=ranked)
         self._shared_quarantine = SharedQuarantine(self._requests.quarantine, store)
         self._traces = Traces(recent, self._request_store)
+        self._cancels = Cancels(self._requests.open, store, self.cluster.seals.secret)
         self._model = model
         self._intake = Intake(model.threads)
         self._operator = OperatorApi(self.cluster, self._traces, self._gate, health, store)
@@ -112,18 +114,10 @@ class Router:
             CounterSource(
                 name="registry_failures",
                 text="Failed reads of the worker registry",
-                value=lambda: self._directory.failures,
-            ),
-            CounterSource(
-                name="prefix_index_gaps", text="Gaps in the stream of KV events", value=lambda: self._mirror.gaps
-            ),
-            CounterSource(
-                name="prefix_index_failures",
-                text="Failed reads of the prefix index",
-                value=lambda: self._mirror.failures,
+                value=lambda: self.cluster.directory.failures,
             ),
         )
-        owners = (self._request_store, self._intake, self._usage, self._resuming.logs)
+        owners = (self._mirror, self._request_store, self._intake, self._usage, self._resuming.logs)
         self.metrics.read(*span_counters(self._tracer), *(each for owner in owners for each in owner.counters()))
         self.metrics.num_requests_running.set_function(lambda: self._gate.num_admitted)
         self.metrics.num_requests_waiting.set_function(lambda: self._gate.num_waiting)
@@ -157,7 +151,7 @@ class Router:
                 if self._tls is not None:
                     group.start(self._tls.run(), name="certificates")
                 group.start(self._access.run(), name="api-keys")
-                group.start(self._directory.run(), name="directory")
+                group.start(self.cluster.directory.run(), name="directory")
                 group.start(self._mirror.run(), name="prefix-mirror")
                 group.start(self._request_store.run(), name="request-store")
                 group.start(self._limiter.run(), name="limits")
@@ -166,6 +160,7 @@ class Router:
                 group.start(self._clock_skew.run(), name="clock-skew")
                 group.start(self._redis_memory.run(), name="redis-memory")
                 group.start(self._shared_quarantine.run(), name="quarantine")
+                group.start(self._cancels.run(), name="cancels")
                 group.start(self.metrics.loop_lag.run(), name="loop-lag")
                 group.start(self._follow_cluster(grpc_health), name="cluster")
                 group.start(
@@ -183,7 +178,11 @@ class Router:
 
     def _guards(self) -> Guards:
         return Guards(
-            access=self._access, intake=self._intake, refusals=self._refusals, limit_headers=self._limiter.headers
+            access=self._access,
+            intake=self._intake,
+            refusals=self._refusals,
+            cancel=CancelApi(self._cancels, self._traces),
+            limit_headers=self._limiter.headers,
         )
 
     @property
@@ -208,6 +207,7 @@ class Router:
             resume=ResumeApi(self._model, self._requests, self._resuming),
             model=ModelApi(self._model, self._max_model_len, self._intake),
             operator=self._operator,
+            cancel=CancelApi(self._cancels, self._traces),
             usage=UsageApi(self._usage),
             console=self._console,
             health=self.health,
@@ -235,7 +235,7 @@ class Router:
     async def _follow_cluster(self, grpc_health: GrpcHealth) -> None:
         """Updates readiness, capacity and gauges whenever the set of workers changes."""
         while True:
-            version = self._directory.version
+            version = self.cluster.directory.version
             ready = {tier: len(self.cluster.ready(tier)) for tier in TIERS}
             self._gate.set_capacity(self.cluster.decode_capacity)
             self._update_readiness(is_ready=ready["decode"] > 0)
@@ -247,13 +247,13 @@ class Router:
             self.health.watch("transport")(self.cluster.slow_path)
             for tier, count in ready.items():
                 self.metrics.set_workers(tier, count)
-            workers = [worker for tier in TIERS for worker in self._directory.workers_of(tier)]
+            workers = [worker for tier in TIERS for worker in self.cluster.directory.workers_of(tier)]
             known = {incarnation_of(worker) for worker in workers}
             self.cluster.in_flight.sweep(known)
             await self.cluster.channels.sweep(known)
             for worker in workers:
                 await self.cluster.channels.open(worker.worker_id, worker.epoch, worker.grpc_address)
-            await self._directory.wait_for_change(version)
+            await self.cluster.directory.wait_for_change(version)
 
     def _update_readiness(self, *, is_ready: bool) -> None:
         if self._requests.is_draining or is_ready == self.health.is_ready:

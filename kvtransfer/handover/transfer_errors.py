@@ -21,7 +21,9 @@ from pdserve.base.ids import RequestId, WorkerId
 # Both sides.
 def lease_over(lease_s: float, num_through: int, shape: TransferShape) -> TransferTimeout:
     """No sign of progress for a whole lease."""
-    return TransferTimeout(f"The lease ended: no progress for {lease_s:g} s, {num_through} of {shape} had arrived.")
+    error = TransferTimeout(f"The lease ended: no progress for {lease_s:g} s, {num_through} of {shape} had arrived.")
+    error.progress = "nothing" if not num_through else "some" if num_through < shape.num_messages else "all"
+    return error
 
 
 def illegal_event(state: str, event: object, story: Sequence[str]) -> InvalidTransition:

@@ -12,6 +12,7 @@ from pdserve.base.changes import Changes
 from pdserve.base.errors import StoreError
 from pdserve.base.ids import BlockHash, Epoch, WorkerId
 from pdserve.base.logs import get_logger
+from pdserve.base.metrics import CounterSource
 from pdserve.base.store import Store
 
 log = get_logger(__name__)
@@ -60,6 +61,17 @@ class PrefixMirror:
     def index(self) -> PrefixIndex:
         """The current index; a snapshot replaces it."""
         return self._index
+
+    def counters(self) -> tuple[CounterSource, CounterSource]:
+        """What went wrong, for metrics."""
+        return (
+            CounterSource(name="prefix_index_gaps", text="Gaps in the stream of KV events", value=lambda: self.gaps),
+            CounterSource(
+                name="prefix_index_failures",
+                text="Failed reads of the prefix index",
+                value=lambda: self.failures,
+            ),
+        )
 
     @property
     def version(self) -> int:

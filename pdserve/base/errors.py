@@ -1,6 +1,6 @@
 """The whole error hierarchy, and the one table that turns an error into HTTP and gRPC codes.
 
-Each of five families implies a reaction: fix the request, retry, transfer again, drop the message, or degrade.
+Each of six families implies a reaction: fix the request, retry, transfer again, drop the message, give up, or degrade.
 `SetupError` stops a process from starting. An error's text says what failed, the value, the limit, and what to do.
 """
 
@@ -107,6 +107,9 @@ class PeerLost(TransferError):
 class TransferTimeout(TransferError):
     """A transfer made no progress within its lease."""
 
+    #: How far the transfer of a lease that has ended was, as the label of a metric.
+    progress = ""
+
 
 class DigestMismatch(TransferError):
     """The bytes received are not those that were sent."""
@@ -135,6 +138,19 @@ class StaleEpoch(StaleError):
 
 class InvalidTransition(StaleError):
     """The transition is not in the state machine's table."""
+
+
+# The request was ended on purpose: its client or its owner wants no answer any more.
+class EndedEarly(PdserveError):
+    """The request was ended before it was complete, and nothing is wrong with it or with the cluster."""
+
+
+class DeadlineExceeded(EndedEarly):
+    """The request was not complete within its timeout."""
+
+
+class Cancelled(EndedEarly):
+    """The request was cancelled by its owner."""
 
 
 # Redis is unavailable: service continues, degraded.
@@ -210,6 +226,12 @@ _TABLE: dict[type[PdserveError], Codes] = {
     StaleAttempt: Codes(http=409, openai_type="stale_error", grpc="ABORTED"),
     StaleEpoch: Codes(http=409, openai_type="stale_error", grpc="ABORTED"),
     InvalidTransition: Codes(http=409, openai_type="stale_error", grpc="ABORTED"),
+    # 499 as in Google's mapping of CANCELLED; 409 would be tried again by OpenAI's clients.
+    EndedEarly: Codes(http=499, openai_type="cancelled_error", grpc="CANCELLED"),
+    DeadlineExceeded: Codes(
+        http=504, openai_type="timeout_error", grpc="DEADLINE_EXCEEDED", openai_code="deadline_exceeded"
+    ),
+    Cancelled: Codes(http=499, openai_type="cancelled_error", grpc="CANCELLED", openai_code="request_cancelled"),
     StoreError: Codes(http=503, openai_type="store_error", grpc="UNAVAILABLE"),
     SetupError: Codes(http=500, openai_type="internal_error", grpc="INTERNAL"),
 }

@@ -45,6 +45,11 @@ class InferenceServiceStub:
                 request_serializer=pdserve_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Cancel = channel.unary_unary(
+                '/pdserve.v1.InferenceService/Cancel',
+                request_serializer=pdserve_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_inference__pb2.CancelResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -64,6 +69,13 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Cancel(self, request, context):
+        """Ends a request of the caller on whichever router it runs. NOT_FOUND: it is not the caller's, or unknown.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +88,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=pdserve_dot_v1_dot_inference__pb2.ResumeRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Cancel': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cancel,
+                    request_deserializer=pdserve_dot_v1_dot_inference__pb2.CancelRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_inference__pb2.CancelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -133,6 +150,33 @@ class InferenceService:
             '/pdserve.v1.InferenceService/Resume',
             pdserve_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
             pdserve_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cancel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.InferenceService/Cancel',
+            pdserve_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
+            pdserve_dot_v1_dot_inference__pb2.CancelResponse.FromString,
             options,
             channel_credentials,
             insecure,

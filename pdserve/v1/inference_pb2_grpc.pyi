@@ -36,6 +36,8 @@ class InferenceServiceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     Resume: _grpc.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.GenerateResponse]
     """Goes on with the stream of a Generate call, on any router that keeps streams."""
+    Cancel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]
+    """Ends a request of the caller on whichever router it runs. NOT_FOUND: it is not the caller's, or unknown."""
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -45,6 +47,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     Resume: _aio.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Goes on with the stream of a Generate call, on any router that keeps streams."""
+    Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]  # type: ignore[assignment]
+    """Ends a request of the caller on whichever router it runs. NOT_FOUND: it is not the caller's, or unknown."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """The API of the router for gRPC clients."""
@@ -63,5 +67,13 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
         """Goes on with the stream of a Generate call, on any router that keeps streams."""
+
+    @_abc_1.abstractmethod
+    def Cancel(
+        self,
+        request: _inference_pb2.CancelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.CancelResponse, _abc.Awaitable[_inference_pb2.CancelResponse]]:
+        """Ends a request of the caller on whichever router it runs. NOT_FOUND: it is not the caller's, or unknown."""
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

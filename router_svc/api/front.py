@@ -15,6 +15,7 @@ from pdserve.base.errors import NotFound
 from pdserve.base.hosts import AllowedHosts
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from router_svc.api.authentication import LimitHeaders, no_limit_headers
+from router_svc.api.cancel_api import CancelApi
 from router_svc.api.console.console import Console
 from router_svc.api.http_app import HttpRules, make_app
 from router_svc.api.openai.generation_api import GenerationApi
@@ -48,6 +49,7 @@ class Front:
     resume: ResumeApi
     model: ModelApi
     operator: OperatorApi
+    cancel: CancelApi
     usage: UsageApi
     #: None: the router has no console.
     console: Console | None
@@ -99,7 +101,7 @@ class Front:
         return make_app([routes, elsewhere], rules, refusals=self.refusals, tracer=self.tracer)
 
     def _client_routes(self) -> Routes:
-        apis = (self.generation, self.resume, self.model, self.usage)
+        apis = (self.generation, self.resume, self.cancel, self.model, self.usage)
         return [*(route for api in apis for route in api.routes()), *probe_routes(self.health)]
 
     def _operator_routes(self) -> Routes:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
 from pdserve.base.audit import Caller, Refusals
 from pdserve.base.errors import NotFound, RequestError
+from pdserve.base.ids import RequestId
 from pdserve.base.rpc import GrpcPort, method, trace_of
 from pdserve.base.sampling import MAX_LOGPROBS
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from pdserve.v1 import inference_pb2 as pb
 from router_svc.api.authentication import LimitHeaders, caller_of_rpc, host_of, no_limit_headers
 from router_svc.api.body import CACHE_SALT, SamplingFields
+from router_svc.api.cancel_api import CancelApi
 from router_svc.api.event_ids import parse_event_id
 from router_svc.api.generations import DEFAULT_MAX_TOKENS, GRPC, GenerationFactory, require_model
-from router_svc.api.grpc_message import parse_request, parse_resume
+from router_svc.api.grpc_message import parse_cancel, parse_request, parse_resume
 from router_svc.api.grpc_output import send
 from router_svc.api.ids import Ids, is_valid_id
 from router_svc.api.intake import Intake
@@ -36,6 +38,7 @@ from router_svc.generation import Generation
 from router_svc.records.resumable import ResponseShape
 from router_svc.records.stream_log import StreamLog
 from router_svc.request.client import Client
+from router_svc.request.open_requests import OpenRequest
 from router_svc.request.replayed import ReplayedStream
 from router_svc.request.requests import Requests
 
@@ -44,6 +47,7 @@ _METHOD = f"{SERVICE}/Generate"
 #: Calls at a time: those that run, and health checks, beside those in the admission queue.
 _CALLS_BEYOND_QUEUE = 1024
 _CALLS_PER_CONNECTION = 1024
+_BEFORE_DEADLINE_S = 0.02
 
 
 def public_port(config: RouterConfig, credentials: grpc.ServerCredentials | None) -> GrpcPort:
@@ -61,11 +65,12 @@ def public_port(config: RouterConfig, credentials: grpc.ServerCredentials | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guards:
-    """What a call passes before it is served: keys, the byte budget, and the log of refusals."""
+    """What a call passes before it is served: keys, the byte budget, and the log of refusals; and what cancels it."""
 
     access: Access
     intake: Intake
     refusals: Refusals
+    cancel: CancelApi
     limit_headers: LimitHeaders = no_limit_headers
 
 
@@ -87,6 +92,7 @@ class InferenceServicer:
         self._limit_headers = guards.limit_headers
         self._refusals = guards.refusals
         self._intake = guards.intake
+        self._cancelled = guards.cancel.cancelled
         self._tracer = tracer
         self._model = served.model
         self._requests = served.requests
@@ -101,6 +107,9 @@ class InferenceServicer:
             )
             for name, handler in (("Generate", self.Generate), ("Resume", self.Resume))
         }
+        handlers["Cancel"] = grpc.unary_unary_rpc_method_handler(
+            self.Cancel, response_serializer=pb.CancelResponse.SerializeToString
+        )
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
         server.add_registered_method_handlers(SERVICE, handlers)
 
@@ -119,12 +128,14 @@ class InferenceServicer:
             with request_span(self._tracer, _METHOD, trace_of(context)) as span, self._refusals.watching(caller):
                 span.attributes |= {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": "Generate"}
                 ids = Ids.make("gen-", request.request_id or None)
-                generation = await self._generation(request, ids)
-                hold.release()
-                log = self._new_log(client, generation, ids)
                 with self._limits_shown(client, context):
-                    async with self._requests.run([generation], client, span.context, log) as stream:
-                        await send(context, generation, stream, None if log is None else event_ids(log))
+                    async with self._opened(ids.of_prompt(0), client, context) as opened:
+                        opened.trace = span.context
+                        generation = await self._generation(request, ids)
+                        hold.release()
+                        log = self._new_log(client, generation, ids)
+                        async with self._requests.run([generation], client, opened, log) as stream:
+                            await send(context, generation, stream, None if log is None else event_ids(log))
 
     @method
     async def Resume(  # noqa: N802 - the name is the protocol's
@@ -145,8 +156,35 @@ class InferenceServicer:
                     if is_complete:
                         await send(context, generation, ReplayedStream(log, self._model.tokenizer), ids)
                         return
-                    async with self._requests.run([generation], client, trace_of(context), log) as stream:
-                        await send(context, generation, stream, ids)
+                    async with self._opened(generation.request_id, client, context) as opened:
+                        opened.trace = trace_of(context)
+                        async with self._requests.run([generation], client, opened, log) as stream:
+                            await send(context, generation, stream, ids)
+
+    @method
+    async def Cancel(  # noqa: N802 - the name is the protocol's
+        self, data: bytes, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.CancelResponse:
+        """Ends a request of the caller."""
+        caller = Caller(client=host_of(context.peer()), endpoint=f"{SERVICE}/Cancel", model="", request_id="")
+        with self._refusals.watching(caller):
+            client = caller_of_rpc(context, self._access)
+            request = parse_cancel(data)
+            answer = await self._cancelled(request.request_id, None if client.is_admin else client.tenant)
+            return pb.CancelResponse(status=answer["status"])
+
+    def _opened(
+        self, request_id: RequestId, client: Client, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AbstractAsyncContextManager[OpenRequest]:
+        """The request, until the caller's deadline within the limit, or for the default time."""
+        requests = self._requests.open
+        left_s = cast(float | None, context.time_remaining())  # Its type knows no call without a deadline.
+        if left_s is None:
+            timeout_s = requests.limits.of_header(None)
+        else:
+            # The call itself ends at its deadline. A little earlier, the record names the deadline as the reason.
+            timeout_s = min(max(left_s - _BEFORE_DEADLINE_S, 0.0), requests.limits.max_s)
+        return requests.entered(request_id, client.tenant, timeout_s)
 
     def _new_log(self, client: Client, generation: Generation, ids: Ids) -> StreamLog | None:
         if self._resuming is None:

@@ -20,8 +20,19 @@ _BYTES_PER_ID = 5
 _MAX_VARINT_BYTES = 10
 #: Bytes of a ResumeRequest: an id, and the position in up to 512 choices.
 _MAX_RESUME_BYTES = 16_384
+_MAX_CANCEL_BYTES = 1024
 _TOKEN_IDS = pb.GenerateRequest.DESCRIPTOR.fields_by_name["token_ids"].number
 _SAMPLING = pb.GenerateRequest.DESCRIPTOR.fields_by_name["sampling"].number
+
+
+def parse_cancel(data: bytes) -> pb.CancelRequest:
+    """The message. Raises `RequestError`."""
+    if len(data) > _MAX_CANCEL_BYTES:
+        raise TooLarge(f"The message has {len(data)} bytes (limit {_MAX_CANCEL_BYTES}). Send an id and nothing else.")
+    try:
+        return pb.CancelRequest.FromString(data)
+    except DecodeError:
+        raise RequestError("The message is no CancelRequest.") from None
 
 
 def parse_request(data: bytes, max_model_len: int) -> pb.GenerateRequest:

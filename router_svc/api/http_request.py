@@ -37,11 +37,11 @@ def caller_of(request: web.Request) -> Caller:
 
 async def read_body(request: web.Request, cls: type[AnyBody], intake: Intake) -> AnyBody:
     """The validated body of the request. Raises `RequestError` or `Overloaded`."""
-    _require_json(request)
+    require_json(request)
     return await intake.read(request, cls)
 
 
-def _require_json(request: web.Request) -> None:
+def require_json(request: web.Request) -> None:
     """Raises `UnsupportedMediaType` for a body of another type: one that any web page may send without asking."""
     if request.content_type != _JSON:
         given = request.headers.get("Content-Type")

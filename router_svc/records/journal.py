@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from pdserve.base.errors import Displaced, Overloaded, PdserveError, reason_of
+from pdserve.base.errors import Cancelled, Displaced, EndedEarly, Overloaded, PdserveError, reason_of
 from pdserve.base.logs import get_logger
 from pdserve.base.tracing.context import TraceContext
 from pdserve.base.workers import WorkerRecord
@@ -193,10 +193,16 @@ class Journal:
         self.record.error = str(error)
         self._end(_S.FAILED, type(error).__name__)
 
-    def cancelled(self) -> None:
-        """The client has left, or the router ends. Ignored if the request has ended already."""
-        if not self.record.state.is_final:
+    def ended_early(self, cause: EndedEarly | None = None) -> None:
+        """The work was ended by `cause`; None: the client has left. Ignored if the request has ended already."""
+        if self.record.state.is_final:
+            return
+        self._metrics.ended_early("disconnected" if cause is None else reason_of(cause))
+        if cause is None or isinstance(cause, Cancelled):
+            self.record.error = None if cause is None else str(cause)
             self._end(_S.CANCELLED, "cancelled")
+        else:
+            self.failed(cause)
 
     def _end(self, state: RequestState, outcome: str) -> None:
         self.record.mark(TracePhase.FINISH)

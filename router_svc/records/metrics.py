@@ -8,7 +8,15 @@ from collections.abc import Collection, Sequence
 
 from pdserve import __version__
 from pdserve.base.admin import Health
-from pdserve.base.errors import CapacityError, StaleError, TransferError, error_classes, reason_of_class
+from pdserve.base.errors import (
+    Cancelled,
+    CapacityError,
+    DeadlineExceeded,
+    StaleError,
+    TransferError,
+    error_classes,
+    reason_of_class,
+)
 from pdserve.base.exemplars import exemplar_labels
 from pdserve.base.loop_lag import LoopLag
 from pdserve.base.metrics import (
@@ -36,6 +44,7 @@ TIERS = ("prefill", "decode")
 
 REJECTIONS = ("queue_full", "no_decode_worker", "draining", "queue_timeout", "displaced", "rate_limited")
 OUTCOMES = (RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED)
+ENDS = ("disconnected", *(reason_of_class(error) for error in (DeadlineExceeded, Cancelled)))
 FINISH_REASONS = tuple(reason.value for reason in FinishReason)
 #: Errors after which a request may be tried again.
 _FAILURES = tuple(
@@ -126,6 +135,9 @@ class RouterMetrics:
             "finished_reason", "request_success", "Choices completed", FINISH_REASONS
         )
         self._request_outcomes = families.counter_by("outcome", "request_outcomes", "Requests ended", OUTCOMES)
+        self._requests_ended_early = families.counter_by(
+            "reason", "requests_ended_early", "Requests ended before they were complete, by their client", ENDS
+        )
         self._request_retries = families.counter_by(
             "reason", "request_retries", "Times a request was retried", _FAILURES
         )
@@ -174,6 +186,10 @@ class RouterMetrics:
     def rejected(self, reason: str) -> None:
         """A request was refused before it was admitted."""
         self._admission_rejections.inc(reason)
+
+    def ended_early(self, reason: str) -> None:
+        """A request was ended before it was complete."""
+        self._requests_ended_early.inc(reason)
 
     def retried(self, reason: str) -> None:
         """A request is retried."""

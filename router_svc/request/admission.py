@@ -105,6 +105,11 @@ class AdmissionQueue:
         return len(self._waiting)
 
     @property
+    def has_capacity(self) -> bool:
+        """Whether the cluster can run anything at present."""
+        return self._capacity > 0
+
+    @property
     def num_admitted(self) -> int:
         """Slots that are admitted."""
         return len(self._admitted)

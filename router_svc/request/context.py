@@ -51,6 +51,12 @@ class RequestContext:
     failed_prefill: set[Incarnation] = field(default_factory=set)
     #: Where tokens are kept for other routers; None: they are not.
     log: PromptLog | None = None
+    #: Those that have failed the request and live.
+    prefill_failures: int = 0
+    #: Times that a decode worker has answered a call.
+    decode_answers: int = 0
+    #: Tokens at the last death; None: there was none.
+    tokens_at_death: int | None = None
     #: Set once every choice is complete and has been written.
     finished: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -67,13 +73,22 @@ class RequestContext:
         )
         if tier == "decode":
             return choose_decode(self.cluster.ready(tier, layout), demand, self.cluster.in_flight)
-        if len(excluded) >= MAX_PREFILL_FAILURES and self.deaths.tier is None:
-            return None
         return choose_prefill(self.cluster.ready(tier, layout), demand, self.cluster.in_flight)
 
     def choose_prefill(self, layout: KvLayout | None) -> Placement | None:
         """The best prefill worker that has not failed this request, for a decode worker with this layout if any."""
-        return self.choose("prefill", self.failed_prefill, layout) if self.deaths.may_reach("prefill") else None
+        return self._choose_prefill(self.failed_prefill, self.prefill_failures, layout)
+
+    def has_other_prefill(self, placement: Placement, error: PdserveError, layout: KvLayout | None) -> bool:
+        """Whether another prefill worker can take the prompt after this one has failed."""
+        failed = self.failed_prefill | {placement.incarnation}
+        return self._choose_prefill(failed, self.prefill_failures + (not is_gone(error)), layout) is not None
+
+    def _choose_prefill(self, failed: set[Incarnation], failures: int, layout: KvLayout | None) -> Placement | None:
+        # After so many have failed and live, it is the prompt, or the way between the tiers.
+        if not self.deaths.may_reach("prefill") or (failures >= MAX_PREFILL_FAILURES and self.deaths.tier is None):
+            return None
+        return self.choose("prefill", failed, layout)
 
     def prefill_failed(self, placement: Placement, error: PdserveError) -> None:
         """A prefill worker has failed, and the next attempt starts."""
@@ -83,6 +98,7 @@ class RequestContext:
     def exclude_prefill(self, placement: Placement, error: PdserveError) -> None:
         """A prefill worker has failed, and gets no further attempt of this request."""
         self.failed_prefill.add(placement.incarnation)
+        self.prefill_failures += not is_gone(error)
 
     async def note_failure(self, worker: WorkerRecord, error: PdserveError) -> None:
         """Makes other requests avoid a worker that cannot be reached, and counts it against this request.
@@ -96,8 +112,10 @@ class RequestContext:
             return
         requests = await self.cluster.requests_of_death(worker.worker_id, worker.epoch)
         is_own = requests is not None and self.generation.worker_request_id in requests
+        has_gone_on = self._has_gone_on_since_death()
         alone = self.deaths.is_alone
-        self.deaths = self.deaths.after(Death.OWN if is_own else Death.MET, worker.tier)
+        if is_own or not has_gone_on:
+            self.deaths = self.deaths.after(Death.OWN if is_own else Death.MET, worker.tier)
         if is_own:
             name = f"{worker.worker_id}:{worker.epoch}"
             self.deaths = await self.quarantine.shared(self.generation, self.deaths, name, alone=alone)
@@ -110,9 +128,19 @@ class RequestContext:
                 "minutes. See the logs of these workers."
             ) from error
 
+    def _has_gone_on_since_death(self) -> bool:
+        """Whether there was an earlier death and new tokens since: what kills workers does so at the same token.
+
+        First tokens do not count. They come from prefill workers, on connections of their own.
+        """
+        tokens, before = self.output.completion_tokens, self.tokens_at_death
+        self.tokens_at_death = tokens
+        return before is not None and tokens > max(before, self.generation.sampling.n)
+
     def answered(self, worker: WorkerRecord) -> None:
         """The worker has answered a call: other requests may use it, even if it appeared to be gone."""
         self.cluster.directory.mark_alive(worker.worker_id, worker.epoch)
+        self.decode_answers += worker.tier == "decode"
 
     def ref(self) -> common_pb2.RequestRef:
         """The current attempt, as workers know it."""

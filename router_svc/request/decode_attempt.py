@@ -137,13 +137,11 @@ class DecodeAttempt:
 
     def _next_step(self, placement: Placement, error: PdserveError) -> NextStep:
         context = self._context
-        excluded = context.failed_prefill | {placement.incarnation}
-        others = context.choose("prefill", excluded, self._call.worker.layout)
         return after_prefill_failure(
             failure_of(error, is_reported=is_reported(error)),
             has_first_tokens=self._output.has_first_tokens,
             decode_has_started=self._call.has_started,
-            has_other_prefill=others is not None,
+            has_other_prefill=context.has_other_prefill(placement, error, self._call.worker.layout),
             may_prefill_on_decode=context.deaths.may_reach("decode"),
         )
 
@@ -173,7 +171,8 @@ class DecodeAttempt:
 
     async def _prefill_on_decode(self, reason: str, failed_prefill: WorkerRecord | None) -> None:
         if not self._context.deaths.may_reach("decode"):
-            raise NoWorkers("No other prefill worker is ready. Retry in a few seconds.")
+            error = NoWorkers("No other prefill worker is ready. Retry in a few seconds.")
+            raise DecodeFailed(error, failed_prefill or self._call.worker)
         worker = self._call.worker
         self._journal.prefill_on_decode(reason, worker)
         command = decode_pb2.PrefillLocally(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from pdserve.base.errors import Displaced, Overloaded
+from pdserve.base.errors import Displaced, NoWorkers, Overloaded
 from router_svc.request.admission import AdmissionQueue, Entrant
 from router_svc.request.client import Client
 from router_svc.request.fair_order import QueueSlot
@@ -51,7 +51,12 @@ class Gate:
         return offer.slots
 
     async def wait_for_turn(self, slot: QueueSlot) -> None:
-        """Returns when the slot is admitted. Raises `Overloaded` when that takes too long, or others come first."""
+        """Returns when the slot is admitted. Raises when that takes too long, or others come first.
+
+        Raises:
+            Overloaded: the queue was too long.
+            NoWorkers: there was no one to admit it to.
+        """
         if slot.admitted_at is not None:
             return
         waiter = self._waiters[slot] = asyncio.get_running_loop().create_future()
@@ -61,6 +66,10 @@ class Gate:
             async with asyncio.timeout_at(slot.offered_at + self._max_wait_s):
                 await waiter
         except TimeoutError:
+            if not self._queue.has_capacity:
+                raise NoWorkers(
+                    f"No decode worker became ready within {self._max_wait_s:.0f} s. Retry in a few seconds."
+                ) from None
             retry_after_s = self._queue.retry_after_s(self._now())
             raise Overloaded(
                 f"The request waited in the queue for {self._max_wait_s:.0f} s, which is the limit. "

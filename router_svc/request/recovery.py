@@ -3,17 +3,21 @@
 A decode worker failed       another one is ready     none is, but one is expected     none is expected
 --------------------------   ----------------------   -----------------------------   ----------------------------
 refused: no capacity         another                  wait                            wait
-lost, or gone                another                  wait                            fail
-any other error              another, once            wait, once                      fail
+lost, gone or stale          another                  wait                            fail
+a transfer failed            another, or the same     wait                            fail
 the prefill worker failed    the same, or another     wait                            fail
+broken in the request        another, once            wait, once                      fail
 the request is wrong         fail                     fail                            fail
 
-How many tokens the client has makes no difference: the next decode worker goes on behind them.
+How many tokens the client has makes no difference: the next decode worker goes on behind them. How many workers a
+request has lost makes none either: its deadline ends it. From the second failure without a new token in between, a
+retry comes after a pause.
 
 A prefill worker failed      decode has not started                  decode has started
 --------------------------   -------------------------------------   ---------------------------------------
 any error                    renew the ticket for another, else      nothing, if the first tokens are known,
-                             prefill on the decode worker            else the decode attempt has failed
+                             prefill on the decode worker; where     else the decode attempt has failed
+                             it may not, the attempt has failed
 the request is wrong         fail                                    fail
 
 `quarantine` bounds how many workers a request may lose, and to which tier recovery may take it.
@@ -21,14 +25,25 @@ the request is wrong         fail                                    fail
 
 from __future__ import annotations
 
+import random
 from enum import Enum, auto
 
-from pdserve.base.errors import CapacityError, PdserveError, RequestError, TransferError
+from pdserve.base.errors import (
+    CapacityError,
+    PdserveError,
+    PeerLost,
+    RequestError,
+    StaleError,
+    TransferError,
+    TransferTimeout,
+)
 
-#: Failures of decode workers that are not lost, after which a request is still given to another one.
-MAX_DECODE_FAILURES = 1
-#: Prefill workers that may fail one request before the decode worker prefills.
+#: Workers that may break in a request, without a new token in between, before another one is taken to do the same.
+MAX_BROKEN = 1
+#: Prefill workers that may fail one request while they live, before the decode worker prefills.
 MAX_PREFILL_FAILURES = 2
+#: Pause before the second retry without a new token in between. It doubles with each further one, up to the limit.
+_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
 
 
 class Failure(Enum):
@@ -40,21 +55,22 @@ class Failure(Enum):
     CAPACITY = auto()
     #: The worker reported a failed transfer (its lease ran out). It is healthy and may get the request again.
     TRANSFER = auto()
-    #: The worker is lost, silent or stale, or has failed in another way.
+    #: The worker is lost, silent or stale.
     WORKER = auto()
-    #: A prefill worker failed, and with it the attempt of the decode worker that waited for it. Only so many can:
-    #: after `MAX_PREFILL_FAILURES`, the decode worker prefills.
+    #: The worker lives, and something is wrong with what it made of the request. Others may well do the same.
+    BROKEN = auto()
+    #: A prefill worker failed, and with it the attempt of the decode worker that waited for it.
     PREFILL = auto()
 
     @property
-    def excludes_worker(self) -> bool:
-        """Whether the worker gets no further attempt of this request."""
-        return self not in (Failure.TRANSFER, Failure.PREFILL)
+    def avoids_worker(self) -> bool:
+        """Whether the request prefers any other worker."""
+        return self is not Failure.PREFILL
 
     @property
-    def is_loss(self) -> bool:
-        """Whether it counts as the loss of a decode worker."""
-        return self not in (Failure.PREFILL, Failure.CAPACITY)
+    def excludes_worker(self) -> bool:
+        """Whether the worker gets no further attempt of this request until something has changed."""
+        return self not in (Failure.TRANSFER, Failure.PREFILL)
 
 
 class NextStep(Enum):
@@ -84,22 +100,33 @@ def failure_of(error: PdserveError, *, is_reported: bool) -> Failure:
         return Failure.CAPACITY
     if isinstance(error, TransferError) and is_reported:
         return Failure.TRANSFER
-    return Failure.WORKER
+    return Failure.WORKER if isinstance(error, (PeerLost, TransferTimeout, StaleError)) else Failure.BROKEN
 
 
-def after_decode_failure(failure: Failure, *, failures: int, has_other_decode: bool, is_expected: bool) -> NextStep:
+def after_decode_failure(failure: Failure, *, broken: int, has_other_decode: bool, is_expected: bool) -> NextStep:
     """The step after a decode worker has failed.
 
     Args:
-        failures: decode workers that have failed this request without being lost, this one included.
+        broken: decode workers that broke in this request since its last token, this one included.
         has_other_decode: another decode worker can take the request.
         is_expected: a decode worker is expected back.
     """
-    if failure is Failure.REQUEST or (failure is not Failure.CAPACITY and failures > MAX_DECODE_FAILURES):
+    if failure is Failure.REQUEST or (failure is Failure.BROKEN and broken > MAX_BROKEN):
         return NextStep.FAIL
     if has_other_decode:
         return NextStep.RETRY
     return NextStep.WAIT if failure is Failure.CAPACITY or is_expected else NextStep.FAIL
+
+
+def backoff_s(failures: int, key: str) -> float:
+    """The pause before a retry, after so many failures in a row without a new token.
+
+    Equal keys have equal pauses. Different ones spread, so that the requests of a lost worker do not return together.
+    """
+    if failures < 2:
+        return 0.0
+    limit_s = min(_BACKOFF_S * 2.0 ** min(failures - 2, 16), _MAX_BACKOFF_S)
+    return limit_s * random.Random(f"{key}/{failures}").uniform(0.5, 1.0)
 
 
 def after_prefill_failure(
@@ -124,4 +151,4 @@ def after_prefill_failure(
         return NextStep.CARRY_ON if has_first_tokens else NextStep.FAIL_ATTEMPT
     if has_other_prefill:
         return NextStep.RENEW_TICKET
-    return NextStep.PREFILL_LOCALLY if may_prefill_on_decode else NextStep.FAIL
+    return NextStep.PREFILL_LOCALLY if may_prefill_on_decode else NextStep.FAIL_ATTEMPT

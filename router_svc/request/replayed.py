@@ -34,6 +34,11 @@ class ReplayedStream:
         """Nothing is measured."""
 
     @property
+    def is_admitted(self) -> bool:
+        """It ran already."""
+        return True
+
+    @property
     def usage(self) -> TokenUsage:
         """Tokens so far."""
         return TokenUsage(

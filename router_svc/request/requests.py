@@ -30,6 +30,7 @@ from router_svc.request.fair_order import QueueSlot
 from router_svc.request.gate import Gate
 from router_svc.request.limiter import Limiter
 from router_svc.request.limits import size
+from router_svc.request.open_requests import OpenRequest, OpenRequests
 from router_svc.request.prompt_task import PromptTask
 from router_svc.request.quarantine import Quarantine
 from router_svc.request.run_log import RunLog, usage_of_all
@@ -92,6 +93,8 @@ class Requests:
         secret = cluster.seals.secret
         #: Requests under which workers have died.
         self.quarantine = Quarantine(b"" if secret is None else secret.mac(_REFUSED))
+        #: From their arrival.
+        self.open = OpenRequests(cluster.policy.timeouts)
         self._is_draining = False
         self._num_open = 0
         self._idle = asyncio.Event()
@@ -120,12 +123,12 @@ class Requests:
         self,
         generations: Sequence[Generation],
         client: Client = ANONYMOUS,
-        trace: TraceContext | None = None,
+        opened: OpenRequest | None = None,
         log: StreamLog | None = None,
     ) -> AsyncIterator[DeltaStream]:
         """Runs the prompts of one request of `client`. Leaving the block cancels those that still run.
 
-        `trace` is the request's span. `log` is where its output is kept, and what another router had of it is.
+        `opened`: its span, and what may end it early. `log`: where its output is kept, and what another router had.
 
         Raises:
             Overloaded, RateLimited, NoWorkers, Draining, Quarantined: the request was refused at once.
@@ -134,12 +137,12 @@ class Requests:
         """
         self._require_priority_allowed(generations, client)
         generations = [_owned(generation, client) for generation in generations]
-        journals = await self._open_journals(generations, trace)
+        journals = await self._open_journals(generations, None if opened is None else opened.trace)
         prompts = [PrefixHashes(generation.prompt, generation.cache_salt) for generation in generations]
         entrants = await self._entrants(generations, prompts)
         self._refuse_if_unavailable()
         self._refuse_quarantined(generations)
-        stream = DeltaStream(journals, self._recorders.metrics.wrote_first_token)
+        stream = self._stream(journals, opened)
         run = RunLog(log, journals, self._recorders.logs)
         async with self._entered(generations, run, entrants, client) as slots:
             for journal in journals:
@@ -154,11 +157,17 @@ class Requests:
                         group.start(running, name=generation.request_id)
                     yield stream
             finally:
-                await self._end(client, journals, run)
+                await self._end(client, journals, run, opened)
 
-    async def _end(self, client: Client, journals: Sequence[Journal], run: RunLog) -> None:
+    def _stream(self, journals: Sequence[Journal], opened: OpenRequest | None) -> DeltaStream:
+        stream = DeltaStream(journals, self._recorders.metrics.wrote_first_token)
+        if opened is not None:
+            opened.doing = stream.describe
+        return stream
+
+    async def _end(self, client: Client, journals: Sequence[Journal], run: RunLog, opened: OpenRequest | None) -> None:
         for journal in journals:
-            journal.cancelled()
+            journal.ended_early(None if opened is None else opened.ended_by())
         try:
             await run.end()
         finally:

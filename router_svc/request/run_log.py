@@ -72,6 +72,9 @@ class RunLog:
         records = [journal.record for journal in self._journals]
         if any(record.state is RequestState.FAILED and not _can_go_on(record.progress.outcome) for record in records):
             return Ending.FAILED
+        # Who cancelled it by its id wants none of it any more, unlike a client whose connection broke.
+        if any(record.state is RequestState.CANCELLED and record.error for record in records):
+            return Ending.FAILED
         is_complete = all(record.state is RequestState.FINISHED for record in records)
         return Ending.COMPLETE if is_complete else Ending.LEFT
 

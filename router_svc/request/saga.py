@@ -18,18 +18,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 
 from pdserve.base.errors import NoWorkers, PdserveError, RequestError
 from pdserve.base.layout import KvLayout
 from pdserve.base.tracing.context import traceparent_of
 from pdserve.base.workers import WorkerRecord
 from pdserve.v1 import decode_pb2
-from router_svc.request.calls import DecodeFailed, decode_call, is_gone, is_reported
+from router_svc.request.calls import DecodeFailed, decode_call, is_reported
 from router_svc.request.context import RequestContext
 from router_svc.request.decode_attempt import DecodeAttempt
 from router_svc.request.prefill_attempt import prefill
 from router_svc.request.quarantine import Deaths
-from router_svc.request.recovery import Failure, NextStep, after_decode_failure, failure_of
+from router_svc.request.recovery import Failure, NextStep, after_decode_failure, backoff_s, failure_of
 from router_svc.routing.incarnation import Incarnation, incarnation_of
 from router_svc.routing.local_prefill import PrefillPlan, plan_by_length, plan_by_load, plan_without_prefill
 from router_svc.routing.placement import Placement
@@ -47,9 +48,15 @@ class Saga:
         self._policy = context.cluster.policy
         self._journal = context.journal
         self._output = context.output
+        #: Decode workers that get no further attempt for now, and those that get one only where there is no other.
         self._failed_decode: set[Incarnation] = set()
-        #: Decode workers that have failed the request without being lost.
-        self._decode_failures = 0
+        self._avoided_decode: set[Incarnation] = set()
+        #: Since the last new token: failures of any kind, and decode workers that broke in the request.
+        self._failures = 0
+        self._broken = 0
+        self._tokens_at_failure = 0
+        self._answers_at_failure = 0
+        self._patient_until = 0.0
         #: KV layout of the last decode worker, which its prefill workers have too.
         self._layout: KvLayout | None = None if context.log is None else context.log.layout
 
@@ -77,52 +84,70 @@ class Saga:
         return False
 
     async def _run_with_decode(self) -> None:
-        until_capacity = self._deadline(self._policy.reserve_timeout_s)
-        until_return = self._deadline(self._policy.worker_return_timeout_s)
-        tokens_at_loss: int | None = None
-        placement = self._choose_decode() or await self._wait_for_decode(
-            until_return, NoWorkers("No decode worker is ready. Retry in a few seconds.")
-        )
+        until_capacity = self._now() + self._policy.reserve_timeout_s
+        self._patient_until = self._now() + self._policy.worker_return_timeout_s
+        refusal: PdserveError = NoWorkers("No decode worker is ready. Retry in a few seconds.")
+        is_full = False
         while True:
+            placement = self._choose_decode() or await self._wait_for_decode(
+                until_capacity if is_full else None, refusal
+            )
+            if not self._deaths.may_reach("decode"):
+                await self._wait_for_prefill(placement.worker.layout, refusal)
             try:
                 await self._run_on(placement)
                 return
             except DecodeFailed as failed:
-                error, worker = failed.error, failed.worker
+                refusal, worker = failed.error, failed.worker
             if incarnation_of(worker) == placement.incarnation:  # That of a prefill worker is noted already.
-                await self._context.note_failure(worker, error)
-            step = self._next_step(placement, worker, error)
-            if step is NextStep.FAIL:
-                raise error
-            self._journal.retry(error, worker)
+                await self._context.note_failure(worker, refusal)
+            failure = self._failure_of(placement, worker, refusal)
+            self._note(failure)
+            if self._next_step(failure) is NextStep.FAIL:
+                raise refusal
+            self._journal.retry(refusal, worker)
             self._output.forget_early()
-            is_refusal = failure_of(error, is_reported=is_reported(error)) is Failure.CAPACITY
-            # A worker can fail again and again and seem to be back each time: without a new token, one wait is all.
-            if not is_refusal and tokens_at_loss != self._output.completion_tokens:
-                tokens_at_loss = self._output.completion_tokens
-                until_return = self._deadline(self._policy.worker_return_timeout_s)
-            until = until_capacity if is_refusal else until_return
-            placement = self._choose_decode() or await self._wait_for_decode(until, error)
+            is_full = failure is Failure.CAPACITY
+            if not is_full:  # Where all are full, `_wait_for_decode` is the pause.
+                await asyncio.sleep(backoff_s(self._failures, self._context.generation.worker_request_id))
 
     @staticmethod
-    def _deadline(timeout_s: float) -> float:
-        return asyncio.get_running_loop().time() + timeout_s
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
 
-    def _next_step(self, placement: Placement, worker: WorkerRecord, error: PdserveError) -> NextStep:
+    def _failure_of(self, placement: Placement, worker: WorkerRecord, error: PdserveError) -> Failure:
         """`worker` is the one at fault, which may be a prefill worker."""
         failure = failure_of(error, is_reported=is_reported(error))
-        if incarnation_of(worker) != placement.incarnation:
+        if incarnation_of(worker) != placement.incarnation and failure is not Failure.REQUEST:
             failure = Failure.PREFILL
         if failure.excludes_worker:
             self._failed_decode.add(placement.incarnation)
-        if failure.is_loss and not is_gone(error):
-            self._decode_failures += 1
+        if failure.avoids_worker:
+            self._avoided_decode.add(placement.incarnation)
+        return failure
+
+    def _note(self, failure: Failure) -> None:
+        """Counts a failure. New tokens, and answers of workers, begin a new count."""
+        tokens, answers = self._output.completion_tokens, self._context.decode_answers
+        if tokens > self._tokens_at_failure:
+            self._failures = self._broken = 0
+        if answers > self._answers_at_failure:
+            # A worker that cannot be reached may seem to be back each time: without an answer, one wait is all.
+            self._patient_until = self._now() + self._policy.worker_return_timeout_s
+        self._tokens_at_failure, self._answers_at_failure = tokens, answers
+        self._failures += 1
+        self._broken += failure is Failure.BROKEN
+
+    def _next_step(self, failure: Failure) -> NextStep:
         return after_decode_failure(
             failure,
-            failures=self._decode_failures,
+            broken=self._broken,
             has_other_decode=self._choose_decode() is not None,
-            is_expected=self._cluster.expects("decode"),
+            is_expected=self._is_expected(),
         )
+
+    def _is_expected(self) -> bool:
+        return self._cluster.expects("decode") and self._now() < self._patient_until
 
     @property
     def _deaths(self) -> Deaths:
@@ -130,24 +155,48 @@ class Saga:
 
     def _choose_decode(self) -> Placement | None:
         # Another layout may be another model, which must not go on with tokens that the client has from this one.
-        return self._context.choose("decode", self._failed_decode, self._layout if self._output.has_tokens else None)
+        layout = self._layout if self._output.has_tokens else None
+        avoided = self._failed_decode | self._avoided_decode
+        return self._context.choose("decode", avoided, layout) or self._context.choose(
+            "decode", self._failed_decode, layout
+        )
 
-    async def _wait_for_decode(self, deadline: float, refusal: PdserveError) -> Placement:
-        """A decode worker to ask again, after each heartbeat until the deadline. Raises `refusal` then.
+    async def _wait_for_decode(self, until_capacity: float | None, refusal: PdserveError) -> Placement:
+        """A decode worker to ask again, after each heartbeat. Raises `refusal` when there is none to wait for.
 
-        A heartbeat may bring a worker back, or capacity even where the reported load looks the same.
+        While all are full, that is at `until_capacity`; else when none is expected. The request's own deadline ends it
+        in any case. A heartbeat may bring a worker back, or capacity even where the reported load looks the same.
         """
-        placement = None
+        placement, waits = None, 0
         while placement is None:
-            version, now = self._cluster.directory.version, asyncio.get_running_loop().time()
-            if now >= deadline:
+            is_over = not self._is_expected() if until_capacity is None else self._now() >= until_capacity
+            if is_over:
                 raise refusal
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(min(now + _CAPACITY_RETRY_S, deadline)):
-                    await self._cluster.directory.wait_for_change(version)
+            waits += 1
+            await self._heartbeat(waits, until_capacity)
             self._failed_decode.clear()
             placement = self._choose_decode()
         return placement
+
+    async def _wait_for_prefill(self, layout: KvLayout, refusal: PdserveError) -> None:
+        """For a request that only prefill workers may compute: returns when one is ready.
+
+        Raises `refusal` when none is expected, or all that are ready have failed the request.
+        """
+        waits = 0
+        while self._context.choose_prefill(layout) is None:
+            if self._cluster.ready("prefill", layout) or not self._cluster.expects("prefill"):
+                raise refusal
+            waits += 1
+            await self._heartbeat(waits)
+
+    async def _heartbeat(self, waits: int, until: float | None = None) -> None:
+        """Returns with the next change of the workers, or after about one heartbeat."""
+        key = f"{self._context.generation.worker_request_id}/{waits}"
+        when = self._now() + _CAPACITY_RETRY_S * random.Random(key).uniform(0.75, 1.25)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(when if until is None else min(when, until)):
+                await self._cluster.directory.wait_for_change(self._cluster.directory.version)
 
     async def _run_on(self, placement: Placement) -> None:
         """The request on one decode worker, until done. Raises `DecodeFailed`, or an error for the client."""

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from pdserve.base.errors import PdserveError
 from router_svc.records.journal import Journal
-from router_svc.records.record import Record
+from router_svc.records.record import Record, TracePhase
 from router_svc.request.output import ChoiceDelta
 
 #: A client that reads nothing for this long is disconnected. Otherwise it would hold its queue slot forever.
@@ -43,6 +43,10 @@ class DeltaSource(Protocol):
 
     def first_write(self) -> None:
         """A token was written."""
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether it can be refused no more."""
 
     @property
     def usage(self) -> TokenUsage:
@@ -152,6 +156,19 @@ class DeltaStream:
         for journal in self._journals:
             journal.first_written()
         self._on_first_write(self._journals[0].record)
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether every prompt has left the admission queue."""
+        return all(TracePhase.ADMITTED in journal.record.phases for journal in self._journals)
+
+    def describe(self) -> str:
+        """What the request is doing, for an error."""
+        records = [journal.record for journal in self._journals]
+        states = dict.fromkeys(record.state.value for record in records if not record.state.is_final)
+        retries = sum(len(record.retries) for record in records)
+        tried = f" after {retries} retries" if retries else ""
+        return f"it was {' and '.join(states) or 'complete'}{tried}, with {self.usage.completion_tokens} tokens so far"
 
     @property
     def usage(self) -> TokenUsage:

@@ -19,6 +19,7 @@ from pdserve.v1.decode_pb2 import DecodeResponse
 from router_svc.routing.in_flight import InFlight
 from router_svc.routing.placement import Demand, uncached_tokens
 from router_svc.routing.silence import SilenceLimits
+from router_svc.routing.timeouts import TimeoutLimits
 
 TIERS: tuple[Tier, ...] = ("prefill", "decode")
 #: Longer prompts are hashed in a thread: a block takes about 2 us.
@@ -40,6 +41,7 @@ class RoutingPolicy:
     reserve_timeout_s: float
     #: Time for which a tier without a ready worker is expected to have one again.
     worker_return_timeout_s: float = 60.0
+    timeouts: TimeoutLimits = field(default_factory=TimeoutLimits)
     silence: SilenceLimits
 
 

@@ -61,6 +61,8 @@ def _sources(path: str) -> dict[str, str]:
             (
                 "router_svc/service.py",
                 "router_svc/api/intake.py",
+                "kvtransfer/index/prefix_mirror.py",
+                "router_svc/records/request_store.py",
                 "router_svc/records/usage_store.py",
                 "router_svc/records/request_store.py",
                 "router_svc/records/stream_logs.py",

@@ -91,7 +91,7 @@ class SimulatedRouter:
             group = await stack.enter_async_context(service_group())
             grpc_health: Any = _GRPC_HEALTH
             for name, work in (
-                ("directory", router._directory.run()),
+                ("directory", router.cluster.directory.run()),
                 ("mirror", router._mirror.run()),
                 ("request-store", router._request_store.run()),
                 ("usage", router._usage.run()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -67,7 +67,9 @@ class Inbox(Generic[Event]):
 class Inboxes(Generic[Event]):
     """All inboxes of a worker, by request id. Belongs to the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_stale: Callable[[StaleAttempt], None] = lambda error: None) -> None:
+        """`on_stale` is called with each attempt that comes too late."""
+        self._on_stale = on_stale
         self._inboxes: dict[RequestId, Inbox[Event]] = {}
 
     def put(self, request_id: RequestId, event: Event | Failed) -> None:
@@ -84,9 +86,11 @@ class Inboxes(Generic[Event]):
         """
         while (older := self._inboxes.get(request_id)) is not None:
             if attempt <= older.attempt:
-                raise StaleAttempt(
+                error = StaleAttempt(
                     f"Attempt {attempt} of request {request_id} is stale: attempt {older.attempt} is already here."
                 )
+                self._on_stale(error)
+                raise error
             older.put(Failed(error=StaleAttempt(f"Attempt {attempt} of request {request_id} took over.")))
             await older.closed.wait()
         inbox = self._inboxes[request_id] = Inbox[Event](request_id, attempt)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from pdserve.base.admin import Health
-from pdserve.base.errors import error_classes, reason_of_class
+from pdserve.base.errors import (
+    PdserveError,
+    StaleAttempt,
+    StaleEpoch,
+    StaleError,
+    error_classes,
+    reason_of,
+    reason_of_class,
+)
 from pdserve.base.machine import available_memory_bytes
 from pdserve.base.metrics import (
     PEER_MESSAGES_REFUSED,
@@ -27,6 +36,12 @@ LABELS = ("model_name", "tier")
 #: Outcomes of transfers without an error, and the direction in which a tier moves blocks.
 _OUTCOMES = {"prefill": ("committed", "not_needed", "aborted"), "decode": ("committed",)}
 _DIRECTIONS = {"prefill": "sent", "decode": "received"}
+
+#: Messages that can be stale, and why: the transfer has ended, or another attempt or epoch is here.
+_STALE_MESSAGES = {"prefill": ("start",), "decode": ("start", "commit", "renewal")}
+_STALE_REASONS = tuple(map(reason_of_class, (StaleError, StaleAttempt, StaleEpoch)))
+#: Share of a transfer's messages.
+_ARRIVED = ("nothing", "some", "all")
 
 _STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _TRANSFER_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -123,6 +138,16 @@ class WorkerMetrics:
         for outcome in (*_OUTCOMES[self._labels["tier"]], *map(reason_of_class, error_classes().values())):
             self.kv_transfers.labels(**self._labels, outcome=outcome)
         self.kv_transfer_blocks.labels(**self._labels, direction=_DIRECTIONS[self._labels["tier"]])
+        self.stale_messages = self._counter(
+            "stale_messages", "Messages of older attempts, epochs or transfers, which were dropped", "message", "reason"
+        )
+        for message, reason in itertools.product(_STALE_MESSAGES[self._labels["tier"]], _STALE_REASONS):
+            self.stale_messages.labels(**self._labels, message=message, reason=reason)
+        self.leases_expired = self._counter(
+            "leases_expired", "Reservations that ended with their lease, by what had arrived", "arrived"
+        )
+        for arrived in _ARRIVED:
+            self.leases_expired.labels(**self._labels, arrived=arrived)
         self.kv_transfers_active = self._gauge("kv_transfers_active", "Transfers that hold blocks or a lease")
         self.kv_transfer_seconds = self._histogram(
             "kv_transfer_seconds",
@@ -190,6 +215,15 @@ class WorkerMetrics:
     def ended(self, outcome: str) -> None:
         """A transfer ended with this outcome."""
         self.kv_transfers.labels(**self._labels, outcome=outcome).inc()
+
+    def stale(self, message: str, error: PdserveError) -> None:
+        """A message was refused with this error, and counts if that is because it is stale."""
+        if isinstance(error, StaleError):
+            self.stale_messages.labels(**self._labels, message=message, reason=reason_of(error)).inc()
+
+    def lease_expired(self, arrived: str) -> None:
+        """A reservation ended with its lease."""
+        self.leases_expired.labels(**self._labels, arrived=arrived).inc()
 
     def labels(self, **more: str) -> dict[str, str]:
         """The labels that every metric has, and `more`."""

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from pdserve.base.errors import (
     CapacityError,
+    EndedEarly,
     MethodNotAllowed,
     NotFound,
     Overloaded,
@@ -44,6 +45,9 @@ def error_response(error: PdserveError) -> web.Response:
     if isinstance(error, CapacityError):
         wait_s = error.retry_after_s if isinstance(error, Overloaded) else _CAPACITY_RETRY_AFTER_S
         headers["Retry-After"] = str(math.ceil(wait_s))
+    if isinstance(error, EndedEarly):
+        # OpenAI's clients repeat a request after a status of 500 or more, unless this says otherwise.
+        headers["x-should-retry"] = "false"
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
     return web.Response(

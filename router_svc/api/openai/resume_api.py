@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from pdserve.base.errors import PdserveError
 from router_svc.api.authentication import client_of
 from router_svc.api.event_ids import HEADER, Seen, parse_event_id
 from router_svc.api.generations import CHAT
 from router_svc.api.http_request import IDS
 from router_svc.api.ids import Ids
-from router_svc.api.openai.generation_api import send_stream
+from router_svc.api.openai.event_stream import EventStream
+from router_svc.api.openai.generation_api import timeout_of
 from router_svc.api.openai.generation_request import GenerationRequest
 from router_svc.api.openai.shapes import ChatFormat, CompletionFormat, ResponseFormatter
 from router_svc.api.request_span import TRACE
@@ -38,10 +40,19 @@ class ResumeApi:
             generation = GenerationRequest.resumed(log.resumable)
             request[IDS] = ids = Ids(prefix="", header=log.resumable.shape.header_id)
             formatter = self._formatter(generation, log, seen)
-            if is_complete:
-                return await send_stream(request, formatter, ReplayedStream(log, self._model.tokenizer), ids)
-            async with self._requests.run(generation.generations, client, request.get(TRACE), log) as stream:
-                return await send_stream(request, formatter, stream, ids)
+            events = EventStream(request, ids)
+            try:
+                if is_complete:
+                    await events.send(formatter, ReplayedStream(log, self._model.tokenizer))
+                    return await events.end()
+                request_id, timeout_s = generation.generations[0].request_id, timeout_of(request, self._requests)
+                async with self._requests.open.entered(request_id, client.tenant, timeout_s) as opened:
+                    opened.trace = request.get(TRACE)
+                    async with self._requests.run(generation.generations, client, opened, log) as stream:
+                        await events.send(formatter, stream)
+            except PdserveError as error:
+                events.fail(error)
+            return await events.end()
 
     def _formatter(self, generation: GenerationRequest, log: StreamLog, seen: Seen) -> ResponseFormatter:
         tokenizer = self._model.tokenizer

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Le, MaxLen, MinLen
+from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 from pydantic import (
     AfterValidator,
+    AllowInfNan,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -177,6 +178,7 @@ class GenerationBody(SamplingFields):
     cache_salt: Annotated[str, StringConstraints(pattern=CACHE_SALT)] | None = None
     #: Lower values come first.
     priority: Annotated[int, Ge(-MAX_PRIORITY), Le(MAX_PRIORITY)] | None = None
+    timeout: Annotated[float, Gt(0), AllowInfNan(False)] | None = None
 
     conditions: ClassVar[Conditions] = (requires("stream_options", "stream", True),)
 

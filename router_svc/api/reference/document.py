@@ -23,7 +23,13 @@ _KEYS = {
 }
 _ERRORS = "Error"
 #: Besides the request's id, which an error has as soon as the request has one.
-_HEADERS_OF_ERRORS = {401: ("WWW-Authenticate",), 429: ("Retry-After", *RATE_LIMITS), 503: ("Retry-After",)}
+_HEADERS_OF_ERRORS = {
+    401: ("WWW-Authenticate",),
+    429: ("Retry-After", *RATE_LIMITS),
+    499: ("x-should-retry",),
+    503: ("Retry-After",),
+    504: ("x-should-retry",),
+}
 
 
 def make_document(routes: Collection[Route]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from router_svc.api import operator_answers as operator
 from router_svc.api.body import Body
+from router_svc.api.cancel_api import Cancellation
 from router_svc.api.openai import answers
 from router_svc.api.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router_svc.api.reference.parameters import (
@@ -27,7 +28,7 @@ from router_svc.api.usage_api import CSV, UsageReport
 #: Statuses of errors that any request may have. 401 comes with the key.
 ALWAYS = (400, 403, 500)
 _BODY = (413, 415, 429)
-_GENERATION = (*_BODY, 404, 422, 502, 503, 504)
+_GENERATION = (*_BODY, 404, 422, 499, 502, 503, 504)
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
@@ -108,6 +109,13 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ),
     ("POST", "/v1/chat/completions"): _generation(
         "Continues a conversation", ChatBody, answers.ChatCompletion, answers.ChatCompletionChunk
+    ),
+    ("POST", "/v1/requests/{id}/cancel"): Operation(
+        tag="Generation",
+        summary="Ends a request of the caller, on whichever router it runs",
+        answers=_json("What has become of it.", Cancellation),
+        parameters=(RECORD_ID,),
+        errors=(404, 415, 503),
     ),
     ("GET", "/v1/models"): Operation(
         tag="Model", summary="The model served", answers=_json("A list with one model.", answers.ModelList)

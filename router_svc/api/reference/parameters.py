@@ -9,6 +9,7 @@ from typing import Any, Literal
 from router_svc.api.openai.info import DEFAULT_REQUESTS, MAX_REQUESTS
 from router_svc.api.usage_api import DEFAULT_DAYS
 from router_svc.records.usage_store import RETENTION_DAYS
+from router_svc.routing.timeouts import TIMEOUT_HEADER
 
 Schema = Mapping[str, Any]
 
@@ -43,6 +44,12 @@ GENERATION = (
         where="header",
         text="The request's id. One that does not match is replaced by a random one.",
         schema={"type": "string", "pattern": CHOSEN_ID},
+    ),
+    Parameter(
+        name=TIMEOUT_HEADER,
+        where="header",
+        text="Seconds from the arrival until the request ends, complete or not; the field `timeout` may shorten it.",
+        schema={"type": "number", "exclusiveMinimum": 0},
     ),
     Parameter(
         name="traceparent",
@@ -110,6 +117,10 @@ HEADERS: Mapping[str, Mapping[str, Any]] = {
     "Retry-After": {
         "description": "Seconds after which another try may succeed.",
         "schema": {"type": "integer", "minimum": 0},
+    },
+    "x-should-retry": {
+        "description": "`false`: another try makes no sense. OpenAI's clients read it.",
+        "schema": {"const": "false"},
     },
     **{
         f"x-ratelimit-{word}-{unit}": {

@@ -7,6 +7,7 @@ FIELDS = {
     "add_generation_prompt": "Whether the template starts the assistant's message. Default: true.",
     "add_special_tokens": "Whether the tokenizer adds its special tokens. Default: true for prompts, false for "
     "conversations, because the template contains them.",
+    "timeout": "Seconds from the arrival until the request ends, complete or not.",
     "cache_salt": "Cached blocks are shared only with prompts of the same salt, within the tenant.",
     "chat_template_kwargs": "Variables for the model's template. Any identifier is taken, also with letters of other "
     "scripts, except the variables that the server sets.",

@@ -87,8 +87,8 @@ class RecordFeeder:
 
     async def _read_by_all(self) -> None:
         router = self._cluster.router
-        if await router._directory._refresh():
-            router._directory._changes.bump()
+        if await router.cluster.directory._refresh():
+            router.cluster.directory._changes.bump()
         await asyncio.sleep(0)
         for worker in self._cluster.workers.values():
             await worker.registrar._beat()
@@ -101,7 +101,7 @@ class RecordFeeder:
     async def _knows_its_workers(self) -> bool:
         cluster = self._cluster.router.cluster
         known = [worker.worker_id for tier in ("prefill", "decode") for worker in cluster.ready(tier)]  # type: ignore[arg-type]
-        return sorted(known) == sorted(inputs.WORKERS) and not self._cluster.router._directory.degraded
+        return sorted(known) == sorted(inputs.WORKERS) and not self._cluster.router.cluster.directory.degraded
 
     async def _index_follows(self) -> bool:
         mirror = self._cluster.router._mirror

@@ -26,6 +26,7 @@ from pdserve.base.ids import BlockId
 from pdserve.engine.kv_cache import KvCache
 from pdserve.v1 import decode_pb2
 from pdserve.worker.kv_bytes import host_blocks as worker_blocks
+from pdserve.worker.serve.worker import Worker
 from tests.integration.services.local_cluster import (
     ALWAYS_LOCAL,
     DEADLINE_S,
@@ -229,6 +230,12 @@ async def test_after_wrong_bytes_the_decode_worker_can_compute_the_prompt(model:
         await cluster.all_free()
 
 
+def counted(worker: Worker, name: str, **labels: str) -> float | None:
+    """The value of one series of a worker's counter."""
+    known = {"model_name": "tiny", "tier": worker.tier}
+    return worker.metrics.registry.get_sample_value(f"pdserve_{name}_total", known | labels)
+
+
 async def test_a_commit_of_an_older_attempt_is_refused(model: Path) -> None:
     async with running_cluster(model) as cluster:
         request = cluster.request(PROMPT)
@@ -238,6 +245,7 @@ async def test_a_commit_of_an_older_attempt_is_refused(model: Path) -> None:
         new = await request.ticket()
         with pytest.raises(StaleError):
             await request.prefill(old)
+        assert counted(cluster.decode, "stale_messages", message="commit", reason="stale_error") == 1
         await request.prefill(new)
         assert await request.finish() == await cluster.local(PROMPT)
         await cluster.all_free()
@@ -252,6 +260,7 @@ async def test_a_lease_without_progress_ends_the_reservation_and_frees_its_block
         advance(LEASE_S)
         with pytest.raises(TransferTimeout, match="0 of 12 blocks had arrived"):
             await request.event()
+        assert counted(cluster.decode, "leases_expired", arrived="nothing") == 1
         await cluster.all_free()
 
 
@@ -375,6 +384,7 @@ async def test_a_newer_attempt_of_a_request_takes_over_from_an_older_one(
         with pytest.raises(StaleAttempt):
             await same.event()
         await stale.finish()
+        assert counted(cluster.decode, "stale_messages", message="start", reason="stale_attempt") == 1
         await cluster.all_free()
 
 

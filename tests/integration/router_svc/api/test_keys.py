@@ -259,5 +259,5 @@ async def test_every_grpc_method_but_those_of_health_and_reflection_wants_a_key(
                 found[method.full_name] = await call.code()
         unknown = channel.unary_unary("/pdserve.v1.InferenceService/Other")(b"")
         assert await unknown.code() is grpc.StatusCode.UNIMPLEMENTED
-    names = {f"pdserve.v1.InferenceService.{name}" for name in ("Generate", "Resume")}
+    names = {f"pdserve.v1.InferenceService.{name}" for name in ("Generate", "Resume", "Cancel")}
     assert found == dict.fromkeys(names, grpc.StatusCode.UNAUTHENTICATED)

@@ -15,20 +15,22 @@ from pdserve.base.errors import (
     PeerLost,
     RequestError,
     StaleEpoch,
+    TransferError,
     TransferTimeout,
     error_classes,
 )
 from router_svc.request.recovery import (
-    MAX_DECODE_FAILURES,
+    MAX_BROKEN,
     Failure,
     NextStep,
     after_decode_failure,
     after_prefill_failure,
+    backoff_s,
     failure_of,
 )
 
 REQUEST, CAPACITY, TRANSFER, WORKER = Failure.REQUEST, Failure.CAPACITY, Failure.TRANSFER, Failure.WORKER
-PREFILL = Failure.PREFILL
+PREFILL, BROKEN = Failure.PREFILL, Failure.BROKEN
 FAIL, RETRY, WAIT = NextStep.FAIL, NextStep.RETRY, NextStep.WAIT
 RENEW, LOCAL = NextStep.RENEW_TICKET, NextStep.PREFILL_LOCALLY
 CARRY_ON, FAIL_ATTEMPT = NextStep.CARRY_ON, NextStep.FAIL_ATTEMPT
@@ -46,7 +48,8 @@ CARRY_ON, FAIL_ATTEMPT = NextStep.CARRY_ON, NextStep.FAIL_ATTEMPT
         (TransferTimeout("silent"), False, WORKER),
         (PeerLost("gone"), False, WORKER),
         (StaleEpoch("restarted"), True, WORKER),
-        (PdserveError("a bug"), True, WORKER),
+        (PdserveError("a bug"), True, BROKEN),
+        (TransferError("it ended before every choice was complete"), False, BROKEN),
     ],
 )
 def test_failures_by_error(error: PdserveError, is_reported: bool, failure: Failure) -> None:
@@ -62,8 +65,8 @@ def test_only_a_worker_that_is_not_at_fault_may_get_the_request_again() -> None:
     assert [failure for failure in Failure if not failure.excludes_worker] == [TRANSFER, PREFILL]
 
 
-def test_neither_a_refusal_nor_a_lost_prefill_worker_counts_as_a_lost_decode_worker() -> None:
-    assert [failure for failure in Failure if not failure.is_loss] == [CAPACITY, PREFILL]
+def test_every_decode_worker_at_fault_is_the_last_choice_of_the_next_attempt() -> None:
+    assert [failure for failure in Failure if not failure.avoids_worker] == [PREFILL]
 
 
 #: The step after a decode worker has failed, when another one is ready; none is, but one is expected; none is expected.
@@ -72,6 +75,7 @@ AFTER_DECODE: dict[Failure, tuple[NextStep, NextStep, NextStep]] = {
     TRANSFER: (RETRY, WAIT, FAIL),
     WORKER: (RETRY, WAIT, FAIL),
     PREFILL: (RETRY, WAIT, FAIL),
+    BROKEN: (RETRY, WAIT, FAIL),
     REQUEST: (FAIL, FAIL, FAIL),
 }
 TIERS = [(True, True), (False, True), (False, False)]
@@ -80,16 +84,30 @@ TIERS = [(True, True), (False, True), (False, False)]
 @pytest.mark.parametrize("failure", Failure)
 def test_after_a_decode_worker_has_failed(failure: Failure) -> None:
     steps = tuple(
-        after_decode_failure(failure, failures=MAX_DECODE_FAILURES, has_other_decode=other, is_expected=expected)
+        after_decode_failure(failure, broken=MAX_BROKEN, has_other_decode=other, is_expected=expected)
         for other, expected in TIERS
     )
     assert steps == AFTER_DECODE[failure]
 
 
 @pytest.mark.parametrize("failure", Failure)
-def test_after_too_many_failures_only_a_refusal_is_retried(failure: Failure) -> None:
-    step = after_decode_failure(failure, failures=MAX_DECODE_FAILURES + 1, has_other_decode=True, is_expected=True)
-    assert step is (RETRY if failure is CAPACITY else FAIL)
+def test_what_another_worker_would_repeat_is_not_tried_again(failure: Failure) -> None:
+    """A wrong request at once; one that two workers in a row break in, too. All else ends with the deadline alone."""
+    step = after_decode_failure(failure, broken=MAX_BROKEN + 1, has_other_decode=True, is_expected=True)
+    assert step is (FAIL if failure in (REQUEST, BROKEN) else RETRY)
+
+
+def test_the_first_retry_comes_at_once_and_later_ones_ever_later() -> None:
+    pauses = [backoff_s(failures, "request") for failures in range(12)]
+    assert pauses[:2] == [0.0, 0.0]
+    assert all(0.025 * 2**k <= pause <= 0.05 * 2**k for k, pause in enumerate(pauses[2:7]))
+    assert all(1.0 <= pause <= 2.0 for pause in pauses[8:])
+
+
+def test_pauses_differ_between_requests_and_not_between_runs() -> None:
+    pauses = [backoff_s(5, f"request-{index}") for index in range(100)]
+    assert len(set(pauses)) == 100
+    assert pauses == [backoff_s(5, f"request-{index}") for index in range(100)]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +125,7 @@ def test_after_a_prefill_worker_has_failed(failure: Failure, has_first: bool, ha
 
 
 @pytest.mark.parametrize(("failure", "has_first"), [*itertools.product(Failure, (True, False))])
-def test_a_prompt_that_must_not_reach_the_decode_tier_fails_without_another_prefill_worker(
+def test_without_another_prefill_worker_a_prompt_that_must_not_reach_the_decode_tier_leaves_it(
     failure: Failure, has_first: bool
 ) -> None:
     with_other, without = (
@@ -120,4 +138,4 @@ def test_a_prompt_that_must_not_reach_the_decode_tier_fails_without_another_pref
         )
         for has_other in (True, False)
     )
-    assert (with_other, without) == (FAIL if failure is REQUEST else RENEW, FAIL)
+    assert (with_other, without) == ((FAIL, FAIL) if failure is REQUEST else (RENEW, FAIL_ATTEMPT))
