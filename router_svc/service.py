@@ -137,8 +137,7 @@ class Router:
     async def serving(self) -> AsyncIterator[Addresses]:
         """Serves until the block ends. The router is ready while a decode worker is."""
         port = public_port(self.config, None if self._tls is None else self._tls.credentials)
-        served = Served(self._model, self._requests, self._max_model_len, self._resuming)
-        inference = InferenceServicer(served, self._guards(), self._tracer)
+        inference = self._inference()
         try:
             async with (
                 service_group() as group,
@@ -176,14 +175,16 @@ class Router:
             await self.cluster.channels.close()
             self._model.close()
 
-    def _guards(self) -> Guards:
-        return Guards(
+    def _inference(self) -> InferenceServicer:
+        served = Served(self._model, self._requests, self._max_model_len, self._resuming)
+        guards = Guards(
             access=self._access,
             intake=self._intake,
             refusals=self._refusals,
             cancel=CancelApi(self._cancels, self._traces),
             limit_headers=self._limiter.headers,
         )
+        return InferenceServicer(served, guards, self._tracer)
 
     @property
     def num_open(self) -> int:
