@@ -137,12 +137,11 @@ class Router:
     async def serving(self) -> AsyncIterator[Addresses]:
         """Serves until the block ends. The router is ready while a decode worker is."""
         port = public_port(self.config, None if self._tls is None else self._tls.credentials)
-        inference = self._inference()
         try:
             async with (
                 service_group() as group,
                 self._front().serving() as (http_address, admin_address),
-                serve_grpc_at(inference.register, [SERVICE], port) as (grpc_address, grpc_health),
+                serve_grpc_at(self._inference().register, [SERVICE], port) as (grpc_address, grpc_health),
             ):
                 if self.cluster.tls is not None:
                     group.start(self.cluster.tls.run(), name="peer-certificates")
@@ -176,7 +175,6 @@ class Router:
             self._model.close()
 
     def _inference(self) -> InferenceServicer:
-        served = Served(self._model, self._requests, self._max_model_len, self._resuming)
         guards = Guards(
             access=self._access,
             intake=self._intake,
@@ -184,6 +182,7 @@ class Router:
             cancel=CancelApi(self._cancels, self._traces),
             limit_headers=self._limiter.headers,
         )
+        served = Served(self._model, self._requests, self._max_model_len, self._resuming)
         return InferenceServicer(served, guards, self._tracer)
 
     @property
