@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 
+from tests.simulation.mutations import MUTATIONS
 from tests.simulation.run import run_all
 
 
@@ -20,6 +21,9 @@ def main() -> int:
         "--replay", type=int, default=0, help="then runs one of so many requests twice, which must agree"
     )
     parser.add_argument("--trace", metavar="FILE", help="writes what happened; with one episode")
+    parser.add_argument(
+        "--mutation", choices=sorted(MUTATIONS), help="changes the product; ends with the first finding"
+    )
     arguments = parser.parse_args()
     return run_all(arguments)
 

@@ -95,9 +95,9 @@ class Workload:
         """Most clients read to the end at once."""
         chance = self._chance
         kind = chance.random()
-        if kind < 0.06:
-            return Behaviour(leaves_after_s=chance.random() ** 3 * 2)
-        if kind < 0.12:
+        if kind < 0.08:
+            return Behaviour(leaves_after_s=chance.random() ** 2 * chance.choice((0.01, 0.05, 2.0)))
+        if kind < 0.14:
             return Behaviour(pauses_s=chance.choice((0.2, 0.2, 1.0, 1.0, 5.0, 14.0)))
         return Behaviour()
 

@@ -167,17 +167,22 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             self._ready.extend(held)  # type: ignore[attr-defined]
 
     # The loop.
+    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> events.Handle:
+        handle = events.Handle(callback, args, self, context)
+        self._ready.append(handle)  # type: ignore[attr-defined]
+        return handle
+
     def _run_once(self) -> None:
         ready: deque[events.Handle] = self._ready  # type: ignore[attr-defined]
         timers = self._timers
-        self._sweep()
         if not ready and not self._stopping:  # type: ignore[attr-defined]
+            self._sweep()
             if not timers:
                 raise Stuck("no process waits for anything that will happen")
             self._now = max(self._now, timers[0][0])
         while timers and timers[0][0] <= self._now:
             ready.append(heapq.heappop(timers)[2])
-        for handle in self._merged(ready):
+        for handle in (ready.popleft(),) if len(ready) == 1 else self._merged(ready):
             if handle._cancelled:  # type: ignore[attr-defined]
                 continue
             process = handle._context.get(_PROCESS)  # type: ignore[attr-defined]
@@ -194,7 +199,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """All that is ready: of each process in order, of several processes merged at random."""
         handles = list(ready)
         ready.clear()
-        if len(handles) < 2:
+        if not handles:
             return handles
         first = handles[0]._context.get(_PROCESS)  # type: ignore[attr-defined]
         if all(each._context.get(_PROCESS) is first for each in handles):  # type: ignore[attr-defined]

@@ -10,14 +10,19 @@ import traceback
 from typing import Any
 
 from tests.simulation.episode import Episode
+from tests.simulation.mutations import MUTATIONS
 
 
-def run_episode(seed: int, requests: int, faults: int, *, trace_file: str | None = None) -> dict[str, Any]:
+def run_episode(
+    seed: int, requests: int, faults: int, *, trace_file: str | None = None, mutation: str | None = None
+) -> dict[str, Any]:
     """The report of one episode, which runs in a child of this process."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         os.close(reading)
+        if mutation is not None:
+            MUTATIONS[mutation]()
         _child(writing, seed, requests, faults, trace_file)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
@@ -52,11 +57,13 @@ def run_all(arguments: argparse.Namespace) -> int:
     while left > 0:
         requests = min(arguments.episode, left)
         faults = round(faults_left * requests / left)
-        report = run_episode(seed, requests, faults, trace_file=arguments.trace)
+        report = run_episode(seed, requests, faults, trace_file=arguments.trace, mutation=arguments.mutation)
         print(json.dumps(report), flush=True)
         failed += bool(report["violations"])
         for name in ("requests", "faults", "virtual_s", "cpu_s"):
             total[name] = round(total.get(name, 0) + report.get(name, 0), 3)
+        if failed and arguments.mutation:
+            break
         left, faults_left, seed = left - requests, faults_left - faults, seed + 1
     if arguments.replay:
         traces = {run_episode(seed, arguments.replay, arguments.replay // 10)["trace"] for _ in range(2)}

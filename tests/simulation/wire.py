@@ -7,7 +7,7 @@ ready: a buffer that was given back too early then has other bytes.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -72,6 +72,8 @@ class WireTransport:
         self._address = f"wire:{process.name}:".encode() + secrets.token_bytes(8)
         self._matcher: TagMatcher[_Message] = TagMatcher(lambda message: None)
         self._peers: dict[WirePeer, None] = {}
+        #: Called with the buffer of a receive before it is written.
+        self.on_write: Callable[[Buffer], None] = lambda buffer: None
 
     @property
     def num_posted(self) -> int:
@@ -185,6 +187,7 @@ class WireTransport:
                 receive.fail(PeerLost("The sender gave the message up."))
                 return
             self._network.loop.call_soon(message.send.complete, context=message.sender.process.context)
+        self.on_write(receive.buffer)
         if data.nbytes != receive.buffer.nbytes:
             receive.buffer[: min(data.nbytes, receive.buffer.nbytes)] = data[: receive.buffer.nbytes]
             receive.fail(TransferError(f"A message of {data.nbytes} bytes came for {receive.buffer.nbytes}."))

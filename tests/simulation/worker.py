@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from decode_svc.config import DecodeConfig
+from decode_svc.request import DecodePhase
 from decode_svc.service import DecodeService
 from kernels.choice import Backend, KernelChoice
 from pdserve.base.admin import Health
@@ -115,6 +116,7 @@ class SimulatedWorker:
             )
             if plan.is_staged:
                 worker.blocks = _staged(model.kv_cache, plan)
+            self._watch_writes()
             service: Any = PrefillService(worker, config) if tier == "prefill" else DecodeService(worker, config)
             self.service = service
             address = f"{self.name}:{_GRPC_PORT}"
@@ -162,6 +164,40 @@ class SimulatedWorker:
             layer_groups=groups,
         )
 
+    def _watch_writes(self) -> None:
+        """Notes it when a transfer writes to a block that no request has reserved."""
+        assert self.worker is not None
+        assert self.transport is not None
+        memory = self.worker.model.kv_cache.memory
+        assert memory is not None
+        if not self.plan.is_staged:
+            start, size = memory.ctypes.data, LAYOUT.block_bytes
+            self.transport.on_write = lambda buffer: self._require_reserved([(buffer.ctypes.data - start) // size])
+            return
+        blocks: Any = self.worker.blocks
+        store = blocks.store
+
+        async def watched(bundles: Any, buffers: Any, spec: Any) -> Any:
+            self._require_reserved([block for bundle in bundles for block in bundle])
+            digests = await store(bundles, buffers, spec)
+            self._require_reserved([block for bundle in bundles for block in bundle])
+            return digests
+
+        blocks.store = watched
+
+    def _require_reserved(self, blocks: list[int]) -> None:
+        requests = self.service.scheduler._requests.values()
+        reserved = {
+            block
+            for request in requests
+            if request.phase is DecodePhase.RESERVED
+            for block in request.prompt_sequence.block_table[request.num_cached // LAYOUT.block_size :]
+        }
+        if stray := set(blocks) - reserved:
+            self.network.loop.unnoticed.append(
+                f"{self.name}: a transfer writes to blocks {stray}, which it does not own"
+            )
+
     # Looking in from outside, once everything is quiet.
     def leftovers(self) -> list[str]:
         """What a live worker without requests must not hold."""
@@ -171,8 +207,10 @@ class SimulatedWorker:
         pool = worker.model.pool
         if pool.num_free != pool.num_blocks:
             found.append(f"{pool.num_blocks - pool.num_free} of {pool.num_blocks} blocks are held")
-        with suppress(AttributeError):
+        try:
             self.service.scheduler.check_integrity()
+        except AssertionError as error:
+            found.append(str(error).partition("\n")[0])
         if worker.calls.count:
             found.append(f"{worker.calls.count} calls are open")
         if self.tier == "decode" and self.service.receiver.num_transfers:
