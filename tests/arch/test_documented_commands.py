@@ -62,7 +62,7 @@ FOREIGN_FLAGS = {
     *("--appendonly", "--cap-add", "--enable-feature", "--for", "--ipc", "--pid", "--save", "--shm-size", "--target"),
     *("--entrypoint", "--force-recreate", "--no-recreate", "--rm", "--scale", "--timeout", "--ulimit", "--volumes"),
     *("--again", "--areas"),  # python -m tests.fuzz
-    *("--requests", "--faults", "--trace", "--replay"),  # python -m tests.simulation
+    *("--requests", "--faults", "--trace", "--replay", "--mutation"),  # python -m tests.simulation
 }
 
 
