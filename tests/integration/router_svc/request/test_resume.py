@@ -32,6 +32,7 @@ from tests.integration.router_svc.request.two_routers import (
     two_routers,
 )
 from tests.integration.router_svc.script import failing
+from tests.support.depth import IS_FULL
 from tests.support.own_task import in_own_task
 from tests.support.redis import eventually
 from tests.support.tiny_model import NAME, tokens_of
@@ -64,8 +65,19 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "fields"), BODIES)
-@pytest.mark.parametrize("num_events", [1, 9])
+#: Each takes a third of a second of processor time. `make test` runs those that find the most.
+full = pytest.mark.skipif(not IS_FULL, reason="one of many cases; PDSERVE_TEST_DEPTH=full runs it")
+_QUICK = ((4, 9), (2, 1))
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "num_events"),
+    [
+        pytest.param(*body, num_events, marks=() if (number, num_events) in _QUICK else full)
+        for number, body in enumerate(BODIES)
+        for num_events in (1, 9)
+    ],
+)
 async def test_the_joined_stream_is_that_of_an_undisturbed_run(
     routers: Pair, path: str, fields: dict[str, Any], num_events: int
 ) -> None:
@@ -90,6 +102,14 @@ async def test_the_joined_stream_is_that_of_an_undisturbed_run(
     assert len(routers.first.calls.decode_starts) == starts
 
 
+async def test_events_are_tokens_however_workers_send_them(routers: Pair) -> None:
+    body = {"model": NAME, "max_tokens": 40, "stream": True, "prompt": "Say hello", "logprobs": 1}
+    singly = await post(routers.first, "/v1/completions", body)
+    routers.first.script.tokens_per_message = 3
+    assert normal(await post(routers.first, "/v1/completions", body)) == normal(singly)
+
+
+@full
 async def test_a_tail_that_was_not_kept_is_made_again_and_what_was_kept_is_not(routers: Pair) -> None:
     body = {"model": NAME, "max_tokens": 40, "stream": True, "prompt": "Say hello"}
     undisturbed = await post(routers.first, "/v1/completions", body)
@@ -108,6 +128,7 @@ async def test_a_tail_that_was_not_kept_is_made_again_and_what_was_kept_is_not(r
     assert decode.ref.request_id != routers.first.calls.decode_starts[before - 1].ref.request_id
 
 
+@full
 async def test_an_answer_in_one_piece_is_resumed_as_a_stream(routers: Pair) -> None:
     body = {"model": NAME, "max_tokens": 40, "prompt": "Say hello", "stream": False}
     await post(routers.first, "/v1/completions", body, **{"X-Request-Id": "whole"})
@@ -186,6 +207,7 @@ def shown(messages: list[pb.GenerateResponse]) -> tuple[dict[int, list[pb.Genera
     return choices, [message.usage for message in messages if message.HasField("usage")]
 
 
+@full
 @pytest.mark.parametrize("name", ["unknown", "chatcmpl-unknown", "a" * 128])
 async def test_what_is_not_there_is_not_found(routers: Pair, name: str) -> None:
     status, body = await resume(routers.second, name)
@@ -193,6 +215,7 @@ async def test_what_is_not_there_is_not_found(routers: Pair, name: str) -> None:
     assert b"no stream of this id" in body
 
 
+@full
 async def test_an_id_of_an_earlier_stream_of_that_name_is_not_found(routers: Pair) -> None:
     routers.first.script.replies = [[5, 6, 7]]
     body = {"model": NAME, "max_tokens": 3, "stream": True, "prompt": "Say hello", "logprobs": 1}
@@ -202,6 +225,7 @@ async def test_an_id_of_an_earlier_stream_of_that_name_is_not_found(routers: Pai
     assert (await resume(routers.second, "good", "00000000-1"))[0] == 404
 
 
+@full
 async def test_ids_that_are_none_are_refused(routers: Pair) -> None:
     for last in ("1", "x" * 4000):
         status, body = await resume(routers.second, "any", last)
@@ -210,6 +234,7 @@ async def test_ids_that_are_none_are_refused(routers: Pair) -> None:
     assert (await resume(routers.second, "no%20id"))[0] == 400
 
 
+@full
 async def test_streams_have_no_ids_unless_it_is_switched_on(redis_server: PrivateRedis, model_dir: Path) -> None:
     async with in_own_task(two_routers(redis_server, model_dir, resume_timeout_s=0.0)) as pair:
         body = {"model": NAME, "max_tokens": 5, "stream": True, "prompt": "Say hello"}
@@ -232,6 +257,7 @@ async def test_without_redis_the_stream_goes_on(routers: Pair, redis_server: Pri
     assert normal(data) == normal(undisturbed)
 
 
+@full
 async def test_a_stream_that_redis_has_lost_is_written_again_and_made_again(routers: Pair) -> None:
     body = {"model": NAME, "max_tokens": 40, "stream": True, "prompt": "Say hello"}
     undisturbed = await post(routers.first, "/v1/completions", body)
@@ -265,6 +291,7 @@ async def is_known(pair: Pair) -> bool:
     return all(pair.second.router.cluster.ready(tier) for tier in ("prefill", "decode"))
 
 
+@full
 async def test_output_beyond_the_limit_is_not_kept_and_made_again(
     routers: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,6 +338,7 @@ async def is_known_with(pair: Pair, layout: KvLayout) -> bool:
     return [worker.layout for worker in pair.second.router.cluster.ready("decode")] == [layout]
 
 
+@full
 async def test_a_request_that_failed_leaves_nothing_to_resume(routers: Pair) -> None:
     routers.first.script.fail("decode_token", failing(PdserveError("it broke")))
     routers.first.script.fail("decode_token", failing(PdserveError("it broke again")))

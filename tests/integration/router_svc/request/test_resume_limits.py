@@ -13,6 +13,7 @@ import pytest
 
 from pdserve.cli.private_redis import PrivateRedis
 from tests.integration.router_svc.request.two_routers import Pair, cut, events_of, post, resume, two_routers
+from tests.support.depth import IS_FULL
 from tests.support.own_task import in_own_task
 from tests.support.redis import eventually
 from tests.support.tiny_model import NAME
@@ -75,7 +76,12 @@ async def limited(pair: Pair) -> tuple[object, object]:
     return used, await store.call("ZCARD", store.key("leases:c"))
 
 
-@pytest.mark.parametrize("how", ["lost", "left", "moved", "complete"])
+full = pytest.mark.skipif(not IS_FULL, reason="one of many cases; PDSERVE_TEST_DEPTH=full runs it")
+
+
+@pytest.mark.parametrize(
+    "how", ["lost", "left", pytest.param("moved", marks=full), pytest.param("complete", marks=full)]
+)
 async def test_a_request_is_charged_once_however_its_stream_moves(locked: Pair, how: str) -> None:
     """The router was killed; the client left and came back; the client came back while it ran; it had ended."""
     headers = {**bearer("c"), "X-Request-Id": "once"}
@@ -117,6 +123,7 @@ async def test_a_request_is_charged_once_however_its_stream_moves(locked: Pair, 
     assert await usage(locked) == [("c", 1, PROMPT_TOKENS, 0, output_tokens)]
 
 
+@full
 async def test_a_resumed_stream_counts_among_the_requests_at_a_time(locked: Pair) -> None:
     start = await cut(locked, PATH, BODY, 5, is_lost=False, **bearer("c"), **{"X-Request-Id": "first"})
     locked.first.script.pace = pace = asyncio.Semaphore(2)
