@@ -132,7 +132,7 @@ def random_plan(chance: Random) -> WorkerPlan:
     """Settings of workers, small enough that memory is short now and then."""
     is_staged = chance.random() < 0.4
     return WorkerPlan(
-        num_blocks={"prefill": chance.choice((40, 80)), "decode": chance.choice((40, 60, 120))},
+        num_blocks={"prefill": chance.choice((24, 60)), "decode": chance.choice((18, 26, 60))},
         lease_s=chance.choice((3.0, 8.0)),
         layer_groups=chance.choice((1, 2)),
         is_staged=is_staged,

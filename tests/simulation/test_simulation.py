@@ -22,6 +22,7 @@ FOUND = {
     "keep-a-queue-slot": 2,
     "leave-the-older-attempt": 2,
     "let-go-of-blocks-on-the-wire": 2,
+    "lose-a-preempted-sequence": 2,
     "send-a-block-twice": 2,
     "share-without-a-copy": 2,
 }
