@@ -117,9 +117,10 @@ def died_line(event: Died) -> str:
     """One line: how the process died, its reason if it gave one, when it is restarted, and its log."""
     end = event.exit
     why = f" ({end.reason.removeprefix('error:').strip()})" if end.reason.startswith("error:") else ""
+    when = f"in {event.restart_in_s:g} s" if event.restart_in_s else "now"
     return (
         f"{event.spec.name} {end.describe()} after {end.ran_s:.1f} s{why}; "
-        f"starting it again in {event.restart_in_s:g} s. Log: {event.spec.log_path}"
+        f"starting it again {when}. Log: {event.spec.log_path}"
     )
 
 

@@ -7,14 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackoffPolicy:
-    """Exponential backoff: doubles from `first_s` to `max_s`, and resets after a run of `stable_s`."""
+    """A process that served is restarted at once; one that dies early again and again waits from `first_s` to `max_s`.
+
+    Only the time from readiness on counts: a process that takes long to load and then dies is not a stable one.
+    """
 
     first_s: float = 0.5
     max_s: float = 10.0
-    stable_s: float = 30.0
+    stable_s: float = 5.0
 
-    def delay_s(self, previous_delay_s: float | None, ran_s: float) -> float:
-        """Delay before the next start, given the delay before the start that now failed (None: it was the first)."""
-        if previous_delay_s is None or ran_s >= self.stable_s:
-            return self.first_s
-        return min(previous_delay_s * 2, self.max_s)
+    def delay_s(self, previous_delay_s: float | None, served_s: float | None) -> float:
+        """Delay before the next start, given the delay before the start that now failed (None: it was the first).
+
+        `served_s`: seconds from readiness to the end; None: it was never ready.
+        """
+        if served_s is not None and (previous_delay_s is None or served_s >= self.stable_s):
+            return 0.0
+        return min(max(2 * (previous_delay_s or 0.0), self.first_s), self.max_s)

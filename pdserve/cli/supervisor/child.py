@@ -46,8 +46,7 @@ class Child:
         #: Set once the process has been reaped; `code` is set by then.
         self.ended = asyncio.Event()
         self.code: int | None = None
-        #: Whether it ever became ready.
-        self.was_ready = False
+        self._ready_at: float | None = None
         self._status = ""
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as undo, spec.log_path.open("ab", buffering=0) as log:
@@ -80,6 +79,10 @@ class Child:
         """Seconds since the start."""
         return time.monotonic() - self._started_at
 
+    def became_ready(self) -> None:
+        """Notes that it serves from now on."""
+        self._ready_at = time.monotonic()
+
     def terminate(self) -> None:
         """Sends SIGTERM: the process drains and ends. Does nothing when it has ended."""
         if not self.ended.is_set():
@@ -93,7 +96,8 @@ class Child:
     def exit(self) -> Exit:
         """Exit status and its reason. Call it only after `ended`."""
         assert self.code is not None
-        return Exit(code=self.code, ran_s=self.ran_s, was_ready=self.was_ready, reason=self._reason())
+        served_s = None if self._ready_at is None else time.monotonic() - self._ready_at
+        return Exit(code=self.code, ran_s=self.ran_s, served_s=served_s, reason=self._reason())
 
     @property
     def status(self) -> str:

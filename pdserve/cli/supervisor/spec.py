@@ -40,7 +40,8 @@ class Exit:
     #: Exit status, or minus the signal's number, as in `subprocess`.
     code: int
     ran_s: float
-    was_ready: bool
+    #: Seconds from readiness to the end; None: it was never ready.
+    served_s: float | None
     #: Last words of the process about the cause; may be empty.
     reason: str
 

@@ -115,7 +115,7 @@ class Supervisor:
             if not managed.first_ready.done():
                 managed.first_ready.set_exception(StartFailed(_start_failure(managed.spec, end)))
                 return
-            delay_s = self._backoff.delay_s(delay_s, end.ran_s)
+            delay_s = self._backoff.delay_s(delay_s, end.served_s)
             self._on_event(Died(spec=managed.spec, exit=end, restart_in_s=delay_s))
             is_restart = True
             try:
@@ -130,13 +130,13 @@ class Supervisor:
         try:
             child = Child(spec, lambda text: self._on_event(StatusChanged(spec=spec, text=text)))
         except OSError as error:
-            return Exit(code=1, ran_s=0.0, was_ready=False, reason=f"error: Cannot start {spec.name}: {error}.")
+            return Exit(code=1, ran_s=0.0, served_s=None, reason=f"error: Cannot start {spec.name}: {error}.")
         managed.child = child
         failure = ""
         try:
             self._on_event(ProcessStarted(spec=spec, pid=child.pid))
             if await _became_ready(spec, child):
-                child.was_ready = True
+                child.became_ready()
                 self._on_event(BecameReady(spec=spec, took_s=child.ran_s, is_restart=is_restart))
                 if not managed.first_ready.done():
                     managed.first_ready.set_result(None)
