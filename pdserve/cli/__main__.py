@@ -22,6 +22,7 @@ COMMANDS = {
     "doctor": "check this machine and a running cluster, and say what to do about each finding",
     "plan": "compute what a model takes, what fits, and how many workers a load needs",
     "bench": "measure latency and throughput of a server, or the speed of kernels",
+    "chaos": "break a cluster of its own while requests run, and check every answer",
     "trace": "show where a request's time went and which decisions were made for it",
 }
 

@@ -20,6 +20,7 @@ from decode_svc.config import DecodeConfig
 from pdserve.base.config import add_options, option_spec
 from pdserve.cli.__main__ import COMMANDS
 from pdserve.cli.bench.config import ServeConfig
+from pdserve.cli.chaos.config import ChaosConfig
 from pdserve.cli.chat import ChatConfig
 from pdserve.cli.doctor import DoctorConfig
 from pdserve.cli.fetch import FetchConfig
@@ -51,6 +52,7 @@ CLI_CONFIGS: dict[str, type[Any]] = {
     "secrets": SecretsConfig,
     "key": KeyConfig,
     "bench serve": ServeConfig,
+    "chaos": ChaosConfig,
 }
 SERVICE_CONFIGS: dict[str, type[Any]] = {
     "router_svc": RouterConfig,
@@ -91,6 +93,7 @@ def _documented_default(cell: str, field: dataclasses.Field[Any]) -> object:
         ("pdserve doctor", DoctorConfig, None),
         ("pdserve plan", PlanConfig, None),
         ("pdserve bench serve", ServeConfig, None),
+        ("pdserve chaos", ChaosConfig, None),
         ("Router", RouterConfig, None),
         ("Workers of both tiers", PrefillConfig, None),
         ("Decode worker", DecodeConfig, WorkerConfig),
@@ -144,7 +147,10 @@ def _commands(path: str) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize(
     "path",
-    ["README.md", *(f"docs/operations/{name}.md" for name in ("running", "flags", "benchmarks", "doctor", "plan"))],
+    [
+        "README.md",
+        *(f"docs/operations/{name}.md" for name in ("running", "flags", "benchmarks", "chaos", "doctor", "plan")),
+    ],
 )
 def test_commands_exist_and_accept_their_arguments(path: str) -> None:
     commands = list(_commands(path))
