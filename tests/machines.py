@@ -2,7 +2,8 @@
 
 Each row is one setting with the suites it can affect. The settings stand for other machines: libraries without
 AVX-512, each instruction set of the kernels, one core, half a core, and steps that take next to no time. More rows run
-what takes too long for `make test`: the model's exactness at full depth, and a router that is killed.
+what takes too long for `make test`: the model's exactness at full depth, a router that is killed, and all faults at
+once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ KERNELS = ("tests/unit/kernels", "tests/property/kernels")
 ENGINE = ("tests/unit/engine", "tests/property/engine")
 EXACTNESS = ("tests/property/model", "tests/golden")
 ANSWERS = ("tests/integration/test_exactness.py",)
+CHAOS = ("tests/chaos/test_chaos_command.py",)
 WORKER_LOST = ("tests/chaos/test_worker_lost.py",)
 #: Chaos tests that hold with any model. The others ask the default model questions or never load one.
 ANY_MODEL = (*WORKER_LOST, "tests/chaos/test_redis_lost.py")
@@ -85,6 +87,12 @@ def rows() -> list[Row]:
             name="killed-router",
             suites=("tests/integration/router_svc/test_killed_router.py",),
             environment={"PDSERVE_TEST_DEPTH": "full"},
+        ),
+        Row(name="chaos", suites=CHAOS, environment={"PDSERVE_TEST_DEPTH": "full"}),
+        Row(
+            name="chaos-hour",
+            suites=CHAOS,
+            environment={"PDSERVE_TEST_DEPTH": "full", "PDSERVE_TEST_CHAOS_REQUESTS": "5000"},
         ),
         Row(
             name="ucx-without-guard",

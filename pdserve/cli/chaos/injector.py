@@ -88,7 +88,7 @@ class Injector:
         self._cluster.hold(name, True)
         try:
             async with AsyncExitStack() as stack:
-                await stack.enter_async_context(_LASTING[fault.kind](self._cluster.pid(name)))
+                await stack.enter_async_context(LASTING[fault.kind](self._cluster.pid(name)))
                 await asyncio.sleep(fault.duration_s)
         finally:
             self._cluster.hold(name, False)
@@ -136,7 +136,7 @@ async def _limited(pid: int, what: int, limit: int) -> AsyncIterator[None]:
                 resource.prlimit(pid, what, before)
 
 
-_LASTING = {
+LASTING = {
     "stop-worker": _stopped,
     "stop-router": _stopped,
     "stop-redis": _stopped,
