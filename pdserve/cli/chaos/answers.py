@@ -138,7 +138,8 @@ def _choice_difference(got: Choice, expected: Choice) -> str | None:
         return f"finish reasons are {got.finish_reasons}, expected {expected.finish_reasons}"
     if got.logprobs != expected.logprobs:
         pairs = zip(got.logprobs, expected.logprobs, strict=False)
-        at = next((index for index, (one, other) in enumerate(pairs) if one != other), len(got.logprobs))
+        shorter = min(len(got.logprobs), len(expected.logprobs))
+        at = next((index for index, (one, other) in enumerate(pairs) if one != other), shorter)
         return f"log-probabilities differ at token {at} ({len(got.logprobs)} and {len(expected.logprobs)})"
     return None
 

@@ -92,9 +92,13 @@ def held_blocks(metrics: str) -> list[str]:
     """What a worker's metrics say it still holds."""
     samples = [sample for family in text_string_to_metric_families(metrics) for sample in family.samples]
     values = {sample.name: sample.value for sample in samples if sample.name in (*_ZERO, *_BLOCKS)}
-    found = [f"{each} is {values.get(each)}" for each in _ZERO if values.get(each) != 0]
+    found = [f"{each} is {_shown(values.get(each))}" for each in _ZERO if values.get(each) != 0]
     free, total = (values.get(each) for each in _BLOCKS)
-    return [*found, *([] if free == total and total else [f"{free} of {total} blocks are free"])]
+    return [*found, *([] if free == total and total else [f"{_shown(free)} of {_shown(total)} blocks are free"])]
+
+
+def _shown(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:g}"
 
 
 _BLOCKS = ("pdserve_kv_blocks_free", "pdserve_kv_blocks")

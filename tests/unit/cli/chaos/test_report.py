@@ -115,8 +115,8 @@ def test_a_block_a_transfer_and_a_request_that_are_still_held_are_found() -> Non
         return held_blocks("".join(f"{name} {value}\n" for name, value in (IDLE | changes).items()))
 
     assert found() == []
-    assert found(pdserve_kv_blocks_free=7) == ["7.0 of 8.0 blocks are free"]
-    assert found(pdserve_kv_transfers_active=1) == ["pdserve_kv_transfers_active is 1.0"]
+    assert found(pdserve_kv_blocks_free=7) == ["7 of 8 blocks are free"]
+    assert found(pdserve_kv_transfers_active=1) == ["pdserve_kv_transfers_active is 1"]
     assert held_blocks("") != []
 
 
