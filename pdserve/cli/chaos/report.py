@@ -92,8 +92,6 @@ def summarize(
     judged = [(each, *judge(each, expected[each.sending.request.index])) for each in outcomes]
     in_flight = [each for each in outcomes if any(each.started_at <= fault.at <= each.ended_at for fault in injected)]
     hit = [each for each in outcomes if hits(each, injected)]
-    found = [pause for each in outcomes for pause in pauses(each, injected)]
-    kinds = sorted({kind for kind, _ in found})
     return {
         "requests": {
             "sent": len(outcomes),
@@ -110,16 +108,21 @@ def summarize(
             "by_kind": dict(sorted(Counter(each.kind for each in injected).items())),
             "not_possible_then": dict(sorted(Counter(skipped).items())),
         },
-        "pause_from_kill_to_next_token": {
-            "all": distribution([seconds for _, seconds in found]),
-            **{kind: distribution([seconds for each, seconds in found if each == kind]) for kind in kinds},
-        },
+        "pause_from_kill_to_next_token": _pauses_by_kind([each for one in outcomes for each in pauses(one, injected)]),
         "retry_reasons": dict(sorted(Counter(each["reason"] for one in outcomes for each in _retries(one)).items())),
         "failures": [
             _failure(outcome, status, reason, injected, started_at)
             for outcome, status, reason in judged
             if status in (WRONG, FAILED)
         ],
+    }
+
+
+def _pauses_by_kind(found: Sequence[tuple[str, float]]) -> dict[str, dict[str, float]]:
+    kinds = sorted({kind for kind, _ in found})
+    return {
+        "all": distribution([seconds for _, seconds in found]),
+        **{kind: distribution([seconds for each, seconds in found if each == kind]) for kind in kinds},
     }
 
 

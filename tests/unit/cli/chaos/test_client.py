@@ -95,7 +95,7 @@ async def test_a_stream_whose_router_is_lost_goes_on_behind_its_last_event() -> 
     assert len(outcome.token_times) == 3
 
 
-async def test_a_response_that_is_not_streamed_is_asked_for_again() -> None:
+async def test_a_response_that_is_not_streamed_is_sent_again() -> None:
     async def whole(_: web.Request) -> web.StreamResponse:
         choice = {"index": 0, "text": "abc", "finish_reason": "stop", "stop_reason": None}
         return web.json_response({"id": "cmpl-1", "choices": [choice]})
@@ -112,7 +112,7 @@ async def test_a_response_that_is_not_streamed_is_asked_for_again() -> None:
     assert [request.method for request in seen] == ["POST", "POST"]
 
 
-async def test_a_router_that_does_not_know_the_stream_yet_is_asked_again() -> None:
+async def test_a_router_that_does_not_know_the_stream_yet_is_tried_again() -> None:
     answers = iter([web.Response(status=404), None])
 
     async def second(request: web.Request) -> web.StreamResponse:
