@@ -5,6 +5,7 @@ Source: sd_notify(3).
 
 from __future__ import annotations
 
+import functools
 import socket
 
 from pdserve.base.config import variable
@@ -17,12 +18,17 @@ def notify(state: str) -> bool:
         return False
     if address.startswith("@"):
         address = "\0" + address[1:]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        try:
-            sender.sendto(state.encode(), address)
-        except OSError:
-            return False
+    try:
+        _sender().sendto(state.encode(), address)
+    except OSError:
+        return False
     return True
+
+
+@functools.cache
+def _sender() -> socket.socket:
+    """Kept open: a process without a free descriptor must still report that it makes progress, or it would be ended."""
+    return socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 
 
 def has_listener() -> bool:

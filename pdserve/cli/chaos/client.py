@@ -22,6 +22,13 @@ _READ_BYTES = 2048
 _CONNECT_TIMEOUT_S = 10.0
 #: Between two tries, while no router is ready or none knows the stream.
 _RETRY_S = 0.1
+#: Answers to a stream that is to be resumed, after which the client tries again, as the documents of the API say.
+_TEMPORARY = (
+    HTTPStatus.NOT_FOUND,
+    HTTPStatus.CONFLICT,
+    HTTPStatus.TOO_MANY_REQUESTS,
+    HTTPStatus.SERVICE_UNAVAILABLE,
+)
 #: How long routers may not know a stream that a lost router had.
 _RESUME_TIMEOUT_S = 30.0
 #: The connection, or the router behind it, is lost.
@@ -132,8 +139,7 @@ class Clients:
 
     def _may_wait_for_stream(self, reader: Reader, error: Refused) -> bool:
         """Whether routers may still learn of the stream: a worker may not have reported it yet."""
-        is_temporary = error.status in (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.SERVICE_UNAVAILABLE)
-        if not reader.has_answered or not is_temporary:
+        if not reader.has_answered or error.status not in _TEMPORARY:
             return False
         now = time.monotonic()
         if reader.resumes_until is None:

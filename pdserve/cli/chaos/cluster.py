@@ -29,6 +29,8 @@ from pdserve.cli.up_secret import own_secret
 
 #: A process that the plan kills often is not one that fails by itself: the delay does not grow.
 _BACKOFF = BackoffPolicy(first_s=0.5, max_s=0.5)
+#: Streams outlive their router. The user's environment wins.
+_RESUMABLE = {"PDSERVE_ROUTER__RESUME_TIMEOUT_S": "120"}
 #: Below the ports that the kernel gives to connections: a router that is restarted finds its own port free.
 _PORTS = range(20_000, 32_700)
 
@@ -164,7 +166,8 @@ def _router_specs(plan: ClusterPlan, ports: Sequence[int]) -> list[ProcessSpec]:
     for index, (port, grpc_port) in enumerate(zip(ports[::2], ports[1::2], strict=True)):
         spec = router_spec(replace(plan, config=replace(plan.config, port=port, grpc_port=grpc_port)))
         name = f"{ROUTER}-{index}"
-        specs.append(replace(spec, name=name, log_path=plan.log_dir / f"{name}.log"))
+        environment = {**_RESUMABLE, **spec.environment}
+        specs.append(replace(spec, name=name, environment=environment, log_path=plan.log_dir / f"{name}.log"))
     return specs
 
 
