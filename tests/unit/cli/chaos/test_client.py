@@ -59,7 +59,7 @@ async def routers(*handlers: Handler) -> AsyncIterator[tuple[list[str], list[web
 
         application = web.Application()
         application.router.add_route("*", "/{path:.*}", handle)
-        runner = web.AppRunner(application)
+        runner = web.AppRunner(application, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         runners.append(runner)
         site = web.TCPSite(runner, "127.0.0.1", 0)
