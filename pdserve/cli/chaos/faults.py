@@ -26,7 +26,7 @@ KINDS: Mapping[str, float] = {
     "descriptors": 0.07,
     "files": 0.05,
 }
-DEFAULT_KINDS: tuple[str, ...] = tuple(kind for kind in KINDS if kind != "kill-router")
+DEFAULT_KINDS: tuple[str, ...] = tuple(KINDS)
 #: Shortest and longest time that a fault lasts, where it lasts.
 DURATIONS_S: Mapping[str, tuple[float, float]] = {
     "stop-worker": (0.2, 4.0),
