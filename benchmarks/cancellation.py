@@ -46,7 +46,7 @@ FLAGS = (
 #: What a prompt takes to be computed, at least.
 PREFILL_S = 0.3
 #: A request reaches its phase in less; then its timeout is over.
-TIMEOUT_S = {"encoding": 0.3, "prefilling": 1.0, "decoding": 4.0}
+TIMEOUT_S = {"encoding": 0.3, "prefilling": 1.2, "decoding": 4.0}
 _FREE = ("pdserve_kv_blocks_free", "pdserve_kv_blocks", "pdserve_num_requests_running", "pdserve_num_requests_waiting")
 
 
@@ -141,7 +141,8 @@ async def in_phase(
                 await asyncio.sleep(0.01)
             case "prefilling":
                 await observed.until_state(request_id, "prefilling")
-                await asyncio.sleep(random.Random(request_id).uniform(0, PREFILL_S))
+                if timeout_s is None:  # A deadline is at a random moment by itself.
+                    await asyncio.sleep(random.Random(request_id).uniform(0, PREFILL_S))
             case "decoding":
                 await first_byte.wait()
                 await observed.until_state(request_id, "decoding")
@@ -159,6 +160,8 @@ async def measure(http: aiohttp.ClientSession, observed: Observed, phase: str, e
     started = time.perf_counter()
     async with in_phase(http, observed, phase, request_id, timeout_s) as task:
         was_busy = not await observed.is_free()
+        if timeout_s is not None and time.perf_counter() > started + timeout_s:
+            raise SystemExit(f"The request reached its phase {phase} after its timeout of {timeout_s:.2f} s.")
         if timeout_s is not None:
             await asyncio.sleep(max(started + timeout_s - time.perf_counter(), 0))
             at = started + timeout_s
