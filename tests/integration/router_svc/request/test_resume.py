@@ -340,8 +340,7 @@ async def is_known_with(pair: Pair, layout: KvLayout) -> bool:
 
 @full
 async def test_a_request_that_failed_leaves_nothing_to_resume(routers: Pair) -> None:
-    routers.first.script.fail("decode_token", failing(PdserveError("it broke")))
-    routers.first.script.fail("decode_token", failing(PdserveError("it broke again")))
+    routers.first.script.fail("decode_token", *[failing(PdserveError("it broke again")) for _ in range(8)])
     body = {"model": NAME, "max_tokens": 40, "stream": True, "prompt": "Say hello"}
     url, headers = f"{routers.first.base_url}/v1/completions", {"X-Request-Id": "broken"}
     async with routers.first.http.post(url, json=body, headers=headers) as response:
