@@ -30,6 +30,6 @@ def fork_choices(
     sequences = [prompt, *(blocks.fork(prompt, choice) for choice in going_on[1:])]
     prompt.choice_index = going_on[0]
     for sequence in sequences:
-        sequence.tokens.extend(request.job.output.get(sequence.choice_index, (first_tokens[sequence.choice_index],)))
+        sequence.tokens.extend(request.output.get(sequence.choice_index, (first_tokens[sequence.choice_index],)))
         sequence.sampling = limits.sample_row(sequence, sequence.choice_index)
     return sequences

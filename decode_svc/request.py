@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pdserve.base.errors import InvalidTransition, RequestError
-from pdserve.base.ids import BlockTables, RequestId
+from pdserve.base.ids import BlockHash, BlockTables, RequestId
 from pdserve.base.sampling import check_vocabulary
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.job import PromptJob
@@ -26,6 +26,8 @@ class DecodeJob(PromptJob):
     output: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     #: Choices that are over.
     over: frozenset[int] = frozenset()
+    #: The request still runs on another decode worker, which sends the full blocks of prompt and output.
+    is_moving: bool = False
 
     def require_continuable(self, limits: SequenceLimits) -> None:
         """Raises `RequestError` unless the output so far is one that this request can have."""
@@ -45,6 +47,11 @@ class DecodeJob(PromptJob):
                     param="output",
                 )
             check_vocabulary("output", tokens, limits.vocab_size)
+        if self.is_moving and len(listed) < self.params.n:
+            raise RequestError(
+                f"Only {len(listed)} of {self.params.n} choices have output. Move a request once all have.",
+                param="output",
+            )
 
 
 class DecodePhase(Enum):
@@ -111,8 +118,17 @@ class ScheduledRequest:
     num_cached: int = 0
     #: Choices that were stopped, whether they run already or not.
     stopped: set[int] = field(default_factory=set)
+    #: Output that is known of choices which do not run yet.
+    output: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    #: Hashes of the blocks that a moving request holds or receives, in the order of its ticket.
+    moved: list[BlockHash] = field(default_factory=list)
     #: Active and preempted sequences by choice; only the prompt's while the prompt is computed.
     sequences: dict[int, Sequence] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, job: DecodeJob) -> ScheduledRequest:
+        """A request that has just arrived."""
+        return cls(job=job, prompt_sequence=job.new_sequence(), stopped=set(job.over), output=dict(job.output))
 
     @property
     def request_id(self) -> RequestId:
@@ -120,8 +136,8 @@ class ScheduledRequest:
         return self.job.request_id
 
     def allows(self, move: DecodeMove) -> bool:
-        """Whether the table has this move for the present phase."""
-        return (self.phase, move) in TRANSITIONS
+        """Whether the table has this move for the present phase. What moves here is received, or ends."""
+        return (self.phase, move) in TRANSITIONS and not (move is DecodeMove.COMPUTE and self.job.is_moving)
 
     def require(self, move: DecodeMove) -> None:
         """Raises `InvalidTransition` unless the table has this move for the present phase."""
@@ -157,17 +173,25 @@ class ScheduledRequest:
         """Choices whose first token is to be sampled here."""
         if self.forced_first_tokens:
             return ()
-        known = self.stopped | self.job.output.keys()
+        known = self.stopped | self.output.keys()
         return tuple(choice for choice in range(self.job.params.n) if choice not in known)
 
     def first_tokens(self, found: Mapping[int, int]) -> dict[int, int]:
         """The first token of each choice: the client's where it has one, else that of `found`."""
-        known = {choice: tokens[0] for choice, tokens in self.job.output.items()}
+        known = {choice: tokens[0] for choice, tokens in self.output.items()}
         return dict(sorted({**found, **known}.items()))
 
     # Events.
     def granted(self, blocks: BlockManager) -> Grant:
         """The request is RESERVED."""
+        if self.job.is_moving:
+            num_cached, table = self.num_cached // blocks.pool.block_size, tuple(self.prompt_sequence.held_blocks())
+            return Grant(
+                request_id=self.request_id,
+                block_tables=(table[::-1],),
+                num_cached_blocks=num_cached,
+                first_missing=(num_cached,),
+            )
         return Grant(
             request_id=self.request_id,
             block_tables=blocks.prompt_blocks(self.prompt_sequence),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from decode_svc.moves import moving_hashes
 from decode_svc.request import DecodeMove, DecodePhase, ScheduledRequest
 from decode_svc.scheduler_config import ReservationLimits
 from pdserve.base.ids import RequestId
@@ -74,6 +75,8 @@ class Reservations:
         request = next(iter(self._waiting.values()), None)
         if request is None:
             return None
+        if request.job.is_moving:
+            return self._admit_moving(request, headroom)
         pool, sequence = self._blocks.pool, request.prompt_sequence
         num_cached = self._blocks.count_cached(sequence, recompute_last=False)
         num_blocks = pool.blocks_for(sequence.num_prompt)
@@ -89,11 +92,37 @@ class Reservations:
         if locally:
             request.advance(DecodeMove.COMPUTE)
         else:
-            request.advance(DecodeMove.GRANT)
-            self._missing[request.request_id] = num_missing
-            num_cached_blocks = sequence.num_computed // pool.block_size
-            self._reserved[request.request_id] = (len(sequence.block_table) - num_cached_blocks) * pool.num_groups
-            self._num_missing += num_missing
+            num_fresh = len(sequence.block_table) - sequence.num_computed // pool.block_size
+            self._hold(request, num_missing, num_fresh * pool.num_groups)
+        return request
+
+    def _hold(self, request: ScheduledRequest, num_missing: int, num_reserved: int) -> None:
+        request.advance(DecodeMove.GRANT)
+        self._missing[request.request_id] = num_missing
+        self._reserved[request.request_id] = num_reserved
+        self._num_missing += num_missing
+
+    def _admit_moving(self, request: ScheduledRequest, headroom: int) -> ScheduledRequest | None:
+        """Give a request from another worker blocks for as much of its KV as may be received: the rest is computed."""
+        pool, carrier = self._blocks.pool, request.prompt_sequence
+        hashes = moving_hashes(request, pool.block_size)
+        num_cached = pool.count_prefix(hashes)
+        del hashes[num_cached + min(self._limits.max_reserved_blocks, self._limits.max_receivable_blocks) :]
+        num_fresh = len(hashes) - num_cached
+        num_missing = self._limits.capacity_for(num_fresh)
+        # Each choice also needs a block for the tokens behind its last full one.
+        has_room = num_fresh + headroom + len(request.output) <= pool.num_free
+        if not has_room or not self._may_receive(num_missing):
+            return None
+        carrier.block_table.extend(pool.match_prefix(hashes))
+        fresh = pool.allocate(num_fresh)
+        if fresh is None:  # Cached blocks, which counted as free, are taken now.
+            self._blocks.free(carrier)
+            return None
+        carrier.block_table.extend(fresh)
+        self.remove(request)
+        request.moved, request.num_cached = hashes, num_cached * pool.block_size
+        self._hold(request, num_missing, num_fresh)
         return request
 
     def remove(self, request: ScheduledRequest) -> None:

@@ -7,8 +7,7 @@
 `TRANSITIONS` in request.py has every move. A RUNNING request has one sequence per choice. Each step computes the
 pending tokens of the sequences in the `RunningSet`: one token of a decoding sequence, a chunk of a sequence whose KV is
 to be computed (again). Chunks are sized to keep the step within the ITL budget at the present pace. When a block is
-needed and none is free, the youngest sequence is preempted. While a preempted sequence waits for blocks, no request is
-admitted, so the oldest sequence always advances.
+needed and none is free, the youngest sequence is preempted. While one waits for blocks, no request is admitted.
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
 from decode_svc.choices import fork_choices
+from decode_svc.integrity import check_integrity
 from decode_svc.load import decode_load
+from decode_svc.moves import Moves
 from decode_svc.request import DecodeJob, DecodeMove, DecodePhase, ScheduledRequest
 from decode_svc.reservations import Reservations
 from decode_svc.scheduler_config import DecodeSchedulerConfig
@@ -43,6 +44,8 @@ class DecodeScheduler:
         self._model_limits = config.limits
         #: All requests on this worker, in order of arrival.
         self._requests: dict[RequestId, ScheduledRequest] = {}
+        #: Requests that come from other decode workers, or go there.
+        self.moves = Moves(self._requests, self._blocks, self._running, self._limits)
         #: Requests that may run, of which no step has computed anything yet.
         self._unstarted: dict[RequestId, ScheduledRequest] = {}
         self._events = EventLog()
@@ -60,7 +63,7 @@ class DecodeScheduler:
             raise InvalidTransition(f"Request {job.request_id} is already on this worker.")
         job.require_servable(self._model_limits, self._pool, num_output_tokens=1)
         job.require_continuable(self._limits)
-        request = ScheduledRequest(job=job, prompt_sequence=job.new_sequence(), stopped=set(job.over))
+        request = ScheduledRequest.of(job)
         self._requests[job.request_id] = request
         self._reservations.add(request)
         self._must_rescan_waiting = True
@@ -77,8 +80,11 @@ class DecodeScheduler:
         self._reservations.remove(request)
         self._must_rescan_waiting = True
         self._unstarted[request_id] = request
-        self._blocks.receive_prompt(request.prompt_sequence)
-        self._run_choices(request, request.first_tokens(dict(enumerate(first_tokens))))
+        if request.job.is_moving:
+            self._take_choices(request, self.moves.start(request))
+        else:
+            self._blocks.receive_prompt(request.prompt_sequence)
+            self._run_choices(request, request.first_tokens(dict(enumerate(first_tokens))))
 
     def prefill_locally(self, request_id: RequestId, forced_first_tokens: Items[int] = ()) -> None:
         """Compute the missing part of the prompt here, then sample the first tokens or take those a client has seen.
@@ -145,8 +151,9 @@ class DecodeScheduler:
             chunks=tuple(self._requests[s.request_id].chunk(s, stop, self._limits) for s, stop in planned.chunks),
             copies=self._pool.drain_copies(),
         )
-        if self._unstarted:
-            self._note_started(plan.scheduled())
+        for sequence in plan.scheduled() if self._unstarted else ():
+            if (request := self._unstarted.pop(sequence.request_id, None)) is not None:
+                self._events.started.append(request.started(self._blocks.prompt_blocks(sequence)))
         return plan
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
@@ -179,13 +186,7 @@ class DecodeScheduler:
 
     def check_integrity(self) -> None:
         """Assert that pool, queues and counters are sound, and references exactly those of the requests here."""
-        requests = self._requests.values()
-        self._reservations.check_integrity(requests)
-        running = [sequence for request in requests for sequence in request.sequences.values()]
-        assert set(map(id, running)) == set(map(id, self._running)), "a running sequence belongs to no request"
-        self._running.check_integrity()
-        reserved = [request.prompt_sequence for request in requests if request.phase is DecodePhase.RESERVED]
-        self._pool.check_integrity(holder.held_blocks() for holder in running + reserved)
+        check_integrity(self._requests.values(), self._reservations, self._running, self.moves, self._pool)
 
     # Moves of a request.
     def _expect(self, request_id: RequestId, move: DecodeMove) -> ScheduledRequest:
@@ -218,9 +219,13 @@ class DecodeScheduler:
         prompt = request.prompt_sequence
         prompt.admission_order = prompt.admission_order or self._running.next_admission_order()
         sequences = fork_choices(request, first_tokens, self._limits, self._blocks)
-        request.sequences = {sequence.choice_index: sequence for sequence in sequences}
         for sequence in sequences:
             self._running.add(sequence)
+        self._take_choices(request, sequences)
+
+    def _take_choices(self, request: ScheduledRequest, sequences: Items[Sequence]) -> None:
+        """`sequences` are the running ones of the request, which is over without any."""
+        request.sequences = {sequence.choice_index: sequence for sequence in sequences}
         if not sequences:
             self._finish(request, DecodeMove.FINISH)
 
@@ -250,11 +255,6 @@ class DecodeScheduler:
             self._events.finished.append(request.request_id)
 
     # Parts of a step.
-    def _note_started(self, sequences: Items[Sequence]) -> None:
-        for sequence in sequences:
-            if (request := self._unstarted.pop(sequence.request_id, None)) is not None:
-                self._events.started.append(request.started(self._blocks.prompt_blocks(sequence)))
-
     def _take_decoded(self, sequence: Sequence, result: SampleResult) -> None:
         if not sequence.block_table:  # It ended in the step before, or another choice failed earlier in this one.
             return

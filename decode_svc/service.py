@@ -11,6 +11,8 @@ from typing import Any
 import grpc
 
 from decode_svc.config import DecodeConfig
+from decode_svc.departures import Departures
+from decode_svc.leaving import Leaving
 from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.scheduler_config import DecodeSchedulerConfig
@@ -22,7 +24,7 @@ from kvtransfer.handover.ticket import commit_from_proto
 from pdserve.base import rpc
 from pdserve.base.admin import bound_socket
 from pdserve.base.block_hash import hash_blocks
-from pdserve.base.errors import PdserveError, RequestError, StaleError, reason_of
+from pdserve.base.errors import Draining, LayoutMismatch, PdserveError, RequestError, StaleError, reason_of
 from pdserve.base.ids import RequestId, RouterId
 from pdserve.base.logs import enter_request, get_logger
 from pdserve.base.seals import Purpose
@@ -46,6 +48,8 @@ log = get_logger(__name__)
 _PRIVATE_SALT_BYTES = 32
 #: Time for which a connection may be open without a request.
 _START_TIMEOUT_S = 10.0
+#: Interval at which a worker that drains looks for requests that should leave.
+_DRAIN_CHECK_S = 0.1
 
 
 class DecodeService(pb_grpc.DecodeServiceServicer):
@@ -77,6 +81,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         #: Connections with a request.
         self._streams: set[MessageStream[pb.DecodeRequest]] = set()
         self._receiver: Receiver | None = None
+        self._departures = Departures(worker, self.scheduler.moves)
         self._config = config
         self._open = AsyncExitStack()
 
@@ -119,7 +124,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         for grant in events.grants:
             self._inboxes.put(grant.request_id, grant)
         if events.started:
-            started_at = asyncio.get_running_loop().time() - output.durations.total_s
+            started_at = _now() - output.durations.total_s
             for started in events.started:
                 self._inboxes.put(started.request_id, Started(started, started_at))
         for progress in events.progress:
@@ -131,12 +136,21 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         for request_id in events.finished:
             self._inboxes.put(request_id, ChoicesEnded())
 
+    def drain(self, within_s: float) -> None:
+        """Hands back what waits here, and has what does not end within `within_s` seconds move elsewhere."""
+        self._worker.tasks.start(self._empty(_now() + within_s), name="drain")
+
+    def give_up(self, error: PdserveError) -> None:
+        """Ends the requests that are still here with this error."""
+        self._inboxes.fail_all(error)
+
     def on_layers(self, written: LayersWritten) -> None:
         """Never called: plans of this tier request no reports."""
 
     async def close(self) -> None:
         """Closes the connections of routers, then the transfers into this worker."""
         await self._open.aclose()
+        await self._departures.close()
         if self._receiver is not None:
             await self._receiver.close()
 
@@ -154,6 +168,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
                 session = DecodeSession(
                     self._worker, self.scheduler, self.receiver, inbox, stream, lease_s=self._lease_s
                 )
+                session.departures = self._departures
                 session.trace.join(self._worker.tracer, caller)
                 enter_request(request_id, session.trace.context)
                 self._sessions[request_id] = session
@@ -175,6 +190,16 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             if not self._worker.is_hung:
                 for stream in self._streams:
                     stream.keep_alive(message)
+
+    async def _empty(self, ends_at: float) -> None:
+        moves, leaving = self.scheduler.moves, Leaving(ends_at)
+        for request_id in await self._worker.run(moves.waiting):
+            self._inboxes.put(request_id, Failed(error=Draining("The worker is shutting down. Retry on another.")))
+        while True:
+            tokens_left = await self._worker.run(moves.tokens_left)
+            for request_id in leaving.next(tokens_left, step_s=self._worker.steps.last_step_s, now=_now()):
+                self._inboxes.put(request_id, pb.DecodeResponse(leave=pb.LeaveAsked(reason="drain")))
+            await asyncio.sleep(_DRAIN_CHECK_S)
 
     def _attributes(self, start: pb.DecodeStart) -> dict[str, Attribute]:
         return {
@@ -233,6 +258,8 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
     def _job(self, start: pb.DecodeStart) -> DecodeJob:
         prompt = tuple(start.prompt_token_ids)
         layout = self._worker.model.layout
+        if start.is_moving and layout.windows != (None,):
+            raise LayoutMismatch("KV of several groups, or of a window, cannot be moved. Compute it again.")
         # A stranger who is accepted for now may send any blocks: no other request may find them.
         private = self._worker.seals.accepts_strangers
         key = self._worker.hash_key(secrets.token_bytes(_PRIVATE_SALT_BYTES) if private else start.cache_salt)
@@ -245,9 +272,14 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             local_prefill_threshold=start.local_prefill_threshold,
             output={each.choice_index: tuple(each.token_ids) for each in start.output if not each.is_over},
             over=frozenset(each.choice_index for each in start.output if each.is_over),
+            is_moving=start.is_moving,
             router_id=RouterId(start.ref.router_id),
             is_alone=start.ref.alone,
         )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _failure(error: PdserveError) -> pb.DecodeResponse:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 
+from decode_svc.departures import Departures
 from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.session_events import (
@@ -32,7 +33,8 @@ from pdserve.base.errors import (
     reason_of,
 )
 from pdserve.base.streams import MessageStream, PeerLeft
-from pdserve.base.tasks import service_group
+from pdserve.base.tasks import ServiceGroup, service_group
+from pdserve.base.wire import tokens_from_wire
 from pdserve.engine.step import Grant, PrefillProgress, RequestTokens
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.worker.serve.inboxes import Failed, Inbox
@@ -85,6 +87,9 @@ class DecodeSession:
         self._inbox = inbox
         self._stream = stream
         self._lease_s = lease_s
+        #: What sends blocks to other decode workers.
+        self.departures: Departures | None = None
+        self._tasks: ServiceGroup | None = None
         self._request_id = inbox.request_id
         self._waiting_bytes = 0
         #: Blocks of the prompt that the prefix cache had.
@@ -103,6 +108,7 @@ class DecodeSession:
     async def run(self, job: DecodeJob) -> None:
         """Raises the error that ended the request before its last token, possibly `PeerLeft`."""
         async with service_group() as tasks:
+            self._tasks = tasks
             reading = tasks.start(self._read(), name=f"commands {self._request_id}")
             try:
                 await self._worker.run(lambda: self._scheduler.reserve(job))
@@ -157,6 +163,8 @@ class DecodeSession:
                 if self.trace.first_tokens_at is None:
                     self.trace.first_tokens_at = _now()
                 await self._report_tokens(new)
+            case pb.DecodeResponse() as message:
+                await self._stream.write(message)
             case pb.DecodeRequest() as command:
                 self._waiting_bytes -= cost_of(command)
                 await self._handle_command(command)
@@ -241,6 +249,12 @@ class DecodeSession:
             await self._worker.run(lambda: self._scheduler.stop_choice(self._request_id, choice))
         elif kind == "renew_ticket":
             await self._renew(command.renew_ticket.attempt)
+        elif kind == "catch_up":
+            known = tuple(map(tokens_from_wire, command.catch_up.choices))
+            await self._worker.run(lambda: self._scheduler.moves.catch_up(self._request_id, known))
+        elif kind == "hand_off":
+            assert self._tasks is not None
+            self._tasks.start(self._hand_off(command.hand_off), name=f"hand-off {self._request_id}")
         elif kind == "prefill_locally":
             await self._prefill_locally(command.prefill_locally)
         else:
@@ -248,6 +262,11 @@ class DecodeSession:
                 f"Request {self._request_id} is being decoded already, but {kind or 'an empty message'} came. "
                 "Send start once, as the first message of the stream."
             )
+
+    async def _hand_off(self, command: pb.HandOff) -> None:
+        """The blocks leave while tokens are sampled. The router decides when the request has moved."""
+        if self.departures is not None:
+            self._inbox.put(pb.DecodeResponse(handed_off=await self.departures.send(self._request_id, command)))
 
     async def _renew(self, attempt: int) -> None:
         match self._life:

@@ -36,7 +36,15 @@ class Started:
 
 #: Everything that a session's inbox takes, apart from failures.
 SessionEvent = (
-    Grant | Received | Started | PrefillProgress | RequestTokens | ChoicesEnded | RouterLeft | pb.DecodeRequest
+    Grant
+    | Received
+    | Started
+    | PrefillProgress
+    | RequestTokens
+    | ChoicesEnded
+    | RouterLeft
+    | pb.DecodeRequest
+    | pb.DecodeResponse
 )
 
 

@@ -60,6 +60,13 @@ class PrefillScheduler:
         self._must_rescan_waiting = True
         return True
 
+    def hand_back(self) -> list[RequestId]:
+        """Forget the prompts of which nothing is computed; returns their requests."""
+        handed_back = [prompt.request_id for prompt in self._prompts.in_phase(PrefillPhase.WAITING)]
+        for request_id in handed_back:
+            self.release(request_id)
+        return handed_back
+
     def block_tables(self, request_id: RequestId) -> BlockTables:
         """Blocks of the prompt, in order; empty while it waits. Raises `InvalidTransition` for an unknown one."""
         return self._blocks.prompt_blocks(self._expect(request_id).sequence)

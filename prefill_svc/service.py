@@ -14,7 +14,7 @@ from kvtransfer.handover.ticket import Ticket
 from kvtransfer.transport.own_sockets import Connection
 from pdserve.base import rpc
 from pdserve.base.block_hash import hash_blocks
-from pdserve.base.errors import PdserveError, reason_of
+from pdserve.base.errors import Draining, PdserveError, reason_of
 from pdserve.base.ids import RequestId, RouterId
 from pdserve.base.logs import enter_request, get_logger
 from pdserve.base.seals import Purpose
@@ -90,6 +90,14 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
         for failure in events.failures:
             self._inboxes.put(failure.request_id, Failed(error=failure.error))
 
+    def drain(self, within_s: float) -> None:
+        """Hands back the prompts of which nothing is computed. The others are computed and sent."""
+        self._worker.tasks.start(self._hand_back(), name="drain")
+
+    def give_up(self, error: PdserveError) -> None:
+        """Ends the prompts that are still here with this error."""
+        self._inboxes.fail_all(error)
+
     def on_layers(self, written: LayersWritten) -> None:
         """Passes a report from within a step to its prompt."""
         self._inboxes.put(written.request_id, written)
@@ -127,6 +135,10 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
                         self._worker.metrics.ended(failure or session.outcome)
                     attributes = self._attributes(request, session.outcome)
                     trace.end(session.times, attributes, ticket=ticket, sent=session.sent, error=failure)
+
+    async def _hand_back(self) -> None:
+        for request_id in await self._worker.run(self.scheduler.hand_back):
+            self._inboxes.put(request_id, Failed(error=Draining("The worker is shutting down. Retry on another one.")))
 
     async def _introduce(self, ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
         async with self._channels.use(ticket.worker_id, ticket.epoch, ticket.grpc_address) as channel:

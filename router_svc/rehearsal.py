@@ -16,7 +16,7 @@ from pdserve.base.sampling import SamplingParams
 from pdserve.base.store import Store
 from router_svc.generation import Generation, TextRules
 from router_svc.records.metrics import RouterMetrics
-from router_svc.records.record import RecentRecords
+from router_svc.records.recent_records import RecentRecords
 from router_svc.records.request_store import RequestStore
 from router_svc.request.output import ChoiceDelta
 from router_svc.request.requests import Recorders, Requests

@@ -36,7 +36,7 @@ from router_svc.clients.tls import client_tls
 from router_svc.cluster_setup import make_cluster
 from router_svc.config import RouterConfig
 from router_svc.records.metrics import RouterMetrics
-from router_svc.records.record import RecentRecords
+from router_svc.records.recent_records import RecentRecords
 from router_svc.records.redis_memory import RedisMemory
 from router_svc.records.request_store import RequestStore
 from router_svc.records.traces import Traces

@@ -119,6 +119,10 @@ class LayoutMismatch(TransferError):
     """The two workers store KV blocks in different layouts."""
 
 
+class Diverged(TransferError):
+    """Two workers have computed different tokens for one position."""
+
+
 class PeerRefused(TransferError):
     """The message is not from this cluster, or not for the first time here."""
 
@@ -221,6 +225,7 @@ _TABLE: dict[type[PdserveError], Codes] = {
     TransferTimeout: Codes(http=504, openai_type="transfer_error", grpc="DEADLINE_EXCEEDED"),
     DigestMismatch: Codes(http=502, openai_type="transfer_error", grpc="DATA_LOSS"),
     LayoutMismatch: Codes(http=502, openai_type="transfer_error", grpc="FAILED_PRECONDITION"),
+    Diverged: Codes(http=502, openai_type="transfer_error", grpc="FAILED_PRECONDITION"),
     PeerRefused: Codes(http=502, openai_type="transfer_error", grpc="UNAUTHENTICATED"),
     StaleError: Codes(http=409, openai_type="stale_error", grpc="ABORTED"),
     StaleAttempt: Codes(http=409, openai_type="stale_error", grpc="ABORTED"),

@@ -108,6 +108,11 @@ class RunningSet:
         insort(self._active, sequence, key=_order)
         self._num_alone += sequence.is_alone
 
+    def queue(self, sequence: Sequence) -> None:
+        """Start running a sequence that holds no blocks, as if it had been preempted."""
+        insort(self._preempted, sequence, key=_order)
+        self._num_alone += sequence.is_alone
+
     def detach(self, sequence: Sequence) -> None:
         """Stop running a sequence, which keeps the blocks that it holds."""
         (self._active if sequence in self._active else self._preempted).remove(sequence)

@@ -37,6 +37,8 @@ class DecodeRequest(_message.Message):
     PREFILL_LOCALLY_FIELD_NUMBER: _builtins.int
     KEEP_LEASE_FIELD_NUMBER: _builtins.int
     STOP_CHOICE_FIELD_NUMBER: _builtins.int
+    CATCH_UP_FIELD_NUMBER: _builtins.int
+    HAND_OFF_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def start(self) -> Global___DecodeStart: ...
     @_builtins.property
@@ -55,6 +57,14 @@ class DecodeRequest(_message.Message):
     def stop_choice(self) -> Global___StopChoice:
         """The router has all it needs of a choice (stop string): end it."""
 
+    @_builtins.property
+    def catch_up(self) -> Global___CatchUp:
+        """The client has more tokens: go on behind them."""
+
+    @_builtins.property
+    def hand_off(self) -> Global___HandOff:
+        """Send full blocks to the decode worker that the request moves to."""
+
     def __init__(
         self,
         *,
@@ -63,12 +73,14 @@ class DecodeRequest(_message.Message):
         prefill_locally: Global___PrefillLocally | None = ...,
         keep_lease: Global___KeepLease | None = ...,
         stop_choice: Global___StopChoice | None = ...,
+        catch_up: Global___CatchUp | None = ...,
+        hand_off: Global___HandOff | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "keep_lease", b"keep_lease", "prefill_locally", b"prefill_locally", "renew_ticket", b"renew_ticket", "start", b"start", "stop_choice", b"stop_choice"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["catch_up", b"catch_up", "command", b"command", "hand_off", b"hand_off", "keep_lease", b"keep_lease", "prefill_locally", b"prefill_locally", "renew_ticket", b"renew_ticket", "start", b"start", "stop_choice", b"stop_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "keep_lease", b"keep_lease", "prefill_locally", b"prefill_locally", "renew_ticket", b"renew_ticket", "start", b"start", "stop_choice", b"stop_choice"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["catch_up", b"catch_up", "command", b"command", "hand_off", b"hand_off", "keep_lease", b"keep_lease", "prefill_locally", b"prefill_locally", "renew_ticket", b"renew_ticket", "start", b"start", "stop_choice", b"stop_choice"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["start", "renew_ticket", "prefill_locally", "keep_lease", "stop_choice"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["start", "renew_ticket", "prefill_locally", "keep_lease", "stop_choice", "catch_up", "hand_off"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -86,6 +98,7 @@ class DecodeStart(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SEALED_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
+    IS_MOVING_FIELD_NUMBER: _builtins.int
     local_prefill_threshold: _builtins.int
     """The worker computes the prompt by itself, without a ticket, when at most this
     many prompt tokens are not in its cache. 0: never; 2^32 - 1: always.
@@ -93,6 +106,11 @@ class DecodeStart(_message.Message):
     cache_salt: _builtins.bytes
     traceparent: _builtins.str
     """W3C trace context of the call; empty without a trace."""
+    is_moving: _builtins.bool
+    """The request still runs on another decode worker. Its full blocks come from
+    there: those of the prompt, then those behind them of each choice that is not
+    over, in the order of choices. Every choice has output, or is over.
+    """
     @_builtins.property
     def ref(self) -> _common_pb2.RequestRef: ...
     @_builtins.property
@@ -120,10 +138,11 @@ class DecodeStart(_message.Message):
         traceparent: _builtins.str = ...,
         sealed: _common_pb2.Sealed | None = ...,
         output: _abc.Iterable[Global___ChoiceOutput] | None = ...,
+        is_moving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "sampling", b"sampling", "sealed", b"sealed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "local_prefill_threshold", b"local_prefill_threshold", "output", b"output", "prompt_token_ids", b"prompt_token_ids", "ref", b"ref", "sampling", b"sampling", "sealed", b"sealed", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "is_moving", b"is_moving", "local_prefill_threshold", b"local_prefill_threshold", "output", b"output", "prompt_token_ids", b"prompt_token_ids", "ref", b"ref", "sampling", b"sampling", "sealed", b"sealed", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -237,6 +256,82 @@ class StopChoice(_message.Message):
 Global___StopChoice: _TypeAlias = StopChoice  # noqa: Y015
 
 @_typing.final
+class CatchUp(_message.Message):
+    """Tokens that another worker has sampled. Those known here are skipped; others
+    follow without a gap. Choices go on: none of these tokens ends one.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ChoiceTokens]: ...
+    def __init__(
+        self,
+        *,
+        choices: _abc.Iterable[_common_pb2.ChoiceTokens] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CatchUp: _TypeAlias = CatchUp  # noqa: Y015
+
+@_typing.final
+class HandOff(_message.Message):
+    """The ticket of the worker that a request moves to. The request goes on here."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    OUTPUT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ticket(self) -> Global___Ticket: ...
+    @_builtins.property
+    def output(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceLength]:
+        """Tokens that the other worker knows of every choice, none of one that is over.
+        They decide which blocks the ticket is for.
+        """
+
+    def __init__(
+        self,
+        *,
+        ticket: Global___Ticket | None = ...,
+        output: _abc.Iterable[Global___ChoiceLength] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["output", b"output", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOff: _TypeAlias = HandOff  # noqa: Y015
+
+@_typing.final
+class ChoiceLength(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICE_INDEX_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    choice_index: _builtins.int
+    num_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        choice_index: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChoiceLength: _TypeAlias = ChoiceLength  # noqa: Y015
+
+@_typing.final
 class DecodeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -247,6 +342,8 @@ class DecodeResponse(_message.Message):
     KEEP_ALIVE_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
+    LEAVE_FIELD_NUMBER: _builtins.int
+    HANDED_OFF_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ticket(self) -> Global___TicketGranted: ...
     @_builtins.property
@@ -269,6 +366,14 @@ class DecodeResponse(_message.Message):
         sends no more commands.
         """
 
+    @_builtins.property
+    def leave(self) -> Global___LeaveAsked:
+        """The worker asks the router to move the request to another decode worker."""
+
+    @_builtins.property
+    def handed_off(self) -> Global___HandedOff:
+        """How a HandOff has ended."""
+
     def __init__(
         self,
         *,
@@ -279,16 +384,71 @@ class DecodeResponse(_message.Message):
         keep_alive: _common_pb2.KeepAlive | None = ...,
         progress: Global___DecodeProgress | None = ...,
         ended: Global___DecodeEnded | None = ...,
+        leave: Global___LeaveAsked | None = ...,
+        handed_off: Global___HandedOff | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "failed", b"failed", "keep_alive", b"keep_alive", "progress", b"progress", "started", b"started", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "failed", b"failed", "handed_off", b"handed_off", "keep_alive", b"keep_alive", "leave", b"leave", "progress", b"progress", "started", b"started", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "failed", b"failed", "keep_alive", b"keep_alive", "progress", b"progress", "started", b"started", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "failed", b"failed", "handed_off", b"handed_off", "keep_alive", b"keep_alive", "leave", b"leave", "progress", b"progress", "started", b"started", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["ticket", "tokens", "started", "failed", "keep_alive", "progress", "ended"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["ticket", "tokens", "started", "failed", "keep_alive", "progress", "ended", "leave", "handed_off"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___DecodeResponse: _TypeAlias = DecodeResponse  # noqa: Y015
+
+@_typing.final
+class LeaveAsked(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """drain: the worker ends soon; full: it has no blocks left; rebalance: another
+    one has less to do.
+    """
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaveAsked: _TypeAlias = LeaveAsked  # noqa: Y015
+
+@_typing.final
+class HandedOff(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENT_BYTES_FIELD_NUMBER: _builtins.int
+    SENT_BLOCKS_FIELD_NUMBER: _builtins.int
+    TRANSFER_S_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    sent_bytes: _builtins.int
+    sent_blocks: _builtins.int
+    transfer_s: _builtins.float
+    @_builtins.property
+    def error(self) -> _common_pb2.Error:
+        """Why the blocks did not get there; absent if they did."""
+
+    def __init__(
+        self,
+        *,
+        sent_bytes: _builtins.int = ...,
+        sent_blocks: _builtins.int = ...,
+        transfer_s: _builtins.float = ...,
+        error: _common_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "sent_blocks", b"sent_blocks", "sent_bytes", b"sent_bytes", "transfer_s", b"transfer_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandedOff: _TypeAlias = HandedOff  # noqa: Y015
 
 @_typing.final
 class DecodeProgress(_message.Message):

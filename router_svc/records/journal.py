@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from pdserve.base.errors import Cancelled, Displaced, EndedEarly, Overloaded, PdserveError, reason_of
 from pdserve.base.logs import get_logger
@@ -10,6 +11,7 @@ from pdserve.base.tracing.context import TraceContext
 from pdserve.base.workers import WorkerRecord
 from pdserve.v1 import decode_pb2, prefill_pb2
 from router_svc.records.metrics import RouterMetrics
+from router_svc.records.migration import Migration, MigrationOutcome
 from router_svc.records.record import Record, TracePhase
 from router_svc.records.request_state import RequestState
 from router_svc.records.request_store import RequestStore
@@ -38,6 +40,10 @@ class Journal:
         self._has_decoded = False
         #: Whether the request was retried after its last tokens.
         self._goes_on = False
+        #: The longest time between tokens since a move has started; None without one.
+        self._longest_gap_s: float | None = None
+        #: Whether another worker has taken over since the last tokens.
+        self._has_moved = False
         #: What the loss of workers means for later decisions.
         self._remark = ""
         #: Reason for a local prefill, should the decode worker do one.
@@ -90,6 +96,43 @@ class Journal:
         if self.record.state is not _S.RETRYING:
             self._move(_S.RETRYING)
         self._fall_back(reason, worker)
+
+    # -- moves to another decode worker
+
+    def moves(self, reason: str, source: WorkerRecord, target: Placement, *, is_copied: bool) -> TraceContext | None:
+        """A move from one decode worker to another starts. Returns the trace context for the call."""
+        record = self.record
+        self._longest_gap_s, self._has_moved = 0.0, False
+        how = "blocks are copied" if is_copied else "computed again"
+        record.add_decision(target.worker, f"moves from {source.worker_id} ({reason}), {how}; {target.why}")
+        record.migrations.append(
+            Migration(
+                at=record.elapsed_s(),
+                reason=reason,
+                source=source.worker_id,
+                target=target.worker.worker_id,
+                is_copied=is_copied,
+            )
+        )
+        return self._trace.start_call()
+
+    def moved(self, outcome: MigrationOutcome, *, sent_blocks: int = 0, error: PdserveError | None = None) -> None:
+        """The latest move has ended."""
+        record = self.record
+        move = record.migrations[-1] = replace(
+            record.migrations[-1],
+            ended_at=record.elapsed_s(),
+            outcome=outcome,
+            sent_blocks=sent_blocks,
+            error=None if error is None else str(error),
+        )
+        self._metrics.migrations.ended(move.reason, outcome)
+        if outcome in (MigrationOutcome.MOVED, MigrationOutcome.SOURCE_LOST):
+            self._has_moved = True
+            record.progress = replace(record.progress, decode_worker=move.target)
+        else:
+            self._longest_gap_s = None
+        log.info("request_moved", reason=move.reason, outcome=outcome, source=move.source, target=move.target)
 
     # -- events of the decode worker
 
@@ -168,12 +211,23 @@ class Journal:
             if self._goes_on:
                 self._metrics.stream_pause.observe(now - self._last_tokens_s)
                 self._goes_on = False
+            if self._longest_gap_s is not None:
+                self._longest_gap_s = max(self._longest_gap_s, now - self._last_tokens_s)
+                self._note_pause()
         self._last_tokens_s = now
 
     def resumed(self, completion_tokens: int, cached_tokens: int) -> None:
         """Another router had these tokens, and the request goes on behind them."""
         self.record.resumed_tokens = self.record.completion_tokens = completion_tokens
         self.record.cached_tokens = cached_tokens
+
+    def _note_pause(self) -> None:
+        """Notes the pause of a move once the worker that has taken over has sent tokens."""
+        if self._has_moved and self._longest_gap_s is not None:
+            migrations = self.record.migrations
+            migrations[-1] = replace(migrations[-1], pause_s=self._longest_gap_s)
+            self._metrics.migrations.pause.observe(self._longest_gap_s)
+            self._longest_gap_s, self._has_moved = None, False
 
     def first_written(self) -> None:
         """The first token of the response was written to the client."""
@@ -205,6 +259,9 @@ class Journal:
             self.failed(cause)
 
     def _end(self, state: RequestState, outcome: str) -> None:
+        if self.record.migrations and self.record.migrations[-1].outcome is None:
+            self.moved(MigrationOutcome.ENDED)
+        self._note_pause()
         self.record.mark(TracePhase.FINISH)
         self.record.move(state, outcome=outcome)
         self._store.put(self.record.progress, json.dumps(self.record.as_json()))

@@ -32,6 +32,7 @@ from pdserve.base.metrics import (
 from pdserve.base.sampling import FinishReason
 from pdserve.base.seals import Refusal
 from router_svc.records.families import Families, TenantReader
+from router_svc.records.migration_metrics import MigrationMetrics
 from router_svc.records.record import Record, TracePhase
 from router_svc.records.request_state import RequestState
 from router_svc.records.timeline import Phase
@@ -90,6 +91,7 @@ class RouterMetrics:
             "Time between two messages with tokens of one request between which it was retried",
             _TTFT_BUCKETS,
         )
+        self.migrations = MigrationMetrics(families)
         self.tenants = TenantTotals()
         TenantReader(families, self.tenants)
         self.loop_lag = LoopLag(self.registry, self._labels)

@@ -19,6 +19,8 @@ the workers measured.
       "decisions": [{"at": 0.002, "attempt": 1, "tier": "decode", "worker": "decode-0", "epoch": 7, "why": "..."}],
       "retries":   [{"at": 0.05, "attempt": 1, "reason": "peer_lost", "worker": "prefill-0", "error": "Lost ..."}],
       "fallbacks": [{"at": 0.05, "attempt": 2, "reason": "prefill_lost", "worker": "decode-0", "error": null}],
+      "migrations": [{"at": 0.1, "reason": "drain", "source": "decode-0", "target": "decode-1", "is_copied": true,
+                      "ended_at": 0.13, "outcome": "moved", "sent_blocks": 9, "pause_s": 0.01, "error": null}],
       "prefilled_by": "prefill",      prefill|decode|null
       "resumed_tokens": null,         tokens that the router had from which the request was resumed
       "local_prefill_reason": null,   short|load|fallback|no_prefill_tier, where prefilled_by is "decode"
@@ -34,17 +36,16 @@ Phases, decisions and list entries appear only once they have happened.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from itertools import islice
 
 import pdserve
 from pdserve.base.ids import Epoch, RequestId, WorkerId
 from pdserve.base.tracing.context import TraceContext
 from pdserve.base.workers import WorkerRecord
 from router_svc.generation import Generation
+from router_svc.records.migration import Migration
 from router_svc.records.request_state import RequestProgress, RequestState
 from router_svc.records.timeline import Phase, Timeline
 from router_svc.routing.local_prefill import LocalPrefillReason
@@ -120,6 +121,7 @@ class Record:
     decisions: list[Decision] = field(default_factory=list)
     retries: list[Incident] = field(default_factory=list)
     fallbacks: list[Incident] = field(default_factory=list)
+    migrations: list[Migration] = field(default_factory=list)
     reported: dict[str, float] = field(default_factory=dict)
     prefilled_by: str | None = None
     local_prefill_reason: LocalPrefillReason | None = None
@@ -239,6 +241,7 @@ class Record:
         fields |= {f"{phase}_s": at for phase, at in self.phases.items()}
         fields |= {"retries": ",".join(incident.reason for incident in self.retries) or None}
         fields |= {"fallbacks": ",".join(incident.reason for incident in self.fallbacks) or None, "error": self.error}
+        fields |= {"migrations": ",".join(f"{each.reason}:{each.outcome}" for each in self.migrations) or None}
         return {name: value for name, value in fields.items() if value is not None}
 
     def as_json(self) -> dict[str, Json]:
@@ -268,31 +271,9 @@ class Record:
             "decisions": [asdict(decision) for decision in self.decisions],
             "retries": [asdict(incident) for incident in self.retries],
             "fallbacks": [asdict(incident) for incident in self.fallbacks],
+            "migrations": [asdict(migration) for migration in self.migrations],
             "prefilled_by": self.prefilled_by,
             "resumed_tokens": self.resumed_tokens,
             "local_prefill_reason": self.local_prefill_reason,
             "reported": dict(self.reported),
         }
-
-
-class RecentRecords:
-    """The records of the latest requests, running or finished."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._records: OrderedDict[str, Record] = OrderedDict()
-
-    def add(self, record: Record) -> None:
-        """Keeps a record, and drops the oldest one beyond the capacity."""
-        self._records.pop(record.request_id, None)
-        self._records[record.request_id] = record
-        if len(self._records) > self._capacity:
-            self._records.popitem(last=False)
-
-    def get(self, request_id: str) -> Record | None:
-        """The record, or None when it is no longer kept."""
-        return self._records.get(request_id)
-
-    def newest(self, limit: int | None = None) -> list[Record]:
-        """At most `limit` records, the latest request first; None: all."""
-        return list(islice(reversed(self._records.values()), limit))

@@ -10,7 +10,8 @@ from pydantic_core import from_json
 from pdserve.base.errors import StoreError
 from pdserve.base.ids import RequestId
 from router_svc.records.brief import brief_of
-from router_svc.records.record import Json, RecentRecords
+from router_svc.records.recent_records import RecentRecords
+from router_svc.records.record import Json
 from router_svc.records.request_state import RequestProgress
 from router_svc.records.request_store import RequestStore
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import grpc
@@ -93,6 +93,20 @@ class DecodeCall:
         self.has_started = False
         #: Whether the worker has sent all it has to send.
         self.has_ended = False
+        #: Why the worker wants the request to move; empty: it does not.
+        self.leave_reason = ""
+        #: Called when it does, and when it has sent blocks to the worker that the request moves to.
+        self.on_leave: Callable[[], None] = lambda: None
+        self.on_handed_off: Callable[[decode_pb2.HandedOff], None] = lambda result: None
+
+    @property
+    def must_leave(self) -> bool:
+        """Whether the worker ends soon."""
+        return self.leave_reason == "drain"
+
+    def close(self) -> None:
+        """Ends the call: the worker frees what it holds. `next_event` raises then."""
+        self._stream.close()
 
     async def send(self, command: decode_pb2.DecodeRequest) -> None:
         """Sends a command, unless the worker needs none any more. If the call has broken, `next_event` raises why."""
@@ -115,6 +129,11 @@ class DecodeCall:
             self.has_started = kind == "started"
             self._milestones.put_nowait(event)
         self.has_ended = event.HasField("ended")
+        if kind == "leave":
+            self.leave_reason = event.leave.reason
+            self.on_leave()
+        elif kind == "handed_off":
+            self.on_handed_off(event.handed_off)
         return event
 
     async def milestone(self, timeout_s: float | None, error: PdserveError) -> decode_pb2.DecodeResponse:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from pdserve.base.errors import PdserveError
+from pdserve.base.errors import Draining, PdserveError
 from pdserve.base.ids import WorkerId
 from pdserve.base.layout import KvLayout
 from pdserve.base.wire import tokens_from_wire
@@ -24,8 +24,8 @@ from router_svc.request.recovery import MAX_PREFILL_FAILURES
 from router_svc.request.stream import DeltaStream
 from router_svc.routing.cluster import Cluster, PrefixHashes
 from router_svc.routing.in_flight import QueuedPrompt
-from router_svc.routing.incarnation import Incarnation
-from router_svc.routing.placement import Demand, Placement, choose_decode, choose_prefill
+from router_svc.routing.incarnation import Incarnation, incarnation_of
+from router_svc.routing.placement import Demand, Placement, choose_decode, choose_prefill, has_spare_blocks
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class RequestContext:
     failed_prefill: set[Incarnation] = field(default_factory=set)
     #: Where tokens are kept for other routers; None: they are not.
     log: PromptLog | None = None
-    #: Those that have failed the request and live.
+    #: Those that have failed the request, live, and do not shut down.
     prefill_failures: int = 0
     #: Times that a decode worker has answered a call.
     decode_answers: int = 0
@@ -75,6 +75,26 @@ class RequestContext:
             return choose_decode(self.cluster.ready(tier, layout), demand, self.cluster.in_flight)
         return choose_prefill(self.cluster.ready(tier, layout), demand, self.cluster.in_flight)
 
+    def choose_move(
+        self, source: WorkerRecord, excluded: Collection[Incarnation], *, needs_room: bool
+    ) -> Placement | None:
+        """The best other decode worker for a request that leaves `source`.
+
+        With `needs_room`, it also keeps blocks free, so that it does not want to be left itself at once.
+        """
+        lengths = self.output.open_lengths
+        demand = Demand(
+            prompt_tokens=len(self.generation.prompt) + sum(lengths.values()),
+            sequences=len(lengths),
+            overlap=self.overlap,
+            excluded={*excluded, incarnation_of(source)},
+        )
+        candidates = self.cluster.ready("decode", source.layout)
+        if needs_room:
+            candidates = [worker for worker in candidates if has_spare_blocks(worker, demand)]
+        placement = choose_decode(candidates, demand, self.cluster.in_flight)
+        return None if placement is None or (needs_room and placement.is_full) else placement
+
     def choose_prefill(self, layout: KvLayout | None) -> Placement | None:
         """The best prefill worker that has not failed this request, for a decode worker with this layout if any."""
         return self._choose_prefill(self.failed_prefill, self.prefill_failures, layout)
@@ -82,7 +102,7 @@ class RequestContext:
     def has_other_prefill(self, placement: Placement, error: PdserveError, layout: KvLayout | None) -> bool:
         """Whether another prefill worker can take the prompt after this one has failed."""
         failed = self.failed_prefill | {placement.incarnation}
-        return self._choose_prefill(failed, self.prefill_failures + (not is_gone(error)), layout) is not None
+        return self._choose_prefill(failed, self.prefill_failures + _is_fault(error), layout) is not None
 
     def _choose_prefill(self, failed: set[Incarnation], failures: int, layout: KvLayout | None) -> Placement | None:
         # After so many have failed and live, it is the prompt, or the way between the tiers.
@@ -98,7 +118,7 @@ class RequestContext:
     def exclude_prefill(self, placement: Placement, error: PdserveError) -> None:
         """A prefill worker has failed, and gets no further attempt of this request."""
         self.failed_prefill.add(placement.incarnation)
-        self.prefill_failures += not is_gone(error)
+        self.prefill_failures += _is_fault(error)
 
     async def note_failure(self, worker: WorkerRecord, error: PdserveError) -> None:
         """Makes other requests avoid a worker that cannot be reached, and counts it against this request.
@@ -170,3 +190,8 @@ class RequestContext:
             for index in ended_by_stop_string(deltas):
                 stop = decode_pb2.StopChoice(choice_index=index)
                 await call.send(decode_pb2.DecodeRequest(stop_choice=stop))
+
+
+def _is_fault(error: PdserveError) -> bool:
+    """Whether a prefill worker has failed that lives, and does not shut down."""
+    return not (is_gone(error) or isinstance(error, Draining))

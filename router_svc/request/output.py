@@ -120,6 +120,27 @@ class Output:
         ]
 
     @property
+    def open_lengths(self) -> dict[int, int]:
+        """Number of tokens of each choice that goes on."""
+        return {index: len(choice.token_ids) for index, choice in enumerate(self._choices) if not choice.finished}
+
+    @property
+    def over(self) -> set[int]:
+        """The choices that are complete."""
+        return {index for index, choice in enumerate(self._choices) if choice.finished}
+
+    def tokens_of(self, choice_index: int) -> list[int]:
+        """All tokens of a choice so far; not to be changed."""
+        return self._choices[choice_index].token_ids
+
+    def contradicts(self, tokens: ChoiceTokens) -> bool:
+        """Whether the client has another token at one of these positions."""
+        if tokens.choice_index >= len(self._choices):
+            return False
+        known = self._choices[tokens.choice_index].token_ids[tokens.first_index :]
+        return any(have != sent for have, sent in zip(known, tokens.token_ids, strict=False))
+
+    @property
     def finish_reasons(self) -> list[str]:
         """The finish reason of each choice, "unfinished" where there is none yet."""
         return [choice.finish_reason.value if choice.finish_reason else "unfinished" for choice in self._choices]

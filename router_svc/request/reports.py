@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from pdserve.base.errors import TransferError
 from pdserve.v1 import decode_pb2, prefill_pb2
+from router_svc.records.migration_metrics import REASONS
 
 #: Clocks of a process may be read in another order, so that a duration is a little below 0.
 _MAX_DURATION_S = 1e6
@@ -20,6 +21,8 @@ def check_decode_event(event: decode_pb2.DecodeResponse, kind: str | None, peer:
     """Raises `TransferError` for an event that no worker of this version sends. `kind` is its `WhichOneof`."""
     if kind == "started":
         _require_durations(peer, queue_s=event.started.queue_s, computing_s=event.started.computing_s)
+    elif kind == "leave" and event.leave.reason not in REASONS:
+        raise TransferError(f"The {peer} asks to be left for the unknown reason {event.leave.reason[:40]!r}.")
     elif kind == "ticket":
         _require_durations(peer, reserve_s=event.ticket.reserve_s)
         lease_s = event.ticket.ticket.lease_s

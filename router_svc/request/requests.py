@@ -17,7 +17,8 @@ from pdserve.model.tokenizer import Tokenizer
 from router_svc.generation import Generation
 from router_svc.records.journal import Journal
 from router_svc.records.metrics import RouterMetrics
-from router_svc.records.record import RecentRecords, Record
+from router_svc.records.recent_records import RecentRecords
+from router_svc.records.record import Record
 from router_svc.records.request_store import RequestStore
 from router_svc.records.spans import RequestTrace
 from router_svc.records.stream_log import StreamLog

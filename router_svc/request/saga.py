@@ -20,14 +20,13 @@ import asyncio
 import contextlib
 import random
 
-from pdserve.base.errors import NoWorkers, PdserveError, RequestError
+from pdserve.base.errors import Draining, NoWorkers, PdserveError, RequestError
 from pdserve.base.layout import KvLayout
-from pdserve.base.tracing.context import traceparent_of
 from pdserve.base.workers import WorkerRecord
-from pdserve.v1 import decode_pb2
-from router_svc.request.calls import DecodeFailed, decode_call, is_reported
+from router_svc.request.calls import DecodeFailed, is_reported
 from router_svc.request.context import RequestContext
-from router_svc.request.decode_attempt import DecodeAttempt
+from router_svc.request.decode_start import decode_start
+from router_svc.request.migrating_run import MigratingRun
 from router_svc.request.prefill_attempt import prefill
 from router_svc.request.quarantine import Deaths
 from router_svc.request.recovery import Failure, NextStep, after_decode_failure, backoff_s, failure_of
@@ -94,11 +93,13 @@ class Saga:
             )
             if not self._deaths.may_reach("decode"):
                 await self._wait_for_prefill(placement.worker.layout, refusal)
+            run = MigratingRun(self._context, placement)
             try:
-                await self._run_on(placement)
+                await self._run_on(run)
                 return
             except DecodeFailed as failed:
                 refusal, worker = failed.error, failed.worker
+            placement = run.placement
             if incarnation_of(worker) == placement.incarnation:  # That of a prefill worker is noted already.
                 await self._context.note_failure(worker, refusal)
             failure = self._failure_of(placement, worker, refusal)
@@ -107,7 +108,8 @@ class Saga:
                 raise refusal
             self._journal.retry(refusal, worker)
             self._output.forget_early()
-            is_full = failure is Failure.CAPACITY
+            # A worker that drains is back soon, as one that is lost.
+            is_full = failure is Failure.CAPACITY and not isinstance(refusal, Draining)
             if not is_full:  # Where all are full, `_wait_for_decode` is the pause.
                 await asyncio.sleep(backoff_s(self._failures, self._context.generation.worker_request_id))
 
@@ -198,25 +200,14 @@ class Saga:
             async with asyncio.timeout_at(when if until is None else min(when, until)):
                 await self._cluster.directory.wait_for_change(self._cluster.directory.version)
 
-    async def _run_on(self, placement: Placement) -> None:
-        """The request on one decode worker, until done. Raises `DecodeFailed`, or an error for the client."""
-        context, worker = self._context, placement.worker
+    async def _run_on(self, run: MigratingRun) -> None:
+        """The request on one decode worker, and where it moves. Raises `DecodeFailed`, or an error for the client."""
+        context, placement, worker = self._context, run.placement, run.placement.worker
         self._layout = worker.layout
         remote = context.choose_prefill(worker.layout)
         plan = self._plan_prefill(placement, remote)
         trace = self._journal.chose_decode(placement, plan)
-        start = decode_pb2.DecodeStart(
-            ref=context.ref(),
-            prompt_token_ids=context.generation.prompt,
-            sampling=context.sampling,
-            local_prefill_threshold=plan.threshold,
-            cache_salt=context.generation.cache_salt,
-            traceparent=traceparent_of(trace),
-            output=[
-                decode_pb2.ChoiceOutput(choice_index=each.choice_index, token_ids=each.token_ids, is_over=each.is_over)
-                for each in self._output.continuation
-            ],
-        )
+        start = decode_start(context, plan.threshold, trace)
         with contextlib.ExitStack() as counted:
             # Other requests see the prompt's tokens in the queue of the worker that will probably compute them.
             computing = placement if placement.uncached_tokens <= plan.threshold else remote
@@ -224,9 +215,7 @@ class Saga:
                 counted.enter_context(
                     context.prompt.assigned(computing.worker, computing.uncached_tokens, is_sent=False)
                 )
-            counted.enter_context(self._cluster.in_flight.decoding(worker.worker_id, context.generation.sampling.n))
-            async with decode_call(worker, self._cluster.streams) as call:
-                await DecodeAttempt(context, call).run(start)
+            await run.run(start)
 
     def _plan_prefill(self, decode: Placement, remote: Placement | None) -> PrefillPlan:
         """Where the prompt should be prefilled: on the decode worker or on `remote`, a prefill worker."""

@@ -17,6 +17,8 @@ from router_svc.routing.incarnation import Incarnation, incarnation_of
 #: Cost of one running sequence in prompt tokens. A decode worker with this many fewer uncached tokens may run one
 #: sequence more and still be the better choice.
 SEQUENCE_TOKENS = 64
+#: Share of its blocks that a worker keeps free when a request moves to it because another one is full.
+_SPARE_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,8 @@ class Placement:
     expected_cached_tokens: int
     cost_tokens: int
     why: str
+    #: Every candidate is full.
+    is_full: bool = False
 
     @property
     def uncached_tokens(self) -> int:
@@ -60,6 +64,12 @@ def choose_decode(workers: Sequence[WorkerRecord], demand: Demand, in_flight: In
 def choose_prefill(workers: Sequence[WorkerRecord], demand: Demand, in_flight: InFlight) -> Placement | None:
     """The prefill worker that has the fewest tokens to compute until this prompt is done. None without a candidate."""
     return _cheapest(workers, demand, lambda worker: _prefill_cost(worker, demand, in_flight))
+
+
+def has_spare_blocks(worker: WorkerRecord, demand: Demand) -> bool:
+    """Whether a tenth of the worker's blocks stays free when it also holds the demand."""
+    blocks = -(-demand.prompt_tokens // worker.layout.block_size) + demand.sequences
+    return worker.load.free_blocks - blocks >= _SPARE_SHARE * worker.total_blocks
 
 
 def queued_tokens(worker: WorkerRecord, in_flight: InFlight) -> int:
@@ -134,4 +144,5 @@ def _cheapest(
         expected_cached_tokens=cached,
         cost_tokens=cost.tokens,
         why=why,
+        is_full=cost.is_full,
     )

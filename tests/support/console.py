@@ -22,7 +22,8 @@ from router_svc.api.console.state import ClusterState, Sources
 from router_svc.api.http_app import HttpRules, make_app
 from router_svc.api.openai.info import OperatorApi
 from router_svc.clients.access import Access
-from router_svc.records.record import RecentRecords, Record, TracePhase
+from router_svc.records.recent_records import RecentRecords
+from router_svc.records.record import Record, TracePhase
 from router_svc.records.request_state import RequestProgress, RequestState
 from router_svc.records.timeline import Phase, Timeline
 from router_svc.records.traces import Traces

@@ -78,6 +78,11 @@ class Inboxes(Generic[Event]):
         if inbox is not None:
             inbox.put(event)
 
+    def fail_all(self, error: PdserveError) -> None:
+        """Ends every request here with this error."""
+        for inbox in self._inboxes.values():
+            inbox.put(Failed(error=error))
+
     @asynccontextmanager
     async def open(self, request_id: RequestId, attempt: int) -> AsyncIterator[Inbox[Event]]:
         """The request's inbox until the block ends. An older attempt is ended first, and awaited.

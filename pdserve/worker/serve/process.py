@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import grpc
 
@@ -15,7 +15,7 @@ from pdserve.base import audit, notify
 from pdserve.base.admin import Health, bound_socket, serve_admin
 from pdserve.base.collector import exempt_all
 from pdserve.base.deaths import note_death
-from pdserve.base.errors import SetupError
+from pdserve.base.errors import Draining, SetupError
 from pdserve.base.ids import WorkerId, new_epoch
 from pdserve.base.logs import get_logger
 from pdserve.base.peer_tls import PeerTls, peer_tls
@@ -43,6 +43,9 @@ from pdserve.worker.serve.stall_watch import watch_stalls
 from pdserve.worker.serve.worker import TierService, Worker
 
 log = get_logger(__name__)
+
+#: Time for answers to requests that a worker gives up at the end of its drain.
+_LAST_WORDS_S = 1.0
 
 
 async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker], TierService]) -> None:
@@ -83,7 +86,7 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
             with populating(model.kv_cache.memory, worker.kv_use()):
                 await _noting_death(worker, store, _unless_fatal(stop.wait(), fatal, health))
             await _stop_accepting(worker, health, grpc_health, registrar)
-            await _noting_death(worker, store, _drain(worker, fatal, health))
+            await _noting_death(worker, store, _drain(worker, service, fatal, health))
 
 
 @asynccontextmanager
@@ -244,12 +247,18 @@ async def _unless_fatal(
         raise fatal.result()
 
 
-async def _drain(worker: Worker, fatal: asyncio.Future[BaseException], health: Health) -> None:
+async def _drain(worker: Worker, service: TierService, fatal: asyncio.Future[BaseException], health: Health) -> None:
     audit.action("drain_started", worker=worker.worker_id, requests=worker.calls.count)
     log.info("draining", active=worker.calls.count, timeout_s=worker.config.drain_timeout_s)
+    service.drain(worker.config.drain_timeout_s)
     try:
         async with asyncio.timeout(worker.config.drain_timeout_s):
             await _unless_fatal(worker.calls.wait_idle(), fatal, health)
     except TimeoutError:
         log.warning("drain_timeout", cancelled=worker.calls.count)
+        # Routers place these requests elsewhere. Without a word, they would take this for a loss.
+        service.give_up(Draining("The worker is shutting down. Retry on another one."))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await worker.calls.wait_idle()
     audit.action("drain_ended", worker=worker.worker_id, requests_left=worker.calls.count)

@@ -37,6 +37,8 @@ class StepMetrics:
         self.itl_budget_s: float | None = None
         #: Duration of the longest step so far.
         self.longest_step_s = 0.0
+        #: Duration of the last step.
+        self.last_step_s = 0.0
         #: Called with the blocks that became reusable and those that no longer are.
         self.on_cache_events: Callable[[Sequence[BlockHash], Sequence[BlockHash]], None] = lambda added, removed: None
         #: Called when the last queued prompt has been computed or dropped.
@@ -109,6 +111,7 @@ class StepMetrics:
         """Takes in one step's report."""
         metrics, durations, events = self._metrics, output.durations, output.events
         self.set_load(output.load)
+        self.last_step_s = durations.total_s
         self.longest_step_s = max(self.longest_step_s, durations.total_s)
         if output.num_prefill_tokens or self._pace is not None:
             self._pace = output.pace

@@ -15,6 +15,7 @@ from kernels.choice import Backend
 from kvtransfer.handover.memory import BlockMemory
 from kvtransfer.transport import Transport
 from pdserve.base.block_hash import hash_key
+from pdserve.base.errors import PdserveError
 from pdserve.base.ids import Epoch, WorkerId
 from pdserve.base.peer_tls import PeerTls
 from pdserve.base.registry import Tier
@@ -75,6 +76,12 @@ class TierService(Protocol):
 
         On the event loop, between `on_step` of the previous step and of this one.
         """
+
+    def drain(self, within_s: float) -> None:
+        """No request comes any more. What has not begun is handed back; the rest should end within that time."""
+
+    def give_up(self, error: PdserveError) -> None:
+        """Ends the requests that are still here with this error."""
 
     async def close(self) -> None:
         """Ends what the service still runs; called when the gRPC server has stopped."""

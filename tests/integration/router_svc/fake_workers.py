@@ -65,6 +65,8 @@ class _DecodeSession:
         self._stream = stream
         self._attempt = start.ref.attempt
         self._stopped = {each.choice_index for each in start.output if each.is_over}
+        #: Tokens that the client has of each choice, as far as this worker knows.
+        self._known = {each.choice_index: len(each.token_ids) for each in start.output}
         self._ready = asyncio.Event()
         self._local: decode_pb2.PrefillLocally | None = None
 
@@ -76,7 +78,9 @@ class _DecodeSession:
             # The task must start before a fault can cancel it.
             await asyncio.sleep(0)
             await script.reach("decode", self._stream)
-            if uncached <= self._start.local_prefill_threshold or uncached > self._calls.max_receivable_tokens:
+            if self._start.is_moving:
+                tasks.start(self._grant(), name="grant")
+            elif uncached <= self._start.local_prefill_threshold or uncached > self._calls.max_receivable_tokens:
                 self._local = decode_pb2.PrefillLocally()
             else:
                 tasks.start(self._grant(), name="grant")
@@ -102,13 +106,17 @@ class _DecodeSession:
 
     async def _send_tokens(self) -> None:
         script, sampling = self._calls.script, self._start.sampling
-        known = {each.choice_index: len(each.token_ids) for each in self._start.output}
         first = 0 if self._local is not None else 1
-        queues = [deque(script.messages(choice, known.get(choice, first), sampling)) for choice in range(sampling.n)]
+        queues = [
+            deque(script.messages(choice, self._known.get(choice, first), sampling)) for choice in range(sampling.n)
+        ]
         while any(queues):
             if script.pace is not None:
                 await script.pace.acquire()
-            await script.reach("decode_token", self._stream)
+            await script.reach("decode_moved_token" if self._start.is_moving else "decode_token", self._stream)
+            for choice, queue in enumerate(queues):
+                while queue and queue[0].first_index < self._known.get(choice, 0):
+                    queue.popleft()
             messages = [queue.popleft() for index, queue in enumerate(queues) if queue and index not in self._stopped]
             if not messages:
                 return
@@ -117,11 +125,21 @@ class _DecodeSession:
 
     async def _grant(self) -> None:
         await self._calls.script.reach("decode_ticket", self._stream)
-        transfer_id = f"{self._start.ref.request_id}/{self._attempt}".encode()
+        moving = "/moving" if self._start.is_moving else ""
+        transfer_id = f"{self._start.ref.request_id}/{self._attempt}{moving}".encode()
         self._calls.commits[transfer_id] = self._ready
         ticket = decode_pb2.Ticket(transfer_id=transfer_id, attempt=self._attempt, lease_s=LEASE_S)
         granted = decode_pb2.TicketGranted(ticket=ticket, reserve_s=0.125)
         await self._stream.write(decode_pb2.DecodeResponse(ticket=granted))
+
+    async def _hand_off(self, hand_off: decode_pb2.HandOff) -> None:
+        handed_off = decode_pb2.HandedOff(sent_blocks=3)
+        try:
+            await self._calls.script.reach("decode_hand_off", self._stream)
+            self._calls.commits[hand_off.ticket.transfer_id].set()
+        except PdserveError as error:
+            handed_off = decode_pb2.HandedOff(error=error_to_wire(error))
+        await self._stream.write(decode_pb2.DecodeResponse(handed_off=handed_off))
 
     async def _follow_commands(self, tasks: Any) -> None:
         while (request := await self._stream.read()) is not None:
@@ -133,6 +151,11 @@ class _DecodeSession:
                 await self._calls.script.reach("decode_local", self._stream)
                 self._local = request.prefill_locally
                 self._ready.set()
+            elif kind == "catch_up":
+                for each in request.catch_up.choices:
+                    self._known[each.choice_index] = each.first_index + len(each.token_ids)
+            elif kind == "hand_off":
+                tasks.start(self._hand_off(request.hand_off), name="hand-off")
             elif kind == "stop_choice":
                 self._stopped.add(request.stop_choice.choice_index)
             self._calls.note_command(kind)

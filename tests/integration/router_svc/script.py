@@ -73,7 +73,8 @@ class Script:
         """Adds faults at a point of the calls.
 
         Points are prefill, prefill_queued, prefill_started, prefill_token, prefill_commit and prefill_committed, and
-        decode, decode_ticket, decode_local, decode_started and decode_token.
+        decode, decode_ticket, decode_local, decode_started, decode_token and decode_hand_off; decode_moved_token for a
+        request that has moved.
         """
         self.faults[point].extend(faults)
 

@@ -11,8 +11,9 @@ from typing import cast
 import pytest
 
 from kvtransfer.transport.inproc import InprocTransport
+from pdserve.base import errors
 from pdserve.base.admin import Health
-from pdserve.base.errors import PeerLost, SetupError
+from pdserve.base.errors import PdserveError, PeerLost, SetupError
 from pdserve.base.peer_tls import PeerTls
 from pdserve.base.registry import Registrar
 from pdserve.base.rpc import GrpcHealth
@@ -24,7 +25,7 @@ from pdserve.worker.serve import process
 from pdserve.worker.serve.active_calls import ActiveCalls
 from pdserve.worker.serve.metrics import WorkerMetrics
 from pdserve.worker.serve.process import _drain, _keeps_strangers_out, _opened_transport, _start_accepting
-from pdserve.worker.serve.worker import Worker
+from pdserve.worker.serve.worker import TierService, Worker
 
 SECRET = "the-secret-of-this-cluster"
 
@@ -42,8 +43,14 @@ class Draining:
             SimpleNamespace(worker_id="w", calls=self.calls, config=SimpleNamespace(drain_timeout_s=timeout_s)),
         )
 
+        self.drained_within: list[float] = []
+        self.given_up: list[PdserveError] = []
+        self._service = cast(
+            TierService, SimpleNamespace(drain=self.drained_within.append, give_up=self.given_up.append)
+        )
+
     async def drain(self) -> None:
-        await _drain(self._worker, self.fatal, self.health)
+        await _drain(self._worker, self._service, self.fatal, self.health)
 
 
 async def test_a_rank_lost_while_draining_ends_the_worker() -> None:
@@ -65,9 +72,12 @@ async def test_draining_ends_with_the_last_request_or_at_its_timeout() -> None:
         await asyncio.sleep(0)
     await asyncio.wait_for(task, 10)
     assert draining.health.dead is None
+    assert (draining.drained_within, draining.given_up) == ([20.0], [])
     impatient = Draining(timeout_s=0.01)
     with impatient.calls.serving():
         await asyncio.wait_for(impatient.drain(), 10)
+    # Routers learn that this is no loss.
+    assert [type(error) for error in impatient.given_up] == [errors.Draining]
 
 
 @pytest.mark.parametrize(("memory", "device"), [("device", "cuda:1"), ("host", None)])

@@ -1,0 +1,223 @@
+"""A request on decode workers: on one, or, while it moves, on two, the second of which follows the first.
+
+    current    | ------ asks to be left ------ left
+    follower                 | blocks, tokens --- takes over, is current -->
+
+A worker asks to be left when it drains, is full, or has more to do than others. While no other worker can take the
+request, it stays. A follower that fails is given up; a current one that is lost is replaced by a follower that runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from pdserve.base.errors import PdserveError
+from pdserve.v1 import decode_pb2
+from router_svc.records.migration import MigrationOutcome
+from router_svc.request.calls import DecodeCall, DecodeFailed, decode_call
+from router_svc.request.context import RequestContext
+from router_svc.request.decode_attempt import DecodeAttempt
+from router_svc.request.decode_start import decode_start
+from router_svc.request.follower import Follower
+from router_svc.routing.incarnation import Incarnation, incarnation_of
+from router_svc.routing.placement import Placement
+
+#: Pause before a worker that asks to be left is looked for another one again. It doubles with each failed move.
+_RETRY_S, _MAX_RETRY_S = 0.25, 4.0
+#: The worker computes whatever is not in its cache.
+_ALWAYS = 2**32 - 1
+
+
+@dataclass(slots=True, eq=False)
+class _Stay:
+    """The request on one worker."""
+
+    placement: Placement
+    #: Set once the call is open.
+    call: DecodeCall | None = None
+    follower: Follower | None = None
+    #: The error that ended it; None if every choice is complete.
+    task: asyncio.Task[DecodeFailed | PdserveError | None] = field(init=False)
+
+
+class MigratingRun:
+    """Runs a request until every choice is complete. `placement` is where it runs now, or ran last."""
+
+    def __init__(self, context: RequestContext, placement: Placement) -> None:
+        self.placement = placement
+        self._context = context
+        self._cluster = context.cluster
+        self._journal = context.journal
+        #: Set at each event that may call for a step.
+        self._changed = asyncio.Event()
+        self._follower: _Stay | None = None
+        #: Why the request moves.
+        self._reason = ""
+        #: Workers that a move to has failed.
+        self._failed: set[Incarnation] = set()
+        #: Whether blocks may be copied; else they are computed again.
+        self._may_copy = True
+        self._retry_s = _RETRY_S
+        self._next_try_at = 0.0
+
+    async def run(self, start: decode_pb2.DecodeStart) -> None:
+        """Returns when every choice is complete. Raises `DecodeFailed`, or an error for the client."""
+        async with asyncio.TaskGroup() as tasks:
+            stay = _Stay(self.placement)
+
+            async def attempt(call: DecodeCall) -> None:
+                await DecodeAttempt(self._context, call).run(start)
+
+            self._serve(tasks, stay, attempt)
+            error = await self._supervise(tasks, stay)
+            if self._follower is not None:
+                self._follower.task.cancel()
+        # Not raised within: the group would make a group of it.
+        if error is not None:
+            raise error
+
+    def _serve(self, tasks: asyncio.TaskGroup, stay: _Stay, run: Callable[[DecodeCall], Awaitable[None]]) -> None:
+        """Opens a call to the stay's worker, in a task that ends with the error of `run`, if any."""
+        worker, counted = stay.placement.worker, contextlib.ExitStack()
+        # From now on, not from the task's first turn: other requests are placed before that.
+        sequences = self._context.generation.sampling.n
+        counted.enter_context(self._cluster.in_flight.decoding(worker.worker_id, sequences))
+
+        async def serve() -> DecodeFailed | PdserveError | None:
+            try:
+                async with decode_call(worker, self._cluster.streams) as call:
+                    stay.call, call.on_leave = call, self._changed.set
+                    await run(call)
+            except (DecodeFailed, PdserveError) as error:
+                return error
+            return None
+
+        stay.task = tasks.create_task(serve(), name=f"decode on {worker.worker_id}")
+
+        def ended(_: object) -> None:
+            counted.close()
+            self._changed.set()
+
+        stay.task.add_done_callback(ended)
+
+    async def _supervise(self, tasks: asyncio.TaskGroup, current: _Stay) -> DecodeFailed | PdserveError | None:
+        """Returns the error with which the request has ended here, or None when every choice is complete."""
+        while True:
+            await self._change()
+            follower = self._follower
+            if follower is not None and follower.follower is not None and follower.follower.has_caught_up:
+                # Not cancelled: what it delivers at the moment reaches the client.
+                assert current.call is not None
+                current.call.close()
+                current = self._switch(follower, MigrationOutcome.MOVED)
+            elif current.task.done():
+                error = current.task.result()
+                if error is None or follower is None or not _runs(follower):
+                    if error is not None and follower is not None:
+                        self._journal.moved(MigrationOutcome.FAILED, error=_cause(error))
+                    return error
+                assert follower.follower is not None
+                await follower.follower.take_over()
+                if (fatal := await self._noted(error)) is not None:
+                    return fatal
+                current = self._switch(follower, MigrationOutcome.SOURCE_LOST)
+            elif follower is None:
+                self._consider(tasks, current)
+            elif follower.task.done():
+                if (error := follower.task.result()) is None:
+                    return None
+                if (fatal := await self._give_up(follower, error)) is not None:
+                    return fatal
+
+    async def _change(self) -> None:
+        """Returns at the next event, or when a move may be tried again."""
+        until = self._next_try_at if self._next_try_at and self._follower is None else None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await self._changed.wait()
+        self._changed.clear()
+
+    # Moves.
+    def _consider(self, tasks: asyncio.TaskGroup, current: _Stay) -> None:
+        """Starts a move if the current worker asks for one and another worker can take the request."""
+        now = asyncio.get_running_loop().time()
+        call = current.call
+        if call is None or not call.leave_reason:
+            self._next_try_at = 0.0
+            return
+        if now < self._next_try_at:
+            return
+        self._next_try_at = now + self._retry_s
+        output = self._context.output
+        can_move = call.has_started and output.has_first_tokens and not output.is_finished
+        if not can_move or self._context.deaths.tier is not None:
+            return
+        target = self._context.choose_move(current.placement.worker, self._failed, needs_room=not call.must_leave)
+        if target is not None:
+            self._reason = call.leave_reason
+            self._start(tasks, current, target)
+        elif not call.must_leave:
+            # It asks again when it still has to.
+            call.leave_reason, self._next_try_at = "", 0.0
+
+    def _start(self, tasks: asyncio.TaskGroup, current: _Stay, target: Placement) -> None:
+        source = current.call
+        assert source is not None
+        has_output = len(self._context.output.continuation) == self._context.generation.sampling.n
+        is_copied = self._may_copy and has_output and target.worker.layout.windows == (None,)
+        trace = self._journal.moves(self._reason, current.placement.worker, target, is_copied=is_copied)
+        start = decode_start(self._context, 0 if is_copied else _ALWAYS, trace, is_moving=is_copied)
+        stay = self._follower = _Stay(target)
+
+        async def follow(call: DecodeCall) -> None:
+            stay.follower = Follower(self._context, source, call, self._changed.set)
+            source.on_handed_off = stay.follower.handed_off
+            await stay.follower.run(start)
+
+        self._serve(tasks, stay, follow)
+
+    def _switch(self, follower: _Stay, outcome: MigrationOutcome) -> _Stay:
+        """The follower is the current worker from now on."""
+        assert follower.follower is not None
+        self._journal.moved(outcome, sent_blocks=follower.follower.sent_blocks)
+        self.placement, self._follower = follower.placement, None
+        self._failed.clear()
+        self._may_copy, self._retry_s, self._next_try_at = True, _RETRY_S, 0.0
+        self._changed.set()  # It may ask to be left already.
+        return follower
+
+    async def _give_up(self, follower: _Stay, error: DecodeFailed | PdserveError) -> PdserveError | None:
+        """The request stays where it is. Returns an error that ends it, if this was one loss too many."""
+        self._follower = None
+        self._journal.moved(MigrationOutcome.FAILED, error=_cause(error))
+        fault = error.worker if isinstance(error, DecodeFailed) else follower.placement.worker
+        if self._may_copy and incarnation_of(fault) != follower.placement.incarnation:
+            self._may_copy = False  # The source could not send: the target may compute.
+        else:
+            self._failed.add(follower.placement.incarnation)
+            self._may_copy = True
+        self._next_try_at = asyncio.get_running_loop().time() + self._retry_s
+        self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
+        return await self._noted(error)
+
+    async def _noted(self, error: DecodeFailed | PdserveError) -> PdserveError | None:
+        """Takes note of a worker that may be lost. Returns the error for a client that has lost too many."""
+        if not isinstance(error, DecodeFailed):
+            return None
+        try:
+            await self._context.note_failure(error.worker, error.error)
+        except PdserveError as fatal:
+            return fatal
+        return None
+
+
+def _cause(error: DecodeFailed | PdserveError) -> PdserveError:
+    return error.error if isinstance(error, DecodeFailed) else error
+
+
+def _runs(follower: _Stay) -> bool:
+    """Whether the follower has the KV, so that it can go on without the worker that it follows."""
+    return follower.call is not None and follower.call.has_started and not follower.task.done()
