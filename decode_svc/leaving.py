@@ -21,24 +21,24 @@ class Leaving:
 
     def __init__(self, ends_at: float) -> None:
         self._ends_at = ends_at
-        self._asked_at: dict[RequestId, float] = {}
+        self._requested_at: dict[RequestId, float] = {}
 
     def next(self, tokens_left: Mapping[RequestId, int], *, step_s: float, now: float) -> list[RequestId]:
         """The requests to ask now. `tokens_left`: the most that each running one may still have."""
         allowed_s = _SAFE_SHARE * (self._ends_at - now)
         on_their_way = sum(
-            request_id in tokens_left and now - asked_at < _ON_ITS_WAY_S
-            for request_id, asked_at in self._asked_at.items()
+            request_id in tokens_left and now - requested_at < _ON_ITS_WAY_S
+            for request_id, requested_at in self._requested_at.items()
         )
         # The longest first: they gain the most.
         candidates = sorted(
             (
                 request_id
                 for request_id, count in tokens_left.items()
-                if request_id not in self._asked_at and count * step_s > allowed_s
+                if request_id not in self._requested_at and count * step_s > allowed_s
             ),
             key=lambda request_id: -tokens_left[request_id],
         )
         chosen = candidates[: max(0, _AT_ONCE - on_their_way)]
-        self._asked_at.update(dict.fromkeys(chosen, now))
+        self._requested_at.update(dict.fromkeys(chosen, now))
         return chosen

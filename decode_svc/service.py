@@ -198,7 +198,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         while True:
             tokens_left = await self._worker.run(moves.tokens_left)
             for request_id in leaving.next(tokens_left, step_s=self._worker.steps.last_step_s, now=_now()):
-                self._inboxes.put(request_id, pb.DecodeResponse(leave=pb.LeaveAsked(reason="drain")))
+                self._inboxes.put(request_id, pb.DecodeResponse(leave=pb.LeaveRequested(reason="drain")))
             await asyncio.sleep(_DRAIN_CHECK_S)
 
     def _attributes(self, start: pb.DecodeStart) -> dict[str, Attribute]:

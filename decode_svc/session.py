@@ -87,7 +87,6 @@ class DecodeSession:
         self._inbox = inbox
         self._stream = stream
         self._lease_s = lease_s
-        #: What sends blocks to other decode workers.
         self.departures: Departures | None = None
         self._tasks: ServiceGroup | None = None
         self._request_id = inbox.request_id

@@ -55,6 +55,20 @@ class Incident(BaseModel):
     error: str | None = None
 
 
+class Move(BaseModel):
+    """A move from one decode worker to another."""
+
+    at: float
+    reason: str
+    source: str
+    target: str
+    is_copied: bool = True
+    outcome: str | None = None
+    sent_blocks: int = 0
+    pause_s: float | None = None
+    error: str | None = None
+
+
 class RequestTrace(BaseModel):
     """The answer of `GET /v1/requests/{id}/trace`."""
 
@@ -70,6 +84,7 @@ class RequestTrace(BaseModel):
     decisions: list[WorkerChoice] = []
     retries: list[Incident] = []
     fallbacks: list[Incident] = []
+    migrations: list[Move] = []
     prefilled_by: str | None = None
     local_prefill_reason: str | None = None
     resumed_tokens: int | None = None
@@ -221,10 +236,18 @@ def _decisions(trace: RequestTrace) -> Table:
         for kind, incidents in (("retry", trace.retries), ("fallback", trace.fallbacks))
         for each in incidents
     ]
+    rows += [(each.at, trace.attempt, f"move: {each.reason}", _move(each), "yellow") for each in trace.migrations]
     table = Table.grid(padding=(0, 2))
     for at, attempt, what, why, style in sorted(rows, key=lambda row: row[0]):
         table.add_row(f"  {_milliseconds(at)}", f"attempt {attempt}", Text(what, style=style), Text(why, style=style))
     return table
+
+
+def _move(move: Move) -> str:
+    how = f"{move.sent_blocks} blocks copied" if move.is_copied else "computed again"
+    pause = "" if move.pause_s is None else f", pause {_milliseconds(move.pause_s)}"
+    what = f"{move.source} -> {move.target}: {move.outcome or 'under way'}, {how}{pause}"
+    return what if move.error is None else f"{what}. {move.error}"
 
 
 def _milliseconds(seconds: float) -> str:

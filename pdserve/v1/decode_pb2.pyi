@@ -367,7 +367,7 @@ class DecodeResponse(_message.Message):
         """
 
     @_builtins.property
-    def leave(self) -> Global___LeaveAsked:
+    def leave(self) -> Global___LeaveRequested:
         """The worker asks the router to move the request to another decode worker."""
 
     @_builtins.property
@@ -384,7 +384,7 @@ class DecodeResponse(_message.Message):
         keep_alive: _common_pb2.KeepAlive | None = ...,
         progress: Global___DecodeProgress | None = ...,
         ended: Global___DecodeEnded | None = ...,
-        leave: Global___LeaveAsked | None = ...,
+        leave: Global___LeaveRequested | None = ...,
         handed_off: Global___HandedOff | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "failed", b"failed", "handed_off", b"handed_off", "keep_alive", b"keep_alive", "leave", b"leave", "progress", b"progress", "started", b"started", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
@@ -398,7 +398,7 @@ class DecodeResponse(_message.Message):
 Global___DecodeResponse: _TypeAlias = DecodeResponse  # noqa: Y015
 
 @_typing.final
-class LeaveAsked(_message.Message):
+class LeaveRequested(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
@@ -417,7 +417,7 @@ class LeaveAsked(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LeaveAsked: _TypeAlias = LeaveAsked  # noqa: Y015
+Global___LeaveRequested: _TypeAlias = LeaveRequested  # noqa: Y015
 
 @_typing.final
 class HandedOff(_message.Message):

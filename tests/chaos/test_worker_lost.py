@@ -99,7 +99,9 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
-async def _choices(client: openai.AsyncOpenAI, number: int, started: asyncio.Semaphore | None = None) -> Any:
+async def choices_of(
+    client: openai.AsyncOpenAI, number: int, started: asyncio.Semaphore | None = None, *, max_tokens: int = 60
+) -> Any:
     """Text, log-probabilities and end of each choice of one request, and its usage; streamed."""
     extra = {"ignore_eos": True, **BODIES[number].get("extra_body", {})}
     texts: dict[int, str] = {}
@@ -109,7 +111,7 @@ async def _choices(client: openai.AsyncOpenAI, number: int, started: asyncio.Sem
     async for chunk in await client.completions.create(
         model=MODEL,
         prompt=_long_prompt(2100 + number, 100),
-        max_tokens=60,
+        max_tokens=max_tokens,
         stream=True,
         stream_options={"include_usage": True},
         **(BODIES[number] | {"extra_body": extra}),
@@ -131,9 +133,9 @@ async def test_streams_outlive_their_decode_worker(fragile: Cluster) -> None:
     """The only decode worker is killed while four streams are open: each goes on, as if nothing had happened."""
     numbers = range(len(BODIES))
     async with fragile.async_client() as client:
-        undisturbed = [await _choices(client, number) for number in numbers]
+        undisturbed = [await choices_of(client, number) for number in numbers]
         started = [asyncio.Semaphore(0) for _ in numbers]
-        streams = [asyncio.create_task(_choices(client, number, started[number])) for number in numbers]
+        streams = [asyncio.create_task(choices_of(client, number, started[number])) for number in numbers]
         for number in numbers:
             for _ in range(8):
                 await started[number].acquire()

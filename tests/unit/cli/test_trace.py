@@ -33,6 +33,17 @@ TRACE: dict[str, Any] = {
     "chunks": [{"at": 0.03, "computed_tokens": 256}],
     "decisions": [{"at": 0.002, "attempt": 1, "tier": "decode", "worker": "decode-0", "epoch": 7, "why": "overlap"}],
     "retries": [{"at": 0.05, "attempt": 1, "reason": "peer_lost", "worker": "prefill-0", "error": "Lost it"}],
+    "migrations": [
+        {
+            "at": 0.07,
+            "reason": "drain",
+            "source": "decode-0",
+            "target": "decode-1",
+            "outcome": "moved",
+            "sent_blocks": 9,
+            "pause_s": 0.0125,
+        }
+    ],
     "fallbacks": [{"at": 0.06, "attempt": 2, "reason": "prefill_lost", "worker": "decode-0", "error": None}],
     "prefilled_by": "prefill",
     "reported": {"transfer_s": 0.003, "sent_bytes": 1234567},
@@ -120,7 +131,13 @@ def test_the_page_shows_figures_decisions_retries_and_fallbacks_in_order() -> No
     assert "300 prompt tokens (288 cached) -> 11 tokens" in text
     for figure in ("TTFT 81.0 ms", "handover gap 10.0 ms", "TPOT 10.0 ms", "total 181.0 ms"):
         assert figure in text
-    words = ["decode on decode-0", "retry: peer_lost", "fallback: prefill_lost"]
+    words = [
+        "decode on decode-0",
+        "retry: peer_lost",
+        "fallback: prefill_lost",
+        "move: drain",
+        "9 blocks copied, pause 12.5 ms",
+    ]
     assert sorted(words, key=text.index) == words
     assert "1,234,567" in text
     assert "256 at 30.0 ms" in text

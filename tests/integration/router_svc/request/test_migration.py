@@ -21,7 +21,7 @@ def asks_to_leave(reason: str = "drain") -> Callable[[Context], Awaitable[None]]
     """The worker asks that the request moves."""
 
     async def ask(stream: Any) -> None:
-        await stream.write(decode_pb2.DecodeResponse(leave=decode_pb2.LeaveAsked(reason=reason)))
+        await stream.write(decode_pb2.DecodeResponse(leave=decode_pb2.LeaveRequested(reason=reason)))
 
     return ask
 

@@ -1,0 +1,65 @@
+"""SIGTERM at workers under load: requests move, and streams are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.chaos.test_worker_lost import BODIES, choices_of
+from tests.support.cluster import Cluster, running_cluster
+
+pytestmark = pytest.mark.timeout(300)
+
+#: Long enough for two workers to be restarted meanwhile.
+MAX_TOKENS = 700
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cluster]:
+    """Two workers of each tier."""
+    flags = ("--dtype", "float32", "--kv-cache-memory", "256MiB", "--prefill", "2", "--decode", "2")
+    with running_cluster(tmp_path_factory.mktemp("pairs"), *flags, model=model) as cluster:
+        yield cluster
+
+
+async def _restarted(cluster: Cluster, name: str) -> None:
+    """Sends SIGTERM to a worker, and returns when its next incarnation is ready."""
+    [epoch] = [worker.epoch for worker in cluster.view().workers if worker.worker_id == name]
+    cluster.kill(name, signal.SIGTERM)
+
+    def is_back() -> bool:
+        workers = [worker for worker in cluster.view().workers if worker.worker_id == name]
+        return any(worker.ready and worker.epoch != epoch for worker in workers)
+
+    await cluster.until_async(is_back, f"{name} is back", timeout_s=90)
+
+
+async def test_a_rolling_restart_of_all_workers_loses_no_token(pairs: Cluster) -> None:
+    """Streams run all the time. Fails when a request waits for a worker's end, or is computed as another one."""
+    router = f"127.0.0.1:{pairs.port}"
+    numbers = range(len(BODIES))
+    async with pairs.async_client() as client:
+        undisturbed = [await choices_of(client, number, max_tokens=MAX_TOKENS) for number in numbers]
+        is_over = asyncio.Event()
+
+        async def stream_again_and_again(number: int) -> int:
+            count = 0
+            while not is_over.is_set():
+                assert await choices_of(client, number, max_tokens=MAX_TOKENS) == undisturbed[number]
+                count += 1
+            return count
+
+        async with asyncio.TaskGroup() as tasks:
+            streams = [tasks.create_task(stream_again_and_again(number)) for number in numbers]
+            for name in ("decode-0", "prefill-0", "decode-1", "prefill-1"):
+                await _restarted(pairs, name)
+            is_over.set()
+        assert all(stream.result() > 0 for stream in streams)
+    assert pairs.metric(router, "pdserve_migrations_total", reason="drain", outcome="moved") > 0
+    assert pairs.metric(router, "pdserve_request_retries_total", reason="peer_lost") == 0
+    assert pairs.metric(router, "pdserve_request_outcomes_total", outcome="failed") == 0
+    pairs.wait_tiers(prefill=2, decode=2)
+    pairs.wait_idle()
