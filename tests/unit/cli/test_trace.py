@@ -136,9 +136,9 @@ def test_the_page_shows_figures_decisions_retries_and_fallbacks_in_order() -> No
         "retry: peer_lost",
         "fallback: prefill_lost",
         "move: drain",
-        "9 blocks copied, pause 12.5 ms",
     ]
     assert sorted(words, key=text.index) == words
+    assert "decode-0 -> decode-1: moved, 9 blocks copied, pause 12.5 ms" in text_of(TRACE, 200)
     assert "1,234,567" in text
     assert "256 at 30.0 ms" in text
 
