@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from decode_svc.departures import Departures
 from decode_svc.request import DecodeJob
@@ -17,6 +17,7 @@ from decode_svc.session_events import (
     cost_of,
     flooded,
 )
+from decode_svc.session_life import Queued, Receiving, Runnable
 from decode_svc.spans import DecodeTrace
 from decode_svc.token_messages import token_messages
 from kvtransfer.handover.receiver import Receiver
@@ -43,29 +44,6 @@ from pdserve.worker.serve.worker import Worker
 #: Time a router has for closing the stream after the last token. It is longer than a router waits for a client that
 #: does not read, or for a prefill worker, whose first token it may still miss when all of ours have arrived.
 _CLOSE_TIMEOUT_S = 90.0
-
-
-# A session's life: _Queued -> _Receiving -> _Runnable, or straight to _Runnable when the prompt is computed here.
-@dataclass(frozen=True, slots=True)
-class _Queued:
-    """The request waits for blocks, or computes its prompt without having been granted any."""
-
-    since: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Receiving:
-    """The request holds its blocks, and a prefill worker the ticket to fill them."""
-
-    ticket: Ticket
-
-
-@dataclass(frozen=True, slots=True)
-class _Runnable:
-    """Nothing but the batch is left to wait for: the KV was received, or the prompt is computed here."""
-
-    since: float
-    is_received: bool
 
 
 class DecodeSession:
@@ -96,7 +74,7 @@ class DecodeSession:
         #: What happened when, for the request's spans.
         self.trace = DecodeTrace(opened_at=_now())
         self._has_ended = False
-        self._life: _Queued | _Receiving | _Runnable = _Queued(self.trace.opened_at)
+        self._life: Queued | Receiving | Runnable = Queued(self.trace.opened_at)
         #: Set when received KV was activated, and when that will not happen any more.
         self._activation_decided = asyncio.Event()
         #: Why received KV is not active; None once it is.
@@ -175,7 +153,7 @@ class DecodeSession:
 
     # Events of the engine and of the transfer.
     async def _on_grant(self, grant: Grant) -> None:
-        if not isinstance(self._life, _Queued):
+        if not isinstance(self._life, Queued):
             return  # A command to prefill locally was handled first: the blocks wait for no transfer.
         self._num_cached_blocks = grant.num_cached_blocks
         reservation = Reservation(
@@ -191,7 +169,7 @@ class DecodeSession:
         await self._hand_out(await self._receiver.grant(reservation, attempt=self._inbox.attempt))
 
     async def _hand_out(self, ticket: Ticket) -> None:
-        self._life = _Receiving(ticket)
+        self._life = Receiving(ticket)
         now = _now()
         traced = replace(ticket, trace=self.trace.granted(now))
         granted = pb.TicketGranted(
@@ -203,7 +181,7 @@ class DecodeSession:
 
     def _on_received(self, received: Received) -> None:
         """Decoding starts whether the prefill worker lives on or not: the session activates the KV by itself."""
-        self._life = _Runnable(_now(), is_received=True)
+        self._life = Runnable(_now(), is_received=True)
         self.trace.reception_ended(self._life.since, received)
         self._inbox.put(received)
 
@@ -228,7 +206,7 @@ class DecodeSession:
             await self._stream.write(pb.DecodeResponse(tokens=message))
 
     async def _report_started(self, started: Started) -> None:
-        assert not isinstance(self._life, _Receiving), "a request that waits for its KV is not computed"
+        assert not isinstance(self._life, Receiving), "a request that waits for its KV is not computed"
         message = pb.DecodeStarted(
             prefilled_locally=started.request.prefilled_locally,
             cached_tokens=started.request.num_cached,
@@ -241,7 +219,7 @@ class DecodeSession:
     async def _handle_command(self, command: pb.DecodeRequest) -> None:
         kind = command.WhichOneof("command")
         if kind == "keep_lease":
-            if isinstance(self._life, _Receiving):
+            if isinstance(self._life, Receiving):
                 self._receiver.keep_lease(self._life.ticket.transfer_id)
         elif kind == "stop_choice":
             choice = command.stop_choice.choice_index
@@ -269,7 +247,7 @@ class DecodeSession:
 
     async def _renew(self, attempt: int) -> None:
         match self._life:
-            case _Receiving(ticket=ticket):
+            case Receiving(ticket=ticket):
                 try:
                     renewed = await self._receiver.renew(ticket.transfer_id, attempt=attempt)
                 except StaleAttempt as error:
@@ -279,27 +257,27 @@ class DecodeSession:
                     # The commit or the end of the lease won the race, and its event is in the inbox.
                     return
                 await self._hand_out(renewed)
-            case _Runnable(is_received=True):
+            case Runnable(is_received=True):
                 return  # The commit won the race.
             case _:
                 raise InvalidTransition(f"Request {self._request_id} has no ticket that could be renewed.")
 
     async def _prefill_locally(self, command: pb.PrefillLocally) -> None:
-        if isinstance(self._life, _Receiving):
+        if isinstance(self._life, Receiving):
             await self._receiver.abort(self._life.ticket.transfer_id)
         if self._has_received():
             return
-        self._life = _Runnable(_now(), is_received=False)
+        self._life = Runnable(_now(), is_received=False)
         self.trace.reception_ended(self._life.since)
         forced = tuple(command.forced_first_tokens)
         await self._worker.run(lambda: self._scheduler.prefill_locally(self._request_id, forced))
 
     def _has_received(self) -> bool:
-        return isinstance(self._life, _Runnable) and self._life.is_received
+        return isinstance(self._life, Runnable) and self._life.is_received
 
     async def _release(self) -> None:
         try:
-            if isinstance(self._life, _Receiving):
+            if isinstance(self._life, Receiving):
                 # Before the blocks are freed: until the transfer is quiet, it may still write to them.
                 await self._receiver.abort(self._life.ticket.transfer_id)
         finally:
