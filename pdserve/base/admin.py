@@ -95,7 +95,10 @@ def metrics_routes(registry: CollectorRegistry) -> list[web.RouteDef]:
 
     async def metrics(request: web.Request) -> web.Response:
         # OpenMetrics, which has exemplars, for those that ask for it, as Prometheus does; else the text format.
-        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        try:
+            encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        except TypeError:  # prometheus_client compares the parts of a version as they were sent: "1.x" with (1, 0, 0)
+            encode, content_type = choose_encoder("")
         return web.Response(body=encode(registry), headers={"Content-Type": content_type})
 
     return [web.get("/metrics", metrics)]

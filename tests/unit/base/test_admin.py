@@ -75,6 +75,16 @@ async def test_openmetrics_is_served_on_request_and_has_exemplars() -> None:
     assert "cmpl-1" not in plain
 
 
+@pytest.mark.parametrize("version", ["1.x", "", "a.b.c", "1.0.0 0"])
+async def test_a_version_that_is_none_gets_the_metrics(version: str) -> None:
+    registry = CollectorRegistry()
+    Gauge("pdserve_test", "test", registry=registry).set(7)
+    async with serve_admin(Health(), registry, bound_socket("127.0.0.1", 0, flag="--http-port")) as address:
+        for kind in ("application/openmetrics-text", "text/plain"):
+            status, text = await _get(address, "/metrics", Accept=f"{kind};version={version}")
+            assert (status, "pdserve_test 7.0" in text) == (200, True)
+
+
 def test_a_taken_port_is_named_with_the_flag_to_change() -> None:
     first = bound_socket("127.0.0.1", 0, flag="--port")
     with first, pytest.raises(SetupError, match=r"Address already in use.*--port"):
