@@ -15,9 +15,6 @@ from router_svc.api.openai.shapes import DONE, ResponseFormatter
 from router_svc.request.output import ChoiceDelta
 from router_svc.request.stream import WRITE_TIMEOUT_S, DeltaSource
 
-#: A comment of server-sent events, which clients ignore.
-_KEEP_ALIVE = b": the next token is awaited\n\n"
-
 
 class EventStream:
     """Events to one client. Headers go out with the first token, so that an earlier error has its own status.
@@ -55,7 +52,7 @@ class EventStream:
         async def keep_alive() -> None:
             if self._sse.prepared or source.is_admitted:
                 await self._prepare()
-                await self._sse.write(_KEEP_ALIVE)
+                await self._sse.write(formatter.comment)
 
         await source.write_to(write, keep_alive)
         self._last = formatter.closing(source.usage)

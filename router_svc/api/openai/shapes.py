@@ -178,6 +178,9 @@ def _ending(choice: ChoiceDelta | CollectedChoice) -> Ending:
     }
 
 
+_COMMENT = b": the next token is awaited"
+
+
 class ResponseFormatter:
     """Formats one response, in chunks or whole."""
 
@@ -193,6 +196,15 @@ class ResponseFormatter:
     def continuous_usage(self) -> bool:
         """Whether every event has the usage so far."""
         return self._request.continuous_usage
+
+    @property
+    def comment(self) -> bytes:
+        """A comment of server-sent events, which keeps a connection open.
+
+        Where events have ids it ends without an empty line, with which openai's client and others that keep the last id
+        would take it for an event without data.
+        """
+        return _COMMENT + (b"\n\n" if self._ids is None else b"\n")
 
     async def opening(self) -> bytes:
         """The events before any token."""

@@ -16,7 +16,7 @@ from router_svc.records.request_state import RequestProgress, RequestState, Stat
 LEGAL = {
     (RequestState(source), RequestState(target))
     for source, targets in {
-        "queued": "reserved prefilling retrying failed cancelled",
+        "queued": "reserved prefilling finished retrying failed cancelled",
         "reserved": "prefilling decoding retrying failed cancelled",
         "prefilling": "decoding finished retrying failed cancelled",
         "decoding": "finished retrying failed cancelled",
