@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from aiohttp import web, web_response
+from aiohttp import web, web_response, web_urldispatcher
 from aiohttp.typedefs import Middleware
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -20,6 +20,18 @@ from pdserve.base.silent_connections import FIRST_REQUEST_S, IDLE_S, SilentConne
 
 # Not in each application: aiohttp answers broken HTTP without one. Its own header has versions of it and of Python.
 web_response.SERVER_SOFTWARE = "pdserve"  # type: ignore[attr-defined]
+_continue = web_urldispatcher._default_expect_handler
+
+
+async def _expectation(request: web.Request) -> None:
+    """Answers `Expect: 100-continue`. Others are 417; aiohttp's own handler fails with one that is no text."""
+    try:
+        await _continue(request)
+    except UnicodeEncodeError:
+        raise web.HTTPExpectationFailed(text="Unknown Expect") from None
+
+
+web_urldispatcher._default_expect_handler = _expectation
 
 
 @dataclass(slots=True)

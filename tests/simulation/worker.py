@@ -133,7 +133,7 @@ class SimulatedWorker:
                     await worker_process._unless_fatal(self._stop.wait(), fatal, health)
                     self.is_ready = False
                     await worker_process._stop_accepting(worker, health, _GRPC_HEALTH, registrar)
-                    await worker_process._drain(worker, fatal, health)
+                    await worker_process._drain(worker, service, fatal, health)
                 finally:
                     await server.stop(address)
                     await service.close()

@@ -34,7 +34,7 @@ _EXPECTED = {
 _MAX_MESSAGES = 2000
 _WATCH_S = 0.05
 _GENERATE = inputs.METHODS[0]
-_ENDLESS = {inputs.METHODS[2]}
+_ENDLESS = {"/grpc.health.v1.Health/Watch"}
 
 
 class GrpcFeeder:
