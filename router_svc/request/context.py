@@ -57,6 +57,9 @@ class RequestContext:
     decode_answers: int = 0
     #: Tokens at the last death; None: there was none.
     tokens_at_death: int | None = None
+    #: When the request came, and how many workers it has lost since.
+    began_at: float = field(default_factory=time.monotonic)
+    num_lost: int = 0
     #: Set once every choice is complete and has been written.
     finished: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -134,14 +137,17 @@ class RequestContext:
         is_own = requests is not None and self.generation.worker_request_id in requests
         has_gone_on = self._has_gone_on_since_death()
         alone = self.deaths.is_alone
-        if is_own or not has_gone_on:
+        self.num_lost += 1
+        now = time.monotonic()
+        elsewhere = self.quarantine.lost(self.generation, incarnation_of(worker), since=self.began_at, now=now)
+        if is_own or (not has_gone_on and self.num_lost > elsewhere):
             self.deaths = self.deaths.after(Death.OWN if is_own else Death.MET, worker.tier)
         if is_own:
             name = f"{worker.worker_id}:{worker.epoch}"
             self.deaths = await self.quarantine.shared(self.generation, self.deaths, name, alone=alone)
         self.journal.lost_worker(worker, self.deaths.remark)
         if self.deaths.is_over:
-            self.quarantine.add(self.generation, time.monotonic())
+            self.quarantine.add(self.generation, now)
             raise PdserveError(
                 f"The request has ended because it has lost too many workers: {self.deaths}. The last was "
                 f"{worker.tier} worker {worker.worker_id}. The same request is refused for {REFUSED_S / 60:.0f} "

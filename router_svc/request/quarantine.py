@@ -3,7 +3,8 @@
     in company --2 deaths of the first kind, or 3 of the second--> alone --1 of the first, or 3 of the second--> over
 
 A death of the first kind is a worker's own failure in a step with the request; all others are of the second kind, such
-as SIGKILL, or a lost machine. After one of the first kind, recovery keeps the request in that worker's tier.
+as SIGKILL, or a lost machine. After one of the first kind, recovery keeps the request in that worker's tier. Of the
+second kind, as many do not count as workers were lost meanwhile without the request.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from enum import Enum, auto
 from pdserve.base.errors import Quarantined
 from pdserve.base.workers import Tier
 from router_svc.generation import Generation
+from router_svc.request.losses import Losses
+from router_svc.routing.incarnation import Incarnation
 
 #: Deaths in company, after which the request runs in steps of its own.
 MAX_OWN_IN_COMPANY = 2
@@ -116,6 +119,13 @@ class Quarantine:
         #: Called with a digest, the name of a worker that has failed by itself under an equal request, and whether in a
         #: step of its own. Returns how many have, and how many of them in such steps, as far as routers know together.
         self.on_own_death: Callable[[bytes, str, bool], Awaitable[tuple[int, int]]] = _of_one_router
+        self._losses = Losses()
+
+    def lost(self, generation: Generation, worker: Incarnation, *, since: float, now: float) -> int:
+        """Notes that this worker was lost under the request. Returns how many were lost since then without it."""
+        digest = self._digest(generation)
+        self._losses.add(worker, digest, now)
+        return self._losses.without(digest, since)
 
     async def shared(self, generation: Generation, deaths: Deaths, worker: str, *, alone: bool) -> Deaths:
         """The deaths under this request, with those under equal ones. The last was `worker`'s, of the first kind."""

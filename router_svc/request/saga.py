@@ -50,6 +50,7 @@ class Saga:
         #: Decode workers that get no further attempt for now, and those that get one only where there is no other.
         self._failed_decode: set[Incarnation] = set()
         self._avoided_decode: set[Incarnation] = set()
+        self._met_decode: set[Incarnation] = set()
         #: Since the last new token: failures of any kind, and decode workers that broke in the request.
         self._failures = 0
         self._broken = 0
@@ -103,7 +104,7 @@ class Saga:
             if incarnation_of(worker) == placement.incarnation:  # That of a prefill worker is noted already.
                 await self._context.note_failure(worker, refusal)
             failure = self._failure_of(placement, worker, refusal)
-            self._note(failure)
+            self._note(failure, placement.incarnation)
             if self._next_step(failure) is NextStep.FAIL:
                 raise refusal
             self._journal.retry(refusal, worker)
@@ -128,13 +129,14 @@ class Saga:
             self._avoided_decode.add(placement.incarnation)
         return failure
 
-    def _note(self, failure: Failure) -> None:
-        """Counts a failure. New tokens, and answers of workers, begin a new count."""
+    def _note(self, failure: Failure, worker: Incarnation) -> None:
+        """Counts a failure. New tokens, answers of workers, and workers that were not met before begin a new count."""
         tokens, answers = self._output.completion_tokens, self._context.decode_answers
         if tokens > self._tokens_at_failure:
             self._failures = self._broken = 0
-        if answers > self._answers_at_failure:
-            # A worker that cannot be reached may seem to be back each time: without an answer, one wait is all.
+        if answers > self._answers_at_failure or worker not in self._met_decode:
+            # A worker that cannot be reached may seem to be back each time: then one wait is all.
+            self._met_decode.add(worker)
             self._patient_until = self._now() + self._policy.worker_return_timeout_s
         self._tokens_at_failure, self._answers_at_failure = tokens, answers
         self._failures += 1

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.base.errors import NoFreeBlocks, TransferTimeout
+from pdserve.base.ids import new_epoch
 from pdserve.base.registry import Tier
 from pdserve.base.streams import MessageStream
 from pdserve.cli.private_redis import PrivateRedis
@@ -168,6 +169,24 @@ async def test_a_decode_worker_that_lives_and_cannot_be_reached_is_given_up(
             status, body = await cluster.complete()
         assert status == 502
         assert "decode-0" in body["error"]["message"]
+
+
+async def test_a_decode_worker_that_dies_and_is_started_anew_each_time_is_waited_for(
+    redis_server: PrivateRedis, model_dir: Path
+) -> None:
+    """Fails if a wait begins anew only behind an answer: a worker that is killed while it loads gives none."""
+    tiers: dict[str, Tier] = {"prefill-0": "prefill", "decode-0": "decode"}
+    async with open_cluster(redis_server, model_dir, tiers, worker_return_timeout_s=1.0) as cluster:
+        worker = cluster.workers["decode-0"]
+
+        async def start_anew(context: Context) -> None:
+            worker.record = replace(worker.record, epoch=new_epoch())
+            worker.registrar.announce()
+            await vanish(context)
+
+        cluster.script.fail("decode", *[start_anew] * 5)
+        text, _ = await cluster.stream()
+        assert text == TEXT
 
 
 async def test_a_decode_worker_that_refuses_is_replaced(cluster: ScriptedCluster) -> None:

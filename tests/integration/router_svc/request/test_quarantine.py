@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pdserve.base.deaths import note_death
-from pdserve.base.ids import RequestId
+from pdserve.base.ids import Epoch, RequestId, WorkerId
 from pdserve.base.store import Store, as_bytes, as_list
 from pdserve.base.workers import Tier
 from pdserve.cli.private_redis import PrivateRedis
@@ -104,6 +106,24 @@ async def test_a_request_that_loses_five_workers_to_sigkill_in_company_is_answer
         text, _ = await cluster.stream()
         assert text == TEXT
         assert [start.ref.alone for start in cluster.calls.decode_starts] == [False] * 3 + [True] * 3
+
+
+async def test_deaths_that_are_as_many_without_the_request_do_not_end_it(
+    redis_server: PrivateRedis, model_dir: Path
+) -> None:
+    """Fails when each worker that a request loses to SIGKILL counts, as under a fault each second."""
+    async with open_cluster(redis_server, model_dir, workers(1, 9)) as cluster:
+        quarantine = cluster.router._requests.quarantine
+
+        async def vanish_after_another(context: Context) -> None:
+            name = WorkerId(f"other-{len(cluster.calls.decode_starts)}")
+            quarantine.lost(replace(POISON, prompt=(1,)), (name, Epoch("e")), since=0.0, now=time.monotonic())
+            await vanish(context)
+
+        cluster.script.fail("decode_started", *[vanish_after_another] * 8)
+        text, _ = await cluster.stream()
+        assert text == TEXT
+        assert not any(start.ref.alone for start in cluster.calls.decode_starts)
 
 
 async def test_a_worker_that_fails_in_a_step_of_other_requests_counts_like_a_killed_one(
