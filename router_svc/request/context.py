@@ -58,7 +58,7 @@ class RequestContext:
     #: Tokens at the last death; None: there was none.
     tokens_at_death: int | None = None
     #: When the request came, and how many workers it has lost since.
-    began_at: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=time.monotonic)
     num_lost: int = 0
     #: Set once every choice is complete and has been written.
     finished: asyncio.Event = field(default_factory=asyncio.Event)
@@ -139,7 +139,7 @@ class RequestContext:
         alone = self.deaths.is_alone
         self.num_lost += 1
         now = time.monotonic()
-        elsewhere = self.quarantine.lost(self.generation, incarnation_of(worker), since=self.began_at, now=now)
+        elsewhere = self.quarantine.lost(self.generation, incarnation_of(worker), since=self.started_at, now=now)
         if is_own or (not has_gone_on and self.num_lost > elsewhere):
             self.deaths = self.deaths.after(Death.OWN if is_own else Death.MET, worker.tier)
         if is_own:
