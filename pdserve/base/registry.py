@@ -170,6 +170,8 @@ class WorkerDirectory:
         self._outages = store.outages
         #: Number of failed reads of the registry.
         self.failures = 0
+        #: Called with each incarnation that has ended without a drain.
+        self.on_vanished: Callable[[WorkerRecord], None] = lambda record: None
 
     @property
     def degraded(self) -> bool:
@@ -232,7 +234,10 @@ class WorkerDirectory:
             # Another user of the store met an outage between two reads.
             self._outages = self._store.outages
             changed = self._view.registry_lost(now=read_at)
-        return self._view.apply(sightings, read_at=read_at) or changed
+        changed = self._view.apply(sightings, read_at=read_at) or changed
+        for record in self._view.vanished:
+            self.on_vanished(record)
+        return changed
 
 
 async def read_sightings(store: Store, checks: RecordChecks | None = None) -> list[Sighting]:

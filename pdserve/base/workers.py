@@ -110,6 +110,8 @@ class WorkerView:
         self._keep_until = float("-inf")
         #: When a worker of a tier and a model was last known to be ready.
         self._ready_at: dict[tuple[Tier, str], float] = {}
+        #: Incarnations that were ready and were gone at the last read. One that drains says so before.
+        self.vanished: list[WorkerRecord] = []
 
     @property
     def degraded(self) -> bool:
@@ -155,6 +157,10 @@ class WorkerView:
         if read_at < self._keep_until:
             known = self._known | known
         changed |= known != self._known
+        gone = [
+            record for name, record in self._known.items() if name not in known or known[name].epoch != record.epoch
+        ]
+        self.vanished = [record for record in gone if record.ready]
         self._known = known
         changed = self._clear_suspicions(seen, read_at) or changed
         self._note_ready(read_at)

@@ -140,7 +140,7 @@ class RequestContext:
         self.num_lost += 1
         now = time.monotonic()
         elsewhere = self.quarantine.lost(self.generation, incarnation_of(worker), since=self.started_at, now=now)
-        if is_own or (not has_gone_on and self.num_lost > elsewhere):
+        if is_own or (not has_gone_on and self.num_lost - elsewhere > self.deaths.met):
             self.deaths = self.deaths.after(Death.OWN if is_own else Death.MET, worker.tier)
         if is_own:
             name = f"{worker.worker_id}:{worker.epoch}"

@@ -1,4 +1,4 @@
-"""Workers that this router has lost, and under which requests. Pure.
+"""Workers that are lost, and the requests of this router that they had. Pure.
 
 A request that makes workers run out of memory meets each of their deaths. One that meets some of many deaths is not
 what causes them.
@@ -28,14 +28,14 @@ class Losses:
     def __init__(self) -> None:
         self._losses: OrderedDict[Incarnation, _Loss] = OrderedDict()
 
-    def add(self, worker: Incarnation, digest: bytes, now: float) -> None:
-        """The worker was lost while it had this request."""
+    def add(self, worker: Incarnation, digest: bytes | None, now: float) -> None:
+        """The worker was lost, while it had this request if any."""
         loss = self._losses.setdefault(worker, _Loss(now))
-        if len(loss.digests) < _MAX_REQUESTS:
+        if digest is not None and len(loss.digests) < _MAX_REQUESTS:
             loss.digests.add(digest)
         if len(self._losses) > _MAX_LOSSES:
             self._losses.popitem(last=False)
 
     def without(self, digest: bytes, since: float) -> int:
-        """How many workers were lost since then while they had other requests, and none like this one."""
+        """How many workers were lost since then while they had no request like this one."""
         return sum(loss.at >= since and digest not in loss.digests for loss in self._losses.values())

@@ -119,13 +119,14 @@ class Quarantine:
         #: Called with a digest, the name of a worker that has failed by itself under an equal request, and whether in a
         #: step of its own. Returns how many have, and how many of them in such steps, as far as routers know together.
         self.on_own_death: Callable[[bytes, str, bool], Awaitable[tuple[int, int]]] = _of_one_router
-        self._losses = Losses()
+        #: Workers that the router has lost, whichever requests they had.
+        self.losses = Losses()
 
     def lost(self, generation: Generation, worker: Incarnation, *, since: float, now: float) -> int:
         """Notes that this worker was lost under the request. Returns how many were lost since then without it."""
         digest = self._digest(generation)
-        self._losses.add(worker, digest, now)
-        return self._losses.without(digest, since)
+        self.losses.add(worker, digest, now)
+        return self.losses.without(digest, since)
 
     async def shared(self, generation: Generation, deaths: Deaths, worker: str, *, alone: bool) -> Deaths:
         """The deaths under this request, with those under equal ones. The last was `worker`'s, of the first kind."""

@@ -37,6 +37,7 @@ from router_svc.request.quarantine import Quarantine
 from router_svc.request.run_log import RunLog, usage_of_all
 from router_svc.request.stream import DeltaStream
 from router_svc.routing.cluster import Cluster, PrefixHashes
+from router_svc.routing.incarnation import incarnation_of
 
 #: What the key of the digests of refused requests is for.
 _REFUSED = "refused_requests"
@@ -94,6 +95,9 @@ class Requests:
         secret = cluster.seals.secret
         #: Requests under which workers have died.
         self.quarantine = Quarantine(b"" if secret is None else secret.mac(_REFUSED))
+        cluster.directory.on_vanished = lambda worker: self.quarantine.losses.add(
+            incarnation_of(worker), None, time.monotonic()
+        )
         #: From their arrival.
         self.open = OpenRequests(cluster.policy.timeouts)
         self._is_draining = False

@@ -174,6 +174,18 @@ def test_only_a_visible_change_is_reported() -> None:
     assert view.apply([], read_at=3)
 
 
+def test_incarnations_that_end_without_a_drain_have_vanished() -> None:
+    view = WorkerView(grace_s=0)
+    view.apply([sighting("a"), sighting("b"), sighting("c"), sighting("d")], read_at=0)
+    draining = replace(sighting("c").record, ready=False)
+    view.apply([sighting("a"), sighting("b", epoch=2), Sighting(record=draining, beat=2), sighting("d")], read_at=1)
+    assert [(record.worker_id, record.epoch) for record in view.vanished] == [("b", 1)]
+    view.apply([sighting("a"), sighting("b", epoch=2)], read_at=2)
+    assert [record.worker_id for record in view.vanished] == ["d"]
+    view.apply([sighting("a"), sighting("b", epoch=2)], read_at=3)
+    assert view.vanished == []
+
+
 def test_known_workers_stay_during_an_outage_and_its_grace_period() -> None:
     view = WorkerView(grace_s=5)
     view.apply([sighting("a"), sighting("b")], read_at=0)

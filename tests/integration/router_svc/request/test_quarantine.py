@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,7 +116,7 @@ async def test_deaths_that_are_as_many_without_the_request_do_not_end_it(
 
         async def vanish_after_another(context: Context) -> None:
             name = WorkerId(f"other-{len(cluster.calls.decode_starts)}")
-            quarantine.lost(replace(POISON, prompt=(1,)), (name, Epoch("e")), since=0.0, now=time.monotonic())
+            quarantine.losses.add((name, Epoch("e")), None, time.monotonic())
             await vanish(context)
 
         cluster.script.fail("decode_started", *[vanish_after_another] * 8)
