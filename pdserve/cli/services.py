@@ -8,9 +8,11 @@ from dataclasses import replace
 
 from decode_svc.config import DecodeConfig
 from pdserve.base.config import default_of
-from pdserve.cli.cluster_plan import ClusterPlan
+from pdserve.cli.cluster_plan import ClusterPlan, RunEnvironment, gpu_shares
 from pdserve.cli.placement import CoreShare, GpuShare
+from pdserve.cli.supervisor.fork_server import ForkServer
 from pdserve.cli.supervisor.spec import ProcessSpec
+from pdserve.cli.up_config import UpConfig
 from prefill_svc.config import PrefillConfig
 from router_svc.config import RouterConfig
 
@@ -21,6 +23,9 @@ _SETTINGS: Mapping[str, type[RouterConfig | PrefillConfig | DecodeConfig]] = {
 }
 
 ROUTER_STAGE, WORKER_STAGE, REDIS_STAGE = 0, 1, 2
+
+#: What workers import.
+_WORKER_MODULES = ("decode_svc.service", "prefill_svc.service", "pdserve.worker.serve.process")
 
 #: Time a service needs to close its sockets after its drain, which ends after `drain_timeout_s`.
 _CLOSE_GRACE_S = 20.0
@@ -69,6 +74,18 @@ def worker_specs(plan: ClusterPlan) -> list[ProcessSpec]:
     ]
 
 
+def fork_server(config: UpConfig, run: RunEnvironment) -> ForkServer | None:
+    """What forks the workers, so that they start without importing. None: CUDA in a forked process is not supported."""
+    if gpu_shares(config, run.hardware.num_gpus):
+        return None
+    return ForkServer(
+        (sys.executable, *run.python_flags),
+        _WORKER_MODULES,
+        {**run.variables, **_thread_environment(1)},
+        run.log_dir / "fork-server.log",
+    )
+
+
 def _worker_spec(plan: ClusterPlan, tier: str, index: int, share: CoreShare, gpu: GpuShare | None) -> ProcessSpec:
     config = plan.config
     name = f"{tier}-{index}"
@@ -98,7 +115,8 @@ def _worker_spec(plan: ClusterPlan, tier: str, index: int, share: CoreShare, gpu
         "handover-memory": config.handover_memory,
         "transport": config.transport,
     }
-    return _service(plan, name, f"{tier}_svc", flags, threads=share.threads, stage=WORKER_STAGE)
+    spec = _service(plan, name, f"{tier}_svc", flags, threads=share.threads, stage=WORKER_STAGE)
+    return replace(spec, is_forked=True)
 
 
 def _cpu_list(cpus: Sequence[int]) -> str | None:

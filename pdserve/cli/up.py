@@ -31,7 +31,7 @@ from pdserve.cli.log_rotation import LogLimits, rotating
 from pdserve.cli.log_watch import watched_logs
 from pdserve.cli.placement import Hardware
 from pdserve.cli.run_dir import log_directory, private_directory
-from pdserve.cli.services import router_spec, worker_specs
+from pdserve.cli.services import fork_server, router_spec, worker_specs
 from pdserve.cli.stop_signals import StopSignals, finished_before
 from pdserve.cli.supervisor.supervisor import Supervisor, supervising
 from pdserve.cli.up_config import UpConfig
@@ -84,6 +84,7 @@ async def _run(config: UpConfig, console: UpConsole, hardware: Hardware, log_dir
         )
         async with service_group() as tasks, supervising(console.on_event) as supervisor:
             tasks.start(rotating(log_dir, limits), name="log-rotation")
+            supervisor.fork_from(fork_server(config, environment))
             await _Up(config, console, environment, supervisor, started_at).run()
 
 

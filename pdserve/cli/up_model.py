@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pdserve.base.errors import SetupError
 from pdserve.cli.cluster_plan import PreparedModel
-from pdserve.cli.supervisor.child import launch_argv
+from pdserve.cli.supervisor.start import launch_argv
 
 _MIB = 1024**2
 

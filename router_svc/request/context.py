@@ -135,24 +135,31 @@ class RequestContext:
             return
         requests = await self.cluster.requests_of_death(worker.worker_id, worker.epoch)
         is_own = requests is not None and self.generation.worker_request_id in requests
-        has_gone_on = self._has_gone_on_since_death()
-        alone = self.deaths.is_alone
-        self.num_lost += 1
-        now = time.monotonic()
-        elsewhere = self.quarantine.lost(self.generation, incarnation_of(worker), since=self.started_at, now=now)
-        if is_own or (not has_gone_on and self.num_lost - elsewhere > self.deaths.met):
-            self.deaths = self.deaths.after(Death.OWN if is_own else Death.MET, worker.tier)
+        counts = self._counts(worker)
         if is_own:
-            name = f"{worker.worker_id}:{worker.epoch}"
+            alone, name = self.deaths.is_alone, f"{worker.worker_id}:{worker.epoch}"
+            self.deaths = self.deaths.after(Death.OWN, worker.tier)
             self.deaths = await self.quarantine.shared(self.generation, self.deaths, name, alone=alone)
+        elif counts:
+            self.deaths = self.deaths.after(Death.MET, worker.tier)
         self.journal.lost_worker(worker, self.deaths.remark)
         if self.deaths.is_over:
-            self.quarantine.add(self.generation, now)
+            self.quarantine.add(self.generation, time.monotonic())
             raise PdserveError(
                 f"The request has ended because it has lost too many workers: {self.deaths}. The last was "
                 f"{worker.tier} worker {worker.worker_id}. The same request is refused for {REFUSED_S / 60:.0f} "
                 "minutes. See the logs of these workers."
             ) from error
+
+    def _counts(self, worker: WorkerRecord) -> bool:
+        """Whether the request may be what ended a worker that says nothing of it. Notes the loss.
+
+        It is not where it went on after the death before, nor when as many workers were lost without it.
+        """
+        now, incarnation, has_gone_on = time.monotonic(), incarnation_of(worker), self._has_gone_on_since_death()
+        self.num_lost += 1
+        elsewhere = self.quarantine.lost(self.generation, incarnation, since=self.started_at, now=now)
+        return not has_gone_on and self.num_lost - elsewhere > self.deaths.met
 
     def _has_gone_on_since_death(self) -> bool:
         """Whether there was an earlier death and new tokens since: what kills workers does so at the same token.

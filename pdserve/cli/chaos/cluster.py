@@ -18,7 +18,7 @@ from pdserve.cli.cluster_plan import ClusterPlan, PreparedModel, RunEnvironment,
 from pdserve.cli.hardware import available_hardware
 from pdserve.cli.interpreter import python_flags
 from pdserve.cli.run_dir import private_directory
-from pdserve.cli.services import router_spec, worker_specs
+from pdserve.cli.services import fork_server, router_spec, worker_specs
 from pdserve.cli.supervisor.backoff import BackoffPolicy
 from pdserve.cli.supervisor.spec import BecameReady, Died, ProcessEvent, ProcessSpec, ProcessStarted, Stopped
 from pdserve.cli.supervisor.supervisor import supervising
@@ -125,6 +125,7 @@ async def running_cluster(config: ChaosConfig, log_dir: Path) -> AsyncIterator[C
             python_flags=python_flags(),
         )
         async with supervising(cluster.on_event, backoff=_BACKOFF) as supervisor:
+            supervisor.fork_from(fork_server(up, environment))
             try:
                 redis = plan_redis(None, run_dir=run_dir, log_dir=log_dir)
                 assert redis.spec is not None

@@ -7,23 +7,16 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 
-from pdserve.cli.supervisor import launch
 from pdserve.cli.supervisor.notify_socket import NotifySocket
 from pdserve.cli.supervisor.spec import Exit, ProcessSpec
+from pdserve.cli.supervisor.start import Start, execute
 
 _LOG_TAIL_BYTES = 16 * 1024
-
-
-def launch_argv(argv: Sequence[str]) -> list[str]:
-    """The command that runs `argv` so that it dies with this process."""
-    return [sys.executable, "-I", "-S", str(Path(launch.__file__)), str(os.getpid()), *argv]
 
 
 class Child:
@@ -32,7 +25,7 @@ class Child:
     Its output goes straight into the log file, not through this process, which therefore cannot block it.
     """
 
-    def __init__(self, spec: ProcessSpec, on_status: Callable[[str], None]) -> None:
+    def __init__(self, spec: ProcessSpec, on_status: Callable[[str], None], start: Start = execute) -> None:
         """Starts the process. Raises `OSError` when the system cannot."""
         self._spec = spec
         self._on_status = on_status
@@ -55,14 +48,8 @@ class Child:
             self._log_start = log.tell()
             self._notify = NotifySocket(self._on_message)
             undo.callback(self._notify.close)
-            self._process = subprocess.Popen(
-                launch_argv(spec.argv),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**spec.environment, "NOTIFY_SOCKET": self._notify.address},
-                start_new_session=True,
-            )
+            environment = {**spec.environment, "NOTIFY_SOCKET": self._notify.address}
+            self._process = start(spec, environment, log.fileno())
             undo.callback(self._process.wait)
             undo.callback(self._process.kill)
             self._pidfd = os.pidfd_open(self._process.pid)

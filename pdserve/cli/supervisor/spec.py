@@ -21,6 +21,8 @@ class ProcessSpec:
     log_path: Path
     #: Form of the lines that the process writes to it.
     log_format: str = "text"
+    #: Whether the fork server, if there is one, has imported what the process needs.
+    is_forked: bool = False
     #: Returns once the process serves, for programs that do not report readiness. None: READY=1 through sd_notify.
     probe: Callable[[], Awaitable[None]] | None = None
     #: Seconds from start to ready.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -14,6 +14,7 @@ from pdserve.base.tasks import ServiceGroup, service_group
 from pdserve.cli.stop_signals import finished_before
 from pdserve.cli.supervisor.backoff import BackoffPolicy
 from pdserve.cli.supervisor.child import Child
+from pdserve.cli.supervisor.fork_server import ForkServer
 from pdserve.cli.supervisor.spec import (
     BecameReady,
     Died,
@@ -26,6 +27,7 @@ from pdserve.cli.supervisor.spec import (
     Stopped,
     Stopping,
 )
+from pdserve.cli.supervisor.start import ChildProcess, execute
 
 
 @dataclass(slots=True, eq=False)
@@ -46,11 +48,18 @@ class Supervisor:
 
     def __init__(self, tasks: ServiceGroup, on_event: Callable[[ProcessEvent], None], backoff: BackoffPolicy) -> None:
         self._tasks = tasks
+        self._forks: ForkServer | None = None
         self._on_event = on_event
         self._backoff = backoff
         self._managed: list[_Managed] = []
         self._stopping = asyncio.Event()
         self._hurried = False
+
+    def fork_from(self, server: ForkServer | None) -> None:
+        """Runs the server, if any. It forks the processes that are started from now on and that may be forked."""
+        self._forks = server
+        if server is not None:
+            self._tasks.start(server.run(), name="fork server")
 
     async def start(self, *specs: ProcessSpec) -> None:
         """Starts processes concurrently; returns when all are ready. Raises `StartFailed` as soon as one cannot be."""
@@ -124,11 +133,20 @@ class Supervisor:
             except TimeoutError:
                 continue
 
+    def _start_process(self, spec: ProcessSpec, environment: Mapping[str, str], output: int) -> ChildProcess:
+        forked = None
+        if spec.is_forked and self._forks is not None:
+            forked = self._forks.fork(spec.argv, environment, output)
+        return forked or execute(spec, environment, output)
+
     async def _run_once(self, managed: _Managed, *, is_restart: bool) -> Exit:
         """Runs one incarnation from start to end."""
         spec = managed.spec
+        settled = None if self._forks is None or not spec.is_forked else self._forks.settled.wait()
+        if settled is not None and not await finished_before(self._stopping, settled):
+            return Exit(code=0, ran_s=0.0, served_s=None, reason="")
         try:
-            child = Child(spec, lambda text: self._on_event(StatusChanged(spec=spec, text=text)))
+            child = Child(spec, lambda text: self._on_event(StatusChanged(spec=spec, text=text)), self._start_process)
         except OSError as error:
             return Exit(code=1, ran_s=0.0, served_s=None, reason=f"error: Cannot start {spec.name}: {error}.")
         managed.child = child

@@ -21,6 +21,8 @@ def main() -> None:
                 notify(value)
             case "print":
                 print(value, flush=True)
+            case "variable":
+                print(os.environ[value], flush=True)
             case "ignore-sigterm":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             case "grandchild":

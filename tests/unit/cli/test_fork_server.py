@@ -1,0 +1,161 @@
+"""Services that are forked instead of executed: as if they had been executed, and no one's death is theirs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from pdserve.cli.supervisor.backoff import BackoffPolicy
+from pdserve.cli.supervisor.fork_server import ForkServer
+from pdserve.cli.supervisor.spec import BecameReady, Died, ProcessSpec, Stopped
+from pdserve.cli.supervisor.supervisor import Supervisor, supervising
+from tests.support.redis import eventually
+from tests.unit.cli.test_supervisor import Recorder, is_gone, wait_gone
+
+SERVICE = "tests.unit.cli.fake_service"
+FAKE_UP = str(Path(__file__).with_name("fake_up.py"))
+AT_ONCE = BackoffPolicy(first_s=0.01, max_s=0.01)
+
+
+@pytest.fixture
+def events() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., ProcessSpec]:
+    def spec(name: str, *steps: str, **environment: str) -> ProcessSpec:
+        return ProcessSpec(
+            name=name,
+            argv=(sys.executable, "-m", SERVICE, *steps),
+            environment={**os.environ, **environment},
+            log_path=tmp_path / f"{name}.log",
+            is_forked=True,
+        )
+
+    return spec
+
+
+def server(tmp_path: Path, *modules: str) -> ForkServer:
+    return ForkServer((sys.executable,), modules or ("json", "socket"), dict(os.environ), tmp_path / "server.log")
+
+
+@asynccontextmanager
+async def forking(events: Recorder, forks: ForkServer) -> AsyncIterator[Supervisor]:
+    async with supervising(events, backoff=AT_ONCE) as supervisor:
+        supervisor.fork_from(forks)
+        yield supervisor
+
+
+def descriptors(pid: int) -> set[str]:
+    return {os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")}
+
+
+def arguments(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")
+
+
+def status_of(pid: int, field: str) -> str:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(line.split(maxsplit=1)[1] for line in lines if line.startswith(field + ":"))
+
+
+async def test_a_forked_process_is_as_if_it_had_been_executed(
+    events: Recorder, make: Callable[..., ProcessSpec], tmp_path: Path
+) -> None:
+    forks = server(tmp_path)
+    async with forking(events, forks) as supervisor:
+        spec = make("one", "variable=ONLY_HERE", "print=some output", "until-sigterm", ONLY_HERE="its value")
+        await supervisor.start(spec)
+        pid = events.pid("one")
+        assert (os.getpgid(pid), os.getsid(pid), int(status_of(pid, "PPid"))) == (pid, pid, os.getpid())
+        assert arguments(pid) == list(spec.argv)
+        # Nothing of the fork server's: its end of the connection, pipes, blocked or ignored signals.
+        assert forks.pid is not None
+        assert descriptors(pid) & descriptors(forks.pid) == {"/dev/null"}
+        assert str(spec.log_path) in descriptors(pid)
+        assert int(status_of(pid, "SigBlk"), 16) == 0
+        assert not int(status_of(pid, "SigIgn"), 16) & 1 << (signal.SIGINT - 1)
+        await supervisor.stop()
+    stopped = events.of(Stopped, "one")
+    assert [event.exit.code for event in stopped if isinstance(event, Stopped)] == [0]
+    assert spec.log_path.read_text().splitlines()[1:] == ["its value", "some output"]
+
+
+async def test_forked_processes_are_reaped_and_restarted(
+    events: Recorder, make: Callable[..., ProcessSpec], tmp_path: Path
+) -> None:
+    forks = server(tmp_path)
+    async with forking(events, forks) as supervisor:
+        await supervisor.start(make("one", "until-sigterm"))
+        first = events.pid("one")
+        os.kill(first, signal.SIGKILL)
+        await events.until(lambda: len(events.of(BecameReady, "one")) == 2)
+        assert events.pid("one") != first
+        assert is_gone(first)
+        died = events.of(Died, "one")[0]
+        assert isinstance(died, Died)
+        assert died.exit.describe() == "was killed by SIGKILL"
+
+
+async def test_the_death_of_the_fork_server_ends_no_service_and_keeps_none_from_starting(
+    events: Recorder, make: Callable[..., ProcessSpec], tmp_path: Path
+) -> None:
+    forks = server(tmp_path)
+    async with forking(events, forks) as supervisor:
+        await supervisor.start(make("one", "until-sigterm"))
+        assert forks.pid is not None
+        os.kill(forks.pid, signal.SIGKILL)
+        os.kill(events.pid("one"), signal.SIGKILL)
+        await events.until(lambda: len(events.of(BecameReady, "one")) == 2)
+        await supervisor.start(make("two", "until-sigterm"))
+        assert not events.of(Died, "two")
+        assert len(events.of(Died, "one")) == 1
+
+
+async def test_a_fork_server_that_hangs_is_replaced(
+    events: Recorder, make: Callable[..., ProcessSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.cli.supervisor.fork_server._FORK_TIMEOUT_S", 0.2)
+    forks = server(tmp_path)
+    async with forking(events, forks) as supervisor:
+        await forks.settled.wait()
+        hung = forks.pid
+        assert hung is not None
+        os.kill(hung, signal.SIGSTOP)
+        await supervisor.start(make("one", "until-sigterm"))
+
+        async def is_replaced() -> bool:
+            return forks.pid not in (None, hung)
+
+        await eventually(is_replaced)
+
+
+async def test_where_nothing_can_be_imported_services_are_executed(
+    events: Recorder, make: Callable[..., ProcessSpec], tmp_path: Path
+) -> None:
+    forks = server(tmp_path, "no_such_module")
+    async with forking(events, forks) as supervisor:
+        await supervisor.start(make("one", "until-sigterm"))
+        assert forks.pid is None
+    assert "No module named 'no_such_module'" in (tmp_path / "server.log").read_text()
+
+
+def test_a_killed_supervisor_takes_forked_processes_with_it(tmp_path: Path) -> None:
+    command = [sys.executable, FAKE_UP, str(tmp_path), SERVICE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        pids = [int(text) for text in supervisor.stdout.readline().split()]
+        assert len(pids) == 3  # Two services, and the fork server.
+        pidfds = [os.pidfd_open(pid) for pid in pids]
+        supervisor.kill()
+        assert all(wait_gone(pidfd) for pidfd in pidfds)
+        for pidfd in pidfds:
+            os.close(pidfd)
