@@ -8,11 +8,9 @@ from dataclasses import replace
 
 from decode_svc.config import DecodeConfig
 from pdserve.base.config import default_of
-from pdserve.cli.cluster_plan import ClusterPlan, RunEnvironment, gpu_shares
+from pdserve.cli.cluster_plan import ClusterPlan
 from pdserve.cli.placement import CoreShare, GpuShare
-from pdserve.cli.supervisor.fork_server import ForkServer
 from pdserve.cli.supervisor.spec import ProcessSpec
-from pdserve.cli.up_config import UpConfig
 from prefill_svc.config import PrefillConfig
 from router_svc.config import RouterConfig
 
@@ -23,9 +21,6 @@ _SETTINGS: Mapping[str, type[RouterConfig | PrefillConfig | DecodeConfig]] = {
 }
 
 ROUTER_STAGE, WORKER_STAGE, REDIS_STAGE = 0, 1, 2
-
-#: What workers import.
-_WORKER_MODULES = ("decode_svc.service", "prefill_svc.service", "pdserve.worker.serve.process")
 
 #: Time a service needs to close its sockets after its drain, which ends after `drain_timeout_s`.
 _CLOSE_GRACE_S = 20.0
@@ -72,18 +67,6 @@ def worker_specs(plan: ClusterPlan) -> list[ProcessSpec]:
         _worker_spec(plan, tier, index, share, gpu)
         for (tier, index), share, gpu in zip(names, plan.shares, gpus, strict=True)
     ]
-
-
-def fork_server(config: UpConfig, run: RunEnvironment) -> ForkServer | None:
-    """What forks the workers, so that they start without importing. None: CUDA in a forked process is not supported."""
-    if gpu_shares(config, run.hardware.num_gpus):
-        return None
-    return ForkServer(
-        (sys.executable, *run.python_flags),
-        _WORKER_MODULES,
-        {**run.variables, **_thread_environment(1)},
-        run.log_dir / "fork-server.log",
-    )
 
 
 def _worker_spec(plan: ClusterPlan, tier: str, index: int, share: CoreShare, gpu: GpuShare | None) -> ProcessSpec:
@@ -153,7 +136,7 @@ def _service(
         # Not a flag: the URL may carry a password, and every user of the machine can see the flags.
         environment={
             **plan.environment,
-            **_thread_environment(threads),
+            **thread_environment(threads),
             f"PDSERVE_{module.removesuffix('_svc').upper()}__REDIS_URL": plan.redis_url,
         },
         log_path=plan.log_dir / f"{name}.log",
@@ -170,7 +153,7 @@ def _text(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _thread_environment(threads: int) -> dict[str, str]:
+def thread_environment(threads: int) -> dict[str, str]:
     """Bounds the thread pools of libraries, which would otherwise size them by the machine."""
     count = str(threads)
     return {

@@ -31,7 +31,7 @@ from pdserve.cli.log_rotation import LogLimits, rotating
 from pdserve.cli.log_watch import watched_logs
 from pdserve.cli.placement import Hardware
 from pdserve.cli.run_dir import log_directory, private_directory
-from pdserve.cli.services import fork_server, router_spec, worker_specs
+from pdserve.cli.services import router_spec, worker_specs
 from pdserve.cli.stop_signals import StopSignals, finished_before
 from pdserve.cli.supervisor.supervisor import Supervisor, supervising
 from pdserve.cli.up_config import UpConfig
@@ -41,6 +41,7 @@ from pdserve.cli.up_redis import plan_redis, require_reachable
 from pdserve.cli.up_secret import own_secret
 from pdserve.cli.vllm_flags import translate
 from pdserve.cli.weight_memory import private_weight_bytes
+from pdserve.cli.worker_forks import fork_server
 
 #: Grace of processes after a failed start: no request runs on them that could be lost.
 _FAILED_START_GRACE_S = 2.0

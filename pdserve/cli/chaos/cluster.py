@@ -18,7 +18,7 @@ from pdserve.cli.cluster_plan import ClusterPlan, PreparedModel, RunEnvironment,
 from pdserve.cli.hardware import available_hardware
 from pdserve.cli.interpreter import python_flags
 from pdserve.cli.run_dir import private_directory
-from pdserve.cli.services import fork_server, router_spec, worker_specs
+from pdserve.cli.services import router_spec, worker_specs
 from pdserve.cli.supervisor.backoff import BackoffPolicy
 from pdserve.cli.supervisor.spec import BecameReady, Died, ProcessEvent, ProcessSpec, ProcessStarted, Stopped
 from pdserve.cli.supervisor.supervisor import supervising
@@ -26,6 +26,7 @@ from pdserve.cli.up_config import UpConfig
 from pdserve.cli.up_model import prepare_command, prepare_model
 from pdserve.cli.up_redis import plan_redis
 from pdserve.cli.up_secret import own_secret
+from pdserve.cli.worker_forks import fork_server
 
 #: A process that the plan kills often is not one that fails by itself: the delay does not grow.
 _BACKOFF = BackoffPolicy(first_s=0.5, max_s=0.5)

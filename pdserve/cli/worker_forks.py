@@ -1,0 +1,25 @@
+"""The fork server of a cluster's workers."""
+
+from __future__ import annotations
+
+import sys
+
+from pdserve.cli.cluster_plan import RunEnvironment, gpu_shares
+from pdserve.cli.services import thread_environment
+from pdserve.cli.supervisor.fork_server import ForkServer
+from pdserve.cli.up_config import UpConfig
+
+#: What workers import.
+_WORKER_MODULES = ("decode_svc.service", "prefill_svc.service", "pdserve.worker.serve.process")
+
+
+def fork_server(config: UpConfig, run: RunEnvironment) -> ForkServer | None:
+    """What forks the workers, so that they start without importing. None: CUDA in a forked process is not supported."""
+    if gpu_shares(config, run.hardware.num_gpus):
+        return None
+    return ForkServer(
+        (sys.executable, *run.python_flags),
+        _WORKER_MODULES,
+        {**run.variables, **thread_environment(1)},
+        run.log_dir / "fork-server.log",
+    )
