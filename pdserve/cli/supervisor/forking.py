@@ -20,7 +20,6 @@ import ctypes
 import importlib
 import json
 import os
-import runpy
 import signal
 import socket
 import sys
@@ -38,7 +37,7 @@ PADDING = "." * 2048
 
 @dataclass(frozen=True, slots=True)
 class _Service:
-    """What a forked process is to become: `argv` has a module behind `-m`."""
+    """What a forked process is to become: `argv` has a module with a function `main`, or a package, behind `-m`."""
 
     argv: list[str]
     environment: dict[str, str]
@@ -49,8 +48,8 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     supervisor = os.getppid()
     with importing():
-        for module in sys.argv[2].split(","):
-            importlib.import_module(module)
+        for name in sys.argv[2].split(","):
+            importlib.import_module(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control.send(b"ready")
     service = _serve(control, supervisor)
@@ -58,7 +57,10 @@ def main() -> None:
         return
     control.close()
     sys.argv = service.argv[service.argv.index("-m") + 1 :]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    module = importlib.import_module(sys.argv[0])
+    if hasattr(module, "__path__"):
+        module = importlib.import_module(f"{sys.argv[0]}.__main__")
+    module.main()
 
 
 def _serve(control: socket.socket, supervisor: int) -> _Service | None:
