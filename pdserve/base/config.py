@@ -294,12 +294,6 @@ def set_default_variable(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
-def replace_environment(variables: Mapping[str, str]) -> None:
-    """Makes these all variables of this process, as if it had been executed with them."""
-    os.environ.clear()
-    os.environ.update(variables)
-
-
 def child_environment(**changes: str) -> dict[str, str]:
     """This process's environment with `changes`, for a child process."""
     return {**os.environ, **changes}

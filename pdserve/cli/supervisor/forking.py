@@ -26,7 +26,6 @@ import sys
 from dataclasses import dataclass
 
 from pdserve.base.collector import importing
-from pdserve.base.config import replace_environment
 
 _PR_SET_PDEATHSIG = 1
 #: Bytes of a request, at most: arguments and environment.
@@ -112,7 +111,8 @@ def _become_service(writing: int, supervisor: int, output: int, request: _Servic
     for standard in (1, 2):
         os.dup2(output, standard)
     os.close(output)
-    replace_environment(request.environment)
+    os.environ.clear()  # noqa: TID251 - nothing is read
+    os.environ.update(request.environment)  # noqa: TID251
     _show_arguments(request.argv)
 
 
