@@ -211,6 +211,11 @@ class WorkerDirectory:
         ready_at = self._view.ready_at(tier, model)
         return ready_at is not None and self._clock() - ready_at <= within_s
 
+    @property
+    def ready_seconds(self) -> float:
+        """For how long workers have been ready, added up over all of them."""
+        return self._view.ready_seconds(self._clock())
+
     async def wait_for_change(self, since: int | None = None) -> int:
         """Returns the version once it differs from `since`, which is by default the present one."""
         return await self._changes.wait(self.version if since is None else since)

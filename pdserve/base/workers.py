@@ -112,6 +112,10 @@ class WorkerView:
         self._ready_at: dict[tuple[Tier, str], float] = {}
         #: Incarnations that were ready and were gone at the last read. One that drains says so before.
         self.vanished: list[WorkerRecord] = []
+        #: Seconds of ready workers until `_counted_at`, over all of them, and how many are ready since.
+        self._ready_seconds = 0.0
+        self._counted_at = float("-inf")
+        self._num_ready = 0
 
     @property
     def degraded(self) -> bool:
@@ -133,6 +137,13 @@ class WorkerView:
     def ready_at(self, tier: Tier, model: str) -> float | None:
         """When a worker of the tier that serves the model was last known to be ready; None: not in the last hour."""
         return self._ready_at.get((tier, model))
+
+    def ready_seconds(self, now: float) -> float:
+        """For how long workers have been ready, added up over all of them: ten workers have ten seconds each second.
+
+        A gap between two reads of the registry counts up to the grace time.
+        """
+        return self._ready_seconds + self._num_ready * min(max(now - self._counted_at, 0.0), self._grace_s)
 
     def registry_lost(self, *, now: float) -> bool:
         """The registry is unreadable, or may have lost its contents. Returns whether anything visible changed.
@@ -180,6 +191,7 @@ class WorkerView:
         if before is not None and before.epoch == epoch:
             lasts_s = min(2 * before.lasts_s, MAX_SUSPICION_S)
         self._suspicions[worker_id] = _Suspicion(epoch, now, lasts_s)
+        self._count_ready(now)
         return True
 
     def mark_alive(self, worker_id: WorkerId, epoch: Epoch) -> bool:
@@ -194,6 +206,11 @@ class WorkerView:
         ready = {(record.tier, record.model): now for record in self._known.values() if self._is_ready(record)}
         kept = {key: at for key, at in self._ready_at.items() if now - at < _READY_KEPT_S}
         self._ready_at = kept | ready
+        self._count_ready(now)
+
+    def _count_ready(self, now: float) -> None:
+        self._ready_seconds, self._counted_at = self.ready_seconds(now), max(now, self._counted_at)
+        self._num_ready = sum(map(self._is_ready, self._known.values()))
 
     def _is_ready(self, record: WorkerRecord) -> bool:
         return record.ready and not self._is_lost(record)

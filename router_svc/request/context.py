@@ -17,9 +17,10 @@ from router_svc.generation import Generation
 from router_svc.records.journal import Journal
 from router_svc.records.resumable import single_tokens
 from router_svc.request.calls import DecodeCall, is_gone, is_lost_in_call
+from router_svc.request.losses import Presence, probability_by_chance
 from router_svc.request.output import Output, ended_by_stop_string
 from router_svc.request.prompt_log import PromptLog
-from router_svc.request.quarantine import REFUSED_S, Death, Deaths, Quarantine
+from router_svc.request.quarantine import MAX_CHANCE, REFUSED_S, Death, Deaths, Quarantine
 from router_svc.request.recovery import MAX_PREFILL_FAILURES
 from router_svc.request.stream import DeltaStream
 from router_svc.routing.cluster import Cluster, PrefixHashes
@@ -60,6 +61,9 @@ class RequestContext:
     #: When the request came, and how many workers it has lost since.
     started_at: float = field(default_factory=time.monotonic)
     num_lost: int = 0
+    #: Time that workers have had the request, and time of all workers when it came.
+    presence: Presence = field(default_factory=Presence)
+    worker_seconds_before: float = 0.0
     #: Set once every choice is complete and has been written.
     finished: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -154,12 +158,21 @@ class RequestContext:
     def _counts(self, worker: WorkerRecord) -> bool:
         """Whether the request may be what ended a worker that says nothing of it. Notes the loss.
 
-        It is not where it went on after the death before, nor when as many workers were lost without it.
+        It is not where it went on after the death before, nor when as many workers were lost without it. The death that
+        would end it counts only if that many are no chance.
         """
         now, incarnation, has_gone_on = time.monotonic(), incarnation_of(worker), self._has_gone_on_since_death()
         self.num_lost += 1
         elsewhere = self.quarantine.lost(self.generation, incarnation, since=self.started_at, now=now)
-        return not has_gone_on and self.num_lost - elsewhere > self.deaths.met
+        if has_gone_on or self.num_lost - elsewhere <= self.deaths.met:
+            return False
+        return not self.deaths.after(Death.MET, worker.tier).is_over or self._chance(elsewhere, now) <= MAX_CHANCE
+
+    def _chance(self, elsewhere: int, now: float) -> float:
+        """How probable the request's losses are if it causes none, with so many elsewhere since it came."""
+        of_all = self.cluster.directory.ready_seconds - self.worker_seconds_before
+        with_it = self.presence.seconds(now)
+        return probability_by_chance(self.num_lost, elsewhere, with_it / of_all if with_it < of_all else 1.0)
 
     def _has_gone_on_since_death(self) -> bool:
         """Whether there was an earlier death and new tokens since: what kills workers does so at the same token.

@@ -4,7 +4,8 @@
 
 A death of the first kind is a worker's own failure in a step with the request; all others are of the second kind, such
 as SIGKILL, or a lost machine. After one of the first kind, recovery keeps the request in that worker's tier. Of the
-second kind, as many do not count as workers were lost meanwhile without the request.
+second kind, as many do not count as workers were lost meanwhile without the request, and none ends a request that may
+well have met its deaths by chance.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ MAX_MET_IN_COMPANY = 3
 #: Deaths in steps of its own, after which the request ends.
 MAX_OWN_ALONE = 1
 MAX_MET_ALONE = 3
+#: Deaths of the second kind end no request that has met them by chance with a higher probability than this one.
+MAX_CHANCE = 1e-3
 #: Time for which a request is refused after it has ended so.
 REFUSED_S = 600.0
 #: Requests that are refused at a time, at most: of one router, and of all others together.

@@ -107,6 +107,15 @@ async def test_a_request_that_loses_five_workers_to_sigkill_in_company_is_answer
         assert [start.ref.alone for start in cluster.calls.decode_starts] == [False] * 3 + [True] * 3
 
 
+async def test_a_request_ends_six_workers_that_leave_no_note(redis_server: PrivateRedis, model_dir: Path) -> None:
+    async with open_cluster(redis_server, model_dir, workers(1, 9)) as cluster:
+        cluster.script.fail("decode_started", *[vanish] * 9)
+        status, body = await cluster.complete()
+        assert status == 500
+        assert "6 were lost for other reasons" in body["error"]["message"]
+        assert len(cluster.calls.decode_starts) == 6
+
+
 async def test_deaths_that_are_as_many_without_the_request_do_not_end_it(
     redis_server: PrivateRedis, model_dir: Path
 ) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdserve.base.ids import Epoch, WorkerId
-from router_svc.request.losses import Losses
+from router_svc.request.losses import Losses, Presence, probability_by_chance
 from router_svc.routing.incarnation import Incarnation
 
 
@@ -30,3 +32,25 @@ def test_memory_of_losses_is_bounded() -> None:
         losses.add(worker(index), b"a", 0.0)
     assert losses.without(b"other", since=0.0) <= 256
     assert sum(len(loss.digests) for loss in losses._losses.values()) <= 2048
+
+
+def test_time_on_workers_is_added_up_over_those_that_have_the_request_at_once() -> None:
+    presence, now = Presence(), [10.0]
+    with presence.on_worker(lambda: now[0]):
+        now[0] = 11.0
+        with presence.on_worker(lambda: now[0]):
+            now[0] = 13.0
+            assert presence.seconds(13.0) == 5.0
+        assert presence.seconds(14.0) == 6.0
+        now[0] = 15.0
+    assert presence.seconds(99.0) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("losses_with", "losses_without", "share", "expected"),
+    [(1, 0, 0.25, 0.25), (6, 0, 0.5, 1 / 64), (2, 1, 0.5, 0.5), (0, 5, 0.1, 1.0), (3, 2, 1.0, 1.0), (3, 0, 0.0, 0.0)],
+)
+def test_many_losses_are_chance_where_the_request_was_on_workers_most_of_the_time(
+    losses_with: int, losses_without: int, share: float, expected: float
+) -> None:
+    assert probability_by_chance(losses_with, losses_without, share) == pytest.approx(expected)
