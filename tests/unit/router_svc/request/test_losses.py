@@ -50,7 +50,7 @@ def test_time_on_workers_is_added_up_over_those_that_have_the_request_at_once() 
     ("losses_with", "losses_without", "share", "expected"),
     [(1, 0, 0.25, 0.25), (6, 0, 0.5, 1 / 64), (2, 1, 0.5, 0.5), (0, 5, 0.1, 1.0), (3, 2, 1.0, 1.0), (3, 0, 0.0, 0.0)],
 )
-def test_many_losses_are_chance_where_the_request_was_on_workers_most_of_the_time(
+def test_many_losses_are_chance_where_the_request_was_on_workers_for_long(
     losses_with: int, losses_without: int, share: float, expected: float
 ) -> None:
     assert probability_by_chance(losses_with, losses_without, share) == pytest.approx(expected)
