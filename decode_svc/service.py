@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -138,7 +138,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
 
     def drain(self, within_s: float) -> None:
         """Hands back what waits here, and has what does not end within `within_s` seconds move elsewhere."""
-        self._worker.tasks.start(self._empty(_now() + within_s), name="drain")
+        self._worker.tasks.start(self._drain(_now() + within_s), name="drain")
 
     def give_up(self, error: PdserveError) -> None:
         """Ends the requests that are still here with this error."""
@@ -190,6 +190,11 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             if not self._worker.is_hung:
                 for stream in self._streams:
                     stream.keep_alive(message)
+
+    async def _drain(self, ends_at: float) -> None:
+        # The step loop ends first, and with it all that could leave.
+        with suppress(Draining):
+            await self._empty(ends_at)
 
     async def _empty(self, ends_at: float) -> None:
         moves, leaving = self.scheduler.moves, Leaving(ends_at)

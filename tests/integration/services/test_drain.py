@@ -1,4 +1,7 @@
-"""A draining prefill worker holds its blocks until the decode worker has committed them, and takes nothing new."""
+"""A draining prefill worker holds its blocks until the decode worker has committed them, and takes nothing new.
+
+A draining decode worker ends in order.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from decode_svc import service
+from decode_svc.config import DecodeConfig
+from decode_svc.service import DecodeService
 from kvtransfer.transport import Buffer, Operation, Peer
 from kvtransfer.transport.inproc import InprocTransport
 from pdserve.base.errors import Draining
-from tests.integration.services.local_cluster import DEADLINE_S, LEASE_S, running_cluster
+from pdserve.worker.serve.worker import Worker
+from tests.integration.services.local_cluster import DEADLINE_S, LEASE_S, running_cluster, running_worker
 from tests.unit.model.tiny import save_model
 
 PROMPT = [(7 * position) % 90 + 3 for position in range(45)]
@@ -73,3 +80,22 @@ async def test_a_draining_prefill_worker_ends_when_its_handovers_have(model: Pat
             await drained
         assert await request.finish() == local
         await cluster.all_free()
+
+
+async def test_a_draining_decode_worker_ends_in_order_while_it_looks_for_what_could_leave(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended with exit code 1 when its step loop ended between two looks."""
+    monkeypatch.setattr(service, "_DRAIN_CHECK_S", 0.0)
+    config = DecodeConfig(model=str(model), redis_url="", block_size=4, kv_cache_memory=64 * 1024, threads=1)
+    services: list[DecodeService] = []
+
+    def build(worker: Worker) -> DecodeService:
+        services.append(DecodeService(worker, config))
+        return services[0]
+
+    async with running_worker(config, "decode", InprocTransport(), build) as (worker, _, _):
+        services[0].drain(within_s=60.0)
+        [drain] = [task for task in asyncio.all_tasks() if task.get_name() == "drain"]
+        await asyncio.to_thread(worker.step_loop.stop)
+        await drain
