@@ -6,7 +6,7 @@ has no other worker for a request keeps it in mind: nothing is asked twice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from pdserve.base.ids import RequestId
 
@@ -22,6 +22,11 @@ class Leaving:
     def __init__(self, ends_at: float) -> None:
         self._ends_at = ends_at
         self._requested_at: dict[RequestId, float] = {}
+
+    @property
+    def requested(self) -> Iterable[RequestId]:
+        """The requests that were asked to leave."""
+        return self._requested_at
 
     def next(self, tokens_left: Mapping[RequestId, int], *, step_s: float, now: float) -> list[RequestId]:
         """The requests to ask now. `tokens_left`: the most that each running one may still have."""

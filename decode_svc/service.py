@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from contextlib import AsyncExitStack, ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import grpc
 
 from decode_svc.config import DecodeConfig
 from decode_svc.departures import Departures
-from decode_svc.leaving import Leaving
+from decode_svc.emptying import Emptying
 from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.scheduler_config import DecodeSchedulerConfig
@@ -24,7 +24,7 @@ from kvtransfer.handover.ticket import commit_from_proto
 from pdserve.base import rpc
 from pdserve.base.admin import bound_socket
 from pdserve.base.block_hash import hash_blocks
-from pdserve.base.errors import Draining, LayoutMismatch, PdserveError, RequestError, StaleError, reason_of
+from pdserve.base.errors import LayoutMismatch, PdserveError, RequestError, StaleError, reason_of
 from pdserve.base.ids import RequestId, RouterId
 from pdserve.base.logs import enter_request, get_logger
 from pdserve.base.seals import Purpose
@@ -48,8 +48,6 @@ log = get_logger(__name__)
 _PRIVATE_SALT_BYTES = 32
 #: Time for which a connection may be open without a request.
 _START_TIMEOUT_S = 10.0
-#: Interval at which a worker that drains looks for requests that should leave.
-_DRAIN_CHECK_S = 0.1
 
 
 class DecodeService(pb_grpc.DecodeServiceServicer):
@@ -82,6 +80,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         self._streams: set[MessageStream[pb.DecodeRequest]] = set()
         self._receiver: Receiver | None = None
         self._departures = Departures(worker, self.scheduler.moves)
+        self._emptying = Emptying(worker, self.scheduler.moves, self._inboxes)
         self._config = config
         self._open = AsyncExitStack()
 
@@ -138,7 +137,11 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
 
     def drain(self, within_s: float) -> None:
         """Hands back what waits here, and has what does not end within `within_s` seconds move elsewhere."""
-        self._worker.tasks.start(self._drain(_now() + within_s), name="drain")
+        self._emptying.start(within_s)
+
+    def stay(self) -> None:
+        """Takes back `drain`. Moves that have begun go on."""
+        self._emptying.stop()
 
     def give_up(self, error: PdserveError) -> None:
         """Ends the requests that are still here with this error."""
@@ -190,21 +193,6 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             if not self._worker.is_hung:
                 for stream in self._streams:
                     stream.keep_alive(message)
-
-    async def _drain(self, ends_at: float) -> None:
-        # The step loop ends first, and with it all that could leave.
-        with suppress(Draining):
-            await self._empty(ends_at)
-
-    async def _empty(self, ends_at: float) -> None:
-        moves, leaving = self.scheduler.moves, Leaving(ends_at)
-        for request_id in await self._worker.run(moves.waiting):
-            self._inboxes.put(request_id, Failed(error=Draining("The worker is shutting down. Retry on another.")))
-        while True:
-            tokens_left = await self._worker.run(moves.tokens_left)
-            for request_id in leaving.next(tokens_left, step_s=self._worker.steps.last_step_s, now=_now()):
-                self._inboxes.put(request_id, pb.DecodeResponse(leave=pb.LeaveRequested(reason="drain")))
-            await asyncio.sleep(_DRAIN_CHECK_S)
 
     def _attributes(self, start: pb.DecodeStart) -> dict[str, Attribute]:
         return {

@@ -94,6 +94,9 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
         """Hands back the prompts of which nothing is computed. The others are computed and sent."""
         self._worker.tasks.start(self._hand_back(), name="drain")
 
+    def stay(self) -> None:
+        """Nothing to take back: prompts that were handed back are elsewhere."""
+
     def give_up(self, error: PdserveError) -> None:
         """Ends the prompts that are still here with this error."""
         self._inboxes.fail_all(error)
@@ -138,7 +141,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
 
     async def _hand_back(self) -> None:
         for request_id in await self._worker.run(self.scheduler.hand_back):
-            self._inboxes.put(request_id, Failed(error=Draining("The worker is shutting down. Retry on another one.")))
+            self._inboxes.put(request_id, Failed(error=Draining("The worker drains. Retry on another one.")))
 
     async def _introduce(self, ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
         async with self._channels.use(ticket.worker_id, ticket.epoch, ticket.grpc_address) as channel:

@@ -402,18 +402,22 @@ class LeaveRequested(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
+    IS_WITHDRAWN_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """drain: the worker ends soon; full: it has no blocks left; rebalance: another
     one has less to do.
     """
+    is_withdrawn: _builtins.bool
+    """The request may stay after all."""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
+        is_withdrawn: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_withdrawn", b"is_withdrawn", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,8 +27,9 @@ if _version_not_supported:
 
 
 class DiagnosticsServiceStub:
-    """Facts and test transfers for `pdserve doctor`, on workers of both tiers. In a
-    cluster with a secret each request is sealed, and its other fields are empty.
+    """For operators, on workers of both tiers: facts and test transfers for `pdserve
+    doctor`, and `pdserve drain`. In a cluster with a secret each request is sealed,
+    and its other fields are empty.
     """
 
     def __init__(self, channel):
@@ -57,11 +58,17 @@ class DiagnosticsServiceStub:
                 request_serializer=pdserve_dot_v1_dot_decode__pb2.CommitRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_decode__pb2.CommitResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/pdserve.v1.DiagnosticsService/Drain',
+                request_serializer=pdserve_dot_v1_dot_diagnostics__pb2.DrainRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_diagnostics__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class DiagnosticsServiceServicer:
-    """Facts and test transfers for `pdserve doctor`, on workers of both tiers. In a
-    cluster with a secret each request is sealed, and its other fields are empty.
+    """For operators, on workers of both tiers: facts and test transfers for `pdserve
+    doctor`, and `pdserve drain`. In a cluster with a secret each request is sealed,
+    and its other fields are empty.
     """
 
     def Describe(self, request, context):
@@ -95,6 +102,14 @@ class DiagnosticsServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Takes the worker out of service, or back into it, while the process goes on.
+        Repeating it changes nothing. Refused while the worker starts or shuts down.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DiagnosticsServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -118,6 +133,11 @@ def add_DiagnosticsServiceServicer_to_server(servicer, server):
                     request_deserializer=pdserve_dot_v1_dot_decode__pb2.CommitRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_decode__pb2.CommitResponse.SerializeToString,
             ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=pdserve_dot_v1_dot_diagnostics__pb2.DrainRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_diagnostics__pb2.DrainResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'pdserve.v1.DiagnosticsService', rpc_method_handlers)
@@ -127,8 +147,9 @@ def add_DiagnosticsServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DiagnosticsService:
-    """Facts and test transfers for `pdserve doctor`, on workers of both tiers. In a
-    cluster with a secret each request is sealed, and its other fields are empty.
+    """For operators, on workers of both tiers: facts and test transfers for `pdserve
+    doctor`, and `pdserve drain`. In a cluster with a secret each request is sealed,
+    and its other fields are empty.
     """
 
     @staticmethod
@@ -229,6 +250,33 @@ class DiagnosticsService:
             '/pdserve.v1.DiagnosticsService/CommitProbe',
             pdserve_dot_v1_dot_decode__pb2.CommitRequest.SerializeToString,
             pdserve_dot_v1_dot_decode__pb2.CommitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.DiagnosticsService/Drain',
+            pdserve_dot_v1_dot_diagnostics__pb2.DrainRequest.SerializeToString,
+            pdserve_dot_v1_dot_diagnostics__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

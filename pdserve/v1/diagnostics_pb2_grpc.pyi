@@ -28,8 +28,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class DiagnosticsServiceStub:
-    """Facts and test transfers for `pdserve doctor`, on workers of both tiers. In a
-    cluster with a secret each request is sealed, and its other fields are empty.
+    """For operators, on workers of both tiers: facts and test transfers for `pdserve
+    doctor`, and `pdserve drain`. In a cluster with a secret each request is sealed,
+    and its other fields are empty.
     """
 
     @_typing.overload
@@ -49,11 +50,16 @@ class DiagnosticsServiceStub:
     """
     CommitProbe: _grpc.UnaryUnaryMultiCallable[_decode_pb2.CommitRequest, _decode_pb2.CommitResponse]
     """The commit of a test transfer; called by the sender."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_diagnostics_pb2.DrainRequest, _diagnostics_pb2.DrainResponse]
+    """Takes the worker out of service, or back into it, while the process goes on.
+    Repeating it changes nothing. Refused while the worker starts or shuts down.
+    """
 
 @_typing.type_check_only
 class DiagnosticsServiceAsyncStub(DiagnosticsServiceStub):
-    """Facts and test transfers for `pdserve doctor`, on workers of both tiers. In a
-    cluster with a secret each request is sealed, and its other fields are empty.
+    """For operators, on workers of both tiers: facts and test transfers for `pdserve
+    doctor`, and `pdserve drain`. In a cluster with a secret each request is sealed,
+    and its other fields are empty.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -70,10 +76,15 @@ class DiagnosticsServiceAsyncStub(DiagnosticsServiceStub):
     """
     CommitProbe: _aio.UnaryUnaryMultiCallable[_decode_pb2.CommitRequest, _decode_pb2.CommitResponse]  # type: ignore[assignment]
     """The commit of a test transfer; called by the sender."""
+    Drain: _aio.UnaryUnaryMultiCallable[_diagnostics_pb2.DrainRequest, _diagnostics_pb2.DrainResponse]  # type: ignore[assignment]
+    """Takes the worker out of service, or back into it, while the process goes on.
+    Repeating it changes nothing. Refused while the worker starts or shuts down.
+    """
 
 class DiagnosticsServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Facts and test transfers for `pdserve doctor`, on workers of both tiers. In a
-    cluster with a secret each request is sealed, and its other fields are empty.
+    """For operators, on workers of both tiers: facts and test transfers for `pdserve
+    doctor`, and `pdserve drain`. In a cluster with a secret each request is sealed,
+    and its other fields are empty.
     """
 
     @_abc_1.abstractmethod
@@ -112,5 +123,15 @@ class DiagnosticsServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.CommitResponse, _abc.Awaitable[_decode_pb2.CommitResponse]]:
         """The commit of a test transfer; called by the sender."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _diagnostics_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_diagnostics_pb2.DrainResponse, _abc.Awaitable[_diagnostics_pb2.DrainResponse]]:
+        """Takes the worker out of service, or back into it, while the process goes on.
+        Repeating it changes nothing. Refused while the worker starts or shuts down.
+        """
 
 def add_DiagnosticsServiceServicer_to_server(servicer: DiagnosticsServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

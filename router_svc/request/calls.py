@@ -130,7 +130,7 @@ class DecodeCall:
             self._milestones.put_nowait(event)
         self.has_ended = event.HasField("ended")
         if kind == "leave":
-            self.leave_reason = event.leave.reason
+            self.leave_reason = "" if event.leave.is_withdrawn else event.leave.reason
             self.on_leave()
         elif kind == "handed_off":
             self.on_handed_off(event.handed_off)

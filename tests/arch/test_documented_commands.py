@@ -23,6 +23,7 @@ from pdserve.cli.bench.config import ServeConfig
 from pdserve.cli.chaos.config import ChaosConfig
 from pdserve.cli.chat import ChatConfig
 from pdserve.cli.doctor import DoctorConfig
+from pdserve.cli.drain import DrainConfig
 from pdserve.cli.fetch import FetchConfig
 from pdserve.cli.health import HealthConfig
 from pdserve.cli.key import KeyConfig
@@ -46,6 +47,7 @@ CLI_CONFIGS: dict[str, type[Any]] = {
     "status": StatusConfig,
     "trace": TraceConfig,
     "doctor": DoctorConfig,
+    "drain": DrainConfig,
     "plan": PlanConfig,
     "fetch": FetchConfig,
     "health": HealthConfig,
@@ -91,6 +93,7 @@ def _documented_default(cell: str, field: dataclasses.Field[Any]) -> object:
         ("pdserve secrets", SecretsConfig, None),
         ("pdserve key", KeyConfig, None),
         ("pdserve doctor", DoctorConfig, None),
+        ("pdserve drain", DrainConfig, None),
         ("pdserve plan", PlanConfig, None),
         ("pdserve bench serve", ServeConfig, None),
         ("pdserve chaos", ChaosConfig, None),

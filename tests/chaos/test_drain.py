@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from pdserve.cli.__main__ import main
 from tests.chaos.test_worker_lost import BODIES, choices_of
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.depth import IS_FULL
@@ -67,4 +68,39 @@ async def test_a_rolling_restart_of_workers_loses_no_token(pairs: Cluster) -> No
         assert all(stream.result() > 0 for stream in streams)
     assert pairs.metric(router, "pdserve_request_outcomes_total", outcome="failed") == 0
     pairs.wait_tiers(prefill=2, decode=2)
+    pairs.wait_idle()
+
+
+async def test_a_worker_drained_by_hand_is_left_and_taken_back(pairs: Cluster) -> None:
+    """Fails when a stream stays on the drained worker, breaks, or changes, or when it gets no requests again."""
+    router, names = f"127.0.0.1:{pairs.port}", ("decode-0", "decode-1")
+
+    def moved() -> float:
+        return pairs.metric(router, "pdserve_migrations_total", reason="drain", outcome="moved")
+
+    def running(name: str) -> int:
+        return next(worker.running for worker in pairs.view().workers if worker.worker_id == name)
+
+    async def drained(*arguments: str) -> None:
+        assert await asyncio.to_thread(main, ["drain", *arguments, "--base-url", pairs.base_url]) == 0
+
+    async with pairs.async_client() as client:
+        undisturbed = [await choices_of(client, number, max_tokens=MAX_TOKENS) for number in STREAMS]
+        before = moved()
+        async with asyncio.TaskGroup() as tasks:
+            streams = [tasks.create_task(choices_of(client, number, max_tokens=MAX_TOKENS)) for number in STREAMS]
+            await pairs.until_async(lambda: all(map(running, names)), "both workers run requests")
+            await drained("decode-0")
+            assert [each.ready for each in pairs.view().workers if each.worker_id in names] == [False, True]
+            # Drained again, it still is; the last one is not drained by mistake.
+            await drained("decode-0", "--no-wait")
+            assert await asyncio.to_thread(main, ["drain", "decode-1", "--base-url", pairs.base_url]) == 1
+        assert [stream.result() for stream in streams] == undisturbed
+        assert moved() > before
+        await drained("decode-0", "--undo")
+        pairs.wait_tiers(prefill=2, decode=2)
+        async with asyncio.TaskGroup() as tasks:
+            for number in STREAMS:
+                tasks.create_task(choices_of(client, number, max_tokens=MAX_TOKENS))
+            await pairs.until_async(lambda: running("decode-0") > 0, "the worker runs requests again")
     pairs.wait_idle()

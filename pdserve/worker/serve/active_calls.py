@@ -29,7 +29,7 @@ class ActiveCalls:
 
     def drain(self) -> None:
         """From now on requests are refused."""
-        self._refusal = "The worker is shutting down. Retry on another worker."
+        self._refusal = "The worker drains, and may be shutting down. Retry on another worker."
 
     @contextmanager
     def serving(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The gRPC service behind `pdserve doctor`: facts about this worker, and test transfers that disturb no request."""
+"""The gRPC service for operators: facts about this worker, test transfers that disturb no request, and its drain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvtransfer.handover.ticket import Commit, Ticket, commit_from_proto, commit
 from kvtransfer.transport.own_sockets import Connection
 from kvtransfer.transport.path import TransportPath
 from pdserve.base import rpc
-from pdserve.base.errors import Overloaded, PdserveError, RequestError, StaleError
+from pdserve.base.errors import Draining, Overloaded, PdserveError, RequestError, StaleError
 from pdserve.base.facts.cluster import WorkerFacts
 from pdserve.base.facts.machine import machine_facts
 from pdserve.base.facts.redis import redis_facts
@@ -32,6 +32,7 @@ from pdserve.v1 import decode_pb2
 from pdserve.v1 import diagnostics_pb2 as pb
 from pdserve.v1 import diagnostics_pb2_grpc as pb_grpc
 from pdserve.worker.serve.introducing import introduce
+from pdserve.worker.serve.manual_drain import ManualDrain
 from pdserve.worker.serve.probe_memory import ProbeBlocks, num_probe_blocks
 from pdserve.worker.serve.worker import Worker
 
@@ -52,6 +53,8 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
         self._store = store
         #: Set once the gRPC server listens; commits come here.
         self.grpc_address = ""
+        #: Takes this worker out of service; None while it starts.
+        self.manual_drain: ManualDrain | None = None
         self._is_probing = False
         self._next_at = float("-inf")
         #: The test transfer into this worker.
@@ -133,6 +136,16 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
         with self._admitted():
             blocks = await asyncio.to_thread(ProbeBlocks, layout, ticket.num_blocks)
             return await self._send(blocks, ticket, RequestId(request.request_id))
+
+    @rpc.method
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:  # noqa: N802
+        """Takes this worker out of service, or back into it."""
+        request = self._worker.seals.open(Purpose.DRAIN, self._worker.seal_name, request)
+        if self.manual_drain is None:
+            raise Draining("The worker is still starting. Drain it when it is ready.")
+        if not request.query:
+            await (self.manual_drain.undo() if request.undo else self.manual_drain.start())
+        return pb.DrainResponse(requests=self._worker.calls.count, is_drained=self.manual_drain.is_drained)
 
     async def _send(self, blocks: ProbeBlocks, ticket: Ticket, request_id: RequestId) -> pb.SendProbeResponse:
         """Sends over a connection of its own: whatever happens to it, those of prompts stay."""

@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 
 import grpc
 
@@ -37,6 +38,7 @@ from pdserve.worker.serve.diagnostics import DiagnosticsService
 from pdserve.worker.serve.fatal_signals import reporting_fatal_signals
 from pdserve.worker.serve.last_exit import ExitNote, noting_exit
 from pdserve.worker.serve.loaded_model import LoadedModel, load_model
+from pdserve.worker.serve.manual_drain import ManualDrain
 from pdserve.worker.serve.message_limits import max_call_bytes
 from pdserve.worker.serve.metrics import WorkerMetrics
 from pdserve.worker.serve.stall_watch import watch_stalls
@@ -74,13 +76,16 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
         worker.tracer, worker.seals, worker.tls = tracer, seals, tls
         service = build(worker)
         notify.status("warming up")
-        served = _served(service, DiagnosticsService(worker, store), worker)
+        diagnostics = DiagnosticsService(worker, store)
+        served = _served(service, diagnostics, worker)
         async with worker.computing(service) as fatal, served as (grpc_address, streams, grpc_health):
             addresses = WorkerAddresses(grpc=grpc_address, http=http_address, streams=streams)
             worker.paths.on_change = health.watch("transport")
             registrar = announce(worker, service, store=store, health=health, addresses=addresses)
             describe(worker, addresses)
             await _start_accepting(worker, health, grpc_health, registrar)
+            publish = partial(_publish_readiness, health, grpc_health, registrar)
+            diagnostics.manual_drain = ManualDrain(worker.worker_id, service, worker.calls, health, publish)
             if note is not None:
                 note.serving()
             with populating(model.kv_cache.memory, worker.kv_use()):

@@ -80,6 +80,9 @@ class TierService(Protocol):
     def drain(self, within_s: float) -> None:
         """No request comes any more. What has not begun is handed back; the rest should end within that time."""
 
+    def stay(self) -> None:
+        """Takes back `drain`: requests come again, and none has to leave."""
+
     def give_up(self, error: PdserveError) -> None:
         """Ends the requests that are still here with this error."""
 

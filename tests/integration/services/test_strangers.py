@@ -162,6 +162,15 @@ async def test_a_stranger_gets_no_facts_and_no_test_transfer(cluster: LocalClust
     assert _refused(cluster.decode, stranger) == 2
 
 
+async def test_a_stranger_drains_no_worker(cluster: LocalCluster, stranger: Refusal) -> None:
+    """Fails without the seal of this request: an error that the worker is still starting."""
+    stub = diagnostics_pb2_grpc.DiagnosticsServiceStub(cluster.decode_channel)
+    request = cluster.seals.seal(Purpose.DRAIN, cluster.decode.seal_name, diagnostics_pb2.DrainRequest())
+    with pytest.raises(PeerRefused), mapped_rpc_errors("the decode worker"):
+        await stub.Drain(request)
+    assert _refused(cluster.decode, stranger) == 1
+
+
 async def test_a_commit_of_a_stranger_who_knows_the_tickets_key_is_refused(cluster: LocalCluster) -> None:
     request = cluster.request(PROMPT)
     await request.start()

@@ -1,0 +1,65 @@
+"""Empties a decode worker: hands back what waits, and has what runs move to other workers."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from decode_svc.leaving import Leaving
+from decode_svc.moves import Moves
+from decode_svc.session_events import SessionEvent
+from pdserve.base.errors import Draining
+from pdserve.v1 import decode_pb2 as pb
+from pdserve.worker.serve.inboxes import Failed, Inboxes
+from pdserve.worker.serve.worker import Worker
+
+#: Interval at which a worker that drains looks for requests that should leave.
+_CHECK_S = 0.1
+#: Why requests leave.
+_REASON = "drain"
+
+
+class Emptying:
+    """At most one drain at a time; a new one replaces it. Belongs to the event loop."""
+
+    def __init__(self, worker: Worker, moves: Moves, inboxes: Inboxes[SessionEvent]) -> None:
+        self._worker = worker
+        self._moves = moves
+        self._inboxes = inboxes
+        self._leaving: Leaving | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, within_s: float) -> None:
+        """Requests that do not end within half of this time are asked to leave; with 0, all are."""
+        if self._task is not None:
+            self._task.cancel()
+        self._leaving = Leaving(_now() + within_s)
+        self._task = self._worker.tasks.start(self._run(self._leaving), name="drain")
+
+    def stop(self) -> None:
+        """Requests may stay after all. Moves that have begun go on. No effect without a drain."""
+        if self._task is None or self._leaving is None:
+            return
+        self._task.cancel()
+        for request_id in self._leaving.requested:
+            withdrawn = pb.LeaveRequested(reason=_REASON, is_withdrawn=True)
+            self._inboxes.put(request_id, pb.DecodeResponse(leave=withdrawn))
+        self._task = self._leaving = None
+
+    async def _run(self, leaving: Leaving) -> None:
+        # The step loop ends first, and with it all that could leave.
+        with suppress(Draining):
+            await self._empty(leaving)
+
+    async def _empty(self, leaving: Leaving) -> None:
+        for request_id in await self._worker.run(self._moves.waiting):
+            self._inboxes.put(request_id, Failed(error=Draining("The worker drains. Retry on another one.")))
+        while True:
+            tokens_left = await self._worker.run(self._moves.tokens_left)
+            for request_id in leaving.next(tokens_left, step_s=self._worker.steps.last_step_s, now=_now()):
+                self._inboxes.put(request_id, pb.DecodeResponse(leave=pb.LeaveRequested(reason=_REASON)))
+            await asyncio.sleep(_CHECK_S)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

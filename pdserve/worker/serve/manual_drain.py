@@ -1,0 +1,68 @@
+"""A worker that an operator takes out of service, and back, while its process goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from pdserve.base import audit
+from pdserve.base.admin import Health
+from pdserve.base.errors import Draining
+from pdserve.base.ids import WorkerId
+from pdserve.worker.serve.active_calls import ActiveCalls
+from pdserve.worker.serve.worker import TierService
+
+#: What /readyz and the worker's record say.
+DRAINED = "drained by an operator"
+
+
+class ManualDrain:
+    """Belongs to the event loop. SIGTERM has the last word: a worker that shuts down is not taken back."""
+
+    def __init__(
+        self,
+        worker_id: WorkerId,
+        service: TierService,
+        calls: ActiveCalls,
+        health: Health,
+        publish: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`publish` reports a changed readiness to routers and to the platform."""
+        self._worker_id = worker_id
+        self._service = service
+        self._calls = calls
+        self._health = health
+        self._publish = publish
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether an operator has taken the worker out of service."""
+        return self._health.not_ready == DRAINED
+
+    async def start(self) -> None:
+        """No request comes any more, and all that are here are asked to leave at once. No effect while it holds.
+
+        Raises: Draining when the worker shuts down.
+        """
+        self._require_serving()
+        if self.is_drained:
+            return
+        audit.action("drain_started", worker=self._worker_id, requests=self._calls.count)
+        self._health.not_ready = DRAINED
+        self._calls.drain()
+        self._service.drain(0.0)
+        await self._publish()
+
+    async def undo(self) -> None:
+        """The worker serves again. No effect on one that does. Raises: Draining when the worker shuts down."""
+        self._require_serving()
+        if not self.is_drained:
+            return
+        audit.action("drain_undone", worker=self._worker_id, requests_left=self._calls.count)
+        self._health.not_ready = None
+        self._service.stay()
+        self._calls.accept()
+        await self._publish()
+
+    def _require_serving(self) -> None:
+        if self._health.not_ready not in (None, DRAINED):
+            raise Draining(f"The worker is not serving: {self._health.not_ready}. Drain another one.")

@@ -1,0 +1,68 @@
+"""A decode worker that is emptied asks its requests to leave, and takes that back when it is to stay."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+from decode_svc.emptying import Emptying
+from decode_svc.moves import Moves
+from decode_svc.session_events import SessionEvent
+from pdserve.base.errors import Draining
+from pdserve.base.ids import RequestId
+from pdserve.base.tasks import ServiceGroup, service_group
+from pdserve.v1 import decode_pb2 as pb
+from pdserve.worker.serve.inboxes import Failed, Inboxes
+from pdserve.worker.serve.worker import Worker
+
+TOKENS_LEFT = {RequestId("short"): 1, RequestId("long"): 1000}
+
+
+class Setup:
+    """A worker with two running requests and one that waits. `sent` has what its requests were sent, by request."""
+
+    def __init__(self, tasks: ServiceGroup) -> None:
+        self.sent: dict[str, list[Any]] = {}
+        self.has_looked = asyncio.Event()
+
+        async def run(fn: Callable[[], Any]) -> Any:
+            return fn()
+
+        def tokens_left() -> dict[RequestId, int]:
+            self.has_looked.set()
+            return TOKENS_LEFT
+
+        worker = SimpleNamespace(run=run, tasks=tasks, steps=SimpleNamespace(last_step_s=0.01))
+        moves = SimpleNamespace(waiting=lambda: [RequestId("waiting")], tokens_left=tokens_left)
+        inboxes = SimpleNamespace(put=lambda request_id, event: self.sent.setdefault(request_id, []).append(event))
+        self.emptying = Emptying(cast(Worker, worker), cast(Moves, moves), cast("Inboxes[SessionEvent]", inboxes))
+
+
+def leave(*, is_withdrawn: bool = False) -> pb.DecodeResponse:
+    return pb.DecodeResponse(leave=pb.LeaveRequested(reason="drain", is_withdrawn=is_withdrawn))
+
+
+async def test_all_are_asked_to_leave_at_once_and_asked_to_stay_when_it_is_taken_back() -> None:
+    async with service_group() as tasks:
+        setup = Setup(tasks)
+        setup.emptying.start(0.0)
+        await setup.has_looked.wait()
+        [handed_back] = setup.sent.pop("waiting")
+        assert isinstance(handed_back, Failed)
+        assert isinstance(handed_back.error, Draining)
+        assert setup.sent == {"short": [leave()], "long": [leave()]}
+        setup.emptying.stop()
+        assert setup.sent == {request: [leave(), leave(is_withdrawn=True)] for request in TOKENS_LEFT}
+        setup.emptying.stop()
+        assert len(setup.sent["long"]) == 2
+
+
+async def test_with_time_only_long_requests_are_asked() -> None:
+    async with service_group() as tasks:
+        setup = Setup(tasks)
+        setup.emptying.start(10.0)
+        await setup.has_looked.wait()
+        assert "short" not in setup.sent
+        assert setup.sent["long"] == [leave()]
