@@ -76,16 +76,14 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
         worker.tracer, worker.seals, worker.tls = tracer, seals, tls
         service = build(worker)
         notify.status("warming up")
-        diagnostics = DiagnosticsService(worker, store)
-        served = _served(service, diagnostics, worker)
+        served = _served(service, diagnostics := DiagnosticsService(worker, store), worker)
         async with worker.computing(service) as fatal, served as (grpc_address, streams, grpc_health):
             addresses = WorkerAddresses(grpc=grpc_address, http=http_address, streams=streams)
             worker.paths.on_change = health.watch("transport")
             registrar = announce(worker, service, store=store, health=health, addresses=addresses)
             describe(worker, addresses)
             await _start_accepting(worker, health, grpc_health, registrar)
-            publish = partial(_publish_readiness, health, grpc_health, registrar)
-            diagnostics.manual_drain = ManualDrain(worker.worker_id, service, worker.calls, health, publish)
+            diagnostics.manual_drain = _manual_drain(worker, service, health, grpc_health, registrar)
             if note is not None:
                 note.serving()
             with populating(model.kv_cache.memory, worker.kv_use()):
@@ -144,6 +142,13 @@ async def _start_accepting(worker: Worker, health: Health, grpc_health: GrpcHeal
     )
     worker.tasks.start(stalls, name="stalls")
     notify.ready()
+
+
+def _manual_drain(
+    worker: Worker, service: TierService, health: Health, grpc_health: GrpcHealth, registrar: Registrar
+) -> ManualDrain:
+    publish = partial(_publish_readiness, health, grpc_health, registrar)
+    return ManualDrain(worker.worker_id, service, worker.calls, health, publish)
 
 
 async def _stop_accepting(worker: Worker, health: Health, grpc_health: GrpcHealth, registrar: Registrar) -> None:
