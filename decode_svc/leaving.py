@@ -25,7 +25,7 @@ class Leaving:
 
     @property
     def requested(self) -> Iterable[RequestId]:
-        """The requests that were asked to leave."""
+        """The requests that `next` has returned."""
         return self._requested_at
 
     def next(self, tokens_left: Mapping[RequestId, int], *, step_s: float, now: float) -> list[RequestId]:

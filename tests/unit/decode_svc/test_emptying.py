@@ -44,7 +44,7 @@ def leave(*, is_withdrawn: bool = False) -> pb.DecodeResponse:
     return pb.DecodeResponse(leave=pb.LeaveRequested(reason="drain", is_withdrawn=is_withdrawn))
 
 
-async def test_all_are_asked_to_leave_at_once_and_asked_to_stay_when_it_is_taken_back() -> None:
+async def test_all_requests_leave_at_once_and_stay_when_it_is_taken_back() -> None:
     async with service_group() as tasks:
         setup = Setup(tasks)
         setup.emptying.start(0.0)
@@ -59,7 +59,7 @@ async def test_all_are_asked_to_leave_at_once_and_asked_to_stay_when_it_is_taken
         assert len(setup.sent["long"]) == 2
 
 
-async def test_with_time_only_long_requests_are_asked() -> None:
+async def test_with_time_only_long_requests_leave() -> None:
     async with service_group() as tasks:
         setup = Setup(tasks)
         setup.emptying.start(10.0)

@@ -40,7 +40,7 @@ def test_a_connection_error_of_the_router_does_not(cause: OSError) -> None:
     assert not is_gone(lost(cause))
 
 
-async def test_a_worker_that_asked_to_be_left_may_take_that_back() -> None:
+async def test_a_worker_may_take_back_that_it_is_to_be_left() -> None:
     """Fails when a request moves although its worker serves again."""
     events = [
         decode_pb2.DecodeResponse(leave=decode_pb2.LeaveRequested(reason="drain", is_withdrawn=is_withdrawn))

@@ -30,7 +30,7 @@ class Setup:
         self.events.append(self.health.is_ready)
 
 
-async def test_a_drained_worker_is_not_ready_and_asks_all_requests_to_leave_at_once() -> None:
+async def test_a_drained_worker_is_not_ready_and_has_all_requests_to_leave_at_once() -> None:
     setup = Setup()
     await setup.drain.start()
     assert setup.drain.is_drained
