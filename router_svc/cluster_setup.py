@@ -48,6 +48,7 @@ def _routing_policy(config: RouterConfig) -> RoutingPolicy:
         expects_prefill=config.prefill_expected > 0,
         reserve_timeout_s=config.reserve_timeout_s,
         worker_return_timeout_s=config.worker_return_timeout_s,
+        may_change_numerics=config.on_numerics_change == "continue",
         timeouts=TimeoutLimits(default_s=config.request_timeout_s, max_s=config.max_request_timeout_s),
         silence=SilenceLimits(silence_timeout_s=config.silence_timeout_s, token_timeout_s=config.token_timeout_s),
     )

@@ -98,6 +98,11 @@ class RouterConfig:
     worker_return_timeout_s: float = option(
         60.0, help="seconds a request waits for a decode worker while none is ready, if one was lately", minimum=0.0
     )
+    on_numerics_change: str = option(
+        "continue",
+        help="when an answer has begun and only workers that compute other bits are left: go on, or end with an error",
+        choices=("continue", "error"),
+    )
     resume_timeout_s: float = option(
         0.0,
         help="seconds for which clients can resume a stream after its end or loss, on any router; 0: never",

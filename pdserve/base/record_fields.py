@@ -86,6 +86,7 @@ def record_to_fields(record: WorkerRecord) -> dict[str, str]:
         "pid": str(record.pid),
         "ready": str(int(record.ready)),
         "keep_alive_s": json.dumps(record.keep_alive_s),
+        "numerics_class": record.numerics_class,
         "load": json.dumps(load),
         "queued_by_router": json.dumps(queued_by_router),
         "transport": json.dumps(asdict(record.transport)),
@@ -152,9 +153,17 @@ def _record(worker_id: WorkerId, found: Mapping[str, bytes]) -> WorkerRecord:
         pid=_number(found, "pid"),
         ready=found["ready"] == b"1",
         keep_alive_s=_KEEP_ALIVE_S.validate_json(found.get("keep_alive_s", b"null")),
+        numerics_class=_class(found),
         load=_load(found),
         transport=TransportReport(**_parsed(_Transport, found.get("transport", b"{}")).model_dump()),
     )
+
+
+def _class(found: Mapping[str, bytes]) -> str:
+    text = found.get("numerics_class", b"").decode()
+    if len(text) > _MAX_TEXT or not text.isprintable():
+        raise ValueError("its numerics class is not a short printable text")
+    return text
 
 
 def _load(found: Mapping[str, bytes]) -> WorkerLoad:

@@ -64,6 +64,8 @@ class WorkerRecord:
     ready: bool
     #: Largest interval between two messages of a stream while the worker can compute; None: it may be silent.
     keep_alive_s: float | None = None
+    #: Workers of equal layout and equal class compute equal bits. Empty: an older worker, which does not say.
+    numerics_class: str = ""
     load: WorkerLoad = WorkerLoad()
     transport: TransportReport = TransportReport()
 

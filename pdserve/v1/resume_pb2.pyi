@@ -154,11 +154,14 @@ class OutputStep(_message.Message):
     CHOICES_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    NUMERICS_CLASS_FIELD_NUMBER: _builtins.int
     prompt_index: _builtins.int
     cached_tokens: _builtins.int
     """Prompt tokens that were cached, as the client is shown them."""
     layout: _builtins.str
     """KV layout of the worker, as JSON. Only where it differs from that of the step before."""
+    numerics_class: _builtins.str
+    """Its numerics class. Only where it differs from that of the step before."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ChoiceTokens]:
         """One token each, or an end without a token. Choices count from 0 in each prompt."""
@@ -170,10 +173,11 @@ class OutputStep(_message.Message):
         choices: _abc.Iterable[_common_pb2.ChoiceTokens] | None = ...,
         cached_tokens: _builtins.int = ...,
         layout: _builtins.str = ...,
+        numerics_class: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "choices", b"choices", "layout", b"layout", "prompt_index", b"prompt_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "choices", b"choices", "layout", b"layout", "numerics_class", b"numerics_class", "prompt_index", b"prompt_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,7 +45,7 @@ class Journal:
         #: Whether another worker has taken over since the last tokens.
         self._has_moved = False
         #: What the loss of workers means for later decisions.
-        self._remark = ""
+        self._remark = self._numerics_remark = ""
         #: Reason for a local prefill, should the decode worker do one.
         self._local_prefill_reason = LocalPrefillReason.SHORT
         #: Uncached tokens up to which the decode worker was to prefill.
@@ -60,7 +60,9 @@ class Journal:
 
     def chose_decode(self, placement: Placement, plan: PrefillPlan) -> TraceContext | None:
         """A decode worker was chosen, with a plan where to prefill. Returns the trace context for the call to it."""
-        self.record.add_decision(placement.worker, "; ".join(filter(None, (placement.why, plan.why, self._remark))))
+        remarks = (placement.why, plan.why, self._remark, self._numerics_remark)
+        self._numerics_remark = ""
+        self.record.add_decision(placement.worker, "; ".join(filter(None, remarks)))
         self._local_prefill_reason = plan.reason
         self._local_prefill_threshold = plan.threshold
         if plan.fallback:
@@ -85,6 +87,12 @@ class Journal:
             # The previous attempt was refused before it reached a state of its own.
             self._move(_S.QUEUED)
         self._move(_S.RETRYING)
+
+    def changed_numerics(self, before: str, worker: WorkerRecord) -> None:
+        """The next attempt goes on with the tokens of another numerics class, for no worker of it is left."""
+        self._numerics_remark = f"numerics change from {before} to {worker.numerics_class}"
+        self._metrics.numerics_changed()
+        log.warning("numerics_changed", before=before, after=worker.numerics_class, worker=worker.worker_id)
 
     def lost_worker(self, worker: WorkerRecord, remark: str) -> None:
         """A worker was lost under the request. `remark` goes to the reasons of later decisions."""

@@ -143,6 +143,9 @@ class RouterMetrics:
         self._request_retries = families.counter_by(
             "reason", "request_retries", "Times a request was retried", _FAILURES
         )
+        self._numerics_changes = families.counter(
+            "numerics_changes", "Times an answer went on with a worker of another numerics class"
+        )
         self._prefill_fallbacks = families.counter_by(
             "reason",
             "prefill_fallbacks",
@@ -192,6 +195,10 @@ class RouterMetrics:
     def ended_early(self, reason: str) -> None:
         """A request was ended before it was complete."""
         self._requests_ended_early.inc(reason)
+
+    def numerics_changed(self) -> None:
+        """An answer goes on with a worker that may compute other bits."""
+        self._numerics_changes.inc()
 
     def retried(self, reason: str) -> None:
         """A request is retried."""

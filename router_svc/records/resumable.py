@@ -58,6 +58,8 @@ class LoggedStep:
     cached_tokens: int
     #: KV layout of the worker; None: as in the step before.
     layout: KvLayout | None = None
+    #: Its numerics class; None: as in the step before.
+    numerics_class: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +166,7 @@ def steps_to_bytes(steps: Iterable[LoggedStep]) -> bytes:
                 choices=map(tokens_to_wire, step.choices),
                 cached_tokens=step.cached_tokens,
                 layout="" if step.layout is None else json.dumps(layout_to_record(step.layout)),
+                numerics_class=step.numerics_class or "",
             )
             for step in steps
         ]
@@ -179,6 +182,7 @@ def steps_from_bytes(data: bytes) -> list[LoggedStep]:
                 choices=tuple(map(tokens_from_wire, step.choices)),
                 cached_tokens=step.cached_tokens,
                 layout=layout_from_record(step.layout.encode()) if step.layout else None,
+                numerics_class=step.numerics_class or None,
             )
             for step in pb.OutputLog.FromString(data).steps
         ]

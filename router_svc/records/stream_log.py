@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pdserve.base.layout import KvLayout
 from pdserve.base.sampling import ChoiceTokens
 from pdserve.base.store import Argument
 from router_svc.records.resumable import Charge, LoggedStep, Resumable, request_to_bytes, steps_to_bytes
@@ -24,6 +23,7 @@ from router_svc.records.stream_scripts import (
     TAKEN,
 )
 from router_svc.records.stream_seal import StreamSeal
+from router_svc.routing.home import Home
 
 #: Output beyond is not kept: the router that resumes the stream makes it again.
 MAX_OUTPUT_BYTES = 4 << 20
@@ -107,7 +107,7 @@ class StreamLog:
         self._fence = found.fence
         self._has_started = resumed is not None
         self._next_piece = found.num_pieces
-        self._layout: KvLayout | None = _last_layout(found.steps)
+        self._home = _last_home(found.steps)
         self._pending: list[LoggedStep] = []
         self._piece: bytes | None = None
         self._num_bytes = 0
@@ -129,28 +129,26 @@ class StreamLog:
         """The random name of the stream, in hexadecimal."""
         return self._nonce
 
-    @property
-    def layout(self) -> KvLayout | None:
-        """KV layout of the worker that made the last token; None: there is no token."""
-        return self._layout
-
     def begin(self) -> None:
         """The request has been accepted here."""
         self._events.due(self)
 
-    def append(
-        self, prompt_index: int, choices: Sequence[ChoiceTokens], *, cached_tokens: int, layout: KvLayout | None
-    ) -> None:
+    def append(self, prompt_index: int, choices: Sequence[ChoiceTokens], *, cached_tokens: int, home: Home) -> None:
         """New tokens of a prompt are about to be sent to the client, one in each of `choices`."""
         if not self._is_kept:
             return
         if len(self._pending) >= _MAX_PENDING:
             self._stop("store")
             return
-        changed = None if layout == self._layout else layout
-        self._layout = layout
+        before, self._home = self._home, home
         self._pending.append(
-            LoggedStep(prompt_index=prompt_index, choices=tuple(choices), cached_tokens=cached_tokens, layout=changed)
+            LoggedStep(
+                prompt_index=prompt_index,
+                choices=tuple(choices),
+                cached_tokens=cached_tokens,
+                layout=None if home.layout == before.layout else home.layout,
+                numerics_class=None if home.numerics_class == before.numerics_class else home.numerics_class,
+            )
         )
         self._events.due(self)
 
@@ -249,8 +247,10 @@ class StreamLog:
         return given + [""] * (ARGUMENTS - len(given))
 
 
-def _last_layout(steps: Sequence[LoggedStep]) -> KvLayout | None:
-    return next((step.layout for step in reversed(steps) if step.layout is not None), None)
+def _last_home(steps: Sequence[LoggedStep]) -> Home:
+    layouts = (step.layout for step in reversed(steps) if step.layout is not None)
+    classes = (step.numerics_class for step in reversed(steps) if step.numerics_class is not None)
+    return Home(next(layouts, None), next(classes, None))
 
 
 def open_request(seal: StreamSeal, sealed: bytes, nonce: str) -> bytes:

@@ -67,10 +67,12 @@ class RequestContext:
     #: Set once every choice is complete and has been written.
     finished: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def choose(self, tier: Tier, excluded: Collection[Incarnation], layout: KvLayout | None) -> Placement | None:
+    def choose(
+        self, tier: Tier, excluded: Collection[Incarnation], layout: KvLayout | None, numerics: str | None = None
+    ) -> Placement | None:
         """The best worker of the tier for this request, or None without a candidate.
 
-        Candidates have KV of this layout. None: whatever their layout.
+        Candidates have KV of this layout and this numerics class. None: whatever it is.
         """
         demand = Demand(
             prompt_tokens=len(self.generation.prompt),
@@ -78,9 +80,9 @@ class RequestContext:
             overlap=self.overlap,
             excluded=excluded,
         )
-        if tier == "decode":
-            return choose_decode(self.cluster.ready(tier, layout), demand, self.cluster.in_flight)
-        return choose_prefill(self.cluster.ready(tier, layout), demand, self.cluster.in_flight)
+        workers = [each for each in self.cluster.ready(tier, layout) if numerics in (None, each.numerics_class)]
+        choose = choose_decode if tier == "decode" else choose_prefill
+        return choose(workers, demand, self.cluster.in_flight)
 
     def choose_move(
         self, source: WorkerRecord, excluded: Collection[Incarnation], *, needs_room: bool
@@ -96,26 +98,36 @@ class RequestContext:
             overlap=self.overlap,
             excluded={*excluded, incarnation_of(source)},
         )
-        candidates = self.cluster.ready("decode", source.layout)
+        candidates = [
+            worker
+            for worker in self.cluster.ready("decode", source.layout)
+            if worker.numerics_class == source.numerics_class
+        ]
         if needs_room:
             candidates = [worker for worker in candidates if has_spare_blocks(worker, demand)]
         placement = choose_decode(candidates, demand, self.cluster.in_flight)
         return None if placement is None or (needs_room and placement.is_full) else placement
 
-    def choose_prefill(self, layout: KvLayout | None) -> Placement | None:
-        """The best prefill worker that has not failed this request, for a decode worker with this layout if any."""
-        return self._choose_prefill(self.failed_prefill, self.prefill_failures, layout)
+    def choose_prefill(self, decode: WorkerRecord | None) -> Placement | None:
+        """The best prefill worker that has not failed this request, for this decode worker if any.
 
-    def has_other_prefill(self, placement: Placement, error: PdserveError, layout: KvLayout | None) -> bool:
+        One of another numerics class is chosen only where none of the decode worker's class is left.
+        """
+        return self._choose_prefill(self.failed_prefill, self.prefill_failures, decode)
+
+    def has_other_prefill(self, placement: Placement, error: PdserveError, decode: WorkerRecord) -> bool:
         """Whether another prefill worker can take the prompt after this one has failed."""
         failed = self.failed_prefill | {placement.incarnation}
-        return self._choose_prefill(failed, self.prefill_failures + _is_fault(error), layout) is not None
+        return self._choose_prefill(failed, self.prefill_failures + _is_fault(error), decode) is not None
 
-    def _choose_prefill(self, failed: set[Incarnation], failures: int, layout: KvLayout | None) -> Placement | None:
+    def _choose_prefill(self, failed: set[Incarnation], failures: int, decode: WorkerRecord | None) -> Placement | None:
         # After so many have failed and live, it is the prompt, or the way between the tiers.
         if not self.deaths.may_reach("prefill") or (failures >= MAX_PREFILL_FAILURES and self.deaths.tier is None):
             return None
-        return self.choose("prefill", failed, layout)
+        if decode is None:
+            return self.choose("prefill", failed, None)
+        same = self.choose("prefill", failed, decode.layout, decode.numerics_class)
+        return same or self.choose("prefill", failed, decode.layout)
 
     def prefill_failed(self, placement: Placement, error: PdserveError) -> None:
         """A prefill worker has failed, and the next attempt starts."""

@@ -106,7 +106,7 @@ class DecodeAttempt:
         while opened.HasField("ticket"):
             # The plan has served its purpose, and must not count against the worker it favoured.
             self._prompt.unassign()
-            placement = self._context.choose_prefill(self._call.worker.layout)
+            placement = self._context.choose_prefill(self._call.worker)
             if placement is None:
                 await self._prefill_on_decode(reason, failed_prefill)
                 return
@@ -141,7 +141,7 @@ class DecodeAttempt:
             failure_of(error, is_reported=is_reported(error)),
             has_first_tokens=self._output.has_first_tokens,
             decode_has_started=self._call.has_started,
-            has_other_prefill=context.has_other_prefill(placement, error, self._call.worker.layout),
+            has_other_prefill=context.has_other_prefill(placement, error, self._call.worker),
             may_prefill_on_decode=context.deaths.may_reach("decode"),
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdserve.base.layout import KvLayout
 from pdserve.base.tasks import in_turns
 from pdserve.base.workers import WorkerRecord
 from router_svc.generation import Generation
@@ -13,6 +12,7 @@ from router_svc.records.resumable import LoggedStep
 from router_svc.records.stream_log import StreamLog
 from router_svc.request.output import ChoiceDelta, Output
 from router_svc.request.stream import DeltaStream
+from router_svc.routing.home import Home, home_of
 
 
 class PromptLog:
@@ -22,14 +22,14 @@ class PromptLog:
         self._log = log
         self._prompt_index = prompt_index
         self._steps: list[LoggedStep] = []
-        #: KV layout of the last worker that made tokens; None: none has.
-        self.layout: KvLayout | None = None
-        layout = None
+        #: Where the last tokens come from.
+        self.home = Home()
+        layout = numerics = None
         for step in log.steps:
-            layout = step.layout or layout
+            layout, numerics = step.layout or layout, step.numerics_class or numerics
             if step.prompt_index == prompt_index:
                 self._steps.append(step)
-                self.layout = layout
+                self.home = Home(layout, numerics)
 
     async def replay(self, generation: Generation, output: Output, journal: Journal, stream: DeltaStream) -> None:
         """Passes on what another router had, as it did."""
@@ -44,10 +44,10 @@ class PromptLog:
     def append(self, deltas: Sequence[ChoiceDelta], cached_tokens: int, worker: WorkerRecord | None) -> None:
         """New tokens are about to be sent to the client. `worker`: the decode worker of the attempt."""
         if worker is not None:
-            self.layout = worker.layout
+            self.home = home_of(worker)
         self._log.append(
             self._prompt_index,
             [delta.source for delta in deltas if delta.source is not None],
             cached_tokens=cached_tokens,
-            layout=self.layout,
+            home=self.home,
         )

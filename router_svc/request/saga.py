@@ -21,7 +21,6 @@ import contextlib
 import random
 
 from pdserve.base.errors import Draining, NoWorkers, PdserveError, RequestError
-from pdserve.base.layout import KvLayout
 from pdserve.base.workers import WorkerRecord
 from router_svc.request.calls import DecodeFailed, is_reported
 from router_svc.request.context import RequestContext
@@ -30,6 +29,7 @@ from router_svc.request.migrating_run import MigratingRun
 from router_svc.request.prefill_attempt import prefill
 from router_svc.request.quarantine import Deaths
 from router_svc.request.recovery import Failure, NextStep, after_decode_failure, backoff_s, failure_of
+from router_svc.routing.home import Home, home_of
 from router_svc.routing.incarnation import Incarnation, incarnation_of
 from router_svc.routing.local_prefill import PrefillPlan, plan_by_length, plan_by_load, plan_without_prefill
 from router_svc.routing.placement import Placement
@@ -57,8 +57,8 @@ class Saga:
         self._tokens_at_failure = 0
         self._answers_at_failure = 0
         self._patient_until = 0.0
-        #: KV layout of the last decode worker, which its prefill workers have too.
-        self._layout: KvLayout | None = None if context.log is None else context.log.layout
+        #: KV layout and numerics class of the last decode worker.
+        self._home = Home() if context.log is None else context.log.home
 
     async def run(self) -> None:
         """Returns when every choice is complete. Raises the error for the client."""
@@ -93,7 +93,7 @@ class Saga:
                 until_capacity if is_full else None, refusal
             )
             if not self._deaths.may_reach("decode"):
-                await self._wait_for_prefill(placement.worker.layout, refusal)
+                await self._wait_for_prefill(placement.worker, refusal)
             run = MigratingRun(self._context, placement)
             try:
                 await self._run_on(run)
@@ -106,7 +106,7 @@ class Saga:
             failure = self._failure_of(placement, worker, refusal)
             self._note(failure, placement.incarnation)
             if self._next_step(failure) is NextStep.FAIL:
-                raise refusal
+                raise refusal if failure is Failure.REQUEST else self._for_client(refusal)
             self._journal.retry(refusal, worker)
             self._output.forget_early()
             # A worker that drains is back soon, as one that is lost.
@@ -159,11 +159,20 @@ class Saga:
 
     def _choose_decode(self) -> Placement | None:
         # Another layout may be another model, which must not go on with tokens that the client has from this one.
-        layout = self._layout if self._output.has_tokens else None
+        home = self._home if self._output.has_tokens else Home()
         avoided = self._failed_decode | self._avoided_decode
-        return self._context.choose("decode", avoided, layout) or self._context.choose(
-            "decode", self._failed_decode, layout
-        )
+        for numerics in home.choices(may_change=self._policy.may_change_numerics):
+            for excluded in (avoided, self._failed_decode):
+                placement = self._context.choose("decode", excluded, home.layout, numerics)
+                if placement is not None:
+                    return placement
+        return None
+
+    def _for_client(self, refusal: PdserveError) -> PdserveError:
+        """The error that ends a request for which no decode worker is left."""
+        if not self._output.has_tokens or self._policy.may_change_numerics:
+            return refusal
+        return self._home.refusal(self._cluster.ready("decode", self._home.layout)) or refusal
 
     async def _wait_for_decode(self, until_capacity: float | None, refusal: PdserveError) -> Placement:
         """A decode worker to ask again, after each heartbeat. Raises `refusal` when there is none to wait for.
@@ -175,21 +184,21 @@ class Saga:
         while placement is None:
             is_over = not self._is_expected() if until_capacity is None else self._now() >= until_capacity
             if is_over:
-                raise refusal
+                raise self._for_client(refusal)
             waits += 1
             await self._heartbeat(waits, until_capacity)
             self._failed_decode.clear()
             placement = self._choose_decode()
         return placement
 
-    async def _wait_for_prefill(self, layout: KvLayout, refusal: PdserveError) -> None:
+    async def _wait_for_prefill(self, decode: WorkerRecord, refusal: PdserveError) -> None:
         """For a request that only prefill workers may compute: returns when one is ready.
 
         Raises `refusal` when none is expected, or all that are ready have failed the request.
         """
         waits = 0
-        while self._context.choose_prefill(layout) is None:
-            if self._cluster.ready("prefill", layout) or not self._cluster.expects("prefill"):
+        while self._context.choose_prefill(decode) is None:
+            if self._cluster.ready("prefill", decode.layout) or not self._cluster.expects("prefill"):
                 raise refusal
             waits += 1
             await self._heartbeat(waits)
@@ -205,8 +214,10 @@ class Saga:
     async def _run_on(self, run: MigratingRun) -> None:
         """The request on one decode worker, and where it moves. Raises `DecodeFailed`, or an error for the client."""
         context, placement, worker = self._context, run.placement, run.placement.worker
-        self._layout = worker.layout
-        remote = context.choose_prefill(worker.layout)
+        if self._output.has_tokens and self._home.numerics_class not in (None, worker.numerics_class):
+            self._journal.changed_numerics(str(self._home.numerics_class), worker)
+        self._home = home_of(worker)
+        remote = context.choose_prefill(worker)
         plan = self._plan_prefill(placement, remote)
         trace = self._journal.chose_decode(placement, plan)
         start = decode_start(context, plan.threshold, trace)

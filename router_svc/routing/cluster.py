@@ -41,6 +41,8 @@ class RoutingPolicy:
     reserve_timeout_s: float
     #: Time for which a tier without a ready worker is expected to have one again.
     worker_return_timeout_s: float = 60.0
+    #: Whether an answer that has begun may go on with workers that compute other bits, where no others are left.
+    may_change_numerics: bool = True
     timeouts: TimeoutLimits = field(default_factory=TimeoutLimits)
     silence: SilenceLimits
 

@@ -70,6 +70,7 @@ class WorkerMetrics:
             "dtype",
             "block_size",
             "version",
+            "numerics_class",
         )
         self._kernels_info = self._info(
             "kernels_info",

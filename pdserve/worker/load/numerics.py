@@ -1,0 +1,33 @@
+"""The numerics class of a worker: all settings on which the bits of its output depend, beside its KV layout. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kernels.choice import Backend, KernelChoice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumericsClass:
+    """Workers of equal class and equal KV layout compute equal bits from equal tokens."""
+
+    #: "cpu", or the name and compute capability of a GPU, such as "cuda-9.0".
+    device: str
+    kernels: KernelChoice
+    #: Type of the stored KV. Weights that are not quantized follow from the layout's fingerprint and this.
+    kv_dtype: str
+    #: Ranks of tensor parallelism: they decide the order of sums.
+    num_ranks: int
+    #: Versions of pdserve and torch.
+    version: str
+    torch_version: str
+
+    def __str__(self) -> str:
+        """A short text without spaces, such as "cpu/avx512/bfloat16/kv-bfloat16/tp1/pdserve-0.9.0"."""
+        kernels, weights = self.kernels, self.kernels.quantization or self.kv_dtype
+        code = f"pdserve-{self.version}"
+        if kernels.backend is not Backend.CPU:
+            code = f"{code}/torch-{self.torch_version}"
+        arithmetic = kernels.instruction_set or kernels.backend
+        parts = (self.device, arithmetic, kernels.mode, weights, f"kv-{self.kv_dtype}", f"tp{self.num_ranks}", code)
+        return "/".join(filter(None, parts))

@@ -1,0 +1,73 @@
+"""Decode workers that compute other bits: answers that have begun stay with their class while one of it is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.router_svc.conftest import ScriptedCluster, open_cluster
+from tests.integration.router_svc.request.support import TEXT, after_first_token
+from tests.integration.router_svc.script import vanish
+from tests.support.redis import RedisServer, eventually
+
+FIVE = {
+    "prefill-0": "prefill",
+    "prefill-1": "prefill",
+    "decode-0": "decode",
+    "decode-1": "decode",
+    "decode-2": "decode",
+}
+TWO = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
+
+
+async def classify(cluster: ScriptedCluster, **classes: str) -> None:
+    """Gives workers these numerics classes, and returns once the router knows them."""
+    for name, numerics in classes.items():
+        cluster.workers[name.replace("_", "-")].set(numerics_class=numerics)
+
+    async def is_known() -> bool:
+        ready = [worker for tier in ("prefill", "decode") for worker in cluster.router.cluster.ready(tier)]
+        return {worker.worker_id: worker.numerics_class for worker in ready} == {
+            name: worker.record.numerics_class for name, worker in cluster.workers.items()
+        }
+
+    await eventually(is_known)
+
+
+async def test_an_answer_that_has_begun_goes_on_in_its_class(redis_server: RedisServer, model_dir: Path) -> None:
+    async with open_cluster(redis_server, model_dir, FIVE) as cluster:
+        # By cost and name the next best after decode-0 is decode-1.
+        await classify(cluster, prefill_0="x", prefill_1="y", decode_0="y", decode_1="x", decode_2="y")
+        cluster.script.fail("decode_started", after_first_token(cluster, vanish))
+        text, _ = await cluster.stream()
+        assert text == TEXT
+        record = await cluster.only_trace()
+        assert [each["worker"] for each in record["decisions"] if each["tier"] == "decode"] == ["decode-0", "decode-2"]
+        assert {each["worker"] for each in record["decisions"] if each["tier"] == "prefill"} == {"prefill-1"}
+        assert await cluster.metric("numerics_changes_total") == 0
+
+
+async def test_where_only_another_class_is_left_an_answer_goes_on_and_says_so(
+    redis_server: RedisServer, model_dir: Path
+) -> None:
+    async with open_cluster(redis_server, model_dir, TWO) as cluster:
+        await classify(cluster, decode_0="avx512", decode_1="avx2")
+        cluster.script.fail("decode_started", after_first_token(cluster, vanish))
+        text, _ = await cluster.stream()
+        assert text == TEXT
+        record = await cluster.only_trace()
+        last = [each for each in record["decisions"] if each["tier"] == "decode"][-1]
+        assert last["worker"] == "decode-1"
+        assert "numerics change from avx512 to avx2" in last["why"]
+        assert await cluster.metric("numerics_changes_total") == 1
+
+
+async def test_or_ends_with_an_error_that_names_both_classes(redis_server: RedisServer, model_dir: Path) -> None:
+    settings = {"on_numerics_change": "error", "worker_return_timeout_s": 0}
+    async with open_cluster(redis_server, model_dir, TWO, **settings) as cluster:
+        await classify(cluster, decode_0="avx512", decode_1="avx2")
+        cluster.script.fail("decode_started", after_first_token(cluster, vanish))
+        with pytest.raises(Exception, match=r"avx512.*avx2.*--on-numerics-change"):
+            await cluster.stream()
+        assert await cluster.metric("numerics_changes_total") == 0
