@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
+from pdserve.base.workers import Tier
+from pdserve.cli.private_redis import PrivateRedis
 from tests.integration.router_svc.conftest import ScriptedCluster, open_cluster
 from tests.integration.router_svc.request.support import TEXT, after_first_token
 from tests.integration.router_svc.script import vanish
-from tests.support.redis import RedisServer, eventually
+from tests.support.redis import eventually
 
-FIVE = {
+FIVE: dict[str, Tier] = {
     "prefill-0": "prefill",
     "prefill-1": "prefill",
     "decode-0": "decode",
     "decode-1": "decode",
     "decode-2": "decode",
 }
-TWO = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
+TWO: dict[str, Tier] = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
 
 
 async def classify(cluster: ScriptedCluster, **classes: str) -> None:
     """Gives workers these numerics classes, and returns once the router knows them."""
     for name, numerics in classes.items():
-        cluster.workers[name.replace("_", "-")].set(numerics_class=numerics)
+        worker = cluster.workers[name.replace("_", "-")]
+        worker.record = replace(worker.record, numerics_class=numerics)
+        worker.registrar.announce()
 
     async def is_known() -> bool:
         ready = [worker for tier in ("prefill", "decode") for worker in cluster.router.cluster.ready(tier)]
@@ -35,7 +38,7 @@ async def classify(cluster: ScriptedCluster, **classes: str) -> None:
     await eventually(is_known)
 
 
-async def test_an_answer_that_has_begun_goes_on_in_its_class(redis_server: RedisServer, model_dir: Path) -> None:
+async def test_an_answer_that_has_begun_goes_on_in_its_class(redis_server: PrivateRedis, model_dir: Path) -> None:
     async with open_cluster(redis_server, model_dir, FIVE) as cluster:
         # By cost and name the next best after decode-0 is decode-1.
         await classify(cluster, prefill_0="x", prefill_1="y", decode_0="y", decode_1="x", decode_2="y")
@@ -49,7 +52,7 @@ async def test_an_answer_that_has_begun_goes_on_in_its_class(redis_server: Redis
 
 
 async def test_where_only_another_class_is_left_an_answer_goes_on_and_says_so(
-    redis_server: RedisServer, model_dir: Path
+    redis_server: PrivateRedis, model_dir: Path
 ) -> None:
     async with open_cluster(redis_server, model_dir, TWO) as cluster:
         await classify(cluster, decode_0="avx512", decode_1="avx2")
@@ -63,11 +66,16 @@ async def test_where_only_another_class_is_left_an_answer_goes_on_and_says_so(
         assert await cluster.metric("numerics_changes_total") == 1
 
 
-async def test_or_ends_with_an_error_that_names_both_classes(redis_server: RedisServer, model_dir: Path) -> None:
-    settings = {"on_numerics_change": "error", "worker_return_timeout_s": 0}
-    async with open_cluster(redis_server, model_dir, TWO, **settings) as cluster:
+async def test_or_ends_with_an_error_that_names_both_classes(redis_server: PrivateRedis, model_dir: Path) -> None:
+    async with open_cluster(
+        redis_server, model_dir, TWO, on_numerics_change="error", worker_return_timeout_s=0
+    ) as cluster:
         await classify(cluster, decode_0="avx512", decode_1="avx2")
         cluster.script.fail("decode_started", after_first_token(cluster, vanish))
-        with pytest.raises(Exception, match=r"avx512.*avx2.*--on-numerics-change"):
-            await cluster.stream()
+        status, body = await cluster.complete()
+        assert status == 503
+        message = body["error"]["message"]
+        assert "class avx512 are lost" in message
+        assert "avx2" in message
+        assert "--on-numerics-change" in message
         assert await cluster.metric("numerics_changes_total") == 0
