@@ -1,4 +1,4 @@
-"""The numerics class of a worker: all settings on which the bits of its output depend, beside its KV layout. Pure."""
+"""The numerics class of a worker: all settings on which the bits of its output depend, beside its KV layout."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ class NumericsClass:
         if kernels.backend is not Backend.CPU:
             code = f"{code}/torch-{self.torch_version}"
         arithmetic = kernels.instruction_set or kernels.backend
-        parts = (self.device, arithmetic, kernels.mode, weights, f"kv-{self.kv_dtype}", f"tp{self.num_ranks}", code)
-        return "/".join(filter(None, parts))
+        pieces = (self.device, arithmetic, kernels.mode, weights, f"kv-{self.kv_dtype}", f"tp{self.num_ranks}", code)
+        return "/".join(filter(None, pieces))

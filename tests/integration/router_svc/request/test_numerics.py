@@ -38,7 +38,7 @@ async def classify(cluster: ScriptedCluster, **classes: str) -> None:
     await eventually(is_known)
 
 
-async def test_an_answer_that_has_begun_goes_on_in_its_class(redis_server: PrivateRedis, model_dir: Path) -> None:
+async def test_an_answer_that_has_started_goes_on_in_its_class(redis_server: PrivateRedis, model_dir: Path) -> None:
     async with open_cluster(redis_server, model_dir, FIVE) as cluster:
         # By cost and name the next best after decode-0 is decode-1.
         await classify(cluster, prefill_0="x", prefill_1="y", decode_0="y", decode_1="x", decode_2="y")
