@@ -14,8 +14,11 @@ _WORKER_MODULES = ("decode_svc.service", "prefill_svc.service", "pdserve.worker.
 
 
 def fork_server(config: UpConfig, run: RunEnvironment) -> ForkServer | None:
-    """What forks the workers, so that they start without importing. None: CUDA in a forked process is not supported."""
-    if gpu_shares(config, run.hardware.num_gpus):
+    """What forks the workers, so that they start without importing; None where they are executed.
+
+    CUDA in a forked process is not supported.
+    """
+    if not config.fork_workers or gpu_shares(config, run.hardware.num_gpus):
         return None
     return ForkServer(
         (sys.executable, *run.python_flags),

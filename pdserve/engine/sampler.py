@@ -125,8 +125,9 @@ def _within(logits: Logits, best: float, distance: float) -> Ids:
 
 
 def _scale(logits: Logits, best: float, temperature: float) -> Floats:
-    """(logit - largest logit) / temperature in double precision."""
-    return (logits.astype(np.float64) - best) / temperature
+    """(logit - largest logit) / temperature in double precision; minus infinity where that is too large for it."""
+    with np.errstate(over="ignore"):
+        return (logits.astype(np.float64) - best) / temperature
 
 
 def _truncate(logits: Logits, ids: Ids, scaled: Floats, params: SamplingParams) -> tuple[Ids, Floats]:

@@ -13,8 +13,11 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pdserve.base.logs import get_logger
 from pdserve.cli.supervisor.forking import MAX_REQUEST_BYTES, PADDING
 from pdserve.cli.supervisor.start import launch_argv
+
+log = get_logger(__name__)
 
 _PR_SET_CHILD_SUBREAPER = 36
 #: A fork takes some ms. A server that needs longer is killed, and services are executed.
@@ -60,13 +63,14 @@ class ForkServer:
         return None if self._process is None or self._control is None else self._process.pid
 
     async def run(self) -> None:
-        """Runs until cancelled."""
+        """Runs until cancelled, or until a server cannot become ready: then services are executed from now on."""
+        was_ready = True
         try:
-            while True:
-                with contextlib.suppress(OSError):
-                    await self._run_once()
-                self.settled.set()
-                await asyncio.sleep(_RESTART_S)
+            while was_ready:
+                was_ready = await self._run_once()
+                await asyncio.sleep(_RESTART_S if was_ready else 0)
+        except OSError as error:
+            log.warning("no_fork_server", reason=error)
         finally:
             self.settled.set()
 
@@ -93,8 +97,8 @@ class ForkServer:
             _be_subreaper(False)
         return ForkedProcess(pid)
 
-    async def _run_once(self) -> None:
-        """Runs one server from start to end."""
+    async def _run_once(self) -> bool:
+        """Runs one server from start to end. Returns whether it was ready."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.ExitStack() as stack:
             stack.callback(ours.close)
@@ -104,7 +108,7 @@ class ForkServer:
             stack.callback(process.kill)
             ours.setblocking(False)
             if not await asyncio.get_running_loop().sock_recv(ours, 64):
-                return  # It could not import: services that are executed say why.
+                return False  # It could not import: services that are executed say why.
             ours.settimeout(_FORK_TIMEOUT_S)
             self._control = ours
             self.settled.set()
@@ -112,6 +116,7 @@ class ForkServer:
                 await _ended(process.pid)
             finally:
                 self._control = None
+            return True
 
     def _start(self, control: int) -> subprocess.Popen[bytes]:
         with self._log_path.open("ab", buffering=0) as log:

@@ -29,7 +29,9 @@ class StepFaults:
         """Variables for the processes of a cluster."""
         inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         paths = [str(Path(__file__).parent / "site"), str(_ROOT), *inherited]
-        return {_VARIABLE: str(self._file), "PYTHONPATH": os.pathsep.join(paths)}
+        # What is executed imports it; a fork server has no module of a service behind `-m`.
+        executed = {"PDSERVE_UP__FORK_WORKERS": "0"}
+        return {_VARIABLE: str(self._file), "PYTHONPATH": os.pathsep.join(paths), **executed}
 
     def deaths(self, fault: int) -> list[str]:
         """The tiers of the workers that ended so, in order."""

@@ -105,7 +105,7 @@ def up(workdir: Path) -> Iterator[Callable[..., Up]]:
             cwd=workdir,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "XDG_RUNTIME_DIR": str(workdir)},
+            env={**os.environ, "XDG_RUNTIME_DIR": str(workdir), "PDSERVE_UP__FORK_WORKERS": "0"},
         )
         started.append(process)
         return Up(process)
