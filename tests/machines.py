@@ -88,7 +88,7 @@ def rows() -> list[Row]:
             suites=("tests/integration/router_svc/test_killed_router.py",),
             environment={"PDSERVE_TEST_DEPTH": "full"},
         ),
-        Row(name="chaos", suites=CHAOS, environment={"PDSERVE_TEST_DEPTH": "full"}),
+        Row(name="chaos", suites=(*CHAOS, "tests/chaos/test_drain.py"), environment={"PDSERVE_TEST_DEPTH": "full"}),
         Row(
             name="chaos-hour",
             suites=CHAOS,

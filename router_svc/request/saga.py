@@ -109,6 +109,8 @@ class Saga:
                 raise refusal if failure is Failure.REQUEST else self._for_client(refusal)
             self._journal.retry(refusal, worker)
             self._output.forget_early()
+            # The prompt may be cached by now, and a worker that started anew has nothing.
+            self._context.overlap = await self._cluster.overlap(self._context.hashes)
             # A worker that drains is back soon, as one that is lost.
             is_full = failure is Failure.CAPACITY and not isinstance(refusal, Draining)
             if not is_full:  # Where all are full, `_wait_for_decode` is the pause.

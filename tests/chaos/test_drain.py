@@ -71,6 +71,7 @@ async def test_a_rolling_restart_of_workers_loses_no_token(pairs: Cluster) -> No
     pairs.wait_idle()
 
 
+@pytest.mark.skipif(not IS_FULL, reason="takes a minute: `make test-all ARGS=chaos` runs it")
 async def test_a_worker_drained_by_hand_is_left_and_taken_back(pairs: Cluster) -> None:
     """Fails when a stream stays on the drained worker, breaks, or changes, or when it gets no requests again."""
     router, names = f"127.0.0.1:{pairs.port}", ("decode-0", "decode-1")

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from pdserve.base.errors import NoFreeBlocks, TransferTimeout
-from pdserve.base.ids import new_epoch
+from pdserve.base.ids import WorkerId, new_epoch
 from pdserve.base.registry import Tier
 from pdserve.base.streams import MessageStream
 from pdserve.cli.private_redis import PrivateRedis
 from pdserve.v1 import decode_pb2
 from router_svc.request import output
+from router_svc.routing.cluster import Cluster
 from tests.integration.router_svc.conftest import TWO_OF_EACH, ScriptedCluster, open_cluster
 from tests.integration.router_svc.request.support import (
     TEXT,
@@ -69,6 +70,22 @@ async def test_a_stream_goes_on_when_its_decode_worker_is_lost(cluster: Scripted
     record = await cluster.only_trace()
     assert record["state"] == "finished"
     assert [retry["reason"] for retry in record["retries"]] == ["peer_lost"]
+
+
+async def test_a_retry_goes_where_the_prompt_is_cached_by_then(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails when the index is asked once, before any worker has computed the prompt."""
+
+    async def overlap(*_: object) -> dict[WorkerId, int]:
+        return {WorkerId("prefill-0" if cluster.calls.prefills else "prefill-1"): 1}
+
+    monkeypatch.setattr(Cluster, "overlap", overlap)
+    cluster.script.fail("decode_token", None, after_first_token(cluster, vanish))
+    text, _ = await cluster.stream()
+    assert text == TEXT
+    workers = [decision["worker"] for decision in (await cluster.only_trace())["decisions"]]
+    assert [worker for worker in workers if worker.startswith("prefill")] == ["prefill-1", "prefill-0"]
 
 
 async def test_choices_that_are_over_are_not_decoded_again(cluster: ScriptedCluster) -> None:
