@@ -157,7 +157,11 @@ async def test_a_response_that_is_not_streamed_outlives_both_of_its_workers(frag
             fragile.kill(name)
         answer = await request
     assert answer.choices == undisturbed.choices
-    assert answer.usage == undisturbed.usage
+    assert answer.usage is not None
+    assert undisturbed.usage is not None
+    # How much of the prompt was cached depends on whether the first token was there before the kills.
+    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
+    assert answer.usage.model_dump(include=set(counts)) == undisturbed.usage.model_dump(include=set(counts))
 
 
 async def test_a_decode_worker_killed_before_the_first_token_costs_no_answer(
