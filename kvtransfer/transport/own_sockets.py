@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import stat
@@ -83,6 +84,26 @@ def _looked_at(fd: int) -> tuple[TcpSocket, int] | None:
             return TcpSocket(fd, os.fstat(each.fileno()).st_ino, local, remote, listens=state == _LISTENS), state
     except OSError:
         return None
+
+
+def is_open(fd: int, inode: int) -> bool:
+    """Whether a descriptor still is that of the socket with this inode number."""
+    try:
+        return os.fstat(fd).st_ino == inode
+    except OSError:
+        return False
+
+
+def occupy(fd: int) -> None:
+    """Opens something under this number for good, unless it is in use."""
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # The lowest free number from this one on, in one step: other threads open files, too.
+        opened = fcntl.fcntl(null, fcntl.F_DUPFD_CLOEXEC, fd)
+    finally:
+        os.close(null)
+    if opened != fd:
+        os.close(opened)
 
 
 def duplicate(fd: int) -> socket.socket:

@@ -28,8 +28,12 @@ from kvtransfer.transport.ucx_options import options_for
 from kvtransfer.transport.ucx_worker import UcxPeer, UcxWorker
 from pdserve.base.errors import PdserveError, PeerLost, SetupError, TransferError
 from pdserve.base.logs import get_logger
+from pdserve.base.open_files import SpareFiles
 
 log = get_logger(__name__)
+
+#: Time until a process without a free file looks for one again.
+_NO_FILE_S = 0.05
 
 #: Time after which a poll yields to other work of the event loop.
 _SLICE_S = 0.001
@@ -72,6 +76,7 @@ class UcxTransport:
         self.door = UcxDoor(is_shut=guarded, pause=self._pause, resume=self._resume)
         self._worker: UcxWorker | None = None
         self._is_paused = False
+        self._files: SpareFiles | None = None
         self._sweeper: asyncio.Task[None] | None = None
         self._matcher: TagMatcher[ucx.TagProbeResult] = TagMatcher(self._drain, max_early_bytes=_MAX_EARLY_BYTES)
         self._discarded: Buffer | None = None
@@ -79,11 +84,13 @@ class UcxTransport:
 
     async def listen(self) -> bytes:
         """The data address of the UCX worker, which is started by the first call."""
-        return self._up().address
+        return self._listening().address
 
     async def connect(self, address: bytes) -> UcxPeer:
         """Creates an endpoint. A dead peer shows when sending, within some seconds."""
-        worker = self._up()
+        worker = self._listening()
+        if not self._can_open():
+            raise PeerLost("UCX cannot connect to the peer: too many open files.")
         worker_address = ucx.UCXAddress.create_from_buffer(unpack_address(address))
         try:
             endpoint = ucx.UCXEndpoint.create_from_worker_address(worker.handle, worker_address, True)
@@ -161,6 +168,14 @@ class UcxTransport:
         self._down(PeerLost("The transport was closed."))
 
     # Start and end of the UCX worker.
+    def _listening(self) -> UcxWorker:
+        """The UCX worker, a new one where UCX had no file for a peer and stopped listening."""
+        if self._worker is not None and not self.door.listens and self._can_open():
+            log.warning("ucx_worker_replaced", reason="UCX had no file for a peer and stopped listening")
+            self._down(PeerLost("UCX stopped listening, because too many files were open."))
+            self.door.occupy_closed()
+        return self._up()
+
     def _up(self) -> UcxWorker:
         if self._worker is not None:
             return self._worker
@@ -172,7 +187,7 @@ class UcxTransport:
             advice = _CUDA_ADVICE if self._device_memory else ""
             raise SetupError(f"UCX does not start with options {options}: {error}.{advice}") from error
         self.door.require_found(offered_lanes(worker.context.info))
-        self._worker = worker
+        self._worker, self._files = worker, SpareFiles()
         asyncio.get_running_loop().add_reader(worker.handle.epoll_file_descriptor, self._progress)
         if self.door.is_shut:
             self._sweeper = asyncio.create_task(self.door.end_strangers(), name="strangers at UCX")
@@ -186,6 +201,9 @@ class UcxTransport:
         asyncio.get_running_loop().remove_reader(worker.handle.epoll_file_descriptor)
         if self._sweeper is not None:
             self._sweeper.cancel()
+        if self._files is not None:
+            self._files.close()
+            self._files = None
         if self._scheduled_poll is not None:
             self._scheduled_poll.cancel()
             self._scheduled_poll = None
@@ -231,6 +249,11 @@ class UcxTransport:
         worker = self._worker
         if worker is None:
             return
+        if not self._can_open():
+            # UCX opens sockets for new peers, and ends the process when it gets none.
+            self._pause()
+            asyncio.get_running_loop().call_later(_NO_FILE_S, self._resume)
+            return
         until = time.monotonic() + _SLICE_S
         while time.monotonic() < until:
             moved = worker.handle.progress_once()
@@ -241,6 +264,9 @@ class UcxTransport:
                 return
         worker.reap_all()
         self._schedule_poll()
+
+    def _can_open(self) -> bool:
+        return self._files is not None and self._files.can_open()
 
     def _take_arrivals(self, worker: UcxWorker) -> bool:
         moved = False

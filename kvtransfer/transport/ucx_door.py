@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Iterator
 
-from kvtransfer.transport.own_sockets import Connection, TcpSocket, tcp_sockets
+from kvtransfer.transport.own_sockets import Connection, TcpSocket, is_open, occupy, tcp_sockets
 from kvtransfer.transport.socket_filter import end, is_shut, open_to_data, shut
 from pdserve.base.errors import PeerLost, SetupError
 
@@ -33,6 +33,8 @@ class UcxDoor:
         self._pause, self._resume = pause, resume
         self._introductions = 0
         self._addresses: frozenset[str] = frozenset()
+        #: Inode numbers of the listening sockets by descriptor.
+        self._listeners: dict[int, int] = {}
         #: Connections of this worker to others that the door has seen, by inode number.
         self._outgoing: set[int] = set()
 
@@ -57,11 +59,26 @@ class UcxDoor:
         opened = [each for inode, each in tcp_sockets().items() if inode not in before]
         listeners = [each for each in opened if each.listens]
         self._addresses = frozenset(each.local for each in listeners)
+        self._listeners = {each.fd: each.inode for each in listeners}
         if self._is_shut:
             # Others of this process may open sockets at this moment, too: those stay as they are.
             for each in (*listeners, *(each for each in tcp_sockets().values() if not each.listens)):
                 if each.local in self._addresses:
                     shut(each)
+
+    @property
+    def listens(self) -> bool:
+        """Whether UCX still listens. It closes a listening socket for good when it gets no file for a connection."""
+        return all(is_open(fd, inode) for fd, inode in self._listeners.items())
+
+    def occupy_closed(self) -> None:
+        """Keeps the descriptors of sockets that UCX has closed by itself: it could not listen at one of them again.
+
+        It forgets to remove its handler for such a socket, and refuses a second one with the same number.
+        """
+        for fd, inode in self._listeners.items():
+            if not is_open(fd, inode):
+                occupy(fd)
 
     def require_found(self, lanes: Collection[str]) -> None:
         """Raises: SetupError when UCX has TCP among its lanes, and where it listens could not be found out."""

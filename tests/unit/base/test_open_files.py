@@ -148,3 +148,68 @@ async def test_a_listener_that_was_closed_while_it_could_not_accept_is_no_error(
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert [record.name for record in caplog.records] == ["asyncio"]
+
+
+def run_alone(script: str) -> None:
+    """Runs it in a process of its own, whose limit it may lower."""
+    header = """
+        import itertools, os, resource
+        from pdserve.base.open_files import SpareFiles
+
+        def num_open():
+            return len(os.listdir("/proc/self/fd")) - 1  # Without that of the listing.
+
+        def opened(number):
+            return [os.open(os.devnull, os.O_RDONLY) for _ in range(number)]
+
+        def limit(number):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (number, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(header + script)], check=True, timeout=WAIT_S)
+
+
+def test_kept_files_are_free_for_the_next_call_when_no_other_is() -> None:
+    run_alone("""
+        files = SpareFiles(kept=6, needed=3, clock=itertools.count().__next__)
+        assert files.can_open()
+        limit(num_open())
+        assert files.can_open()
+        taken = opened(3)
+        assert files.can_open()
+        taken += opened(3)
+        assert not files.can_open()
+        for each in taken[:3]:
+            os.close(each)
+        assert files.can_open()
+        opened(3)
+        files.close()
+        opened(1)
+    """)
+
+
+def test_a_single_free_file_is_not_taken_for_as_many_as_a_call_needs() -> None:
+    run_alone("""
+        files = SpareFiles(kept=6, needed=3, clock=itertools.count().__next__)
+        assert files.can_open()
+        limit(num_open() + 1)
+        assert files.can_open()
+        opened(3)
+    """)
+
+
+def test_few_free_files_far_below_the_limit_are_not_taken_for_many() -> None:
+    """Descriptors are given out from the lowest: after all were in use, a low free one says nothing of the others."""
+    run_alone("""
+        limit(512)
+        files = SpareFiles(kept=6, needed=3, clock=itertools.count().__next__)
+        assert files.can_open()
+        taken = []
+        try:
+            while True:
+                taken += opened(1)
+        except OSError:
+            pass
+        os.close(taken[0])
+        assert files.can_open()
+        opened(3)
+    """)
