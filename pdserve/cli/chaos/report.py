@@ -151,4 +151,8 @@ def _failure(
         "faults": [[round(each.at - started_at, 3), each.kind, each.target, each.duration_s] for each in during],
         "retries": _retries(outcome),
         "state": (outcome.trace or {}).get("state"),
+        "request_index": outcome.sending.request.index,
+        "cache_salt": outcome.sending.cache_salt,
+        "tokens_s": [round(at - started_at, 3) for at in outcome.token_times],
+        "texts": {str(index): choice.text for index, choice in outcome.answer.choices.items()},
     }
