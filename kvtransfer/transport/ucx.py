@@ -25,7 +25,7 @@ from kvtransfer.transport.ucx_address import unpack_address
 from kvtransfer.transport.ucx_door import UcxDoor
 from kvtransfer.transport.ucx_lanes import lanes_of, offered_lanes
 from kvtransfer.transport.ucx_options import options_for
-from kvtransfer.transport.ucx_worker import UcxPeer, UcxWorker
+from kvtransfer.transport.ucx_worker import UcxPeer, UcxWorker, own_peer
 from pdserve.base.errors import PdserveError, PeerLost, SetupError, TransferError
 from pdserve.base.logs import get_logger
 from pdserve.base.open_files import SpareFiles
@@ -34,7 +34,6 @@ log = get_logger(__name__)
 
 #: Time until a process without a free file looks for one again.
 _NO_FILE_S = 0.05
-
 #: Time after which a poll yields to other work of the event loop.
 _SLICE_S = 0.001
 #: Limit for closing an endpoint. With error handling UCX closes it at once.
@@ -107,12 +106,12 @@ class UcxTransport:
 
     def lanes(self, peer: Peer) -> tuple[str, ...]:
         """Transports of the endpoint. UCX chooses them when it is created; empty when the peer is disconnected."""
-        endpoint = _own(peer).endpoint
+        endpoint = own_peer(peer).endpoint
         return () if endpoint is None or not endpoint.alive else lanes_of(endpoint.handle)
 
     def disconnect(self, peer: Peer) -> None:
         """Closes the endpoint without waiting for the other side. UCX then fails its requests."""
-        own = _own(peer)
+        own = own_peer(peer)
         endpoint, own.endpoint, own.lost = own.endpoint, None, True
         if endpoint is not None and self._worker is not None:
             self._worker.peers.remove(own)
@@ -132,7 +131,7 @@ class UcxTransport:
     def post_send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
         """Hands the buffer to UCX."""
         send = Operation(tag, buffer)
-        own = _own(peer)
+        own = own_peer(peer)
         if own.closed or own.endpoint is None or self._worker is None:
             send.fail(PeerLost("The peer was disconnected."))
             return send
@@ -298,8 +297,3 @@ async def _until_done(operation: Operation) -> None:
     done = asyncio.Event()
     operation.add_done_callback(lambda _: done.set())
     await done.wait()
-
-
-def _own(peer: Peer) -> UcxPeer:
-    assert isinstance(peer, UcxPeer), "a peer is used with the transport that connected it"
-    return peer

@@ -10,7 +10,7 @@ import ucxx._lib.libucxx as ucx
 from ucxx._lib.arr import Array
 from ucxx.exceptions import UCXError
 
-from kvtransfer.transport.base import Operation
+from kvtransfer.transport.base import Operation, Peer
 from kvtransfer.transport.ucx_address import pack_address
 from pdserve.base.errors import PeerLost
 
@@ -26,6 +26,12 @@ class UcxPeer:
     def closed(self) -> bool:
         """Disconnected, failed, or found dead by UCX."""
         return self.lost or self.endpoint is None or not self.endpoint.alive
+
+
+def own_peer(peer: Peer) -> UcxPeer:
+    """A peer that a UCX transport has connected."""
+    assert isinstance(peer, UcxPeer), "a peer is used with the transport that connected it"
+    return peer
 
 
 @dataclass(eq=False, slots=True)
