@@ -62,21 +62,23 @@ def complete(cluster: Cluster, first: int, trace: TraceContext | None = None) ->
     )
 
 
-def spans_of(collector: Collector, trace: TraceContext, count: int) -> list[tuple[str, Span]]:
+def spans_of(cluster: Cluster, collector: Collector, trace: TraceContext, count: int) -> list[tuple[str, Span]]:
     """The spans of a trace once `count` have arrived."""
 
     def found() -> list[tuple[str, Span]]:
         return [(service, span) for service, span in collector.spans() if span.context.trace_id == trace.trace_id]
 
     with collector.arrived:
-        assert collector.arrived.wait_for(lambda: len(found()) >= count, timeout=SETTLE_S), found()
+        have_arrived = collector.arrived.wait_for(lambda: len(found()) >= count, timeout=SETTLE_S)
+    names = [(service, span.name, span.error) for service, span in found()]
+    assert have_arrived, f"{len(names)} of {count} spans: {names}; {cluster.describe()}\n{cluster.logs()}"
     return found()
 
 
 def test_a_request_is_one_trace_over_router_prefill_wire_and_decode(cluster: Cluster, collector: Collector) -> None:
     trace = TraceContext("1a" * 16, "2b" * 8, True)
     complete(cluster, 2001, trace)
-    spans = spans_of(collector, trace, len(HANDED_OVER))
+    spans = spans_of(cluster, collector, trace, len(HANDED_OVER))
     assert tree(span for _, span in spans) == {trace.trace_id: sorted(HANDED_OVER)}
     names = {path: path.rpartition("/")[2] for path in HANDED_OVER}
     services = {(service, span.name) for service, span in spans if span.name != ROOT}
@@ -90,7 +92,7 @@ def test_tokens_are_the_same_with_and_without_a_trace(cluster: Cluster, collecto
     traced = complete(cluster, 2002, trace)
     plain = complete(cluster, 2002)
     assert traced.choices[0].text == plain.choices[0].text
-    assert spans_of(collector, trace, len(HANDED_OVER))
+    assert spans_of(cluster, collector, trace, len(HANDED_OVER))
     traces = {span.context.trace_id for _, span in collector.spans()}
     # The cluster samples nothing by itself.
     assert traces <= {"1a" * 16, "3c" * 16, "4d" * 16}
