@@ -35,8 +35,11 @@ class NotifySocket:
         self._loop.add_reader(self._socket, self.drain)
 
     def drain(self) -> None:
-        """Delivers all pending datagrams; a process's last ones may still be here when its death is noticed."""
-        while True:
+        """Delivers all pending datagrams; a process's last ones may still be here when its death is noticed.
+
+        Does nothing once it is closed.
+        """
+        while self._socket.fileno() >= 0:
             try:
                 data, ancillary, _, _ = self._socket.recvmsg(_MAX_MESSAGE_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
             except BlockingIOError:
