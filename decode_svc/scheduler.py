@@ -48,7 +48,7 @@ class DecodeScheduler:
         self.moves = Moves(self._requests, self._blocks, self._running, self._limits)
         #: Requests that may run, of which no step has computed anything yet.
         self._unstarted: dict[RequestId, ScheduledRequest] = {}
-        self._events = EventLog()
+        self._events = EventLog(tier="decode")
         #: Blocks or capacity may have been freed, or demand has changed, since the last look at what waits.
         self._must_rescan_waiting = False
 
@@ -125,11 +125,14 @@ class DecodeScheduler:
         if request is None or not 0 <= choice_index < request.job.params.n:
             return
         request.stopped.add(choice_index)
-        sequence = request.sequences.get(choice_index)
-        if sequence is not None and request.phase is DecodePhase.RUNNING:
+        if request.phase is DecodePhase.RUNNING and (sequence := request.sequences.get(choice_index)) is not None:
             self._end_choice(request, sequence)
         elif len(request.stopped) == request.job.params.n and request.allows(DecodeMove.FINISH):
             self._finish(request, DecodeMove.FINISH)
+
+    def blocks_freed(self) -> None:
+        """Another scheduler of the same pool has freed blocks: look again at what waits."""
+        self._must_rescan_waiting = True
 
     # The step.
     def has_work(self) -> bool:
@@ -200,10 +203,8 @@ class DecodeScheduler:
 
         A block stays free for each active sequence, so that a new request does not cause a preemption at once.
         """
-        while not self._running.num_preempted:
-            request = self._reservations.admit_next(headroom=self._running.num_active)
-            if request is None:
-                return
+        running = self._running
+        while not running.num_preempted and (request := self._reservations.admit_next(headroom=running.num_active)):
             if request.phase is DecodePhase.COMPUTING:
                 self._compute_prompt(request)
             else:

@@ -33,6 +33,7 @@ from pdserve.base.streams import MessageStream, PeerLeft
 from pdserve.base.tracing.context import parse_traceparent
 from pdserve.base.tracing.spans import Attribute
 from pdserve.base.wire import error_to_wire, sampling_from_wire
+from pdserve.base.workers import Tier
 from pdserve.engine.step import LayersWritten, StepOutput
 from pdserve.v1 import common_pb2
 from pdserve.v1 import decode_pb2 as pb
@@ -40,7 +41,7 @@ from pdserve.v1 import decode_pb2_grpc as pb_grpc
 from pdserve.worker.serve import introducing
 from pdserve.worker.serve.inboxes import Failed, Inboxes
 from pdserve.worker.serve.message_limits import max_start_bytes
-from pdserve.worker.serve.worker import KEEP_ALIVE_S, Worker
+from pdserve.worker.serve.worker import KEEP_ALIVE_S, Worker, fixed_role
 
 log = get_logger(__name__)
 
@@ -104,7 +105,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             transport=worker.transport, memory=worker.blocks, identity=identity, tasks=worker.tasks
         )
         worker.tasks.start(self._keep_alive(), name="keep-alives")
-        worker.metrics.kv_transfers_active.set_function(lambda: self.receiver.num_transfers)
+        worker.metrics.num_receiving = lambda: self.receiver.num_transfers
         listener = bound_socket(self._config.host, self._config.stream_port, flag="--stream-port")
         return await self._open.enter_async_context(
             serve_streams(
@@ -143,6 +144,10 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         """Takes back `drain`. Moves that have begun go on."""
         self._emptying.stop()
 
+    def take_role(self, tier: Tier) -> None:
+        """Raises: RequestError, since this service has only its own tier."""
+        raise fixed_role("decode")
+
     def give_up(self, error: PdserveError) -> None:
         """Ends the requests that are still here with this error."""
         self._inboxes.fail_all(error)
@@ -160,7 +165,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
     async def _decode(self, stream: MessageStream[pb.DecodeRequest]) -> None:
         """One connection: one request's life on this worker."""
         with ExitStack() as stack:
-            stack.enter_context(self._worker.calls.serving())
+            stack.enter_context(self._worker.calls.serving("decode"))
             start = await self._start_of(stream)
             self._streams.add(stream)
             stack.callback(self._streams.discard, stream)

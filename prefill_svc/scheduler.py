@@ -29,9 +29,11 @@ class PrefillScheduler:
         self._blocks = BlockManager(pool)
         self._config = config
         self._prompts = PromptQueues()
-        self._events = EventLog()
+        self._events = EventLog(tier="prefill")
         #: Blocks were freed or a prompt has arrived since the last look at the waiting prompts.
         self._must_rescan_waiting = False
+        #: Maximum number of tokens in the next step, beyond that of the config; None: no other.
+        self.max_step_tokens: int | None = None
 
     # Commands, between steps.
     def add(self, job: PrefillJob) -> None:
@@ -82,6 +84,10 @@ class PrefillScheduler:
         """
         return self._expect(request_id).num_cached
 
+    def blocks_freed(self) -> None:
+        """Another scheduler of the same pool has freed blocks: look again at what waits."""
+        self._must_rescan_waiting = True
+
     # The step.
     def has_work(self) -> bool:
         """Whether a step would compute or report anything."""
@@ -92,10 +98,12 @@ class PrefillScheduler:
     def schedule(self, pace: Pace) -> StepPlan:
         """Chunks of the oldest prompts until the budget is spent; one that does not fit holds up those behind it.
 
-        No decoding sequence is delayed by these chunks, so the pace does not matter.
+        No decoding sequence of this scheduler is delayed by these chunks, so the pace does not matter.
         """
         self._must_rescan_waiting = False
         budget = self._config.max_num_batched_tokens
+        if self.max_step_tokens is not None:
+            budget = min(budget, self.max_step_tokens)
         chunks: list[PrefillChunk] = []
         reports: list[LayersWritten] = []
         for prompt in self._prompts.in_phase(PrefillPhase.COMPUTING):

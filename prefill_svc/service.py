@@ -20,13 +20,14 @@ from pdserve.base.logs import enter_request, get_logger
 from pdserve.base.seals import Purpose
 from pdserve.base.tracing.spans import Attribute
 from pdserve.base.wire import sampling_from_wire
+from pdserve.base.workers import Tier
 from pdserve.engine.step import LayersWritten, StepOutput
 from pdserve.v1 import prefill_pb2 as pb
 from pdserve.v1 import prefill_pb2_grpc as pb_grpc
+from pdserve.worker.config import WorkerConfig
 from pdserve.worker.serve.inboxes import Failed, Inboxes
 from pdserve.worker.serve.introducing import introduce
-from pdserve.worker.serve.worker import Worker
-from prefill_svc.config import PrefillConfig
+from pdserve.worker.serve.worker import Worker, fixed_role
 from prefill_svc.request import PrefillJob, PrefillSchedulerConfig
 from prefill_svc.scheduler import PrefillScheduler
 from prefill_svc.session import PrefillSession, PromptEvent, PromptStarted
@@ -44,7 +45,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
     name = "pdserve.v1.PrefillService"
     itl_budget_s = None
 
-    def __init__(self, worker: Worker, config: PrefillConfig) -> None:
+    def __init__(self, worker: Worker, config: WorkerConfig) -> None:
         # A step computes at least one token of each of its prompts.
         self.max_num_seqs = config.max_num_batched_tokens
         self.scheduler = PrefillScheduler(
@@ -97,6 +98,10 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
     def stay(self) -> None:
         """Nothing to take back: prompts that were handed back are elsewhere."""
 
+    def take_role(self, tier: Tier) -> None:
+        """Raises: RequestError, since this service has only its own tier."""
+        raise fixed_role("prefill")
+
     def give_up(self, error: PdserveError) -> None:
         """Ends the prompts that are still here with this error."""
         self._inboxes.fail_all(error)
@@ -115,7 +120,7 @@ class PrefillService(pb_grpc.PrefillServiceServicer):
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[pb.PrefillRequest, pb.PrefillResponse]
     ) -> None:
         """Computes a prompt and hands it over."""
-        with self._worker.calls.serving():
+        with self._worker.calls.serving("prefill"):
             seals = self._worker.seals
             request = seals.open(Purpose.PROMPT, self._worker.seal_name, request)
             request_id = RequestId(request.ref.request_id)

@@ -121,7 +121,7 @@ class PrefillSession:
             yield None
             return
         num_prompt_tokens = len(job.prompt_token_ids)
-        with self._worker.metrics.kv_transfers_active.track_inprogress():
+        with self._worker.metrics.sending():
             async with (
                 self._channels.use(ticket.worker_id, ticket.epoch, ticket.grpc_address),  # Connects for the commit.
                 self._sender.open(ticket, request_id=self._request_id) as transfer,

@@ -87,6 +87,7 @@ def record_to_fields(record: WorkerRecord) -> dict[str, str]:
         "ready": str(int(record.ready)),
         "keep_alive_s": json.dumps(record.keep_alive_s),
         "numerics_class": record.numerics_class,
+        "home_tier": record.home_tier or "",
         "load": json.dumps(load),
         "queued_by_router": json.dumps(queued_by_router),
         "transport": json.dumps(asdict(record.transport)),
@@ -154,6 +155,7 @@ def _record(worker_id: WorkerId, found: Mapping[str, bytes]) -> WorkerRecord:
         ready=found["ready"] == b"1",
         keep_alive_s=_KEEP_ALIVE_S.validate_json(found.get("keep_alive_s", b"null")),
         numerics_class=_class(found),
+        home_tier=_home_tier(found),
         load=_load(found),
         transport=TransportReport(**_parsed(_Transport, found.get("transport", b"{}")).model_dump()),
     )
@@ -164,6 +166,13 @@ def _class(found: Mapping[str, bytes]) -> str:
     if len(text) > _MAX_TEXT or not text.isprintable():
         raise ValueError("its numerics class is not a short printable text")
     return text
+
+
+def _home_tier(found: Mapping[str, bytes]) -> Tier | None:
+    tier = found.get("home_tier", b"").decode()
+    if tier not in ("", *get_args(Tier)):
+        raise ValueError(f"home_tier is {tier[:40]!r}, not a tier")
+    return cast(Tier, tier) if tier else None
 
 
 def _load(found: Mapping[str, bytes]) -> WorkerLoad:

@@ -21,7 +21,13 @@ from pdserve.base.logs import get_logger
 from pdserve.base.secret import ClusterSecret
 from pdserve.v1.common_pb2 import Sealed
 from pdserve.v1.decode_pb2 import CommitRequest, DecodeStart, IntroduceRequest, IntroduceResponse, Ticket
-from pdserve.v1.diagnostics_pb2 import DescribeRequest, DrainRequest, ReceiveProbeRequest, SendProbeRequest
+from pdserve.v1.diagnostics_pb2 import (
+    ChangeRoleRequest,
+    DescribeRequest,
+    DrainRequest,
+    ReceiveProbeRequest,
+    SendProbeRequest,
+)
 from pdserve.v1.prefill_pb2 import PrefillRequest
 
 log = get_logger(__name__)
@@ -38,6 +44,7 @@ Message = TypeVar(
     ReceiveProbeRequest,
     SendProbeRequest,
     DrainRequest,
+    ChangeRoleRequest,
 )
 
 #: Time for which a message may be on its way, the difference of two clocks included.
@@ -60,6 +67,7 @@ class Purpose(StrEnum):
     DESCRIBE = "describe_request"
     PROBE = "test_transfer"
     DRAIN = "drain_request"
+    ROLE = "role_request"
 
 
 class Refusal(StrEnum):

@@ -66,6 +66,8 @@ class WorkerRecord:
     keep_alive_s: float | None = None
     #: Workers of equal layout and equal class compute equal bits. Empty: an older worker, which does not say.
     numerics_class: str = ""
+    #: The tier in which a worker has started that can change its role; None: it has one role for life.
+    home_tier: Tier | None = None
     load: WorkerLoad = WorkerLoad()
     transport: TransportReport = TransportReport()
 

@@ -16,6 +16,7 @@ COMMANDS = {
     "chat": "chat with a running cluster in the terminal",
     "status": "show the workers of a running cluster, their load and their health",
     "drain": "take a worker out of service while its requests go on elsewhere, or put it back",
+    "role": "move a worker to the other tier while it runs",
     "fetch": "download and convert a model into a directory",
     "secrets": "make the secrets, certificates and first API key of a cluster",
     "key": "make an API key, and show it once",

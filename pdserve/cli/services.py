@@ -18,6 +18,8 @@ _SETTINGS: Mapping[str, type[RouterConfig | PrefillConfig | DecodeConfig]] = {
     "router_svc": RouterConfig,
     "prefill_svc": PrefillConfig,
     "decode_svc": DecodeConfig,
+    "worker_svc.prefill": DecodeConfig,
+    "worker_svc.decode": DecodeConfig,
 }
 
 ROUTER_STAGE, WORKER_STAGE, REDIS_STAGE = 0, 1, 2
@@ -72,6 +74,8 @@ def worker_specs(plan: ClusterPlan) -> list[ProcessSpec]:
 def _worker_spec(plan: ClusterPlan, tier: str, index: int, share: CoreShare, gpu: GpuShare | None) -> ProcessSpec:
     config = plan.config
     name = f"{tier}-{index}"
+    can_change_role = gpu is None and config.num_ranks[tier] == 1
+    may_decode = can_change_role or tier == "decode"
     flags = {
         **_common_flags(plan),
         "worker-id": plan.id_prefix + name,
@@ -87,8 +91,8 @@ def _worker_spec(plan: ClusterPlan, tier: str, index: int, share: CoreShare, gpu
         "block-size": config.block_size,
         "kv-cache-memory": plan.kv_cache_bytes,
         "max-model-len": config.max_model_len,
-        "max-num-seqs": config.max_num_seqs if tier == "decode" else None,
-        "layer-groups": config.layer_groups if tier == "decode" else None,
+        "max-num-seqs": config.max_num_seqs if may_decode else None,
+        "layer-groups": config.layer_groups if may_decode else None,
         "max-num-batched-tokens": config.max_num_batched_tokens,
         "threads": share.threads,
         "cpus": _cpu_list(share.cpus),
@@ -98,7 +102,8 @@ def _worker_spec(plan: ClusterPlan, tier: str, index: int, share: CoreShare, gpu
         "handover-memory": config.handover_memory,
         "transport": config.transport,
     }
-    spec = _service(plan, name, f"{tier}_svc", flags, threads=share.threads, stage=WORKER_STAGE)
+    module = f"worker_svc.{tier}" if can_change_role else f"{tier}_svc"
+    spec = _service(plan, name, module, flags, threads=share.threads, stage=WORKER_STAGE)
     return replace(spec, is_forked=True)
 
 
@@ -123,7 +128,7 @@ def _common_flags(plan: ClusterPlan) -> dict[str, object]:
 def _service(
     plan: ClusterPlan, name: str, module: str, flags: Mapping[str, object], *, threads: int, stage: int
 ) -> ProcessSpec:
-    settings = _SETTINGS[module]
+    settings, section = _SETTINGS[module], module.removeprefix("worker_svc.").removesuffix("_svc")
     given = [
         (f"--{flag}" if value else f"--no-{flag}") if isinstance(value, bool) else f"--{flag}={_text(value)}"
         for flag, value in flags.items()
@@ -137,7 +142,7 @@ def _service(
         environment={
             **plan.environment,
             **thread_environment(threads),
-            f"PDSERVE_{module.removesuffix('_svc').upper()}__REDIS_URL": plan.redis_url,
+            f"PDSERVE_{section.upper()}__REDIS_URL": plan.redis_url,
         },
         log_path=plan.log_dir / f"{name}.log",
         log_format=plan.config.log_format,

@@ -10,7 +10,7 @@ from pdserve.cli.supervisor.fork_server import ForkServer
 from pdserve.cli.up_config import UpConfig
 
 #: What workers import.
-_WORKER_MODULES = ("decode_svc.service", "prefill_svc.service", "pdserve.worker.serve.process")
+_WORKER_MODULES = ("worker_svc.service", "pdserve.worker.serve.process")
 
 
 def fork_server(config: UpConfig, run: RunEnvironment) -> ForkServer | None:

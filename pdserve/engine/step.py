@@ -11,6 +11,7 @@ from pdserve.base.device_event import DeviceEvent
 from pdserve.base.errors import PdserveError
 from pdserve.base.ids import BlockId, BlockTables, RequestId, RouterId
 from pdserve.base.sampling import ChoiceTokens
+from pdserve.base.workers import Tier
 from pdserve.engine.block_pool import CacheEvents
 from pdserve.engine.pace import Pace
 from pdserve.engine.sequence import SampleFailure, SampleResult, SampleRow, Sequence
@@ -143,8 +144,9 @@ class RequestFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvents:
-    """Events since those of the last step, each kind in order."""
+    """Events of one tier's scheduler since those of its last step, each kind in order."""
 
+    tier: Tier
     grants: tuple[Grant, ...] = ()
     started: tuple[RequestStarted, ...] = ()
     progress: tuple[PrefillProgress, ...] = ()
@@ -161,6 +163,7 @@ class StepEvents:
 class EventLog:
     """Collects events between two steps; a scheduler owns one."""
 
+    tier: Tier
     grants: list[Grant] = field(default_factory=list)
     started: list[RequestStarted] = field(default_factory=list)
     progress: list[PrefillProgress] = field(default_factory=list)
@@ -187,6 +190,7 @@ class EventLog:
     def drain(self, cache: CacheEvents) -> StepEvents:
         """Return all events since the last call."""
         events = StepEvents(
+            tier=self.tier,
             grants=tuple(self.grants),
             started=tuple(self.started),
             progress=tuple(self.progress),

@@ -26,7 +26,7 @@ from pdserve.v1 import common_pb2 as pdserve_dot_v1_dot_common__pb2
 from pdserve.v1 import decode_pb2 as pdserve_dot_v1_dot_decode__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpdserve/v1/diagnostics.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\x1a\x17pdserve/v1/decode.proto\"O\n\x0c\x44rainRequest\x12\x0c\n\x04undo\x18\x01 \x01(\x08\x12\r\n\x05query\x18\x02 \x01(\x08\x12\"\n\x06sealed\x18\x03 \x01(\x0b\x32\x12.pdserve.v1.Sealed\"5\n\rDrainResponse\x12\x10\n\x08requests\x18\x01 \x01(\r\x12\x12\n\nis_drained\x18\x02 \x01(\x08\"5\n\x0f\x44\x65scribeRequest\x12\"\n\x06sealed\x18\x01 \x01(\x0b\x32\x12.pdserve.v1.Sealed\"\x8d\x02\n\x10\x44\x65scribeResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12$\n\x06layout\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.KvLayout\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x0f\n\x07kernels\x18\x06 \x01(\t\x12\x17\n\x0finstruction_set\x18\x07 \x01(\t\x12\x13\n\x0bunix_time_s\x18\x08 \x01(\x01\x12)\n\x07machine\x18\t \x01(\x0b\x32\x18.pdserve.v1.MachineFacts\x12%\n\x05redis\x18\n \x01(\x0b\x32\x16.pdserve.v1.RedisFacts\"\x83\x06\n\x0cMachineFacts\x12&\n\x04host\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.HostIdentity\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06python\x18\x03 \x01(\t\x12\x0e\n\x06kernel\x18\x04 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x05 \x01(\t\x12\x11\n\tnum_cores\x18\x06 \x01(\r\x12\x14\n\x0c\x63pu_features\x18\x07 \x03(\t\x12\x1a\n\x12has_native_kernels\x18\x08 \x01(\x08\x12\x1a\n\x12total_memory_bytes\x18\t \x01(\x04\x12\x1e\n\x16\x61vailable_memory_bytes\x18\n \x01(\x04\x12\x15\n\rmemlock_bytes\x18\x0b \x01(\x03\x12\x12\n\nopen_files\x18\x0c \x01(\x03\x12\x11\n\tshm_bytes\x18\r \x01(\x04\x12#\n\x07\x66olders\x18\x0e \x03(\x0b\x32\x12.pdserve.v1.Folder\x12\x10\n\x08num_gpus\x18\x0f \x01(\r\x12\x15\n\rnum_gpu_nodes\x18\x10 \x01(\r\x12!\n\x14\x63uda_visible_devices\x18\x11 \x01(\tH\x00\x88\x01\x01\x12\x14\n\x0crdma_devices\x18\x12 \x03(\t\x12\x14\n\x0cread_refusal\x18\x13 \x01(\x05\x12\x14\n\x0cptrace_scope\x18\x14 \x01(\r\x12\x41\n\rucx_variables\x18\x15 \x03(\x0b\x32*.pdserve.v1.MachineFacts.UcxVariablesEntry\x12\x38\n\x08packages\x18\x16 \x03(\x0b\x32&.pdserve.v1.MachineFacts.PackagesEntry\x12\x16\n\x0e\x66ilter_refusal\x18\x17 \x01(\x05\x1a\x33\n\x11UcxVariablesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rPackagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x17\n\x15_cuda_visible_devices\"*\n\x06\x46older\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nfree_bytes\x18\x02 \x01(\x04\"\x97\x01\n\nRedisFacts\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x11\n\tlatency_s\x18\x04 \x01(\x01\x12\x19\n\x11used_memory_bytes\x18\x05 \x01(\x04\x12\x18\n\x10max_memory_bytes\x18\x06 \x01(\x04\x12\x10\n\x08\x65viction\x18\x07 \x01(\t\"L\n\x13ReceiveProbeRequest\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\"\n\x06sealed\x18\x02 \x01(\x0b\x32\x12.pdserve.v1.Sealed\"y\n\x14ReceiveProbeResponse\x12)\n\x06ticket\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.ProbeTicketH\x00\x12-\n\x08received\x18\x02 \x01(\x0b\x32\x19.pdserve.v1.ProbeReceivedH\x00\x42\x07\n\x05\x65vent\"E\n\x0bProbeTicket\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.pdserve.v1.Ticket\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"V\n\rProbeReceived\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x11\n\treceive_s\x18\x02 \x01(\x01\x12\x1f\n\x17memory_copy_bytes_per_s\x18\x03 \x01(\x01\"n\n\x10SendProbeRequest\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.pdserve.v1.Ticket\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\"\n\x06sealed\x18\x03 \x01(\x0b\x32\x12.pdserve.v1.Sealed\"\x88\x01\n\x11SendProbeResponse\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x0e\n\x06wire_s\x18\x02 \x01(\x01\x12\x0f\n\x07total_s\x18\x03 \x01(\x01\x12\x10\n\x08\x65xpected\x18\x04 \x01(\t\x12\x0e\n\x06\x61\x63tual\x18\x05 \x01(\t\x12\r\n\x05\x63\x61use\x18\x06 \x01(\t\x12\x0e\n\x06remedy\x18\x07 \x01(\t2\xfe\x02\n\x12\x44iagnosticsService\x12\x45\n\x08\x44\x65scribe\x12\x1b.pdserve.v1.DescribeRequest\x1a\x1c.pdserve.v1.DescribeResponse\x12S\n\x0cReceiveProbe\x12\x1f.pdserve.v1.ReceiveProbeRequest\x1a .pdserve.v1.ReceiveProbeResponse0\x01\x12H\n\tSendProbe\x12\x1c.pdserve.v1.SendProbeRequest\x1a\x1d.pdserve.v1.SendProbeResponse\x12\x44\n\x0b\x43ommitProbe\x12\x19.pdserve.v1.CommitRequest\x1a\x1a.pdserve.v1.CommitResponse\x12<\n\x05\x44rain\x12\x18.pdserve.v1.DrainRequest\x1a\x19.pdserve.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpdserve/v1/diagnostics.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\x1a\x17pdserve/v1/decode.proto\"d\n\x11\x43hangeRoleRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\r\n\x05query\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\"\n\x06sealed\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.Sealed\";\n\x12\x43hangeRoleResponse\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x17\n\x0f\x66ormer_requests\x18\x02 \x01(\r\"O\n\x0c\x44rainRequest\x12\x0c\n\x04undo\x18\x01 \x01(\x08\x12\r\n\x05query\x18\x02 \x01(\x08\x12\"\n\x06sealed\x18\x03 \x01(\x0b\x32\x12.pdserve.v1.Sealed\"5\n\rDrainResponse\x12\x10\n\x08requests\x18\x01 \x01(\r\x12\x12\n\nis_drained\x18\x02 \x01(\x08\"5\n\x0f\x44\x65scribeRequest\x12\"\n\x06sealed\x18\x01 \x01(\x0b\x32\x12.pdserve.v1.Sealed\"\x8d\x02\n\x10\x44\x65scribeResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12$\n\x06layout\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.KvLayout\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x0f\n\x07kernels\x18\x06 \x01(\t\x12\x17\n\x0finstruction_set\x18\x07 \x01(\t\x12\x13\n\x0bunix_time_s\x18\x08 \x01(\x01\x12)\n\x07machine\x18\t \x01(\x0b\x32\x18.pdserve.v1.MachineFacts\x12%\n\x05redis\x18\n \x01(\x0b\x32\x16.pdserve.v1.RedisFacts\"\x83\x06\n\x0cMachineFacts\x12&\n\x04host\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.HostIdentity\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06python\x18\x03 \x01(\t\x12\x0e\n\x06kernel\x18\x04 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x05 \x01(\t\x12\x11\n\tnum_cores\x18\x06 \x01(\r\x12\x14\n\x0c\x63pu_features\x18\x07 \x03(\t\x12\x1a\n\x12has_native_kernels\x18\x08 \x01(\x08\x12\x1a\n\x12total_memory_bytes\x18\t \x01(\x04\x12\x1e\n\x16\x61vailable_memory_bytes\x18\n \x01(\x04\x12\x15\n\rmemlock_bytes\x18\x0b \x01(\x03\x12\x12\n\nopen_files\x18\x0c \x01(\x03\x12\x11\n\tshm_bytes\x18\r \x01(\x04\x12#\n\x07\x66olders\x18\x0e \x03(\x0b\x32\x12.pdserve.v1.Folder\x12\x10\n\x08num_gpus\x18\x0f \x01(\r\x12\x15\n\rnum_gpu_nodes\x18\x10 \x01(\r\x12!\n\x14\x63uda_visible_devices\x18\x11 \x01(\tH\x00\x88\x01\x01\x12\x14\n\x0crdma_devices\x18\x12 \x03(\t\x12\x14\n\x0cread_refusal\x18\x13 \x01(\x05\x12\x14\n\x0cptrace_scope\x18\x14 \x01(\r\x12\x41\n\rucx_variables\x18\x15 \x03(\x0b\x32*.pdserve.v1.MachineFacts.UcxVariablesEntry\x12\x38\n\x08packages\x18\x16 \x03(\x0b\x32&.pdserve.v1.MachineFacts.PackagesEntry\x12\x16\n\x0e\x66ilter_refusal\x18\x17 \x01(\x05\x1a\x33\n\x11UcxVariablesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rPackagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x17\n\x15_cuda_visible_devices\"*\n\x06\x46older\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nfree_bytes\x18\x02 \x01(\x04\"\x97\x01\n\nRedisFacts\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x11\n\tlatency_s\x18\x04 \x01(\x01\x12\x19\n\x11used_memory_bytes\x18\x05 \x01(\x04\x12\x18\n\x10max_memory_bytes\x18\x06 \x01(\x04\x12\x10\n\x08\x65viction\x18\x07 \x01(\t\"L\n\x13ReceiveProbeRequest\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\"\n\x06sealed\x18\x02 \x01(\x0b\x32\x12.pdserve.v1.Sealed\"y\n\x14ReceiveProbeResponse\x12)\n\x06ticket\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.ProbeTicketH\x00\x12-\n\x08received\x18\x02 \x01(\x0b\x32\x19.pdserve.v1.ProbeReceivedH\x00\x42\x07\n\x05\x65vent\"E\n\x0bProbeTicket\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.pdserve.v1.Ticket\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"V\n\rProbeReceived\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x11\n\treceive_s\x18\x02 \x01(\x01\x12\x1f\n\x17memory_copy_bytes_per_s\x18\x03 \x01(\x01\"n\n\x10SendProbeRequest\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.pdserve.v1.Ticket\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\"\n\x06sealed\x18\x03 \x01(\x0b\x32\x12.pdserve.v1.Sealed\"\x88\x01\n\x11SendProbeResponse\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x0e\n\x06wire_s\x18\x02 \x01(\x01\x12\x0f\n\x07total_s\x18\x03 \x01(\x01\x12\x10\n\x08\x65xpected\x18\x04 \x01(\t\x12\x0e\n\x06\x61\x63tual\x18\x05 \x01(\t\x12\r\n\x05\x63\x61use\x18\x06 \x01(\t\x12\x0e\n\x06remedy\x18\x07 \x01(\t2\xcb\x03\n\x12\x44iagnosticsService\x12\x45\n\x08\x44\x65scribe\x12\x1b.pdserve.v1.DescribeRequest\x1a\x1c.pdserve.v1.DescribeResponse\x12S\n\x0cReceiveProbe\x12\x1f.pdserve.v1.ReceiveProbeRequest\x1a .pdserve.v1.ReceiveProbeResponse0\x01\x12H\n\tSendProbe\x12\x1c.pdserve.v1.SendProbeRequest\x1a\x1d.pdserve.v1.SendProbeResponse\x12\x44\n\x0b\x43ommitProbe\x12\x19.pdserve.v1.CommitRequest\x1a\x1a.pdserve.v1.CommitResponse\x12<\n\x05\x44rain\x12\x18.pdserve.v1.DrainRequest\x1a\x19.pdserve.v1.DrainResponse\x12K\n\nChangeRole\x12\x1d.pdserve.v1.ChangeRoleRequest\x1a\x1e.pdserve.v1.ChangeRoleResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,36 +37,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MACHINEFACTS_UCXVARIABLESENTRY']._serialized_options = b'8\001'
   _globals['_MACHINEFACTS_PACKAGESENTRY']._loaded_options = None
   _globals['_MACHINEFACTS_PACKAGESENTRY']._serialized_options = b'8\001'
-  _globals['_DRAINREQUEST']._serialized_start=94
-  _globals['_DRAINREQUEST']._serialized_end=173
-  _globals['_DRAINRESPONSE']._serialized_start=175
-  _globals['_DRAINRESPONSE']._serialized_end=228
-  _globals['_DESCRIBEREQUEST']._serialized_start=230
-  _globals['_DESCRIBEREQUEST']._serialized_end=283
-  _globals['_DESCRIBERESPONSE']._serialized_start=286
-  _globals['_DESCRIBERESPONSE']._serialized_end=555
-  _globals['_MACHINEFACTS']._serialized_start=558
-  _globals['_MACHINEFACTS']._serialized_end=1329
-  _globals['_MACHINEFACTS_UCXVARIABLESENTRY']._serialized_start=1204
-  _globals['_MACHINEFACTS_UCXVARIABLESENTRY']._serialized_end=1255
-  _globals['_MACHINEFACTS_PACKAGESENTRY']._serialized_start=1257
-  _globals['_MACHINEFACTS_PACKAGESENTRY']._serialized_end=1304
-  _globals['_FOLDER']._serialized_start=1331
-  _globals['_FOLDER']._serialized_end=1373
-  _globals['_REDISFACTS']._serialized_start=1376
-  _globals['_REDISFACTS']._serialized_end=1527
-  _globals['_RECEIVEPROBEREQUEST']._serialized_start=1529
-  _globals['_RECEIVEPROBEREQUEST']._serialized_end=1605
-  _globals['_RECEIVEPROBERESPONSE']._serialized_start=1607
-  _globals['_RECEIVEPROBERESPONSE']._serialized_end=1728
-  _globals['_PROBETICKET']._serialized_start=1730
-  _globals['_PROBETICKET']._serialized_end=1799
-  _globals['_PROBERECEIVED']._serialized_start=1801
-  _globals['_PROBERECEIVED']._serialized_end=1887
-  _globals['_SENDPROBEREQUEST']._serialized_start=1889
-  _globals['_SENDPROBEREQUEST']._serialized_end=1999
-  _globals['_SENDPROBERESPONSE']._serialized_start=2002
-  _globals['_SENDPROBERESPONSE']._serialized_end=2138
-  _globals['_DIAGNOSTICSSERVICE']._serialized_start=2141
-  _globals['_DIAGNOSTICSSERVICE']._serialized_end=2523
+  _globals['_CHANGEROLEREQUEST']._serialized_start=94
+  _globals['_CHANGEROLEREQUEST']._serialized_end=194
+  _globals['_CHANGEROLERESPONSE']._serialized_start=196
+  _globals['_CHANGEROLERESPONSE']._serialized_end=255
+  _globals['_DRAINREQUEST']._serialized_start=257
+  _globals['_DRAINREQUEST']._serialized_end=336
+  _globals['_DRAINRESPONSE']._serialized_start=338
+  _globals['_DRAINRESPONSE']._serialized_end=391
+  _globals['_DESCRIBEREQUEST']._serialized_start=393
+  _globals['_DESCRIBEREQUEST']._serialized_end=446
+  _globals['_DESCRIBERESPONSE']._serialized_start=449
+  _globals['_DESCRIBERESPONSE']._serialized_end=718
+  _globals['_MACHINEFACTS']._serialized_start=721
+  _globals['_MACHINEFACTS']._serialized_end=1492
+  _globals['_MACHINEFACTS_UCXVARIABLESENTRY']._serialized_start=1367
+  _globals['_MACHINEFACTS_UCXVARIABLESENTRY']._serialized_end=1418
+  _globals['_MACHINEFACTS_PACKAGESENTRY']._serialized_start=1420
+  _globals['_MACHINEFACTS_PACKAGESENTRY']._serialized_end=1467
+  _globals['_FOLDER']._serialized_start=1494
+  _globals['_FOLDER']._serialized_end=1536
+  _globals['_REDISFACTS']._serialized_start=1539
+  _globals['_REDISFACTS']._serialized_end=1690
+  _globals['_RECEIVEPROBEREQUEST']._serialized_start=1692
+  _globals['_RECEIVEPROBEREQUEST']._serialized_end=1768
+  _globals['_RECEIVEPROBERESPONSE']._serialized_start=1770
+  _globals['_RECEIVEPROBERESPONSE']._serialized_end=1891
+  _globals['_PROBETICKET']._serialized_start=1893
+  _globals['_PROBETICKET']._serialized_end=1962
+  _globals['_PROBERECEIVED']._serialized_start=1964
+  _globals['_PROBERECEIVED']._serialized_end=2050
+  _globals['_SENDPROBEREQUEST']._serialized_start=2052
+  _globals['_SENDPROBEREQUEST']._serialized_end=2162
+  _globals['_SENDPROBERESPONSE']._serialized_start=2165
+  _globals['_SENDPROBERESPONSE']._serialized_end=2301
+  _globals['_DIAGNOSTICSSERVICE']._serialized_start=2304
+  _globals['_DIAGNOSTICSSERVICE']._serialized_end=2763
 # @@protoc_insertion_point(module_scope)

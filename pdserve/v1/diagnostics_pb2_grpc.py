@@ -28,8 +28,8 @@ if _version_not_supported:
 
 class DiagnosticsServiceStub:
     """For operators, on workers of both tiers: facts and test transfers for `pdserve
-    doctor`, and `pdserve drain`. In a cluster with a secret each request is sealed,
-    and its other fields are empty.
+    doctor`, `pdserve drain` and `pdserve role`. In a cluster with a secret each
+    request is sealed, and its other fields are empty.
     """
 
     def __init__(self, channel):
@@ -63,12 +63,17 @@ class DiagnosticsServiceStub:
                 request_serializer=pdserve_dot_v1_dot_diagnostics__pb2.DrainRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_diagnostics__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.ChangeRole = channel.unary_unary(
+                '/pdserve.v1.DiagnosticsService/ChangeRole',
+                request_serializer=pdserve_dot_v1_dot_diagnostics__pb2.ChangeRoleRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_diagnostics__pb2.ChangeRoleResponse.FromString,
+                _registered_method=True)
 
 
 class DiagnosticsServiceServicer:
     """For operators, on workers of both tiers: facts and test transfers for `pdserve
-    doctor`, and `pdserve drain`. In a cluster with a secret each request is sealed,
-    and its other fields are empty.
+    doctor`, `pdserve drain` and `pdserve role`. In a cluster with a secret each
+    request is sealed, and its other fields are empty.
     """
 
     def Describe(self, request, context):
@@ -110,6 +115,15 @@ class DiagnosticsServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ChangeRole(self, request, context):
+        """Changes the worker's role while it runs. Requests of the former role go on.
+        Repeating it changes nothing. Refused while the worker is not ready, and by
+        workers that have one role for life.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DiagnosticsServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -138,6 +152,11 @@ def add_DiagnosticsServiceServicer_to_server(servicer, server):
                     request_deserializer=pdserve_dot_v1_dot_diagnostics__pb2.DrainRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_diagnostics__pb2.DrainResponse.SerializeToString,
             ),
+            'ChangeRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeRole,
+                    request_deserializer=pdserve_dot_v1_dot_diagnostics__pb2.ChangeRoleRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_diagnostics__pb2.ChangeRoleResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'pdserve.v1.DiagnosticsService', rpc_method_handlers)
@@ -148,8 +167,8 @@ def add_DiagnosticsServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class DiagnosticsService:
     """For operators, on workers of both tiers: facts and test transfers for `pdserve
-    doctor`, and `pdserve drain`. In a cluster with a secret each request is sealed,
-    and its other fields are empty.
+    doctor`, `pdserve drain` and `pdserve role`. In a cluster with a secret each
+    request is sealed, and its other fields are empty.
     """
 
     @staticmethod
@@ -277,6 +296,33 @@ class DiagnosticsService:
             '/pdserve.v1.DiagnosticsService/Drain',
             pdserve_dot_v1_dot_diagnostics__pb2.DrainRequest.SerializeToString,
             pdserve_dot_v1_dot_diagnostics__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.DiagnosticsService/ChangeRole',
+            pdserve_dot_v1_dot_diagnostics__pb2.ChangeRoleRequest.SerializeToString,
+            pdserve_dot_v1_dot_diagnostics__pb2.ChangeRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -29,8 +29,8 @@ GRPC_VERSION: str
 
 class DiagnosticsServiceStub:
     """For operators, on workers of both tiers: facts and test transfers for `pdserve
-    doctor`, and `pdserve drain`. In a cluster with a secret each request is sealed,
-    and its other fields are empty.
+    doctor`, `pdserve drain` and `pdserve role`. In a cluster with a secret each
+    request is sealed, and its other fields are empty.
     """
 
     @_typing.overload
@@ -54,12 +54,17 @@ class DiagnosticsServiceStub:
     """Takes the worker out of service, or back into it, while the process goes on.
     Repeating it changes nothing. Refused while the worker starts or shuts down.
     """
+    ChangeRole: _grpc.UnaryUnaryMultiCallable[_diagnostics_pb2.ChangeRoleRequest, _diagnostics_pb2.ChangeRoleResponse]
+    """Changes the worker's role while it runs. Requests of the former role go on.
+    Repeating it changes nothing. Refused while the worker is not ready, and by
+    workers that have one role for life.
+    """
 
 @_typing.type_check_only
 class DiagnosticsServiceAsyncStub(DiagnosticsServiceStub):
     """For operators, on workers of both tiers: facts and test transfers for `pdserve
-    doctor`, and `pdserve drain`. In a cluster with a secret each request is sealed,
-    and its other fields are empty.
+    doctor`, `pdserve drain` and `pdserve role`. In a cluster with a secret each
+    request is sealed, and its other fields are empty.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -80,11 +85,16 @@ class DiagnosticsServiceAsyncStub(DiagnosticsServiceStub):
     """Takes the worker out of service, or back into it, while the process goes on.
     Repeating it changes nothing. Refused while the worker starts or shuts down.
     """
+    ChangeRole: _aio.UnaryUnaryMultiCallable[_diagnostics_pb2.ChangeRoleRequest, _diagnostics_pb2.ChangeRoleResponse]  # type: ignore[assignment]
+    """Changes the worker's role while it runs. Requests of the former role go on.
+    Repeating it changes nothing. Refused while the worker is not ready, and by
+    workers that have one role for life.
+    """
 
 class DiagnosticsServiceServicer(metaclass=_abc_1.ABCMeta):
     """For operators, on workers of both tiers: facts and test transfers for `pdserve
-    doctor`, and `pdserve drain`. In a cluster with a secret each request is sealed,
-    and its other fields are empty.
+    doctor`, `pdserve drain` and `pdserve role`. In a cluster with a secret each
+    request is sealed, and its other fields are empty.
     """
 
     @_abc_1.abstractmethod
@@ -132,6 +142,17 @@ class DiagnosticsServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_diagnostics_pb2.DrainResponse, _abc.Awaitable[_diagnostics_pb2.DrainResponse]]:
         """Takes the worker out of service, or back into it, while the process goes on.
         Repeating it changes nothing. Refused while the worker starts or shuts down.
+        """
+
+    @_abc_1.abstractmethod
+    def ChangeRole(
+        self,
+        request: _diagnostics_pb2.ChangeRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_diagnostics_pb2.ChangeRoleResponse, _abc.Awaitable[_diagnostics_pb2.ChangeRoleResponse]]:
+        """Changes the worker's role while it runs. Requests of the former role go on.
+        Repeating it changes nothing. Refused while the worker is not ready, and by
+        workers that have one role for life.
         """
 
 def add_DiagnosticsServiceServicer_to_server(servicer: DiagnosticsServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -126,6 +126,8 @@ class RequestContext:
             return None
         if decode is None:
             return self.choose("prefill", failed, None)
+        # It may have changed its role in the meantime, and then takes requests of both tiers by turns.
+        failed = failed | {incarnation_of(decode)}
         same = self.choose("prefill", failed, decode.layout, decode.numerics_class)
         return same or self.choose("prefill", failed, decode.layout)
 

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("router_svc", "prefill_svc", "decode_svc", "kvtransfer", "kernels", "pdserve")
+PACKAGES = ("router_svc", "worker_svc", "prefill_svc", "decode_svc", "kvtransfer", "kernels", "pdserve")
 
 
 def summary(path: Path) -> str:

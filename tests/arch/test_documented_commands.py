@@ -28,6 +28,7 @@ from pdserve.cli.fetch import FetchConfig
 from pdserve.cli.health import HealthConfig
 from pdserve.cli.key import KeyConfig
 from pdserve.cli.plan import PlanConfig
+from pdserve.cli.role import RoleConfig
 from pdserve.cli.secrets import SecretsConfig
 from pdserve.cli.status import StatusConfig
 from pdserve.cli.trace import TraceConfig
@@ -48,6 +49,7 @@ CLI_CONFIGS: dict[str, type[Any]] = {
     "trace": TraceConfig,
     "doctor": DoctorConfig,
     "drain": DrainConfig,
+    "role": RoleConfig,
     "plan": PlanConfig,
     "fetch": FetchConfig,
     "health": HealthConfig,
@@ -60,6 +62,8 @@ SERVICE_CONFIGS: dict[str, type[Any]] = {
     "router_svc": RouterConfig,
     "prefill_svc": PrefillConfig,
     "decode_svc": DecodeConfig,
+    "worker_svc.prefill": DecodeConfig,
+    "worker_svc.decode": DecodeConfig,
 }
 #: Flags in our documents that belong to other programs.
 FOREIGN_FLAGS = {
@@ -94,6 +98,7 @@ def _documented_default(cell: str, field: dataclasses.Field[Any]) -> object:
         ("pdserve key", KeyConfig, None),
         ("pdserve doctor", DoctorConfig, None),
         ("pdserve drain", DrainConfig, None),
+        ("pdserve role", RoleConfig, None),
         ("pdserve plan", PlanConfig, None),
         ("pdserve bench serve", ServeConfig, None),
         ("pdserve chaos", ChaosConfig, None),

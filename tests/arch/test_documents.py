@@ -14,7 +14,7 @@ import pytest
 
 from tests.arch.documents import DOCUMENTS, ROOT, names_in_first_column, path_id, read, section, table_rows
 
-PACKAGES = ("router_svc", "prefill_svc", "decode_svc", "pdserve", "kvtransfer", "kernels")
+PACKAGES = ("router_svc", "worker_svc", "prefill_svc", "decode_svc", "pdserve", "kvtransfer", "kernels")
 MAX_LINE = 120
 #: About one page. Details belong in docs/internals.
 MAX_WORDS_OF_A_DECISION = 550
@@ -78,9 +78,7 @@ def _definitions(path: Path) -> frozenset[str]:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=path_id)
 def test_mentioned_files_and_names_exist(path: Path) -> None:
-    names_in_files = (
-        r"`((?:router_svc|prefill_svc|decode_svc|pdserve|kvtransfer|kernels|tests|benchmarks|proto)/[\w/.-]*)"
-    )
+    names_in_files = rf"`((?:{'|'.join(PACKAGES)}|tests|benchmarks|proto)/[\w/.-]*)"
     for name, qualified in re.findall(rf"{names_in_files}(?::([\w.]+))?`", path.read_text(encoding="utf-8")):
         assert (ROOT / name).exists(), name
         if qualified:
@@ -107,7 +105,7 @@ def test_architecture_md_is_short_and_names_every_package() -> None:
 
 def test_a_request_can_be_followed_in_25_files() -> None:
     walk = section("ARCHITECTURE.md", "A request's life")
-    files = set(re.findall(r"`((?:router_svc|prefill_svc|decode_svc|pdserve|kvtransfer|kernels)/[\w/.-]*\.\w+)", walk))
+    files = set(re.findall(rf"`((?:{'|'.join(PACKAGES)})/[\w/.-]*\.\w+)", walk))
     assert 10 < len(files) <= 25
 
 

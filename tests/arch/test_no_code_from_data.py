@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("pdserve", "router_svc", "prefill_svc", "decode_svc", "kvtransfer", "kernels")
+PACKAGES = ("pdserve", "router_svc", "worker_svc", "prefill_svc", "decode_svc", "kvtransfer", "kernels")
 #: Modules whose loaders run what they load. `multiprocessing` unpickles what comes through its queues and pipes.
 MODULES = (
     "cloudpickle",

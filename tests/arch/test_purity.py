@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("pdserve", "router_svc", "prefill_svc", "decode_svc", "kvtransfer", "kernels")
+PACKAGES = ("pdserve", "router_svc", "worker_svc", "prefill_svc", "decode_svc", "kvtransfer", "kernels")
 
 
 def _held() -> set[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("pdserve", "router_svc", "prefill_svc", "decode_svc", "kvtransfer", "kernels")
+PACKAGES = ("pdserve", "router_svc", "worker_svc", "prefill_svc", "decode_svc", "kvtransfer", "kernels")
 MAX_MODULE_LINES = 300
 MAX_FUNCTION_LINES = 40
 MAX_PARAMETERS = 6

@@ -10,7 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PYTHON = ("pdserve", "router_svc", "prefill_svc", "decode_svc", "kvtransfer", "kernels", "tests", "benchmarks")
+PYTHON = (
+    "pdserve",
+    "router_svc",
+    "worker_svc",
+    "prefill_svc",
+    "decode_svc",
+    "kvtransfer",
+    "kernels",
+    "tests",
+    "benchmarks",
+)
 CPP = ("kernels/cpu/src",)
 #: Each retired word with what the field says instead.
 RETIRED = {

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 RULES = ROOT / "k8s/monitoring/rules"
 RUNBOOKS = ROOT / "docs/runbooks"
 
-_PACKAGES = ("pdserve", "router_svc", "prefill_svc", "decode_svc", "kvtransfer")
+_PACKAGES = ("pdserve", "router_svc", "worker_svc", "prefill_svc", "decode_svc", "kvtransfer")
 _SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",), "info": ("_info",)}
 #: Labels that Prometheus, or what discovers its targets, adds to each series.
 _OF_TARGETS = {"job", "instance", "namespace", "pod", "container"}

@@ -17,7 +17,7 @@ from tests.simulation.loop import SimulatedLoop, current_process, stable_hash
 
 #: Unix time at which each simulation starts.
 START = 1_800_000_000.0
-_PACKAGES = ("pdserve", "router_svc", "prefill_svc", "decode_svc", "kvtransfer")
+_PACKAGES = ("pdserve", "router_svc", "worker_svc", "prefill_svc", "decode_svc", "kvtransfer")
 
 
 def take_over(loop: SimulatedLoop, chance: random.Random) -> None:

@@ -130,7 +130,7 @@ class Cluster:
                 command = child.cmdline()
             except psutil.Error:
                 continue
-            for module in ("router_svc", "prefill_svc", "decode_svc"):
+            for module in ("router_svc", "prefill_svc", "decode_svc", "worker_svc.prefill", "worker_svc.decode"):
                 if module in command:
                     ids = [word.removeprefix("--worker-id=") for word in command if word.startswith("--worker-id=")]
                     found[ids[0] if ids else "router"] = child

@@ -34,6 +34,7 @@ from pdserve.v1 import diagnostics_pb2_grpc as pb_grpc
 from pdserve.worker.serve.introducing import introduce
 from pdserve.worker.serve.manual_drain import ManualDrain
 from pdserve.worker.serve.probe_memory import ProbeBlocks, num_probe_blocks
+from pdserve.worker.serve.role_change import RoleChange
 from pdserve.worker.serve.worker import Worker
 
 #: Time after which a test transfer that makes no progress ends, and its memory is freed.
@@ -55,6 +56,8 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
         self.grpc_address = ""
         #: Takes this worker out of service; None while it starts.
         self.manual_drain: ManualDrain | None = None
+        #: Changes its role; None while it starts.
+        self.role_change: RoleChange | None = None
         self._is_probing = False
         self._next_at = float("-inf")
         #: The test transfer into this worker.
@@ -146,6 +149,16 @@ class DiagnosticsService(pb_grpc.DiagnosticsServiceServicer):
         if not request.query:
             await (self.manual_drain.undo() if request.undo else self.manual_drain.start())
         return pb.DrainResponse(requests=self._worker.calls.count, is_drained=self.manual_drain.is_drained)
+
+    @rpc.method
+    async def ChangeRole(self, request: pb.ChangeRoleRequest, context: Any) -> pb.ChangeRoleResponse:  # noqa: N802
+        """Moves this worker to the other tier."""
+        request = self._worker.seals.open(Purpose.ROLE, self._worker.seal_name, request)
+        if self.role_change is None:
+            raise Draining("The worker is still starting. Change its role when it is ready.")
+        if not request.query:
+            await self.role_change.change(request.role, request.reason)
+        return pb.ChangeRoleResponse(role=self._worker.tier, former_requests=self.role_change.former_requests)
 
     async def _send(self, blocks: ProbeBlocks, ticket: Ticket, request_id: RequestId) -> pb.SendProbeResponse:
         """Sends over a connection of its own: whatever happens to it, those of prompts stay."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -40,6 +41,8 @@ _DIRECTIONS = {"prefill": "sent", "decode": "received"}
 #: Messages that can be stale, and why: the transfer has ended, or another attempt or epoch is here.
 _STALE_MESSAGES = {"prefill": ("start",), "decode": ("start", "commit", "renewal")}
 _STALE_REASONS = tuple(map(reason_of_class, (StaleError, StaleAttempt, StaleEpoch)))
+#: Who changes roles: an operator, or the policy of routers.
+ROLE_REASONS = ("operator", "policy")
 #: Share of a transfer's messages.
 _ARRIVED = ("nothing", "some", "all")
 
@@ -92,6 +95,14 @@ class WorkerMetrics:
         for reason in Refusal:
             self._peer_refusals.labels(**self.labels(reason=reason))
         self._last_exit = self._info("last_exit_info", "Constant 1; how this worker ended last", "reason", "during")
+
+        self._role = self._info("worker_role", "1 for the worker's present role, 0 for the other one", "role")
+        self.former_role_requests = self._gauge(
+            "former_role_requests", "Requests that the worker still has from before it changed its role"
+        )
+        self._role_changes = self._counter("role_changes", "Changes of the worker's role", "role", "reason")
+        for role, why in itertools.product(_OUTCOMES, ROLE_REASONS):
+            self._role_changes.labels(**self.labels(role=role, reason=why))
 
     def _add_requests(self) -> None:
         self.num_requests_running = self._gauge("num_requests_running", "Requests that take part in steps")
@@ -149,7 +160,11 @@ class WorkerMetrics:
         )
         for arrived in _ARRIVED:
             self.leases_expired.labels(**self._labels, arrived=arrived)
-        self.kv_transfers_active = self._gauge("kv_transfers_active", "Transfers that hold blocks or a lease")
+        self._num_sending = 0
+        #: Transfers into this worker.
+        self.num_receiving: Callable[[], int] = lambda: 0
+        active = self._gauge("kv_transfers_active", "Transfers that hold blocks or a lease")
+        active.set_function(lambda: self._num_sending + self.num_receiving())
         self.kv_transfer_seconds = self._histogram(
             "kv_transfer_seconds",
             "Prefill: time with a block on the wire. Decode: first to last block, computing in between included",
@@ -203,6 +218,24 @@ class WorkerMetrics:
     def read_gauges(self, *sources: GaugeSource) -> None:
         """Exposes numbers that other objects keep, and that may not be known."""
         GaugeReader(self.registry, self._labels, *sources)
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Counts a transfer out of this worker as active until the block ends."""
+        self._num_sending += 1
+        try:
+            yield
+        finally:
+            self._num_sending -= 1
+
+    def set_role(self, role: str) -> None:
+        """The worker has this role."""
+        for each in _OUTCOMES:
+            self._role.labels(**self.labels(role=each)).set(each == role)
+
+    def role_changed(self, role: str, reason: str) -> None:
+        """The worker has changed to this role."""
+        self._role_changes.labels(**self.labels(role=role, reason=reason)).inc()
 
     def sent(self, num_bytes: int, num_blocks: int, busy_s: float, transport: str) -> None:
         """A transfer out of this worker ended."""

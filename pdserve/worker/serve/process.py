@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 
@@ -41,6 +41,7 @@ from pdserve.worker.serve.loaded_model import LoadedModel, load_model
 from pdserve.worker.serve.manual_drain import ManualDrain
 from pdserve.worker.serve.message_limits import max_call_bytes
 from pdserve.worker.serve.metrics import WorkerMetrics
+from pdserve.worker.serve.role_change import RoleChange
 from pdserve.worker.serve.stall_watch import watch_stalls
 from pdserve.worker.serve.worker import TierService, Worker
 
@@ -83,7 +84,7 @@ async def serve_worker(config: WorkerConfig, tier: Tier, build: Callable[[Worker
             registrar = announce(worker, service, store=store, health=health, addresses=addresses)
             describe(worker, addresses)
             await _start_accepting(worker, health, grpc_health, registrar)
-            diagnostics.manual_drain = _manual_drain(worker, service, health, grpc_health, registrar)
+            _obey(diagnostics, worker, service, health, partial(_publish_readiness, health, grpc_health, registrar))
             if note is not None:
                 note.serving()
             with populating(model.kv_cache.memory, worker.kv_use()):
@@ -144,11 +145,16 @@ async def _start_accepting(worker: Worker, health: Health, grpc_health: GrpcHeal
     notify.ready()
 
 
-def _manual_drain(
-    worker: Worker, service: TierService, health: Health, grpc_health: GrpcHealth, registrar: Registrar
-) -> ManualDrain:
-    publish = partial(_publish_readiness, health, grpc_health, registrar)
-    return ManualDrain(worker.worker_id, service, worker.calls, health, publish)
+def _obey(
+    diagnostics: DiagnosticsService,
+    worker: Worker,
+    service: TierService,
+    health: Health,
+    publish: Callable[[], Awaitable[None]],
+) -> None:
+    """From now on operators may drain the worker and change its role."""
+    diagnostics.manual_drain = ManualDrain(worker.worker_id, service, worker.calls, health, publish)
+    diagnostics.role_change = RoleChange(worker, service, health, publish)
 
 
 async def _stop_accepting(worker: Worker, health: Health, grpc_health: GrpcHealth, registrar: Registrar) -> None:

@@ -15,7 +15,7 @@ from kernels.choice import Backend
 from kvtransfer.handover.memory import BlockMemory
 from kvtransfer.transport import Transport
 from pdserve.base.block_hash import hash_key
-from pdserve.base.errors import PdserveError
+from pdserve.base.errors import PdserveError, RequestError
 from pdserve.base.ids import Epoch, WorkerId
 from pdserve.base.peer_tls import PeerTls
 from pdserve.base.registry import Tier
@@ -83,6 +83,9 @@ class TierService(Protocol):
     def stay(self) -> None:
         """Takes back `drain`: requests come again, and none has to leave."""
 
+    def take_role(self, tier: Tier) -> None:
+        """The worker has this role from now on; requests of the former one go on. Raises: RequestError if it cannot."""
+
     def give_up(self, error: PdserveError) -> None:
         """Ends the requests that are still here with this error."""
 
@@ -90,11 +93,20 @@ class TierService(Protocol):
         """Ends what the service still runs; called when the gRPC server has stopped."""
 
 
+def fixed_role(tier: Tier) -> RequestError:
+    """The error of a service that has one tier for life."""
+    return RequestError(
+        f"This worker has the role {tier} for life. Start it as python -m worker_svc.{tier}, as `pdserve up` does on "
+        "CPUs, to change its role."
+    )
+
+
 @dataclass(slots=True, kw_only=True)
 class Worker:
     """One worker process. Everything belongs to the event loop; `run` and `post` reach the step thread."""
 
     config: WorkerConfig
+    #: Its present role.
     tier: Tier
     worker_id: WorkerId
     epoch: Epoch
@@ -107,6 +119,8 @@ class Worker:
     #: Certificates for connections to and from others; None: no TLS.
     tls: PeerTls | None = None
     tracer: Tracer = NO_TRACER
+    #: The tier in which a worker has started that can change its role; None: it cannot.
+    home_tier: Tier | None = None
     calls: ActiveCalls = field(default_factory=ActiveCalls)
     steps: StepMetrics = field(init=False)
     #: The KV cache as transports see it.
@@ -189,8 +203,7 @@ class Worker:
                 loop_calls.post(end, error)
 
             self._loop_calls, self._scheduler = loop_calls, service.scheduler
-            self.steps.itl_budget_s = service.itl_budget_s
-            self.metrics.max_num_seqs.set(service.max_num_seqs)
+            self.show_role(service)
             self._loop = StepLoop(
                 service.scheduler,
                 self.model.runner,
@@ -210,6 +223,12 @@ class Worker:
                 if self.model.rank_group is not None:
                     self.model.rank_group.watch(lambda error: None)
                 await asyncio.to_thread(self._loop.stop)
+
+    def show_role(self, service: TierService) -> None:
+        """Has metrics show the present role, and what follows from it."""
+        self.steps.itl_budget_s = service.itl_budget_s
+        self.metrics.max_num_seqs.set(service.max_num_seqs)
+        self.metrics.set_role(self.tier)
 
     def _loop_config(self) -> LoopConfig:
         """C++ kernels have threads of their own, pinned to the other cores, which torch's threads would slow down."""

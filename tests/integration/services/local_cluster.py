@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.sender import OutgoingTransfer
 from kvtransfer.transport import Transport
 from kvtransfer.transport.inproc import InprocTransport
+from pdserve.base.admin import Health
 from pdserve.base.ids import TransferId, WorkerId, new_epoch
 from pdserve.base.peer_tls import peer_tls
 from pdserve.base.registry import Tier
@@ -37,10 +38,12 @@ from pdserve.worker.serve.diagnostics import DiagnosticsService
 from pdserve.worker.serve.loaded_model import load_model
 from pdserve.worker.serve.message_limits import max_call_bytes
 from pdserve.worker.serve.metrics import WorkerMetrics
+from pdserve.worker.serve.role_change import RoleChange
 from pdserve.worker.serve.worker import TierService, Worker
 from prefill_svc.config import PrefillConfig
 from prefill_svc.service import PrefillService
 from tests.support.virtual_time import advance
+from worker_svc.service import RolesService
 
 ALWAYS_LOCAL = 2**32 - 1
 DEADLINE_S = 60.0
@@ -73,6 +76,9 @@ async def running_worker(
         service = build(worker)
         # No test of these workers needs Redis, except to see that it is away.
         diagnostics = DiagnosticsService(worker, Store(config.redis_url or "redis://127.0.0.1:9"))
+        health = Health()
+        health.not_ready = None
+        diagnostics.role_change = RoleChange(worker, service, health, _published)
 
         def register(server: grpc.aio.Server) -> None:
             service.register(server)
@@ -95,6 +101,10 @@ async def running_worker(
                     yield worker, address, stream_address
             finally:
                 await service.close()
+
+
+async def _published() -> None:
+    """No registry is there."""
 
 
 class RouterRequest:
@@ -281,7 +291,24 @@ class LocalCluster:
     decode_streams: str
     #: What the router seals with.
     seals: Seals
+    #: Where the prefill worker takes requests after a change of its role.
+    prefill_streams: str = ""
     count: int = 0
+
+    def with_roles_swapped(self) -> LocalCluster:
+        """The same workers, as seen by a router after both have changed their roles."""
+        return replace(
+            self,
+            prefill=self.decode,
+            decode=self.prefill,
+            prefill_channel=self.decode_channel,
+            decode_channel=self.prefill_channel,
+            prefill_address=self.decode_address,
+            decode_address=self.prefill_address,
+            decode_streams=self.prefill_streams,
+            prefill_streams=self.decode_streams,
+            count=self.count + 100,
+        )
 
     def request(self, prompt: list[int], request_id: str | None = None, **params: Any) -> RouterRequest:
         """A new request that is not started yet."""
@@ -312,8 +339,12 @@ async def running_cluster(
     decode_transport: Transport | None = None,
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
+    have_roles: bool = False,
 ) -> AsyncIterator[LocalCluster]:
-    """Both workers on a tiny model; the dictionaries change their settings."""
+    """Both workers on a tiny model; the dictionaries change their settings.
+
+    With `have_roles` both can change their roles, and have the settings of decode workers.
+    """
     common: dict[str, Any] = {
         "model": str(model),
         "redis_url": "",
@@ -322,18 +353,29 @@ async def running_cluster(
         "threads": 1,
     }
     ours, theirs = prefill_transport or InprocTransport(), decode_transport or InprocTransport()
-    p_config = PrefillConfig(**(common | {"max_num_batched_tokens": 8} | (prefill or {})))
+    p_config: WorkerConfig = PrefillConfig(**(common | {"max_num_batched_tokens": 8} | (prefill or {})))
     d_config = DecodeConfig(**(common | {"lease_s": 5.0} | (decode or {})))
+    if have_roles:
+        p_config = DecodeConfig(**(common | {"lease_s": 5.0, "max_num_batched_tokens": 8} | (prefill or {})))
+
+    def build_prefill(worker: Worker) -> TierService:
+        return (
+            RolesService(worker, p_config) if isinstance(p_config, DecodeConfig) else PrefillService(worker, p_config)
+        )
+
+    def build_decode(worker: Worker) -> TierService:
+        return RolesService(worker, d_config) if have_roles else DecodeService(worker, d_config)
+
     async with AsyncExitStack() as stack:
         for transport in (ours, theirs):
             stack.push_async_callback(transport.close)
         d_worker, d_address, d_streams = await stack.enter_async_context(
-            running_worker(d_config, "decode", theirs, lambda worker: DecodeService(worker, d_config))
+            running_worker(d_config, "decode", theirs, build_decode)
         )
-        p_worker, p_address, _ = await stack.enter_async_context(
-            running_worker(p_config, "prefill", ours, lambda worker: PrefillService(worker, p_config))
+        p_worker, p_address, p_streams = await stack.enter_async_context(
+            running_worker(p_config, "prefill", ours, build_prefill)
         )
         p_channel = await stack.enter_async_context(open_channel(p_address, p_worker.tls))
         d_channel = await stack.enter_async_context(open_channel(d_address, d_worker.tls))
         seals = Seals(read_secret(d_config.cluster_secret_file))
-        yield LocalCluster(p_worker, d_worker, p_channel, d_channel, p_address, d_address, d_streams, seals)
+        yield LocalCluster(p_worker, d_worker, p_channel, d_channel, p_address, d_address, d_streams, seals, p_streams)

@@ -19,6 +19,12 @@ import pytest
 from pdserve.cli.private_redis import free_port
 
 DEADLINE_S = 30.0
+#: Modules that `pdserve up` runs.
+SERVICES = {
+    "router_svc": "router_svc/__main__.py",
+    "prefill_svc": "worker_svc/prefill.py",
+    "decode_svc": "worker_svc/decode.py",
+}
 FAKE_SERVICE = Path(__file__).with_name("fake_service.py")
 
 
@@ -58,8 +64,10 @@ class Up:
 @pytest.fixture
 def workdir(tmp_path: Path) -> Path:
     """A working directory with a model, and with fake services that `python -m` finds before the real ones."""
-    for service in ("router_svc", "prefill_svc", "decode_svc"):
-        (tmp_path / service).mkdir()
+    for path in SERVICES.values():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).with_name("__init__.py").touch()
+    for service in SERVICES:
         set_steps(tmp_path, service, "notify=STATUS=loading the model", "until-sigterm")
     model = tmp_path / "tiny"
     model.mkdir()
@@ -89,7 +97,7 @@ def set_steps(workdir: Path, service: str, *steps: str) -> None:
     code = (
         f"import runpy, sys\nsys.argv[1:] = {list(steps)!r}\nrunpy.run_path({str(FAKE_SERVICE)!r}, run_name='__main__')"
     )
-    path = workdir / service / "__main__.py"
+    path = workdir / SERVICES[service]
     path.with_suffix(".new").write_text(code)
     path.with_suffix(".new").replace(path)
 

@@ -55,5 +55,5 @@ async def test_the_progress_of_a_local_prefill_reaches_its_session() -> None:
     service._inboxes = Inboxes()
     progress = PrefillProgress(request_id=RequestId("a"), num_computed=64, num_prompt=4096, num_cached=0)
     async with service._inboxes.open(RequestId("a"), 1) as inbox:
-        service.on_step(SimpleNamespace(events=StepEvents(progress=(progress,))))
+        service.on_step(SimpleNamespace(events=StepEvents(tier="decode", progress=(progress,))))
         assert await inbox.next() == progress

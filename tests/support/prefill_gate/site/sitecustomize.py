@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-if "prefill_svc" in sys.orig_argv:
+if {"prefill_svc", "worker_svc.prefill"} & set(sys.orig_argv):
     from tests.support import prefill_gate
 
     prefill_gate.install()

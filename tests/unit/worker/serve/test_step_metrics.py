@@ -14,7 +14,7 @@ from pdserve.worker.serve.step_metrics import _EMPTY, StepMetrics
 
 def output(load: Load) -> StepOutput:
     return StepOutput(
-        events=StepEvents(),
+        events=StepEvents(tier="decode"),
         load=load,
         durations=StepDurations(schedule_s=0.0, build_s=0.0, forward_s=0.0, sample_s=0.0),
         pace=Pace(),

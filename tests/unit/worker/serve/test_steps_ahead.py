@@ -29,7 +29,7 @@ from tests.unit.engine.test_step_on_device import FIELDS
 
 def output(*, is_ahead: bool) -> StepOutput:
     return StepOutput(
-        events=StepEvents(),
+        events=StepEvents(tier="decode"),
         load=_EMPTY,
         durations=StepDurations(schedule_s=0.0, build_s=0.0, forward_s=0.0, sample_s=0.0),
         pace=Pace(),

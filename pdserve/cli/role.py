@@ -1,0 +1,98 @@
+"""`pdserve role`: moves a worker to the other tier while it runs, with its weights and its prefix cache."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from pdserve.base.config import load, option, positional
+from pdserve.base.errors import RequestError, SetupError, StaleError
+from pdserve.base.ids import Epoch, WorkerId
+from pdserve.base.peer_tls import PeerTls, peer_tls
+from pdserve.base.rpc import mapped_rpc_errors, open_channel
+from pdserve.base.seals import Purpose, Seals, receiver_name
+from pdserve.base.secret import read_secret
+from pdserve.base.shared_options import same_option
+from pdserve.base.workers import Tier
+from pdserve.cli.drain import DrainConfig, find_worker
+from pdserve.cli.router_client import get_model, normal_base_url
+from pdserve.cli.status import ClusterStatus, WorkerStatus
+from pdserve.cli.up_secret import secret_of_run
+from pdserve.v1 import diagnostics_pb2 as pb
+from pdserve.v1 import diagnostics_pb2_grpc as pb_grpc
+
+_CALL_TIMEOUT_S = 10.0
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleConfig:
+    """Settings of `pdserve role`."""
+
+    worker: str = positional("", help="id of the worker, or one of its addresses", metavar="WORKER")
+    role: str = positional("", help="its new tier: prefill or decode", metavar="ROLE")
+    wait: bool = option(True, help="wait until no request of the former role is left on the worker")
+    force: bool = option(False, help="take the last ready decode worker, too")
+    base_url: str = same_option(DrainConfig, "base_url")
+    api_key: str | None = same_option(DrainConfig, "api_key")
+    cluster_secret_file: str | None = same_option(DrainConfig, "cluster_secret_file")
+    peer_ssl_certfile: str | None = same_option(DrainConfig, "peer_ssl_certfile")
+    peer_ssl_keyfile: str | None = same_option(DrainConfig, "peer_ssl_keyfile")
+    peer_ssl_ca_certs: str | None = same_option(DrainConfig, "peer_ssl_ca_certs")
+    peer_ssl_server_name: str | None = same_option(DrainConfig, "peer_ssl_server_name")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Changes a worker's role, and shows how many requests of the former one are left. Raises `PdserveError`."""
+    config = load(RoleConfig, "role", argv, description=__doc__)
+    if not config.worker or config.role not in get_args(Tier):
+        raise SetupError(
+            "No worker and no role given. Pass the worker's id, as pdserve status shows it, and its new tier: pdserve "
+            "role WORKER decode, or pdserve role WORKER prefill."
+        )
+    base_url = normal_base_url(config.base_url)
+    cluster = get_model(base_url, "/v1/cluster", ClusterStatus, config.api_key)
+    worker = find_worker(cluster.workers, config.worker)
+    if not config.force:
+        require_decode_worker(cluster.workers, worker, config.role)
+    seals = Seals(read_secret(config.cluster_secret_file) or secret_of_run(base_url))
+    asyncio.run(_change(worker, config, seals, peer_tls(config)))
+    return 0
+
+
+def require_decode_worker(workers: Sequence[WorkerStatus], worker: WorkerStatus, role: str) -> None:
+    """Raises `RequestError` when no other decode worker is ready. Without prefill workers, decode workers prefill."""
+    others = [each for each in workers if each.ready and each.tier == "decode" and each.worker_id != worker.worker_id]
+    if worker.tier == "decode" and role == "prefill" and not others:
+        raise RequestError(
+            f"{worker.worker_id} is the last ready decode worker: without one, no request is served. Move another "
+            "worker to the decode tier first, or pass --force."
+        )
+
+
+async def _change(worker: WorkerStatus, config: RoleConfig, seals: Seals, tls: PeerTls | None) -> None:
+    receiver = receiver_name(WorkerId(worker.worker_id), Epoch(worker.epoch))
+    async with open_channel(worker.grpc_address, tls) as channel:
+        stub = pb_grpc.DiagnosticsServiceStub(channel)
+
+        async def call(*, query: bool = False) -> pb.ChangeRoleResponse:
+            # Sealed anew each time: a worker opens a message once.
+            request = pb.ChangeRoleRequest(role=config.role, reason="operator", query=query)
+            request = seals.seal(Purpose.ROLE, receiver, request)
+            with mapped_rpc_errors(f"worker {worker.worker_id}"):
+                answer: pb.ChangeRoleResponse = await stub.ChangeRole(request, timeout=_CALL_TIMEOUT_S)
+                return answer
+
+        answer, shown = await call(), 0
+        print(f"{worker.worker_id} takes requests of the {config.role} tier.", flush=True)
+        while config.wait and answer.former_requests:
+            if answer.role != config.role:
+                raise StaleError(f"The role was changed meanwhile: {worker.worker_id} is a {answer.role} worker again.")
+            if answer.former_requests != shown:
+                shown = answer.former_requests
+                print(f"{shown} of its former role left", file=sys.stderr)
+            await asyncio.sleep(_POLL_S)
+            answer = await call(query=True)

@@ -1,0 +1,1 @@
+"""Workers that change their role: the services of both tiers over one engine."""
