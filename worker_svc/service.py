@@ -22,10 +22,11 @@ class RolesService:
 
     def __init__(self, worker: Worker, config: DecodeConfig) -> None:
         """Raises: SetupError for a worker that cannot serve both tiers."""
-        if not config.device.startswith("cpu") or config.tensor_parallel_size > 1:
+        if not config.device.startswith("cpu") or config.tensor_parallel_size > 1 or config.transport != "ucx":
             raise SetupError(
-                f"Workers with --device {config.device} and --tensor-parallel-size {config.tensor_parallel_size} "
-                f"cannot change their role: that takes one rank on a CPU. Start it as python -m {worker.tier}_svc."
+                f"Workers with --device {config.device}, --tensor-parallel-size {config.tensor_parallel_size} and "
+                f"--transport {config.transport} cannot change their role: that takes one rank on a CPU, and ucx. "
+                f"Start it as python -m {worker.tier}_svc."
             )
         prefill, decode = PrefillService(worker, config), DecodeService(worker, config)
         self._services: dict[Tier, TierService] = {"prefill": prefill, "decode": decode}

@@ -74,7 +74,7 @@ def worker_specs(plan: ClusterPlan) -> list[ProcessSpec]:
 def _worker_spec(plan: ClusterPlan, tier: str, index: int, share: CoreShare, gpu: GpuShare | None) -> ProcessSpec:
     config = plan.config
     name = f"{tier}-{index}"
-    can_change_role = gpu is None and config.num_ranks[tier] == 1
+    can_change_role = gpu is None and config.num_ranks[tier] == 1 and config.transport == "ucx"
     may_decode = can_change_role or tier == "decode"
     flags = {
         **_common_flags(plan),

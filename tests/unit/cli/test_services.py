@@ -90,12 +90,27 @@ def test_both_tiers_get_the_dtype_of_the_kv_cache() -> None:
     assert parsed(worker_specs(plan())[0], PrefillConfig, "prefill_svc").kv_cache_dtype == "auto"
 
 
-def test_only_decode_workers_get_the_number_of_layer_groups() -> None:
-    config = UpConfig(prefill=1, decode=2, layer_groups=3)
-    prefill, *decode = worker_specs(plan(config=config))
-    assert not any("layer-groups" in argument for argument in prefill.argv)
-    assert [parsed(spec, DecodeConfig, "decode_svc").layer_groups for spec in decode] == [3, 3]
+def test_workers_that_may_decode_get_the_number_of_layer_groups() -> None:
+    specs = worker_specs(plan(config=UpConfig(prefill=1, decode=2, layer_groups=3)))
+    services = ("prefill_svc", "decode_svc", "decode_svc")
+    groups = [parsed(spec, DecodeConfig, name).layer_groups for spec, name in zip(specs, services, strict=True)]
+    assert groups == [3, 3, 3]
     assert parsed(worker_specs(plan())[2], DecodeConfig, "decode_svc").layer_groups is None
+
+
+@pytest.mark.parametrize(
+    "fixed", [{"device": "cuda"}, {"prefill_tensor_parallel_size": 2}, {"transport": "nccl"}], ids=str
+)
+def test_workers_change_roles_on_cpus_with_one_rank(fixed: dict[str, object]) -> None:
+    def modules(**changes: object) -> list[str]:
+        config = UpConfig(prefill=1, decode=1, layer_groups=3, **changes)  # type: ignore[arg-type]
+        gpus = [GpuShare(device="cuda:0", memory=0.5)] * 2 if config.device == "cuda" else ()
+        specs = worker_specs(plan(config=config, shares=[CoreShare(threads=1)] * 2, gpus=gpus))
+        assert any("layer-groups" in argument for argument in specs[0].argv) == ("worker_svc.prefill" in specs[0].argv)
+        return [spec.argv[spec.argv.index("-m") + 1] for spec in specs]
+
+    assert modules() == ["worker_svc.prefill", "worker_svc.decode"]
+    assert modules(**fixed)[0] == "prefill_svc"
 
 
 def test_workers_get_the_cores_they_may_borrow_and_the_file_of_leases() -> None:
