@@ -18,6 +18,8 @@ from pdserve.v1.decode_pb2 import DecodeResponse
 from router_svc.config import RouterConfig
 from router_svc.records.metrics import RouterMetrics
 from router_svc.routing.cluster import Cluster, RoutingPolicy
+from router_svc.routing.role_orders import order_roles
+from router_svc.routing.role_policy import RolePolicy
 from router_svc.routing.silence import SilenceLimits
 from router_svc.routing.timeouts import TimeoutLimits
 
@@ -36,6 +38,13 @@ def make_cluster(config: RouterConfig, store: Store, mirror: PrefixMirror, metri
         tls=tls,
         streams=StreamPool(DecodeResponse.FromString, tls),
     )
+
+
+async def role_changes(config: RouterConfig, cluster: Cluster) -> None:
+    """Has workers change their role as the settings say. Returns at once if they never should."""
+    if config.role_policy == "auto":
+        expects_prefill = config.prefill_expected > 0
+        await order_roles(cluster, RolePolicy(after_s=config.role_policy_after_s, expects_prefill=expects_prefill))
 
 
 def _routing_policy(config: RouterConfig) -> RoutingPolicy:

@@ -70,6 +70,14 @@ class RouterConfig:
         help="number of prefill workers in the cluster; with 0, decode workers prefill, which is then no fallback",
         minimum=0,
     )
+    role_policy: str = option(
+        "off",
+        help="whether a tier without a ready worker gets one of the other tier (auto); such workers change their role",
+        choices=("off", "auto"),
+    )
+    role_policy_after_s: float = option(
+        5.0, help="seconds for which a tier has no ready worker before --role-policy acts", minimum=0.5
+    )
     local_prefill_threshold: int = option(
         64, help="prompts with at most this many uncached tokens are prefilled by the decode worker", minimum=0
     )

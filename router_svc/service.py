@@ -33,7 +33,7 @@ from router_svc.api.served_model import ServedModel
 from router_svc.api.usage_api import UsageApi
 from router_svc.clients.access import access_of
 from router_svc.clients.tls import client_tls
-from router_svc.cluster_setup import make_cluster
+from router_svc.cluster_setup import make_cluster, role_changes
 from router_svc.config import RouterConfig
 from router_svc.records.metrics import RouterMetrics
 from router_svc.records.recent_records import RecentRecords
@@ -161,10 +161,9 @@ class Router:
                 group.start(self._cancels.run(), name="cancels")
                 group.start(self.metrics.loop_lag.run(), name="loop-lag")
                 group.start(self._follow_cluster(grpc_health), name="cluster")
-                group.start(
-                    report_to_supervisor(self.cluster, self._rehearse, lambda: self._requests.is_draining),
-                    name="supervisor",
-                )
+                reports = report_to_supervisor(self.cluster, self._rehearse, lambda: self._requests.is_draining)
+                group.start(reports, name="supervisor")
+                group.start(role_changes(self.config, self.cluster), name="roles")
                 group.start(report_alive(), name="alive")
                 if self._console is not None:
                     group.start(self._console.run(), name="console")

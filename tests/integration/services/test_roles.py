@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
@@ -12,12 +15,17 @@ import pytest
 
 from pdserve.base.errors import Draining, RequestError
 from pdserve.base.ids import Epoch, WorkerId
-from pdserve.base.rpc import mapped_rpc_errors
+from pdserve.base.rpc import ChannelPool, mapped_rpc_errors
+from pdserve.base.workers import WorkerRecord
 from pdserve.engine.shared import SharedScheduler
 from pdserve.v1 import diagnostics_pb2 as pb
 from pdserve.v1 import diagnostics_pb2_grpc as pb_grpc
 from pdserve.worker.serve.announce import WorkerAddresses, worker_record
 from pdserve.worker.serve.worker import TierService, Worker
+from router_svc.routing import role_orders
+from router_svc.routing.role_orders import order_roles
+from router_svc.routing.role_policy import RolePolicy
+from tests.integration.services import local_cluster
 from tests.integration.services.local_cluster import ALWAYS_LOCAL, DEADLINE_S, running_cluster
 from tests.unit.model.tiny import save_model
 
@@ -111,7 +119,7 @@ async def test_the_record_has_the_present_tier(model: Path) -> None:
     addresses = WorkerAddresses(grpc="h:1", http="h:2", streams="h:3")
     async with running_cluster(model, have_roles=True) as cluster:
         worker = cluster.prefill
-        service = cast(TierService, _ServiceOf(worker))
+        service = cast(TierService, _ServiceOf())
         before = worker_record(worker, service, addresses, ready=True)
         await change(cluster.prefill_channel, "decode", reason="policy")
         after = worker_record(worker, service, addresses, ready=True)
@@ -125,13 +133,52 @@ async def test_the_record_has_the_present_tier(model: Path) -> None:
         assert value("pdserve_role_changes_total", labels | {"reason": "policy"}) == 1
 
 
+async def test_the_policy_of_a_router_has_a_worker_take_the_role_of_a_lost_one(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = asyncio.Event()
+
+    async def published() -> None:
+        changed.set()
+
+    monkeypatch.setattr(role_orders, "_LOOK_S", 0.0)
+    monkeypatch.setattr(local_cluster, "_published", published)
+    addresses = WorkerAddresses(grpc="", http="h:2", streams="h:3")
+    async with running_cluster(model, have_roles=True) as local:
+        workers = [local.prefill, local.decode]
+
+        def ready(tier: str) -> list[WorkerRecord]:
+            records = (
+                worker_record(each, cast(TierService, _ServiceOf()), addresses, ready=True)
+                for each in workers
+                if each.tier == tier
+            )
+            return [replace(each, grpc_address=local.prefill_address) for each in records]
+
+        cluster: Any = SimpleNamespace(
+            ready=ready,
+            directory=SimpleNamespace(degraded=False),
+            sealed=lambda purpose, worker, message: message,
+            channels=ChannelPool(),
+        )
+        policy = RolePolicy(after_s=0.0, expects_prefill=True)
+        orders = asyncio.create_task(order_roles(cluster, policy))
+        await asyncio.sleep(0)
+        workers.remove(local.decode)
+        async with asyncio.timeout(DEADLINE_S):
+            await changed.wait()
+        assert local.prefill.tier == "decode"
+        orders.cancel()
+        await asyncio.wait((orders,))
+        await cluster.channels.close()
+        labels = local.prefill.metrics.labels(role="decode", reason="policy")
+        assert local.prefill.metrics.registry.get_sample_value("pdserve_role_changes_total", labels) == 1
+
+
 class _ServiceOf:
     """What a record needs of a service."""
 
     max_num_seqs, itl_budget_s = 4, None
-
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
 
 
 async def test_a_worker_with_one_role_for_life_says_how_to_start_another(model: Path) -> None:

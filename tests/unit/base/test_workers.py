@@ -51,6 +51,7 @@ def test_a_record_survives_redis(by_router: dict[RouterId, int] | None) -> None:
     record = worker_record(epoch=2**62, ready=False)
     record = replace(
         record,
+        home_tier="prefill",
         load=WorkerLoad(
             free_blocks=7, queued_tokens=700, prefill_tokens_per_s_while_decoding=9.0, queued_by_router=by_router
         ),
