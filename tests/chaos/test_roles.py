@@ -76,7 +76,7 @@ async def test_roles_change_under_streams_that_lose_no_token(pair: Cluster) -> N
 
 
 async def test_the_policy_moves_the_prefill_worker_while_the_decode_worker_is_away_and_back(pair: Cluster) -> None:
-    """Nobody changes a role by hand: a request waits for the policy, and is served by the worker that is left."""
+    """Requests wait for the policy alone, and are served by the worker that is left."""
     router = f"127.0.0.1:{pair.port}"
 
     async def drain(*arguments: str) -> None:
