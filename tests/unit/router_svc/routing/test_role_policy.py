@@ -68,7 +68,7 @@ def test_without_expected_prefill_workers_decode_workers_stay() -> None:
     assert looks.at(61.0, D0, D1, replace(P0, tier="decode")) == ("prefill-0", "prefill")
 
 
-def test_workers_with_one_role_for_life_are_not_asked() -> None:
+def test_workers_with_one_role_for_life_keep_it() -> None:
     looks = Looks()
     fixed = replace(P0, home_tier=None)
     assert [looks.at(at, fixed) for at in (1.0, 60.0)] == [None, None]
