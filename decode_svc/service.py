@@ -13,6 +13,7 @@ import grpc
 from decode_svc.config import DecodeConfig
 from decode_svc.departures import Departures
 from decode_svc.emptying import Emptying
+from decode_svc.relief import Relief
 from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.scheduler_config import DecodeSchedulerConfig
@@ -82,6 +83,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         self._receiver: Receiver | None = None
         self._departures = Departures(worker, self.scheduler.moves)
         self._emptying = Emptying(worker, self.scheduler.moves, self._inboxes)
+        self._relief = Relief(worker, self.scheduler.moves, self._inboxes)
         self._config = config
         self._open = AsyncExitStack()
 
@@ -135,6 +137,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
             self._inboxes.put(failure.request_id, Failed(error=failure.error))
         for request_id in events.finished:
             self._inboxes.put(request_id, ChoicesEnded())
+        self._relief.after_step(output)
 
     def drain(self, within_s: float) -> None:
         """Hands back what waits here, and has what does not end within `within_s` seconds move elsewhere."""

@@ -30,6 +30,8 @@ class SlowSteps:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.heard = threading.Semaphore(0)
         self.held = 0
+        #: Why the preempted request was asked to leave.
+        self.leave_reasons: set[str] = set()
         update = DecodeScheduler.update
 
         def held(scheduler: DecodeScheduler, *arguments: Any) -> Any:
@@ -51,6 +53,8 @@ async def _finish(request: RouterRequest, steps: SlowSteps) -> dict[int, list[in
         assert not event.HasField("failed"), event
         if event.HasField("keep_alive"):
             steps.heard.release()
+        if event.HasField("leave"):
+            steps.leave_reasons.add(event.leave.reason)
         for choice in event.tokens.choices:
             request.take(choice)
         ended = event.HasField("ended")
@@ -75,5 +79,6 @@ async def test_a_preempted_sequence_hears_from_its_worker_and_ends_with_the_same
             await request.start(local_prefill_threshold=ALWAYS_LOCAL)
         found = await asyncio.gather(first.finish(), _finish(second, steps))
         assert steps.held == 20
+        assert steps.leave_reasons == {"full"}
         assert list(found) == expected
         await cluster.all_free()

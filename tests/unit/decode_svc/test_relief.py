@@ -1,0 +1,53 @@
+"""Which request a decode worker asks to leave when its blocks run short."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from decode_svc.relief import ReliefPolicy
+from pdserve.base.ids import RequestId
+from pdserve.engine.step import Load
+
+OLD, MIDDLE, YOUNG = RequestId("old"), RequestId("middle"), RequestId("young")
+FULL = Load(
+    num_running=3,
+    num_waiting=0,
+    num_held=0,
+    queued_prompt_tokens=0,
+    queued_by_router={},
+    free_blocks=5,
+    total_blocks=64,
+    reserved_blocks=0,
+    waiting_blocks=0,
+    num_preemptions=0,
+    prefix_query_tokens=0,
+    prefix_hit_tokens=0,
+)
+
+
+def test_one_request_at_a_time_is_asked_while_there_are_few_free_blocks_for_those_that_run() -> None:
+    policy = ReliefPolicy()
+    assert not policy.is_due(replace(FULL, free_blocks=6), 1.0)
+    assert policy.is_due(FULL, 1.0)
+    assert not policy.is_due(FULL, 1.1)
+    assert policy.is_due(FULL, 1.3)
+
+
+def test_a_request_that_runs_alone_is_not_asked() -> None:
+    """It gains nothing: a worker with all its blocks for one request is as good as another."""
+    assert not ReliefPolicy().is_due(replace(FULL, num_running=1, free_blocks=0), 1.0)
+
+
+def test_the_youngest_that_does_not_end_soon_leaves_and_is_not_asked_again_at_once() -> None:
+    policy, tokens_left = ReliefPolicy(), {OLD: 500, MIDDLE: 100, YOUNG: 100}
+    assert policy.choose(tokens_left, 1.0) == YOUNG
+    assert policy.choose({**tokens_left, MIDDLE: 20}, 1.3) == OLD
+    assert policy.choose({MIDDLE: 20, YOUNG: 100}, 1.6) is None
+    assert policy.choose(tokens_left, 5.1) == YOUNG
+
+
+def test_what_has_left_is_forgotten() -> None:
+    policy = ReliefPolicy()
+    assert policy.choose({OLD: 500}, 1.0) == OLD
+    assert policy.choose({}, 1.1) is None
+    assert policy.choose({OLD: 500}, 1.2) == OLD
