@@ -7,6 +7,7 @@ it. If none has, everything stays, and is preempted when its turn comes.
 from __future__ import annotations
 
 import asyncio
+
 from decode_svc.moves import Moves
 from decode_svc.session_events import SessionEvent
 from pdserve.base.errors import Draining
