@@ -17,24 +17,24 @@ from pdserve.v1 import decode_pb2 as pb
 from pdserve.worker.serve.inboxes import Inboxes
 from pdserve.worker.serve.worker import Worker
 
-#: Free blocks for each running sequence, below which one is asked to leave: time enough for a move.
+#: Free blocks for each running sequence, below which one should leave: time enough for a move.
 _BLOCKS_EACH = 2
 #: Requests that end with so many tokens or fewer free their blocks before a move would.
 _SOON = 48
-#: Pause between two requests that are asked, and time after which the same one is asked again.
+#: Pause between two requests that should leave, and time after which the same one should again.
 _PAUSE_S, _AGAIN_S = 0.25, 4.0
 _REASON = "full"
 
 
 class ReliefPolicy:
-    """Which request is asked, and when. Pure; times are of one monotonic clock, in seconds."""
+    """Which request should leave, and when. Pure; times are of one monotonic clock, in seconds."""
 
     def __init__(self) -> None:
-        self._asked_at: dict[RequestId, float] = {}
+        self._requested_at: dict[RequestId, float] = {}
         self._next_at = float("-inf")
 
     def is_due(self, load: Load, now: float) -> bool:
-        """Whether blocks run short and a request should be asked. Counts as asked."""
+        """Whether blocks run short and one should leave. The next one waits for the pause."""
         if load.num_running < 2 or load.free_blocks >= _BLOCKS_EACH * load.num_running or now < self._next_at:
             return False
         self._next_at = now + _PAUSE_S
@@ -42,10 +42,10 @@ class ReliefPolicy:
 
     def choose(self, tokens_left: dict[RequestId, int], now: float) -> RequestId | None:
         """The youngest request that still runs for some time. `tokens_left`: in the order of admission."""
-        self._asked_at = {each: at for each, at in self._asked_at.items() if each in tokens_left}
+        self._requested_at = {each: at for each, at in self._requested_at.items() if each in tokens_left}
         for request_id, count in reversed(tokens_left.items()):
-            if count > _SOON and now - self._asked_at.get(request_id, float("-inf")) >= _AGAIN_S:
-                self._asked_at[request_id] = now
+            if count > _SOON and now - self._requested_at.get(request_id, float("-inf")) >= _AGAIN_S:
+                self._requested_at[request_id] = now
                 return request_id
         return None
 
@@ -60,9 +60,9 @@ class Relief:
         self._policy = ReliefPolicy()
 
     def after_step(self, output: StepOutput) -> None:
-        """Asks the requests that the step has preempted, or starts to ask another one."""
+        """What the step has preempted may leave. If blocks run short, another one may."""
         for request_id in output.events.preempted:
-            self._ask(request_id)
+            self._request_leave(request_id)
         if self._policy.is_due(output.load, _now()) and not self._worker.tasks.stopping:
             self._worker.tasks.start(self._relieve(), name="relief")
 
@@ -73,9 +73,9 @@ class Relief:
             return
         request_id = self._policy.choose(tokens_left, _now())
         if request_id is not None:
-            self._ask(request_id)
+            self._request_leave(request_id)
 
-    def _ask(self, request_id: RequestId) -> None:
+    def _request_leave(self, request_id: RequestId) -> None:
         self._inboxes.put(request_id, pb.DecodeResponse(leave=pb.LeaveRequested(reason=_REASON)))
 
 

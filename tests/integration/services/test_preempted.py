@@ -30,7 +30,7 @@ class SlowSteps:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.heard = threading.Semaphore(0)
         self.held = 0
-        #: Why the preempted request was asked to leave.
+        #: Why the preempted request may leave.
         self.leave_reasons: set[str] = set()
         update = DecodeScheduler.update
 

@@ -25,7 +25,7 @@ FULL = Load(
 )
 
 
-def test_one_request_at_a_time_is_asked_while_there_are_few_free_blocks_for_those_that_run() -> None:
+def test_one_request_at_a_time_leaves_while_there_are_few_free_blocks_for_those_that_run() -> None:
     policy = ReliefPolicy()
     assert not policy.is_due(replace(FULL, free_blocks=6), 1.0)
     assert policy.is_due(FULL, 1.0)
@@ -33,12 +33,12 @@ def test_one_request_at_a_time_is_asked_while_there_are_few_free_blocks_for_thos
     assert policy.is_due(FULL, 1.3)
 
 
-def test_a_request_that_runs_alone_is_not_asked() -> None:
+def test_a_request_that_runs_alone_stays() -> None:
     """It gains nothing: a worker with all its blocks for one request is as good as another."""
     assert not ReliefPolicy().is_due(replace(FULL, num_running=1, free_blocks=0), 1.0)
 
 
-def test_the_youngest_that_does_not_end_soon_leaves_and_is_not_asked_again_at_once() -> None:
+def test_the_youngest_that_does_not_end_soon_leaves_and_is_not_chosen_again_at_once() -> None:
     policy, tokens_left = ReliefPolicy(), {OLD: 500, MIDDLE: 100, YOUNG: 100}
     assert policy.choose(tokens_left, 1.0) == YOUNG
     assert policy.choose({**tokens_left, MIDDLE: 20}, 1.3) == OLD
