@@ -16,12 +16,12 @@ def _listening(process: psutil.Process) -> set[int]:
     return {each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
 
 
-def stream_address(cluster: Cluster, decode: WorkerStatus) -> str:
+def stream_address(cluster: Cluster, worker: WorkerStatus) -> str:
     """A stranger finds it by trying: it answers a start, and the ports of UCX do not."""
-    known = {int(address.rpartition(":")[2]) for address in (decode.grpc_address, decode.http_address)}
-    text = (cluster.log_dir / f"{decode.worker_id}.log").read_text()
+    known = {int(address.rpartition(":")[2]) for address in (worker.grpc_address, worker.http_address)}
+    text = (cluster.log_dir / f"{worker.worker_id}.log").read_text()
     port = int(text.rpartition(" streams=127.0.0.1:")[2].split()[0])
-    assert port in _listening(cluster.processes()[decode.worker_id]) - known
+    assert port in _listening(cluster.processes()[worker.worker_id]) - known
     return f"127.0.0.1:{port}"
 
 
@@ -29,9 +29,8 @@ def ucx_ports(cluster: Cluster) -> dict[str, set[int]]:
     """Ports by worker: those it listens on that are none of ours."""
     found = {}
     for worker in (*cluster.workers("prefill"), *cluster.workers("decode")):
-        ours = {worker.grpc_address, worker.http_address}
-        if worker.tier == "decode":
-            ours.add(stream_address(cluster, worker))
+        # A prefill worker listens for requests of the decode tier, too: it may get that role.
+        ours = {worker.grpc_address, worker.http_address, stream_address(cluster, worker)}
         ports = _listening(cluster.processes()[worker.worker_id])
         found[worker.worker_id] = ports - {int(address.rpartition(":")[2]) for address in ours}
     return found
