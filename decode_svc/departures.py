@@ -91,7 +91,8 @@ class Departures:
         async with self._channels.use(ticket.worker_id, ticket.epoch, ticket.grpc_address) as channel:
             with mapped_rpc_errors(f"decode worker {ticket.worker_id}"):
                 receiver = receiver_name(ticket.worker_id, ticket.epoch)
-                message = self._worker.seals.seal(Purpose.COMMIT, receiver, commit_to_proto(commit))
+                plain = commit_to_proto(commit, self._worker.numerics_class)
+                message = self._worker.seals.seal(Purpose.COMMIT, receiver, plain)
                 response: pb.CommitResponse = await pb_grpc.DecodeServiceStub(channel).Commit(message)
                 return response
 

@@ -75,6 +75,8 @@ class Moves:
         request, block_size = self._requests.get(request_id), self._blocks.pool.block_size
         if request is None or request.phase is not DecodePhase.RUNNING or request_id in self._leaving:
             raise StaleError(f"Request {request_id} does not run on this worker, or is being sent already.")
+        if request.is_isolated:
+            raise StaleError(f"Request {request_id} has blocks of another numerics class.")
         num_prompt = request.prompt_sequence.num_prompt
         num_shared, blocks = num_prompt // block_size, list[int]()
         for choice, count in sorted(num_output.items()):
@@ -110,6 +112,21 @@ class Moves:
         return [each.request_id for each in self._requests.values() if each.phase is DecodePhase.WAITING]
 
     # At the worker that a request goes to.
+    def isolate(self, request_id: RequestId, hash_key: bytes) -> None:
+        """Another numerics class has computed the blocks that arrive: no other request may find them.
+
+        What the request adds to the prefix cache is hashed with `hash_key`, a key of its own. No effect on a request
+        that is not here. Raises `StaleError` for one that moves: its blocks can be computed again.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.is_isolated:
+            return
+        if request.job.is_moving:
+            raise StaleError(f"The blocks of request {request_id} come from a worker of another numerics class.")
+        request.is_isolated, prompt = True, request.prompt_sequence
+        del prompt.hashes[prompt.num_registered :]
+        prompt.hash_key = hash_key
+
     def start(self, request: ScheduledRequest) -> list[Sequence]:
         """The sequences of a request whose blocks have arrived: they find these in the cache when they get their turn.
 

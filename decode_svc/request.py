@@ -116,6 +116,8 @@ class ScheduledRequest:
     forced_first_tokens: tuple[int, ...] = ()
     #: Prompt tokens that the prefix cache had.
     num_cached: int = 0
+    #: Whether another numerics class has computed blocks of the prompt, which no other request may use.
+    is_isolated: bool = False
     #: Choices that were stopped, whether they run already or not.
     stopped: set[int] = field(default_factory=set)
     #: Output that is known of choices which do not run yet.

@@ -231,11 +231,12 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         """Verifies a transfer that is complete, and lets its sequences run."""
         metrics = self._worker.metrics
         try:
-            commit = commit_from_proto(self._worker.seals.open(Purpose.COMMIT, self._worker.seal_name, request))
+            plain = self._worker.seals.open(Purpose.COMMIT, self._worker.seal_name, request)
+            commit = commit_from_proto(plain)
             session = self._sessions.get(commit.request_id)
             if session is None:
                 raise StaleError(f"Request {commit.request_id} is not on this worker. It has ended, or was never here.")
-            received = await session.commit(commit)
+            received = await session.commit(commit, plain.numerics_class)
         except PdserveError as error:
             metrics.ended(reason_of(error))
             metrics.stale("commit", error)

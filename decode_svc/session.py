@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from dataclasses import replace
 
 from decode_svc.departures import Departures
@@ -24,6 +25,7 @@ from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import Received, Reservation
 from kvtransfer.handover.sealed_ticket import sealed_ticket
 from kvtransfer.handover.ticket import Commit, Ticket
+from pdserve.base.block_hash import HASH_KEY_BYTES
 from pdserve.base.errors import (
     InvalidTransition,
     PdserveError,
@@ -69,6 +71,8 @@ class DecodeSession:
         self._tasks: ServiceGroup | None = None
         self._request_id = inbox.request_id
         self._waiting_bytes = 0
+        #: Whether a worker of another numerics class has sent a commit.
+        self._is_foreign = False
         #: Blocks of the prompt that the prefix cache had.
         self._num_cached_blocks = 0
         #: What happened when, for the request's spans.
@@ -101,12 +105,14 @@ class DecodeSession:
             # connection when it is closed here, and what the router has not read yet would be lost with it.
             await asyncio.wait((reading,), timeout=_CLOSE_TIMEOUT_S)
 
-    async def commit(self, commit: Commit) -> Received:
-        """Waits until the transfer is verified and its sequences are queued to run.
+    async def commit(self, commit: Commit, numerics_class: str) -> Received:
+        """Waits until the transfer is verified and its sequences are queued to run. Its sender is of this class.
 
         Raises what `Receiver.commit` does, the error with which activation failed, or `StaleError` when the request
         ended before it.
         """
+        # Noted before it is verified: after that, the session activates the KV by itself.
+        self._is_foreign |= numerics_class != self._worker.numerics_class
         received = await self._receiver.commit(commit)
         await self._activation_decided.wait()
         if self._not_active is not None:
@@ -195,6 +201,9 @@ class DecodeSession:
 
     async def _activate(self, received: Received) -> None:
         try:
+            if self._is_foreign:
+                key = secrets.token_bytes(HASH_KEY_BYTES)
+                await self._worker.run(lambda: self._scheduler.moves.isolate(self._request_id, key))
             await self._worker.run(lambda: self._scheduler.activate(self._request_id, received.first_tokens))
         except PdserveError as error:
             self._not_active = error

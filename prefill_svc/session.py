@@ -208,7 +208,8 @@ class PrefillSession:
             with mapped_rpc_errors(f"decode worker {ticket.worker_id}"):
                 stub = decode_pb2_grpc.DecodeServiceStub(channel)
                 receiver = receiver_name(ticket.worker_id, ticket.epoch)
-                message = self._worker.seals.seal(Purpose.COMMIT, receiver, commit_to_proto(commit))
+                plain = commit_to_proto(commit, self._worker.numerics_class)
+                message = self._worker.seals.seal(Purpose.COMMIT, receiver, plain)
                 return await self._answered(stub.Commit(message))
 
     async def _answered(self, call: Awaitable[T]) -> T:

@@ -220,8 +220,8 @@ def signed_commit(
     return replace(unsigned, mac=_mac_of(ticket.key, unsigned))
 
 
-def commit_to_proto(commit: Commit) -> decode_pb2.CommitRequest:
-    """The commit as it travels to the decode worker."""
+def commit_to_proto(commit: Commit, numerics_class: str = "") -> decode_pb2.CommitRequest:
+    """The commit as it travels to the decode worker, from a worker of this class."""
     return decode_pb2.CommitRequest(
         ref=common_pb2.RequestRef(request_id=commit.request_id, attempt=commit.attempt),
         transfer_id=commit.transfer_id,
@@ -229,6 +229,7 @@ def commit_to_proto(commit: Commit) -> decode_pb2.CommitRequest:
         digests=commit.digests,
         first_tokens=commit.first_tokens,
         mac=commit.mac,
+        numerics_class=numerics_class,
     )
 
 

@@ -1,4 +1,7 @@
-"""Chained hashes of full blocks. Equal hashes mean equal tokens from the start, on every worker and after restarts."""
+"""Chained hashes of full blocks, equal on every worker and after restarts.
+
+Equal hashes mean equal tokens from the start, computed by one numerics class: so equal bits.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,18 @@ from collections.abc import Sequence
 
 from pdserve.base.ids import BlockHash
 
-HASH_BYTES = 16
+HASH_BYTES, HASH_KEY_BYTES = 16, 32
 _SCHEMA = b"pdserve.block.v1"
 
 
-def hash_key(*, model: str, dtype: str, block_size: int, salt: bytes = b"") -> bytes:
-    """The 32-byte key of all hashes of one model, layout and tenant. Without the salt, hashes cannot be guessed."""
-    digest = hashlib.blake2b(_SCHEMA, digest_size=32)
-    for value in (model.encode(), dtype.encode(), block_size.to_bytes(4, "little"), salt):
+def hash_key(*, model: str, dtype: str, block_size: int, salt: bytes = b"", numerics_class: str = "") -> bytes:
+    """The 32-byte key of all hashes of one model, layout, tenant and numerics class.
+
+    Without the salt, hashes cannot be guessed. Workers that publish no class hash without one.
+    """
+    digest = hashlib.blake2b(_SCHEMA, digest_size=HASH_KEY_BYTES)
+    values = (model.encode(), dtype.encode(), block_size.to_bytes(4, "little"), salt, numerics_class.encode())
+    for value in values if numerics_class else values[:-1]:
         digest.update(len(value).to_bytes(4, "little"))
         digest.update(value)
     return digest.digest()

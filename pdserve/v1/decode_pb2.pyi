@@ -868,10 +868,15 @@ class CommitRequest(_message.Message):
     FIRST_TOKENS_FIELD_NUMBER: _builtins.int
     MAC_FIELD_NUMBER: _builtins.int
     SEALED_FIELD_NUMBER: _builtins.int
+    NUMERICS_CLASS_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     epoch: _builtins.int
     mac: _builtins.bytes
     """blake2b over all of the above, keyed with the ticket's key."""
+    numerics_class: _builtins.str
+    """Numerics class of the sender. Blocks of another class than the receiver's own
+    serve this request alone.
+    """
     @_builtins.property
     def ref(self) -> _common_pb2.RequestRef: ...
     @_builtins.property
@@ -896,10 +901,11 @@ class CommitRequest(_message.Message):
         first_tokens: _abc.Iterable[_builtins.int] | None = ...,
         mac: _builtins.bytes = ...,
         sealed: _common_pb2.Sealed | None = ...,
+        numerics_class: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "sealed", b"sealed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "epoch", b"epoch", "first_tokens", b"first_tokens", "mac", b"mac", "ref", b"ref", "sealed", b"sealed", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "epoch", b"epoch", "first_tokens", b"first_tokens", "mac", b"mac", "numerics_class", b"numerics_class", "ref", b"ref", "sealed", b"sealed", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -48,19 +48,20 @@ class RoutingPolicy:
 
 
 class PrefixHashes:
-    """The block hashes of one prompt, computed once for each layout that workers have."""
+    """The block hashes of one prompt, computed once for each KV layout and numerics class that workers have."""
 
     def __init__(self, prompt: Sequence[int], salt: bytes) -> None:
         self.num_tokens = len(prompt)
         self._prompt = prompt
         self._salt = salt
-        self._by_layout: dict[KvLayout, list[BlockHash]] = {}
+        self._by_arithmetic: dict[tuple[KvLayout, str], list[BlockHash]] = {}
 
-    async def of(self, layout: KvLayout) -> list[BlockHash]:
-        """The hashes that workers with this layout publish."""
-        if layout not in self._by_layout:
-            self._by_layout[layout] = await _hashes(layout, self._prompt, self._salt)
-        return self._by_layout[layout]
+    async def of(self, layout: KvLayout, numerics_class: str) -> list[BlockHash]:
+        """The hashes that workers with this layout and of this class publish."""
+        arithmetic = layout, numerics_class
+        if arithmetic not in self._by_arithmetic:
+            self._by_arithmetic[arithmetic] = await _hashes(layout, numerics_class, self._prompt, self._salt)
+        return self._by_arithmetic[arithmetic]
 
 
 async def _unknown(worker_id: WorkerId, epoch: Epoch) -> frozenset[RequestId] | None:
@@ -131,12 +132,12 @@ class Cluster:
         """Leading blocks of the prompt that each worker has cached, according to the index."""
         found: dict[WorkerId, int] = {}
         workers = [worker for tier in TIERS for worker in self.ready(tier)]
-        for layout in {worker.layout for worker in workers}:
-            holders = self.index(await hashes.of(layout))
+        for layout, numerics in {(worker.layout, worker.numerics_class) for worker in workers}:
+            holders = self.index(await hashes.of(layout, numerics))
             found |= {
                 worker.worker_id: holders[worker.worker_id]
                 for worker in workers
-                if worker.layout == layout and worker.worker_id in holders
+                if (worker.layout, worker.numerics_class) == (layout, numerics) and worker.worker_id in holders
             }
         return found
 
@@ -147,8 +148,9 @@ class Cluster:
         return min((uncached_tokens(worker, demand) for worker in workers), default=hashes.num_tokens)
 
 
-async def _hashes(layout: KvLayout, prompt: Sequence[int], salt: bytes) -> list[BlockHash]:
-    key = hash_key(model=layout.model, dtype=layout.dtype, block_size=layout.block_size, salt=salt)
+async def _hashes(layout: KvLayout, numerics: str, prompt: Sequence[int], salt: bytes) -> list[BlockHash]:
+    size = layout.block_size
+    key = hash_key(model=layout.model, dtype=layout.dtype, block_size=size, salt=salt, numerics_class=numerics)
     if len(prompt) <= _INLINE_HASH_TOKENS:
         return hash_blocks(key, prompt, layout.block_size)
     return await asyncio.to_thread(hash_blocks, key, prompt, layout.block_size)

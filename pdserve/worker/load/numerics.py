@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from kernels.choice import Backend, KernelChoice
+from pdserve import __version__
+from pdserve.worker.config import WorkerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,3 +35,19 @@ class NumericsClass:
         arithmetic = kernels.instruction_set or kernels.backend
         pieces = (self.device, arithmetic, kernels.mode, weights, f"kv-{self.kv_dtype}", f"tp{self.num_ranks}", code)
         return "/".join(filter(None, pieces))
+
+
+def numerics_class(config: WorkerConfig, kernels: KernelChoice, kv_dtype: str) -> NumericsClass:
+    """All on which a worker's bits depend, from what it really runs."""
+    device = config.device
+    if device.startswith("cuda"):
+        major, minor = torch.cuda.get_device_capability()
+        device = f"cuda-{major}.{minor}"
+    return NumericsClass(
+        device=device,
+        kernels=kernels,
+        kv_dtype=kv_dtype,
+        num_ranks=config.tensor_parallel_size,
+        version=__version__,
+        torch_version=torch.__version__,
+    )

@@ -6,8 +6,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from kvtransfer.index.kv_events import KvEventPublisher
 from pdserve import __version__
 from pdserve.base.admin import Health
@@ -19,7 +17,6 @@ from pdserve.base.store import Store
 from pdserve.engine.pace import Pace
 from pdserve.engine.step import Load
 from pdserve.model.revision import revision_of
-from pdserve.worker.load.numerics import NumericsClass
 from pdserve.worker.serve.worker import KEEP_ALIVE_S, TierService, Worker
 
 log = get_logger(__name__)
@@ -75,25 +72,9 @@ def worker_record(worker: Worker, service: TierService, addresses: WorkerAddress
         pid=os.getpid(),
         ready=ready,
         keep_alive_s=KEEP_ALIVE_S,
-        numerics_class=str(numerics_class(worker)),
+        numerics_class=worker.numerics_class,
         transport=worker.paths.report(),
         load=reported_load(worker.load, worker.steps.pace, service.itl_budget_s),
-    )
-
-
-def numerics_class(worker: Worker) -> NumericsClass:
-    """All on which the worker's bits depend, from what it really runs."""
-    model, device = worker.model, worker.config.device
-    if device.startswith("cuda"):
-        major, minor = torch.cuda.get_device_capability()
-        device = f"cuda-{major}.{minor}"
-    return NumericsClass(
-        device=device,
-        kernels=model.kernels,
-        kv_dtype=model.layout.dtype,
-        num_ranks=worker.config.tensor_parallel_size,
-        version=__version__,
-        torch_version=torch.__version__,
     )
 
 
@@ -154,7 +135,7 @@ def describe(worker: Worker, addresses: WorkerAddresses) -> None:
         "dtype": model.layout.dtype,
         "block_size": str(model.layout.block_size),
         "version": __version__,
-        "numerics_class": str(numerics_class(worker)),
+        "numerics_class": worker.numerics_class,
     }
     chosen = {
         "kernels": kernels.backend,

@@ -27,6 +27,7 @@ from pdserve.engine.step import LayersWritten, Load, Scheduler, StepOutput
 from pdserve.worker.config import WorkerConfig
 from pdserve.worker.kv_bytes.host_blocks import block_memory
 from pdserve.worker.load.cores import num_cores
+from pdserve.worker.load.numerics import numerics_class
 from pdserve.worker.load.populate import KvUse
 from pdserve.worker.ranks.split import config_of_rank
 from pdserve.worker.serve.active_calls import ActiveCalls
@@ -123,6 +124,8 @@ class Worker:
     home_tier: Tier | None = None
     calls: ActiveCalls = field(default_factory=ActiveCalls)
     steps: StepMetrics = field(init=False)
+    #: Decides about the bits of tokens and blocks.
+    numerics_class: str = field(init=False)
     #: The KV cache as transports see it.
     blocks: BlockMemory = field(init=False)
     #: The paths of blocks to other workers.
@@ -136,6 +139,7 @@ class Worker:
         self.steps = StepMetrics(self.metrics)
         self.paths = TransportPaths(self.transport, self.metrics, device_memory=self.config.handover_memory == "device")
         model, staging_bytes = self.model, self.config.staging_memory
+        self.numerics_class = str(numerics_class(self.config, model.kernels, model.layout.dtype))
         if model.rank_group is not None:
             self.blocks = model.rank_group.block_memory(model.layout, model.kv_cache, staging_bytes)
         elif self.config.handover_memory == "device":
@@ -152,9 +156,15 @@ class Worker:
         return receiver_name(self.worker_id, self.epoch)
 
     def hash_key(self, salt: bytes) -> bytes:
-        """The key of the block hashes of one tenant's prompts."""
-        layout = self.model.layout
-        return hash_key(model=layout.model, dtype=layout.dtype, block_size=layout.block_size, salt=salt)
+        """The key of the hashes of blocks that this worker computes, for one tenant's prompts."""
+        layout, numerics = self.model.layout, self.numerics_class
+        return hash_key(
+            model=layout.model,
+            dtype=layout.dtype,
+            block_size=layout.block_size,
+            salt=salt,
+            numerics_class=numerics,
+        )
 
     async def run(self, fn: Callable[[], T]) -> T:
         """Runs `fn` on the step thread between two steps. A cancelled caller does not undo it."""

@@ -27,6 +27,8 @@ WAIT_S = 10.0
 JOB = DecodeJob(request_id=A, prompt_token_ids=(1,), params=SamplingParams(), hash_key=bytes(32))
 GRANT = Grant(request_id=A, block_tables=((BlockId(3), BlockId(4)),), num_cached_blocks=1, first_missing=(1,))
 COMMIT: Any = SimpleNamespace(request_id=A)
+#: Numerics class of the worker.
+CLASS = "cpu/avx2"
 
 
 class Engine:
@@ -39,6 +41,7 @@ class Engine:
         self.refusal: Exception | None = None
         self.metrics = SimpleNamespace(ended=lambda reason: None)
         self.seals = Seals()
+        self.numerics_class = CLASS
 
     def reserve(self, job: DecodeJob) -> None:
         self.job = job

@@ -11,8 +11,19 @@ from hypothesis import strategies as st
 from decode_svc.request import DecodeJob
 from pdserve.base.errors import Diverged, InvalidTransition, RequestError, StaleError
 from pdserve.base.sampling import ChoiceTokens, SamplingParams
-from tests.unit.decode_svc.decode_worker import ALWAYS, GREEDY, PROMPT, A, B, DecodeWorker, decode, job, oracle
-from tests.unit.engine.fakes import BLOCK_SIZE
+from tests.unit.decode_svc.decode_worker import (
+    ALWAYS,
+    GREEDY,
+    PROMPT,
+    A,
+    B,
+    DecodeWorker,
+    decode,
+    first_tokens,
+    job,
+    oracle,
+)
+from tests.unit.engine.fakes import BLOCK_SIZE, write_prompt
 
 CHOICES = 3
 SAMPLED = SamplingParams(n=CHOICES, seed=7, temperature=0.9, max_tokens=16, ignore_eos=True, repetition_penalty=1.2)
@@ -197,3 +208,37 @@ def test_a_choice_stopped_on_the_way_does_not_run() -> None:
     target.run()
     assert [len(target.tokens(A, choice)) for choice in range(CHOICES)] == [11, 0, 11]
     assert target.all_free
+
+
+def test_blocks_of_another_numerics_class_do_not_move() -> None:
+    """The worker that they move to would take them for its own."""
+    source = decode(40)
+    sent = job(A, PROMPT, LONG)
+    source.scheduler.reserve(sent)
+    grant = source.grant(A)
+    write_prompt(source.cache, grant.block_tables[0], grant.num_cached_blocks, PROMPT)
+    source.scheduler.moves.isolate(A, bytes(range(32)))
+    source.scheduler.activate(A, first_tokens(sent))
+    source.step()
+    with pytest.raises(StaleError, match="numerics class"):
+        source.scheduler.moves.hold(A, {0: 1}, 0)
+    source.run()
+    assert [*first_tokens(sent), *source.tokens(A)] == oracle(PROMPT, LONG)
+    target = decode(40)
+    target.scheduler.reserve(moving(PROMPT, LONG, {0: 4}))
+    target.grant(A)
+    with pytest.raises(StaleError, match="numerics class"):
+        target.scheduler.moves.isolate(A, bytes(32))
+
+
+def test_blocks_of_another_numerics_class_are_found_by_no_other_request() -> None:
+    worker, sent = decode(40), job(A, PROMPT, LONG)
+    worker.scheduler.reserve(sent)
+    grant = worker.grant(A)
+    write_prompt(worker.cache, grant.block_tables[0], grant.num_cached_blocks, PROMPT)
+    worker.scheduler.moves.isolate(A, bytes(range(32)))
+    worker.scheduler.activate(A, first_tokens(sent))
+    worker.run()
+    later = [*PROMPT, *oracle(PROMPT, LONG)]
+    worker.scheduler.reserve(job(B, later))
+    assert worker.grant(B).num_cached_blocks == 0

@@ -14,7 +14,7 @@ from pdserve.base.streams import PeerLeft
 from pdserve.engine.step import PrefillProgress, RequestStarted
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.worker.serve.inboxes import Failed
-from tests.unit.decode_svc.session_setup import COMMIT, GRANT, A, BusyEngine, Setup, tokens
+from tests.unit.decode_svc.session_setup import CLASS, COMMIT, GRANT, A, BusyEngine, Setup, tokens
 
 
 # Tokens, and how a session ends.
@@ -99,7 +99,7 @@ async def test_a_commit_returns_when_the_sequences_are_queued_to_run() -> None:
     it = Setup()
     async with it.running() as task:
         await it.receive()
-        received = await it.session.commit(COMMIT)
+        received = await it.session.commit(COMMIT, CLASS)
         assert received.first_tokens == (5,)
         assert it.engine.commands == ["activate"]
         await it.end(task)
@@ -121,7 +121,9 @@ async def test_all_calls_of_a_repeated_commit_are_answered() -> None:
         await it.receive()
         received = it.receiver.verify()
         it.receiver.commit = AsyncMock(return_value=received)  # type: ignore[method-assign]
-        assert await asyncio.gather(it.session.commit(COMMIT), it.session.commit(COMMIT)) == [received] * 2
+        assert (
+            await asyncio.gather(it.session.commit(COMMIT, CLASS), it.session.commit(COMMIT, CLASS)) == [received] * 2
+        )
         await it.end(task)
     assert it.engine.commands == ["activate"]
 
@@ -132,7 +134,7 @@ async def test_a_commit_is_refused_with_the_error_that_activation_failed_with() 
     async with it.running() as task:
         await it.receive()
         with pytest.raises(RequestError, match="no such tokens"):
-            await it.session.commit(COMMIT)
+            await it.session.commit(COMMIT, CLASS)
         with pytest.raises(RequestError, match="no such tokens"):
             await task
     assert it.engine.aborted.is_set()
@@ -144,7 +146,7 @@ async def test_a_commit_is_refused_when_the_request_ends_before_its_kv_is_activa
         await it.receive()
         it.inbox.put(Failed(error=TransferTimeout("no progress")))
         with pytest.raises(StaleError, match="ended before its received KV was activated"):
-            await it.session.commit(COMMIT)
+            await it.session.commit(COMMIT, CLASS)
         with pytest.raises(TransferTimeout):
             await task
     assert it.engine.commands == []
