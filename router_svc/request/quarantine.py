@@ -30,7 +30,7 @@ MAX_MET_IN_COMPANY = 3
 MAX_OWN_ALONE = 1
 MAX_MET_ALONE = 3
 #: Deaths of the second kind end no request that has met them by chance with a higher probability than this one.
-MAX_CHANCE = 1e-3
+MAX_CHANCE = 1e-5
 #: Time for which a request is refused after it has ended so.
 REFUSED_S = 600.0
 #: Requests that are refused at a time, at most: of one router, and of all others together.

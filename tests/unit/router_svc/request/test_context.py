@@ -120,4 +120,4 @@ async def test_losses_that_the_time_on_workers_explains_do_not_end_a_request(mod
     await lose_workers(context, 15)
     assert context.deaths.is_alone
     with pytest.raises(PdserveError, match="too many workers"):
-        await lose_workers(context, 9)
+        await lose_workers(context, 15)
