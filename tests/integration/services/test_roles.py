@@ -71,6 +71,7 @@ async def test_both_workers_swap_roles_under_requests_that_keep_their_tokens(mod
         ticket = await early.ticket()
         with decoding_held(cluster.decode):
             await early.prefill(ticket)
+            await cluster.prefill.calls.wait_idle()  # It has said that it is done, and ends its call after that.
             assert (await change(cluster.decode_channel, "prefill")).former_requests == 1
             assert (await change(cluster.prefill_channel, "decode")).former_requests == 0
             swapped = cluster.with_roles_swapped()
