@@ -16,7 +16,6 @@ from pdserve.base.ids import BlockId, RequestId
 from pdserve.base.logs import get_logger
 from pdserve.base.rpc import ChannelPool, mapped_rpc_errors
 from pdserve.base.seals import Purpose, receiver_name
-from pdserve.base.tasks import run_to_completion
 from pdserve.base.wire import error_to_wire
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.v1 import decode_pb2_grpc as pb_grpc
@@ -80,7 +79,7 @@ class Departures:
                 return transfer.stats
         finally:
             # The transfer has been closed: nothing reads the blocks any more.
-            await run_to_completion(self._worker.run(lambda: self._moves.let_go(request_id)))
+            await self._worker.run(lambda: self._moves.let_go(request_id))
 
     async def _push(self, transfer: OutgoingTransfer, ticket: Ticket, blocks: list[BlockId], choices: int) -> None:
         for group in range(ticket.layer_groups):

@@ -19,7 +19,7 @@ from pdserve.worker.serve.worker import Worker
 
 #: Free blocks for each running sequence, below which one should leave: time enough for a move.
 _BLOCKS_EACH = 2
-#: Requests that end with so many tokens or fewer free their blocks before a move would.
+#: A request with at most this many tokens left ends, and frees its blocks, before it could have moved.
 _SOON = 48
 #: Pause between two requests that should leave, and time after which the same one should again.
 _PAUSE_S, _AGAIN_S = 0.25, 4.0

@@ -36,7 +36,7 @@ from pdserve.base.errors import (
     reason_of,
 )
 from pdserve.base.streams import MessageStream, PeerLeft
-from pdserve.base.tasks import ServiceGroup, run_to_completion, service_group
+from pdserve.base.tasks import ServiceGroup, service_group
 from pdserve.base.wire import tokens_from_wire
 from pdserve.engine.step import Grant, PrefillProgress, RequestTokens
 from pdserve.v1 import decode_pb2 as pb
@@ -96,9 +96,7 @@ class DecodeSession:
                 while not await self._handle_next():
                     pass
             finally:
-                # To the end, however often this task is cancelled: what a running step reports of this attempt must not
-                # come to the next one.
-                await run_to_completion(self._release())
+                await self._release()
             self._has_ended = True
             await self._stream.write(pb.DecodeResponse(ended=pb.DecodeEnded()))
             # The router closes the stream, and commands are read until then: one that nobody read would reset the

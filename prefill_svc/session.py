@@ -16,7 +16,6 @@ from pdserve.base.ids import BlockTables, RequestId
 from pdserve.base.rpc import ChannelPool, mapped_rpc_errors
 from pdserve.base.sampling import ChoiceTokens
 from pdserve.base.seals import Purpose, receiver_name
-from pdserve.base.tasks import run_to_completion
 from pdserve.base.wire import tokens_to_wire
 from pdserve.engine.step import LayersWritten, PrefillProgress, RequestTokens
 from pdserve.v1 import common_pb2, decode_pb2, decode_pb2_grpc
@@ -86,8 +85,6 @@ class PrefillSession:
         self._write = write
         self._request_id = inbox.request_id
         self._state = _State(times=PromptTimes(accepted=_now()))
-        #: Whether the scheduler has it, or had it. Belongs to the step thread.
-        self._is_added = False
         self.outcome = TransferOutcome.ABORTED
         #: What was put on the wire; None without a transfer.
         self.sent: SendStats | None = None
@@ -111,20 +108,12 @@ class PrefillSession:
                     await self._hand_over(pusher, ticket)
             await self._write(pb.PrefillResponse(done=self._summary(pusher)))
         finally:
-            # To the end, however often this task is cancelled: reports of a running step must not come to the next
-            # attempt of this request, which would send the blocks that they name.
-            await run_to_completion(self._worker.run(self._release))
+            await self._worker.run(lambda: self._scheduler.release(self._request_id))
 
     def _add(self, job: PrefillJob) -> int:
         """On the step thread: queue the prompt; returns the number of its tokens that are cached at present."""
         self._scheduler.add(job)
-        self._is_added = True
         return self._scheduler.num_cached(job.request_id)
-
-    def _release(self) -> None:
-        """On the step thread: free the prompt's blocks. A prompt that was refused has none: its id may be another's."""
-        if self._is_added:
-            self._scheduler.release(self._request_id)
 
     @asynccontextmanager
     async def _transfer(self, job: PrefillJob, ticket: Ticket | None) -> AsyncIterator[Pusher | None]:

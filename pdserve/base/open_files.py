@@ -24,7 +24,7 @@ log = get_logger(__name__)
 _WANTED = 65_536
 #: One line in this time stands for all connections that could not be accepted.
 _LOG_EVERY_S = 10.0
-#: Free files are counted again after this time, earlier where few are left; a process opens at most so many a second.
+#: Interval at which free files are counted. It is shorter where few are left: enough for opening this many a second.
 _COUNT_EVERY_S, _FASTEST_PER_S = 0.1, 40_000
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
@@ -73,7 +73,7 @@ class SpareFiles:
         self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._kept: list[int] = []
         self._limit = 0
-        #: Until then no process opens so many files that too few are left.
+        #: When free files are counted again.
         self._enough_until = float("-inf")
 
     def can_open(self) -> bool:

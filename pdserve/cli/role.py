@@ -48,11 +48,13 @@ class RoleConfig:
 def main(argv: Sequence[str]) -> int:
     """Changes a worker's role, and shows how many requests of the former one are left. Raises `PdserveError`."""
     config = load(RoleConfig, "role", argv, description=__doc__)
-    if not config.worker or config.role not in get_args(Tier):
+    if not config.worker or not config.role:
         raise SetupError(
             "No worker and no role given. Pass the worker's id, as pdserve status shows it, and its new tier: pdserve "
             "role WORKER decode, or pdserve role WORKER prefill."
         )
+    if config.role not in get_args(Tier):
+        raise SetupError(f"{config.role!r} is no tier. Pass prefill or decode, as in pdserve role WORKER decode.")
     base_url = normal_base_url(config.base_url)
     cluster = get_model(base_url, "/v1/cluster", ClusterStatus, config.api_key)
     worker = find_worker(cluster.workers, config.worker)

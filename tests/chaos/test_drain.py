@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdserve.cli.__main__ import main
-from tests.chaos.test_worker_lost import BODIES, choices_of
+from tests.chaos.test_worker_lost import BODIES, choices_of, streams_until
 from tests.support.cluster import Cluster, running_cluster
 from tests.support.depth import IS_FULL
 
@@ -53,15 +53,11 @@ async def test_a_rolling_restart_of_workers_loses_no_token(pairs: Cluster) -> No
         undisturbed = [await choices_of(client, number, max_tokens=MAX_TOKENS) for number in STREAMS]
         is_over = asyncio.Event()
 
-        async def stream_again_and_again(number: int) -> int:
-            count = 0
-            while not is_over.is_set():
-                assert await choices_of(client, number, max_tokens=MAX_TOKENS) == undisturbed[number]
-                count += 1
-            return count
-
         async with asyncio.TaskGroup() as tasks:
-            streams = [tasks.create_task(stream_again_and_again(number)) for number in STREAMS]
+            streams = [
+                tasks.create_task(streams_until(is_over, client, number, undisturbed[number], max_tokens=MAX_TOKENS))
+                for number in STREAMS
+            ]
             for name in RESTARTED:
                 await _restarted(pairs, name)
             is_over.set()

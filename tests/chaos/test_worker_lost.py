@@ -129,6 +129,17 @@ async def choices_of(
     return texts, logprobs, reasons, (usage.prompt_tokens, usage.completion_tokens)
 
 
+async def streams_until(
+    is_over: asyncio.Event, client: openai.AsyncOpenAI, number: int, expected: Any, *, max_tokens: int
+) -> int:
+    """Sends one request again and again, each time with the expected answer. Returns how many there were."""
+    count = 0
+    while not is_over.is_set():
+        assert await choices_of(client, number, max_tokens=max_tokens) == expected
+        count += 1
+    return count
+
+
 async def test_streams_outlive_their_decode_worker(fragile: Cluster) -> None:
     """The only decode worker is killed while four streams are open: each goes on, as if nothing had happened."""
     numbers = range(len(BODIES))

@@ -20,7 +20,7 @@ from pdserve.base.ids import Epoch, WorkerId
 from pdserve.base.peer_tls import PeerTls
 from pdserve.base.registry import Tier
 from pdserve.base.seals import Seals, receiver_name
-from pdserve.base.tasks import ServiceGroup
+from pdserve.base.tasks import ServiceGroup, run_to_completion
 from pdserve.base.tracing.spans import NO_TRACER, Tracer
 from pdserve.engine.loop import LoopConfig, StepLoop
 from pdserve.engine.step import LayersWritten, Load, Scheduler, StepOutput
@@ -167,10 +167,13 @@ class Worker:
         )
 
     async def run(self, fn: Callable[[], T]) -> T:
-        """Runs `fn` on the step thread between two steps. A cancelled caller does not undo it."""
+        """Runs `fn` on the step thread between two steps. It has run when this returns, or raises a cancellation.
+
+        So a request is not gone from the event loop, however often its task is cancelled, while a running step may
+        still report for it: the next attempt of the request would get these reports.
+        """
         try:
-            # Shielded: cancelling the wrapped future would take back a call that has not run yet.
-            return await asyncio.shield(asyncio.wrap_future(self.post(fn)))
+            return await run_to_completion(asyncio.wrap_future(self.post(fn)))
         finally:
             if self._loop_calls is not None:  # The caller sees reports of earlier steps before the result of its call.
                 self._loop_calls.deliver()

@@ -121,3 +121,16 @@ async def test_losses_that_the_time_on_workers_explains_do_not_end_a_request(mod
     assert context.deaths.is_alone
     with pytest.raises(PdserveError, match="too many workers"):
         await lose_workers(context, 15)
+
+
+def test_a_prompt_is_not_handed_over_from_a_worker_to_itself(model_dir: Path) -> None:
+    """The decode worker may take the role of a prefill worker after it was chosen."""
+    ready = [worker_record("one", tier="prefill"), worker_record("two", tier="prefill")]
+    cluster = SimpleNamespace(ready=lambda tier, layout: ready, in_flight=InFlight(RouterId("me")))
+    context = new_context(model_dir, cluster)
+    for decode, other in (("one", "two"), ("two", "one")):
+        placement = context.choose_prefill(worker_record(decode))
+        assert placement is not None
+        assert placement.worker.worker_id == other
+    del ready[1]
+    assert context.choose_prefill(worker_record("one")) is None
