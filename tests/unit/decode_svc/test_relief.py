@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
-from decode_svc.relief import ReliefPolicy
+from decode_svc.relief import Relief, ReliefPolicy
 from pdserve.base.ids import RequestId
-from pdserve.engine.step import Load
+from pdserve.engine.step import Load, StepEvents
+from pdserve.worker.serve.inboxes import Inboxes
 
 OLD, MIDDLE, YOUNG = RequestId("old"), RequestId("middle"), RequestId("young")
 FULL = Load(
@@ -51,3 +54,15 @@ def test_what_has_left_is_forgotten() -> None:
     assert policy.choose({OLD: 500}, 1.0) == OLD
     assert policy.choose({}, 1.1) is None
     assert policy.choose({OLD: 500}, 1.2) == OLD
+
+
+async def test_a_preempted_request_may_leave_although_its_blocks_are_free_now() -> None:
+    inboxes: Inboxes[Any] = Inboxes()
+    relief = Relief(worker=None, moves=None, inboxes=inboxes)  # type: ignore[arg-type]
+    step: Any = SimpleNamespace(
+        events=StepEvents(tier="decode", preempted=(YOUNG,)), load=replace(FULL, num_running=2, free_blocks=40)
+    )
+    async with inboxes.open(YOUNG, 1) as inbox:
+        relief.after_step(step)
+        event = await inbox.next()
+    assert event.leave.reason == "full"
