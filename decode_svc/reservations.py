@@ -110,8 +110,9 @@ class Reservations:
         del hashes[num_cached + min(self._limits.max_reserved_blocks, self._limits.max_receivable_blocks) :]
         num_fresh = len(hashes) - num_cached
         num_missing = self._limits.capacity_for(num_fresh)
-        # Each choice also needs a block for the tokens behind its last full one.
-        has_room = num_fresh + headroom + len(request.output) <= pool.num_free
+        # Each choice also needs a block for the tokens behind its last full one. On an otherwise empty worker, choices
+        # that do not fit together run one after the other.
+        has_room = num_fresh + headroom + len(request.output) <= pool.num_free or pool.num_free == pool.num_blocks
         if not has_room or not self._may_receive(num_missing):
             return None
         carrier.block_table.extend(pool.match_prefix(hashes))

@@ -198,6 +198,18 @@ def test_what_exceeds_the_blocks_that_may_be_received_is_computed() -> None:
     assert target.all_free
 
 
+def test_choices_that_do_not_fit_together_move_to_an_empty_worker_and_take_turns() -> None:
+    source, target = running(PROMPT, SAMPLED, 5), decode(7, max_reserved_share=1.0)
+    arriving = moving(PROMPT, SAMPLED, dict.fromkeys(range(CHOICES), 5))
+    target.scheduler.reserve(arriving)
+    copy(source, target, arriving)
+    target.scheduler.activate(A, [0] * CHOICES)
+    target.run()
+    for choice in range(CHOICES):
+        assert target.tokens(A, choice) == oracle(PROMPT, SAMPLED, choice)[5:]
+    assert target.all_free
+
+
 def test_a_choice_stopped_on_the_way_does_not_run() -> None:
     source, target = running(PROMPT, SAMPLED, 6), decode()
     arriving = moving(PROMPT, SAMPLED, dict.fromkeys(range(CHOICES), 5))
