@@ -1,1 +1,1 @@
-"""Explicit-state search over the product's own state machines and scheduler: every interleaving within bounds."""
+"""Explicit-state search over the product's own machines, scheduler and saga: every interleaving within bounds."""
