@@ -31,9 +31,11 @@ CASES = {
     "workers that stay away": Bounds(prefill=0, never=frozenset({"return", "late", "refused", "wrong"}), tokens=0),
 }
 DEEP = {
-    "a token between losses": Bounds(prefill=0, losses=2, tokens=1),
-    "two workers of each tier": Bounds(prefill=2, losses=1, tokens=0),
-    "three losses": Bounds(losses=3, tokens=1),
+    "a token before a loss": Bounds(prefill=0, losses=1, tokens=1, never=frozenset({"late"})),
+    "two workers of each tier": Bounds(
+        prefill=2, never=frozenset({"lost-own", "late", "lost-lease"}), losses=1, tokens=0
+    ),
+    "three losses": Bounds(decode=1, losses=3, tokens=0, never=frozenset({"lost-lease", "late", "breaks"})),
 }
 
 

@@ -20,6 +20,12 @@ def main() -> int:
     parser.add_argument(
         "--replay", type=int, default=0, help="then runs one of so many requests twice, which must agree"
     )
+    parser.add_argument(
+        "--calm", type=int, default=0, help="then one of so many requests without faults, which clients end early"
+    )
+    parser.add_argument(
+        "--must-find", default="", metavar="NAMES", help="then a small episode for each of these mutations, which fails"
+    )
     parser.add_argument("--trace", metavar="FILE", help="writes what happened; with one episode")
     parser.add_argument(
         "--mutation", choices=sorted(MUTATIONS), help="changes the product; ends with the first finding"

@@ -13,10 +13,14 @@ from router_svc.generation import Generation, TextRules
 from tests.simulation.loop import Process
 from tests.simulation.model import VOCAB_SIZE, Expected
 from tests.simulation.network import End, Network
-from tests.simulation.router import PORT, letters
+from tests.simulation.router import PORT, CancelRequest, ClientRequest, letters
 
+#: How requests end that their clients end.
+ENDED_BY_CLIENT = ("left", "cancelled", "deadline")
 #: Virtual seconds after which a request has not ended, whatever happens.
 HANGS_AFTER_S = 400.0
+#: Virtual seconds within which an end by the client reaches everyone, while nothing else happens: a step, and messages.
+CALM_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,10 @@ class Behaviour:
 
     #: Leaves this long after its request.
     leaves_after_s: float | None = None
+    #: Asks any router so long after its request to cancel it.
+    cancels_after_s: float | None = None
+    #: Deadline that the request has.
+    timeout_s: float | None = None
     #: Reads nothing for so long after some deltas.
     pauses_s: float = 0.0
 
@@ -43,8 +51,10 @@ class ChoiceReceived:
 class Workload:
     """Makes the requests of one episode."""
 
-    def __init__(self, chance: Random, longest_prompt: int) -> None:
+    def __init__(self, chance: Random, longest_prompt: int, *, impatience: float) -> None:
+        """`impatience`: share of the clients that end their requests early."""
         self._chance = chance
+        self._impatience = impatience
         self._longest = longest_prompt
         self._prefixes = [self._tokens(16) for _ in range(4)]
 
@@ -95,9 +105,17 @@ class Workload:
         """Most clients read to the end at once."""
         chance = self._chance
         kind = chance.random()
-        if kind < 0.08:
-            return Behaviour(leaves_after_s=chance.random() ** 2 * chance.choice((0.01, 0.05, 2.0)))
-        if kind < 0.14:
+        early_s = chance.random() ** 2 * chance.choice((0.01, 0.05, 2.0))
+        if kind < self._impatience:
+            pauses_s = chance.choice((0.0, 0.0, 0.0, 1.0))
+            return chance.choice(
+                (
+                    Behaviour(leaves_after_s=early_s),
+                    Behaviour(cancels_after_s=early_s, pauses_s=pauses_s),
+                    Behaviour(timeout_s=0.001 + early_s, pauses_s=pauses_s),
+                )
+            )
+        if kind < self._impatience + 0.06:
             return Behaviour(pauses_s=chance.choice((0.2, 0.2, 1.0, 1.0, 5.0, 14.0)))
         return Behaviour()
 
@@ -118,9 +136,17 @@ class Client:
         self.lost_routers = 0
         #: How often a router refused it because of a long queue, before anything was done for it.
         self.refusals = 0
+        #: Whether a router has answered that it has cancelled the request; None: no router has answered.
+        self.is_cancelled: bool | None = None
+        #: Since when the request is open, for the attempt that is under way.
+        self.sent_at = 0.0
+        self.ended_at = 0.0
+        #: When a router has answered that it has, or has not, cancelled it.
+        self.answered_at = 0.0
 
     async def run(self, routers: list[str]) -> None:
         """Returns when the request has ended for the client. `routers`: by preference."""
+        cancelling = self._network.loop.create_task(self._cancel(routers[::-1]), name="cancel")
         try:
             async with asyncio.timeout(HANGS_AFTER_S):
                 attempt = 0
@@ -130,6 +156,31 @@ class Client:
                     await self._try(router)
         except TimeoutError:
             self.outcome, self.error = "hung", f"no end after {HANGS_AFTER_S} s"
+        finally:
+            cancelling.cancel()
+
+    async def _cancel(self, routers: list[str]) -> None:
+        if self.behaviour.cancels_after_s is None:
+            return
+        await asyncio.sleep(self.behaviour.cancels_after_s)
+        while self.is_cancelled is None:
+            routers = [*routers[1:], routers[0]]
+            self.is_cancelled = await self._ask_to_cancel(routers[0])
+            self.answered_at = self._network.loop.time()
+
+    async def _ask_to_cancel(self, router: str) -> bool | None:
+        """Whether there was such a request; None without an answer."""
+        try:
+            end = await self._network.connect(f"{router}:{PORT}", "http")
+        except OSError:
+            await asyncio.sleep(0.1)
+            return None
+        answered, answers = asyncio.Event(), list[tuple[str, Any]]()
+        end.on_item = lambda item: (answers.append(item), answered.set())
+        end.on_lost = lambda error: answered.set()
+        end.send(CancelRequest(request_id=self.generation.request_id))
+        await answered.wait()
+        return answers[0][1] if answers and answers[0][0] == "cancelled" else None
 
     async def _try(self, router: str) -> None:
         try:
@@ -141,12 +192,14 @@ class Client:
         over = asyncio.Event()
         end.on_item = lambda item: self._take(end, over, *item)
         end.on_lost = lambda error: over.set()
-        end.send(self.generation)
+        end.send(ClientRequest(generation=self.generation, timeout_s=self.behaviour.timeout_s))
+        self.sent_at = self._network.loop.time()
         try:
             async with asyncio.timeout(self.behaviour.leaves_after_s):
                 await over.wait()
         except TimeoutError:
             self.outcome = "left"
+            self.ended_at = self._network.loop.time()
             end.reset()
             return
         if self.outcome == "error" and self.error.startswith("Overloaded") and not self.choices[0].token_ids:
@@ -155,6 +208,8 @@ class Client:
             await asyncio.sleep(2.0)
         elif not self.outcome:
             self.lost_routers += 1
+        if self.is_cancelled and not self.outcome:
+            self.outcome = "cancelled"
 
     def _take(self, end: End, over: asyncio.Event, kind: str, content: Any) -> None:
         if kind == "deltas":
@@ -171,6 +226,10 @@ class Client:
             self.usage = content
         else:
             self.error = content
+        for error, outcome in (("Cancelled", "cancelled"), ("DeadlineExceeded", "deadline")):
+            if self.outcome == "error" and self.error.startswith(error):
+                self.outcome, self.error = outcome, ""
+        self.ended_at = self._network.loop.time()
         over.set()
 
     def _add(self, delta: Any) -> None:
@@ -182,10 +241,25 @@ class Client:
             self.error = f"choice {delta.choice_index} has ended twice"
         choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
 
+    def fault_in_calm(self, arrived_at: float, ended_at: float) -> str | None:
+        """What is wrong if nothing but the client disturbs the request, which a router had for that time."""
+        behaviour = self.behaviour
+        if behaviour.timeout_s is not None and ended_at > arrived_at + behaviour.timeout_s + CALM_S / 50:
+            return f"it went on for {ended_at - arrived_at:.3f} s, beyond {behaviour.timeout_s:.3f} s"
+        if self.is_cancelled and ended_at > self.answered_at:
+            return f"it went on for {ended_at - self.answered_at:.3f} s after it was cancelled"
+        if self.is_cancelled is False and not self.refusals and ended_at > self.answered_at + CALM_S:
+            return "it went on, and no router had it to cancel"
+        return None
+
     def fault(self) -> str | None:
         """Why what was received is wrong; None if it is not."""
-        if self.outcome not in ("done", "left", "slow"):
+        if self.outcome not in ("done", "slow", *ENDED_BY_CLIENT):
             return f"{self.outcome}: {self.error}"
+        if self.outcome == "cancelled" and self.behaviour.cancels_after_s is None:
+            return "it was cancelled, and its client has not"
+        if self.outcome == "deadline" and self.ended_at < self.sent_at + (self.behaviour.timeout_s or HANGS_AFTER_S):
+            return f"its deadline was over after {self.ended_at - self.sent_at:.3f} s"
         if self.error and self.outcome != "slow":
             return self.error
         is_done = self.outcome == "done"

@@ -20,7 +20,7 @@ from random import Random
 from typing import Any
 
 from tests.simulation import determinism, tcp
-from tests.simulation.clients import Client, Workload
+from tests.simulation.clients import CALM_S, ENDED_BY_CLIENT, Client, Workload
 from tests.simulation.cluster import SimulatedCluster, random_plan
 from tests.simulation.engine import STEP_CLOCK, SimulatedStepLoop
 from tests.simulation.faults import Faults, plan_faults
@@ -114,7 +114,7 @@ class Episode:
         for fault in plan_faults(chance, report.faults, duration_s):
             loop.call_later(fault.at, faults.strike, fault, context=Context())
         crowd = Process("clients")
-        workload = Workload(chance, longest_prompt=40)
+        workload = Workload(chance, longest_prompt=40, impatience=0.12 if report.faults else 0.6)
         tasks = []
         for number in range(report.requests):
             client = Client(self.network, crowd, workload.generation(number), workload.behaviour())
@@ -133,9 +133,25 @@ class Episode:
         await client.run(routers)
         self.report.slowest_s = sorted([*self.report.slowest_s, round(self.loop.time() - started, 3)])[-5:]
         self.network.note("client", client.generation.request_id, client.outcome)
+        if not self.report.faults:
+            times = [router.times.get(client.generation.request_id) for router in self.cluster.routers.values()]
+            if (wrong := client.fault_in_calm(*next(filter(None, times), (0.0, 0.0)))) is not None:
+                self.report.violations.append(f"request {client.generation.request_id}: {wrong}")
+            if client.outcome in ENDED_BY_CLIENT:
+                await self._require_freed(client)
+
+    async def _require_freed(self, client: Client) -> None:
+        """Without faults, every worker lets go of a request at once that its client has ended."""
+        await asyncio.sleep(CALM_S)
+        request_id = client.generation.request_id
+        self.report.violations += [
+            f"request {request_id} was {client.outcome} {CALM_S} s ago, and {worker.name} still has it"
+            for worker in self.cluster.workers.values()
+            if worker.has(request_id)
+        ]
 
     def _judge(self) -> None:
-        counts: Counter[str] = Counter()
+        counts = Counter(dict.fromkeys(("done", *ENDED_BY_CLIENT), 0))
         for client in self.clients:
             counts[client.outcome] += 1
             counts["routers lost"] += client.lost_routers

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,6 +25,7 @@ from pdserve.worker.serve.inboxes import Inboxes
 from router_svc.request import decode_attempt
 from router_svc.request.decode_attempt import DecodeAttempt
 from router_svc.request.gate import Gate
+from router_svc.request.open_requests import OpenRequest, OpenRequests
 from router_svc.request.output import Output, _Choice
 from router_svc.request.recovery import NextStep
 
@@ -216,6 +218,33 @@ def _send_a_block_twice() -> None:
         await push(transfer, blocks, group=group, after=after)
 
     _set(OutgoingTransfer, "push", pushing)
+
+
+def _ignore_cancels() -> None:
+    """A request goes on after its owner has cancelled it."""
+    _set(OpenRequest, "cancel", lambda opened: opened._ended.set())
+
+
+def _ignore_deadlines() -> None:
+    """A request goes on after its deadline."""
+    _set(OpenRequest, "_reschedule", lambda opened, when: None)
+    entered = OpenRequests.entered
+
+    def unlimited(requests: Any, request_id: Any, tenant: str, timeout_s: float) -> Any:
+        return entered(requests, request_id, tenant, 3600.0)
+
+    _set(OpenRequests, "entered", unlimited)
+
+
+def _let_go_late() -> None:
+    """A decode worker keeps the blocks of a request that has ended for a while."""
+    release = DecodeSession._release
+
+    async def releasing(session: Any) -> None:
+        await asyncio.sleep(1.0)
+        await release(session)
+
+    _set(DecodeSession, "_release", releasing)
 
 
 def _set(owner: type, name: str, value: Any) -> None:

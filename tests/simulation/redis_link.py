@@ -35,7 +35,7 @@ class RedisProcess:
         end.send([self._answer(end, command) for command in commands if not self._blocks(end, command)])
 
     def _blocks(self, end: End, command: tuple[Any, ...]) -> bool:
-        if str(command[0]).upper() != "XREAD":
+        if str(command[0]).upper() not in ("XREAD", "BLPOP"):
             return False
         self._poll(end, command, self._loop.time() + _block_s(command))
         return True
@@ -74,6 +74,8 @@ class RedisProcess:
 
 def _block_s(command: tuple[Any, ...]) -> float:
     named = [str(argument).upper() for argument in command]
+    if named[0] == "BLPOP":
+        return float(command[-1])
     return float(command[named.index("BLOCK") + 1]) / 1000 if "BLOCK" in named else 0.0
 
 

@@ -39,7 +39,7 @@ class RedisServer:
         self.expires: dict[bytes, float] = {}
         self._lua = lupa.LuaRuntime(encoding=None, register_eval=False)
         self._scripts: dict[bytes, Any] = {}
-        #: Called after each new entry of a stream, once.
+        #: Called after each new entry of a stream or list, once.
         self.on_entry: list[Callable[[], None]] = []
         self._prepare()
 
@@ -196,7 +196,16 @@ class RedisServer:
     def _rpush(self, key: bytes, *items: bytes) -> int:
         found = self._make(key, list)
         found.extend(items)
-        return len(found)
+        count = len(found)
+        self._wake()
+        return count
+
+    def _blpop(self, key: bytes, seconds: bytes) -> list[bytes] | None:
+        """What is there now. The caller waits for more."""
+        found = self._get_value(key, list)
+        popped = [key, found.pop(0)] if found else None
+        self._drop_if_empty(key)
+        return popped
 
     def _rpop(self, key: bytes) -> bytes | None:
         found = self._get_value(key, list)
@@ -257,16 +266,25 @@ class RedisServer:
         if arguments[0].upper() == b"MAXLEN":
             limit = int(arguments[2])
             arguments = arguments[3:]
-        position = tuple(map(int, arguments[0].split(b"-")))
+        given = self._next_id(stream) if arguments[0] == b"*" else arguments[0]
+        position = tuple(map(int, given.split(b"-")))
         if stream.entries and position <= stream.entries[-1][0]:
             raise RedisFailure("ERR The ID specified in XADD is equal or smaller than the target stream top item")
         stream.entries.append((position, list(arguments[1:])))
         if limit and len(stream.entries) > limit:
             del stream.entries[:-limit]
+        self._wake()
+        return given
+
+    def _next_id(self, stream: Stream) -> bytes:
+        now = int(self._clock() * 1000)
+        last, count = stream.entries[-1][0] if stream.entries else (0, 0)
+        return b"%d-%d" % ((last, count + 1) if last >= now else (now, 0))
+
+    def _wake(self) -> None:
         waiting, self.on_entry = self.on_entry, []
         for wake in waiting:
             wake()
-        return arguments[0]
 
     def _xread(self, *arguments: bytes) -> list[Any] | None:
         """What is there now. The caller waits for more."""

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from pdserve.base.admin import Health
-from pdserve.base.errors import PdserveError
+from pdserve.base.errors import PdserveError, StoreError
+from pdserve.base.ids import RequestId
 from pdserve.base.tasks import service_group
 from router_svc.config import RouterConfig
 from router_svc.generation import Generation
@@ -46,6 +47,21 @@ def letters(token_ids: list[int]) -> str:
     return "".join(chr(48 + token) for token in token_ids if token != EOS)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientRequest:
+    """A client's request: the first item on its connection."""
+
+    generation: Generation
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelRequest:
+    """`POST /v1/requests/{id}/cancel`, on a connection of its own."""
+
+    request_id: RequestId
+
+
 @dataclass(eq=False)
 class SimulatedRouter:
     """One incarnation of a router."""
@@ -57,6 +73,8 @@ class SimulatedRouter:
     process: Process = field(init=False)
     router: Router | None = None
     is_ready: bool = False
+    #: When a request came last, and when it ended.
+    times: dict[RequestId, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.process = Process(self.name)
@@ -97,6 +115,7 @@ class SimulatedRouter:
                 ("usage", router._usage.run()),
                 ("quarantine", router._shared_quarantine.run()),
                 ("clock-skew", router._clock_skew.run()),
+                ("cancels", router._cancels.run()),
                 ("cluster", router._follow_cluster(grpc_health)),
             ):
                 group.start(work, name=name)
@@ -108,19 +127,35 @@ class SimulatedRouter:
 
     # One request of a client is a connection.
     def _on_open(self, end: End) -> None:
-        def on_item(generation: Generation) -> None:
-            task = self.network.loop.create_task(self._serve(end, generation), name="request")
+        def on_item(call: ClientRequest | CancelRequest) -> None:
+            serving = self._serve(end, call) if isinstance(call, ClientRequest) else self._cancel(end, call)
+            task = self.network.loop.create_task(serving, name="request")
             end.on_lost = lambda error: _cancel(task)
 
         end.on_item = on_item
 
-    async def _serve(self, end: End, generation: Generation) -> None:
+    async def _cancel(self, end: End, call: CancelRequest) -> None:
         assert self.router is not None
+        try:
+            end.send(("cancelled", await self.router._cancels.cancel(call.request_id, None)))
+        except StoreError as error:
+            end.send(("error", str(error)))
+        finally:
+            end.close()
+
+    async def _serve(self, end: End, call: ClientRequest) -> None:
+        assert self.router is not None
+        generation, opened_requests = call.generation, self.router._requests.open
+        timeout_s = opened_requests.limits.of_header(None) if call.timeout_s is None else call.timeout_s
+        arrived_at = self.network.loop.time()
         window = asyncio.Event()
         window.set()
         end.on_window = lambda is_open: window.set() if is_open else window.clear()
         try:
-            async with self.router._requests.run([generation]) as stream:
+            async with (
+                opened_requests.entered(generation.request_id, "", timeout_s) as opened,
+                self.router._requests.run([generation], opened=opened) as stream,
+            ):
 
                 async def write(deltas: list[ChoiceDelta]) -> None:
                     end.send(("deltas", deltas))
@@ -137,6 +172,7 @@ class SimulatedRouter:
         except ConnectionResetError as error:
             end.send(("slow", str(error)))
         finally:
+            self.times[generation.request_id] = arrived_at, self.network.loop.time()
             end.close()
 
     def leftovers(self) -> list[str]:

@@ -12,6 +12,9 @@ from typing import Any
 from tests.simulation.episode import Episode
 from tests.simulation.mutations import MUTATIONS
 
+#: Requests of an episode without faults that has to find a mutation.
+_MUTATED = 40
+
 
 def run_episode(
     seed: int, requests: int, faults: int, *, trace_file: str | None = None, mutation: str | None = None
@@ -65,6 +68,14 @@ def run_all(arguments: argparse.Namespace) -> int:
         if failed and arguments.mutation:
             break
         left, faults_left, seed = left - requests, faults_left - faults, seed + 1
+    if arguments.calm:
+        report = run_episode(arguments.seed, arguments.calm, 0, mutation=arguments.mutation)
+        print(json.dumps(report), flush=True)
+        failed += bool(report["violations"])
+    for mutation in filter(None, arguments.must_find.split(",")):
+        report = run_episode(arguments.seed, _MUTATED, 0, mutation=mutation)
+        print(json.dumps({"mutation": mutation, "found": report["violations"][:1]}), flush=True)
+        failed += not report["violations"]
     if arguments.replay:
         traces = {run_episode(seed, arguments.replay, arguments.replay // 10)["trace"] for _ in range(2)}
         total["replays_exactly"] = len(traces) == 1

@@ -6,13 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.depth import IS_FULL
 
 pytest.importorskip("lupa", reason="Redis scripts need a Lua interpreter: pip install -e '.[dev]'")
+from tests.simulation.clients import ENDED_BY_CLIENT
+
 #: Mutations, and the episodes of 250 requests and 25 faults within which each is seen.
 FOUND = {
     "accept-any-digest": 2,
@@ -26,10 +30,12 @@ FOUND = {
     "send-a-block-twice": 2,
     "share-without-a-copy": 2,
 }
+#: Mutations that 40 requests without faults show.
+FOUND_IN_CALM = ("ignore-cancels", "ignore-deadlines", "let-go-late", "send-a-block-twice")
 _ROOT = Path(__file__).parents[2]
 
 
-def _simulate(*arguments: str) -> tuple[int, list[dict[str, object]]]:
+def _simulate(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
     command = [sys.executable, "-m", "tests.simulation", *arguments]
     environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
@@ -38,13 +44,20 @@ def _simulate(*arguments: str) -> tuple[int, list[dict[str, object]]]:
 
 
 def test_a_thousand_requests_under_a_hundred_faults_lose_nothing_repeat_nothing_and_leave_nothing() -> None:
-    """Also: what happens is decided by the seed alone, to the last message."""
-    status, reports = _simulate("--requests", "1000", "--faults", "100", "--seed", "101", "--replay", "40")
-    *episodes, total = reports
+    """Also: what happens is decided by the seed alone, to the last message; what clients end is gone at once."""
+    arguments = "--requests 1000 --faults 100 --seed 101 --calm 120 --replay 40 --must-find"
+    status, reports = _simulate(*arguments.split(), ",".join(FOUND_IN_CALM))
+    total, mutated = reports[-1], reports[5:-1]
+    episodes, calm = reports[:4], reports[4]
     assert [report["violations"] for report in episodes] == [[] for _ in episodes]
     assert total["replays_exactly"] is True
+    assert calm["violations"] == []
+    assert [report["mutation"] for report in mutated if report["found"]] == [*FOUND_IN_CALM]
     assert status == 0
-    assert sum(report["outcomes"]["done"] for report in episodes) > 900  # type: ignore[index]
+    outcomes: Counter[str] = sum((Counter(report["outcomes"]) for report in episodes), Counter())
+    assert outcomes["done"] > 800
+    assert outcomes["done"] + sum(outcomes[outcome] for outcome in ENDED_BY_CLIENT) > 950
+    assert all(calm["outcomes"][outcome] > 5 for outcome in ENDED_BY_CLIENT)
 
 
 @pytest.mark.skipif(not IS_FULL, reason="takes minutes: PDSERVE_TEST_DEPTH=full runs it")

@@ -70,7 +70,7 @@ class WireTransport:
         self._faults = faults
         self._directory = directory
         self._address = f"wire:{process.name}:".encode() + secrets.token_bytes(8)
-        self._matcher: TagMatcher[_Message] = TagMatcher(lambda message: None)
+        self._matcher: TagMatcher[_Message] = TagMatcher(self._drop)
         self._peers: dict[WirePeer, None] = {}
         #: Called with the buffer of a receive before it is written.
         self.on_write: Callable[[Buffer], None] = lambda buffer: None
@@ -179,6 +179,11 @@ class WireTransport:
         self._network.note("wire", self.process.name, f"{message.num_bytes} {receive is not None}")
         if receive is not None:
             self._land(message, receive)
+
+    def _drop(self, message: _Message) -> None:
+        """Nobody receives it: it is read nevertheless, so that its sender may go on."""
+        if message.data is None and not message.sender.process.is_dead:
+            self._network.loop.call_soon(message.send.complete, context=message.sender.process.context)
 
     def _land(self, message: _Message, receive: Operation) -> None:
         data = message.send.buffer if message.data is None else message.data

@@ -15,7 +15,7 @@ from decode_svc.request import DecodePhase
 from decode_svc.service import DecodeService
 from kernels.choice import Backend, KernelChoice
 from pdserve.base.admin import Health
-from pdserve.base.ids import WorkerId, new_epoch
+from pdserve.base.ids import RequestId, WorkerId, new_epoch
 from pdserve.base.seals import Seals
 from pdserve.base.tasks import service_group
 from pdserve.engine.block_pool import BlockPool
@@ -198,7 +198,12 @@ class SimulatedWorker:
                 f"{self.name}: a transfer writes to blocks {stray}, which it does not own"
             )
 
-    # Looking in from outside, once everything is quiet.
+    # Looking in from outside.
+    def has(self, request_id: RequestId) -> bool:
+        """Whether a session works for the request, which holds blocks at most for as long."""
+        return not self.process.is_dead and self.service is not None and request_id in self.service._inboxes._inboxes
+
+    # Once everything is quiet.
     def leftovers(self) -> list[str]:
         """What a live worker without requests must not hold."""
         worker, found = self.worker, []
