@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -31,6 +31,8 @@ class Behaviour:
     leaves_after_s: float | None = None
     #: Asks any router so long after its request to cancel it.
     cancels_after_s: float | None = None
+    #: Its connection breaks after so many events; 0: it does not.
+    breaks_after: int = 0
     #: Deadline that the request has.
     timeout_s: float | None = None
     #: Reads nothing for so long after some deltas.
@@ -115,7 +117,9 @@ class Workload:
                     Behaviour(timeout_s=0.001 + early_s, pauses_s=pauses_s),
                 )
             )
-        if kind < self._impatience + 0.06:
+        if kind < self._impatience + 0.05:
+            return Behaviour(breaks_after=chance.choice((1, 1, 2, 3, 6)))
+        if kind < self._impatience + 0.11:
             return Behaviour(pauses_s=chance.choice((0.2, 0.2, 1.0, 1.0, 5.0, 14.0)))
         return Behaviour()
 
@@ -123,8 +127,12 @@ class Workload:
 class Client:
     """One request, which is sent again when its router dies."""
 
-    def __init__(self, network: Network, process: Process, generation: Generation, behaviour: Behaviour) -> None:
+    def __init__(
+        self, network: Network, process: Process, generation: Generation, behaviour: Behaviour, *, may_resume: bool
+    ) -> None:
+        """`may_resume`: routers keep streams, so that others go on with them."""
         self._network = network
+        self._may_resume = may_resume
         self._process = process
         self.generation = generation
         self.behaviour = behaviour
@@ -134,6 +142,17 @@ class Client:
         self.outcome = ""
         self.error = ""
         self.lost_routers = 0
+        #: How often it got the rest of its stream from a router, or all of it again.
+        self.resumed = 0
+        #: How often it had the head of that already.
+        self.joined = 0
+        #: `id` of the last event of the present stream; None: there is nothing to go on with.
+        self._last_event_id: str | None = None
+        self._tries = 0
+        self._events = 0
+        self._is_resuming = self._is_joining = False
+        #: Routers that could not say whether they have taken its stream: they may have, later than it seems.
+        self._unsure = 0
         #: How often a router refused it because of a long queue, before anything was done for it.
         self.refusals = 0
         #: Whether a router has answered that it has cancelled the request; None: no router has answered.
@@ -188,11 +207,12 @@ class Client:
         except OSError:
             await asyncio.sleep(0.1)
             return
-        self.choices = [ChoiceReceived() for _ in range(self.generation.sampling.n)]
+        if not self._last_event_id:
+            self.choices = [ChoiceReceived() for _ in range(self.generation.sampling.n)]
         over = asyncio.Event()
         end.on_item = lambda item: self._take(end, over, *item)
         end.on_lost = lambda error: over.set()
-        end.send(ClientRequest(generation=self.generation, timeout_s=self.behaviour.timeout_s))
+        end.send(self._request())
         self.sent_at = self._network.loop.time()
         try:
             async with asyncio.timeout(self.behaviour.leaves_after_s):
@@ -202,7 +222,10 @@ class Client:
             self.ended_at = self._network.loop.time()
             end.reset()
             return
-        if self.outcome == "error" and self.error.startswith("Overloaded") and not self.choices[0].token_ids:
+        if self._is_to_resume():
+            await asyncio.sleep(0.2)
+            return
+        if self.outcome == "error" and self.error.startswith("Overloaded") and not self._has_tokens:
             self.outcome, self.error = "", ""
             self.refusals += 1
             await asyncio.sleep(2.0)
@@ -211,16 +234,55 @@ class Client:
         if self.is_cancelled and not self.outcome:
             self.outcome = "cancelled"
 
+    @property
+    def _has_tokens(self) -> bool:
+        """Whether it has tokens of this stream that came with this request."""
+        return not self._is_resuming and bool(self.choices[0].token_ids)
+
+    def _request(self) -> ClientRequest:
+        """A new request has an id of its own at the workers."""
+        self._tries += 1
+        self._is_resuming, self._is_joining = self._last_event_id is not None, bool(self._last_event_id)
+        worker_request_id = RequestId(f"{self.generation.request_id}-{self._tries}")
+        return ClientRequest(
+            generation=replace(self.generation, worker_request_id=worker_request_id),
+            timeout_s=self.behaviour.timeout_s,
+            last_event_id=self._last_event_id,
+        )
+
+    def _is_to_resume(self) -> bool:
+        """Whether the stream goes on elsewhere, or starts anew since no router can go on with it."""
+        if self._last_event_id is not None and self.outcome == "error" and not self.is_cancelled:
+            error = self.error.partition(":")[0]
+            self._unsure += error == "StoreError"
+            if error in ("NotFound", "StoreError") or (error == "StaleError" and self._unsure):
+                self._unsure -= error == "StaleError"
+                self.outcome = self.error = ""
+                self._last_event_id = None if error == "NotFound" else self._last_event_id
+                return True
+        if not self.outcome and self._may_resume:
+            self._last_event_id = self._last_event_id or ""
+        return False
+
     def _take(self, end: End, over: asyncio.Event, kind: str, content: Any) -> None:
         if kind == "deltas":
-            for delta in content:
+            for delta, event_id in content:
                 self._add(delta)
+                if event_id is not None:
+                    self._last_event_id = event_id
+                self._events += 1
+                if self._events == self.behaviour.breaks_after:
+                    end.reset()
+                    over.set()
+                    return
             if self.behaviour.pauses_s and self._network.chance.random() < 0.3:
                 end.pause()
                 self._network.loop.call_later(self.behaviour.pauses_s, end.resume)
             return
         if kind == "keep-alive":
             return
+        self.resumed += kind == "done" and self._is_resuming
+        self.joined += kind == "done" and self._is_joining
         self.outcome = kind
         if kind == "done":
             self.usage = content

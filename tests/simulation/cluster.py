@@ -24,11 +24,15 @@ class SimulatedCluster:
     worker_names = ("p0", "p1", "d0", "d1")
     router_names = ("r0", "r1")
 
-    def __init__(self, network: Network, plan: WorkerPlan, *, threshold: int, secret: Any = None) -> None:
+    def __init__(
+        self, network: Network, plan: WorkerPlan, *, threshold: int, resume_timeout_s: float, secret: Any = None
+    ) -> None:
+        """`resume_timeout_s`: 0 if no stream goes on at another router."""
         self.network = network
         self.loop: SimulatedLoop = network.loop
         self.plan = plan
         self._threshold = threshold
+        self._resume_timeout_s = resume_timeout_s
         self._secret = secret
         self.wire_faults = WireFaults()
         self._wires: dict[bytes, WireTransport] = {}
@@ -114,7 +118,7 @@ class SimulatedCluster:
             return
         if name in self.routers:
             self._bury(self.routers[name])
-        router = SimulatedRouter(name, self.network, self._threshold, RETURN_TIMEOUT_S)
+        router = SimulatedRouter(name, self.network, self._threshold, RETURN_TIMEOUT_S, self._resume_timeout_s)
         self.routers[name] = router
         router.start(self._secret)
 

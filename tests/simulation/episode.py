@@ -107,7 +107,8 @@ class Episode:
         report, chance, loop = self.report, self._chance, self.loop
         plan = random_plan(chance)
         threshold = chance.choice((0, 6, 16))
-        cluster = self.cluster = SimulatedCluster(self.network, plan, threshold=threshold)
+        resume_s = chance.choice((0.0, 60.0))
+        cluster = self.cluster = SimulatedCluster(self.network, plan, threshold=threshold, resume_timeout_s=resume_s)
         await self._until(lambda: cluster.all_ready, 60.0)
         duration_s = max(2.0, report.requests / _RATE)
         faults = Faults(cluster)
@@ -117,7 +118,9 @@ class Episode:
         workload = Workload(chance, longest_prompt=40, impatience=0.12 if report.faults else 0.6)
         tasks = []
         for number in range(report.requests):
-            client = Client(self.network, crowd, workload.generation(number), workload.behaviour())
+            client = Client(
+                self.network, crowd, workload.generation(number), workload.behaviour(), may_resume=resume_s > 0
+            )
             self.clients.append(client)
             names = chance.sample(cluster.router_names, len(cluster.router_names))
             tasks.append(loop.start(crowd, self._request(client, chance.uniform(0.0, duration_s), names), "client"))
@@ -155,6 +158,8 @@ class Episode:
         for client in self.clients:
             counts[client.outcome] += 1
             counts["routers lost"] += client.lost_routers
+            counts["resumed"] += client.resumed
+            counts["joined"] += client.joined
             counts["refused for a long queue"] += client.refusals
             wrong = client.fault()
             if wrong is not None:

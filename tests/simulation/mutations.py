@@ -22,6 +22,7 @@ from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.block_pool import BlockPool
 from pdserve.engine.running import RunningSet
 from pdserve.worker.serve.inboxes import Inboxes
+from router_svc.api.event_ids import EventIds
 from router_svc.request import decode_attempt
 from router_svc.request.decode_attempt import DecodeAttempt
 from router_svc.request.gate import Gate
@@ -234,6 +235,16 @@ def _ignore_deadlines() -> None:
         return entered(requests, request_id, tenant, 3600.0)
 
     _set(OpenRequests, "entered", unlimited)
+
+
+def _repeat_what_a_client_has() -> None:
+    """A stream that goes on at another router starts again."""
+    number = EventIds.__init__
+
+    def numbering(ids: Any, name: str, num_choices: int, seen: Any = None) -> None:
+        number(ids, name, num_choices)
+
+    _set(EventIds, "__init__", numbering)
 
 
 def _let_go_late() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +12,16 @@ from pdserve.base.admin import Health
 from pdserve.base.errors import PdserveError, StoreError
 from pdserve.base.ids import RequestId
 from pdserve.base.tasks import service_group
+from router_svc.api.event_ids import EventIds, parse_event_id
+from router_svc.api.resuming import HTTP, event_ids
 from router_svc.config import RouterConfig
 from router_svc.generation import Generation
+from router_svc.records.resumable import ResponseShape
+from router_svc.request.client import ANONYMOUS
+from router_svc.request.open_requests import OpenRequest
 from router_svc.request.output import ChoiceDelta
+from router_svc.request.replayed import ReplayedStream
+from router_svc.request.stream import DeltaStream
 from router_svc.service import Router
 from tests.simulation.loop import Process, StableTask
 from tests.simulation.model import EOS, MAX_MODEL_LEN, VOCAB_SIZE
@@ -53,6 +60,8 @@ class ClientRequest:
 
     generation: Generation
     timeout_s: float | None = None
+    #: `Last-Event-ID` of a stream that goes on; None: it is a new request.
+    last_event_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +79,7 @@ class SimulatedRouter:
     network: Network
     local_prefill_threshold: int
     worker_return_timeout_s: float
+    resume_timeout_s: float
     process: Process = field(init=False)
     router: Router | None = None
     is_ready: bool = False
@@ -99,6 +109,7 @@ class SimulatedRouter:
             console=False,
             local_prefill_threshold=self.local_prefill_threshold,
             worker_return_timeout_s=self.worker_return_timeout_s,
+            resume_timeout_s=self.resume_timeout_s,
         )
         async with AsyncExitStack() as stack:
             health = Health(not_ready="starting")
@@ -116,6 +127,7 @@ class SimulatedRouter:
                 ("quarantine", router._shared_quarantine.run()),
                 ("clock-skew", router._clock_skew.run()),
                 ("cancels", router._cancels.run()),
+                ("stream-logs", router._resuming.logs.run()),
                 ("cluster", router._follow_cluster(grpc_health)),
             ):
                 group.start(work, name=name)
@@ -144,36 +156,55 @@ class SimulatedRouter:
             end.close()
 
     async def _serve(self, end: End, call: ClientRequest) -> None:
-        assert self.router is not None
-        generation, opened_requests = call.generation, self.router._requests.open
-        timeout_s = opened_requests.limits.of_header(None) if call.timeout_s is None else call.timeout_s
         arrived_at = self.network.loop.time()
-        window = asyncio.Event()
-        window.set()
-        end.on_window = lambda is_open: window.set() if is_open else window.clear()
         try:
-            async with (
-                opened_requests.entered(generation.request_id, "", timeout_s) as opened,
-                self.router._requests.run([generation], opened=opened) as stream,
-            ):
-
-                async def write(deltas: list[ChoiceDelta]) -> None:
-                    end.send(("deltas", deltas))
-                    stream.first_write()
-                    await window.wait()
-
-                async def keep_alive() -> None:
-                    end.send(("keep-alive", None))
-
-                await stream.write_to(write, keep_alive)
-                end.send(("done", stream.usage))
+            if call.last_event_id is None:
+                await self._start(end, call)
+            else:
+                await self._resume(end, call, call.last_event_id)
         except PdserveError as error:
             end.send(("error", f"{type(error).__name__}: {error}"))
         except ConnectionResetError as error:
             end.send(("slow", str(error)))
         finally:
-            self.times[generation.request_id] = arrived_at, self.network.loop.time()
+            self.times[call.generation.request_id] = arrived_at, self.network.loop.time()
             end.close()
+
+    async def _start(self, end: End, call: ClientRequest) -> None:
+        assert self.router is not None
+        request_id = call.generation.request_id
+        shape = ResponseShape(
+            response_id=request_id,
+            header_id=request_id,
+            model="simulated",
+            created=0,
+            include_usage=True,
+            continuous_usage=False,
+        )
+        async with self._opened(call) as opened:
+            log = self.router._resuming.new_log(ANONYMOUS, HTTP, shape, [call.generation])
+            async with self.router._requests.run([call.generation], opened=opened, log=log) as stream:
+                await _pass_on(end, stream, None if log is None else event_ids(log))
+
+    async def _resume(self, end: End, call: ClientRequest, last_event_id: str) -> None:
+        assert self.router is not None
+        seen, resuming = parse_event_id(last_event_id), self.router._resuming
+        async with resuming.taken(ANONYMOUS, HTTP, call.generation.request_id, seen) as (log, is_complete):
+            ids = event_ids(log, seen)
+            if is_complete:
+                await _pass_on(end, ReplayedStream(log, self.router._model.tokenizer), ids)
+                return
+            async with (
+                self._opened(call) as opened,
+                self.router._requests.run(log.resumable.generations, opened=opened, log=log) as stream,
+            ):
+                await _pass_on(end, stream, ids)
+
+    def _opened(self, call: ClientRequest) -> AbstractAsyncContextManager[OpenRequest]:
+        assert self.router is not None
+        opened = self.router._requests.open
+        timeout_s = opened.limits.of_header(None) if call.timeout_s is None else call.timeout_s
+        return opened.entered(call.generation.request_id, "", timeout_s)
 
     def leftovers(self) -> list[str]:
         """What a live router without requests must not hold."""
@@ -187,7 +218,28 @@ class SimulatedRouter:
         in_flight = router.cluster.in_flight
         if in_flight._sequences or in_flight._prompt_tokens:
             found.append(f"work is counted: {in_flight._sequences} sequences, {in_flight._prompt_tokens} tokens")
+        if router._resuming.logs._open:
+            found.append(f"{len(router._resuming.logs._open)} streams are kept as open")
         return [f"{self.name}: {each}" for each in found]
+
+
+async def _pass_on(end: End, stream: DeltaStream | ReplayedStream, ids: EventIds | None) -> None:
+    """To the client, with the ids of events where they have some."""
+    window = asyncio.Event()
+    window.set()
+    end.on_window = lambda is_open: window.set() if is_open else window.clear()
+
+    async def write(deltas: list[ChoiceDelta]) -> None:
+        names = [None if ids is None else ids.after(delta) for delta in deltas]
+        end.send(("deltas", [each for each in zip(deltas, names, strict=True) if ids is None or each[1] is not None]))
+        stream.first_write()
+        await window.wait()
+
+    async def keep_alive() -> None:
+        end.send(("keep-alive", None))
+
+    await stream.write_to(write, keep_alive)
+    end.send(("done", stream.usage))
 
 
 def _cancel(task: StableTask) -> None:

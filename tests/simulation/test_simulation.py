@@ -31,7 +31,7 @@ FOUND = {
     "share-without-a-copy": 2,
 }
 #: Mutations that 40 requests without faults show.
-FOUND_IN_CALM = ("ignore-cancels", "ignore-deadlines", "let-go-late", "send-a-block-twice")
+FOUND_IN_CALM = ("ignore-cancels", "ignore-deadlines", "let-go-late", "repeat-what-a-client-has", "send-a-block-twice")
 _ROOT = Path(__file__).parents[2]
 
 
@@ -56,6 +56,7 @@ def test_a_thousand_requests_under_a_hundred_faults_lose_nothing_repeat_nothing_
     assert status == 0
     outcomes: Counter[str] = sum((Counter(report["outcomes"]) for report in episodes), Counter())
     assert outcomes["done"] > 800
+    assert outcomes["joined"] > 5
     assert outcomes["done"] + sum(outcomes[outcome] for outcome in ENDED_BY_CLIENT) > 950
     assert all(calm["outcomes"][outcome] > 5 for outcome in ENDED_BY_CLIENT)
 
