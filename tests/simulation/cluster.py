@@ -143,4 +143,5 @@ def random_plan(chance: Random) -> WorkerPlan:
         bundle_blocks=chance.choice((1, 2, 3)) if is_staged else 1,
         max_num_seqs=chance.choice((4, 8)),
         chunk_tokens=chance.choice((8, 16)),
+        drain_timeout_s=chance.choice((0.2, 20.0)),
     )

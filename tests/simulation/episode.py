@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field
 from random import Random
 from typing import Any
 
+from router_svc.records.journal import Journal
+from router_svc.records.migration import MigrationOutcome
 from tests.simulation import determinism, tcp
 from tests.simulation.clients import CALM_S, ENDED_BY_CLIENT, Client, Workload
 from tests.simulation.cluster import SimulatedCluster, random_plan
@@ -26,6 +28,7 @@ from tests.simulation.engine import STEP_CLOCK, SimulatedStepLoop
 from tests.simulation.faults import Faults, plan_faults
 from tests.simulation.loop import Process, SimulatedLoop, Stuck
 from tests.simulation.network import Network
+from tests.simulation.worker import LONGEST_PROMPT
 
 #: Requests per virtual second, on average.
 _RATE = 25.0
@@ -86,6 +89,9 @@ class Episode:
         logging.getLogger().setLevel(logging.ERROR)
         logging.getLogger().addHandler(_Errors(self._errors))
         self.clients: list[Client] = []
+        #: Requests that have moved to another decode worker while they ran.
+        self._moves = 0
+        self._count_moves()
 
     def run(self) -> Report:
         """The report of the whole episode."""
@@ -107,7 +113,7 @@ class Episode:
         report, chance, loop = self.report, self._chance, self.loop
         plan = random_plan(chance)
         threshold = chance.choice((0, 6, 16))
-        resume_s = chance.choice((0.0, 60.0))
+        resume_s = 60.0 * (report.seed % 2)
         cluster = self.cluster = SimulatedCluster(self.network, plan, threshold=threshold, resume_timeout_s=resume_s)
         await self._until(lambda: cluster.all_ready, 60.0)
         duration_s = max(2.0, report.requests / _RATE)
@@ -115,7 +121,7 @@ class Episode:
         for fault in plan_faults(chance, report.faults, duration_s):
             loop.call_later(fault.at, faults.strike, fault, context=Context())
         crowd = Process("clients")
-        workload = Workload(chance, longest_prompt=40, impatience=0.12 if report.faults else 0.6)
+        workload = Workload(chance, LONGEST_PROMPT, plan.longest_output, impatience=0.12 if report.faults else 0.6)
         tasks = []
         for number in range(report.requests):
             client = Client(
@@ -123,12 +129,21 @@ class Episode:
             )
             self.clients.append(client)
             names = chance.sample(cluster.router_names, len(cluster.router_names))
-            tasks.append(loop.start(crowd, self._request(client, chance.uniform(0.0, duration_s), names), "client"))
+            tasks.append(loop.start(crowd, self._request(client, workload.arrival(duration_s), names), "client"))
         await asyncio.wait(tasks)
         self._judge()
         await self._quiet(cluster)
         report.fault_kinds = dict(sorted((faults.done | cluster.wire_faults.done).items()))
         await self._end(cluster)
+
+    def _count_moves(self) -> None:
+        moved = Journal.moved
+
+        def counting(journal: Journal, outcome: MigrationOutcome, **named: Any) -> None:
+            self._moves += outcome in (MigrationOutcome.MOVED, MigrationOutcome.SOURCE_LOST)
+            moved(journal, outcome, **named)
+
+        Journal.moved = counting  # type: ignore[method-assign]
 
     async def _request(self, client: Client, at: float, routers: list[str]) -> None:
         await asyncio.sleep(at)
@@ -158,6 +173,7 @@ class Episode:
         for client in self.clients:
             counts[client.outcome] += 1
             counts["routers lost"] += client.lost_routers
+            counts["moved"] = self._moves
             counts["resumed"] += client.resumed
             counts["joined"] += client.joined
             counts["refused for a long queue"] += client.refusals

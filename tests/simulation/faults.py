@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import Context
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ WEIGHTS: dict[str, float] = {
     "kill_tier": 2,
     "power_off": 2,
     "terminate": 2,
+    "drain": 6,
     "pause": 4,
     "hang": 3,
     "segments": 40,
@@ -92,6 +94,18 @@ class Faults:
 
     def _terminate(self, chance: Random) -> None:
         self._cluster.terminate(self._worker(chance))
+
+    def _drain(self, chance: Random) -> None:
+        self._drain_busy(chance.choice((0.05, 0.5, 4.0)), self._loop.time() + 3.0)
+
+    def _drain_busy(self, for_s: float, until: float) -> None:
+        """The busiest decode worker, once one has several requests."""
+        workers = [self._cluster.workers[name] for name in self._cluster.worker_names if name.startswith("d")]
+        busiest = max(workers, key=lambda worker: worker.num_requests)
+        if busiest.num_requests > 1 or self._loop.time() >= until:
+            busiest.drain(for_s)
+        else:
+            self._loop.call_later(0.01, self._drain_busy, for_s, until, context=Context())
 
     def _pause(self, chance: Random) -> None:
         name = chance.choice((*self._cluster.worker_names, *self._cluster.router_names))

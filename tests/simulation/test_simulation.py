@@ -24,7 +24,6 @@ FOUND = {
     "forget-a-release": 2,
     "ignore-positions": 2,
     "keep-a-queue-slot": 2,
-    "leave-the-older-attempt": 6,
     "let-go-of-blocks-on-the-wire": 2,
     "lose-a-preempted-sequence": 2,
     "send-a-block-twice": 2,

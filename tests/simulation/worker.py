@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from decode_svc.request import DecodePhase
 from decode_svc.service import DecodeService
 from kernels.choice import Backend, KernelChoice
 from pdserve.base.admin import Health
+from pdserve.base.errors import Draining
 from pdserve.base.ids import RequestId, WorkerId, new_epoch
 from pdserve.base.seals import Seals
 from pdserve.base.tasks import service_group
@@ -25,6 +27,7 @@ from pdserve.worker.kv_bytes.host_blocks import staged
 from pdserve.worker.serve import process as worker_process
 from pdserve.worker.serve.announce import WorkerAddresses, announce
 from pdserve.worker.serve.loaded_model import LoadedModel
+from pdserve.worker.serve.manual_drain import ManualDrain
 from pdserve.worker.serve.metrics import WorkerMetrics
 from pdserve.worker.serve.worker import Worker
 from prefill_svc.config import PrefillConfig
@@ -38,6 +41,8 @@ from tests.simulation.redis_link import open_store
 from tests.simulation.wire import WireFaults, WireTransport
 
 NAME = "simulated"
+#: Tokens of the longest prompts.
+LONGEST_PROMPT = 40
 _GRPC_PORT, STREAM_PORT = 5001, 5002
 
 
@@ -53,6 +58,13 @@ class WorkerPlan:
     bundle_blocks: int = 1
     max_num_seqs: int = 8
     chunk_tokens: int = 8
+    #: Grace of a worker that shuts down.
+    drain_timeout_s: float = 20.0
+
+    @property
+    def longest_output(self) -> int:
+        """Tokens of the longest outputs that a decode worker holds beside the longest prompt."""
+        return min(self.num_blocks["decode"] * LAYOUT.block_size, MAX_MODEL_LEN) - LONGEST_PROMPT - 2
 
 
 @dataclass(eq=False)
@@ -70,6 +82,7 @@ class SimulatedWorker:
     transport: WireTransport | None = None
     is_ready: bool = False
     _stop: asyncio.Event | None = None
+    _manual_drain: ManualDrain | None = None
     has_ended: bool = False
 
     def __post_init__(self) -> None:
@@ -85,6 +98,17 @@ class SimulatedWorker:
         """As SIGTERM: the worker drains and ends."""
         if self._stop is not None:
             self.network.loop.call_soon(self._stop.set, context=self.process.context)
+
+    def drain(self, for_s: float) -> None:
+        """As `pdserve drain`, and `--undo` after that time."""
+        if self._manual_drain is not None and self.is_ready and not self.process.is_dead:
+            self.network.loop.start(self.process, self._drain(self._manual_drain, for_s), "drain")
+
+    async def _drain(self, drain: ManualDrain, for_s: float) -> None:
+        with suppress(Draining):
+            await drain.start()
+            await asyncio.sleep(for_s)
+            await drain.undo()
 
     @property
     def tier(self) -> Any:
@@ -129,6 +153,8 @@ class SimulatedWorker:
                     addresses = WorkerAddresses(grpc=address, http=f"{self.name}:5003", streams=streams)
                     registrar = announce(worker, service, store=store, health=health, addresses=addresses)
                     await worker_process._start_accepting(worker, health, _GRPC_HEALTH, registrar)
+                    publish = partial(worker_process._publish_readiness, health, _GRPC_HEALTH, registrar)
+                    self._manual_drain = ManualDrain(worker.worker_id, service, worker.calls, health, publish)
                     self.is_ready = True
                     await worker_process._unless_fatal(self._stop.wait(), fatal, health)
                     self.is_ready = False
@@ -149,7 +175,7 @@ class SimulatedWorker:
             "worker_id": self.name,
             "host": self.name,
             "block_size": LAYOUT.block_size,
-            "drain_timeout_s": 20.0,
+            "drain_timeout_s": plan.drain_timeout_s,
             "max_num_batched_tokens": plan.chunk_tokens,
             "threads": 1,
         }
@@ -204,6 +230,11 @@ class SimulatedWorker:
         if self.process.is_dead or self.service is None:
             return False
         return any(name.partition("-")[0] == request_id for name in self.service._inboxes._inboxes)
+
+    @property
+    def num_requests(self) -> int:
+        """Sessions that are open."""
+        return 0 if self.process.is_dead or self.service is None else len(self.service._inboxes._inboxes)
 
     # Once everything is quiet.
     def leftovers(self) -> list[str]:
