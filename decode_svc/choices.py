@@ -15,7 +15,8 @@ def fork_choices(
     """A sequence for each choice, behind its first token, unless the choice was stopped or ends with that token.
 
     A choice that another worker has started is behind all tokens that the client has of it: they are computed again, as
-    after a preemption. The prompt's own sequence becomes the first of them; the others share its blocks.
+    after a preemption, from where the prefix cache has no copies of their blocks. The prompt's own sequence becomes the
+    first of them; the others share its blocks.
     """
     prompt = request.prompt_sequence
     going_on = [
@@ -32,4 +33,6 @@ def fork_choices(
     for sequence in sequences:
         sequence.tokens.extend(request.output.get(sequence.choice_index, (first_tokens[sequence.choice_index],)))
         sequence.sampling = limits.sample_row(sequence, sequence.choice_index)
+    for sequence in sequences if request.output else ():
+        blocks.reuse_behind(sequence)
     return sequences

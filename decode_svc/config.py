@@ -27,6 +27,12 @@ class DecodeConfig(WorkerConfig):
         f"most one per layer; without a value, {GPU_LAYER_GROUPS} on a GPU and 1 on a CPU",
         minimum=1,
     )
+    replication_interval_ms: float = option(
+        250.0,
+        help="milliseconds between two copies of new KV blocks to another decode worker, where requests go on if this "
+        "one is lost; 0 makes none",
+        minimum=0,
+    )
     max_reserved_share: float = option(0.5, help="share of the KV blocks that may wait for transfers", minimum=0.01)
 
     @property

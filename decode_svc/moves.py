@@ -12,10 +12,10 @@ them there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 
-from decode_svc.request import DecodePhase, ScheduledRequest
+from decode_svc.request import DecodeMove, DecodePhase, ScheduledRequest
 from pdserve.base.block_hash import hash_blocks
 from pdserve.base.errors import Diverged, RequestError, StaleError
 from pdserve.base.ids import BlockHash, BlockId, RequestId
@@ -52,16 +52,19 @@ class Moves:
         blocks: BlockManager,
         running: RunningSet,
         limits: SequenceLimits,
+        on_freed: Callable[[], None],
     ) -> None:
+        """`on_freed` is called when blocks may be free that a request here waits for."""
         self._requests = requests
         self._blocks = blocks
         self._running = running
         self._limits = limits
+        self._on_freed = on_freed
         #: Blocks that are being sent, each with a reference.
         self._leaving: dict[RequestId, list[BlockId]] = {}
 
     @property
-    def leaving(self) -> Iterator[list[BlockId]]:
+    def held(self) -> Iterator[list[BlockId]]:
         """The blocks that are being sent, by request."""
         return iter(self._leaving.values())
 
@@ -94,6 +97,7 @@ class Moves:
     def let_go(self, request_id: RequestId) -> None:
         """Nothing reads the blocks any more. No effect without any."""
         self._blocks.pool.release(reversed(self._leaving.pop(request_id, [])))
+        self._on_freed()
 
     def tokens_left(self) -> dict[RequestId, int]:
         """The most tokens that a choice of each running request may still have, in the order of admission."""
@@ -135,9 +139,30 @@ class Moves:
         carrier = request.prompt_sequence
         for block, block_hash in zip(carrier.block_table, request.moved, strict=True):
             self._blocks.pool.register(BlockId(block), block_hash)
-        self._blocks.free(carrier)
         carrier.admission_order = self._running.next_admission_order()
-        sequences = []
+        return self._resume(request)
+
+    def resume(self, request: ScheduledRequest) -> list[Sequence]:
+        """Run a request that computes its prompt, of which another worker has sampled tokens of all choices.
+
+        Each choice computes what is behind its last cached block, in one chunk with what is left of the prompt.
+        Returns no sequence, and changes nothing, where more of the prompt is missing than that.
+        """
+        prompt, known = request.prompt_sequence, request.output.keys() | request.stopped
+        size = self._blocks.pool.block_size
+        num_cached = self._blocks.count_cached(prompt, recompute_last=False)
+        if len(known) < request.job.params.n or num_cached + size <= prompt.num_prompt:
+            return []
+        request.advance(DecodeMove.RUN)
+        sequences = self._resume(request)
+        for sequence in sequences:
+            self._blocks.num_reused_blocks += (self._blocks.count_cached(sequence) - num_cached) // size
+        self._running.resume()
+        return sequences
+
+    def _resume(self, request: ScheduledRequest) -> list[Sequence]:
+        carrier, sequences = request.prompt_sequence, list[Sequence]()
+        self._blocks.free(carrier)
         for choice, output in sorted(request.output.items()):
             if choice in request.stopped:
                 continue

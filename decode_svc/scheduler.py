@@ -4,10 +4,10 @@
                   |                   | COMPUTE             ^
                   '-----COMPUTE-------'---> COMPUTING --RUN-'
 
-`TRANSITIONS` in request.py has every move. A RUNNING request has one sequence per choice. Each step computes the
-pending tokens of the sequences in the `RunningSet`: one token of a decoding sequence, a chunk of a sequence whose KV is
-to be computed (again). Chunks are sized to keep the step within the ITL budget at the present pace. When a block is
-needed and none is free, the youngest sequence is preempted. While one waits for blocks, no request is admitted.
+`TRANSITIONS` in request.py has every move. A RUNNING request has one sequence per choice. Each step computes pending
+tokens of the sequences in the `RunningSet`: one of a decoding sequence, a chunk of one whose KV is to be computed.
+Chunks keep the step within the ITL budget at the present pace. When a block is needed and none is free, the youngest
+sequence is preempted. While one waits for blocks, no request is admitted.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from decode_svc.choices import fork_choices
 from decode_svc.integrity import check_integrity
 from decode_svc.load import decode_load
 from decode_svc.moves import Moves
+from decode_svc.replicas import Replicas
 from decode_svc.request import DecodeJob, DecodeMove, DecodePhase, ScheduledRequest
 from decode_svc.reservations import Reservations
 from decode_svc.scheduler_config import DecodeSchedulerConfig
@@ -36,7 +37,6 @@ class DecodeScheduler:
     """Implements `pdserve.engine.step.Scheduler`; every method is called on the step thread."""
 
     def __init__(self, pool: BlockPool, config: DecodeSchedulerConfig) -> None:
-        self._pool = pool
         self._blocks = BlockManager(pool)
         self._running = RunningSet(self._blocks, config.running_limits(pool))
         self._reservations = Reservations(self._blocks, config.reservation_limits(pool))
@@ -45,7 +45,8 @@ class DecodeScheduler:
         #: All requests on this worker, in order of arrival.
         self._requests: dict[RequestId, ScheduledRequest] = {}
         #: Requests that come from other decode workers, or go there.
-        self.moves = Moves(self._requests, self._blocks, self._running, self._limits)
+        self.moves = Moves(self._requests, self._blocks, self._running, self._limits, self.blocks_freed)
+        self.replicas = Replicas(self._requests, self._blocks, self.blocks_freed)
         #: Requests that may run, of which no step has computed anything yet.
         self._unstarted: dict[RequestId, ScheduledRequest] = {}
         self._events = EventLog(tier="decode")
@@ -61,10 +62,9 @@ class DecodeScheduler:
         """
         if job.request_id in self._requests:
             raise InvalidTransition(f"Request {job.request_id} is already on this worker.")
-        job.require_servable(self._model_limits, self._pool, num_output_tokens=1)
+        job.require_servable(self._model_limits, self._blocks.pool, num_output_tokens=1)
         job.require_continuable(self._limits)
-        request = ScheduledRequest.of(job)
-        self._requests[job.request_id] = request
+        self._requests[job.request_id] = request = ScheduledRequest.of(job)
         self._reservations.add(request)
         self._must_rescan_waiting = True
 
@@ -121,8 +121,7 @@ class DecodeScheduler:
 
         An unknown request or choice is over already. A RESERVED request stays until its reservation has ended.
         """
-        request = self._requests.get(request_id)
-        if request is None or not 0 <= choice_index < request.job.params.n:
+        if (request := self._requests.get(request_id)) is None or not 0 <= choice_index < request.job.params.n:
             return
         request.stopped.add(choice_index)
         if request.phase is DecodePhase.RUNNING and (sequence := request.sequences.get(choice_index)) is not None:
@@ -131,14 +130,13 @@ class DecodeScheduler:
             self._finish(request, DecodeMove.FINISH)
 
     def blocks_freed(self) -> None:
-        """Another scheduler of the same pool has freed blocks: look again at what waits."""
+        """A transfer, or another scheduler of the same pool, has freed blocks: look again at what waits."""
         self._must_rescan_waiting = True
 
-    # The step.
     def has_work(self) -> bool:
         """Whether a step would compute or report anything."""
-        is_waited_for = self._reservations.num_waiting > 0 or self._running.num_preempted > 0
-        return self._running.num_active > 0 or bool(self._events) or (self._must_rescan_waiting and is_waited_for)
+        num_waiting = self._reservations.num_waiting + self._running.num_preempted
+        return self._running.num_active > 0 or bool(self._events) or (self._must_rescan_waiting and num_waiting > 0)
 
     def schedule(self, pace: Pace) -> StepPlan:
         """Resume preempted sequences, admit waiting requests, then plan the pending tokens of the active sequences."""
@@ -152,7 +150,7 @@ class DecodeScheduler:
         plan = StepPlan(
             decoding=planned.decoding,
             chunks=tuple(self._requests[s.request_id].chunk(s, stop, self._limits) for s, stop in planned.chunks),
-            copies=self._pool.drain_copies(),
+            copies=self._blocks.pool.drain_copies(),
         )
         for sequence in plan.scheduled() if self._unstarted else ():
             if (request := self._unstarted.pop(sequence.request_id, None)) is not None:
@@ -165,7 +163,7 @@ class DecodeScheduler:
             return None
         if not plan.decoding or not self._running.extend_ahead(plan.decoding):
             return None
-        copies = self._pool.drain_copies()
+        copies = self._blocks.pool.drain_copies()
         assert not copies, "only prompts are shared: a step behind one that decodes never enters a shared block"
         return StepPlan(decoding=plan.decoding, is_ahead=True)
 
@@ -176,7 +174,7 @@ class DecodeScheduler:
         results = iter(sampled[len(plan.decoding) :])
         for chunk in plan.chunks:
             self._take_chunk(chunk, [next(results) for _ in chunk.samples])
-        return self._events.drain(self._pool.drain_events())
+        return self._events.drain(self._blocks.pool.drain_events())
 
     def fail(self, request_id: RequestId, failure: SampleFailure) -> None:
         """End a request of the present plan, and report why."""
@@ -189,9 +187,9 @@ class DecodeScheduler:
 
     def check_integrity(self) -> None:
         """Assert that pool, queues and counters are sound, and references exactly those of the requests here."""
-        check_integrity(self._requests.values(), self._reservations, self._running, self.moves, self._pool)
+        transfers = [*self.moves.held, *self.replicas.held]
+        check_integrity(self._requests.values(), self._reservations, self._running, transfers, self._blocks.pool)
 
-    # Moves of a request.
     def _expect(self, request_id: RequestId, move: DecodeMove) -> ScheduledRequest:
         if (request := self._requests.get(request_id)) is None:
             raise InvalidTransition(f"Request {request_id} is not on this worker.")
@@ -213,7 +211,10 @@ class DecodeScheduler:
     def _compute_prompt(self, request: ScheduledRequest) -> None:
         request.start_computing(self._running.next_admission_order())
         self._unstarted[request.request_id] = request
-        self._running.add(request.prompt_sequence)
+        if sequences := self.moves.resume(request):
+            self._take_choices(request, sequences)
+        else:
+            self._running.add(request.prompt_sequence)
 
     def _run_choices(self, request: ScheduledRequest, first_tokens: Mapping[int, int]) -> None:
         """Run every choice from its first token on, apart from those that end with it or were stopped."""
@@ -244,6 +245,7 @@ class DecodeScheduler:
         request.advance(outcome)
         assert request.phase is DecodePhase.OVER, f"{outcome} does not end a request"
         del self._requests[request.request_id]
+        self.replicas.forget(request.request_id)
         self._unstarted.pop(request.request_id, None)
         self._reservations.remove(request)
         for sequence in request.sequences.values():
@@ -255,16 +257,14 @@ class DecodeScheduler:
         if outcome is DecodeMove.FINISH:
             self._events.finished.append(request.request_id)
 
-    # Parts of a step.
     def _take_decoded(self, sequence: Sequence, result: SampleResult) -> None:
         if not sequence.block_table:  # It ended in the step before, or another choice failed earlier in this one.
             return
-        request = self._requests[sequence.request_id]
         self._blocks.advance(sequence, len(sequence.tokens))
         if isinstance(result, Sampled):
-            self._take_token(request, sequence, result)
+            self._take_token(self._requests[sequence.request_id], sequence, result)
         else:
-            self.fail(request.request_id, result)
+            self.fail(sequence.request_id, result)
 
     def _take_chunk(self, chunk: PrefillChunk, results: list[SampleResult]) -> None:
         if (request := self._requests.get(chunk.sequence.request_id)) is None:

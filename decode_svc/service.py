@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 
 from decode_svc.config import DecodeConfig
-from decode_svc.departures import Departures
 from decode_svc.emptying import Emptying
+from decode_svc.other_workers import OtherWorkers
 from decode_svc.relief import Relief
 from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
@@ -81,7 +81,8 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         #: Connections with a request.
         self._streams: set[MessageStream[pb.DecodeRequest]] = set()
         self._receiver: Receiver | None = None
-        self._departures = Departures(worker, self.scheduler.moves)
+        interval_s = config.replication_interval_ms / 1000
+        self._others = OtherWorkers(worker, self.scheduler, self._inboxes, lambda: self.receiver, interval_s=interval_s)
         self._emptying = Emptying(worker, self.scheduler.moves, self._inboxes)
         self._relief = Relief(worker, self.scheduler.moves, self._inboxes)
         self._config = config
@@ -108,6 +109,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         )
         worker.tasks.start(self._keep_alive(), name="keep-alives")
         worker.metrics.num_receiving = lambda: self.receiver.num_transfers
+        self._others.replication.start()
         listener = bound_socket(self._config.host, self._config.stream_port, flag="--stream-port")
         return await self._open.enter_async_context(
             serve_streams(
@@ -138,6 +140,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         for request_id in events.finished:
             self._inboxes.put(request_id, ChoicesEnded())
         self._relief.after_step(output)
+        self._others.replication.after_step(output)
 
     def drain(self, within_s: float) -> None:
         """Hands back what waits here, and has what does not end within `within_s` seconds move elsewhere."""
@@ -161,7 +164,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
     async def close(self) -> None:
         """Closes the connections of routers, then the transfers into this worker."""
         await self._open.aclose()
-        await self._departures.close()
+        await self._others.close()
         if self._receiver is not None:
             await self._receiver.close()
 
@@ -179,7 +182,7 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
                 session = DecodeSession(
                     self._worker, self.scheduler, self.receiver, inbox, stream, lease_s=self._lease_s
                 )
-                session.departures = self._departures
+                session.others = self._others
                 session.trace.join(self._worker.tracer, caller)
                 enter_request(request_id, session.trace.context)
                 self._sessions[request_id] = session
@@ -233,10 +236,10 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         try:
             plain = self._worker.seals.open(Purpose.COMMIT, self._worker.seal_name, request)
             commit = commit_from_proto(plain)
-            session = self._sessions.get(commit.request_id)
-            if session is None:
+            taker = self._sessions.get(commit.request_id) or self._others.intake.of(commit.request_id)
+            if taker is None:
                 raise StaleError(f"Request {commit.request_id} is not on this worker. It has ended, or was never here.")
-            received = await session.commit(commit, plain.numerics_class)
+            received = await taker.commit(commit, plain.numerics_class)
         except PdserveError as error:
             metrics.ended(reason_of(error))
             metrics.stale("commit", error)
@@ -245,6 +248,11 @@ class DecodeService(pb_grpc.DecodeServiceServicer):
         transport = self._worker.transport.name
         metrics.received(received.received_bytes, received.received_blocks, received.receive_s, transport)
         return pb.CommitResponse(receive_s=received.receive_s)
+
+    @rpc.method
+    async def Replicate(self, request: pb.ReplicateRequest, context: Any) -> pb.ReplicateResponse:  # noqa: N802
+        """Grants a ticket for copies of blocks that this worker has not cached."""
+        return await self._others.intake.reserve(request)
 
     @rpc.method
     async def Introduce(self, request: pb.IntroduceRequest, context: Any) -> pb.IntroduceResponse:  # noqa: N802

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from dataclasses import replace
 
-from decode_svc.departures import Departures
+from decode_svc.other_workers import OtherWorkers
 from decode_svc.request import DecodeJob
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.session_events import (
@@ -67,13 +67,12 @@ class DecodeSession:
         self._inbox = inbox
         self._stream = stream
         self._lease_s = lease_s
-        self.departures: Departures | None = None
+        self.others: OtherWorkers | None = None
         self._tasks: ServiceGroup | None = None
         self._request_id = inbox.request_id
         self._waiting_bytes = 0
         #: Whether a worker of another numerics class has sent a commit.
         self._is_foreign = False
-        #: Blocks of the prompt that the prefix cache had.
         self._num_cached_blocks = 0
         #: What happened when, for the request's spans.
         self.trace = DecodeTrace(opened_at=_now())
@@ -243,6 +242,8 @@ class DecodeSession:
             self._tasks.start(self._hand_off(command.hand_off), name=f"hand-off {self._request_id}")
         elif kind == "prefill_locally":
             await self._prefill_locally(command.prefill_locally)
+        elif kind == "replicate_to" and self.others is not None:
+            await self.others.replication.replicate_to(self._request_id, command.replicate_to)
         else:
             raise RequestError(
                 f"Request {self._request_id} is being decoded already, but {kind or 'an empty message'} came. "
@@ -251,8 +252,9 @@ class DecodeSession:
 
     async def _hand_off(self, command: pb.HandOff) -> None:
         """The blocks leave while tokens are sampled. The router decides when the request has moved."""
-        if self.departures is not None:
-            self._inbox.put(pb.DecodeResponse(handed_off=await self.departures.send(self._request_id, command)))
+        if self.others is not None:
+            sent = await self.others.departures.send(self._request_id, command)
+            self._inbox.put(pb.DecodeResponse(handed_off=sent))
 
     async def _renew(self, attempt: int) -> None:
         match self._life:

@@ -20,7 +20,14 @@ from pdserve.base.ids import Epoch, WorkerId
 from pdserve.base.logs import get_logger
 from pdserve.base.secret import ClusterSecret
 from pdserve.v1.common_pb2 import Sealed
-from pdserve.v1.decode_pb2 import CommitRequest, DecodeStart, IntroduceRequest, IntroduceResponse, Ticket
+from pdserve.v1.decode_pb2 import (
+    CommitRequest,
+    DecodeStart,
+    IntroduceRequest,
+    IntroduceResponse,
+    ReplicateRequest,
+    Ticket,
+)
 from pdserve.v1.diagnostics_pb2 import (
     ChangeRoleRequest,
     DescribeRequest,
@@ -37,6 +44,7 @@ Message = TypeVar(
     DecodeStart,
     PrefillRequest,
     CommitRequest,
+    ReplicateRequest,
     Ticket,
     IntroduceRequest,
     IntroduceResponse,
@@ -60,6 +68,7 @@ class Purpose(StrEnum):
     START = "decode_start"
     PROMPT = "prefill_request"
     COMMIT = "commit"
+    REPLICA = "replicate_request"
     TICKET = "ticket"
     INTRODUCTION = "introduction"
     INTRODUCED = "answer_to_introduction"

@@ -28,6 +28,8 @@ class BlockManager:
         #: Tokens looked up in the prefix cache, and found there, since the start.
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
+        #: Blocks of output that continued requests have found since the start.
+        self.num_reused_blocks = 0
 
     def admit(self, sequence: Sequence, num_slots: int, *, headroom: int = 0, recompute_last: bool = True) -> bool:
         """Give a sequence without blocks slots for `num_slots` tokens, reusing blocks of the prefix cache.
@@ -141,6 +143,22 @@ class BlockManager:
         )
         self.pool.share(choice.held_blocks())
         return choice
+
+    def reuse_behind(self, sequence: Sequence) -> None:
+        """Replace blocks that are to be computed by cached ones, behind the computed tokens.
+
+        At least the last token is left to compute. A KV cache of several groups, or of a window, is left as it is.
+        """
+        pool, first = self.pool, sequence.num_computed // self.pool.block_size
+        hashes = self._reusable(sequence, recompute_last=True)[first:]
+        matched = pool.match_prefix(hashes) if pool.windows == (None,) else []
+        if not matched:
+            return
+        pool.release(BlockId(block) for block in reversed(sequence.block_table[first:]))
+        _set_tables(sequence, [array("q", (*sequence.block_table[:first], *matched))])
+        sequence.num_registered = len(sequence.block_table)
+        sequence.num_slots = sequence.num_computed = sequence.num_registered * pool.block_size
+        self.num_reused_blocks += len(matched)
 
     def recompute_last_token(self, sequence: Sequence) -> None:
         """Prepare a sequence whose whole prompt was found in the cache to compute its last token after all.

@@ -39,6 +39,7 @@ class DecodeRequest(_message.Message):
     STOP_CHOICE_FIELD_NUMBER: _builtins.int
     CATCH_UP_FIELD_NUMBER: _builtins.int
     HAND_OFF_FIELD_NUMBER: _builtins.int
+    REPLICATE_TO_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def start(self) -> Global___DecodeStart: ...
     @_builtins.property
@@ -65,6 +66,10 @@ class DecodeRequest(_message.Message):
     def hand_off(self) -> Global___HandOff:
         """Send full blocks to the decode worker that the request moves to."""
 
+    @_builtins.property
+    def replicate_to(self) -> Global___ReplicateTo:
+        """The answer to ReplicaWanted."""
+
     def __init__(
         self,
         *,
@@ -75,12 +80,13 @@ class DecodeRequest(_message.Message):
         stop_choice: Global___StopChoice | None = ...,
         catch_up: Global___CatchUp | None = ...,
         hand_off: Global___HandOff | None = ...,
+        replicate_to: Global___ReplicateTo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["catch_up", b"catch_up", "command", b"command", "hand_off", b"hand_off", "keep_lease", b"keep_lease", "prefill_locally", b"prefill_locally", "renew_ticket", b"renew_ticket", "start", b"start", "stop_choice", b"stop_choice"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["catch_up", b"catch_up", "command", b"command", "hand_off", b"hand_off", "keep_lease", b"keep_lease", "prefill_locally", b"prefill_locally", "renew_ticket", b"renew_ticket", "replicate_to", b"replicate_to", "start", b"start", "stop_choice", b"stop_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["catch_up", b"catch_up", "command", b"command", "hand_off", b"hand_off", "keep_lease", b"keep_lease", "prefill_locally", b"prefill_locally", "renew_ticket", b"renew_ticket", "start", b"start", "stop_choice", b"stop_choice"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["catch_up", b"catch_up", "command", b"command", "hand_off", b"hand_off", "keep_lease", b"keep_lease", "prefill_locally", b"prefill_locally", "renew_ticket", b"renew_ticket", "replicate_to", b"replicate_to", "start", b"start", "stop_choice", b"stop_choice"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["start", "renew_ticket", "prefill_locally", "keep_lease", "stop_choice", "catch_up", "hand_off"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["start", "renew_ticket", "prefill_locally", "keep_lease", "stop_choice", "catch_up", "hand_off", "replicate_to"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -344,6 +350,7 @@ class DecodeResponse(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
     HANDED_OFF_FIELD_NUMBER: _builtins.int
+    REPLICA_WANTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ticket(self) -> Global___TicketGranted: ...
     @_builtins.property
@@ -374,6 +381,12 @@ class DecodeResponse(_message.Message):
     def handed_off(self) -> Global___HandedOff:
         """How a HandOff has ended."""
 
+    @_builtins.property
+    def replica_wanted(self) -> Global___ReplicaWanted:
+        """The request runs for some time already, and its blocks are on this worker
+        alone: name another one.
+        """
+
     def __init__(
         self,
         *,
@@ -386,16 +399,66 @@ class DecodeResponse(_message.Message):
         ended: Global___DecodeEnded | None = ...,
         leave: Global___LeaveRequested | None = ...,
         handed_off: Global___HandedOff | None = ...,
+        replica_wanted: Global___ReplicaWanted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "failed", b"failed", "handed_off", b"handed_off", "keep_alive", b"keep_alive", "leave", b"leave", "progress", b"progress", "started", b"started", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "failed", b"failed", "handed_off", b"handed_off", "keep_alive", b"keep_alive", "leave", b"leave", "progress", b"progress", "replica_wanted", b"replica_wanted", "started", b"started", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "failed", b"failed", "handed_off", b"handed_off", "keep_alive", b"keep_alive", "leave", b"leave", "progress", b"progress", "started", b"started", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "failed", b"failed", "handed_off", b"handed_off", "keep_alive", b"keep_alive", "leave", b"leave", "progress", b"progress", "replica_wanted", b"replica_wanted", "started", b"started", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["ticket", "tokens", "started", "failed", "keep_alive", "progress", "ended", "leave", "handed_off"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["ticket", "tokens", "started", "failed", "keep_alive", "progress", "ended", "leave", "handed_off", "replica_wanted"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___DecodeResponse: _TypeAlias = DecodeResponse  # noqa: Y015
+
+@_typing.final
+class ReplicaWanted(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FAILED_EPOCH_FIELD_NUMBER: _builtins.int
+    failed_epoch: _builtins.int
+    """The worker named before cannot take the blocks; 0: none was named."""
+    def __init__(
+        self,
+        *,
+        failed_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_epoch", b"failed_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaWanted: _TypeAlias = ReplicaWanted  # noqa: Y015
+
+@_typing.final
+class ReplicateTo(_message.Message):
+    """A decode worker with the same KV layout and numerics class. The request goes on
+    there if this worker is lost, and finds its blocks in the cache.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    GRPC_ADDRESS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    epoch: _builtins.int
+    grpc_address: _builtins.str
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        grpc_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "grpc_address", b"grpc_address", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicateTo: _TypeAlias = ReplicateTo  # noqa: Y015
 
 @_typing.final
 class LeaveRequested(_message.Message):
@@ -1002,6 +1065,76 @@ class IntroduceResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___IntroduceResponse: _TypeAlias = IntroduceResponse  # noqa: Y015
+
+@_typing.final
+class ReplicateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    NUMERICS_CLASS_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The transfer's name, for its ticket and commit."""
+    numerics_class: _builtins.str
+    """Of the sender. Blocks of another class than the receiver's own are refused."""
+    @_builtins.property
+    def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Hashes of full blocks, at most 256; each has its predecessors before it, or the
+        receiver has got them earlier.
+        """
+
+    @_builtins.property
+    def sealed(self) -> _common_pb2.Sealed:
+        """In a cluster with a secret: the whole message; the other fields are empty."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        numerics_class: _builtins.str = ...,
+        sealed: _common_pb2.Sealed | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sealed", b"sealed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "numerics_class", b"numerics_class", "request_id", b"request_id", "sealed", b"sealed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicateRequest: _TypeAlias = ReplicateRequest  # noqa: Y015
+
+@_typing.final
+class ReplicateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
+    IS_PARTIAL_FIELD_NUMBER: _builtins.int
+    is_partial: _builtins.bool
+    """More are missing, for which there is no room at present."""
+    @_builtins.property
+    def ticket(self) -> Global___Ticket:
+        """Absent when no block is missing."""
+
+    @_builtins.property
+    def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indices into block_hashes of the blocks that the ticket is for."""
+
+    def __init__(
+        self,
+        *,
+        ticket: Global___Ticket | None = ...,
+        missing: _abc.Iterable[_builtins.int] | None = ...,
+        is_partial: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_partial", b"is_partial", "missing", b"missing", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicateResponse: _TypeAlias = ReplicateResponse  # noqa: Y015
 
 @_typing.final
 class CommitResponse(_message.Message):

@@ -46,6 +46,11 @@ class DecodeServiceStub:
                 request_serializer=pdserve_dot_v1_dot_decode__pb2.IntroduceRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_decode__pb2.IntroduceResponse.FromString,
                 _registered_method=True)
+        self.Replicate = channel.unary_unary(
+                '/pdserve.v1.DecodeService/Replicate',
+                request_serializer=pdserve_dot_v1_dot_decode__pb2.ReplicateRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_decode__pb2.ReplicateResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServiceServicer:
@@ -70,6 +75,14 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Replicate(self, request, context):
+        """Announces copies of cached blocks; called by another decode worker. The ticket
+        is for those that are missing here and find room.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -82,6 +95,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Introduce,
                     request_deserializer=pdserve_dot_v1_dot_decode__pb2.IntroduceRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_decode__pb2.IntroduceResponse.SerializeToString,
+            ),
+            'Replicate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Replicate,
+                    request_deserializer=pdserve_dot_v1_dot_decode__pb2.ReplicateRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_decode__pb2.ReplicateResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -140,6 +158,33 @@ class DecodeService:
             '/pdserve.v1.DecodeService/Introduce',
             pdserve_dot_v1_dot_decode__pb2.IntroduceRequest.SerializeToString,
             pdserve_dot_v1_dot_decode__pb2.IntroduceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Replicate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.DecodeService/Replicate',
+            pdserve_dot_v1_dot_decode__pb2.ReplicateRequest.SerializeToString,
+            pdserve_dot_v1_dot_decode__pb2.ReplicateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,10 @@ class DecodeServiceStub:
     """Names connections between the caller's and this worker's data addresses, which
     this worker then takes data from; called by prefill workers.
     """
+    Replicate: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ReplicateRequest, _decode_pb2.ReplicateResponse]
+    """Announces copies of cached blocks; called by another decode worker. The ticket
+    is for those that are missing here and find room.
+    """
 
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
@@ -60,6 +64,10 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     Introduce: _aio.UnaryUnaryMultiCallable[_decode_pb2.IntroduceRequest, _decode_pb2.IntroduceResponse]  # type: ignore[assignment]
     """Names connections between the caller's and this worker's data addresses, which
     this worker then takes data from; called by prefill workers.
+    """
+    Replicate: _aio.UnaryUnaryMultiCallable[_decode_pb2.ReplicateRequest, _decode_pb2.ReplicateResponse]  # type: ignore[assignment]
+    """Announces copies of cached blocks; called by another decode worker. The ticket
+    is for those that are missing here and find room.
     """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -86,6 +94,16 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_decode_pb2.IntroduceResponse, _abc.Awaitable[_decode_pb2.IntroduceResponse]]:
         """Names connections between the caller's and this worker's data addresses, which
         this worker then takes data from; called by prefill workers.
+        """
+
+    @_abc_1.abstractmethod
+    def Replicate(
+        self,
+        request: _decode_pb2.ReplicateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.ReplicateResponse, _abc.Awaitable[_decode_pb2.ReplicateResponse]]:
+        """Announces copies of cached blocks; called by another decode worker. The ticket
+        is for those that are missing here and find room.
         """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -95,8 +95,10 @@ class DecodeCall:
         self.has_ended = False
         #: Why the worker wants the request to move; empty: it does not.
         self.leave_reason = ""
-        #: Called when it does, and when it has sent blocks to the worker that the request moves to.
-        self.on_leave: Callable[[], None] = lambda: None
+        #: The worker wants to know where to copy the request's blocks; epoch of one that could not take them, or 0.
+        self.replica_wanted: int | None = None
+        #: Called when it wants one of the two, and when it has sent blocks to the worker that the request moves to.
+        self.on_wanted: Callable[[], None] = lambda: None
         self.on_handed_off: Callable[[decode_pb2.HandedOff], None] = lambda result: None
 
     @property
@@ -131,7 +133,10 @@ class DecodeCall:
         self.has_ended = event.HasField("ended")
         if kind == "leave":
             self.leave_reason = "" if event.leave.is_withdrawn else event.leave.reason
-            self.on_leave()
+            self.on_wanted()
+        elif kind == "replica_wanted":
+            self.replica_wanted = event.replica_wanted.failed_epoch
+            self.on_wanted()
         elif kind == "handed_off":
             self.on_handed_off(event.handed_off)
         return event

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdserve.base.errors import Draining, PdserveError
 from pdserve.base.ids import WorkerId
@@ -50,6 +50,8 @@ class RequestContext:
     deaths: Deaths = field(default_factory=Deaths)
     quarantine: Quarantine = field(default_factory=Quarantine)
     failed_prefill: set[Incarnation] = field(default_factory=set)
+    #: Decode worker that gets copies of the request's blocks.
+    replica: Incarnation | None = None
     #: Where tokens are kept for other routers; None: they are not.
     log: PromptLog | None = None
     #: Those that have failed the request, live, and do not shut down.
@@ -72,7 +74,8 @@ class RequestContext:
     ) -> Placement | None:
         """The best worker of the tier for this request, or None without a candidate.
 
-        Candidates have KV of this layout and this numerics class. None: whatever it is.
+        Candidates have KV of this layout and this numerics class. None: whatever it is. A decode worker with copies of
+        the request's blocks is the best, unless it is full.
         """
         demand = Demand(
             prompt_tokens=len(self.generation.prompt),
@@ -81,8 +84,9 @@ class RequestContext:
             excluded=excluded,
         )
         workers = [each for each in self.cluster.ready(tier, layout) if numerics in (None, each.numerics_class)]
-        choose = choose_decode if tier == "decode" else choose_prefill
-        return choose(workers, demand, self.cluster.in_flight)
+        if tier == "prefill":
+            return choose_prefill(workers, demand, self.cluster.in_flight)
+        return self._choose_copy(workers, demand) or choose_decode(workers, demand, self.cluster.in_flight)
 
     def choose_move(
         self, source: WorkerRecord, excluded: Collection[Incarnation], *, needs_room: bool
@@ -105,8 +109,17 @@ class RequestContext:
         ]
         if needs_room:
             candidates = [worker for worker in candidates if has_spare_blocks(worker, demand)]
-        placement = choose_decode(candidates, demand, self.cluster.in_flight)
+        placement = self._choose_copy(candidates, demand)
+        placement = placement or choose_decode(candidates, demand, self.cluster.in_flight)
         return None if placement is None or (needs_room and placement.is_full) else placement
+
+    def _choose_copy(self, candidates: Sequence[WorkerRecord], demand: Demand) -> Placement | None:
+        """The candidate with copies of the request's blocks."""
+        copies = [worker for worker in candidates if incarnation_of(worker) == self.replica]
+        placement = choose_decode(copies, demand, self.cluster.in_flight)
+        if placement is None or placement.is_full:
+            return None
+        return replace(placement, why=f"has copies of the request's blocks; {placement.why}")
 
     def choose_prefill(self, decode: WorkerRecord | None) -> Placement | None:
         """The best prefill worker that has not failed this request, for this decode worker if any.

@@ -91,7 +91,7 @@ class MigratingRun:
         async def serve() -> DecodeFailed | PdserveError | None:
             try:
                 async with decode_call(worker, self._cluster.streams) as call:
-                    stay.call, call.on_leave = call, self._changed.set
+                    stay.call, call.on_wanted = call, self._changed.set
                     await run(call)
             except (DecodeFailed, PdserveError) as error:
                 return error
@@ -109,6 +109,7 @@ class MigratingRun:
         """Returns the error with which the request has ended here, or None when every choice is complete."""
         while True:
             await self._change()
+            await self._name_replica(current)
             follower = self._follower
             if follower is not None and follower.follower is not None and follower.follower.has_caught_up:
                 # Not cancelled: what it delivers at the moment reaches the client.
@@ -141,6 +142,23 @@ class MigratingRun:
             async with asyncio.timeout_at(until):
                 await self._changed.wait()
         self._changed.clear()
+
+    async def _name_replica(self, current: _Stay) -> None:
+        """If the current worker wants to know where to copy the request's blocks, says so. It asks again if it must."""
+        call, context = current.call, self._context
+        if call is None or call.replica_wanted is None:
+            return
+        failed, call.replica_wanted = call.replica_wanted, None
+        excluded = {context.replica} if context.replica is not None and context.replica[1] == failed else set()
+        context.replica, source = None, current.placement.worker
+        target = context.choose_move(source, excluded, needs_room=True)
+        if target is None:
+            return
+        worker, context.replica = target.worker, target.incarnation
+        replicate_to = decode_pb2.ReplicateTo(
+            worker_id=worker.worker_id, epoch=worker.epoch, grpc_address=worker.grpc_address
+        )
+        await call.send(decode_pb2.DecodeRequest(replicate_to=replicate_to))
 
     # Moves.
     def _consider(self, tasks: asyncio.TaskGroup, current: _Stay) -> None:

@@ -144,4 +144,5 @@ def random_plan(chance: Random) -> WorkerPlan:
         max_num_seqs=chance.choice((4, 8)),
         chunk_tokens=chance.choice((8, 16)),
         drain_timeout_s=chance.choice((0.2, 20.0)),
+        replication_interval_ms=chance.choice((0.0, 1.0, 4.0)),
     )

@@ -60,6 +60,8 @@ class WorkerPlan:
     chunk_tokens: int = 8
     #: Grace of a worker that shuts down.
     drain_timeout_s: float = 20.0
+    #: Short, as the requests are: they have copies after two of these.
+    replication_interval_ms: float = 10.0
 
     @property
     def longest_output(self) -> int:
@@ -188,6 +190,7 @@ class SimulatedWorker:
             max_num_seqs=plan.max_num_seqs,
             lease_s=plan.lease_s,
             layer_groups=groups,
+            replication_interval_ms=plan.replication_interval_ms,
         )
 
     def _watch_writes(self) -> None:
@@ -219,6 +222,8 @@ class SimulatedWorker:
             if request.phase is DecodePhase.RESERVED
             for block in request.prompt_sequence.block_table[request.num_cached // LAYOUT.block_size :]
         }
+        for copies in self.service.scheduler.replicas._arriving.values():
+            reserved |= set(copies.blocks)
         if stray := set(blocks) - reserved:
             self.network.loop.unnoticed.append(
                 f"{self.name}: a transfer writes to blocks {stray}, which it does not own"

@@ -160,11 +160,12 @@ class WorkerMetrics:
         )
         for arrived in _ARRIVED:
             self.leases_expired.labels(**self._labels, arrived=arrived)
+        self._replications = self._counter("replications", "Copies of KV blocks that left this worker", "outcome")
         self._num_sending = 0
         #: Transfers into this worker.
         self.num_receiving: Callable[[], int] = lambda: 0
         active = self._gauge("kv_transfers_active", "Transfers that hold blocks or a lease")
-        active.set_function(lambda: self._num_sending + self.num_receiving())
+        active.set_function(lambda: self.num_active_transfers)
         self.kv_transfer_seconds = self._histogram(
             "kv_transfer_seconds",
             "Prefill: time with a block on the wire. Decode: first to last block, computing in between included",
@@ -237,6 +238,11 @@ class WorkerMetrics:
         """The worker has changed to this role."""
         self._role_changes.labels(**self.labels(role=role, reason=reason)).inc()
 
+    @property
+    def num_active_transfers(self) -> int:
+        """Transfers that hold blocks or a lease, in both directions."""
+        return self._num_sending + self.num_receiving()
+
     def sent(self, num_bytes: int, num_blocks: int, busy_s: float, transport: str) -> None:
         """A transfer out of this worker ended."""
         self._moved("sent", num_bytes, num_blocks, busy_s, transport)
@@ -249,6 +255,10 @@ class WorkerMetrics:
     def ended(self, outcome: str) -> None:
         """A transfer ended with this outcome."""
         self.kv_transfers.labels(**self._labels, outcome=outcome).inc()
+
+    def replicated(self, outcome: str) -> None:
+        """Copies of blocks were sent to another decode worker, or not needed there, or failed."""
+        self._replications.labels(**self._labels, outcome=outcome).inc()
 
     def stale(self, message: str, error: PdserveError) -> None:
         """A message was refused with this error, and counts if that is because it is stale."""

@@ -71,6 +71,9 @@ _COMMANDS = (
     decode_pb2.DecodeRequest(keep_lease=decode_pb2.KeepLease()),
     decode_pb2.DecodeRequest(stop_choice=decode_pb2.StopChoice(choice_index=0)),
     decode_pb2.DecodeRequest(stop_choice=decode_pb2.StopChoice(choice_index=7)),
+    decode_pb2.DecodeRequest(
+        replicate_to=decode_pb2.ReplicateTo(worker_id="decode-1", epoch=7, grpc_address="127.0.0.1:1")
+    ),
     decode_pb2.DecodeRequest(),
 )
 PROBES = (diagnostics_pb2.ReceiveProbeRequest, diagnostics_pb2.SendProbeRequest, decode_pb2.CommitRequest)
@@ -87,6 +90,7 @@ _EVENTS = (
     decode_pb2.DecodeResponse(failed=common_pb2.Error(name="Overloaded", text="full", retry_after_s=1.0)),
     decode_pb2.DecodeResponse(failed=common_pb2.Error(name="RequestError", text="wrong", param="prompt")),
     decode_pb2.DecodeResponse(progress=decode_pb2.DecodeProgress(computed_tokens=4)),
+    decode_pb2.DecodeResponse(replica_wanted=decode_pb2.ReplicaWanted(failed_epoch=7)),
     decode_pb2.DecodeResponse(ended=decode_pb2.DecodeEnded()),
     decode_pb2.DecodeResponse(),
 )

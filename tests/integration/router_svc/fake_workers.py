@@ -156,6 +156,8 @@ class _DecodeSession:
                     self._known[each.choice_index] = each.first_index + len(each.token_ids)
             elif kind == "hand_off":
                 tasks.start(self._hand_off(request.hand_off), name="hand-off")
+            elif kind == "replicate_to":
+                self._calls.replicas.append(request.replicate_to)
             elif kind == "stop_choice":
                 self._stopped.add(request.stop_choice.choice_index)
             self._calls.note_command(kind)

@@ -121,6 +121,8 @@ class CallLog:
         #: Requests and commands from routers, in order.
         self.decode_starts: list[decode_pb2.DecodeStart] = []
         self.commands: list[str] = []
+        #: Where decode workers should copy blocks.
+        self.replicas: list[decode_pb2.ReplicateTo] = []
         self.prefills: list[prefill_pb2.PrefillRequest] = []
         #: The trace contexts that came with them.
         self.prefill_traces: list[TraceContext | None] = []
@@ -158,7 +160,7 @@ class CallLog:
 
     def forget(self) -> None:
         """Drops what it has noted: a fuzzer makes calls without end."""
-        for noted in (self.decode_starts, self.commands, self.prefills, self.prefill_traces):
+        for noted in (self.decode_starts, self.commands, self.replicas, self.prefills, self.prefill_traces):
             noted.clear()
         self.commits.clear()
 

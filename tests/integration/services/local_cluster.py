@@ -353,10 +353,11 @@ async def running_cluster(
         "threads": 1,
     }
     ours, theirs = prefill_transport or InprocTransport(), decode_transport or InprocTransport()
-    p_config: WorkerConfig = PrefillConfig(**(common | {"max_num_batched_tokens": 8} | (prefill or {})))
     d_config = DecodeConfig(**(common | {"lease_s": 5.0} | (decode or {})))
-    if have_roles:
-        p_config = DecodeConfig(**(common | {"lease_s": 5.0, "max_num_batched_tokens": 8} | (prefill or {})))
+    of_prefill = common | {"max_num_batched_tokens": 8} | (prefill or {})
+    p_config: WorkerConfig = (
+        DecodeConfig(**{"lease_s": 5.0} | of_prefill) if have_roles else PrefillConfig(**of_prefill)
+    )
 
     def build_prefill(worker: Worker) -> TierService:
         return (

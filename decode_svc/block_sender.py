@@ -1,0 +1,82 @@
+"""Sends cached or held blocks of a decode worker to another one, which has granted a ticket for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtransfer.handover.introduction import Introduction
+from kvtransfer.handover.outgoing import SendStats
+from kvtransfer.handover.sealed_ticket import opened_ticket
+from kvtransfer.handover.sender import Sender
+from kvtransfer.handover.ticket import Commit, Ticket, commit_to_proto
+from kvtransfer.transport.own_sockets import Connection
+from pdserve.base.ids import BlockId, RequestId
+from pdserve.base.rpc import ChannelPool, mapped_rpc_errors
+from pdserve.base.seals import Purpose, receiver_name
+from pdserve.v1 import decode_pb2 as pb
+from pdserve.v1 import decode_pb2_grpc as pb_grpc
+from pdserve.worker.serve.introducing import introduce
+from pdserve.worker.serve.worker import Worker
+
+#: Maximum number of channels to decode workers, one per incarnation. The least recently used is closed.
+_MAX_CHANNELS = 64
+#: Stands for a choice's first token, which the other worker has from the router, or does not need.
+_NO_TOKEN = 0
+
+
+class BlockSender:
+    """Every transfer out of a decode worker. Belongs to the event loop."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._sender = Sender(
+            transport=worker.transport,
+            memory=worker.blocks,
+            layout=worker.model.layout,
+            on_peer=worker.paths.observe,
+            introduce=self._introduce,
+        )
+        #: Channels to other decode workers.
+        self.channels = ChannelPool(max_kept=_MAX_CHANNELS, tls=worker.tls)
+
+    def ticket(self, message: pb.Ticket, request_id: RequestId) -> Ticket:
+        """The ticket that a worker of this cluster has granted to this request.
+
+        Raises: PeerRefused, RequestError; LayoutMismatch, TransferError when no blocks of this worker fit it.
+        """
+        ticket = opened_ticket(message, request_id, self._worker.seals)
+        self._sender.require_compatible(ticket)
+        return ticket
+
+    async def send(
+        self, request_id: RequestId, ticket: Ticket, blocks: Sequence[BlockId], *, choices: int
+    ) -> SendStats:
+        """Sends the blocks, and returns once they are verified. Nothing reads them any more, however this ends.
+
+        Raises: TransferTimeout when the lease ended, PeerLost, or what the other worker answers to the commit.
+        """
+        async with (
+            self.channels.use(ticket.worker_id, ticket.epoch, ticket.grpc_address),  # Connects for the commit.
+            self._sender.open(ticket, request_id=request_id) as transfer,
+        ):
+            for group in range(ticket.layer_groups):
+                await transfer.push(blocks, group=group)
+            await transfer.finish([_NO_TOKEN] * choices, lambda commit: self._commit(ticket, commit))
+            return transfer.stats
+
+    async def close(self) -> None:
+        """Closes the channels."""
+        await self.channels.close()
+
+    async def _commit(self, ticket: Ticket, commit: Commit) -> pb.CommitResponse:
+        async with self.channels.use(ticket.worker_id, ticket.epoch, ticket.grpc_address) as channel:
+            with mapped_rpc_errors(f"decode worker {ticket.worker_id}"):
+                receiver = receiver_name(ticket.worker_id, ticket.epoch)
+                plain = commit_to_proto(commit, self._worker.numerics_class)
+                message = self._worker.seals.seal(Purpose.COMMIT, receiver, plain)
+                response: pb.CommitResponse = await pb_grpc.DecodeServiceStub(channel).Commit(message)
+                return response
+
+    async def _introduce(self, ticket: Ticket, introduction: Introduction) -> tuple[Connection, ...]:
+        async with self.channels.use(ticket.worker_id, ticket.epoch, ticket.grpc_address) as channel:
+            return await introduce(self._worker, channel, ticket, introduction)

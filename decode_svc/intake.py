@@ -1,0 +1,103 @@
+"""Copies of blocks that other decode workers send here, as one transfer each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from decode_svc.replicas import MAX_BLOCKS, Replicas
+from kvtransfer.handover.receiver import Receiver
+from kvtransfer.handover.reservation import Received, Reservation
+from kvtransfer.handover.sealed_ticket import sealed_ticket
+from kvtransfer.handover.ticket import Commit
+from pdserve.base.block_hash import HASH_BYTES
+from pdserve.base.errors import Draining, PdserveError, RequestError, StaleError, reason_of
+from pdserve.base.ids import BlockHash, BlockId, RequestId
+from pdserve.base.seals import Purpose
+from pdserve.v1 import decode_pb2 as pb
+from pdserve.worker.serve.worker import Worker
+
+#: Longer names are refused; those of workers are much shorter.
+_MAX_NAME = 512
+#: Copies take milliseconds. One that stands still is given up soon, since it holds blocks.
+_LEASE_S = 5.0
+_ATTEMPT = 1
+
+
+class Intake:
+    """All copies on their way to this worker. Belongs to the event loop."""
+
+    def __init__(self, worker: Worker, replicas: Replicas, receiver: Callable[[], Receiver]) -> None:
+        self._worker = worker
+        self._replicas = replicas
+        self._receiver = receiver
+        self._open: set[RequestId] = set()
+
+    def of(self, name: RequestId) -> Intake | None:
+        """What takes the commit of a transfer with this name; None: there is no such transfer."""
+        return self if name in self._open else None
+
+    async def reserve(self, request: pb.ReplicateRequest) -> pb.ReplicateResponse:
+        """The ticket for the blocks that are missing here. They are freed if they do not arrive in time.
+
+        Raises: PeerRefused; RequestError; StaleError for blocks of another numerics class; NoFreeBlocks; Draining.
+        """
+        request = self._worker.seals.open(Purpose.REPLICA, self._worker.seal_name, request)
+        hashes = _checked(request)
+        if request.numerics_class != self._worker.numerics_class or self._worker.seals.accepts_strangers:
+            raise StaleError("This worker computes other bits: it has no use for copies of these blocks.")
+        if self._worker.tasks.stopping:
+            raise Draining("The worker drains, and takes no copies.")
+        name = RequestId(request.request_id)
+        room = await self._worker.run(lambda: self._replicas.reserve(name, hashes))
+        if not room.blocks:
+            return pb.ReplicateResponse()
+        self._open.add(name)
+        try:
+            ticket = await self._receiver().grant(self._reservation(name, room.blocks), attempt=_ATTEMPT)
+        except BaseException:
+            self._open.discard(name)
+            await self._worker.run(lambda: self._replicas.drop(name))
+            raise
+        sealed = sealed_ticket(ticket, name, self._worker.seals)
+        return pb.ReplicateResponse(ticket=sealed, missing=room.missing, is_partial=room.is_partial)
+
+    async def commit(self, commit: Commit, numerics_class: str) -> Received:
+        """Waits until the copies are verified. Raises what `Receiver.commit` does."""
+        if numerics_class != self._worker.numerics_class:
+            raise StaleError("This worker computes other bits: it has no use for copies of these blocks.")
+        return await self._receiver().commit(commit)
+
+    def _reservation(self, name: RequestId, blocks: Sequence[BlockId]) -> Reservation:
+        def received(_: Received) -> None:
+            self._end(name, is_there=True)
+
+        def expired(error: PdserveError) -> None:
+            self._worker.metrics.ended(reason_of(error))
+            self._end(name, is_there=False)
+
+        return Reservation(
+            request_id=name,
+            block_ids=(blocks,),
+            first_blocks=(0,),
+            lease_s=_LEASE_S,
+            on_received=received,
+            on_expired=expired,
+        )
+
+    def _end(self, name: RequestId, *, is_there: bool) -> None:
+        """The transfer is over, and nothing writes to its blocks any more."""
+        self._open.discard(name)
+        end = self._replicas.arrived if is_there else self._replicas.drop
+        # Not awaited: the step thread takes it before any command of the request that needs these blocks.
+        future = self._worker.post(lambda: end(name))
+        future.add_done_callback(lambda done: done.exception())
+
+
+def _checked(request: pb.ReplicateRequest) -> list[BlockHash]:
+    """The hashes. Raises `RequestError` for a message that no decode worker sends."""
+    hashes = [BlockHash(each) for each in request.block_hashes]
+    if not 0 < len(request.request_id) <= _MAX_NAME or not 0 < len(hashes) <= MAX_BLOCKS:
+        raise RequestError(f"replicate has {len(hashes)} blocks, not 1 to {MAX_BLOCKS}, or no name.")
+    if any(len(each) != HASH_BYTES for each in hashes) or len(set(hashes)) < len(hashes):
+        raise RequestError(f"replicate has a hash that is not {HASH_BYTES} bytes, or one twice.")
+    return hashes

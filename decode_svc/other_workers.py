@@ -1,0 +1,46 @@
+"""Blocks on their way between decode workers: those of requests that move, and copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from decode_svc.block_sender import BlockSender
+from decode_svc.departures import Departures
+from decode_svc.intake import Intake
+from decode_svc.replication import Replication
+from decode_svc.scheduler import DecodeScheduler
+from decode_svc.session_events import SessionEvent
+from kvtransfer.handover.receiver import Receiver
+from pdserve.base.metrics import CounterSource
+from pdserve.worker.serve.inboxes import Inboxes
+from pdserve.worker.serve.worker import Worker
+
+
+class OtherWorkers:
+    """What a decode worker exchanges with others of its tier. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        scheduler: DecodeScheduler,
+        inboxes: Inboxes[SessionEvent],
+        receiver: Callable[[], Receiver],
+        *,
+        interval_s: float,
+    ) -> None:
+        """New blocks are copied every `interval_s` seconds; 0: they are not. `receiver` is called once it is there."""
+        self._sender = BlockSender(worker)
+        self.departures = Departures(worker, scheduler.moves, self._sender)
+        self.replication = Replication(worker, scheduler.replicas, self._sender, inboxes, interval_s=interval_s)
+        self.intake = Intake(worker, scheduler.replicas, receiver)
+        worker.metrics.read(
+            CounterSource(
+                name="replica_blocks_used",
+                text="Blocks of output that a continued request found here, and that were not computed again",
+                value=lambda: scheduler.replicas.num_used,
+            )
+        )
+
+    async def close(self) -> None:
+        """Closes the channels to other workers."""
+        await self._sender.close()

@@ -1,0 +1,212 @@
+"""Copies new blocks of running requests to other decode workers, while no handover needs the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from decode_svc.block_sender import BlockSender
+from decode_svc.replicas import Batch, Replicas
+from decode_svc.session_events import SessionEvent
+from pdserve.base.addresses import is_host_port
+from pdserve.base.errors import Draining, NoFreeBlocks, PdserveError, RequestError, reason_of
+from pdserve.base.ids import Epoch, RequestId, WorkerId
+from pdserve.base.logs import get_logger
+from pdserve.base.rpc import mapped_rpc_errors
+from pdserve.base.seals import Purpose, receiver_name
+from pdserve.engine.step import StepOutput
+from pdserve.v1 import decode_pb2 as pb
+from pdserve.v1 import decode_pb2_grpc as pb_grpc
+from pdserve.worker.serve.inboxes import Inboxes
+from pdserve.worker.serve.worker import Worker
+
+log = get_logger(__name__)
+
+#: Intervals that a request runs before it has copies: one that is younger is computed again at little cost.
+_MIN_AGE = 2
+#: Pause before a router hears again that a worker is wanted.
+_AGAIN_S = 5.0
+#: Rounds in a row that are left out while handovers use the wire.
+_MAX_SKIPPED = 4
+#: Time for the other worker to answer.
+_ANSWER_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The incarnation of a decode worker that copies go to."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    grpc_address: str
+
+    @classmethod
+    def of(cls, message: pb.ReplicateTo) -> Target:
+        """Raises `RequestError` for an address that no worker has."""
+        if not is_host_port(message.grpc_address) or not message.epoch:
+            raise RequestError(f"replicate_to names no worker: {message.worker_id[:40]!r}, {message.grpc_address!r}.")
+        return cls(WorkerId(message.worker_id), Epoch(message.epoch), message.grpc_address)
+
+
+class Subjects:
+    """Which requests have copies, and where. Pure; times are of one monotonic clock, in seconds."""
+
+    def __init__(self, min_age_s: float) -> None:
+        """Younger requests have none."""
+        self._min_age_s = min_age_s
+        self._targets: dict[RequestId, Target] = {}
+        self._failed: dict[RequestId, Epoch] = {}
+        self._since: dict[RequestId, float] = {}
+        self._wanted_at: dict[RequestId, float] = {}
+
+    def name(self, request_id: RequestId, target: Target) -> None:
+        """A router has named the worker for the copies of a request."""
+        self._targets[request_id] = target
+
+    def lose(self, target: Target) -> list[RequestId]:
+        """The worker cannot take copies. Returns the requests that need another one."""
+        lost = [request_id for request_id, each in self._targets.items() if each == target]
+        for request_id in lost:
+            del self._targets[request_id]
+            self._failed[request_id] = target.epoch
+        return lost
+
+    def update(self, running: Collection[RequestId], now: float) -> dict[RequestId, Epoch]:
+        """The requests that want a worker for copies now, each with the one that has failed, or 0."""
+        self._since = {each: self._since.get(each, now) for each in running}
+        for known in (self._targets, self._failed, self._wanted_at):
+            for request_id in known.keys() - self._since.keys():
+                del known[request_id]
+        due = [
+            request_id
+            for request_id, since in self._since.items()
+            if request_id not in self._targets
+            and now - since >= self._min_age_s
+            and now - self._wanted_at.get(request_id, float("-inf")) >= _AGAIN_S
+        ]
+        self._wanted_at |= dict.fromkeys(due, now)
+        return {request_id: self._failed.get(request_id, Epoch(0)) for request_id in due}
+
+    def by_target(self) -> Mapping[Target, list[RequestId]]:
+        """The requests that have copies, by where these are."""
+        found: dict[Target, list[RequestId]] = {}
+        for request_id, target in self._targets.items():
+            found.setdefault(target, []).append(request_id)
+        return found
+
+
+class Replication:
+    """All copies out of a decode worker. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        replicas: Replicas,
+        sender: BlockSender,
+        inboxes: Inboxes[SessionEvent],
+        *,
+        interval_s: float,
+    ) -> None:
+        """With `interval_s` 0 there are none."""
+        self._worker = worker
+        self._replicas = replicas
+        self._sender = sender
+        self._inboxes = inboxes
+        # NCCL connects each pair of workers with a communicator; strangers' requests have hashes of their own.
+        is_useful = worker.transport.name != "nccl" and not worker.seals.accepts_strangers
+        self._interval_s = interval_s if is_useful else 0.0
+        self._subjects = Subjects(_MIN_AGE * self._interval_s)
+        self._is_running = asyncio.Event()
+        self._names = itertools.count()
+
+    def start(self) -> None:
+        """Begins to copy."""
+        if self._interval_s:
+            self._worker.tasks.start(self._run(), name="replication")
+
+    def after_step(self, output: StepOutput) -> None:
+        """A worker that computes nothing is not woken."""
+        if output.load.num_running:
+            self._is_running.set()
+
+    async def replicate_to(self, request_id: RequestId, message: pb.ReplicateTo) -> None:
+        """A router names the worker for the copies of a request. Raises `RequestError` for one that cannot exist."""
+        target = Target.of(message)
+        if target.epoch != self._worker.epoch:
+            await self._worker.run(lambda: self._replicas.forget(request_id))
+            self._subjects.name(request_id, target)
+            self._is_running.set()
+
+    async def _run(self) -> None:
+        skipped = 0
+        while True:
+            await self._is_running.wait()
+            self._is_running.clear()
+            await asyncio.sleep(self._interval_s)
+            if self._worker.metrics.num_active_transfers and skipped < _MAX_SKIPPED:
+                skipped += 1
+                continue
+            skipped = 0
+            try:
+                await self._round()
+            except Draining:  # The step loop has ended, and with it all that could be copied.
+                return
+
+    async def _round(self) -> None:
+        running = await self._worker.run(self._replicas.running)
+        if running:  # Another round follows, even if nothing is computed until then.
+            self._is_running.set()
+        for request_id, failed in self._subjects.update(running, asyncio.get_running_loop().time()).items():
+            wanted = pb.ReplicaWanted(failed_epoch=failed)
+            self._inboxes.put(request_id, pb.DecodeResponse(replica_wanted=wanted))
+        for target, request_ids in self._subjects.by_target().items():
+            batch = await self._worker.run(partial(self._replicas.take, request_ids))
+            is_there = False
+            try:
+                is_there = not batch.blocks or await self._copy(target, batch)
+            finally:
+                await self._worker.run(partial(self._replicas.let_go, batch, is_there=is_there))
+
+    async def _copy(self, target: Target, batch: Batch) -> bool:
+        """Whether the other worker has all of the blocks now."""
+        metrics = self._worker.metrics
+        try:
+            return await self._send(target, batch)
+        except PdserveError as error:
+            metrics.replicated(reason_of(error))
+            if not isinstance(error, NoFreeBlocks):
+                log.info("replica_lost", worker=target.worker_id, reason=error)
+                for request_id in self._subjects.lose(target):
+                    await self._worker.run(partial(self._replicas.forget, request_id))
+            return False
+
+    async def _send(self, target: Target, batch: Batch) -> bool:
+        metrics = self._worker.metrics
+        name = RequestId(f"replica/{self._worker.worker_id}/{self._worker.epoch}/{next(self._names)}")
+        answer = await self._announce(target, name, batch)
+        if not answer.HasField("ticket"):
+            metrics.replicated("not_needed")
+            return True
+        ticket = self._sender.ticket(answer.ticket, name)
+        missing = list(answer.missing)
+        if len(missing) != ticket.num_blocks or any(each >= len(batch.blocks) for each in missing):
+            raise RequestError(f"Decode worker {target.worker_id} wants blocks that were not offered.")
+        stats = await self._sender.send(name, ticket, [batch.blocks[each] for each in missing], choices=1)
+        metrics.sent(stats.sent_bytes, stats.sent_blocks, stats.busy_s, self._worker.transport.name)
+        metrics.replicated("committed")
+        return not answer.is_partial
+
+    async def _announce(self, target: Target, name: RequestId, batch: Batch) -> pb.ReplicateResponse:
+        request = pb.ReplicateRequest(
+            request_id=name, block_hashes=batch.hashes, numerics_class=self._worker.numerics_class
+        )
+        receiver = receiver_name(target.worker_id, target.epoch)
+        sealed = self._worker.seals.seal(Purpose.REPLICA, receiver, request)
+        async with self._sender.channels.use(target.worker_id, target.epoch, target.grpc_address) as channel:
+            with mapped_rpc_errors(f"decode worker {target.worker_id}"):
+                stub = pb_grpc.DecodeServiceStub(channel)
+                answer: pb.ReplicateResponse = await stub.Replicate(sealed, timeout=_ANSWER_S)
+                return answer
