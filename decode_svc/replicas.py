@@ -113,12 +113,15 @@ class Replicas:
         self._leaving.append(batch)
         return batch
 
-    def let_go(self, batch: Batch, *, is_there: bool) -> None:
-        """Nothing reads the blocks any more. Those that the other worker has not got are taken again."""
+    def let_go(self, batch: Batch, there: Collection[RequestId]) -> None:
+        """Nothing reads the blocks any more. `there`: requests whose blocks have got where their copies go.
+
+        Those of other requests are taken again.
+        """
         self._leaving.remove(batch)
         self._free(batch.blocks)
-        for (request_id, choice), count in batch.offered.items() if is_there else ():
-            if request_id in self._requests:
+        for (request_id, choice), count in batch.offered.items():
+            if request_id in there and request_id in self._requests:
                 self._offered.setdefault(request_id, {})[choice] = count
 
     def forget(self, request_id: RequestId) -> None:

@@ -90,6 +90,10 @@ class Subjects:
         self._wanted_at |= dict.fromkeys(due, now)
         return {request_id: self._failed.get(request_id, Epoch(0)) for request_id in due}
 
+    def at(self, target: Target) -> frozenset[RequestId]:
+        """The requests whose copies go to this worker."""
+        return frozenset(request_id for request_id, each in self._targets.items() if each == target)
+
     def by_target(self) -> Mapping[Target, list[RequestId]]:
         """The requests that have copies, by where these are."""
         found: dict[Target, list[RequestId]] = {}
@@ -148,6 +152,7 @@ class Replication:
             await asyncio.sleep(self._interval_s)
             if self._worker.metrics.num_active_transfers and skipped < _MAX_SKIPPED:
                 skipped += 1
+                self._is_running.set()
                 continue
             skipped = 0
             try:
@@ -164,11 +169,12 @@ class Replication:
             self._inboxes.put(request_id, pb.DecodeResponse(replica_wanted=wanted))
         for target, request_ids in self._subjects.by_target().items():
             batch = await self._worker.run(partial(self._replicas.take, request_ids))
-            is_there = False
+            there = frozenset[RequestId]()
             try:
-                is_there = not batch.blocks or await self._copy(target, batch)
+                if batch.blocks and await self._copy(target, batch):
+                    there = self._subjects.at(target)  # A router may have named another worker meanwhile.
             finally:
-                await self._worker.run(partial(self._replicas.let_go, batch, is_there=is_there))
+                await self._worker.run(partial(self._replicas.let_go, batch, there))
 
     async def _copy(self, target: Target, batch: Batch) -> bool:
         """Whether the other worker has all of the blocks now."""

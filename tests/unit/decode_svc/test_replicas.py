@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decode_svc.replication import Subjects, Target
 from decode_svc.request import DecodeJob
 from pdserve.base.errors import NoFreeBlocks, StaleError
-from pdserve.base.ids import BlockHash, RequestId
+from pdserve.base.ids import BlockHash, Epoch, RequestId, WorkerId
 from pdserve.base.sampling import SamplingParams
 from tests.unit.decode_svc.decode_worker import ALWAYS, GREEDY, PROMPT, A, B, DecodeWorker, decode, job, oracle
 from tests.unit.engine.fakes import BLOCK_SIZE
@@ -41,7 +42,7 @@ def copy(source: DecodeWorker, target: DecodeWorker) -> int:
     if room.blocks:
         target.cache.tensor[room.blocks] = source.cache.tensor[[batch.blocks[index] for index in room.missing]]
         target.scheduler.replicas.arrived(COPY)
-    source.scheduler.replicas.let_go(batch, is_there=not room.is_partial)
+    source.scheduler.replicas.let_go(batch, () if room.is_partial else (A,))
     return len(room.blocks)
 
 
@@ -108,11 +109,29 @@ def test_blocks_are_offered_once_and_again_to_another_worker() -> None:
     assert not target.scheduler.replicas.reserve(COPY, other.hashes).blocks
 
 
+def test_each_request_has_copies_of_its_own_blocks_only_where_they_go() -> None:
+    """Fails when a request that another worker was named for meanwhile counts as copied."""
+    one, other = Target(WorkerId("one"), Epoch(1), "h:1"), Target(WorkerId("other"), Epoch(2), "h:2")
+    subjects = Subjects(1.0)
+    assert subjects.update([A, B], 0.0) == {}
+    assert subjects.update([A, B], 1.0) == {A: 0, B: 0}
+    assert subjects.update([A, B], 2.0) == {}
+    subjects.name(A, one)
+    subjects.name(B, one)
+    assert subjects.by_target() == {one: [A, B]}
+    subjects.name(B, other)
+    assert subjects.at(one) == {A}
+    assert subjects.lose(one) == [A]
+    assert subjects.update([A, B], 7.0) == {A: 1}
+    assert subjects.update([A], 13.0) == {A: 1}
+    assert subjects.by_target() == {}
+
+
 def test_blocks_that_did_not_arrive_are_offered_again() -> None:
     source = running(PROMPT, LONG, 9)
     replicas = source.scheduler.replicas
     batch = replicas.take([A])
-    replicas.let_go(batch, is_there=False)
+    replicas.let_go(batch, ())
     assert replicas.take([A]).hashes == batch.hashes
 
 
@@ -122,7 +141,7 @@ def test_a_request_that_ends_while_its_blocks_leave_holds_them_until_then() -> N
     source.scheduler.abort(A)
     source.scheduler.check_integrity()
     assert not source.all_free
-    source.scheduler.replicas.let_go(batch, is_there=True)
+    source.scheduler.replicas.let_go(batch, (A,))
     assert source.all_free
     assert not source.scheduler.replicas.take([A]).blocks
 
@@ -145,7 +164,7 @@ def test_a_request_gets_the_blocks_of_one_that_ended_while_they_left(how: str) -
     if batch is None:
         moves.let_go(A)
     else:
-        replicas.let_go(batch, is_there=True)
+        replicas.let_go(batch, (A,))
     worker.run()
     assert len(worker.tokens(B)) == 2
 
