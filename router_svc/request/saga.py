@@ -57,7 +57,7 @@ class Saga:
         self._tokens_at_failure = 0
         self._answers_at_failure = 0
         self._patient_until = 0.0
-        #: KV layout and numerics class of the last decode worker.
+        #: KV layout and numerics class of the last decode worker that has added tokens.
         self._home = Home() if context.log is None else context.log.home
 
     async def run(self) -> None:
@@ -218,7 +218,7 @@ class Saga:
         context, placement, worker = self._context, run.placement, run.placement.worker
         if self._output.has_tokens and self._home.numerics_class not in (None, worker.numerics_class):
             self._journal.changed_numerics(str(self._home.numerics_class), worker)
-        self._home = home_of(worker)
+        num_tokens = self._output.completion_tokens
         remote = context.choose_prefill(worker)
         plan = self._plan_prefill(placement, remote)
         trace = self._journal.chose_decode(placement, plan)
@@ -230,7 +230,11 @@ class Saga:
                 counted.enter_context(
                     context.prompt.assigned(computing.worker, computing.uncached_tokens, is_sent=False)
                 )
-            await run.run(start)
+            try:
+                await run.run(start)
+            finally:
+                if self._output.completion_tokens > num_tokens:  # Else the tokens are those of an earlier worker.
+                    self._home = home_of(run.placement.worker)
 
     def _plan_prefill(self, decode: Placement, remote: Placement | None) -> PrefillPlan:
         """Where the prompt should be prefilled: on the decode worker or on `remote`, a prefill worker."""

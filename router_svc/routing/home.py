@@ -12,7 +12,7 @@ from pdserve.base.workers import WorkerRecord
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """KV layout and numerics class of the last decode worker of a request; None: there was none."""
+    """KV layout and numerics class of the last decode worker that added tokens to a request; None: there was none."""
 
     layout: KvLayout | None = None
     numerics_class: str | None = None

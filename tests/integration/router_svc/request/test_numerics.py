@@ -9,7 +9,7 @@ from pdserve.base.workers import Tier
 from pdserve.cli.private_redis import PrivateRedis
 from tests.integration.router_svc.conftest import ScriptedCluster, open_cluster
 from tests.integration.router_svc.request.support import TEXT, after_first_token
-from tests.integration.router_svc.script import vanish
+from tests.integration.router_svc.script import Context, vanish
 from tests.support.redis import eventually
 
 FIVE: dict[str, Tier] = {
@@ -19,6 +19,7 @@ FIVE: dict[str, Tier] = {
     "decode-1": "decode",
     "decode-2": "decode",
 }
+FOUR_DECODE: dict[str, Tier] = {"prefill-0": "prefill", **{f"decode-{index}": "decode" for index in range(4)}}
 TWO: dict[str, Tier] = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
 
 
@@ -49,6 +50,36 @@ async def test_an_answer_that_has_started_goes_on_in_its_class(redis_server: Pri
         assert [each["worker"] for each in record["decisions"] if each["tier"] == "decode"] == ["decode-0", "decode-2"]
         assert {each["worker"] for each in record["decisions"] if each["tier"] == "prefill"} == {"prefill-1"}
         assert await cluster.metric("numerics_changes_total") == 0
+
+
+async def test_a_worker_of_another_class_that_adds_no_token_leaves_the_class_as_it_is(
+    redis_server: PrivateRedis, model_dir: Path
+) -> None:
+    async with open_cluster(redis_server, model_dir, FOUR_DECODE) as cluster:
+        # decode-3 is not ready when decode-0 is lost: decode-1 gets the request, and is lost before it has sampled.
+        await classify(cluster, decode_0="x", decode_1="y", decode_2="y", decode_3="x")
+
+        async def are_ready(count: int) -> None:
+            async def is_known() -> bool:
+                return len(cluster.router.cluster.ready("decode")) == count
+
+            await eventually(is_known)
+
+        cluster.workers["decode-3"].set(ready=False)
+        await are_ready(3)
+
+        async def come_back(context: Context) -> None:
+            cluster.workers["decode-3"].set(ready=True)
+            await are_ready(3)  # Without decode-0.
+            await vanish(context)
+
+        cluster.script.fail("decode_started", after_first_token(cluster, vanish))
+        cluster.script.fail("decode", None, come_back)
+        text, _ = await cluster.stream()
+        assert text == TEXT
+        record = await cluster.only_trace()
+        decisions = [each["worker"] for each in record["decisions"] if each["tier"] == "decode"]
+        assert decisions == ["decode-0", "decode-1", "decode-3"]
 
 
 async def test_where_only_another_class_is_left_an_answer_goes_on_and_says_so(
