@@ -7,6 +7,7 @@ from typing import Any
 from pdserve.base.ids import WorkerId
 from pdserve.base.sampling import MAX_LOGPROBS
 from tests.integration.router_svc.conftest import ScriptedCluster
+from tests.integration.router_svc.request.support import after_first_token
 from tests.support.tiny_model import END, MAX_POSITIONS, NAME, START, tokens_of
 
 USER: Any = {"role": "user", "content": "Say hello"}
@@ -202,7 +203,8 @@ async def test_workers_get_unique_ids_for_repeated_request_ids(cluster: Scripted
 
 async def test_errors_have_the_request_id_header(cluster: ScriptedCluster) -> None:
     headers = {"X-Request-Id": "mine"}
-    cluster.script.fail("decode_token", None, *[_broken] * 2)
+    # A first token that came between the two would be progress, and a third worker would get the request.
+    cluster.script.fail("decode_token", None, after_first_token(cluster, _broken), _broken)
     async with cluster.http.post(
         f"{cluster.base_url}/v1/completions", json={"model": NAME, "prompt": "x"}, headers=headers
     ) as response:
