@@ -69,6 +69,15 @@ class Move(BaseModel):
     error: str | None = None
 
 
+class Pause(BaseModel):
+    """A pause in the output."""
+
+    at: float
+    seconds: float
+    completion_tokens: int = 0
+    reason: str = ""
+
+
 class RequestTrace(BaseModel):
     """The answer of `GET /v1/requests/{id}/trace`."""
 
@@ -85,6 +94,7 @@ class RequestTrace(BaseModel):
     retries: list[Incident] = []
     fallbacks: list[Incident] = []
     migrations: list[Move] = []
+    pauses: list[Pause] = []
     prefilled_by: str | None = None
     local_prefill_reason: str | None = None
     resumed_tokens: int | None = None
@@ -237,6 +247,16 @@ def _decisions(trace: RequestTrace) -> Table:
         for each in incidents
     ]
     rows += [(each.at, trace.attempt, f"move: {each.reason}", _move(each), "yellow") for each in trace.migrations]
+    rows += [
+        (
+            each.at,
+            trace.attempt,
+            f"pause: {each.reason}",
+            f"{_milliseconds(each.seconds)} behind {each.completion_tokens:,} tokens",
+            "yellow",
+        )
+        for each in trace.pauses
+    ]
     table = Table.grid(padding=(0, 2))
     for at, attempt, what, why, style in sorted(rows, key=lambda row: row[0]):
         table.add_row(f"  {_milliseconds(at)}", f"attempt {attempt}", Text(what, style=style), Text(why, style=style))

@@ -12,6 +12,7 @@ from pdserve.base.workers import WorkerRecord
 from pdserve.v1 import decode_pb2, prefill_pb2
 from router_svc.records.metrics import RouterMetrics
 from router_svc.records.migration import Migration, MigrationOutcome
+from router_svc.records.pauses import Pauses
 from router_svc.records.record import Record, TracePhase
 from router_svc.records.request_state import RequestState
 from router_svc.records.request_store import RequestStore
@@ -38,8 +39,7 @@ class Journal:
         self._store = store
         self._last_tokens_s: float | None = None
         self._has_decoded = False
-        #: Whether the request was retried after its last tokens.
-        self._goes_on = False
+        self._pauses = Pauses(metrics.pauses, record.pauses)
         #: The longest time between tokens since a move has started; None without one.
         self._longest_gap_s: float | None = None
         #: Whether another worker has taken over since the last tokens.
@@ -81,7 +81,7 @@ class Journal:
         reason = reason_of(error)
         self.record.retries.append(self.record.incident(reason, worker.worker_id, error))
         self._metrics.retried(reason)
-        self._goes_on = self.record.completion_tokens > 0
+        self._pauses.error = reason if self.record.completion_tokens else ""
         self.record.timeline.restart(self.record.elapsed_s())
         if self.record.state is _S.RETRYING:
             # The previous attempt was refused before it reached a state of its own.
@@ -210,15 +210,14 @@ class Journal:
 
     def produced(self, completion_tokens: int) -> None:
         """New tokens are about to be sent to the client, `completion_tokens` in total."""
-        self.record.completion_tokens = completion_tokens
+        before, self.record.completion_tokens = self.record.completion_tokens, completion_tokens
         now = self.record.elapsed_s()
         if self._last_tokens_s is None:
             self.record.mark(TracePhase.FIRST_TOKEN)
         else:
             self._metrics.inter_token_latency.observe(now - self._last_tokens_s)
-            if self._goes_on:
-                self._metrics.stream_pause.observe(now - self._last_tokens_s)
-                self._goes_on = False
+            is_moving = self._longest_gap_s is not None
+            self._pauses.ended((self._last_tokens_s, now), before, is_moving=is_moving)
             if self._longest_gap_s is not None:
                 self._longest_gap_s = max(self._longest_gap_s, now - self._last_tokens_s)
                 self._note_pause()

@@ -33,6 +33,7 @@ from pdserve.base.sampling import FinishReason
 from pdserve.base.seals import Refusal
 from router_svc.records.families import Families, TenantReader
 from router_svc.records.migration_metrics import MigrationMetrics
+from router_svc.records.pause_metrics import PauseMetrics
 from router_svc.records.record import Record, TracePhase
 from router_svc.records.request_state import RequestState
 from router_svc.records.timeline import Phase
@@ -86,11 +87,7 @@ class RouterMetrics:
         self._time_to_first_token = families.histogram(
             "time_to_first_token_seconds", "Time from accepting a request to writing its first token", _TTFT_BUCKETS
         )
-        self.stream_pause = families.histogram(
-            "stream_pause_seconds",
-            "Time between two messages with tokens of one request between which it was retried",
-            _TTFT_BUCKETS,
-        )
+        self.pauses = PauseMetrics(families, _FAILURES)
         self.migrations = MigrationMetrics(families)
         self.tenants = TenantTotals()
         TenantReader(families, self.tenants)

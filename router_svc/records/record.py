@@ -21,6 +21,7 @@ the workers measured.
       "fallbacks": [{"at": 0.05, "attempt": 2, "reason": "prefill_lost", "worker": "decode-0", "error": null}],
       "migrations": [{"at": 0.1, "reason": "drain", "source": "decode-0", "target": "decode-1", "is_copied": true,
                       "ended_at": 0.13, "outcome": "moved", "sent_blocks": 9, "pause_s": 0.01, "error": null}],
+      "pauses":    [{"at": 0.12, "seconds": 0.07, "completion_tokens": 9, "reason": "peer_lost"}],
       "prefilled_by": "prefill",      prefill|decode|null
       "resumed_tokens": null,         tokens that the router had from which the request was resumed
       "local_prefill_reason": null,   short|load|fallback|no_prefill_tier, where prefilled_by is "decode"
@@ -46,6 +47,7 @@ from pdserve.base.tracing.context import TraceContext
 from pdserve.base.workers import WorkerRecord
 from router_svc.generation import Generation
 from router_svc.records.migration import Migration
+from router_svc.records.pauses import Pause
 from router_svc.records.request_state import RequestProgress, RequestState
 from router_svc.records.timeline import Phase, Timeline
 from router_svc.routing.local_prefill import LocalPrefillReason
@@ -122,6 +124,7 @@ class Record:
     retries: list[Incident] = field(default_factory=list)
     fallbacks: list[Incident] = field(default_factory=list)
     migrations: list[Migration] = field(default_factory=list)
+    pauses: list[Pause] = field(default_factory=list)
     reported: dict[str, float] = field(default_factory=dict)
     prefilled_by: str | None = None
     local_prefill_reason: LocalPrefillReason | None = None
@@ -272,6 +275,7 @@ class Record:
             "retries": [asdict(incident) for incident in self.retries],
             "fallbacks": [asdict(incident) for incident in self.fallbacks],
             "migrations": [asdict(migration) for migration in self.migrations],
+            "pauses": [asdict(pause) for pause in self.pauses],
             "prefilled_by": self.prefilled_by,
             "resumed_tokens": self.resumed_tokens,
             "local_prefill_reason": self.local_prefill_reason,

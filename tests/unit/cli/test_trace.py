@@ -44,6 +44,7 @@ TRACE: dict[str, Any] = {
             "pause_s": 0.0125,
         }
     ],
+    "pauses": [{"at": 0.05, "seconds": 0.0712, "completion_tokens": 9, "reason": "peer_lost"}],
     "fallbacks": [{"at": 0.06, "attempt": 2, "reason": "prefill_lost", "worker": "decode-0", "error": None}],
     "prefilled_by": "prefill",
     "reported": {"transfer_s": 0.003, "sent_bytes": 1234567},
@@ -139,6 +140,9 @@ def test_the_page_shows_figures_decisions_retries_and_fallbacks_in_order() -> No
     ]
     assert sorted(words, key=text.index) == words
     assert "decode-0 -> decode-1: moved, 9 blocks copied, pause 12.5 ms" in text_of(TRACE, 200)
+
+    [line] = [line for line in text_of(TRACE, 200).splitlines() if "pause: peer_lost" in line]
+    assert "71.2 ms behind 9 tokens" in line
     assert "1,234,567" in text
     assert "256 at 30.0 ms" in text
 

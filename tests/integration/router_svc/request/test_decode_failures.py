@@ -67,9 +67,11 @@ async def test_a_stream_goes_on_when_its_decode_worker_is_lost(cluster: Scripted
     [continued] = second.output
     assert (continued.choice_index, list(continued.token_ids), continued.is_over) == (0, TOKENS[:3], False)
     assert await cluster.metric("stream_pause_seconds_count") == 1
+    assert await cluster.metric("recoveries_total", reason="peer_lost") == 1
     record = await cluster.only_trace()
     assert record["state"] == "finished"
     assert [retry["reason"] for retry in record["retries"]] == ["peer_lost"]
+    assert [(pause["reason"], pause["completion_tokens"]) for pause in record["pauses"]] == [("peer_lost", 3)]
 
 
 async def test_a_retry_goes_where_the_prompt_is_cached_by_then(

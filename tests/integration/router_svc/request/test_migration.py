@@ -58,6 +58,7 @@ async def test_a_request_moves_when_its_worker_asks_to_be_left(cluster: Scripted
     assert await cluster.metric("migrations_total", reason="drain", outcome="moved") == 1
     assert await cluster.metric("migration_pause_seconds_count") == 1
     assert await cluster.metric("stream_pause_seconds_count") == 0
+    assert await cluster.metric("recoveries_total") == 0
 
 
 async def test_tokens_of_both_workers_reach_the_client_once(cluster: ScriptedCluster) -> None:
