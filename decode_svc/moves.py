@@ -149,6 +149,8 @@ class Moves:
         Returns no sequence, and changes nothing, where more of the prompt is missing than that.
         """
         prompt, known = request.prompt_sequence, request.output.keys() | request.stopped
+        if request.output.keys() <= request.stopped:  # No choice goes on.
+            return []
         size = self._blocks.pool.block_size
         num_cached = self._blocks.count_cached(prompt, recompute_last=False)
         if len(known) < request.job.params.n or num_cached + size <= prompt.num_prompt:

@@ -85,7 +85,7 @@ class ReservationWorld:
 
     def key(self) -> Hashable:
         state, number = self.state, dict[int, int]()
-        pool, scheduler = state.scheduler._pool, state.scheduler
+        pool, scheduler = state.scheduler._blocks.pool, state.scheduler
         requests = tuple(_request_key(each, number) for each in scheduler._requests.values())
         cached = tuple((pool._hash_of[block], number.setdefault(block, len(number))) for block in pool._cached)
         held = [(index, pool._refs[block], pool._hash_of[block]) for block, index in number.items()]
@@ -102,7 +102,7 @@ class ReservationWorld:
     def is_final(self) -> bool:
         scheduler = self.state.scheduler
         is_over = not scheduler._requests and not scheduler.has_work()
-        return is_over and scheduler._pool.num_free == scheduler._pool.num_blocks
+        return is_over and scheduler._blocks.pool.num_free == scheduler._blocks.pool.num_blocks
 
     def successors(self) -> Iterator[tuple[str, bool, ReservationWorld]]:
         self._bytes = pickle.dumps(self.state, pickle.HIGHEST_PROTOCOL)
@@ -188,7 +188,7 @@ class ReservationWorld:
 
     # What must hold.
     def _check(self) -> None:
-        scheduler, pool = self.state.scheduler, self.state.scheduler._pool
+        scheduler, pool = self.state.scheduler, self.state.scheduler._blocks.pool
         scheduler.check_integrity()
         waiting = {name for name, each in scheduler._requests.items() if each.phase is DecodePhase.RESERVED}
         if waiting != set(self.state.receiving):
@@ -200,7 +200,7 @@ class ReservationWorld:
 
     def _require_own_blocks(self, plan: StepPlan) -> None:
         """A step writes to no block that a transfer or another sequence may write to."""
-        pool, received = self.state.scheduler._pool, set().union(*self.state.receiving.values())
+        pool, received = self.state.scheduler._blocks.pool, set().union(*self.state.receiving.values())
         written: dict[int, str] = {}
         for sequence, start, stop in _written(plan):
             for slot in range(start, stop):

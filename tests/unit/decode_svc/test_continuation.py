@@ -86,3 +86,24 @@ def test_output_that_the_request_cannot_have_is_refused(
         worker.scheduler.reserve(broken)
     assert worker.all_free
     assert not worker.scheduler.has_work()
+
+
+def test_a_request_ends_whose_choices_were_all_stopped_before_its_transfer_was_given_up() -> None:
+    worker = decode()
+    worker.scheduler.reserve(continued(job(A, PROMPT, GREEDY), [3]))
+    worker.grant(A)
+    worker.scheduler.stop_choice(A, 0)
+    worker.scheduler.prefill_locally(A)
+    worker.run()
+    assert not worker.tokens(A)
+    assert worker.all_free
+
+
+def test_so_does_one_without_output() -> None:
+    worker = decode()
+    worker.scheduler.reserve(job(A, PROMPT[:2], GREEDY))
+    worker.grant(A)
+    worker.scheduler.stop_choice(A, 0)
+    worker.scheduler.prefill_locally(A)
+    worker.run()
+    assert worker.all_free

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_svc.request import DecodeJob
 from pdserve.base.errors import Diverged, InvalidTransition, RequestError, StaleError
 from pdserve.base.sampling import ChoiceTokens, SamplingParams
+from tests.support.depth import IS_FULL
 from tests.unit.decode_svc.decode_worker import (
     ALWAYS,
     GREEDY,
@@ -64,6 +65,7 @@ def known(choice: int, first: int, tokens: list[int]) -> ChoiceTokens:
     return ChoiceTokens(choice_index=choice, first_index=first, token_ids=tuple(tokens))
 
 
+@settings(max_examples=100 if IS_FULL else 30)
 @given(
     sampled=st.integers(2, SAMPLED.max_tokens - 2),
     lag=st.integers(0, 3),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_svc.replication import Subjects, Target
@@ -13,6 +13,7 @@ from decode_svc.request import DecodeJob
 from pdserve.base.errors import NoFreeBlocks, StaleError
 from pdserve.base.ids import BlockHash, Epoch, RequestId, WorkerId
 from pdserve.base.sampling import SamplingParams
+from tests.support.depth import IS_FULL
 from tests.unit.decode_svc.decode_worker import ALWAYS, GREEDY, PROMPT, A, B, DecodeWorker, decode, job, oracle
 from tests.unit.engine.fakes import BLOCK_SIZE
 
@@ -53,6 +54,7 @@ def continued(prompt: list[int], params: SamplingParams, lengths: dict[int, int]
     return replace(job(A, prompt, params, threshold=ALWAYS), output=output, over=over)
 
 
+@settings(max_examples=100 if IS_FULL else 30)
 @given(
     first=st.integers(1, 6),
     more=st.integers(1, 6),
