@@ -12,6 +12,7 @@ from pdserve.base.workers import Tier
 from router_svc.api.console.load import TierLoad
 from router_svc.api.console.problems import Problem
 from router_svc.records.migration import Migration
+from router_svc.records.pauses import Pause
 from router_svc.records.record import ComputedChunk, Decision, Incident, TracePhase
 from router_svc.records.request_state import RequestState
 from router_svc.records.timeline import Phase, PhaseStart
@@ -130,6 +131,7 @@ class DecisionRecord(_Request):
     retries: list[Incident]
     fallbacks: list[Incident]
     migrations: list[Migration]
+    pauses: list[Pause]
     resumed_tokens: int | None
     reported: dict[str, float]
 

@@ -147,7 +147,8 @@ class WorkerMetrics:
         self.kv_transfer_blocks = self._counter("kv_transfer_blocks", "KV blocks sent or received", "direction")
         self.kv_transfers = self._counter("kv_transfers", "Transfers by outcome", "outcome")
         # A counter that appears with its first event hides that event from `rate` and `increase`.
-        for outcome in (*_OUTCOMES[self._labels["tier"]], *map(reason_of_class, error_classes().values())):
+        errors = tuple(map(reason_of_class, error_classes().values()))
+        for outcome in (*_OUTCOMES[self._labels["tier"]], *errors):
             self.kv_transfers.labels(**self._labels, outcome=outcome)
         self.kv_transfer_blocks.labels(**self._labels, direction=_DIRECTIONS[self._labels["tier"]])
         self.stale_messages = self._counter(
@@ -161,6 +162,8 @@ class WorkerMetrics:
         for arrived in _ARRIVED:
             self.leases_expired.labels(**self._labels, arrived=arrived)
         self._replications = self._counter("replications", "Copies of KV blocks that left this worker", "outcome")
+        for outcome in ("committed", "not_needed", *errors):
+            self._replications.labels(**self._labels, outcome=outcome)
         self._num_sending = 0
         #: Transfers into this worker.
         self.num_receiving: Callable[[], int] = lambda: 0
