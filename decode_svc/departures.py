@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from decode_svc.block_sender import BlockSender
 from decode_svc.moves import Moves
@@ -42,12 +43,8 @@ class Departures:
         return pb.HandedOff(sent_bytes=stats.sent_bytes, sent_blocks=stats.sent_blocks, transfer_s=stats.busy_s)
 
     async def _send(self, request_id: RequestId, ticket: Ticket, lengths: Mapping[int, int]) -> SendStats:
-        first = ticket.first_block
-        held = await self._worker.run(lambda: self._moves.hold(request_id, lengths, first))
-        try:
+        hold = partial(self._moves.hold, request_id, lengths, ticket.first_block)
+        async with self._worker.holding(hold, lambda _: self._moves.let_go(request_id)) as held:
             if len(held) < ticket.num_blocks:
                 raise StaleError(f"Request {request_id} has {len(held)} of the {ticket.num_blocks} blocks to move.")
             return await self._sender.send(request_id, ticket, held[: ticket.num_blocks], choices=len(lengths))
-        finally:
-            # The transfer is over: nothing reads the blocks any more.
-            await self._worker.run(lambda: self._moves.let_go(request_id))

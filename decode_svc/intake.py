@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
-from decode_svc.replicas import MAX_BLOCKS, Replicas
+from decode_svc.replicas import MAX_BLOCKS, Replicas, Room
 from kvtransfer.handover.receiver import Receiver
 from kvtransfer.handover.reservation import Received, Reservation
 from kvtransfer.handover.sealed_ticket import sealed_ticket
@@ -12,9 +13,12 @@ from kvtransfer.handover.ticket import Commit
 from pdserve.base.block_hash import HASH_BYTES
 from pdserve.base.errors import Draining, PdserveError, RequestError, StaleError, reason_of
 from pdserve.base.ids import BlockHash, BlockId, RequestId
+from pdserve.base.logs import get_logger
 from pdserve.base.seals import Purpose
 from pdserve.v1 import decode_pb2 as pb
 from pdserve.worker.serve.worker import Worker
+
+log = get_logger(__name__)
 
 #: Longer names are refused; those of workers are much shorter.
 _MAX_NAME = 512
@@ -43,29 +47,35 @@ class Intake:
         """
         request = self._worker.seals.open(Purpose.REPLICA, self._worker.seal_name, request)
         hashes = _checked(request)
-        if request.numerics_class != self._worker.numerics_class or self._worker.seals.accepts_strangers:
-            raise StaleError("This worker computes other bits: it has no use for copies of these blocks.")
+        self._require_same_bits(request.numerics_class)
+        if self._worker.seals.accepts_strangers:
+            raise StaleError("This worker accepts messages without a seal for now: no copy would be found here.")
         if self._worker.tasks.stopping:
             raise Draining("The worker drains, and takes no copies.")
         name = RequestId(request.request_id)
-        room = await self._worker.run(lambda: self._replicas.reserve(name, hashes))
-        if not room.blocks:
-            return pb.ReplicateResponse()
-        self._open.add(name)
+        reserved: list[Room] = []
         try:
+            await self._worker.run(lambda: reserved.append(self._replicas.reserve(name, hashes)))
+            [room] = reserved
+            if not room.blocks:
+                return pb.ReplicateResponse()
             ticket = await self._receiver().grant(self._reservation(name, room.blocks), attempt=_ATTEMPT)
         except BaseException:
-            self._open.discard(name)
-            await self._worker.run(lambda: self._replicas.drop(name))
+            if reserved:  # Also where the caller left before this was known here.
+                await self._worker.run(lambda: self._replicas.drop(name))
             raise
+        self._open.add(name)  # From now on, the end of the transfer frees them.
         sealed = sealed_ticket(ticket, name, self._worker.seals)
         return pb.ReplicateResponse(ticket=sealed, missing=room.missing, is_partial=room.is_partial)
 
     async def commit(self, commit: Commit, numerics_class: str) -> Received:
         """Waits until the copies are verified. Raises what `Receiver.commit` does."""
+        self._require_same_bits(numerics_class)
+        return await self._receiver().commit(commit)
+
+    def _require_same_bits(self, numerics_class: str) -> None:
         if numerics_class != self._worker.numerics_class:
             raise StaleError("This worker computes other bits: it has no use for copies of these blocks.")
-        return await self._receiver().commit(commit)
 
     def _reservation(self, name: RequestId, blocks: Sequence[BlockId]) -> Reservation:
         def received(_: Received) -> None:
@@ -90,7 +100,13 @@ class Intake:
         end = self._replicas.arrived if is_there else self._replicas.drop
         # Not awaited: the step thread takes it before any command of the request that needs these blocks.
         future = self._worker.post(lambda: end(name))
-        future.add_done_callback(lambda done: done.exception())
+        future.add_done_callback(_log_failure)
+
+
+def _log_failure(done: Future[None]) -> None:
+    error = done.exception()
+    if error is not None and not isinstance(error, Draining):
+        log.error("copies_not_ended", reason=error)
 
 
 def _checked(request: pb.ReplicateRequest) -> list[BlockHash]:

@@ -158,8 +158,9 @@ class Replicas:
         self._free(intake.blocks)
 
     def drop(self, name: RequestId) -> None:
-        """The copies will not arrive, and nothing writes to their blocks any more."""
-        self._free(self._arriving.pop(name).blocks)
+        """The copies will not arrive, and nothing writes to their blocks any more. No effect without any."""
+        if (intake := self._arriving.pop(name, None)) is not None:
+            self._free(intake.blocks)
 
     def _free(self, blocks: list[BlockId]) -> None:
         self._blocks.pool.release(reversed(blocks))

@@ -168,13 +168,11 @@ class Replication:
             wanted = pb.ReplicaWanted(failed_epoch=failed)
             self._inboxes.put(request_id, pb.DecodeResponse(replica_wanted=wanted))
         for target, request_ids in self._subjects.by_target().items():
-            batch = await self._worker.run(partial(self._replicas.take, request_ids))
-            there = frozenset[RequestId]()
-            try:
+            there = set[RequestId]()
+            take = partial(self._replicas.take, request_ids)
+            async with self._worker.holding(take, partial(self._replicas.let_go, there=there)) as batch:
                 if batch.blocks and await self._copy(target, batch):
-                    there = self._subjects.at(target)  # A router may have named another worker meanwhile.
-            finally:
-                await self._worker.run(partial(self._replicas.let_go, batch, there))
+                    there |= self._subjects.at(target)  # A router may have named another worker meanwhile.
 
     async def _copy(self, target: Target, batch: Batch) -> bool:
         """Whether the other worker has all of the blocks now."""

@@ -178,6 +178,20 @@ class Worker:
             if self._loop_calls is not None:  # The caller sees reports of earlier steps before the result of its call.
                 self._loop_calls.deliver()
 
+    @asynccontextmanager
+    async def holding(self, take: Callable[[], T], let_go: Callable[[T], None]) -> AsyncIterator[T]:
+        """Yields what `take` returns on the step thread; `let_go` gets it there when the block ends.
+
+        Also when the caller is cancelled while `take` runs, which has taken by then. Not when `take` raises.
+        """
+        taken: list[T] = []
+        try:
+            await self.run(lambda: taken.append(take()))
+            yield taken[0]
+        finally:
+            if taken:
+                await self.run(lambda: let_go(taken[0]))
+
     def post(self, fn: Callable[[], T]) -> Future[T]:
         """Like `run`, without waiting.
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from decode_svc.intake import Intake
 from decode_svc.replicas import Replicas
+from kvtransfer.handover.receiver import Receiver
 from pdserve.base.errors import PeerRefused, RequestError, StaleError
 from pdserve.base.rpc import mapped_rpc_errors, open_channel
 from pdserve.base.seals import Purpose
@@ -24,6 +29,7 @@ from tests.integration.services.local_cluster import (
     running_cluster,
 )
 from tests.integration.services.test_roles import change
+from tests.support.redis import eventually
 from tests.unit.model.tiny import save_model
 
 PROMPT = [(7 * position) % 90 + 3 for position in range(45)]
@@ -108,7 +114,21 @@ async def test_the_other_worker_goes_on_with_the_copies(
         assert await _continued(other, request) == expected
         used = await _used(cluster.prefill)
         assert used >= choices * ((len(PROMPT) + SEEN - 2) // 4 - num_prompt)
-        await cluster.all_free()
+        await _all_free(cluster)
+
+
+async def _all_free(cluster: LocalCluster) -> None:
+    """Once no copies are on their way, every block is free."""
+
+    async def are_over() -> bool:
+        held = [
+            await worker.run(lambda worker=worker: list(cast(Any, worker._scheduler)._decode.replicas.held))
+            for worker in (cluster.prefill, cluster.decode)
+        ]
+        return not any(blocks for batches in held for blocks in batches)
+
+    await eventually(are_over)
+    await cluster.all_free()
 
 
 async def _resume_steps(cluster: LocalCluster) -> None:
@@ -143,7 +163,7 @@ async def test_another_worker_is_wanted_when_one_cannot_be_reached(
             assert await arrivals.get() > 0
         request.cancel()
         await _resume_steps(cluster)
-        await cluster.all_free()
+        await _all_free(cluster)
 
 
 async def _wanted(request: RouterRequest, failed_epoch: int) -> bool:
@@ -181,7 +201,7 @@ async def test_copies_that_no_worker_of_this_cluster_sends_are_refused(model: Pa
                 await replicate(**wrong)
         with pytest.raises(RequestError):
             await replicate(block_hashes=[bytes(16)] * 2)
-        await cluster.all_free()
+        await _all_free(cluster)
 
 
 async def test_copies_that_do_not_come_free_their_blocks_with_the_lease(
@@ -207,4 +227,58 @@ async def test_copies_that_do_not_come_free_their_blocks_with_the_lease(
         assert answer.ticket.num_blocks == 1
         async with asyncio.timeout(DEADLINE_S):
             await dropped.wait()
-        await cluster.all_free()
+        await _all_free(cluster)
+
+
+@contextmanager
+def steps_held(worker: Worker) -> Iterator[None]:
+    """The step thread runs no call until the block ends."""
+    may_go_on = threading.Event()
+    worker.post(may_go_on.wait)
+    try:
+        yield
+    finally:
+        may_go_on.set()
+
+
+async def _cancelled_while_steps_are_held(worker: Worker, work: Coroutine[Any, Any, Any]) -> None:
+    task = asyncio.create_task(work)
+    with steps_held(worker):
+        await asyncio.sleep(0)  # The task waits for the step thread from here on.
+        task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_blocks_for_copies_are_free_again_when_their_sender_leaves_before_it_has_a_ticket(model: Path) -> None:
+    async with running_cluster(model, decode=SETTINGS, prefill=SETTINGS, have_roles=True) as cluster:
+        worker, scheduler = cluster.decode, cast(Any, cluster.decode._scheduler)
+        request = decode_pb2.ReplicateRequest(
+            request_id="copies", block_hashes=[bytes(16)], numerics_class=worker.numerics_class
+        )
+        intake = Intake(worker, scheduler._decode.replicas, _no_receiver)
+        await _cancelled_while_steps_are_held(worker, intake.reserve(request))
+        await _all_free(cluster)
+
+
+def _no_receiver() -> Receiver:
+    raise AssertionError("the caller has left")
+
+
+async def test_what_was_taken_while_its_holder_was_cancelled_is_let_go_and_nothing_else(model: Path) -> None:
+    let_go: list[str] = []
+
+    async def hold(take: Callable[[], str]) -> None:
+        async with cluster.decode.holding(take, let_go.append):
+            raise AssertionError("it was cancelled before")
+
+    def fails() -> str:
+        raise StaleError("it is held by another one")
+
+    async with running_cluster(model) as cluster:
+        await _cancelled_while_steps_are_held(cluster.decode, hold(lambda: "blocks"))
+        assert let_go == ["blocks"]
+        await _cancelled_while_steps_are_held(cluster.decode, hold(fails))
+        assert let_go == ["blocks"]
