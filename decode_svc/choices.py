@@ -15,8 +15,8 @@ def fork_choices(
     """A sequence for each choice, behind its first token, unless the choice was stopped or ends with that token.
 
     A choice that another worker has started is behind all tokens that the client has of it: they are computed again, as
-    after a preemption, from where the prefix cache has no copies of their blocks. The prompt's own sequence becomes the
-    first of them; the others share its blocks.
+    after a preemption, apart from leading blocks in the prefix cache. The prompt's own sequence becomes the first of
+    them; the others share its blocks.
     """
     prompt = request.prompt_sequence
     going_on = [

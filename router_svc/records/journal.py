@@ -215,11 +215,11 @@ class Journal:
         if self._last_tokens_s is None:
             self.record.mark(TracePhase.FIRST_TOKEN)
         else:
-            self._metrics.inter_token_latency.observe(now - self._last_tokens_s)
-            is_moving = self._longest_gap_s is not None
-            self._pauses.ended((self._last_tokens_s, now), before, is_moving=is_moving)
+            gap_s = now - self._last_tokens_s
+            self._metrics.inter_token_latency.observe(gap_s)
+            self._pauses.went_on(self._last_tokens_s, gap_s, before, is_moving=self._longest_gap_s is not None)
             if self._longest_gap_s is not None:
-                self._longest_gap_s = max(self._longest_gap_s, now - self._last_tokens_s)
+                self._longest_gap_s = max(self._longest_gap_s, gap_s)
                 self._note_pause()
         self._last_tokens_s = now
 

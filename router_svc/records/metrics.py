@@ -87,7 +87,7 @@ class RouterMetrics:
         self._time_to_first_token = families.histogram(
             "time_to_first_token_seconds", "Time from accepting a request to writing its first token", _TTFT_BUCKETS
         )
-        self.pauses = PauseMetrics(families, _FAILURES)
+        self.pauses = PauseMetrics(families, _FAILURES, _TTFT_BUCKETS)
         self.migrations = MigrationMetrics(families)
         self.tenants = TenantTotals()
         TenantReader(families, self.tenants)

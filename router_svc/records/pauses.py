@@ -56,10 +56,9 @@ class Pauses:
         #: The error behind which the output is to go on; empty without one.
         self.error = ""
 
-    def ended(self, pause: tuple[float, float], completion_tokens: int, *, is_moving: bool) -> None:
-        """There were no tokens from the first to the second of two times, behind so many tokens."""
-        at, until = pause
-        seconds, error, self.error = until - at, self.error, ""
+    def went_on(self, at: float, seconds: float, completion_tokens: int, *, is_moving: bool) -> None:
+        """New tokens are there, `seconds` after the last ones at `at`; `completion_tokens` came before."""
+        error, self.error = self.error, ""
         if error:
             self._metrics.recovered(error, seconds)
         if not error and seconds < STALL_S:

@@ -62,7 +62,7 @@ class Output:
         self.completion_tokens = 0
 
     def gain(self, tokens: int) -> None:
-        """It has so many tokens, or more already."""
+        """The client has at least this many tokens."""
         self.completion_tokens = max(tokens, self.completion_tokens)
 
     @property

@@ -21,7 +21,7 @@ def main() -> int:
         "--replay", type=int, default=0, help="then runs one of so many requests twice, which must agree"
     )
     parser.add_argument(
-        "--calm", type=int, default=0, help="then one of so many requests without faults, which clients end early"
+        "--calm", type=int, default=0, help="requests of one more episode, without faults, which clients end early"
     )
     parser.add_argument(
         "--must-find", default="", metavar="NAMES", help="then a small episode for each of these mutations, which fails"

@@ -33,7 +33,7 @@ class Behaviour:
     leaves_after_s: float | None = None
     #: Asks any router so long after its request to cancel it.
     cancels_after_s: float | None = None
-    #: Its connection breaks after so many events; 0: it does not.
+    #: Number of events after which its connection breaks; 0: it does not.
     breaks_after: int = 0
     #: Deadline that the request has.
     timeout_s: float | None = None

@@ -57,6 +57,15 @@ def decode(num_blocks: int = 32, *, decoder: FakeDecoder | None = None, **config
     return DecodeWorker(pool=pool, scheduler=scheduler, decoder=decoder or FakeDecoder())
 
 
+def running(prompt: list[int], params: SamplingParams, tokens: int) -> DecodeWorker:
+    """A worker that has sampled `tokens` tokens of each choice of request A."""
+    worker = decode(40)
+    worker.scheduler.reserve(job(A, prompt, params, threshold=ALWAYS))
+    while len(worker.tokens(A)) < tokens:
+        worker.step()
+    return worker
+
+
 def job(request_id: RequestId, prompt: list[int], params: SamplingParams = GREEDY, *, threshold: int = 0) -> DecodeJob:
     return DecodeJob(
         request_id=request_id,

@@ -23,21 +23,13 @@ from tests.unit.decode_svc.decode_worker import (
     first_tokens,
     job,
     oracle,
+    running,
 )
 from tests.unit.engine.fakes import BLOCK_SIZE, write_prompt
 
 CHOICES = 3
 SAMPLED = SamplingParams(n=CHOICES, seed=7, temperature=0.9, max_tokens=16, ignore_eos=True, repetition_penalty=1.2)
 LONG = replace(GREEDY, max_tokens=20)
-
-
-def running(prompt: list[int], params: SamplingParams, tokens: int) -> DecodeWorker:
-    """A worker that has sampled so many tokens of each choice of request A."""
-    worker = decode(40)
-    worker.scheduler.reserve(job(A, prompt, params, threshold=ALWAYS))
-    while len(worker.tokens(A)) < tokens:
-        worker.step()
-    return worker
 
 
 def moving(prompt: list[int], params: SamplingParams, lengths: dict[int, int]) -> DecodeJob:

@@ -14,7 +14,18 @@ from pdserve.base.errors import NoFreeBlocks, StaleError
 from pdserve.base.ids import BlockHash, Epoch, RequestId, WorkerId
 from pdserve.base.sampling import SamplingParams
 from tests.support.depth import IS_FULL
-from tests.unit.decode_svc.decode_worker import ALWAYS, GREEDY, PROMPT, A, B, DecodeWorker, decode, job, oracle
+from tests.unit.decode_svc.decode_worker import (
+    ALWAYS,
+    GREEDY,
+    PROMPT,
+    A,
+    B,
+    DecodeWorker,
+    decode,
+    job,
+    oracle,
+    running,
+)
 from tests.unit.engine.fakes import BLOCK_SIZE
 
 CHOICES = 3
@@ -23,15 +34,6 @@ LONG = replace(GREEDY, max_tokens=20)
 COPY = RequestId("copy")
 #: Blocks of a worker that takes all copies of a request at once.
 LARGE = 320
-
-
-def running(prompt: list[int], params: SamplingParams, tokens: int) -> DecodeWorker:
-    """A worker that has sampled so many tokens of each choice of request A."""
-    worker = decode(40)
-    worker.scheduler.reserve(job(A, prompt, params, threshold=ALWAYS))
-    while len(worker.tokens(A)) < tokens:
-        worker.step()
-    return worker
 
 
 def copy(source: DecodeWorker, target: DecodeWorker) -> int:

@@ -12,7 +12,7 @@ from router_svc.records.pauses import MAX_PAUSES, STALL_S, Pause, Pauses
 
 def made() -> tuple[Pauses, list[Pause], CollectorRegistry]:
     registry, noted = CollectorRegistry(), list[Pause]()
-    return Pauses(PauseMetrics(Families(registry, "m"), ["peer_lost"]), noted), noted, registry
+    return Pauses(PauseMetrics(Families(registry, "m"), ["peer_lost"], (1.0,)), noted), noted, registry
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float:
@@ -36,7 +36,7 @@ def test_pauses_have_a_reason(
 ) -> None:
     pauses, noted, registry = made()
     pauses.error = error
-    pauses.ended((3.0, 3.0 + seconds), 7, is_moving=is_moving)
+    pauses.went_on(3.0, seconds, 7, is_moving=is_moving)
     expected = [] if reason is None else [Pause(at=3.0, seconds=seconds, completion_tokens=7, reason=reason)]
     assert noted == expected
     assert value(registry, "recoveries_total", reason="peer_lost") == bool(error)
@@ -49,6 +49,6 @@ def test_a_failure_is_behind_one_pause_and_the_list_has_a_limit() -> None:
     pauses, noted, registry = made()
     pauses.error = "peer_lost"
     for index in range(MAX_PAUSES + 2):
-        pauses.ended((index, index + STALL_S), index, is_moving=False)
+        pauses.went_on(index, STALL_S, index, is_moving=False)
     assert [pause.reason for pause in noted] == ["peer_lost", *["other"] * (MAX_PAUSES - 1)]
     assert value(registry, "stream_stalls_total", reason="other") == MAX_PAUSES + 1
